@@ -215,7 +215,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str, str]] = [
         "tool_choice",
         "'x'",
     ),
-    ("hermes", {"tools": [*TOOLS, TOOLS[0]]}, None, "tools", "'get_weather' is there twice"),
+    ("hermes", {"tools": [*TOOLS, TOOLS[0]]}, None, "tools", "'get_weather' is defined twice"),
     (
         "hermes",
         {"tools": TOOLS, "response_format": {"type": "json_object"}},

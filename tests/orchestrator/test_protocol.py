@@ -51,10 +51,10 @@ def test_a_message_reaches_the_template_as_templates_expect_it() -> None:
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        (call("{"), "messages[0].tool_calls[0].function.arguments: it is not the text of a JSON object"),
+        (call("{"), "messages[0].tool_calls[0].function.arguments: not a JSON object"),
         (call("[1]"), "not the text of a JSON object"),
         (call("[" * 100_000), "not the text of a JSON object"),
-        ({**call("{}"), "role": "user"}, "only the assistant has tool_calls"),
+        ({**call("{}"), "role": "user"}, "only messages of the assistant may have tool_calls"),
         ({"role": "function", "content": "x"}, "the role 'tool'"),
         ({"role": "assistant", "function_call": {"name": "f"}}, "send tool_calls"),
     ],
@@ -148,7 +148,7 @@ def test_a_large_body_is_refused_before_it_is_decoded(
 ) -> None:
     """Megabytes of small values take the event loop up to a second."""
     monkeypatch.setattr(protocol, "_completion_decoder", None)
-    with pytest.raises(ApiError, match="are more than") as refused:
+    with pytest.raises(ApiError, match="the limit") as refused:
         protocol.read_completion(body)
     assert refused.value.param == param
 
@@ -175,7 +175,7 @@ def test_the_arguments_of_a_call_have_a_limit() -> None:
     call = {"function": {"name": "f", "arguments": json.dumps({"a": " " * protocol.MAX_FIELD_BYTES})}}
     messages = [{"role": "assistant", "tool_calls": [call]}]
     asked = protocol.read_chat(json.dumps({"model": "m", "messages": messages}).encode())
-    with pytest.raises(ApiError, match=r"arguments: .* are more than"):
+    with pytest.raises(ApiError, match=r"arguments: .* exceeds the limit"):
         asked.messages[0].for_template(0)
 
 

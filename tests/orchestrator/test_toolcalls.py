@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.gateway.openai.toolcalls import CallArguments, CallBegin, Content, Event, make_parser, recognised
+from orchestrator.gateway.openai.toolcalls import CallArguments, CallBegin, Content, Event, detect_format, make_parser
 
 WEATHER = {"city": "San Francisco", "state": "CA", "unit": "celsius"}
 
@@ -263,7 +263,7 @@ def test_a_named_call_is_the_whole_text() -> None:
 )
 def test_the_format_is_seen_from_the_chat_template(template: str | None, format: str | None) -> None:
     """By the marks that it shows the model; XML inside <tool_call> is another format."""
-    assert recognised(template) == format
+    assert detect_format(template) == format
 
 
 # Properties

@@ -1,1 +1,1 @@
-"""OpenAI's API: requests read, answers written, errors, tools, OpenAPI document."""
+"""OpenAI's API: reading requests, writing answers, errors, tool calls, the OpenAPI document."""

@@ -1,4 +1,4 @@
-"""OpenAI's answers: whole, or as server-sent events."""
+"""Writes OpenAI's answers, complete or as server-sent events."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from workers.messages.requests import FinishReason, TokenEvent, TokenLogprobs
 
 _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
-LARGE_BYTES = 2**20  # an answer above this is written in parts: to join them would hold up all streams
+LARGE_BYTES = 2**20  # a larger answer is written in parts: joining them would block all streams
 
 
 class WrittenLogprobs:
-    """The logprobs of an answer that is not streamed, as JSON: written as they come, since all of them at its end would
-    take objects of hundreds of megabytes, and hold up the event loop for seconds."""
+    """The logprobs of an answer that is not streamed, as JSON. They are encoded as they arrive: encoding all at the end
+    would need hundreds of megabytes of objects, and block the event loop for seconds."""
 
     def __init__(self, attempt: int) -> None:
-        self.attempt = attempt  # of its request, whose answer may be thrown away and made again
-        self.events = 0  # that it has taken
+        self.attempt = attempt  # of its request: a retry discards the earlier answer
+        self.events = 0  # encoded so far
         self._columns: dict[str, list[bytes]] = {}
 
     def add(self, columns: Mapping[str, Any]) -> None:
-        """Append to each column of the value; one that is None is never filled."""
+        """Appends to each column of the value; a column that is None stays null."""
         for name, column in columns.items():
             self._columns.setdefault(name, []).append(b"null" if column is None else _encode(column)[1:-1])
 
     def parts(self) -> Iterator[bytes]:
-        """The JSON value, in parts that are small enough to be written one by one."""
+        """Yields the JSON value in small parts."""
         before = b"{"
         for name, pieces in self._columns.items():
             yield b'%b"%b":' % (before, name.encode())
@@ -49,16 +49,16 @@ class WrittenLogprobs:
 
 
 class Choice(msgspec.Struct, eq=False):
-    """One of the answers to a request: which prompt it continues, and how much of it is written."""
+    """One of the answers to a request: its prompt and the state of writing it."""
 
     index: int
     prompt_ids: Sequence[int]
-    echo: str = ""  # the prompt's text, where it is to be repeated
+    echo: str = ""  # the prompt's text, if it is to be repeated
     tokens: int = 0  # generated so far
-    offset: int = 0  # characters of token text so far, for the completions' text_offset
-    parser: ToolParser | None = None  # where the answer may hold calls of tools
-    written: WrittenLogprobs | None = None  # where logprobs are asked for, and nothing is streamed
-    plain: tuple[bytes, bytes] = (b"", b"")  # what stands around the text of an event that holds nothing else
+    offset: int = 0  # characters of token text so far, for text_offset of completions
+    parser: ToolParser | None = None  # if the answer may have tool calls
+    written: WrittenLogprobs | None = None  # for logprobs in an answer that is not streamed
+    plain: tuple[bytes, bytes] = (b"", b"")  # the bytes before and after the text of an event with text only
 
 
 class Answer(msgspec.Struct, eq=False):
@@ -78,19 +78,19 @@ class Answer(msgspec.Struct, eq=False):
 
     @property
     def head(self) -> dict[str, Any]:
-        """The fields that every part of the answer begins with."""
+        """The fields at the start of every part of the answer."""
         if not self._head:
             kind = "chat.completion" if self.chat else "text_completion"
             self._head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return self._head
 
     def count_prompts(self) -> None:
-        """The choices have their prompts."""
+        """Counts the tokens of the prompts; to be called when they have changed."""
         self.prompt_tokens = _prompt_tokens(self.choices)
 
     def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
-        """Write the logprobs that have come since the last call, of an answer that is not streamed, and drop them from
-        ``events``, which are all of the ``attempt`` so far."""
+        """Encodes the logprobs since the last call, of an answer that is not streamed, and drops them from ``events``,
+        which are all events of the ``attempt`` so far."""
         written = choice.written
         if written is None or written.attempt != attempt:
             written = choice.written = WrittenLogprobs(attempt)
@@ -102,12 +102,12 @@ class Answer(msgspec.Struct, eq=False):
         written.events = len(events)
 
     def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
-        """The JSON body of an answer; a large one in parts, to be written one after the other. The last event of each
-        choice says why it ended."""
+        """Returns the JSON body of an answer; a large one in parts. The last event of each choice has its finish
+        reason."""
         if len(answers) == 1 and not self.with_ids:
             choice, events = answers[0]
             if choice.parser is None and choice.written is None:
-                return self._whole_of_one(choice, events)
+                return self._whole_text(choice, events)
         head, parts = dict(self.head), [b""]
         for choice, events in answers:
             text = choice.echo + "".join([event.text for event in events])
@@ -116,23 +116,27 @@ class Answer(msgspec.Struct, eq=False):
             if choice.parser is not None:
                 message = toolcalls.message([*choice.parser.push(text), *choice.parser.flush()])
                 finish = choice.parser.finish_reason(finish)
-            said = {"message": message} if self.chat else {"text": text}
-            rest: dict[str, Any] = {"finish_reason": finish}
+            content = {"message": message} if self.chat else {"text": text}
+            tail: dict[str, Any] = {"finish_reason": finish}
             if self.with_ids:
-                rest["token_ids"] = [id for event in events for id in event.token_ids]
-                (head if self.chat else rest)["prompt_token_ids"] = list(choice.prompt_ids)
+                tail["token_ids"] = [id for event in events for id in event.token_ids]
+                (head if self.chat else tail)["prompt_token_ids"] = list(choice.prompt_ids)
             choice.tokens += sum([len(event.token_ids) for event in events])
-            parts += (b"," if len(parts) > 1 else b"", _encode({"index": choice.index, **said})[:-1], b',"logprobs":')
+            parts += (
+                b"," if len(parts) > 1 else b"",
+                _encode({"index": choice.index, **content})[:-1],
+                b',"logprobs":',
+            )
             parts += (b"null",) if choice.written is None else choice.written.parts()
-            parts += (b",", _encode(rest)[1:])
+            parts += (b",", _encode(tail)[1:])
         parts[0] = _encode(head)[:-1] + b',"choices":['
         parts.append(b'],"usage":%b}' % _encode(self._usage()))
         return parts if sum(map(len, parts)) > LARGE_BYTES else b"".join(parts)
 
-    def _whole_of_one(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
-        """As ``whole``, of one choice that is only text: written out, at a third of the time."""
+    def _whole_text(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
+        """Does what ``whole`` does for a single choice that is only text, in a third of the time."""
         choice.tokens += sum([len(event.token_ids) for event in events])
-        prompt, made = self.prompt_tokens, choice.tokens
+        prompt, completion = self.prompt_tokens, choice.tokens
         text = _encode(choice.echo + "".join([event.text for event in events]))
         return (
             b'{"id":%b,"object":"%b","created":%d,"model":%b,"choices":[{"index":0,%b,"logprobs":null,'
@@ -145,12 +149,12 @@ class Answer(msgspec.Struct, eq=False):
             b'"message":{"role":"assistant","content":%b}' % text if self.chat else b'"text":%b' % text,
             _finish(events[-1]).encode(),
             prompt,
-            made,
-            prompt + made,
+            completion,
+            prompt + completion,
         )
 
     def opening(self, choice: Choice) -> bytes:
-        """The event that begins a choice of a stream: a chat names its role, a completion its echoed prompt."""
+        """Returns the first event of a choice of a stream: the role of a chat, the echoed prompt of a completion."""
         self.head["object"] = "chat.completion.chunk" if self.chat else "text_completion"
         around = self._chunk(choice, {"content": ""} if self.chat else "", None, None)
         before, _, behind = around.rpartition(b'""')
@@ -160,8 +164,8 @@ class Answer(msgspec.Struct, eq=False):
         return self._chunk(choice, choice.echo, None, None) if choice.echo else b""
 
     def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
-        """Server-sent events for what came since the last call, after ``opening``; nothing for tokens that gave no text
-        yet."""
+        """Returns server-sent events for the tokens since the last call, after ``opening``; empty for tokens without
+        text so far."""
         lines: list[bytes] = []
         before, behind = choice.plain
         parser, with_ids, tokens = choice.parser, self.with_ids, 0
@@ -181,7 +185,7 @@ class Answer(msgspec.Struct, eq=False):
         return b"".join(lines)
 
     def _parsed(self, choice: Choice, parser: ToolParser, event: TokenEvent) -> Iterable[bytes]:
-        """As ``events``, where the text may hold calls."""
+        """Does what ``events`` does for one event of a text with tool calls."""
         read = parser.push(event.text) if event.text else []
         if event.finish is not None:
             read = [*read, *parser.flush()]
@@ -192,7 +196,7 @@ class Answer(msgspec.Struct, eq=False):
             yield self._chunk(choice, {}, parser.finish_reason(_finish(event)), None)
 
     def closing(self, *, include_usage: bool) -> bytes:
-        """What ends a stream: usage where it was asked for, and `[DONE]`."""
+        """Returns the end of a stream: the usage, if requested, and `[DONE]`."""
         return (sse({**self.head, "choices": [], "usage": self._usage()}) if include_usage else b"") + DONE
 
     def _chunk(
@@ -237,19 +241,19 @@ class Answer(msgspec.Struct, eq=False):
 
 
 def _prompt_tokens(choices: Sequence[Choice]) -> int:
-    """Of all prompts: ``n`` choices of one share it."""
+    """Returns the tokens of all prompts; the ``n`` choices of a prompt count it once."""
     if len(choices) == 1:
         return len(choices[0].prompt_ids)
     return sum({id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}.values())
 
 
 def error_event(error: ApiError) -> bytes:
-    """What ends a stream that fails after it has begun."""
+    """Returns the last event of a stream that failed after its start."""
     return sse(error.body())
 
 
 def sse(value: Any) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     return b"data: " + _encode(value) + b"\n\n"
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the gateway, made from the types that its requests are read into."""
+"""Builds the gateway's OpenAPI 3.1 document from the types of its requests and answers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from orchestrator.gateway.openai.tokenize import Detokenized, Tokenized
 from orchestrator.gateway.serving.scheduling_parameters import FLAGS, LONGEST_DEADLINE_MS, LONGEST_SESSION
 from orchestrator.process.version import corewright_version
 
-# What is answered. The gateway writes these by hand; a test reads its answers as these types.
+# The types of the answers. The gateway writes answers by hand; a test reads them as these types.
 
 
 class CalledFunction(msgspec.Struct):
-    """``arguments`` are the text of a JSON object."""
+    """``arguments`` is the text of a JSON object."""
 
     name: str
     arguments: str
@@ -46,7 +46,7 @@ class AnsweredCall(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """``content`` is null where the answer is nothing but calls."""
+    """``content`` is null if the answer is only calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -96,7 +96,7 @@ class TextCompletion(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """``root`` is the model's name in the spec; ``parent`` the same for an alias, else null."""
+    """``root`` is the model's name in the spec; ``parent`` is the same for an alias, else null."""
 
     id: str
     object: Literal["model"]
@@ -117,7 +117,7 @@ class VersionAnswer(msgspec.Struct):
 
 
 class ErrorDetails(msgspec.Struct):
-    """``code`` is listed in docs/errors.md; null: a wrong value in the field ``param``."""
+    """``code`` is listed in docs/errors.md; null for a wrong value of the field ``param``."""
 
     message: str
     type: str
@@ -126,14 +126,14 @@ class ErrorDetails(msgspec.Struct):
 
 
 class ErrorAnswer(msgspec.Struct):
-    """Every answer with a status from 400 on, but for the probes."""
+    """Every answer with a status of 400 or above, except those of the probes."""
 
     error: ErrorDetails
 
 
 @dataclass(frozen=True)
 class GatewayRoute:
-    """``asks`` are the types that a body may have; ``answer`` None: text."""
+    """A route of the gateway. ``asks`` are the types of its body; ``answer`` None: text."""
 
     method: str
     path: str
@@ -141,8 +141,8 @@ class GatewayRoute:
     answer: type | None
     asks: tuple[type, ...] = ()
     streams: bool = False  # the answer may be server-sent events
-    probe: bool = False  # it needs no key, and says 503 as text
-    of_a_model: bool = False  # the model may not exist, or not be ready
+    probe: bool = False  # it needs no key, and its 503 is text
+    of_a_model: bool = False  # the model may be unknown or not ready
 
 
 ROUTES = (
@@ -181,40 +181,40 @@ ROUTES = (
 REFUSED: Mapping[int, str] = MappingProxyType(
     {
         400: "The request cannot be read, or the model cannot serve it.",
-        401: "There is no API key, or it is not valid.",
-        403: "The API key, or the page that asks, is not for this.",
-        404: "There is no such model or route.",
-        405: "The route has another method.",
-        408: "The request came too slowly.",
+        401: "The API key is missing or not valid.",
+        403: "The API key or the browser page is not allowed to do this.",
+        404: "The model or route does not exist.",
+        405: "The route does not have this method.",
+        408: "The request arrived too slowly.",
         413: "The body is too large.",
         415: "The body is not `application/json`, or it is compressed.",
-        429: "The queue is full, the deadline cannot be kept, or a limit of the key is reached.",
+        429: "The queue is full, the deadline cannot be met, or a limit of the key is reached.",
         431: "The request line and headers are too large.",
         500: "The engine or the gateway failed.",
         503: "The model or the fleet is not ready, or there are too many connections.",
-        504: "The request has waited until its deadline.",
+        504: "The deadline passed while the request waited.",
     }
 )
 _OF_ALL = (400, 401, 403, 405, 408, 413, 429, 431, 500, 503)
 _HEADERS: Mapping[str, tuple[str, Schema]] = MappingProxyType(  # of a request that waits for a slot
     {
         "x-session-id": (
-            "Requests of one name go to one replica while that has a free slot.",
+            "Requests with the same value go to the same replica while it has a free slot.",
             {"type": "string", "maxLength": LONGEST_SESSION},
         ),
         "x-deadline-ms": (
-            "By when the first token is wanted, in milliseconds from now.",
+            "Deadline for the first token, in milliseconds from now.",
             {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_DEADLINE_MS},
         ),
-        "x-corewright-explain": ("The answer tells how it came to its replica.", {"type": "string", "enum": [*FLAGS]}),
+        "x-corewright-explain": ("The answer reports its routing decision.", {"type": "string", "enum": [*FLAGS]}),
     }
 )
 
 
 def openapi(*, needs_key: bool) -> Schema:
-    """The document of ``ROUTES``. Without ``needs_key`` the gateway answers whoever asks."""
-    told = [kind for route in ROUTES for kind in (*route.asks, route.answer) if kind is not None and kind is not dict]
-    references, schemas = components([*dict.fromkeys([ErrorAnswer, *told])])
+    """Returns the document of ``ROUTES``; ``needs_key``: requests need an API key."""
+    kinds = [kind for route in ROUTES for kind in (*route.asks, route.answer) if kind is not None and kind is not dict]
+    references, schemas = components([*dict.fromkeys([ErrorAnswer, *kinds])])
     _narrow(schemas, {kind.__name__ for route in ROUTES for kind in route.asks})
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
@@ -228,7 +228,7 @@ def openapi(*, needs_key: bool) -> Schema:
         "info": {
             "title": "corewright's gateway",
             "version": corewright_version(),
-            "description": "OpenAI's API for the models of a fleet; docs/api.md says more.",
+            "description": "OpenAI's API for the models of a fleet; see docs/api.md.",
         },
         "security": [{"bearer": []}, {"apiKey": []}] if needs_key else [],
         "paths": paths,
@@ -258,16 +258,16 @@ def _operation(route: GatewayRoute, references: Mapping[type, Schema], needs_key
         "responses": responses,
     }
     if route.asks:
-        asked = [references[kind] for kind in route.asks]
-        schema = asked[0] if len(asked) == 1 else {"anyOf": asked}
+        bodies = [references[kind] for kind in route.asks]
+        schema = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
         operation["requestBody"] = {"required": True, "content": json_content(schema)}
     if "{model}" in route.path:
         name = {"type": "string", "minLength": 1}
         operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": name}]
     if route.streams:
         operation["parameters"] = [
-            {"name": name, "in": "header", "required": False, "description": told, "schema": schema}
-            for name, (told, schema) in _HEADERS.items()
+            {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
+            for name, (description, schema) in _HEADERS.items()
         ]
     if route.probe and needs_key:
         operation["security"] = []
@@ -290,7 +290,7 @@ _EVENT: Schema = {  # before OpenAPI 3.2 the schema of a stream is that of each 
 }
 
 
-# What the reader of requests checks beside their types
+# Checks of requests beyond their types
 
 _ID: Schema = {"type": "integer", "minimum": 0, "maximum": MOST}
 _SOME_TEXT: Schema = {"type": "string", "minLength": 1}
@@ -340,9 +340,9 @@ _WHOLE_FIELDS: Mapping[tuple[str, str], Schema] = MappingProxyType(  # by the ty
 )
 
 
-def _narrow(schemas: Mapping[str, Schema], asked: Collection[str]) -> None:
-    """Add it to the schemas of requests, whose names are ``asked``, and of what they hold."""
-    for kind in asked:
+def _narrow(schemas: Mapping[str, Schema], bodies: Collection[str]) -> None:
+    """Adds these checks to the schemas of the ``bodies``, and to nested ones."""
+    for kind in bodies:
         for name, field in schemas[kind]["properties"].items():
             for branch in field.get("anyOf", [field]):
                 branch |= _FIELDS.get((name, branch.get("type", "")), {})

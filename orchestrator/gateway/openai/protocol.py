@@ -1,4 +1,4 @@
-"""OpenAI's requests as values: what a body may hold, and what is wrong with one."""
+"""The types of OpenAI's requests, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ R = TypeVar("R")
 if TYPE_CHECKING:
     Ignored = Any
 else:
-    Ignored = msgspec.Raw  # checked as JSON, and not made into objects, which of 8 MB of brackets takes 0.2 s
+    Ignored = msgspec.Raw  # checked as JSON but not decoded: 8 MB of brackets would take 0.2 s
 MAX_ENTRIES = 1024  # of logit_bias and stop_token_ids; OpenAI's limit is 300
 MAX_STOP_CHARACTERS = 2**14
-LARGE_BYTES = 2**20  # a body above this is looked through before it is decoded
-MAX_FIELD_BYTES = 2**20  # of a field of such a body that is neither a prompt nor messages
-MAX_IDS = 2**20  # in such a body
+LARGE_BYTES = 2**20  # a larger body is checked before it is decoded
+MAX_FIELD_BYTES = 2**20  # of a field of a large body, except prompts and messages
+MAX_IDS = 2**20  # in a large body
 LONGEST_ID = 10  # digits
 MAX_STOPS = 16
 MAX_CHOICES = 128  # of `n`, as OpenAI's
@@ -38,14 +38,14 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 @dataclass(frozen=True)
 class Bound:
-    """What a number may be; ``above``: the lowest itself is excluded."""
+    """The range of a number; ``above`` excludes the lowest value itself."""
 
     lowest: float
     highest: float
     above: bool = False
 
 
-BOUNDS: Mapping[str, Bound] = MappingProxyType(  # of the fields of requests; the OpenAPI document tells the same
+BOUNDS: Mapping[str, Bound] = MappingProxyType(  # of the fields of requests, also for the OpenAPI document
     {
         "max_tokens": Bound(1, MOST),
         "max_completion_tokens": Bound(1, MOST),
@@ -67,21 +67,21 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(  # of the fields of requests; th
 
 
 class TextPart(msgspec.Struct):
-    """One part of a message that comes in parts; only text is understood."""
+    """One part of a message in parts; only text is supported."""
 
     type: str
     text: str = ""
 
 
 class FunctionCall(msgspec.Struct):
-    """What the model called: ``arguments`` are the text of a JSON object."""
+    """The function and arguments of a call; ``arguments`` is the text of a JSON object."""
 
     name: str
     arguments: str = ""
 
 
 class ToolCall(msgspec.Struct):
-    """A call that an earlier answer held, sent back as a part of the chat."""
+    """A call of an earlier answer, sent back as part of the chat."""
 
     function: FunctionCall
     id: str | None = None
@@ -89,7 +89,7 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """One message. Fields that only other models need (an audio) are ignored."""
+    """One message. Fields for other kinds of models, such as audio, are ignored."""
 
     role: str
     content: str | list[TextPart] | None = None
@@ -99,37 +99,37 @@ class ChatMessage(msgspec.Struct):
     function_call: Ignored = None  # refused
 
     def text(self) -> str:
-        """Raises ApiError for a part that is not text."""
+        """Returns the text of all parts. Raises ApiError for a part that is not text."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         for part in self.content:
             if part.type != "text":
-                what = f"messages: a part of type {part.type!r} is not understood; only text is"
-                raise invalid(what, param="messages")
+                raise invalid(f"messages: a part of type {part.type!r} is not supported; send text", param="messages")
         return "".join(part.text for part in self.content)
 
     def for_template(self, place: int) -> dict[str, Any]:
-        """As chat templates expect it: the text in one piece, the arguments of calls as objects and not as their JSON.
+        """Returns the message for chat templates: the text in one piece, the arguments of calls as objects.
 
-        Raises ApiError, which names the message by its ``place``.
+        Raises ApiError that names the message by its ``place``.
         """
         where = f"messages[{place}]"
         has_call = self.function_call is not None and bytes(self.function_call) != b"null"
         if has_call or self.role == "function":
-            what = f"{where}: function_call and the role 'function' are not served; send tool_calls and the role 'tool'"
-            raise invalid(what, param="messages", code="unsupported_parameter")
-        told: dict[str, Any] = {"role": self.role, "content": self.text()}
+            cause = f"{where}: function_call and the role 'function' are not supported"
+            message = f"{cause}; send tool_calls and the role 'tool'"
+            raise invalid(message, param="messages", code="unsupported_parameter")
+        fields: dict[str, Any] = {"role": self.role, "content": self.text()}
         if self.name is not None:
-            told["name"] = self.name
+            fields["name"] = self.name
         if self.tool_call_id is not None:
-            told["tool_call_id"] = self.tool_call_id
+            fields["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
             if self.role != "assistant":
-                raise invalid(f"{where}: only the assistant has tool_calls", param="messages")
-            told["tool_calls"] = [
+                raise invalid(f"{where}: only messages of the assistant may have tool_calls", param="messages")
+            fields["tool_calls"] = [
                 _call_for_template(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls)
             ]
-        return told
+        return fields
 
 
 def _call_for_template(call: ToolCall, where: str) -> dict[str, Any]:
@@ -137,19 +137,18 @@ def _call_for_template(call: ToolCall, where: str) -> dict[str, Any]:
     try:
         arguments = msgspec.json.decode(call.function.arguments.strip() or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        what = f"{where}.function.arguments: it is not the text of a JSON object: {error}"
-        raise invalid(what, param="messages") from None
-    told: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-    return told if call.id is None else {"id": call.id, **told}
+        raise invalid(f"{where}.function.arguments: not a JSON object: {error}", param="messages") from None
+    fields: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return fields if call.id is None else {"id": call.id, **fields}
 
 
 class FunctionDefinition(msgspec.Struct):
-    """A function that the model may call. ``parameters`` is the JSON schema of its arguments; None: it has none."""
+    """A function that the model may call. ``parameters`` is the JSON schema of its arguments; None for no arguments."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # arguments of a forced call always keep the schema
+    strict: bool | None = None  # ignored: the arguments of a forced call always match the schema
 
 
 class Tool(msgspec.Struct):
@@ -157,15 +156,15 @@ class Tool(msgspec.Struct):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """In OpenAI's shape, without what was not given."""
-        told: dict[str, Any] = {"name": self.function.name}
+        """Returns the tool in OpenAI's shape, without fields that were not sent."""
+        function: dict[str, Any] = {"name": self.function.name}
         if self.function.description is not None:
-            told["description"] = self.function.description
-        told["parameters"] = self.schema()
-        return {"type": "function", "function": told}
+            function["description"] = self.function.description
+        function["parameters"] = self.schema()
+        return {"type": "function", "function": function}
 
     def schema(self) -> dict[str, Any]:
-        """Of the arguments, which are always an object."""
+        """Returns the JSON schema of the arguments, which are always an object."""
         if self.function.parameters:
             return self.function.parameters
         return {"type": "object", "properties": {}}
@@ -200,7 +199,7 @@ class ResponseFormat(msgspec.Struct):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints take. ``None`` means the default, as OpenAI's clients send it."""
+    """The fields that both endpoints take. ``None`` means the default, as OpenAI's clients send it."""
 
     model: str
     max_tokens: int | None = None
@@ -225,7 +224,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None  # vLLM's: the ids beside the text
     priority: int | None = None  # vLLM's: lower goes first; default 0
-    # Ignored: they say nothing about the answer's tokens.
+    # Ignored: they do not affect the answer's tokens.
     user: Ignored = None
     metadata: Ignored = None
     store: Ignored = None
@@ -239,18 +238,18 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def guide(self) -> str | None:
-        """The JSON schema that the answer must keep, as text; None for free text. Raises ApiError."""
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
+        """Returns the JSON schema that the answer must match, as text; None for free text. Raises ApiError."""
+        format = self.response_format
+        if format is None or format.type == "text":
             return None
-        if wanted.type == "json_object":
+        if format.type == "json_object":
             return '{"type": "object"}'
-        if wanted.type == "json_schema":
-            if wanted.json_schema is None or wanted.json_schema.schema is None:
+        if format.type == "json_schema":
+            if format.json_schema is None or format.json_schema.schema is None:
                 raise invalid("response_format: json_schema needs a schema", param="response_format")
-            return schema_text(wanted.json_schema.schema, "response_format")
-        what = f"response_format: {wanted.type!r} is none of text, json_object and json_schema"
-        raise invalid(what, param="response_format")
+            return schema_text(format.json_schema.schema, "response_format")
+        message = f"response_format: {format.type!r} is not one of text, json_object and json_schema"
+        raise invalid(message, param="response_format")
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -258,8 +257,8 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
     messages: list[ChatMessage]
     tools: list[Tool] | None = None
-    add_generation_prompt: bool | None = None  # vLLM's: end where the assistant begins to speak; default true
-    continue_final_message: bool | None = None  # vLLM's: end in the last message, which the answer continues
+    add_generation_prompt: bool | None = None  # vLLM's: end the prompt with the start of an assistant message
+    continue_final_message: bool | None = None  # vLLM's: the answer continues the last message
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's: further variables of the chat template
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -272,18 +271,19 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     reasoning_effort: Ignored = None
     verbosity: Ignored = None
 
-    def wanted_logprobs(self) -> int | None:
+    def logprobs_count(self) -> int | None:
+        """Returns the alternatives per token; None without logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def calling(self) -> Literal["none", "auto", "required"] | NamedTool:
-        """Whether the answer may hold calls, must, or is the arguments of one."""
+        """How the answer may call tools; a NamedTool: the answer is the arguments of that tool."""
         if not self.tools:
             return "none"
         return self.tool_choice or "auto"
 
     def guide(self) -> str | None:
-        """As SamplingFields'; the schema of the calls where one is forced, so that it surely comes and can be read."""
+        """Returns the schema of forced calls, so that the calls are certain and readable; else as SamplingFields."""
         calling = self.calling
         if isinstance(calling, NamedTool):
             return schema_text(self.tool(calling.function.name).schema(), "tools")
@@ -292,35 +292,35 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
         return super().guide()
 
     def tool(self, name: str) -> Tool:
-        """The tool of that name. Raises ApiError."""
+        """Returns the tool of that name. Raises ApiError."""
         for tool in self.tools or ():
             if tool.function.name == name:
                 return tool
-        raise invalid(f"tool_choice: {name!r} is none of the tools", param="tool_choice")
+        raise invalid(f"tool_choice: {name!r} is not one of the tools", param="tool_choice")
 
 
 def _calls_schema(tools: list[Tool], only_one: bool) -> dict[str, Any]:
-    """An array of calls, as vLLM asks for it: each has the name of a tool and arguments for that tool.
+    """Returns the schema of an array of calls, as in vLLM: each has the name of a tool and arguments for that tool.
 
-    What the tools define under ``$defs`` moves to the top, where their references look for it.
+    The tools' ``$defs`` move to the top level, where their references point.
     """
     definitions: dict[str, Any] = {}
     calls = []
     for tool in tools:
         schema = dict(tool.schema())
-        held = schema.pop("$defs", None) or {}
-        if not isinstance(held, dict):
-            raise invalid(f"tools: the $defs of {tool.function.name!r} are no object", param="tools")
-        for key, definition in held.items():
+        own = schema.pop("$defs", None) or {}
+        if not isinstance(own, dict):
+            raise invalid(f"tools: the $defs of {tool.function.name!r} are not an object", param="tools")
+        for key, definition in own.items():
             if definitions.setdefault(key, definition) != definition:
-                what = f"tools: two of them define {key!r} under $defs, each in its own way; give them other names"
-                raise invalid(what, param="tools")
+                message = f"tools: two tools have different definitions of {key!r} under $defs; rename one of them"
+                raise invalid(message, param="tools")
         properties = {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": schema}
         calls.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
-    found: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    array: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if only_one:
-        found["maxItems"] = 1
-    return {**found, "$defs": definitions} if definitions else found
+        array["maxItems"] = 1
+    return {**array, "$defs": definitions} if definitions else array
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -333,21 +333,22 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     best_of: int | None = None
     suffix: str | None = None
 
-    def wanted_logprobs(self) -> int | None:
+    def logprobs_count(self) -> int | None:
+        """Returns the alternatives per token; None without logprobs."""
         return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt of its own. Raises ApiError for what is no prompt."""
+        """Returns the prompts one by one. Raises ApiError for an invalid one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and all(type(part) is int for part in self.prompt):
             return [self.prompt]
         for i, part in enumerate(self.prompt):
             if not (isinstance(part, str) or (isinstance(part, list) and all(type(id) is int for id in part))):
-                what = f"prompt[{i}]: {_kind(part)} is neither a text nor a list of token ids"
-                raise invalid(what, param="prompt")
+                message = f"prompt[{i}]: expected a string or a list of token ids, got {_kind(part)}"
+                raise invalid(message, param="prompt")
             if not part:
-                raise invalid(f"prompt[{i}]: it is empty", param="prompt")
+                raise invalid(f"prompt[{i}] is empty", param="prompt")
         return self.prompt
 
 
@@ -361,7 +362,7 @@ class TokenizeTextRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TokenizeChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize of a chat. What makes the prompt is as in ``ChatRequest``."""
+    """POST /tokenize of a chat. The fields for the prompt are those of ``ChatRequest``."""
 
     model: str
     messages: list[ChatMessage]
@@ -380,7 +381,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     tokens: list[Annotated[int, msgspec.Meta(ge=0, le=MOST)]]
 
 
-Chat = ChatRequest | TokenizeChatRequest  # what holds a chat
+Chat = ChatRequest | TokenizeChatRequest
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
@@ -390,18 +391,18 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
 class _Shape(msgspec.Struct):
-    """Which of the two a body for /tokenize is."""
+    """The field by which the two bodies of /tokenize differ."""
 
     messages: msgspec.Raw = msgspec.Raw()
 
 
 _shape_decoder = msgspec.json.Decoder(_Shape)
-_AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_AT = re.compile(r"^(?P<cause>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
 
 
-_INSTEAD: Mapping[str, str] = MappingProxyType(  # what vLLM, LMI and older clients send, and the field for it here
+_INSTEAD: Mapping[str, str] = MappingProxyType(  # fields of vLLM, LMI and older clients, and their replacement here
     {
         **dict.fromkeys(
             ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "format"),
@@ -410,32 +411,32 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(  # what vLLM, LMI and older clie
         "max_new_tokens": "max_tokens",
         "do_sample": "temperature: 0 is greedy",
         "return_full_text": "echo, of /v1/completions",
-        "prompt_logprobs": "logprobs tells of the answer; the prompt's are not computed",
+        "prompt_logprobs": "logprobs covers the answer; those of the prompt are not computed",
         "stop_sequences": "stop",
-        "use_beam_search": "n, for several answers; beams are not searched",
+        "use_beam_search": "n, for several answers; there is no beam search",
         "inputs": "prompt, of /v1/completions",
-        "parameters": "its fields stand beside model, not inside parameters",
-        "chat_template": "chat_template_kwargs, for the tokenizer's own template; a template is a program, and is not "
-        "taken from a client",
+        "parameters": "send its fields at the top level, beside model",
+        "chat_template": "chat_template_kwargs, for the tokenizer's own template; templates are programs, and are not "
+        "accepted from clients",
         "documents": "chat_template_kwargs",
-        "include_stop_str_in_output": "stop; what stops an answer is not part of it",
+        "include_stop_str_in_output": "stop; the stop string is not part of the answer",
     }
 )
 
 
 def read_chat(body: bytes) -> ChatRequest:
-    """Raises ApiError 400 with the parameter at fault."""
+    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
     request = _decode(_chat_decoder, body)
     _check_chat(request)
     if request.max_completion_tokens is not None:
         _bounded("max_completion_tokens", request.max_completion_tokens)
         if request.max_tokens not in (None, request.max_completion_tokens):
-            both = f"max_tokens ({request.max_tokens}) and max_completion_tokens ({request.max_completion_tokens})"
-            raise invalid(f"{both} differ; send one of them", param="max_tokens")
+            fields = f"max_tokens ({request.max_tokens}) and max_completion_tokens ({request.max_completion_tokens})"
+            raise invalid(f"{fields} differ; send one of them", param="max_tokens")
         request.max_tokens = request.max_completion_tokens
     _bounded("top_logprobs", request.top_logprobs)
     if request.top_logprobs is not None and not request.logprobs:
-        raise invalid("top_logprobs is only for logprobs: true", param="top_logprobs")
+        raise invalid("top_logprobs requires logprobs: true", param="top_logprobs")
     _check_calling(request)
     _check(request)
     return request
@@ -443,40 +444,40 @@ def read_chat(body: bytes) -> ChatRequest:
 
 def _check_chat(request: Chat) -> None:
     if not request.messages:
-        raise invalid("messages: at least one message is needed", param="messages")
+        raise invalid("messages: at least one message is required", param="messages")
     if request.add_generation_prompt and request.continue_final_message:
-        what = "continue_final_message goes on in the last message, add_generation_prompt begins a new one; send one"
-        raise invalid(what, param="continue_final_message")
+        message = "continue_final_message and add_generation_prompt exclude each other; send one of them"
+        raise invalid(message, param="continue_final_message")
     tools = request.tools or []
     if len(tools) > MAX_TOOLS:
-        raise invalid(f"tools: {len(tools)} are more than {MAX_TOOLS}", param="tools")
+        raise invalid(f"tools: {len(tools)} tools exceed the limit of {MAX_TOOLS}", param="tools")
     names = [tool.function.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
-            raise invalid(f"tools: {name!r} is there twice", param="tools")
+            raise invalid(f"tools: {name!r} is defined twice", param="tools")
 
 
 def _check_calling(request: ChatRequest) -> None:
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(request, old) not in (None, []):
-            raise invalid(f"{old}: it is not served; send {new}", param=old, code="unsupported_parameter")
+            raise invalid(f"{old} is not supported; send {new}", param=old, code="unsupported_parameter")
     if request.tool_choice not in (None, "none") and not request.tools:
-        raise invalid("tool_choice is only for a request with tools", param="tool_choice")
+        raise invalid("tool_choice requires tools", param="tool_choice")
     if request.calling == "none":
         return
     if isinstance(request.calling, NamedTool):
         request.tool(request.calling.function.name)
     if SamplingFields.guide(request) is not None:
-        what = "response_format: an answer is JSON, or it may hold tool calls; send tool_choice: none, or no tools"
-        raise invalid(what, param="response_format")
+        message = "response_format cannot be combined with tool calls; send tool_choice: none, or no tools"
+        raise invalid(message, param="response_format")
     if request.calling == "auto":
-        # What marks a call is a special token with some models, such as Mistral's [TOOL_CALLS], and must not be left
-        # out of the text. What ends an answer never is in it.
+        # Some models mark calls with a special token, such as Mistral's [TOOL_CALLS], which must stay in the text. The
+        # tokens that end an answer are never part of it.
         request.skip_special_tokens = False
 
 
 def read_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
-    """Raises ApiError 400 with the parameter at fault."""
+    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
     if bytes(_decode(_shape_decoder, body).messages) in (b"", b"null"):
         return _decode(_tokenize_text_decoder, body)
     request = _decode(_tokenize_chat_decoder, body)
@@ -485,24 +486,24 @@ def read_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
 
 
 def read_detokenize(body: bytes) -> DetokenizeRequest:
-    """Raises ApiError 400 with the parameter at fault."""
+    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
     return _decode(_detokenize_decoder, body)
 
 
 def read_completion(body: bytes) -> CompletionRequest:
-    """Raises ApiError 400 with the parameter at fault."""
+    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
     request = _decode(_completion_decoder, body)
     if len(request.prompt) == 0:
-        raise invalid("prompt: it is empty", param="prompt")
+        raise invalid("prompt is empty", param="prompt")
     if isinstance(request.prompt, list) and not isinstance(request.prompt[0], int):
         _within("the number of prompts", len(request.prompt), 1, MAX_PROMPTS, param="prompt")
     _bounded("logprobs", request.logprobs)
     if request.suffix:
-        raise _not_served("suffix")
+        raise _unsupported("suffix")
     if request.best_of not in (None, request.n or 1):
-        raise invalid(f"best_of: {request.best_of} is not n; this server does not rank answers", param="best_of")
+        raise invalid(f"best_of: {request.best_of} must equal n; answers are not ranked", param="best_of")
     if request.echo and request.logprobs is not None:
-        raise invalid("echo with logprobs: the prompt's own logprobs are not computed", param="echo")
+        raise invalid("echo cannot be combined with logprobs: those of the prompt are not computed", param="echo")
     _check(request)
     return request
 
@@ -521,16 +522,16 @@ _texts_decoder = msgspec.json.Decoder(list[str])
 
 
 def _check_large(body: bytes) -> None:
-    """Raises ApiError for what would hold up the event loop while it is decoded. A long text does not."""
+    """Raises ApiError for a body that would block the event loop while it is decoded; long texts do not."""
     fields = {name: bytes(raw) for name, raw in msgspec.structs.asdict(_large_decoder.decode(body)).items()}
     for name in _BOUNDED:
         _at_most(f"the bytes of {name}", len(fields[name]), MAX_FIELD_BYTES, name)
     for name in ("prompt", "tokens"):
         if fields[name].startswith(b"["):
             _check_list(name, fields[name])
-    rest = len(body) - sum(map(len, fields.values()))  # of a field that is given twice, only the last was seen
-    if rest > MAX_FIELD_BYTES:
-        raise invalid(f"the bytes of unknown and repeated fields: {rest} are more than {MAX_FIELD_BYTES}")
+    remainder = len(body) - sum(map(len, fields.values()))  # of a repeated field, ``fields`` has only the last
+    if remainder > MAX_FIELD_BYTES:
+        raise invalid(f"the bytes of unknown and repeated fields: {remainder} exceed the limit of {MAX_FIELD_BYTES}")
 
 
 def _check_list(name: str, data: bytes) -> None:
@@ -539,7 +540,7 @@ def _check_list(name: str, data: bytes) -> None:
         try:
             _at_most(f"the prompts of {name}", len(_texts_decoder.decode(data)), MAX_PROMPTS, name)
             return
-        except msgspec.ValidationError:  # not a list of texts alone
+        except msgspec.ValidationError:  # not only texts
             pass
     _at_most(f"the token ids of {name}", data.count(b",") + 1, MAX_IDS, name)
     _at_most(f"the lists of {name}", data.count(b"[") + data.count(b"{"), MAX_PROMPTS + 1, name)
@@ -557,10 +558,10 @@ def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
 
 
 def _explained(text: str) -> ApiError:
-    """msgspec's account of a wrong value, with the parameter first."""
+    """Returns the error for a message of msgspec, with the parameter first."""
     match = _AT.match(text)
-    what, path = (match["what"], match["path"]) if match is not None else (text, None)
-    missing, unknown = _MISSING.search(what), _UNKNOWN.search(what)
+    cause, path = (match["cause"], match["path"]) if match is not None else (text, None)
+    missing, unknown = _MISSING.search(cause), _UNKNOWN.search(cause)
     if missing is not None:
         field = missing["field"] if not path else f"{path}.{missing['field']}"
         return invalid(f"you must provide {field!r}", param=field)
@@ -568,7 +569,7 @@ def _explained(text: str) -> ApiError:
         name = unknown["field"]
         instead = f"; here: {_INSTEAD[name]}" if name in _INSTEAD else ""
         return invalid(f"Unrecognized request argument supplied: {name}{instead}", param=name)
-    return invalid(f"{path or 'the body'}: {what.replace('`', '')}", param=path or None)
+    return invalid(f"{path or 'the body'}: {cause.replace('`', '')}", param=path or None)
 
 
 _OF_ALL = tuple(name for name in BOUNDS if name in SamplingFields.__struct_fields__)
@@ -590,7 +591,7 @@ def _check(request: SamplingFields) -> None:
         _at_most("logit_bias", len(request.logit_bias), MAX_ENTRIES)
         for id, bias in request.logit_bias.items():
             if not (id.isascii() and id.isdecimal() and len(id) <= LONGEST_ID):
-                raise invalid(f"logit_bias: {id[:100]!r} is no token id", param="logit_bias")
+                raise invalid(f"logit_bias: {id[:100]!r} is not a token id", param="logit_bias")
             _within(f"logit_bias of {id}", bias, -100, 100, param="logit_bias")
     if request.stop_token_ids is not None:
         _at_most("stop_token_ids", len(request.stop_token_ids), MAX_ENTRIES)
@@ -599,19 +600,19 @@ def _check(request: SamplingFields) -> None:
     if request.stop is not None:
         stops = request.stops()
         if len(stops) > MAX_STOPS:
-            raise invalid(f"stop: {len(stops)} strings are more than {MAX_STOPS}", param="stop")
+            raise invalid(f"stop: {len(stops)} strings exceed the limit of {MAX_STOPS}", param="stop")
         _at_most("the characters of stop", sum(map(len, stops)), MAX_STOP_CHARACTERS, "stop")
         if "" in stops:
-            raise invalid("stop: an empty string stops nothing", param="stop")
+            raise invalid("stop: an empty string is not allowed", param="stop")
     if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options is only for stream: true", param="stream_options")
-    request.guide()  # raises where it is over a limit
+        raise invalid("stream_options requires stream: true", param="stream_options")
+    request.guide()  # raises ApiError for a schema over a limit
 
 
-def _at_most(what: str, given: int, limit: int, param: str | None = None) -> None:
-    """What is copied into each choice, and looked through at each step, must stay small."""
-    if given > limit:
-        raise invalid(f"{what}: {given} are more than {limit}", param=param or what)
+def _at_most(name: str, count: int, limit: int, param: str | None = None) -> None:
+    """Raises ApiError above the limit: these values are copied into each choice, or searched at each step."""
+    if count > limit:
+        raise invalid(f"{name}: {count} exceeds the limit of {limit}", param=param or name)
 
 
 def _bounded(name: str, value: float | None) -> None:
@@ -630,7 +631,7 @@ def _within(
     above: bool = False,
     param: str | None = None,
 ) -> None:
-    """``above``: the lowest value itself is excluded."""
+    """Raises ApiError for a value out of range; ``above`` excludes the lowest value itself."""
     if value is None:
         return
     too_low = value <= lowest if above else value < lowest
@@ -639,8 +640,8 @@ def _within(
         raise invalid(f"{name}: {value} is out of range; it must be {bounds}", param=param or name)
 
 
-def _not_served(name: str) -> ApiError:
-    return invalid(f"{name}: this version does not serve it", param=name, code="unsupported_parameter")
+def _unsupported(name: str) -> ApiError:
+    return invalid(f"{name} is not supported", param=name, code="unsupported_parameter")
 
 
 def _kind(value: object) -> str:

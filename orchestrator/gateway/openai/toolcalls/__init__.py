@@ -1,7 +1,7 @@
-"""Tool calls in what a model writes: found in the text of an answer, whole or as it comes."""
+"""Parses tool calls in the text of an answer, complete or streamed."""
 
 from orchestrator.gateway.openai.toolcalls.events import CallArguments, CallBegin, Content, Event, ToolParser
-from orchestrator.gateway.openai.toolcalls.formats import FORMATS, Format, make_parser, recognised
+from orchestrator.gateway.openai.toolcalls.formats import FORMATS, Format, detect_format, make_parser
 
 __all__ = [
     "FORMATS",
@@ -11,6 +11,6 @@ __all__ = [
     "Event",
     "Format",
     "ToolParser",
+    "detect_format",
     "make_parser",
-    "recognised",
 ]

@@ -1,4 +1,4 @@
-"""One call as models write it: a JSON object that holds a name and arguments, in any order, or arguments alone."""
+"""Parses one tool call: a JSON object with a name and arguments, in any order, or the arguments alone."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class _At(Enum):
 class CallText:
     """Reads one call, character by character.
 
-    As soon as its name is known and its arguments have begun it counts as a call (``begun``), and when both are there
-    it is ``complete``: what is wrong with the object behind that point (a brace too few is what small models like
-    best) does not matter. ``keys`` are those that it may have; None: any.
+    It counts as a call when its name is known and its arguments have started (``begun``), and is ``complete`` with
+    both: errors after that point are ignored, since small models often omit the last brace. ``keys`` are the allowed
+    keys; None: any.
     """
 
     def __init__(self, name: str | None = None, keys: Collection[str] | None = None) -> None:
-        """With a ``name`` the text is that of the arguments alone."""
+        """With a ``name``, the text is the arguments alone."""
         self.name = name
-        self.arguments: list[str] = []  # their characters, as they were written
+        self.arguments: list[str] = []  # their characters, as written
         self.complete = False
         self._only_arguments = name is not None
         self._keys = keys
@@ -47,7 +47,7 @@ class CallText:
 
     @property
     def raw(self) -> str:
-        """All that was taken."""
+        """The text that was taken."""
         return "".join(self._raw)
 
     @property
@@ -55,14 +55,14 @@ class CallText:
         return self.name is not None and bool(self.arguments)
 
     def take(self, char: str) -> Taken:
-        """``BROKEN`` and ``BEHIND`` have not taken the character."""
+        """Reads a character; ``BROKEN`` and ``BEHIND`` have not taken it."""
         was_complete = self.complete
-        taken = self._step(char)
-        if taken is Taken.BROKEN and was_complete:
+        result = self._step(char)
+        if result is Taken.BROKEN and was_complete:
             return Taken.BEHIND
-        if taken in (Taken.MORE, Taken.LAST):
+        if result in (Taken.MORE, Taken.LAST):
             self._raw.append(char)
-        return taken
+        return result
 
     def _step(self, char: str) -> Taken:
         at = self._at
@@ -90,13 +90,13 @@ class CallText:
         return Taken.MORE
 
     def _in_key(self, char: str) -> Taken:
-        taken = self._scan.take(char)
+        result = self._scan.take(char)
         self._value.append(char)
-        if taken is Taken.LAST:
+        if result is Taken.LAST:
             self._key = _text(self._value) or ""
             self._at = _At.COLON
             return Taken.MORE if self._keys is None or self._key in self._keys else Taken.BROKEN
-        return taken
+        return result
 
     def _first_of_value(self, char: str) -> Taken:
         first = {"name": '"', **dict.fromkeys(ARGUMENTS, "{")}.get(self._key)
@@ -106,18 +106,18 @@ class CallText:
         return self._in_value(char)
 
     def _in_value(self, char: str) -> Taken:
-        taken = self._scan.take(char)
-        if taken is Taken.BROKEN:
-            return taken
+        result = self._scan.take(char)
+        if result is Taken.BROKEN:
+            return result
         is_arguments = self._key in ARGUMENTS and not self._has_arguments
-        if taken is Taken.BEHIND:
+        if result is Taken.BEHIND:
             self._at = _At.COMMA
             return self._step(char)
         if is_arguments:
             self.arguments.append(char)
         elif self._key == "name":
             self._value.append(char)
-        if taken is Taken.LAST:
+        if result is Taken.LAST:
             return self._value_ended(is_arguments)
         return Taken.MORE
 
@@ -134,7 +134,7 @@ class CallText:
 
 
 def _text(literal: list[str]) -> str | None:
-    """What a JSON string says; None for one with half a surrogate pair, which no answer could hold."""
+    """Returns the value of a JSON string; None for one with half a surrogate pair, which an answer cannot hold."""
     try:
         return msgspec.json.decode("".join(literal), type=str)
     except (msgspec.MsgspecError, UnicodeError):

@@ -1,4 +1,4 @@
-"""What a parser of tool calls makes of an answer's text."""
+"""The events that a parser of tool calls makes from an answer's text."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text that is no part of a call."""
+    """Text that is not part of a call."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The call of this number, from 0 on, is of that function."""
+    """The start of a call; ``index`` counts from 0, ``name`` is the function."""
 
     index: int
     id: str
@@ -24,7 +24,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON text of a call's arguments."""
+    """Another piece of the JSON text of a call's arguments."""
 
     index: int
     text: str
@@ -34,16 +34,16 @@ Event = Content | CallBegin | CallArguments
 
 
 class ToolParser(Protocol):
-    """Reads one answer. However its text is cut into pieces, the events joined are the same."""
+    """Reads one answer. The joined events do not depend on how the text is cut into pieces."""
 
     def push(self, text: str) -> list[Event]:
-        """What is certain with this piece, and was not told before."""
+        """Returns the new events that are certain with this piece."""
         ...
 
     def flush(self) -> list[Event]:
-        """The rest, when nothing more comes. A call that is incomplete, or is none, becomes content."""
+        """Returns the last events at the end of the text. An incomplete or invalid call becomes content."""
         ...
 
     def finish_reason(self, reason: str) -> str:
-        """OpenAI's finish reason for an answer that would end by ``reason`` without calls. After ``flush``."""
+        """Returns OpenAI's finish reason; ``reason`` is that of an answer without calls. After ``flush``."""
         ...

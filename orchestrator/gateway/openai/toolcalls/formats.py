@@ -1,4 +1,4 @@
-"""Which parser reads a model's calls."""
+"""Selects the parser of a model's tool calls."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _OTHERS = ("<function=", "<arg_key>")  # models that write XML inside <tool_call
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
-def recognised(chat_template: str | None) -> Format | None:
-    """The format that a chat template shows the model, by the marks in its text; None for one that is not known."""
+def detect_format(chat_template: str | None) -> Format | None:
+    """Returns the call format of a chat template, by the markers in its text; None for an unknown format."""
     text = chat_template or ""
     if any(sign in text for sign in _OTHERS):
         return None
@@ -42,10 +42,10 @@ def recognised(chat_template: str | None) -> Format | None:
 def make_parser(
     format: Format | None, calling: str, *, streamed: bool, only_one: bool = False, name: str = ""
 ) -> ToolParser:
-    """The parser of one answer. ``calling``: auto, required, or named, which needs the ``name``.
+    """Returns the parser of one answer. ``calling``: auto, required, or named, which needs the ``name``.
 
-    Only ``auto`` needs a format: a required or named call is JSON with any model, but its id is one that the chat
-    template takes.
+    Only ``auto`` needs a format: a required or named call is JSON with any model. The call's id suits the format's chat
+    templates.
     """
     new_id = _mistral_id if format == "mistral" else _id
     if calling == "named":
@@ -53,7 +53,7 @@ def make_parser(
     if calling == "required":
         return RequiredParser(new_id, streamed=streamed, only_one=only_one)
     if format is None:
-        raise ValueError("the format of this model's calls is not known")
+        raise ValueError("the format of this model's calls is unknown")
     return FORMATS[format](new_id, streamed=streamed, only_one=only_one)
 
 
@@ -62,5 +62,5 @@ def _id() -> str:
 
 
 def _mistral_id() -> str:
-    """Nine characters: Mistral's chat templates refuse others."""
+    """Returns an id of nine characters: Mistral's chat templates reject others."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))

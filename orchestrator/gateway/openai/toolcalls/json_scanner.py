@@ -1,4 +1,4 @@
-"""A JSON value, read character by character: where it ends, and where it turns out to be none."""
+"""Scans a JSON value character by character, to find its end or its first error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from enum import Enum, auto
 
 SPACE = " \t\n\r"
-LONGEST_WORD = 400  # characters of a number; longer ones are none that a client could use
+LONGEST_WORD = 400  # characters of a number; longer ones are of no use to a client
 _HEX = frozenset("0123456789abcdefABCDEF")
 _WORD_BEGINS = frozenset("-0123456789tfn")
 _WORD_GOES_ON = frozenset("+-.0123456789eEtrufalsn")
@@ -14,19 +14,19 @@ _WORD = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]
 
 
 class Taken(Enum):
-    """What a character was."""
+    """The role of a character in a value."""
 
-    MORE = auto()  # a part of it, and not its end
-    LAST = auto()  # its end
-    BEHIND = auto()  # it ended before this character
-    BROKEN = auto()  # it is no JSON
+    MORE = auto()  # inside the value
+    LAST = auto()  # the end of the value
+    BEHIND = auto()  # after the end of the value
+    BROKEN = auto()  # not valid JSON
 
 
 class _Wants(Enum):
     VALUE = auto()
-    VALUE_OR_END = auto()  # behind [
-    KEY_OR_END = auto()  # behind {
-    KEY = auto()  # behind a comma of an object
+    VALUE_OR_END = auto()  # after [
+    KEY_OR_END = auto()  # after {
+    KEY = auto()  # after a comma in an object
     COLON = auto()
     COMMA_OR_END = auto()
     STRING = auto()
@@ -36,13 +36,13 @@ class _Wants(Enum):
 
 
 class JsonScan:
-    """Reads one value, beginning with its first character, which is no space."""
+    """Reads one value, from its first character, which is not a space."""
 
     __slots__ = ("_hex_left", "_key", "_stack", "_wants", "_word")
 
     def __init__(self) -> None:
         self._wants = _Wants.VALUE
-        self._stack: list[str] = []  # the closing characters of what is open
+        self._stack: list[str] = []  # the closing characters of the open objects and arrays
         self._key = False  # the string is a key
         self._hex_left = 0
         self._word = ""

@@ -1,7 +1,7 @@
-"""The parsers, one for each way in which models write their calls.
+"""The parsers of tool calls, one for each format.
 
-Each searches the text for what marks a call and gives what follows to a ``CallText``. What turns out to be no call is
-content, to the letter. Blanks around calls are no content, nor is what separates or closes calls.
+Each searches the text for the marker of a call and passes what follows to a ``CallText``. Text that turns out not to be
+a call is content, unchanged. Spaces around calls, separators and closing tags are not content.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from orchestrator.gateway.openai.toolcalls.call import ARGUMENTS, CallText
 from orchestrator.gateway.openai.toolcalls.events import CallArguments, CallBegin, Content, Event
 from orchestrator.gateway.openai.toolcalls.json_scanner import SPACE, Taken
 
-LONGEST_HEAD = 400  # characters between a mark and what it marks
+LONGEST_HEAD = 400  # characters between a marker and the call's JSON
 
 NewId = Callable[[], str]
 
 
 class _Parser:
-    """What all formats share. ``_state`` takes a text and gives back what of it another state is to read."""
+    """The base of all formats. ``_state`` reads a text and returns the part that the next state must read."""
 
     markers: tuple[str, ...] = ()
-    keys: Collection[str] | None = None  # that a call may have
-    between = SPACE  # what is content only where content follows: before, between and behind calls
+    keys: Collection[str] | None = None  # allowed in a call
+    between = SPACE  # characters that are content only if content follows: before, between and after calls
 
     def __init__(self, new_id: NewId, *, streamed: bool, only_one: bool) -> None:
-        """``streamed``: arguments are told as they come, so that what is wrong with their JSON may be seen too late.
-        Otherwise a call is told when it is complete. ``only_one``: further calls are dropped."""
+        """``streamed``: arguments are emitted as they arrive, so errors in their JSON may be found too late; otherwise
+        a call is emitted when it is complete. ``only_one``: further calls are dropped."""
         self._new_id = new_id
         self._streamed = streamed
         self._only_one = only_one
         self._state: Callable[[str], str] = self._text
-        self._held = ""  # what may become a marker
-        self._fresh = True  # no content since the beginning, or since the last call
-        self._provisional = ""  # of ``between``
+        self._held = ""  # may become a marker
+        self._fresh = True  # no content since the start, or since the last call
+        self._provisional = ""  # characters of ``between``
         self._call: CallText | None = None
-        self._opening = ""  # what marked it
+        self._opening = ""  # the marker of the call
         self._calls = 0
-        self._told = 0  # characters of the arguments
+        self._emitted = 0  # characters of the arguments
         self._out: list[Event] = []
 
     def push(self, text: str) -> list[Event]:
         self._out = []
-        rest, self._held = self._held + text, ""
-        while rest:
-            rest = self._state(rest)
-        self._tell_call()
+        text, self._held = self._held + text, ""
+        while text:
+            text = self._state(text)
+        self._emit_call()
         return self._out
 
     def flush(self) -> list[Event]:
         self._out = []
         call, held, self._held = self._call, self._held, ""
-        if call is not None and not (call.complete or self._told):
+        if call is not None and not (call.complete or self._emitted):
             self._content(self._opening + call.raw)
         self._call = None
         self._content(held)
@@ -67,14 +67,14 @@ class _Parser:
     # States
 
     def _text(self, rest: str) -> str:
-        """Content, until something marks a call."""
+        """Reads content, up to a marker."""
         if self._fresh:
             stripped = rest.lstrip(self.between)
             self._provisional += rest[: len(rest) - len(stripped)]
             rest = stripped
-        found = min(((at, mark) for mark in self.markers if (at := rest.find(mark)) >= 0), default=None)
-        if found is not None:
-            at, mark = found
+        first = min(((at, mark) for mark in self.markers if (at := rest.find(mark)) >= 0), default=None)
+        if first is not None:
+            at, mark = first
             self._content(rest[:at])
             return self._marked(mark, rest[at:])
         keep = max((_overlap(rest, mark) for mark in self.markers), default=0)
@@ -83,7 +83,7 @@ class _Parser:
         return ""
 
     def _marked(self, mark: str, rest: str) -> str:
-        """``rest`` begins with the mark."""
+        """Reads a text that begins with the marker."""
         self._open(mark)
         return rest[len(mark) :]
 
@@ -91,50 +91,50 @@ class _Parser:
         call = self._call
         assert call is not None
         for at, char in enumerate(rest):
-            taken = call.take(char)
-            if taken is Taken.MORE:
+            result = call.take(char)
+            if result is Taken.MORE:
                 continue
-            self._tell_call()
+            self._emit_call()
             self._call = None
-            if taken is Taken.BROKEN:
-                self._content("" if self._told else self._opening + call.raw)
+            if result is Taken.BROKEN:
+                self._content("" if self._emitted else self._opening + call.raw)
                 self._broken()
                 return rest[at:]
             self._fresh = True
             self._closed()
-            return rest[at + (taken is Taken.LAST) :]
+            return rest[at + (result is Taken.LAST) :]
         return ""
 
     def _broken(self) -> None:
-        """What goes on behind what was no call."""
+        """Sets the state after text that was not a call."""
         self._fresh = False
         self._state = self._text
 
     def _closed(self) -> None:
-        """What goes on behind a call."""
+        """Sets the state after a call."""
         self._state = self._text
 
-    # What is told
+    # Output
 
     def _open(self, opening: str, name: str | None = None) -> None:
-        self._call, self._opening, self._told = CallText(name, self.keys), opening, 0
+        self._call, self._opening, self._emitted = CallText(name, self.keys), opening, 0
         self._state = self._in_call
 
-    def _tell_call(self) -> None:
-        """What is new of the call that is being read."""
+    def _emit_call(self) -> None:
+        """Emits the new part of the current call."""
         call = self._call
         if call is None or not (call.complete or (self._streamed and call.begun)):
             return
-        if not self._told:
+        if not self._emitted:
             self._provisional = ""
             assert call.name is not None
-            self._tell(CallBegin(self._calls, self._id(), call.name))
+            self._emit(CallBegin(self._calls, self._id(), call.name))
             self._calls += 1
-        if len(call.arguments) > self._told:
-            self._tell(CallArguments(self._calls - 1, "".join(call.arguments[self._told :])))
-            self._told = len(call.arguments)
+        if len(call.arguments) > self._emitted:
+            self._emit(CallArguments(self._calls - 1, "".join(call.arguments[self._emitted :])))
+            self._emitted = len(call.arguments)
 
-    def _tell(self, event: CallBegin | CallArguments) -> None:
+    def _emit(self, event: CallBegin | CallArguments) -> None:
         if not (self._only_one and event.index):
             self._out.append(event)
 
@@ -161,7 +161,7 @@ class HermesParser(_Parser):
         self._state = self._end_tag
 
     def _end_tag(self, rest: str) -> str:
-        """Which may be missing."""
+        """Reads the end tag, which may be missing."""
         stripped = rest.lstrip(SPACE)
         if stripped.startswith(self._END):
             self._state = self._text
@@ -174,7 +174,7 @@ class HermesParser(_Parser):
 
     def flush(self) -> list[Event]:
         if self._state == self._end_tag:
-            self._held = ""  # the tag was cut off, not the call
+            self._held = ""  # only the tag is incomplete
         return super().flush()
 
 
@@ -182,7 +182,7 @@ class LlamaParser(_Parser):
     """`{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>`, several separated by `;`: Llama 3."""
 
     markers = ("<|python_tag|>", "{")
-    keys = ("name", *ARGUMENTS, "type", "id")  # so that other JSON is soon seen to be no call
+    keys = ("name", *ARGUMENTS, "type", "id")  # so that other JSON is rejected early
     between = SPACE + ";"
 
     def _marked(self, mark: str, rest: str) -> str:
@@ -210,7 +210,7 @@ class _ArrayParser(_Parser):
 
 class MistralParser(_ArrayParser):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and the newer `[TOOL_CALLS]name{...}`, also with
-    `[CALL_ID]id` and `[ARGS]` behind the name."""
+    `[CALL_ID]id` and `[ARGS]` after the name."""
 
     markers = ("[TOOL_CALLS]",)
     _HEAD = re.compile(r"[ \t\r\n]*(?P<name>[\w.\-]+)(\[CALL_ID\](?P<id>[\w\-]+))?(\[ARGS\])?[ \t\r\n]*")
@@ -227,7 +227,7 @@ class MistralParser(_ArrayParser):
         return rest[len(mark) :]
 
     def _head(self, rest: str) -> str:
-        """What stands between the mark and the first brace or bracket; it is held until that comes."""
+        """Reads the text between the marker and the first brace or bracket; it is held until that arrives."""
         head = rest[: LONGEST_HEAD + 1]
         blank = len(head) - len(head.lstrip(SPACE))
         if head[blank : blank + 1] == "[":
@@ -235,10 +235,10 @@ class MistralParser(_ArrayParser):
             self._open(self._opening + rest[: blank + 1])
             return rest[blank + 1 :]
         at = head.find("{")
-        found = self._HEAD.fullmatch(head[:at]) if at >= 0 else None
-        if found is not None:
-            self._in_array, self._given_id = False, found["id"]
-            self._open(self._opening + rest[:at], found["name"])
+        match = self._HEAD.fullmatch(head[:at]) if at >= 0 else None
+        if match is not None:
+            self._in_array, self._given_id = False, match["id"]
+            self._open(self._opening + rest[:at], match["name"])
             return rest[at:]
         if at < 0 and len(rest) <= LONGEST_HEAD and self._HEAD_GOES_ON.fullmatch(rest):
             self._held = rest
@@ -260,19 +260,19 @@ class MistralParser(_ArrayParser):
 
 
 class RequiredParser(_ArrayParser):
-    """The answer to `tool_choice: required`, which a guide has kept to a JSON array of calls."""
+    """The answer to `tool_choice: required`, which guided decoding restricts to a JSON array of calls."""
 
     markers: tuple[str, ...] = ("[",)
 
     def _closed(self) -> None:
-        self.markers = ()  # there is but one array
+        self.markers = ()  # there is only one array
         self._state = self._between_calls
 
 
 class NamedParser:
-    """The answer where `tool_choice` names a function: a guide has kept it to the arguments.
+    """The answer if `tool_choice` names a function: guided decoding restricts it to the arguments.
 
-    As OpenAI's and vLLM's servers do, it ends by "stop" and not by "tool_calls".
+    As with OpenAI and vLLM, its finish reason is "stop", not "tool_calls".
     """
 
     def __init__(self, new_id: NewId, name: str) -> None:
@@ -293,7 +293,7 @@ class NamedParser:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the longest suffix of ``text`` that is a proper prefix of ``mark``."""
+    """Returns the length of the longest suffix of ``text`` that is a proper prefix of ``mark``."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):
             return length

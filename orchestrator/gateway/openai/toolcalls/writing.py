@@ -1,4 +1,4 @@
-"""What a parser has read, as OpenAI's message of a whole answer and as the deltas of a stream."""
+"""Writes a parser's events as OpenAI's message, or as the deltas of a stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orchestrator.gateway.openai.toolcalls.events import CallArguments, CallBegi
 
 
 def message(events: Sequence[Event]) -> dict[str, Any]:
-    """Of all events of an answer. Without a call it is what it would be without a parser."""
+    """Returns the message for all events of an answer; without calls, the same as without a parser."""
     content = "".join(event.text for event in events if isinstance(event, Content))
     calls: list[dict[str, Any]] = []
     for event in events:
@@ -23,11 +23,11 @@ def message(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def delta(events: Sequence[Event]) -> dict[str, Any]:
-    """Of the events of one piece of text; empty where it gave none."""
-    found: dict[str, Any] = {}
+    """Returns the delta for the events of one piece of text; empty without events."""
+    fields: dict[str, Any] = {}
     content = "".join(event.text for event in events if isinstance(event, Content))
     if content:
-        found["content"] = content
+        fields["content"] = content
     calls: list[dict[str, Any]] = []
     for event in events:
         if isinstance(event, CallBegin):
@@ -38,5 +38,5 @@ def delta(events: Sequence[Event]) -> dict[str, Any]:
                 calls.append({"index": event.index, "function": {"arguments": ""}})
             calls[-1]["function"]["arguments"] += event.text
     if calls:
-        found["tool_calls"] = calls
-    return found
+        fields["tool_calls"] = calls
+    return fields
