@@ -207,7 +207,7 @@ def test_a_forced_call_comes_from_any_model(place: Place, choice: str, stream: b
 REFUSALS: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("echo", {"tools": TOOLS}, "tools_not_supported", "tools", "does not support tools"),
     ("echo", {"tools": TOOLS, "tool_choice": "required"}, "tools_not_supported", "tools", "does not support tools"),
-    ("hermes", {"tool_choice": "auto"}, None, "tool_choice", "only for a request with tools"),
+    ("hermes", {"tool_choice": "auto"}, None, "tool_choice", "tool_choice requires tools"),
     (
         "hermes",
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
@@ -225,13 +225,13 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ),
     ("hermes", {"functions": [TOOLS[0]["function"]]}, "unsupported_parameter", "functions", "send tools"),
     ("hermes", {"function_call": "auto"}, "unsupported_parameter", "function_call", "send tool_choice"),
-    ("hermes", {"chat_template": "{{ 1 }}"}, None, "chat_template", "a template is a program"),
+    ("hermes", {"chat_template": "{{ 1 }}"}, None, "chat_template", "templates are programs"),
     (
         "hermes",
         {"chat_template_kwargs": {"tokenize": False}},
         "chat_template_failed",
         "messages",
-        "tokenize is no variable",
+        "tokenize is not a variable",
     ),
     (
         "hermes",

@@ -52,8 +52,8 @@ def test_a_message_reaches_the_template_as_templates_expect_it() -> None:
     ("message", "says"),
     [
         (call("{"), "messages[0].tool_calls[0].function.arguments: not a JSON object"),
-        (call("[1]"), "not the text of a JSON object"),
-        (call("[" * 100_000), "not the text of a JSON object"),
+        (call("[1]"), "not a JSON object"),
+        (call("[" * 100_000), "not a JSON object"),
         ({**call("{}"), "role": "user"}, "only messages of the assistant may have tool_calls"),
         ({"role": "function", "content": "x"}, "the role 'tool'"),
         ({"role": "assistant", "function_call": {"name": "f"}}, "send tool_calls"),

@@ -170,10 +170,10 @@ ROUTES = (
     ),
     GatewayRoute("POST", "/detokenize", "The text of tokens.", Detokenized, (DetokenizeRequest,), of_a_model=True),
     GatewayRoute("GET", "/version", "The version of corewright.", VersionAnswer),
-    GatewayRoute("GET", "/metrics", "What Prometheus collects.", None),
+    GatewayRoute("GET", "/metrics", "Metrics for Prometheus.", None),
     GatewayRoute("GET", "/openapi.json", "This document.", dict),
-    GatewayRoute("GET", "/livez", "Whether the gateway runs.", None, probe=True),
-    GatewayRoute("GET", "/readyz", "Whether every model has been ready.", None, probe=True),
+    GatewayRoute("GET", "/livez", "Liveness of the gateway.", None, probe=True),
+    GatewayRoute("GET", "/readyz", "Readiness: every model has been ready.", None, probe=True),
     GatewayRoute("GET", "/health", "As /readyz.", None, probe=True),
     GatewayRoute("GET", "/ping", "As /readyz.", None, probe=True),
 )
