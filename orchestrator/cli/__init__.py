@@ -1,1 +1,1 @@
-"""The command `corewright`: one module for each group of commands."""
+"""The command line `corewright`: one module for each group of commands."""

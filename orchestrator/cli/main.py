@@ -267,12 +267,12 @@ def status(output: FormatOption = Format.TABLE) -> None:
 @app.command()
 def down() -> None:
     """Drain the running fleet and stop all of its processes. Fails if a process or the fleet's record remains."""
-    from orchestrator.process.home import Home, daemon_alive, left_behind
+    from orchestrator.process.home import Home, daemon_alive, find_leftovers
 
     home = Home.from_environment()
     record = home.read_record()
     if record is not None and not os.environ.get("COREWRIGHT_URL") and not daemon_alive(record):
-        leftovers = left_behind(home, record)
+        leftovers = find_leftovers(home, record)
         hint = f"`corewright up` removes them; without a new fleet: kill the processes and remove {home.record_file}"
         raise Failed("down-incomplete", f"`up` (pid {record.pid}) ended without cleaning up: {leftovers}", hint)
     client = the_fleet()
@@ -287,7 +287,7 @@ def down() -> None:
             message = f"pid {client.record.pid} is still running after {within_s:.0f} s"
             raise Failed("down-late", message, "check the terminal of `up`")
         time.sleep(0.1)
-    leftovers = left_behind(home, client.record)
+    leftovers = find_leftovers(home, client.record)
     if leftovers is not None:
         hint = "the terminal of `up` shows the cause; `corewright up` removes them"
         raise Failed("down-incomplete", f"the fleet has ended, but {leftovers}", hint)

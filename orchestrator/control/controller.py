@@ -153,7 +153,7 @@ class Controller:
         await self._hosts.update()
         fetching = self._preparing.hosts | self._readying.hosts
         await asyncio.gather(self._hosts.update_held_sources(), self._hosts.update_fetches(fetching))
-        self._readying.look()
+        self._readying.update_progress()
         if self._closing:
             return
         state = self.state
@@ -298,7 +298,7 @@ class Controller:
             if phase is State.DRAINING and state.hold is None:
                 self._spawn(self._drain(state.views[id]))
             if phase is State.LOADING and self._readying.lead_s(config) is not None and any(wanted_by(config)):
-                self._readying.go_on_fetching(id, config)
+                self._readying.resume_fetch(id, config)
             self._listen(id, config.epoch, self._follow(id, config.epoch))
 
     # Actions
@@ -398,8 +398,8 @@ class Controller:
 
     async def _start_and_follow(self, id: str, config: ReplicaConfig) -> None:
         try:
-            ready = await self._readying.made_ready(id, config)
-            view, arriving = self._view(id, config.epoch), self._readying.goes_on(id)
+            ready = await self._readying.prepare_start(id, config)
+            view, arriving = self._view(id, config.epoch), self._readying.is_fetching(id)
             if ready is None or view is None or view.state not in STARTING:
                 return  # it was stopped meanwhile
             if isinstance(ready, Failure):
@@ -420,7 +420,7 @@ class Controller:
             now = self._clock()
             self._store_view(dataclasses.replace(view, asked=True, aside_s=now - view.begun, fetch=fetch))
             if arriving:
-                self._readying.await_rest(id, ready, view, fetched_until)
+                self._readying.await_fetch(id, ready, view, fetched_until)
             await self._cluster.start(ready)
             view = self._view(id, config.epoch)
             if view is None or view.state is State.STOPPING:  # its stop may have preceded its process
@@ -554,7 +554,7 @@ class Controller:
             fetch=before.fetch if state is State.LOADING else None,
         )
         if state not in STARTING:
-            self._readying.leave(view.id)
+            self._readying.cancel(view.id)
         if state is State.READY:  # only now the last failure is resolved
             after = dataclasses.replace(after, served=True, log=(), reason=None)
             self.state.compiled_on.add((after.model, after.version, after.host))

@@ -1,1 +1,1 @@
-"""`corewright up`: its settings, and the process that owns a Ray cluster from start to end."""
+"""The daemon of `corewright up`: its settings, and the process that owns a Ray cluster."""

@@ -1,4 +1,4 @@
-"""`corewright up` on one machine: the process that owns a Ray, and takes everything down when it ends."""
+"""The daemon of `corewright up`: starts a fleet with its own Ray cluster, and stops all of it at the end."""
 
 from __future__ import annotations
 
@@ -38,68 +38,68 @@ from workers.host import host_facts as this_host
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# The end: drain 20 s, and all gone within 30 s.
-DRAIN_GRACE_S = 2.0  # to end the replicas after the drain
+# Shutdown: 20 s of drain by default, and all processes gone within 30 s.
+DRAIN_GRACE_S = 2.0  # for replicas to stop after the drain
 GATEWAY_STOP_S = 3.0
-LAST_DEADLINE_S = 3.0  # for what is killed at last
-LEFTOVERS_DEADLINE_S = 8.0  # for what a killed daemon left: the promise is 10 s
-STATUS_WAIT_S = 1.0  # a background call to Ray lasts no longer, so that the end need not wait for it
+LAST_DEADLINE_S = 3.0  # for killed processes to exit
+LEFTOVERS_DEADLINE_S = 8.0  # for processes of an earlier, killed daemon; the documented limit is 10 s
+STATUS_WAIT_S = 1.0  # longest background call to Ray, which the shutdown waits for
 CONTROLLER_AWAY_S = 30.0  # a restart takes 2 s
 CONTROLLER_RETRY_S = 0.2
-CONTROLLER_THERE_S = 5.0  # whoever has kept a call for so long was there: without a controller it fails at once
+CONTROLLER_THERE_S = 5.0  # a call that lasted this long had a controller: without one it fails immediately
 WATCH_POLL_S = 0.5  # a change is applied once two readings agree
-READY, TOLD, GONE = b"r", b"t", b"g"  # marks of the child: it was ready, has reported its end, has left nothing
-MOST_NAMED = 4  # replicas in a line that says what is waited for
-READY_POLL_S = 0.5  # between looks at whether a signal has come
+READY, REPORTED, GONE = b"r", b"t", b"g"  # marks of the child: was ready, has reported its end, has left nothing
+MOST_NAMED = 4  # replicas in a line that shows what `up` waits for
+READY_POLL_S = 0.5  # between checks for a signal
 
 
-def _quietly(stop: Callable[[], None]) -> None:
+def _log_errors(stop: Callable[[], None]) -> None:
     try:
         stop()
     except Exception:
-        log.exception("the gateway did not stop in order")
+        log.exception("the gateway did not stop cleanly")
 
 
-def _tell_if_possible(tell: Callable[[str], None], line: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk, or a reader that has gone: the fleet goes on
-        tell(line)
+def _report_if_possible(report: Callable[[str], None], line: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe must not stop the fleet
+        report(line)
 
 
 class _Interrupted(Exception):
-    """A signal, or `down`, while the fleet was still starting."""
+    """A signal or `down` while the fleet was still starting."""
 
 
 @dataclass(frozen=True)
 class UpOptions:
-    """What the command line says about this `up`."""
+    """The options of one `up`."""
 
     gateway: GatewaySettings
     dashboard: bool = True
     watch: bool = False  # apply the spec's file when it changes
     drain_s: float = DRAIN_S
     config: tuple[dict[str, Any], ...] = ()  # the settings with their origins, for `GET config`
-    allowed_sources: tuple[str, ...] | None = None  # what a spec may read; None: anything
+    allowed_sources: tuple[str, ...] | None = None  # sources that a spec may read; None: all
     data_plane: Literal["unix", "tcp"] = "unix"
-    store: StoreSettings | None = None  # what each host keeps of artifacts; None: without a limit, in the home
+    store: StoreSettings | None = None  # each host's artifact store; None: in the home, without a limit
 
 
 def watched(work: Callable[[], None], ended: Callable[[Failed], None]) -> None:
-    """Run ``work``; what it raises is told to ``ended``, foreseen or not."""
+    """Run ``work``. Passes any exception to ``ended`` as Failed."""
     try:
         work()
     except Failed as failure:
         ended(failure)
     except Exception as error:
-        log.exception("a thread of `up` has failed")
-        ended(_unforeseen(error))
+        log.exception("a thread of `up` failed")
+        ended(_unexpected(error))
 
 
-def _unforeseen(error: Exception) -> Failed:
-    return Failed("up-failed", f"{type(error).__name__}: {error}", "this is a bug: the log has more")
+def _unexpected(error: Exception) -> Failed:
+    return Failed("up-failed", f"{type(error).__name__}: {error}", "this is a bug; see daemon.log")
 
 
 class Daemon:
-    """One fleet, from start to end. ``tell`` receives each progress line."""
+    """Runs one fleet, from start to end. ``report`` receives each progress line."""
 
     def __init__(
         self,
@@ -109,10 +109,9 @@ class Daemon:
         name: str,
         hosts: tuple[Host, ...],
         instance: str | None,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
-        """``spec`` is its text, its file name and the folder that its relative paths start from; ``name``
-        is the fleet's."""
+        """``spec``: its text, its file name and the folder of its relative paths; ``name``: the fleet's name."""
         self._home = home
         self._audit = Audit(home.audit)
         self._options = options
@@ -120,29 +119,29 @@ class Daemon:
         self._name = name
         self._hosts = hosts
         self._instance = instance
-        self._tell = WaitingNotice(functools.partial(_tell_if_possible, tell))
+        self._report = WaitingNotice(functools.partial(_report_if_possible, report))
         self._fleet = secrets.token_hex(8)
         self._pid = os.getpid()
         self._mark: Callable[[bytes], None] = lambda mark: None
-        self._asked: queue.SimpleQueue[str | Failed] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[str | Failed] = queue.SimpleQueue()  # to end: a signal, `down` or a failure
         self._threads: list[threading.Thread] = []
-        self._seen = 0  # version of the status that was told last
-        self._told: dict[str, str] = {}
-        self._told_hold = ""  # why the fleet does nothing, as the controller said last
-        self._unready: list[str] = []  # what the fleet waits for before it is ready, as the controller said last
+        self._status_version = 0  # of the last status that was reported
+        self._reported: dict[str, str] = {}  # the last news of each replica or model
+        self._reported_hold = ""  # why the controller holds its actions, as last reported
+        self._unready: list[str] = []  # the replicas that the fleet waits for before it is ready
         self._ready = threading.Event()
         self._ending = False
         self._controller: Any = None
-        self._asking = False
+        self._end_requested = False
         self._ray_up = False
-        self._further: list[Any] = []  # the Ray nodes of the emulated hosts but the first
+        self._further: list[Any] = []  # the Ray nodes of the emulated hosts except the first
         self._serve_up = False
 
     def run(self, on_ready: Callable[[FleetRecord], None]) -> int:
-        """Start the fleet, call ``on_ready`` once, and stay until a signal or `down`. Must run on the main thread.
+        """Start the fleet, call ``on_ready`` once, and run until a signal or `down`. Must run on the main thread.
 
-        The fleet runs in a child process (`apart`), and so does ``on_ready``. Gives the exit code; what ends the fleet
-        is reported there and in the audit log, by this process if the child could not. Raises Failed when nothing was
+        The fleet and ``on_ready`` run in a child process (`apart`). The child reports the cause of the end, also in
+        the audit log; this process does so if the child cannot. Returns the exit code. Raises Failed if nothing was
         started.
         """
         _check_host_root()
@@ -153,90 +152,92 @@ class Daemon:
             where = f" at {record.url} (pid {record.pid})" if record is not None else ""
             raise Failed(
                 "fleet-already-running",
-                f"a fleet of {self._home.path} runs{where}",
-                "corewright apply SPEC changes it, corewright down ends it",
+                f"a fleet of {self._home.path} is already running{where}",
+                "change it with `corewright apply SPEC`, or stop it with `corewright down`",
             )
         self._end_previous(record)
         gateway = self._options.gateway
         _check_port(gateway.host, gateway.port)
-        written: AuditLine | None = self._audit.begin("up", "up", self._told_to_audit(), by=caller())
+        written: AuditLine | None = self._audit.begin("up", "up", self._audit_fields(), by=caller())
         previous = {number: signal.getsignal(number) for number in SIGNALS}
         self._listen_to_signals()
         try:
             ended = apart(functools.partial(self._live, written, on_ready), SIGNALS)
-            if TOLD not in ended.marks:
-                self._tell_of_death(ended, None if READY in ended.marks else written)
+            if REPORTED not in ended.marks:
+                self._report_death(ended, None if READY in ended.marks else written)
             leftovers = None if GONE in ended.marks else self._end_everything()
             if leftovers is not None:
-                self._tell(f"stopped, but {leftovers}")
-            return ended.code if TOLD in ended.marks and ended.code >= 0 and leftovers is None else 1
+                self._report(f"stopped, but {leftovers}")
+            return ended.code if REPORTED in ended.marks and ended.code >= 0 and leftovers is None else 1
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             os.close(lock)
 
-    def _tell_of_death(self, ended: Ended, written: AuditLine | None) -> None:
-        """Report for a child that ended without a word."""
+    def _report_death(self, ended: Ended, written: AuditLine | None) -> None:
+        """Report the end of a child that exited without reporting it."""
         how = f"exit code {ended.code}" if ended.code >= 0 else signal.Signals(-ended.code).name
-        what = f"the process that owns Ray ended without a word ({how}): Ray ends it when its raylet or its GCS is gone"
-        failed = Failed("up-died", what, f"see {self._home.logs / 'daemon.log'}, and Ray's logs under {self._home.ray}")
+        message = f"the process that owns Ray exited unexpectedly ({how}): Ray ends it when its raylet or GCS is gone"
+        hint = f"see {self._home.logs / 'daemon.log'}, and Ray's logs under {self._home.ray}"
+        failed = Failed("up-died", message, hint)
         self._audit_end(written, failed.problem.id)
         log.error("%s", failed)
-        self._tell(render([failed.problem]).rstrip("\n"))
+        self._report(render([failed.problem]).rstrip("\n"))
 
     def _live(
         self, written: AuditLine | None, on_ready: Callable[[FleetRecord], None], mark: Callable[[bytes], None]
     ) -> int:
-        """The fleet, from its start to its end, in the child. Gives the exit code."""
+        """Run the fleet in the child, from start to end. Returns the exit code."""
         self._mark = mark
         outcome, code = "failed", 1
         try:
             record = self._start()
-            with self._tell.waiting(self._waited_for):
+            with self._report.waiting(self._waited_for):
                 self._wait_ready()
             self._audit_end(written, "ready")
             written = None
             mark(READY)
-            with contextlib.suppress(OSError):  # as of `_tell_if_possible`
+            with contextlib.suppress(OSError):  # as in `_report_if_possible`
                 on_ready(record)
             if self._options.watch:
                 self._in_background(self._watch_spec)
-            request = self._asked.get()
+            request = self._requests.get()
             if isinstance(request, Failed):
                 raise request
             outcome = request
-            self._asking = True
-            self._tell(f"{request}: draining for at most {self._options.drain_s:.0f} s (a signal more ends at once)")
+            self._end_requested = True
+            drain_s = self._options.drain_s
+            self._report(f"{request}: draining for at most {drain_s:.0f} s (a second signal stops immediately)")
             code = 0
         except (_Interrupted, SystemExit) as reason:  # SystemExit: Ray's own handler, while Ray starts
-            self._tell(f"{reason}: ended before the fleet was ready")
+            self._report(f"{reason}: ended before the fleet was ready")
         except Exception as error:
             if not isinstance(error, Failed):
-                log.exception("`up` has failed")
-            failed = error if isinstance(error, Failed) else _unforeseen(error)
+                log.exception("`up` failed")
+            failed = error if isinstance(error, Failed) else _unexpected(error)
             outcome = failed.problem.id
-            self._tell(render([failed.problem]).rstrip("\n"))
+            self._report(render([failed.problem]).rstrip("\n"))
         finally:
             self._audit_end(written, outcome)  # before Ray is shut down, which may end this process
-            mark(TOLD)
+            mark(REPORTED)
             try:
-                with self._tell.waiting(lambda: "running requests, replicas and Ray to end"):
+                with self._report.waiting(lambda: "running requests, replicas and Ray to end"):
                     self._take_down()
             finally:
                 leftovers = self._end_everything()
                 if leftovers is None:
                     mark(GONE)
-                    self._tell("stopped")
+                    self._report("stopped")
         return code
 
-    def _told_to_audit(self) -> dict[str, Any]:
+    def _audit_fields(self) -> dict[str, Any]:
         text, file, base_dir = self._spec
         gateway = self._options.gateway
         fields = {"text": text, "file": file, "base_dir": base_dir, "host": gateway.host, "port": gateway.port}
         return {**fields, "insecure": gateway.insecure, "tls": gateway.tls_cert is not None}
 
     def _audit_end(self, line: AuditLine | None, outcome: str) -> None:
-        """``line`` None: the end of a fleet that was ready."""
+        """Record the outcome of ``line``; None: record the end of a fleet that was ready."""
         try:
             if line is None:
                 line = self._audit.begin("up", "end", {"reason": outcome}, by=caller())
@@ -251,37 +252,37 @@ class Daemon:
         if record is None:
             return
         if not daemon_alive(record):
-            self._tell(f"the fleet of pid {record.pid} did not end cleanly: removing what it left")
+            self._report(f"the fleet of pid {record.pid} did not end cleanly: removing its leftovers")
         pids_left = end_leftovers(self._home, record.fleet, LEFTOVERS_DEADLINE_S)
         if pids_left:
             pids = ", ".join(map(str, pids_left))
-            raise Failed("leftover-processes", f"processes of an earlier fleet do not die: {pids}", "end them by hand")
+            raise Failed("leftover-processes", f"processes of an earlier fleet do not exit: {pids}", "kill them")
         self._home.forget_fleet()
         self._home.prepare()
 
     def _start(self) -> FleetRecord:
-        """Ray, then the controller with the replicas, then the gateway. Gives the fleet's record, as it is written."""
+        """Start Ray, then the controller with the replicas, then the gateway. Returns the fleet's record as written."""
         os.environ[FLEET_VARIABLE] = self._fleet
         os.environ["COREWRIGHT_HOME"] = str(self._home.path)
         cpus, admin_port = this_host.usable_cpus(), free_port()
         record = self._new_record(admin_port)
-        self._home.write_record(record)  # before any process is started, so that the next `up` finds what is left
-        self._tell("starting Ray")
-        with self._tell.waiting(lambda: "Ray"):
+        self._home.write_record(record)  # before any process starts, so that the next `up` finds leftovers
+        self._report("starting Ray")
+        with self._report.waiting(lambda: "Ray"):
             addresses = self._start_ray(len(cpus))
         dashboard = addresses.get("webui_url")
         record = record_with(
             record, ray_address=addresses["gcs_address"], dashboard_url=f"http://{dashboard}" if dashboard else None
         )
         self._home.write_record(record)
-        self._raise_if_asked()
-        self._tell("starting the controller and the replicas")
-        with self._tell.waiting(lambda: "the controller"):
+        self._raise_if_requested()
+        self._report("starting the controller and the replicas")
+        with self._report.waiting(lambda: "the controller"):
             self._start_controller(record.token, admin_port, cpus)
         self._in_background(self._narrate)
-        self._raise_if_asked()
-        self._tell("starting the gateway")
-        with self._tell.waiting(lambda: ", ".join(("the gateway", *self._unready[:MOST_NAMED]))):
+        self._raise_if_requested()
+        self._report("starting the gateway")
+        with self._report.waiting(lambda: ", ".join(("the gateway", *self._unready[:MOST_NAMED]))):
             self._start_gateway()
         return record
 
@@ -304,25 +305,25 @@ class Daemon:
         )
 
     def _start_ray(self, cpus: int) -> dict[str, Any]:
-        """A node for each emulated host. Gives Ray's addresses."""
-        self._home.secure_ray()  # before Ray is imported: it reads its settings then
+        """Start a Ray node for each emulated host. Returns Ray's addresses."""
+        self._home.secure_ray()  # before the import of Ray, which reads its settings
         from orchestrator.on_ray import ray_nodes
 
         cores = max((host.cores for host in self._hosts), default=0)
         self._ray_up = True
-        self._raise_if_asked()
+        self._raise_if_requested()
         try:
             addresses = ray_nodes.start_ray(self._home.ray, cores=cores, cpus=cpus, dashboard=self._options.dashboard)
             self._listen_to_signals()
             for index, host in enumerate(self._hosts[1:], start=1):
-                self._raise_if_asked()
+                self._raise_if_requested()
                 self._further.append(ray_nodes.add_node(index, cores=host.cores, cpus=cpus))
         except _Interrupted:
             raise
-        except Exception as error:  # of many kinds, with pages of text
+        except Exception as error:  # Ray raises many types, with pages of text
             log.exception("Ray does not start")
             cause = str(error).strip().partition("\n")[0] or type(error).__name__
-            hint = f"its logs are under {self._home.ray}; ours is {self._home.logs / 'daemon.log'}"
+            hint = f"see Ray's logs under {self._home.ray}, and {self._home.logs / 'daemon.log'}"
             raise Failed("ray-not-started", f"Ray does not start: {cause}", hint) from None
         return addresses
 
@@ -361,20 +362,22 @@ class Daemon:
         self._serve_up = True
         try:
             actors.start_gateway(self._options.gateway)
-        except Exception as error:  # of Serve, of many kinds
+        except Exception as error:  # Ray Serve raises many types
             log.exception("the gateway does not start")
             hint = f"see {self._home.logs / 'gateway.log'}"
             raise Failed("gateway-not-started", f"the gateway does not start: {error}", hint) from None
 
     def _in_background(self, work: Callable[[], None]) -> None:
-        """Run ``work``, which calls Ray, until it sees that the end has begun; what it raises ends the fleet."""
+        """Run ``work``, which calls Ray and returns after the shutdown has begun. If it raises, the fleet ends."""
 
-        thread = threading.Thread(target=watched, args=(work, self._asked.put), daemon=True)
+        thread = threading.Thread(target=watched, args=(work, self._requests.put), daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _ask_controller(self, call: Callable[[], Any]) -> Any:
-        """What ``call`` gives, through restarts of the controller; None at the end. Raises Failed if it stays away."""
+        """Returns the result of ``call``, retried while the controller restarts; None during shutdown.
+
+        Raises Failed if the controller does not come back."""
         from orchestrator.on_ray.calls import ActorUnavailable, CallFailed, answer
 
         away_s, failed_at = 0.0, float("inf")
@@ -383,11 +386,11 @@ class Daemon:
             try:
                 return answer(call)
             except CallFailed as error:
-                cause = f"the controller has failed: {error}"
+                cause = f"the controller failed: {error}"
                 raise Failed("controller-failed", cause, f"see {self._home.logs / 'controller.log'}") from None
             except ActorUnavailable as error:
                 now = time.monotonic()
-                # a longer gap is a pause of this process, in which the controller had no time either
+                # a longer gap is a pause of this process, in which the controller was paused too
                 away_s += min(max(0.0, now - failed_at), LATE_S)
                 if now - started > CONTROLLER_THERE_S:
                     away_s = 0.0
@@ -395,54 +398,54 @@ class Daemon:
                 if away_s > CONTROLLER_AWAY_S:
                     what = f"the controller does not come back: {error}"
                     raise Failed("controller-failed", what, f"see {self._home.logs / 'controller.log'}") from None
-                self._seen = 0  # Ray starts it again, and it counts anew
+                self._status_version = 0  # a restarted controller counts from the start
                 time.sleep(CONTROLLER_RETRY_S)
         return None
 
     def _wait_ready(self) -> None:
         while not self._ready.wait(READY_POLL_S):
-            self._raise_if_asked()
+            self._raise_if_requested()
 
     def _waited_for(self) -> str:
         named, more = self._unready[:MOST_NAMED], len(self._unready) - MOST_NAMED
         return ", ".join(named) + (f" and {more} more" if more > 0 else "") or "the controller to find the fleet ready"
 
     def _narrate(self) -> None:
-        """Say what becomes of the replicas, from their start to the end of the fleet."""
+        """Report changes of replicas until the fleet ends."""
         while not self._ending:
             if self._narrate_once(STATUS_WAIT_S):
                 self._ready.set()
 
     def _narrate_once(self, wait_s: float) -> bool:
-        """Tell what has changed, waiting for at most ``wait_s``. Gives whether the fleet has become ready."""
-        answer = self._ask_controller(lambda: self._controller.status.remote(self._seen, wait_s))
+        """Report the changes of the next ``wait_s``. Returns whether the fleet is ready."""
+        answer = self._ask_controller(lambda: self._controller.status.remote(self._status_version, wait_s))
         if answer is None:
             return False
-        self._seen, status = answer
+        self._status_version, status = answer
         self._unready = [text for model in status["models"] for text in _unready(model)]
         hold = hold_text(status)
-        if hold and hold != self._told_hold and not self._ending:
-            self._tell(f"error: {hold}")
-        self._told_hold = hold
+        if hold and hold != self._reported_hold and not self._ending:
+            self._report(f"error: {hold}")
+        self._reported_hold = hold
         for model in status["models"]:
             lines = {replica["id"]: _progress(replica) for replica in model["replicas"]}
             if not lines and model["reason"]:
-                told = f"{model['name']} {model['state']}: {model['reason']}"
-                lines[model["name"]] = told, told
-            for one in model["preparing"]:
-                told = f"{model['name']} {one['state']} on {one['host']}, for what comes next"
-                lines[f"{model['name']} on {one['host']}"] = told, told
+                text = f"{model['name']} {model['state']}: {model['reason']}"
+                lines[model["name"]] = text, text
+            for preparation in model["preparing"]:
+                text = f"{model['name']} {preparation['state']} on {preparation['host']}, for the new version"
+                lines[f"{model['name']} on {preparation['host']}"] = text, text
             for id, (news, line) in lines.items():
-                if self._told.get(id) != news and not self._ending:
-                    self._told[id] = news
-                    self._tell(line)
+                if self._reported.get(id) != news and not self._ending:
+                    self._reported[id] = news
+                    self._report(line)
         return bool(status["ready"])
 
     def _watch_spec(self) -> None:
-        """Apply the spec's file when it changes; one that is refused leaves the fleet as it is."""
+        """Apply the spec's file when it changes. A rejected spec leaves the fleet unchanged."""
         _, file, base_dir = self._spec
         applied = last = self._spec[0]
-        failing = False  # of itself the last apply could have succeeded: a full disk
+        failing = False  # the last apply failed for a reason outside the spec, such as a full disk
         while not self._ending:
             time.sleep(WATCH_POLL_S)
             text = _text_of(file)
@@ -453,8 +456,8 @@ class Daemon:
             if result is None or self._ending:
                 return
             before, failing = failing, result.get("status", 0) >= 500
-            if not (failing and before):  # said once, tried on
-                self._tell_applied(file, result)
+            if not (failing and before):  # reported once, but retried
+                self._report_applied(file, result)
             if not failing:
                 applied = text
 
@@ -473,41 +476,41 @@ class Daemon:
                 log.error("%s", failed)
         return result
 
-    def _tell_applied(self, file: str, result: dict[str, Any]) -> None:
+    def _report_applied(self, file: str, result: dict[str, Any]) -> None:
         if "error" in result:
             problems = [*result["problems"], result["error"]]
-            self._tell(render(problems).rstrip("\n"))
-            self._tell(f"{file} was refused: the fleet stays as it is")
+            self._report(render(problems).rstrip("\n"))
+            self._report(f"{file} was rejected: the fleet is unchanged")
         elif result["changed"]:
-            self._tell(f"{file} has changed: revision {result['revision']}")
+            self._report(f"{file} has changed: revision {result['revision']}")
 
     def _listen_to_signals(self) -> None:
-        def asked(number: int, _: FrameType | None) -> None:
-            if self._asking:
-                self._tell("ending at once")
-                self._mark(TOLD)
+        def on_signal(number: int, _: FrameType | None) -> None:
+            if self._end_requested:
+                self._report("stopping immediately")
+                self._mark(REPORTED)
                 self._end_everything()
                 self._mark(GONE)
                 os._exit(1)
-            self._asking = True
-            self._asked.put(signal.Signals(number).name)
+            self._end_requested = True
+            self._requests.put(signal.Signals(number).name)
 
         for number in SIGNALS:
-            signal.signal(number, asked)
+            signal.signal(number, on_signal)
 
     def _wait_down(self) -> None:
         self._ask_controller(lambda: self._controller.wait_down.remote())
-        self._asked.put("down")
+        self._requests.put("down")
 
-    def _raise_if_asked(self) -> None:
+    def _raise_if_requested(self) -> None:
         with contextlib.suppress(queue.Empty):
-            request = self._asked.get_nowait()
+            request = self._requests.get_nowait()
             raise request if isinstance(request, Failed) else _Interrupted(request)
 
     # End
 
     def _take_down(self) -> None:
-        """Drain and stop in order, whatever then still lives is killed by ``_end_everything``."""
+        """Drain and stop in order. ``_end_everything`` kills the processes that remain."""
         self._ending = True
         if not self._ray_up:
             return
@@ -522,19 +525,19 @@ class Daemon:
             with contextlib.suppress(CallFailed, ActorUnavailable):
                 answer(lambda: controller.shutdown.remote(drain_s), drain_s + DRAIN_GRACE_S)
         if self._serve_up:
-            stopping = threading.Thread(target=_quietly, args=(actors.stop_gateway,), daemon=True)
+            stopping = threading.Thread(target=_log_errors, args=(actors.stop_gateway,), daemon=True)
             stopping.start()
             stopping.join(GATEWAY_STOP_S)
-        for thread in self._threads:  # a call to Ray after its shutdown would end this process at once
+        for thread in self._threads:  # a call to Ray after its shutdown would end this process
             thread.join(STATUS_WAIT_S + CONTROLLER_RETRY_S)
         if not any(thread.is_alive() for thread in self._threads):
             ray_nodes.stop_ray(self._further)
 
     def _end_everything(self) -> str | None:
-        """Kill what still lives, and remove the record. Returns what is left, in words; None: nothing."""
+        """Kill the remaining processes, and remove the record. Returns what could not be removed, or None."""
         pids = end_leftovers(self._home, self._fleet, LAST_DEADLINE_S)
         if pids:
-            return f"processes do not die: {', '.join(map(str, pids))}"
+            return f"processes do not exit: {', '.join(map(str, pids))}"
         try:
             self._home.forget_fleet()
         except OSError as error:
@@ -550,8 +553,8 @@ def _text_of(file: str) -> str | None:
 
 
 def _unready(model: dict[str, Any]) -> list[str]:
-    """What a model waits for before it is ready, such as "chat/0 (loading)"."""
-    replicas = [f"{one['id']} ({one['state']})" for one in model["replicas"] if one["state"] != "ready"]
+    """Returns what a model waits for before it is ready, such as "chat/0 (loading)"."""
+    replicas = [f"{replica['id']} ({replica['state']})" for replica in model["replicas"] if replica["state"] != "ready"]
     return replicas or ([f"{model['name']} ({model['state']})"] if model["wanted"] and not model["replicas"] else [])
 
 
@@ -562,7 +565,7 @@ def record_with(record: FleetRecord, **changes: str | None) -> FleetRecord:
 
 
 def _progress(replica: dict[str, Any]) -> tuple[str, str]:
-    """What is news when it changes, and the line that tells it: of a fetch, each phase and each tenth of it."""
+    """Returns a key that changes with each news of a replica (of a fetch: each phase and each tenth), and its line."""
     held, fetch = replica["cores"], replica["fetch"]
     cores = "" if held is None else f" on core{'s' if '-' in held else ''} {held}"
     reason = f": {replica['reason']}" if replica["reason"] else ""
@@ -574,14 +577,16 @@ def _progress(replica: dict[str, Any]) -> tuple[str, str]:
 
 
 def _check_host_root() -> None:
-    given = os.environ.get(this_host.ROOT_VARIABLE)
-    if given is not None and not (given.startswith("/") and Path(given).is_dir()):
-        what = f"{this_host.ROOT_VARIABLE} must be the absolute path of a folder, not {given!r}"
-        raise Failed("setting-wrong", what, "where the host is mounted in this container; unset it outside of one")
+    root = os.environ.get(this_host.ROOT_VARIABLE)
+    if root is not None and not (root.startswith("/") and Path(root).is_dir()):
+        message = f"{this_host.ROOT_VARIABLE} must be the absolute path of a folder, not {root!r}"
+        raise Failed(
+            "setting-wrong", message, "set it to the mount point of the host's root; outside containers unset it"
+        )
 
 
 def _check_port(host: str, port: int) -> None:
-    """Bind without SO_REUSEPORT first: with it a second fleet would share the port, silently."""
+    """Raise Failed for a port in use. Binds without SO_REUSEPORT, with which a second fleet would share the port."""
     try:
         bind(host, port, shared=False).close()
     except OSError as error:
@@ -591,8 +596,8 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _url(gateway: GatewaySettings) -> str:
-    """Where clients find it. Of one that listens on every address with a certificate: by a name that this one is for,
-    since no certificate is for 0.0.0.0."""
+    """Returns the URL for clients. If the gateway listens on every address with TLS, it has a name of the certificate,
+    because no certificate is for 0.0.0.0."""
     host, cert = gateway.host, gateway.tls_cert
     if cert is not None and host in WILDCARDS:
         host = certified_name(cert)

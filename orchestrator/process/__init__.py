@@ -1,1 +1,1 @@
-"""What every process of corewright uses: the home folder, logs, ports, versions, clocks. Imports no other room."""
+"""Shared by every process of corewright: the home folder, logs, ports, versions, clocks. Imports no other room."""

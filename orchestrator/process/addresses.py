@@ -1,4 +1,4 @@
-"""Addresses to listen on: free ports, and which hosts are reachable from this machine alone."""
+"""Listen addresses: finds free ports, and detects loopback hosts."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ import socket
 from pathlib import Path
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_LOWEST = 20_000  # below are those of servers, and those that Ray gives its workers (10002 to 19999)
-_HIGHEST = 29_999  # above are Kubernetes' node ports (30000 to 32767), which may lead elsewhere
+_LOWEST = 20_000  # above the usual ports of servers, and those of Ray's workers (10002 to 19999)
+_HIGHEST = 29_999  # below the node ports of Kubernetes (30000 to 32767), which may be redirected
 _ATTEMPTS = 100
 
 
 def free_port() -> int:
-    """A TCP port of loopback that nobody has, and that the kernel gives no connection of its own accord.
+    """Returns a free TCP port of loopback, outside the kernel's ephemeral range if possible.
 
-    Of the ephemeral ports, which a bind to port 0 gives, Ray's outgoing connections take some hundred while it starts,
-    and nobody can listen on such a one.
+    A bind to port 0 gives an ephemeral port, and Ray's outgoing connections use hundreds of these while it starts.
     """
     ports = range(_LOWEST, max(_LOWEST, min(_first_ephemeral(), _HIGHEST + 1)))
-    for port in random.sample(ports, min(_ATTEMPTS, len(ports))):  # no secret hangs on it
+    for port in random.sample(ports, min(_ATTEMPTS, len(ports))):  # not security-relevant
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-        return found
+        kernel_port: int = probe.getsockname()[1]
+        return kernel_port
 
 
 def _first_ephemeral() -> int:
@@ -39,7 +38,7 @@ def _first_ephemeral() -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach what listens there."""
+    """Returns whether only processes of this machine can reach the host."""
     if host == "localhost":
         return True
     try:

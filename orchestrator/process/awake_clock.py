@@ -1,6 +1,6 @@
 """A clock that stops while its event loop is not scheduled: a frozen VM, `docker pause`, SIGSTOP, a starved machine.
 
-After such a pause every deadline of an ordinary clock has passed, although no process had the time to meet it.
+With an ordinary clock every deadline would pass during such a pause, although no process had the time to meet it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 BEAT_S = 0.25  # between two readings while the loop is scheduled
-LATE_S = 2.0  # between two readings: a longer gap is a pause. Below it are slow callbacks and a busy machine
-AGAIN_S = 5.0  # after a pause nothing counts as late: every process gets this long to answer once more
+LATE_S = 2.0  # a longer gap between two readings is a pause; shorter ones are slow callbacks and a busy machine
+AGAIN_S = 5.0  # after a pause nothing is late for this long, so that every process can answer again
 
 T = TypeVar("T")
 
 
 class AwakeClock:
-    """Seconds in which the loop was scheduled, from one event loop and while ``beat`` runs on it.
+    """A clock of the seconds in which its event loop was scheduled, while ``beat`` runs on that loop.
 
-    ``raw`` is a monotonic clock. The first reading after a pause already leaves the pause out.
+    ``raw`` is a monotonic clock. The first reading after a pause already excludes the pause.
     """
 
     def __init__(self, raw: Callable[[], float] = time.monotonic) -> None:
@@ -38,20 +38,20 @@ class AwakeClock:
         return raw - self.paused_s
 
     def resumed_at(self) -> float:
-        """When the last pause ended, on this clock; minus infinity before the first."""
+        """Returns when the last pause ended, on this clock; minus infinity before the first."""
         self()
         return self._resumed_at
 
     async def beat(self) -> None:
-        """Read the clock regularly, for as long as the loop runs."""
-        self._read = self._raw()  # what came before was no pause of the loop
+        """Read the clock regularly while the loop runs."""
+        self._read = self._raw()  # the time before was not a pause of the loop
         while True:
             self()
             await asyncio.sleep(BEAT_S)
 
     async def within(self, work: Awaitable[T], deadline_s: float) -> T:
-        """The result of ``work``. After ``deadline_s`` on this clock, and not in the first ``AGAIN_S`` after a pause,
-        ``work`` is cancelled. Raises asyncio.TimeoutError then."""
+        """Returns the result of ``work``. After ``deadline_s`` on this clock, but not in the first ``AGAIN_S`` after a
+        pause, cancels ``work`` and raises asyncio.TimeoutError."""
         task = asyncio.ensure_future(work)
         until = self() + deadline_s
         try:

@@ -1,6 +1,6 @@
-"""Work in a child process that may end at any time without a message, as a process that uses Ray may.
+"""Runs work in a child process that may exit at any time, as a process that uses Ray may.
 
-Ray's own code ends the process, by `_exit`, when its raylet is gone, and no `finally` runs. The parent reports it.
+Ray's own code calls `_exit` when its raylet is gone, and no `finally` runs. The parent then reports the end.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from workers.host.process_tree import end_with
 
 
 class Ended(NamedTuple):
-    """How the child has ended."""
+    """The end of the child."""
 
-    marks: bytes  # all that it has marked
+    marks: bytes  # all marks that it has sent
     code: int  # its exit code, or the signal that killed it as a negative number
 
 
 def apart(work: Callable[[Callable[[bytes], None]], int], signals: Collection[int]) -> Ended:
-    """Run ``work`` in a child process, which ends with this one, and wait for it. Call it from the main thread.
+    """Run ``work`` in a child process, which ends with this one, and wait for it. Must be called on the main thread.
 
-    ``work`` gets a function that hands marks to this process, and gives the exit code. ``signals`` that come here are
-    handed on to the child alone: it begins with the handlers of this process, in a process group of its own, so that
-    Ctrl-C does not reach it twice. They stay with the child until the caller sets other handlers.
+    ``work`` gets a function that sends marks to this process, and returns the exit code. ``signals`` of this process
+    are forwarded to the child, which has the same handlers and its own process group, so that Ctrl-C does not reach it
+    twice. They are forwarded until the caller sets other handlers.
     """
     reading, writing = os.pipe()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # none is lost between two handlers
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # so that no signal is lost between two handlers
     parent = os.getpid()
     _flush()
     child = os.fork()
@@ -49,7 +49,7 @@ def apart(work: Callable[[Callable[[bytes], None]], int], signals: Collection[in
         finally:
             try:
                 _flush()
-            finally:  # whatever else may be wrong with them
+            finally:  # even if the streams fail
                 os._exit(code)
     os.close(writing)
     process = os.pidfd_open(child)
@@ -57,7 +57,7 @@ def apart(work: Callable[[Callable[[bytes], None]], int], signals: Collection[in
         signal.signal(number, lambda number, _: signal.pidfd_send_signal(process, number))
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _, status = os.waitpid(child, 0)
-    for number in signals:  # the child that they were passed to is gone
+    for number in signals:  # the child is gone
         signal.signal(number, signal.SIG_IGN)
     os.set_blocking(reading, False)  # a process that the child has started may hold the other end
     try:

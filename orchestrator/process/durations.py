@@ -1,4 +1,4 @@
-"""Times and spans of time as a person writes them."""
+"""Parses times and time spans from command-line texts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _SPAN_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def span_s(text: str) -> int | None:
-    """The seconds of such as 90m, 12h, 30d or 8w; None for what is no span."""
+    """Returns the seconds of a span such as 90m, 12h, 30d or 8w; None if the text is not a span."""
     span = _SPAN.fullmatch(text)
     return None if span is None else int(span[1]) * _SPAN_S[span[2]]
 
 
 def moment(text: str) -> float:
-    """A date, or a date and time, of ISO 8601, in seconds since the epoch; without a zone it is UTC.
+    """Returns an ISO 8601 date or time in seconds since the epoch; without a zone it is in UTC.
 
     Raises ValueError.
     """

@@ -1,4 +1,4 @@
-"""What stops a command or a daemon, as a problem to be shown."""
+"""The exception that stops a command or the daemon, with the problem to report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from placements.spec.problems import Problem
 
 
 class Failed(Exception):
-    """A command that cannot do what it was asked: an id, the fact, the remedy. Shown as every other problem is."""
+    """A failure of a command: a problem id, a message and a hint. Rendered like every other problem."""
 
     def __init__(self, id: str, what: str, hint: str) -> None:
         super().__init__(f"{id}: {what}")

@@ -1,4 +1,4 @@
-"""What corewright keeps on disk: `$COREWRIGHT_HOME`, the record of the running fleet, and the processes it left."""
+"""The home folder `$COREWRIGHT_HOME`, the record of the running fleet, and the fleet's leftover processes."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ from workers.host import lifetime
 FLEET_VARIABLE = "COREWRIGHT_FLEET"  # in the environment of every process of a fleet, set before Ray starts
 
 SOCKET_BYTES = 107  # the longest path of a unix socket
-LONGEST_SOCKET = "gateways/999999-999.999999"  # longer than any name in the folder of the sockets
+LONGEST_SOCKET = "gateways/999999-999.999999"  # longer than any name in the sockets folder
 
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Hosts that stand for every address of the machine, and the one of loopback among these."""
+"""Wildcard addresses, and the loopback address that each includes."""
 
 
 class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`fleet.json`: how to speak to the fleet, and which process it is."""
+    """The contents of `fleet.json`: the addresses of the fleet, and its process."""
 
-    fleet: str  # a name that is new for each `up`
-    name: str  # the spec's
+    fleet: str  # a random id, new for each `up`
+    name: str  # of the spec
     url: str  # the OpenAI-compatible address
     admin_url: str
     token: str
     dashboard_url: str | None
     ray_address: str
     pid: int
-    started: float  # the daemon's start, by `lifetime.process_start`
+    started: float  # start time of the daemon, by `lifetime.process_start`
     version: str
     listens: str = ""  # the address that the gateway listens on
-    boot: str = msgspec.field(default_factory=lifetime.boot)  # the run of the kernel that ``started`` is of
+    boot: str = msgspec.field(default_factory=lifetime.boot)  # the boot id that ``started`` belongs to
 
     @property
     def nearby(self) -> str | None:
-        """Where this machine finds a gateway that listens on every address, whatever name ``url`` has; else None."""
+        """The loopback address of a gateway that listens on every address; else None."""
         return WILDCARDS.get(self.listens)
 
 
 @dataclass(frozen=True)
 class Home:
-    """The folders under `$COREWRIGHT_HOME` (default `~/.corewright`). Nothing is made before ``prepare``."""
+    """The folders under `$COREWRIGHT_HOME` (default `~/.corewright`). ``prepare`` creates them."""
 
     path: Path
 
     @classmethod
     def from_environment(cls) -> Home:
-        """The home of this process. Raises Failed where others can write to it: nothing in it can be trusted then."""
+        """Returns the home of this process. Raises Failed if other users can write to it, and it cannot be trusted."""
         path = Path(os.environ.get("COREWRIGHT_HOME") or Path.home() / ".corewright").absolute()
         refuse_shared(path)
         return cls(path)
@@ -76,28 +76,28 @@ class Home:
 
     @property
     def store(self) -> Path:
-        """What was fetched of models, and the small files of those that are elsewhere."""
+        """Fetched models, and the small files of remote models."""
         return self.path / "store"
 
     @property
     def compiled(self) -> Path:
-        """Where compiled artifacts are kept, of all models."""
+        """Compiled artifacts of all models."""
         return self.path / "compiled"
 
     @property
     def temporary(self) -> Path:
-        """A short folder of this home's own below /tmp."""
+        """A folder of this home below /tmp, with a short path."""
         return Path(f"/tmp/cw-{os.getuid()}") / self._digest
 
     @property
     def ray(self) -> Path:
-        """Ray's files: sockets and logs. Not below XDG_RUNTIME_DIR, which is memory and may be small."""
+        """Ray's files: sockets and logs. Not below XDG_RUNTIME_DIR, which is in memory and may be small."""
         return self.temporary / "ray"
 
     @property
     def sockets(self) -> Path:
-        """Where the unix sockets are: below XDG_RUNTIME_DIR, which no cleaner of temporary folders visits, or
-        ``temporary`` where that is not this user's folder, or too long."""
+        """The folder of the unix sockets: below XDG_RUNTIME_DIR, which is not cleaned like /tmp, or ``temporary`` if
+        that is not a folder of this user, or its path is too long."""
         runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
         folder = runtime / "cw" / self._digest
         if len(os.fsencode(folder / LONGEST_SOCKET)) > SOCKET_BYTES or not runtime.is_absolute():
@@ -110,7 +110,7 @@ class Home:
 
     @property
     def seats(self) -> Path:
-        """What the gateways of a fleet lock; not beside their sockets, which may be removed."""
+        """The lock files of gateways; not beside their sockets, which may be removed."""
         return self.path / "gateways"
 
     @property
@@ -119,32 +119,32 @@ class Home:
 
     @property
     def journal(self) -> Path:
-        """What the controller must not forget, from one fleet to the next."""
+        """The controller's journal, which outlives a fleet."""
         return self.path / "journal"
 
     @property
     def keys(self) -> Path:
-        """The API keys: only their digests."""
+        """The digests of API keys."""
         return self.path / "keys.json"
 
     @property
     def traces(self) -> Path:
-        """What was asked of the models, in lengths: `corewright trace export` reads it."""
+        """Lengths of recorded requests, which `corewright trace export` reads."""
         return self.path / "traces"
 
     @property
     def audit(self) -> Path:
-        """What was asked of the fleets of this home, and by whom."""
+        """The audit log of this home's fleets."""
         return self.path / "audit.log"
 
     @property
     def ray_token_file(self) -> Path:
-        """Ray's own token: its ports are not bound to loopback, and its dashboard asks for it."""
+        """Ray's authentication token: its ports are not bound to loopback, and its dashboard requires it."""
         return self.path / "ray-token"
 
     def secure_ray(self) -> None:
-        """Have the Ray that this process starts demand a token, unless the environment already says how. Must come
-        before Ray is imported."""
+        """Enable token authentication for the Ray cluster that this process starts, unless the environment sets a mode.
+        Must be called before Ray is imported."""
         if "RAY_AUTH_MODE" in os.environ:
             return
         os.environ["RAY_AUTH_MODE"] = "token"
@@ -160,19 +160,19 @@ class Home:
         return self.logs / f"{model}-{replica}.log"
 
     def prepare(self) -> None:
-        """Make the folders, for this user only. Raises Failed naming the one that cannot be made or that others can
-        write to."""
+        """Create the folders, for this user only. Raises Failed for a folder that cannot be created, or that others
+        can write to."""
         short = (self.temporary.parent, self.temporary, self.sockets.parent, self.sockets)
         for folder in (self.path, self.logs, *short):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
-                raise Failed("home-unusable", f"{folder} cannot be made: {error.strerror}", remedy(error)) from None
+                raise Failed("home-unusable", f"{folder} cannot be created: {error.strerror}", remedy(error)) from None
             refuse_shared(folder)
 
     def lock(self) -> int | None:
-        """Become the one daemon of this home until the process ends; None when another one is. Keep the descriptor.
-        Raises Failed where the home cannot be written."""
+        """Lock the home for this daemon until the process ends. Returns the descriptor to keep open; None if another
+        daemon holds the lock. Raises Failed if the home cannot be written."""
         flags, path = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, self.path / "daemon.lock"
         with written(path):
             descriptor = os.open(path, flags, 0o600)
@@ -184,14 +184,14 @@ class Home:
         return descriptor
 
     def read_record(self) -> FleetRecord | None:
-        """The record of the last `up`, whether or not it still runs; None without one, or when it cannot be read."""
+        """Returns the record of the last `up`, running or not; None if there is none, or it cannot be read."""
         try:
             return msgspec.json.decode(self.record_file.read_bytes(), type=FleetRecord)
         except (OSError, msgspec.MsgspecError):
             return None
 
     def write_record(self, record: FleetRecord) -> None:
-        """Publish the record whole, for this user only (it holds the token). Raises Failed where it cannot be."""
+        """Write the record atomically, for this user only (it holds the token). Raises Failed."""
         draft = self.record_file.with_suffix(".new")
         try:
             with written(self.record_file):
@@ -211,8 +211,8 @@ class Home:
 
 
 def refuse_shared(folder: Path) -> None:
-    """Raises Failed for a folder, or a link to one, that is another user's or that others can write to. A folder that
-    does not exist, or that this process cannot see, passes: its use fails then."""
+    """Raises Failed for a folder, or a link to one, of another user or that other users can write to. A folder that
+    does not exist or is not visible passes, because its use will fail."""
     try:
         status = folder.stat()
         owners = {folder.lstat().st_uid, status.st_uid} - {os.getuid()}
@@ -226,12 +226,12 @@ def refuse_shared(folder: Path) -> None:
         )
     if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o022:
         what = f"{folder} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
-        raise Failed("home-unusable", what, f"check what is in it; then chmod go-w {shlex.quote(str(folder))}")
+        raise Failed("home-unusable", what, f"check its contents, then run chmod go-w {shlex.quote(str(folder))}")
 
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[None]:
-    """What is done within it writes the file at ``path`` of a home. Raises Failed for an OSError."""
+    """Converts an OSError while the file at ``path`` is written to Failed."""
     try:
         yield
     except OSError as error:
@@ -239,24 +239,24 @@ def written(path: Path) -> Iterator[None]:
 
 
 def remedy(error: OSError) -> str:
-    """What helps where a home cannot be written."""
+    """Returns the hint for a home that cannot be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     first = "free some space, or inodes (df -h, df -i)" if full else "make it writable for this user"
     return f"{first}; or set COREWRIGHT_HOME to another folder"
 
 
 def create_anew(path: Path) -> int:
-    """A descriptor of a new file that only this user can read, in place of what had that name. Raises OSError."""
+    """Returns the descriptor of a new file that only this user can read; replaces an old one. Raises OSError."""
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def fleet_processes(home: Home, fleet: str) -> list[psutil.Process]:
-    """Every living process of that fleet but this one.
+    """Returns every running process of that fleet except this one.
 
-    Found by the mark in its environment, or, where a process title has overwritten that (Ray's agents), by a file under
-    the home's Ray folder that it can write to. Not by a list of pids: Ray starts and replaces processes on its own, so
-    that a list is never complete.
+    They are found by a variable in their environment or, if a process title has overwritten that (Ray's agents), by a
+    file under the home's Ray folder that they can write to. A list of pids would never be complete, because Ray starts
+    and replaces processes on its own.
     """
     processes = []
     for process in psutil.process_iter():
@@ -275,32 +275,32 @@ def _writes_under(pid: int, folder: Path) -> bool:
             if not str(descriptor.readlink()).startswith(prefix):
                 continue
             flags = Path(f"/proc/{pid}/fdinfo/{descriptor.name}").read_text().split("flags:")[1].split()[0]
-            if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:  # someone who only reads a log is none of ours
+            if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:  # a process that only reads a log is not ours
                 return True
     return False
 
 
 def end_leftovers(home: Home, fleet: str, deadline_s: float) -> list[int]:
-    """Kill what is left of a fleet and wait until it is gone. Gives the pids that are still there at the deadline."""
+    """Kill the processes of a fleet and wait for them. Returns the pids that remain at the deadline."""
     deadline = time.monotonic() + deadline_s
     while (processes := fleet_processes(home, fleet)) and time.monotonic() < deadline:
-        for process in processes:  # a killed raylet can leave a worker that was just being forked: hence the loop
+        for process in processes:  # a killed raylet can leave a worker that it was forking, hence the loop
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(processes, timeout=max(0.0, deadline - time.monotonic()))
     return [process.pid for process in processes]
 
 
-def left_behind(home: Home, record: FleetRecord) -> str | None:
-    """What is left of a fleet whose daemon has ended, in words; None: nothing."""
-    now = home.read_record()
+def find_leftovers(home: Home, record: FleetRecord) -> str | None:
+    """Returns a description of what a fleet left after its daemon has ended, or None."""
+    current = home.read_record()
     pids = ", ".join(str(process.pid) for process in fleet_processes(home, record.fleet))
-    parts = [f"processes are left ({pids})"] if pids else []
-    if now is not None and now.fleet == record.fleet:
-        parts.append(f"{home.record_file} is left")
+    parts = [f"processes remain ({pids})"] if pids else []
+    if current is not None and current.fleet == record.fleet:
+        parts.append(f"{home.record_file} remains")
     return " and ".join(parts) or None
 
 
 def daemon_alive(record: FleetRecord) -> bool:
-    """Whether the daemon that wrote the record still runs."""
+    """Returns whether the daemon that wrote the record is still running."""
     return record.boot == lifetime.boot() and lifetime.is_alive(record.pid, record.started)

@@ -1,7 +1,7 @@
-"""Where a process of the fleet logs to, and in which form: text, or one JSON object a line.
+"""Sets up logging of a process: to files and stderr, as text or as one JSON object per line.
 
-Nothing is formatted or written by who logs: lines go over a queue to a thread, so that a slow disk delays no token. A
-key never reaches a file, whatever somebody logs; a prompt only where the fleet was told to log prompts.
+A thread formats and writes the lines, so that a slow disk never delays a token. API keys are
+always redacted; prompts are logged only if `log_prompts` is set.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import msgspec.structs
 
 LogFormat = Literal["text", "json"]
 OURS = ("orchestrator", "workers", "placements", "asyncio", "concurrent", "py.warnings")
-ABOUT = ("request_id", "model", "replica")  # what a line may be about, by `extra`
-MOST_WAITING = 50_000  # lines; a disk that takes none must not fill the memory
-MOST_WAITING_BYTES = 64 * 2**20  # likewise, of what clients and errors put into lines
-MAX_FILE_BYTES = 64 * 2**20  # then the file is set aside
-KEPT = 4  # files that are set aside: `gateway.log.1` is the newest
-MAX_FIELD = 512  # characters of what a client chose
-MAX_MESSAGE = 2**15  # characters of any line, but for prompts and answers
+ABOUT = ("request_id", "model", "replica")  # fields that `extra` may set
+MOST_WAITING = 50_000  # lines; a blocked disk must not fill the memory
+MOST_WAITING_BYTES = 64 * 2**20  # likewise, for texts of clients and errors
+MAX_FILE_BYTES = 64 * 2**20  # then the file is rotated
+KEPT = 4  # rotated files: `gateway.log.1` is the newest
+MAX_FIELD = 512  # characters of a field that a client sets
+MAX_MESSAGE = 2**15  # characters of any line, except prompts and answers
 FLUSH_S = 2.0
 ACCESS = "orchestrator.access"
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -44,7 +44,7 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request that is over. ``prompt`` and ``answer`` are written only where prompts are logged."""
+    """One finished request. ``prompt`` and ``answer`` are written only if `log_prompts` is set."""
 
     method: str
     path: str
@@ -56,23 +56,23 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     key: str | None = None  # the id of the API key, never the key
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    reason: str | None = None  # why the answer ended, or the code of the error
+    reason: str | None = None  # the finish reason, or the code of the error
     prompt: str | None = None
     answer: str | None = None
 
 
 class LogFile:
-    """A file that several processes append to. The first of them that finds it too large sets it aside."""
+    """A log file that several processes append to. The first process that finds it too large rotates it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError when it cannot be opened."""
+        """Raises OSError if the file cannot be opened."""
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = self._open()
 
     def write(self, text: str) -> None:
         """Raises OSError, such as on a full disk."""
-        with contextlib.suppress(OSError):  # a folder that is gone or no longer ours: what is open is still written
+        with contextlib.suppress(OSError):  # the folder is gone or not writable; the open file still is
             self._follow()
         data = memoryview(text.encode(errors="replace"))
         while data:
@@ -85,16 +85,16 @@ class LogFile:
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def _follow(self) -> None:
-        """Set the file aside when it is too large, and open the new one, also where another process did so."""
+        """Rotate the file if it is too large, and open the new one if this or another process has rotated it."""
         if self._is_current() and os.fstat(self._descriptor).st_size < MAX_FILE_BYTES:
             return
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
-            if self._is_current():  # still, now that nobody else can set it aside
+            if self._is_current():  # again, under the lock
                 for number in range(KEPT, 0, -1):
-                    newer = self._aside(number - 1) if number > 1 else self._path
+                    newer = self._rotated(number - 1) if number > 1 else self._path
                     with contextlib.suppress(FileNotFoundError):
-                        newer.replace(self._aside(number))
+                        newer.replace(self._rotated(number))
             opened = self._open()
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
@@ -107,18 +107,18 @@ class LogFile:
         except FileNotFoundError:
             return False
 
-    def _aside(self, number: int) -> Path:
+    def _rotated(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{number}")
 
 
 class Sink(Protocol):
-    """Where lines go to."""
+    """A destination of lines."""
 
     def write(self, text: str, /) -> object: ...
 
 
 class Logs:
-    """The log of this process. ``set_up`` makes it; ``access`` is the only call of the hot path."""
+    """The log of this process, created by ``set_up``. Only ``access`` is called on the request path."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Logs:
         prompts: bool,
         wall: Callable[[], float],
     ) -> None:
-        """``record_sinks`` get no lines of requests."""
+        """``record_sinks`` get no access lines."""
         self._sinks = sinks
         self._record_sinks = record_sinks
         self._json = format == "json"
@@ -139,23 +139,23 @@ class Logs:
         self._queue = queue.SimpleQueue()
         self._dropped = 0
         self._waiting_bytes = 0
-        self._counting = threading.Lock()  # of the bytes: many threads put, one takes
+        self._counting = threading.Lock()  # guards the byte count: many threads put, one gets
         self._plain = logging.Formatter(_TEXT)
         self._thread = threading.Thread(target=self._write_all, name="logs", daemon=True)
         self._thread.start()
 
     def access(self, record: Access) -> None:
-        """One line for a request that is over. Never blocks, and never raises."""
+        """Log a finished request. Never blocks, and never raises."""
         if len(record.path) > MAX_FIELD:
             record = msgspec.structs.replace(record, path=brief(record.path, MAX_FIELD))
         self._put((self._wall(), record))
 
     def put(self, record: logging.LogRecord) -> None:
-        """One line that somebody has logged."""
+        """Log a record of the logging module."""
         self._put(record)
 
     def flush(self, deadline_s: float = FLUSH_S) -> bool:
-        """Wait until all that was logged so far is written. False at the deadline."""
+        """Wait until all lines so far are written. Returns False at the deadline."""
         if not self._thread.is_alive():
             return False
         written = threading.Event()
@@ -163,7 +163,7 @@ class Logs:
         return written.wait(deadline_s)
 
     def close(self) -> None:
-        """Write what waits, and end the thread."""
+        """Write the waiting lines, and stop the thread."""
         self._queue.put(None)
         self._thread.join(FLUSH_S)
 
@@ -178,7 +178,7 @@ class Logs:
 
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
-            lines, records = [], []  # records: without those of requests
+            lines, records = [], []  # records: without access lines
             while item is not None and not isinstance(item, threading.Event):
                 lines.append(self._line(item))
                 if isinstance(item, logging.LogRecord):
@@ -191,8 +191,8 @@ class Logs:
             if self._dropped:
                 with self._counting:
                     dropped, self._dropped = self._dropped, 0
-                lost = f"{dropped} lines were lost: they could not be written in time"
-                lines.append(f"{self._told(logging.WARNING, lost)}\n")
+                lost = f"{dropped} lines were dropped: they could not be written in time"
+                lines.append(f"{self._own_line(logging.WARNING, lost)}\n")
                 records.append(lines[-1])
             _write(self._sinks, lines)
             _write(self._record_sinks, records)
@@ -207,11 +207,11 @@ class Logs:
                 text = self._json_record(item) if self._json else brief(self._plain.format(item), 2 * MAX_MESSAGE)
             else:
                 text = self._access(*item)
-        except Exception as error:  # noqa: BLE001 - whatever it was: it must not end the thread
-            text = self._told(logging.ERROR, f"a line cannot be formatted: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - no error may stop the thread
+            text = self._own_line(logging.ERROR, f"a line cannot be formatted: {type(error).__name__}: {error}")
         return f"{redacted(text)}\n"
 
-    def _told(self, level: int, message: str) -> str:
+    def _own_line(self, level: int, message: str) -> str:
         record = logging.LogRecord(__name__, level, __file__, 0, message, (), None)
         return self._json_record(record) if self._json else self._plain.format(record)
 
@@ -237,7 +237,7 @@ class Logs:
 
 
 class _Handler(logging.Handler):
-    """Hands records over as they are; their arguments are formatted on the thread, errors by who knows them still."""
+    """Passes records to the log's thread, with their messages formatted."""
 
     def __init__(self, logs: Logs) -> None:
         super().__init__()
@@ -245,8 +245,11 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            record.msg, record.args = brief(record.getMessage(), MAX_MESSAGE), None  # now: an argument may change
-        except Exception as error:  # noqa: BLE001 - a line that is written wrong must not end who writes it
+            record.msg, record.args = (
+                brief(record.getMessage(), MAX_MESSAGE),
+                None,
+            )  # formatted now, because arguments may change
+        except Exception as error:  # noqa: BLE001 - a wrong log call must not raise in its caller
             record.msg, record.args = f"{record.msg} (its arguments do not fit: {error})", None
         self._logs.put(record)
 
@@ -268,14 +271,14 @@ def set_up(
     stderr: bool = True,
     wall: Callable[[], float] = time.time,
 ) -> Logs:
-    """Send all that this process logs from INFO on to ``path`` and to standard error. Errors that nobody has caught
-    are logged too, in whichever thread they are. Calling it again replaces what was set up. Raises OSError when the
-    file cannot be opened."""
+    """Log everything of this process from level INFO to ``path`` and to stderr, also uncaught exceptions of threads.
+
+    A second call replaces the first. Raises OSError if the file cannot be opened."""
     global _current
     if _current is not None:
         tear_down()
     files = [] if path is None else [LogFile(path)]
-    # What Ray keeps of standard error has no bound: it gets no lines of requests where a file does.
+    # Ray stores stderr without a limit, so access lines go to the file only.
     errors = [_StandardError()] if stderr else []
     sinks: Sequence[Sink] = files or errors
     _current = logs = Logs(sinks, format, record_sinks=errors if files else (), prompts=prompts, wall=wall)
@@ -293,7 +296,7 @@ def set_up(
 
 
 def tear_down() -> None:
-    """Write what waits; log as Python does by itself from then on."""
+    """Write the waiting lines, and restore Python's default logging."""
     global _current
     if _current is None:
         return
@@ -314,13 +317,13 @@ def tear_down() -> None:
 
 
 def access_log(record: Access) -> None:
-    """One line for a request that is over; nothing where no log was set up."""
+    """Log a finished request, if logging is set up."""
     if _current is not None:
         _current.access(record)
 
 
 def redacted(text: str) -> str:
-    """The text without the secrets of keys: `cw-1a2b3c4d-***` still tells which key it was."""
+    """Returns the text without the secrets of API keys; `cw-1a2b3c4d-***` keeps the key's id."""
     if "cw-" in text:
         text = _KEY.sub(r"\1-***", text)
     return _BEARER.sub(r"\1***", text)
@@ -328,17 +331,17 @@ def redacted(text: str) -> str:
 
 def _write(sinks: Sequence[Sink], lines: Sequence[str]) -> None:
     for sink in sinks if lines else ():
-        with contextlib.suppress(OSError, ValueError):  # a full disk: the process goes on
+        with contextlib.suppress(OSError, ValueError):  # a full disk must not stop the process
             sink.write("".join(lines))
 
 
 def brief(text: str, most: int) -> str:
-    """The text, or its beginning and how long it was."""
+    """Returns the text, or its first ``most`` characters and its length."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def _size(item: logging.LogRecord | tuple[float, Access]) -> int:
-    """About how many bytes a line keeps in memory while it waits."""
+    """Returns the approximate memory of a waiting line, in bytes."""
     if isinstance(item, logging.LogRecord):
         return 1024 + len(item.msg)
     access = item[1]
@@ -349,7 +352,7 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
-    logging.getLogger("orchestrator").critical("nobody caught this", exc_info=(kind, error, trace))
+    logging.getLogger("orchestrator").critical("uncaught exception", exc_info=(kind, error, trace))
     if _current is not None:
         _current.flush()
 
@@ -359,7 +362,7 @@ def _log_uncaught_in_thread(uncaught: threading.ExceptHookArgs) -> None:
         return
     thread = uncaught.thread.name if uncaught.thread is not None else "a thread"
     info = (uncaught.exc_type, uncaught.exc_value, uncaught.exc_traceback)
-    logging.getLogger("orchestrator").critical("nobody caught this in %s", thread, exc_info=info)
+    logging.getLogger("orchestrator").critical("uncaught exception in %s", thread, exc_info=info)
 
 
 def _head(at: float, level: str, logger: str, message: str) -> dict[str, Any]:
@@ -375,7 +378,7 @@ def _encoded(fields: Mapping[str, Any]) -> str:
 
 
 def _as_text(fields: Mapping[str, Any]) -> str:
-    """One line, whatever a client has sent: what is no printable character, and what would end a value, is escaped."""
+    """Returns one line in which unprintable characters, and values with spaces, are escaped."""
     head = f"{_safe(fields['method'])} {_safe(fields['path'])} {fields['status']}"
     pairs = [f"{name}={_safe(value)}" for name, value in fields.items() if name not in ("method", "path", "status")]
     return " ".join([head, *pairs])

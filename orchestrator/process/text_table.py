@@ -1,4 +1,4 @@
-"""Tables as text."""
+"""Formats tables as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A plain table: two spaces between columns, no frame, so that `awk` and `cut` read it too."""
+    """Returns a plain table: two spaces between columns and no frame, readable by `awk` and `cut`."""
     lines = [tuple(header), *(tuple("-" if cell is None else str(cell) for cell in row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(

@@ -1,11 +1,11 @@
-"""Which corewright this is."""
+"""The version of corewright."""
 
 from __future__ import annotations
 
 
 def corewright_version() -> str:
-    """The version of the installed distribution. Raises RuntimeError when the source is used without installing it."""
-    from importlib.metadata import PackageNotFoundError, version  # 15 ms, which most commands need not wait for
+    """Returns the version of the installed distribution. Raises RuntimeError if corewright is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # takes 15 ms; most commands skip it
 
     try:
         return version("corewright")

@@ -1,4 +1,4 @@
-"""Progress lines of a command that waits, after each silence."""
+"""Prints progress lines while a command waits, after each silence."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-SILENCE_S = 3.0  # a busy interpreter is late by a second or two, and five are the promise
+SILENCE_S = 3.0  # the documented limit is 5 s, and a busy interpreter may be late by 2 s
 
 
 class WaitingNotice:
-    """Passes progress lines on. Any thread may use it."""
+    """Forwards progress lines, and adds lines during silences. Thread-safe."""
 
     def __init__(self, say: Callable[[str], None], silence_s: float = SILENCE_S) -> None:
         self._say = say
@@ -24,7 +24,7 @@ class WaitingNotice:
 
     @contextlib.contextmanager
     def waiting(self, what: Callable[[], str]) -> Iterator[None]:
-        """While the body runs, a line that names ``what`` follows each silence."""
+        """Print a line that names ``what`` after each silence, while the body runs."""
         over = threading.Event()
         self._said = time.monotonic()
         thread = threading.Thread(target=self._beat, args=(what, over), name="heartbeat", daemon=True)

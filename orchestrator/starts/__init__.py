@@ -1,1 +1,1 @@
-"""From a wanted replica to one that can start: its engine resolved, its model fetched and compiled."""
+"""Prepares wanted replicas for their start: resolves engines, fetches and compiles models."""

@@ -1,4 +1,4 @@
-"""What is found out before a replica's process is asked for: its engine, and whether its interpreter will do."""
+"""Resolves the engine of a replica before its start, and checks its interpreter."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from workers.messages.status import Failure
 
 
 class Hosts(Protocol):
-    """What is asked before a start; `effects.Cluster` answers it, and a machine without a fleet."""
+    """Access to the interpreters of hosts: `effects.ClusterClient`, or this machine without a fleet."""
 
     async def interpreter(self, python: str | None, host: str) -> Interpreter:
-        """What an interpreter of the host holds; ``python`` None: the fleet's own. Raises HostLost."""
+        """Returns an interpreter of the host; ``python`` None: the fleet's own. Raises HostLost."""
 
 
 async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, hosts: Hosts) -> ReplicaConfig | Failure:
-    """The configuration with its engine chosen; or why no process is to be asked for.
+    """Returns the configuration with its engine resolved; or why the replica cannot start.
 
     1. ``auto`` becomes an engine that the host has, in its own interpreter or in the one that the spec names.
-    2. An interpreter that the spec names, and the host's own where an engine needs a package of AWS's, is looked at.
-       Beside its transformers, transformers-neuronx reads the model's rotary positions as they are.
-    Raises HostLost, as ``Hosts.interpreter``.
+    2. An interpreter that the spec names is checked, and the host's own if the engine needs a package of AWS. With its
+       version of transformers, transformers-neuronx must read the model's rotary positions correctly.
+    Raises HostLost.
     """
     if config.engine == "auto":  # 1
         return await _chosen(config, generation, hosts)
@@ -57,7 +57,7 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
         refused = _refusal(interpreter, engine)
         if refused is None:
             usable[engine] = interpreter
-        elif python is not None:  # somebody meant it to be there
+        elif python is not None:  # the spec names it, so it should work
             refusals.append(refused)
     host = next(host for host in generation.hosts if host.name == config.host)
     checkpoint = generation.checkpoints.get(config.model)

@@ -1,4 +1,4 @@
-"""What the replicas of a spec would be told, worked out on this machine without a fleet."""
+"""Builds the replica configurations of a spec on this machine, without a fleet."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from workers.neff_cache import neuron_target
 
 
 class ThisMachine:
-    """What is asked of a cluster before a start, answered by this machine."""
+    """The interpreters of this machine, in place of a cluster's."""
 
     def __init__(self) -> None:
         self._interpreters = Interpreters()
@@ -42,7 +42,7 @@ class ThisMachine:
 
 
 def revision_of(file: SpecFile) -> Revision:
-    """As if the spec were the first that a fleet is given."""
+    """Returns the spec as the first revision of a fleet."""
     return Revision(
         number=0, cause="apply", by="", text=file.text, file=file.name, base_dir=file.base_dir, of=None, plan={}
     )
@@ -50,10 +50,10 @@ def revision_of(file: SpecFile) -> Revision:
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineConfig:
-    """What a replica of a model is told, on hosts of one target."""
+    """The configuration of a model's replicas on hosts of one target, or why there is none."""
 
     model: str
-    target: str = ""  # where the model is for several; see `target_of`
+    target: str = ""  # set if the model has several targets; see `target_of`
     source: str = ""  # as the spec names it
     draft_source: str = ""
     config: ReplicaConfig | Failure
@@ -64,8 +64,8 @@ class OfflineConfig:
 
 
 class OfflineConfigs:
-    """Where the replicas of a spec would lie, and what each would be told there: one answer for all commands that look,
-    fetch, compile or load without a fleet. What is compiled does not depend on which cores. Blocks."""
+    """The placements and configurations of a spec's replicas, for commands that check, fetch, compile or load without a
+    fleet. Compiled artifacts do not depend on the cores. Blocks."""
 
     def __init__(self, file: SpecFile, home: Home) -> None:
         """``file`` has no errors."""
@@ -76,16 +76,17 @@ class OfflineConfigs:
         self._machine = ThisMachine()
 
     def places(self, model: ModelSpec) -> dict[str, Placement] | Failure:
-        """One for each target that replicas of it are on; or why there can be none.
+        """Returns one placement for each target of the model; or why there is none.
 
-        1. Of each target the first replica that the plan has there.
-        2. Where the plan has none, as for a model of min 0 or beside others that fill the hosts: as if it were alone.
+        1. For each target the model's first replica in the plan.
+        2. If the plan has none (``min: 0``, or other models fill the hosts): from a plan of this model alone.
         """
         placements = self._by_target(model, self._plan.placements)  # 1
         if placements:
             return placements
-        one = model.model_copy(update={"replicas": Replicas(min=(count := max(1, len(model.cores))), max=count)})
-        alone = plan(self._spec.model_copy(update={"models": (one,)}), self._file.hosts, self._file.checkpoints)  # 2
+        count = max(1, len(model.cores))
+        wanted = model.model_copy(update={"replicas": Replicas(min=count, max=count)})
+        alone = plan(self._spec.model_copy(update={"models": (wanted,)}), self._file.hosts, self._file.checkpoints)  # 2
         placements = self._by_target(model, alone.placements)
         if placements:
             return placements
@@ -95,19 +96,21 @@ class OfflineConfigs:
         return Failure(problems[0].id, problems[0].what, problems[0].hint)
 
     def unplaced(self, model: str) -> tuple[Problem, ...]:
-        """Why the plan has none of its replicas; empty where it has one, or nobody asks for any."""
+        """Returns why the plan has no replica of the model; empty if it has one, or if ``min`` is 0."""
         if any(placement.model == model for placement in self._plan.placements):
             return ()
-        return tuple(problem for one in self._plan.unplaced if one.model == model for problem in one.problems)
+        missing = (unplaced for unplaced in self._plan.unplaced if unplaced.model == model)
+        return tuple(problem for unplaced in missing for problem in unplaced.problems)
 
     def config(self, placement: Placement) -> ReplicaConfig | Failure:
-        """Its engine chosen, its interpreter looked at, and the compiler told for what it compiles."""
+        """Returns the configuration with its engine resolved, its interpreter checked, and its compiler target set."""
         config = replica_config(self.generation, placement, self._home)
         resolved = asyncio.run(resolve_engine(config, self.generation, self._machine))
         return resolved if isinstance(resolved, Failure) else for_the_target(resolved, self._host(placement.host))
 
     def with_heads(self, config: ReplicaConfig) -> ReplicaConfig | Failure:
-        """A source elsewhere is the folder of its small files; or why these are not known."""
+        """Returns the configuration with remote sources replaced by the folders of their small files; or why these are
+        unknown."""
         model = self._spec.model(config.model)
         assert model is not None
         folders = {}
@@ -138,15 +141,15 @@ class OfflineConfigs:
         for problem in self._file.problems:
             if problem.where == where and problem.id == "checkpoint-unreadable":
                 return Failure(problem.id, problem.what, problem.hint)
-        what = f"{part.model.name}: nothing is known of {part.source}"
-        return Failure("checkpoint-unreadable", what, "is it reached from here? `corewright validate SPEC` asks it")
+        message = f"{part.model.name}: the small files of {part.source} are not available"
+        return Failure("checkpoint-unreadable", message, "check access to it with `corewright validate SPEC`")
 
 
 def configs(file: SpecFile, home: Home, models: Sequence[str] = (), *, heads: bool) -> Iterator[OfflineConfig]:
-    """Of a replica of each model, or of those named, for each of its targets. Blocks.
+    """Yields the configuration of each model (or of ``models``) for each of its targets. Blocks.
 
-    ``file`` has no errors. With ``heads`` a source elsewhere is the folder of its small files; without, it is what its
-    host would fetch. Raises Failed for a model that the spec does not have.
+    ``file`` has no errors. With ``heads`` remote sources are replaced by the folders of their small files. Raises
+    Failed for a model that the spec does not have.
     """
     spec = file.spec
     assert spec is not None
@@ -171,10 +174,10 @@ def configs(file: SpecFile, home: Home, models: Sequence[str] = (), *, heads: bo
 
 
 def target_of(host: Host, engine: Engine) -> str:
-    """What is compiled for that host, in a word: equal for hosts whose replicas look for the same artifacts. Empty for
-    engines of the host's CPUs, which can be compiled for on that host alone.
+    """Returns the compilation target of a host: equal for hosts that share compiled artifacts. Empty for engines on the
+    host's CPUs, which compile only on that host.
 
-    Which engine ``auto`` is may hang on the very type.
+    For ``auto`` it is the exact instance type, on which the engine may depend.
     """
     topology = host.topology
     if topology is None or not (needs_neuron(engine) or engine == "auto"):
@@ -184,14 +187,14 @@ def target_of(host: Host, engine: Engine) -> str:
 
 
 def for_the_target(config: ReplicaConfig, host: Host) -> ReplicaConfig:
-    """Where this machine has not the devices of the spec's host, the compiler is told for which it compiles. An
-    emulated host is this machine itself."""
+    """Returns the configuration with the compiler's target set, if this machine does not have the devices of the spec's
+    host. An emulated host is this machine itself."""
     if not needs_neuron(cast(Engine, config.engine)) or host.topology is None or host.emulated:
         return config
-    meant = _target(host.topology.instance)
-    if os.environ.get(neuron_target.OVERRIDE) or _target(this_host.instance_type() or "") == meant:
+    target = _target(host.topology.instance)
+    if os.environ.get(neuron_target.OVERRIDE) or _target(this_host.instance_type() or "") == target:
         return config
-    return msgspec.structs.replace(config, env={**config.env, neuron_target.OVERRIDE: meant})
+    return msgspec.structs.replace(config, env={**config.env, neuron_target.OVERRIDE: target})
 
 
 def _target(instance: str) -> str:

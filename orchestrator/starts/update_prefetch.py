@@ -1,5 +1,4 @@
-"""Does all of an update that needs no cores before an old replica goes: what a new one loads is fetched, checked and
-compiled."""
+"""Prepares updates before old replicas stop: fetches, checks and compiles what new replicas load."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 class UpdatePrefetch:
-    """Of one controller, on its event loop. How far each preparation is stands in the state."""
+    """The preparations of one controller, on its event loop. The state holds their progress."""
 
     def __init__(
         self,
@@ -44,9 +43,8 @@ class UpdatePrefetch:
         fetched: Callable[[str, Fetched | None], None],
         wake: Callable[[], None],
     ) -> None:
-        """``config_of`` gives what the replica of a target with a placement is told, ``log_of`` the log of what is
-        compiled for a model; ``fetched`` hears, by model, what a fetch brought, or None where it failed; ``wake`` asks
-        for a round."""
+        """``config_of``: the configuration of a placed target's replica; ``log_of``: the compiler log of a model;
+        ``fetched``: receives the result of a model's fetch, or None if it failed; ``wake``: requests a round."""
         self._state = state
         self._cluster = cluster
         self._config_of = config_of
@@ -55,41 +53,41 @@ class UpdatePrefetch:
         self._fetched = fetched
         self._wake = wake
         self._tasks: dict[tuple[str, str, str], asyncio.Task[None]] = {}  # by `Preparation.key`
-        self._looked: dict[tuple[str, str, str], int] = {}  # of each, `FleetState.source_refreshes` when it began
+        self._refreshes: dict[tuple[str, str, str], int] = {}  # `FleetState.source_refreshes` at its start
 
     @property
     def hosts(self) -> frozenset[str]:
-        """Where something is prepared."""
+        """The hosts with a preparation."""
         return frozenset(host for _, _, host in self._tasks)
 
     def round(self) -> None:
-        """Begin what is to come, and stop what is needed no more."""
+        """Start the preparations of the next targets, and cancel those that are not needed any more."""
         state, now = self._state, self._state.clock()
-        wanted = {(preparation := state.preparation(target)).key: (preparation, target) for target in state.upcoming}
+        targets = {(preparation := state.preparation(target)).key: (preparation, target) for target in state.upcoming}
         for key in self._tasks.keys() - {
-            key for key in wanted if self._looked.get(key) == state.source_refreshes[key[0]]
+            key for key in targets if self._refreshes.get(key) == state.source_refreshes[key[0]]
         }:
-            self._tasks.pop(key).cancel()  # nobody needs it, or what it brings
-        for key, (preparation, target) in wanted.items():
+            self._tasks.pop(key).cancel()
+        for key, (preparation, target) in targets.items():
             if key not in self._tasks and now >= preparation.retry_at and target.placement is not None:
-                self._looked[key] = state.source_refreshes[key[0]]
+                self._refreshes[key] = state.source_refreshes[key[0]]
                 self._tasks[key] = self._spawn(self._prepare(preparation, self._config_of(target)))
         state.preparing = {key: state.preparing.get(key, "waiting") for key in self._tasks}
 
     def stop(self) -> None:
-        """The fleet ends."""
+        """Cancel all preparations."""
         for task in self._tasks.values():
             task.cancel()
 
     async def _prepare(self, before: Preparation, config: ReplicaConfig) -> None:
-        state, looked = self._state, self._state.source_refreshes[before.model]
-        ready = await self._made_ready(before, config)
-        if looked != state.source_refreshes[before.model]:
-            return  # it is what the source had, and another task brings what it has now
+        state, refreshes = self._state, self._state.source_refreshes[before.model]
+        ready = await self._ready_config(before, config)
+        if refreshes != state.source_refreshes[before.model]:
+            return  # the source has changed since, and another task fetches it
         if isinstance(ready, Failure):
             after = before.failed(ready, state.clock(), stopped=ready.reaction is Reaction.STOP)
-            what = f"{ready}; the old replicas go on serving"
-            state.record_event("error", "PreparationFailed", what, model=before.model, host=before.host)
+            message = f"{ready}; the old replicas keep serving"
+            state.record_event("error", "PreparationFailed", message, model=before.model, host=before.host)
         else:
             after = dataclasses.replace(before, done=True, failures=0, reason=None)
             state.pin(ready)
@@ -98,7 +96,7 @@ class UpdatePrefetch:
         self._tasks.pop(before.key, None)
         self._wake()
 
-    async def _made_ready(self, before: Preparation, config: ReplicaConfig) -> ReplicaConfig | Failure:
+    async def _ready_config(self, before: Preparation, config: ReplicaConfig) -> ReplicaConfig | Failure:
         state = self._state
         model = state.current.spec.model(before.model)
         deadlines = Deadlines() if model is None else model.deadlines
@@ -106,46 +104,46 @@ class UpdatePrefetch:
             ready = await resolve_engine(config, state.generation_of(config.model, config.version), self._cluster)
             if isinstance(ready, Failure):
                 return ready
-            # not into the log of the replica that serves with that number
+            # not the log of the serving replica with that number
             ready = msgspec.structs.replace(state.pinned(ready), log=str(self._log_of(before.model)))
-            watching = _Watching(state, before, self._fetched, self._wake)
-            work = prepare(ready, self._cluster, watching, state.clock, checks=True)
-            return await self._within(deadlines, watching, work)
-        except Exception as error:  # the old replicas serve, and it is tried again
-            log.exception("%s cannot be made ready on %s", before.model, before.host)
+            observer = _UpdateObserver(state, before, self._fetched, self._wake)
+            work = prepare(ready, self._cluster, observer, state.clock, checks=True)
+            return await self._with_deadlines(deadlines, observer, work)
+        except Exception as error:  # the old replicas keep serving, and the preparation is retried
+            log.exception("%s cannot be prepared on %s", before.model, before.host)
             return Failure("start-failed", f"{type(error).__name__}: {error}")
 
     @staticmethod
-    async def _either(task: asyncio.Future[Any], changed: asyncio.Event, left_s: float) -> None:
+    async def _wait_for_change(task: asyncio.Future[Any], changed: asyncio.Event, left_s: float) -> None:
         other = asyncio.ensure_future(changed.wait())
         try:
             await asyncio.wait({task, other}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             other.cancel()
 
-    async def _within(
-        self, deadlines: Deadlines, watching: _Watching, work: Coroutine[Any, Any, ReplicaConfig | Failure]
+    async def _with_deadlines(
+        self, deadlines: Deadlines, observer: _UpdateObserver, work: Coroutine[Any, Any, ReplicaConfig | Failure]
     ) -> ReplicaConfig | Failure:
-        """Its result, where each phase keeps its deadline."""
+        """Returns the result of ``work``, or a Failure if a phase exceeds its deadline."""
         limits = {"fetching": deadlines.fetch_s, "compiling": deadlines.compile_s}
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
-                phase = watching.phase
+                phase = observer.phase
                 limit_s = limits.get(phase, LOOKING_S)
-                left_s = limit_s - (self._state.clock() - watching.since)
+                left_s = limit_s - (self._state.clock() - observer.since)
                 if left_s <= 0.0:
-                    what = f"it has been {phase} for {limit_s:.0f} s on {watching.host}"
-                    return Failure(_LATE.get(phase, "start-deadline"), what)
-                watching.changed.clear()
-                await self._either(task, watching.changed, left_s)
+                    message = f"it has been {phase} for {limit_s:.0f} s on {observer.host}"
+                    return Failure(_LATE.get(phase, "start-deadline"), message)
+                observer.changed.clear()
+                await self._wait_for_change(task, observer.changed, left_s)
             return task.result()
         finally:
             task.cancel()
 
 
-class _Watching:
-    """Tells of what an update waits for (`preparation.PreparationObserver`)."""
+class _UpdateObserver:
+    """Reports preparation progress as events (`preparation.PreparationObserver`)."""
 
     def __init__(
         self,
@@ -171,17 +169,17 @@ class _Watching:
 
     def fetching(self, sources: list[str]) -> None:
         self._enter("fetching")
-        self._tell("Fetching", f"{', '.join(sources)}, while the old replicas serve")
+        self._record("Fetching", f"{', '.join(sources)}, while the old replicas serve")
 
     def fetched(self, found: Fetched) -> None:
         self._fetched(self._of.model, found)
-        what = fetched_text(found.bytes, found.moved, found.seconds, found.warning)
+        message = fetched_text(found.bytes, found.moved, found.seconds, found.warning)
         self._state.record_event(
-            "warning" if found.warning else "info", "Fetched", what, model=self._of.model, host=self._of.host
+            "warning" if found.warning else "info", "Fetched", message, model=self._of.model, host=self._of.host
         )
 
     def arrives(self, config: ReplicaConfig, left_s: float) -> None:
-        """No old replica goes for what is not there as a whole: nobody asks for this."""
+        """Not used: an old replica is stopped only after the fetch has ended."""
 
     def not_fetched(self, failure: Failure) -> None:
         self._fetched(self._of.model, None)
@@ -194,15 +192,15 @@ class _Watching:
         self._enter("looking")
 
     def unforeseen(self, failure: Failure) -> None:
-        what = f"{failure}; the start compiles on its cores what it must"
-        self._state.record_event("warning", "ForeseeFailed", what, model=self._of.model, host=self._of.host)
+        message = f"{failure}; the start compiles missing graphs on its cores"
+        self._state.record_event("warning", "ForeseeFailed", message, model=self._of.model, host=self._of.host)
 
     def compiling(self, missing: list[str]) -> None:
         self._enter("compiling")
-        self._tell("WillCompile", "; ".join(missing))
+        self._record("WillCompile", "; ".join(missing))
 
     def compiled(self, seconds: float) -> None:
-        self._tell("Compiled", f"ahead, in {seconds:.0f} s")
+        self._record("Compiled", f"ahead, in {seconds:.0f} s")
 
-    def _tell(self, reason: str, message: str) -> None:
+    def _record(self, reason: str, message: str) -> None:
         self._state.record_event("info", reason, message, model=self._of.model, host=self._of.host)

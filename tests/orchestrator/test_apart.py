@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.access.audit_log import Audit
 from orchestrator.daemon import daemon as daemon_module
-from orchestrator.daemon.daemon import GONE, READY, TOLD, Daemon, UpOptions
+from orchestrator.daemon.daemon import GONE, READY, REPORTED, Daemon, UpOptions
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.on_ray.ray_nodes import HEALTH_CHECKS
 from orchestrator.process.addresses import free_port
@@ -143,7 +143,7 @@ def test_an_end_that_the_child_has_reported_is_told_once(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, code: int, given: int
 ) -> None:
     """Ray may end it while Ray is shut down; what is left is removed then too."""
-    marks = READY + TOLD + (GONE if code >= 0 else b"")
+    marks = READY + REPORTED + (GONE if code >= 0 else b"")
     assert ends(daemon, monkeypatch, Ended(marks, code)) == given
     assert daemon.said == []  # type: ignore[attr-defined]
     assert [entry.action for entry in Audit(daemon._home.audit).entries(10)] == ["up"]
@@ -171,7 +171,7 @@ def test_a_failure_is_told_and_audited_before_ray_is_shut_down(daemon: Daemon, m
         daemon._live(written, lambda record: None, marks.append)
     assert "error: controller-failed: the controller does not come back" in daemon.said[0]  # type: ignore[attr-defined]
     assert Audit(daemon._home.audit).entries(1)[0].status == "controller-failed"
-    assert marks[0] == TOLD
+    assert marks[0] == REPORTED
 
 
 def test_a_raylet_may_stall_for_half_a_minute() -> None:
@@ -209,7 +209,7 @@ def test_progress_that_cannot_be_written_ends_no_fleet() -> None:
     settings = GatewaySettings(host="127.0.0.1", port=free_port(), home="/h")
     with Path("/dev/full").open("w", buffering=1) as output:
         daemon = Daemon(Home(Path("/h")), UpOptions(settings), ("", "", ""), "n", (), None, _line_to(output))
-        daemon._tell("m/0 ready")
+        daemon._report("m/0 ready")
         with contextlib.suppress(OSError):
             output.close()
 

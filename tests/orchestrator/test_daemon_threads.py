@@ -62,7 +62,7 @@ def test_a_pause_of_up_is_no_absence_of_the_controller(
 ) -> None:
     """It is called as often as without the pause, up to what one long gap counts, before the fleet is given up."""
     daemon = Daemon.__new__(Daemon)
-    daemon._ending, daemon._seen = False, 0
+    daemon._ending, daemon._status_version = False, 0
     daemon._home = Home(Path("/nowhere"))
     absence = Absence(monkeypatch, pauses)
     with pytest.raises(Failed, match="controller-failed"):

@@ -124,7 +124,7 @@ def test_a_read_only_home_is_named(kind: str, disk: Disk) -> None:
 
 def test_a_home_that_cannot_be_made_is_named_with_a_remedy(disk: Disk) -> None:
     disk.remount("ro")
-    with pytest.raises(Failed, match="home cannot be made: Read-only file system") as failed:
+    with pytest.raises(Failed, match="home cannot be created: Read-only file system") as failed:
         disk.home.prepare()
     assert "COREWRIGHT_HOME to another folder" in failed.value.problem.hint
 

@@ -117,7 +117,7 @@ def test_a_second_signal_ends_at_once(home: Path) -> None:
 
     assert live.process.wait(15) == 1
     assert time.monotonic() - began < 10
-    assert "ending at once" in live.output()
+    assert "stopping immediately" in live.output()
     until(lambda: live.processes() == [], 5, "nothing is left")
     assert held_cores(Home(home).claims(0)) == {}
 

@@ -51,7 +51,7 @@ def test_a_home_that_others_can_write_to_is_refused_with_a_remedy(mode: int, hom
     with pytest.raises(Failed) as failed:
         Home.from_environment()
     problem = failed.value.problem
-    assert (problem.id, problem.hint) == ("home-unusable", f"check what is in it; then chmod go-w {home.path}")
+    assert (problem.id, problem.hint) == ("home-unusable", f"check its contents, then run chmod go-w {home.path}")
     assert f"{mode:04o}" in problem.what
 
 

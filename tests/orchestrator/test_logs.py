@@ -192,7 +192,7 @@ def test_an_error_that_nobody_catches_in_a_thread_is_logged(file: Path) -> None:
     thread.join()
 
     (told,) = objects(file, writer)
-    assert (told["level"], told["message"]) == ("CRITICAL", "nobody caught this in reader")
+    assert (told["level"], told["message"]) == ("CRITICAL", "uncaught exception in reader")
     assert told["error"].endswith("RuntimeError: nobody saw it")
 
 
@@ -207,7 +207,7 @@ def test_what_ends_a_process_is_its_last_line(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program, str(file)], cwd=Path(__file__).parents[2], check=False, timeout=60)
     told = [json.loads(line) for line in file.read_text().splitlines()]
 
-    assert [one["message"] for one in told] == [*(f"line {i}" for i in range(500)), "nobody caught this"]
+    assert [one["message"] for one in told] == [*(f"line {i}" for i in range(500)), "uncaught exception"]
     assert told[-1]["error"].endswith("SystemError: the end")
 
 
@@ -280,7 +280,7 @@ def test_waiting_lines_have_a_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) ->
 
     told = [json.loads(line) for text in disk.text for line in text.splitlines()]
     assert 4 <= sum(one.get("prompt", "").startswith("x") for one in told) <= 6
-    assert sum("were lost" in one["message"] for one in told) >= 1
+    assert sum("were dropped" in one["message"] for one in told) >= 1
     assert told[-1]["prompt"] == "y"
 
 
@@ -312,7 +312,7 @@ class Stuck:
 
 
 def test_a_stuck_disk_delays_nobody_and_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be kept is lost, and how much that was is said."""
+    """Lines that cannot be kept are dropped, and their number is logged."""
     monkeypatch.setattr(logs, "MOST_WAITING", 10)
     disk = Stuck()
     writer = Logs([disk], "json", prompts=False, wall=time.time)  # type: ignore[list-item]
@@ -326,7 +326,7 @@ def test_a_stuck_disk_delays_nobody_and_fills_no_memory(monkeypatch: pytest.Monk
     writer.close()
 
     told = [json.loads(line)["message"] for text in disk.text for line in text.splitlines()]
-    lost = [int(message.split()[0]) for message in told if "were lost" in message]
+    lost = [int(message.split()[0]) for message in told if "were dropped" in message]
     assert took < 5.0
     assert sum(lost) + len(told) - len(lost) == 5001
     assert sum(lost) > 4000

@@ -407,7 +407,7 @@ def test_up_watch_refuses_a_bad_file_and_applies_a_good_one(fleet: LiveFleet, ad
     written = fleet.spec.read_text()
     try:
         fleet.spec.write_text(SPEC.replace("tp_degree: 8", "tp_degree: 7"))
-        until(lambda: "was refused: the fleet stays as it is" in fleet.output(), 15, "the bad file is told")
+        until(lambda: "was rejected: the fleet is unchanged" in fleet.output(), 15, "the bad file is told")
         assert "illegal-degree" in fleet.output()
         now = admin.status()
         assert (now["revision"], pids(now)) == (before["revision"], pids(before))

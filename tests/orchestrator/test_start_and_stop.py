@@ -168,7 +168,7 @@ def daemon(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start
 
 def test_up_says_what_becomes_of_replicas_while_the_gateway_starts(daemon: Started, home: Path) -> None:
     """They start side by side; its end leaves nothing and is a success."""
-    assert daemon.run(lambda record: daemon._asked.put("down")) == 0
+    assert daemon.run(lambda record: daemon._requests.put("down")) == 0
     assert daemon.told[-1] == "stopped"
     assert not Home(home).record_file.exists()
 
@@ -186,7 +186,7 @@ def test_an_end_that_leaves_something_fails_and_says_so(
         monkeypatch.setattr("orchestrator.daemon.daemon.end_leftovers", lambda *_: [4711])
     else:
         monkeypatch.setattr(Home, "forget_fleet", unremovable)
-    assert daemon.run(lambda record: daemon._asked.put("down")) == 1
+    assert daemon.run(lambda record: daemon._requests.put("down")) == 1
     assert daemon.told[-1].startswith("stopped, but ")
     assert ("4711" if left == "processes" else "fleet.json") in daemon.told[-1]
 
@@ -226,7 +226,7 @@ def test_down_fails_where_the_fleet_leaves_something(
     finally:
         admin.close()
     told = capsys.readouterr().err
-    assert f"error: down-incomplete: the fleet has ended, and processes are left ({leftover.pid})" in told
+    assert f"error: down-incomplete: the fleet has ended, but processes remain ({leftover.pid})" in told
     assert str(Home(home).record_file) in told
 
 
