@@ -27,7 +27,7 @@ def precompiled_problems(spec: Spec, facts: CheckpointFacts) -> Iterator[Problem
 
 
 def _problem(spec: Spec, model: ModelSpec, facts: CheckpointFacts) -> Problem | None:
-    from workers.engines.nxd_inference.precompiled import foreseen
+    from workers.engines.nxd_inference.precompiled import start_error
 
     own = CheckpointPart(model, False)
     source = _folder(own, facts)
@@ -37,7 +37,7 @@ def _problem(spec: Spec, model: ModelSpec, facts: CheckpointFacts) -> Problem | 
     config = unplaced_config(
         model, _ENGINE, source=source, draft_source=draft, length=model.length(facts.checkpoints[model.name])
     )
-    error = foreseen(config)
+    error = start_error(config)
     if error is None:
         return None
     what, hint = (text if source is None else text.replace(source, own.source) for text in (error.what, error.hint))

@@ -99,7 +99,7 @@ def world(
     monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-3")
     monkeypatch.setenv("NEURON_DOUBLE_LOCK_WAIT_S", "1")
-    monkeypatch.setattr(artifacts, "compile_apart", nxdi_traffic.compile_here)
+    monkeypatch.setattr(artifacts, "compile_in_subprocess", nxdi_traffic.compile_here)
     source = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     cache = tmp_path / "neuron-compile-cache"
     return World(source, tmp_path / "home/compiled", cache, neuron, monkeypatch.setenv, dict(BUCKETS))

@@ -319,7 +319,7 @@ def test_neffs_of_other_graphs_are_given_up(
         start()
     assert caught.value.id == "artifacts-stale"
     assert str(tmp_path / "compiled") in caught.value.what
-    assert "the next start compiles anew" in caught.value.hint
+    assert "the next start compiles again" in caught.value.hint
     assert [start(), start()] == [True, False]
 
 

@@ -445,7 +445,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
     "no directory": ("model-not-found", "no directory", shutil.rmtree),
     "no config": ("config-missing", "config.json", lambda p: (p / "config.json").unlink()),
     "config cut off": ("config-unreadable", "config.json", lambda p: truncate(p / "config.json")),
-    "config is a list": ("config-unreadable", "no JSON object", lambda p: (p / "config.json").write_text("[]")),
+    "config is a list": ("config-unreadable", "not a JSON object", lambda p: (p / "config.json").write_text("[]")),
     "config is no text": ("config-unreadable", "config.json", lambda p: (p / "config.json").write_bytes(b"\xff\xfe{")),
     "unknown family": ("unknown-family", "'t5'", lambda p: edit(p / "config.json", model_type="t5")),
     "no family": ("unknown-family", "None", lambda p: (p / "config.json").write_text("{}")),

@@ -30,7 +30,7 @@ from workers.compiling.start_forecast import verdicts, verify
 from workers.engines import open_engine
 from workers.engines.nxd_inference import artifacts
 from workers.engines.nxd_inference.config import Settings
-from workers.engines.nxd_inference.precompiled import foreseen
+from workers.engines.nxd_inference.precompiled import start_error
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.status import Failure
 from workers.neff_cache.record import LOCK_FILE, record_of, write_record
@@ -44,7 +44,7 @@ SHARD = "weights/tp{}_sharded_checkpoint.safetensors"
 @pytest.fixture
 def nxd(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa: F811
     """The stand-ins, with compiles in this process."""
-    monkeypatch.setattr(artifacts, "compile_apart", nxdi_traffic.compile_here)
+    monkeypatch.setattr(artifacts, "compile_in_subprocess", nxdi_traffic.compile_here)
     for name in ("BASE_COMPILE_WORK_DIR", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -147,7 +147,7 @@ def test_a_compiled_source_with_an_fp8_cache_is_loaded(
     for name in ("XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST"):
         monkeypatch.setenv(name, "1")
     given = Folder(tmp_path, checkpoint("llama"), quantize_kv="fp8")
-    assert (foreseen(given.config()), given.predicted().outcome) == (None, "hit")
+    assert (start_error(given.config()), given.predicted().outcome) == (None, "hit")
     model = given.opened()._model
     plain = 2 * 2 * model.config.num_key_value_heads * model.config.head_dim * 4 * nxdi_traffic.MAX_LEN
     assert model._kv_bytes(model.config) == plain
@@ -281,8 +281,8 @@ def test_a_draft_is_compared_with_the_one_that_was_compiled(
 def test_a_neuron_config_that_the_version_does_not_read_is_told(llama: Folder, nxd: Neuron) -> None:
     """Or that is gone: then nothing tells what the graphs are for."""
     llama.record(padding_side="middle")
-    assert "does not read neuron_config.json: AssertionError" in llama.refused().what
-    assert "it has no neuron_config.json" in llama.without(NEURON_CONFIG).refused().what
+    assert "cannot read neuron_config.json: AssertionError" in llama.refused().what
+    assert "there is no neuron_config.json" in llama.without(NEURON_CONFIG).refused().what
     assert nxd.held() == {}
 
 
@@ -328,13 +328,13 @@ def test_a_program_that_has_changed_since_is_told(recorded: Folder) -> None:
     data = (recorded.path / "model.pt").read_bytes()
     (recorded.path / "model.pt").write_bytes(data[:-1] + b" ")
     error = recorded.refused()
-    assert (error.id, "model.pt is missing or not as it was" in error.what) == ("artifacts-mismatch", True)
+    assert (error.id, "are missing or have changed: model.pt" in error.what) == ("artifacts-mismatch", True)
 
 
 def test_a_compiler_that_nobody_has_recorded_is_told(llama: Folder, caplog: pytest.LogCaptureFixture) -> None:
     """In the log of the replica."""
     llama.opened()
-    assert f"nothing tells which compiler has made {llama.path / 'model.pt'}" in caplog.text
+    assert f"the compiler of {llama.path / 'model.pt'} is unknown" in caplog.text
 
 
 # the weights of each core
@@ -347,14 +347,14 @@ def test_a_shard_that_is_missing_or_cut_off_is_told(llama: Folder, nxd: Neuron) 
     assert SHARD.format(0) in error.what
     error = llama.without(SHARD.format(1)).refused()
     assert (error.id, nxd.held()) == ("weights-missing", {})
-    assert f"lacks {SHARD.format(1)}" in error.what
+    assert f"is missing {SHARD.format(1)}" in error.what
 
 
 def test_shards_of_more_cores_than_the_degree_are_told(llama: Folder) -> None:
     """Two folders were mixed."""
     shutil.copy(llama.path / SHARD.format(1), llama.path / SHARD.format(3))
     error = llama.refused()
-    assert (error.id, "weights of 4 cores, and tp_degree is 2" in error.what) == ("shards-mismatch", True)
+    assert (error.id, "weights of 4 cores, but tp_degree is 2" in error.what) == ("shards-mismatch", True)
 
 
 def test_weights_that_were_not_saved_are_divided_again(nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -395,10 +395,10 @@ def test_shards_are_the_weights_of_an_own_compile(
 @pytest.mark.parametrize(
     ("fields", "id", "told"),
     [
-        ({"tp_degree": 4, "cores": [0, 1, 2, 3]}, "shards-mismatch", "weights of 2 cores, and tp_degree is 4"),
-        ({"dtype": "bf16"}, "shards-mismatch", "hold F32, mostly F32; needed are BF16"),
-        ({"quantize": "int8"}, "shards-mismatch", "needed are numbers of one byte"),
-        ({"draft_source": "ORIGINAL", "draft_k": 3}, "layout-unsupported", "those of one model"),
+        ({"tp_degree": 4, "cores": [0, 1, 2, 3]}, "shards-mismatch", "weights of 2 cores, but tp_degree is 4"),
+        ({"dtype": "bf16"}, "shards-mismatch", "hold F32, mostly F32, but the spec needs BF16"),
+        ({"quantize": "int8"}, "shards-mismatch", "needs one-byte numbers"),
+        ({"draft_source": "ORIGINAL", "draft_k": 3}, "layout-unsupported", "do not include a draft model"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -422,7 +422,7 @@ def test_a_gap_among_the_shards_is_told(llama: Folder) -> None:
     """The file that is missing, and not another degree."""
     llama.without("model.pt", NEURON_CONFIG, SHARD.format(0))
     error = llama.refused()
-    assert (error.id, f"lacks {SHARD.format(0)}" in error.what) == ("weights-missing", True)
+    assert (error.id, f"is missing {SHARD.format(0)}" in error.what) == ("weights-missing", True)
 
 
 # what is refused
@@ -430,7 +430,7 @@ def test_a_gap_among_the_shards_is_told(llama: Folder) -> None:
 
 @pytest.mark.parametrize(
     ("original", "hint"),
-    [("", "name the original checkpoint"), ("model.safetensors", "holds the original weights"),
+    [("", "set `source` to the original checkpoint"), ("model.safetensors", "holds the original weights"),
      ("checkpoint/model.safetensors", "checkpoint holds the original weights")],
 )  # fmt: skip
 def test_what_optimum_has_compiled_is_refused(llama: Folder, original: str, hint: str) -> None:
@@ -447,7 +447,7 @@ def test_what_optimum_has_compiled_is_refused(llama: Folder, original: str, hint
 def test_a_draft_is_never_one_that_is_compiled(llama: Folder, checkpoint: Checkpoints) -> None:
     """It is compiled into one set with its model."""
     config = replica_config(checkpoint("llama"), None, draft_source=str(llama.path), draft_k=2)
-    with pytest.raises(EngineLoadError, match="a draft is compiled anew") as refused:
+    with pytest.raises(EngineLoadError, match="a draft is always compiled") as refused:
         open_engine(config).load()
     assert refused.value.id == "layout-unsupported"
 
@@ -492,8 +492,8 @@ def test_what_the_spec_names_is_compared_without_the_package(
     """For `validate` and `plan`, wherever they run."""
     monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
     given = Folder(tmp_path, checkpoint("llama"), sampling="device")
-    assert foreseen(given.config()) is None
-    error = foreseen(given.config(slots=2, tp_degree=1, sampling="host"))
+    assert start_error(given.config()) is None
+    error = start_error(given.config(slots=2, tp_degree=1, sampling="host"))
     assert error is not None
     assert error.id == "artifacts-mismatch"
     assert [part.split(":")[0] for part in error.what.split("spec's: ")[1].split("; ")] == [
@@ -501,9 +501,9 @@ def test_what_the_spec_names_is_compared_without_the_package(
         "sampling (on_device_sampling_config)",
         "tp_degree",
     ]
-    told = [foreseen(given.config(allow_pickle=False)), foreseen(given.without(SHARD.format(1)).config())]
+    told = [start_error(given.config(allow_pickle=False)), start_error(given.without(SHARD.format(1)).config())]
     assert [None if one is None else one.id for one in told] == ["pickle-refused", "weights-missing"]
-    assert foreseen(replica_config(checkpoint("llama"), None)) is None
+    assert start_error(replica_config(checkpoint("llama"), None)) is None
 
 
 def test_what_the_hosts_environment_decides_is_left_to_the_host(
@@ -514,7 +514,7 @@ def test_what_the_hosts_environment_decides_is_left_to_the_host(
     given = Folder(tmp_path, checkpoint("llama"))
     monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG")
     assert json.loads((given.path / NEURON_CONFIG).read_text())["neuron_config"]["logical_nc_config"] == 2
-    assert foreseen(given.config()) is None
+    assert start_error(given.config()) is None
 
 
 @pytest.mark.parametrize(
@@ -535,7 +535,7 @@ def test_a_record_of_another_kind_is_no_match_and_no_crash(
     recorded["neuron_config"][option] = value
     file.unlink()
     file.write_text(json.dumps(recorded))
-    error = foreseen(llama.config())
+    error = start_error(llama.config())
     assert error is not None
     assert error.id == "artifacts-mismatch"
     assert re.search(expected, error.what), error.what

@@ -157,7 +157,7 @@ def test_a_static_batch_has_one_position(checkpoint: Checkpoints) -> None:
     engine = opened(checkpoint("opt"), **BUCKETS)
     engine.prefill([0, 1], [[7, 8, 9], [5]])
     engine.decode([0, 1], [5, 5], [3, 1])
-    with pytest.raises(ValueError, match="one position"):
+    with pytest.raises(ValueError, match="share one position"):
         engine.decode([0, 1], [5, 5], [4, 3])
 
 

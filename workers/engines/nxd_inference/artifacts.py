@@ -1,4 +1,4 @@
-"""Compiling with NxD Inference: what the artifacts depend on, and the process that makes them."""
+"""Compiled artifacts of NxD Inference: what they depend on, and the process that compiles them."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from workers.neff_cache.compiled_artifacts import Entry, compiling
 from workers.neff_cache.compiler_cache import WRAPPER_FLAGS
 
 MODEL, QUANTIZED, WORK, LOG = "model", "quantized", "work", "compile.log"  # in an entry
-TAIL = 40  # lines of the compiler's output that an error repeats
+TAIL = 40  # lines of the compiler's output in an error
 PACKAGES = ("neuronx-distributed", "neuronx-cc", "torch-neuronx", "libneuronxla", "torch", "transformers")
-# Of the environment, what the compiler (through ``with_flags``) and torch-xla read.
+# Environment variables that the compiler (through ``with_flags``) and torch-xla read.
 READ = ("NEURON_CC_FLAGS", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST")
 
 
 def manifest(settings: Settings, package: Package, root: Path | None) -> dict[str, Any]:
-    """All that the artifacts depend on, as JSON. The sharded weights are among them, so the checkpoint's files too.
+    """Returns everything that the artifacts depend on, as JSON. They contain sharded weights, so also all weight files.
 
-    ``root`` is where they are kept; None: they are not, so that no other start could take them for its own.
+    ``root`` is the folder of entries; None: the artifacts are not kept, and no other start can use them.
     """
-    return foretold(settings, package, root, read=True)[0]
+    return predicted_manifest(settings, package, root, read=True)[0]
 
 
-def foretold(
+def predicted_manifest(
     settings: Settings, package: Package, root: Path | None, read: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The manifest, and the files that it lacks the digests of: with ``read`` False only digests that are kept in
-    ``root`` are used. The place of an unknown one is empty."""
+    """Returns the manifest, and the files whose digests it lacks: with ``read`` False, only digests stored in ``root``
+    are used, and the place of an unknown one is empty."""
     target = neuron_target.current()
     sources = [one for one in (settings.source, settings.draft_source, settings.quantized_source) if one is not None]
     digests, unread = [], []
@@ -56,7 +56,7 @@ def foretold(
         unknown = [] if read else [str(path) for path in unread_of(Path(source), root)]
         digests.append("" if unknown else digest_of(Path(source), root))
         unread += unknown
-    told = {
+    record = {
         "engine": "nxd-inference",
         "versions": {DISTRIBUTION: package.version, **installed_versions(*PACKAGES)},
         "environment": {name: os.environ[name] for name in READ if os.environ.get(name)},
@@ -65,37 +65,37 @@ def foretold(
         "options": neuron_options(settings, lengths(settings), package.release, QUANTIZED),
         "checkpoints": digests,
     }
-    return told, tuple(unread)
+    return record, tuple(unread)
 
 
-def compile_apart(settings: Settings, entry: Entry) -> None:
-    """Compile into ``entry`` in a process of its own, which does not hold the cores that this one will have.
+def compile_in_subprocess(settings: Settings, entry: Entry) -> None:
+    """Compile into ``entry`` in a separate process, so that this one can claim the cores afterwards.
 
     Raises EngineLoadError with the last lines of its output, all of which is in the entry's compile.log.
     """
     log = entry.path / LOG
     command = [sys.executable, "-m", "workers.engines.nxd_inference.engine", "compile"]
-    asked = json.dumps({"settings": asdict(settings), "folder": str(entry.path), "parent": os.getpid()})
-    what = f"{settings.source} with NxD Inference"
-    with visit(settings, entry).compiling(), compiling(what, f"the compilers write to {log}"):
+    job = json.dumps({"settings": asdict(settings), "folder": str(entry.path), "parent": os.getpid()})
+    activity = f"{settings.source} with NxD Inference"
+    with session(settings, entry).compiling(), compiling(activity, f"the compilers write to {log}"):
         with log.open("wb") as output:
-            done = subprocess.run(command, input=asked.encode(), stdout=output, stderr=subprocess.STDOUT, check=False)
-        if done.returncode != 0:
+            process = subprocess.run(command, input=job.encode(), stdout=output, stderr=subprocess.STDOUT, check=False)
+        if process.returncode != 0:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
-            kept = entry.path.with_suffix(".log")  # the entry is removed when it is tried again
-            shutil.copyfile(log, kept)
-            what = f"compiling {settings.source} ended with exit code {done.returncode}"
-            raise EngineLoadError("compile-failed", what, f"{kept} has all that it said") from RuntimeError(tail)
+            kept_log = entry.path.with_suffix(".log")  # a retry removes the entry
+            shutil.copyfile(log, kept_log)
+            activity = f"compiling {settings.source} ended with exit code {process.returncode}"
+            raise EngineLoadError("compile-failed", activity, f"its output is in {kept_log}") from RuntimeError(tail)
 
 
-def visit(settings: Settings, entry: Entry) -> CompileSession:
-    """From 0.3 on (SDK 2.23) neuronx-distributed compiles through the persistent cache, failures included."""
+def session(settings: Settings, entry: Entry) -> CompileSession:
+    """Returns a session: from 0.3 (SDK 2.23) on, the package compiles through the persistent cache, also failures."""
     return CompileSession(entry.manifest, Path(settings.source), entry.path.parent, shared=False)
 
 
 def compile_here(settings: Settings, folder: Path) -> None:
-    """Compile into ``folder``. Computes on the host, and touches no device."""
-    # By default all compiles of a host share one folder and overwrite each other's files.
+    """Compile into ``folder``, on the host, without using a device."""
+    # By default, all compiles of a host share one folder and overwrite each other's files.
     os.environ["BASE_COMPILE_WORK_DIR"] = str(folder / WORK) + "/"
     package = import_package()
     kind, config = build_config(package, settings, settings.quantized_source or str(folder / QUANTIZED))
@@ -112,22 +112,24 @@ def compile_here(settings: Settings, folder: Path) -> None:
 _LEVEL = re.compile(r"(?<!\S)(?:-O|--optlevel[ =])(\d)(?!\S)")
 
 
-def with_flags(own: str, given: str) -> str:
-    """The package's flags for one kind of graph, and those of NEURON_CC_FLAGS, which it does not read itself.
+def with_flags(own: str, environment_flags: str) -> str:
+    """Returns the package's flags for one kind of graph with those of NEURON_CC_FLAGS, which it does not read itself.
 
     An optimization level replaces the package's. neuronx-distributed adds ``-O1`` where it finds no ``-O``.
     """
-    flags = _LEVEL.sub(r"-O\1", " ".join(flag for flag in given.split() if flag.partition("=")[0] not in WRAPPER_FLAGS))
+    flags = _LEVEL.sub(
+        r"-O\1", " ".join(flag for flag in environment_flags.split() if flag.partition("=")[0] not in WRAPPER_FLAGS)
+    )
     return " ".join(filter(None, (_LEVEL.sub("", own) if _LEVEL.search(flags) else own, flags)))
 
 
 def main(arguments: list[str]) -> int:
-    """``compile``, with {"settings", "folder", "parent"} on standard input; the parent is the pid of who waits."""
+    """``compile``, with {"settings", "folder", "parent"} on standard input; the parent is the caller's pid."""
     if arguments != ["compile"]:
         sys.stderr.write("usage: python -m workers.engines.nxd_inference.engine compile < JSON\n")
         return 2
-    asked = json.load(sys.stdin)
-    # It holds the lock of the entry: whoever comes next would find two compilers at work in one folder.
-    end_with(asked["parent"])
-    compile_here(Settings(**asked["settings"]), Path(asked["folder"]))
+    job = json.load(sys.stdin)
+    # It holds the lock of the entry: without this, the next process would find two compilers in one folder.
+    end_with(job["parent"])
+    compile_here(Settings(**job["settings"]), Path(job["folder"]))
     return 0

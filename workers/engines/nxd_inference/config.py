@@ -1,6 +1,6 @@
-"""What NxD Inference is told of a model: lengths and NeuronConfig options, from the fields of a spec.
+"""Options of NxD Inference: lengths and NeuronConfig keywords, from the fields of a spec.
 
-Pure: no package is imported, so that the process which compiles and the one which loads come to the same options.
+Pure: no package is imported, so the compiling process and the loading one derive the same options.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from workers.engines import EngineConfig
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # ours -> torch's
-SHORTEST_BUCKET = 128  # tokens; where NxD Inference's own ladder begins (``modules/autobucketing``)
-GLOBAL_TOPK = 256  # the most that is sampled from on the device: OnDeviceSamplingConfig's default of global_topk
+SHORTEST_BUCKET = 128  # tokens; where NxD Inference's own buckets begin (``modules/autobucketing``)
+GLOBAL_TOPK = 256  # the most ids that the device samples from: OnDeviceSamplingConfig's default of global_topk
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a replica's configuration, what decides the artifacts and the way they are called. Plain values, for JSON."""
+    """The part of a replica's configuration that the artifacts and their use depend on. Plain values, for JSON."""
 
     source: str
     dtype: str
@@ -42,26 +42,26 @@ class Settings:
     fuse_qkv: bool | None
     engine_options: dict[str, Any]
     allow_pickle: bool
-    presharded: bool = False  # the source has the weights of each core, and no others (``nxd_given.seen``)
+    presharded: bool = False  # the source has only the sharded weights of each core (``precompiled.with_sharding``)
 
     @classmethod
     def of(cls, config: EngineConfig) -> Settings:
-        """Raises EngineLoadError without a checkpoint."""
+        """Returns the settings of ``config``. Raises EngineLoadError without a checkpoint."""
         if config.source is None:
             raise EngineLoadError(
-                "source-missing", "the nxd-inference engine needs a checkpoint", "name a folder in `source`"
+                "source-missing", "the nxd-inference engine needs a checkpoint", "set `source` to a folder"
             )
-        told = [field.name for field in fields(cls) if field.name != "presharded"]
-        return cls(**{name: _plain(getattr(config, name)) for name in told})
+        names = [field.name for field in fields(cls) if field.name != "presharded"]
+        return cls(**{name: _plain(getattr(config, name)) for name in names})
 
     @property
     def quantized_source(self) -> str | None:
-        """The folder of a quantized checkpoint that the user brings; None: one is made of the source."""
+        """The folder of the user's own quantized checkpoint; None: it is created from the source."""
         return self.engine_options.get("quantized_checkpoints_path")
 
     @property
     def speculation_length(self) -> int:
-        """Tokens that the target takes in a step: the last one and the draft's guesses. 0: there is no draft."""
+        """The number of tokens of a step: the last one and the draft's guesses. 0 without a draft."""
         return self.draft_k + 1 if self.draft_source is not None else 0
 
 
@@ -71,7 +71,7 @@ class Lengths:
 
     context_buckets: tuple[int, ...]
     token_buckets: tuple[int, ...]  # the last is the length of a slot on the device
-    decode_buckets: tuple[int, ...]  # as the batcher sees them: the last is max_len
+    decode_buckets: tuple[int, ...]  # as the batcher uses them: the last is max_len
 
     @property
     def seq_len(self) -> int:
@@ -79,15 +79,15 @@ class Lengths:
 
 
 def lengths(settings: Settings) -> Lengths:
-    """The buckets of ``settings``, or doubling ones up to max_len. Raises EngineLoadError.
+    """Returns the buckets of ``settings``, by default doubling ones up to max_len. Raises EngineLoadError.
 
-    With a draft a slot is longer on the device than max_len by the tokens of one step: every step is a speculative one,
-    since no other graph for decoding is compiled, and the last of a slot writes its guesses behind it. The bucket must
-    lie above position + speculation_length (``model_wrapper.get_target_bucket`` compares with ``<``).
+    With a draft, a slot on the device is longer than max_len by the tokens of one step: every step is speculative,
+    since no other decode graph is compiled, and the last one writes its guesses after max_len. The bucket must be
+    larger than position + speculation_length (``model_wrapper.get_target_bucket`` compares with ``<``).
     """
     if settings.slots < 1 or settings.max_len < 2:
-        what = f"at least 1 slot and a max_len of 2 are needed, not {settings.slots} and {settings.max_len}"
-        raise EngineLoadError("bad-engine-size", what)
+        message = f"nxd-inference needs at least 1 slot and a max_len of 2, not {settings.slots} and {settings.max_len}"
+        raise EngineLoadError("bad-engine-size", message)
     default = ladder(SHORTEST_BUCKET, settings.max_len)
     try:
         context = checked_buckets("prefill", settings.prefill_buckets or default, settings.max_len)
@@ -95,22 +95,22 @@ def lengths(settings: Settings) -> Lengths:
     except ValueError as error:
         raise EngineLoadError("bad-buckets", str(error)) from error
     if decode[-1] != settings.max_len:
-        what = f"the largest decode bucket is {decode[-1]}, so a slot could never hold its {settings.max_len} tokens"
-        raise EngineLoadError("bad-buckets", what, f"add {settings.max_len}")
+        message = f"the largest decode bucket is {decode[-1]}, less than max_len {settings.max_len}"
+        raise EngineLoadError("bad-buckets", message, f"add {settings.max_len}")
     ahead = settings.speculation_length
     if 1 in context or ahead in context:
-        # The graph tells prompts from steps by their width (``model_base``: "1" or "speculation_length" is a step).
-        what = f"a prefill bucket of {1 if 1 in context else ahead} tokens would be taken for a decoding step"
-        raise EngineLoadError("bad-buckets", what, "take a longer one")
+        # The graph distinguishes prompts from steps by width (``model_base``: "1" or "speculation_length" is a step).
+        message = f"a prefill bucket of {1 if 1 in context else ahead} tokens would be run as a decoding step"
+        raise EngineLoadError("bad-buckets", message, "use a longer bucket")
     token = decode if not ahead else (*decode[:-1], settings.max_len + ahead)
     return Lengths(context, token, decode)
 
 
 def neuron_options(settings: Settings, sizes: Lengths, release: Release, quantized: str) -> dict[str, Any]:
-    """NeuronConfig's keywords for the model itself. Raises EngineLoadError.
+    """Returns NeuronConfig's keywords for the model itself. Raises EngineLoadError.
 
-    ``quantized`` is the folder that the quantized checkpoint goes to. dtypes are names; on_device_sampling_config is
-    a dictionary of its own options. What has different defaults in different versions is always named.
+    ``quantized`` is the output folder of the quantized checkpoint. dtypes are names; on_device_sampling_config is a
+    dictionary of its own options. Options whose default varies between versions are always set.
     """
     slots = settings.slots
     options: dict[str, Any] = {
@@ -129,54 +129,54 @@ def neuron_options(settings: Settings, sizes: Lengths, release: Release, quantiz
         "enable_bucketing": True,
         "context_encoding_buckets": list(sizes.context_buckets),
         "token_generation_buckets": list(sizes.token_buckets),
-        "save_sharded_checkpoint": True,  # True by default in 0.2, then False
+        "save_sharded_checkpoint": True,  # the default is True in 0.2, then False
         "async_mode": False,
         "allow_input_truncation": False,
         "kv_cache_batch_size": slots,
     }
     lnc = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
-    if lnc:  # the runtime's, which must be the compiler's too
+    if lnc:  # the runtime's value; the compiler must use the same
         options["logical_nc_config"] = int(lnc)
     if settings.fuse_qkv is not None:
         options["fused_qkv"] = settings.fuse_qkv
     if settings.presharded:
-        options["skip_sharding"] = True  # a load reads those of each core all the same
+        options["skip_sharding"] = True  # a load still reads the weights of each core
     options |= _quantization(settings, quantized, release) | _sampling(settings) | _speculation(settings)
-    return options | _given(settings.engine_options, options, release)
+    return options | _user_options(settings.engine_options, options, release)
 
 
 def draft_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """NeuronConfig's keywords for the draft model: the target's, without the speculation that is the target's."""
+    """Returns NeuronConfig's keywords for the draft model: the target's, without its speculation."""
     return dict(options) | {"enable_fused_speculation": False, "speculation_length": 0}
 
 
-def _given(given: Mapping[str, Any], own: Mapping[str, Any], release: Release) -> dict[str, Any]:
-    """The options that the spec names itself. Raises EngineLoadError for one that cannot be."""
-    for option, value in given.items():
+def _user_options(options: Mapping[str, Any], own: Mapping[str, Any], release: Release) -> dict[str, Any]:
+    """Returns the options that the spec sets itself. Raises EngineLoadError for an invalid one."""
+    for option, value in options.items():
         if option in FIELDS:
             _refuse(option, f"it follows from the field `{FIELDS[option]}`", f"set `{FIELDS[option]}`")
         if option in UNSERVED and value not in (None, False, own.get(option)):
-            _refuse(option, UNSERVED[option], "leave it out")
-        if option in MOE_OPTIONS:  # whether the model is one of experts is known when its class is
+            _refuse(option, UNSERVED[option], "remove it")
+        if option in MOE_OPTIONS:  # for models of experts, which the model's class shows later
             continue
         missing = lacks(option, release)
         if missing is not None:
             version = f"{release[0]}.{release[1]}"
             raise EngineLoadError(
                 "option-not-in-version",
-                f"`{option}` is no option of NxD Inference {version}: {missing}",
-                "leave it out, or run the model on an image with another version",
+                f"`{option}` is not an option of NxD Inference {version}: {missing}",
+                "remove it, or run the model on an image with another version",
             )
-    merged = {option: value for option, value in given.items() if option not in NXD_QUANTIZED_OPTIONS}
-    if isinstance(given.get("on_device_sampling_config"), Mapping):
+    merged = {option: value for option, value in options.items() if option not in NXD_QUANTIZED_OPTIONS}
+    if isinstance(options.get("on_device_sampling_config"), Mapping):
         if "on_device_sampling_config" not in own:
             _refuse("on_device_sampling_config", "the host samples", "set `sampling: device`")
-        most = given["on_device_sampling_config"].get("global_topk", GLOBAL_TOPK)
-        if not 1 <= most <= GLOBAL_TOPK:
-            what = f"its global_topk is {most}, and a request's top_k is from 1 to {GLOBAL_TOPK} on the device"
-            _refuse("on_device_sampling_config", what, f"at most {GLOBAL_TOPK}")
+        global_topk = options["on_device_sampling_config"].get("global_topk", GLOBAL_TOPK)
+        if not 1 <= global_topk <= GLOBAL_TOPK:
+            reason = f"its global_topk is {global_topk}, but must be from 1 to {GLOBAL_TOPK}"
+            _refuse("on_device_sampling_config", reason, f"use at most {GLOBAL_TOPK}")
         merged["on_device_sampling_config"] = {
-            **given["on_device_sampling_config"],
+            **options["on_device_sampling_config"],
             # what the engine relies on
             **{name: own["on_device_sampling_config"][name] for name in ("do_sample", "dynamic")},
         }
@@ -190,27 +190,29 @@ def _refuse(option: str, why: str, hint: str) -> None:
 def _dtype(dtype: str) -> str:
     if dtype not in DTYPES:
         raise EngineLoadError(
-            "bad-dtype", f"the nxd-inference engine has no dtype {dtype!r}", f"use {', '.join(DTYPES)}"
+            "bad-dtype", f"dtype {dtype!r} is not supported by the nxd-inference engine", f"use {', '.join(DTYPES)}"
         )
     return DTYPES[dtype]
 
 
 def _quantization(settings: Settings, folder: str, release: Release) -> dict[str, Any]:
-    """One scale for each channel: one for a whole matrix, the default, lets a single large weight spoil it."""
+    """Quantize with one scale for each channel: by default one large weight spoils the scale of a whole matrix."""
     options: dict[str, Any] = {}
     for option in NXD_QUANTIZED_OPTIONS if settings.quantize is None else ():
         if option in settings.engine_options:
             _refuse(option, "`quantize` is not set", "add `quantize: int8` or `quantize: fp8`")
     if settings.quantize is not None:
-        known = NXD_QUANTIZED_DTYPES[settings.quantize]
-        dtype = settings.engine_options.get("quantization_dtype", known[0])
-        if dtype not in known:
-            _refuse("quantization_dtype", f"`quantize: {settings.quantize}` has {' and '.join(known)}", "leave it out")
+        dtypes = NXD_QUANTIZED_DTYPES[settings.quantize]
+        dtype = settings.engine_options.get("quantization_dtype", dtypes[0])
+        if dtype not in dtypes:
+            _refuse(
+                "quantization_dtype", f"`quantize: {settings.quantize}` supports {' and '.join(dtypes)}", "remove it"
+            )
         if dtype == "f8e5m2" and release < nxd_release(NXD_E5M2):
-            what = f"NxD Inference {release[0]}.{release[1]} would convert weights of f8e5m2 to int8"
-            raise EngineLoadError("option-not-in-version", what, f"{NXD_E5M2} is the first version that has the type")
+            message = f"NxD Inference {release[0]}.{release[1]} would convert weights of f8e5m2 to int8"
+            raise EngineLoadError("option-not-in-version", message, f"use NxD Inference {NXD_E5M2} or later")
         if settings.draft_source is not None:
-            _refuse("quantized", "a draft model of a quantized one is converted too, without its scales", "drop one")
+            _refuse("quantized", "the draft would be converted too, without its scales", "remove `quantize` or `draft`")
         options |= {
             "quantized": True,
             "quantized_checkpoints_path": folder,
@@ -219,7 +221,9 @@ def _quantization(settings: Settings, folder: str, release: Release) -> dict[str
         }
     if settings.quantize_kv is not None:
         if settings.quantize_kv != "fp8":
-            _refuse("kv_cache_quant", f"the KV cache is stored as fp8, not {settings.quantize_kv}", "quantize_kv: fp8")
+            _refuse(
+                "kv_cache_quant", f"the KV cache is stored as fp8, not {settings.quantize_kv}", "set `quantize_kv: fp8`"
+            )
         options["kv_cache_quant"] = True  # the switch up to 0.7; later only a compiler flag follows from it
         if release >= (0, 8):
             options["kv_quant_config"] = {"direct_cast": True}
@@ -227,7 +231,7 @@ def _quantization(settings: Settings, folder: str, release: Release) -> dict[str
 
 
 def _sampling(settings: Settings) -> dict[str, Any]:
-    """A draft's target compares on the device, greedily."""
+    """With a draft, the device compares tokens, greedily."""
     if settings.speculation_length:
         return {"on_device_sampling_config": {"do_sample": False, "dynamic": False, "top_k": 1}}
     if settings.sampling == "device":
@@ -239,7 +243,7 @@ def _speculation(settings: Settings) -> dict[str, Any]:
     if not settings.speculation_length:
         return {}
     if settings.draft_k < 1:
-        raise EngineLoadError("bad-draft", f"a draft of {settings.draft_k} tokens is none", "at least 1")
+        raise EngineLoadError("bad-draft", f"draft k must be at least 1, not {settings.draft_k}")
     return {"enable_fused_speculation": True, "speculation_length": settings.speculation_length}
 
 

@@ -1,18 +1,19 @@
-"""The NxD Inference engine: a model that AWS's package compiles, loads and runs, driven slot by slot.
+"""The NxD Inference engine: compiles, loads and runs a model with AWS's package, slot by slot.
 
-A slot is a line of the device's KV cache, named by ``seq_ids``. What the package asks of a caller:
+A slot is a line of the device's KV cache, named by ``seq_ids``. The package's rules for callers:
 
-1. A call is a prompt or a step by its tensors alone: a prompt is wider than one token, and its lowest position is 0.
-2. Padding stands on the right, with 0 in the attention mask and in the positions: a prompt is as long as its highest
-   position says, plus one.
-3. The rows of a step are sorted by slot, and every live slot is among them: the lines of the others are written at the
+1. Only the tensors decide whether a call is a prompt or a step: a prompt is wider than one token, and its lowest
+   position is 0.
+2. Padding is on the right, with 0 in the attention mask and in the positions: a prompt's length is its highest position
+   plus one.
+3. The rows of a step are sorted by slot, and every live slot is among them: the lines of other slots are written at the
    first row's position (``models/model_wrapper._forward_with_pad``).
 4. Each row has its sampling parameters, top_k from 1 on: 0 and -1 draw any id of the vocabulary.
-5. A step says with a mask what its slots hold, its own token not among it, and the mask is as wide as the longest: by
-   that width, and by what a speculative step takes ahead, the package chooses the graph
-   (``model_wrapper.ModelWrapper.get_target_bucket``: the first bucket that is longer). A mask that the package has to
-   infer is as wide as a whole slot in early versions (``model_base._infer_attention_mask``), so that every step would
-   run the largest graph, and find none where it speculates.
+5. The mask of a step covers the tokens in its slots, without its own token, and is as wide as the longest. By that
+   width, and by the tokens of a speculative step, the package chooses the graph
+   (``model_wrapper.ModelWrapper.get_target_bucket``: the first bucket that is longer). A mask that the package infers
+   is as wide as a whole slot in early versions (``model_base._infer_attention_mask``): every step would then run the
+   largest graph, and a speculative step would find none.
 """
 
 from __future__ import annotations
@@ -43,59 +44,59 @@ log = logging.getLogger(__name__)
 
 
 def open_neuronx_distributed(config: EngineConfig) -> NxdEngine:
-    """The engine, not loaded yet. Raises EngineLoadError where the package or the checkpoint is missing."""
+    """Returns the engine, not loaded yet. Raises EngineLoadError where the package or the checkpoint is missing."""
     require_package()
     return NxdEngine(Settings.of(config), config.compiled)
 
 
 def buildables(config: EngineConfig, read: bool = True) -> list[Buildable]:
-    """What the engine of ``config`` compiles: one set, the draft in it. Raises EngineLoadError.
+    """Returns the engine's compile unit, which includes the draft. Raises EngineLoadError.
 
-    The sharded weights are a part of it. With ``read`` False no checkpoint is read whose digest is not known.
-    A source that is compiled already has none; what its start would refuse is raised.
+    The sharded weights are part of it. With ``read`` False, no checkpoint is read whose digest is unknown. A source
+    that is already compiled has no unit; raises what its start would refuse.
     """
-    settings = precompiled.seen(Settings.of(config))
+    settings = precompiled.with_sharding(Settings.of(config))
     package = import_package()
-    given = precompiled.given_in(Path(settings.source))
-    if given is not None:
+    model = precompiled.find(Path(settings.source))
+    if model is not None:
         precompiled.check(
-            given, settings, _described(package, settings)[1], nxd_artifacts.manifest(settings, package, None)
+            model, settings, _build_config(package, settings)[1], nxd_artifacts.manifest(settings, package, None)
         )
-        if given.compiled:
+        if model.compiled:
             return []
     root = None if config.compiled is None else Path(config.compiled)
-    told, unread = nxd_artifacts.foretold(settings, package, root, read)
+    manifest, unread = nxd_artifacts.predicted_manifest(settings, package, root, read)
 
-    def make(found: Entry, tell: Tell) -> None:
-        nxd_artifacts.compile_apart(settings, found)
-        found.finish(settings.source)
+    def make(artifacts: Entry, tell: Tell) -> None:
+        nxd_artifacts.compile_in_subprocess(settings, artifacts)
+        artifacts.finish(settings.source)
 
-    return [Buildable(source=Path(settings.source), manifest=told, make=make, kept=root is not None, unread=unread)]
+    return [Buildable(source=Path(settings.source), manifest=manifest, make=make, kept=root is not None, unread=unread)]
 
 
-def _described(package: Package, settings: Settings) -> tuple[Any, Any]:
-    """As ``build_config``. Raises EngineLoadError also for what the package's constructors refuse, and for a quantized
-    checkpoint that is not what the configuration names."""
+def _build_config(package: Package, settings: Settings) -> tuple[Any, Any]:
+    """Like ``build_config``. Raises EngineLoadError also for options that the package's constructors reject, and for a
+    quantized checkpoint that does not match the configuration."""
     try:
         kind, config = build_config(package, settings, nxd_artifacts.QUANTIZED)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-        what = f"NxD Inference {package.version} refuses the options of {settings.source}: "
-        what += f"{type(error).__name__}: {error}"
-        raise EngineLoadError("bad-engine-option", what, "see `engine_options`") from error
+        message = f"NxD Inference {package.version} rejected the options of {settings.source}: "
+        message += f"{type(error).__name__}: {error}"
+        raise EngineLoadError("bad-engine-option", message, "check `engine_options`") from error
     precompiled.check_quantized(settings, config.neuron_config)
     return kind, config
 
 
 class NxdEngine:
-    """Keeps ``GenerateEngine``, with ``sampling: device`` ``SamplingEngine``, with a draft ``RunEngine``.
+    """Implements ``GenerateEngine``; ``SamplingEngine`` with ``sampling: device``, ``RunEngine`` with a draft.
 
-    It has no ``generate`` of its own. The package's adapter for transformers' loop raises NameError in 0.7 and 0.8
+    It has no ``generate``. The package's adapter for transformers' loop raises NameError in 0.7 and 0.8
     (``hf_adapter.prepare_inputs_for_generation``), replaces ``sampling_params`` by the GenerationConfig from 0.3 on,
-    and divides logits on the host by the temperature twice, in transformers' warper and in its own sampler.
+    and divides logits on the host by the temperature twice: in transformers' warper and in its own sampler.
     """
 
     def __init__(self, settings: Settings, compiled: str | None) -> None:
-        """``compiled`` is the folder where artifacts are kept; None: they go with this engine. Nothing is read yet."""
+        """``compiled`` is the folder of kept artifacts; None: they are removed on ``close``. Nothing is read yet."""
         self._settings = settings
         self._compiled = compiled
         self._scratch: Path | None = None
@@ -110,28 +111,28 @@ class NxdEngine:
         return self._spec
 
     def load(self) -> None:
-        """Compile where that was not done before, load, and run every bucket once.
+        """Compile unless compiled before, load, and run every bucket once.
 
-        Raises ``EngineLoadError``, and whatever the package and the runtime raise.
+        Raises ``EngineLoadError``, and exceptions of the package and the runtime.
         """
-        settings = self._settings = precompiled.seen(self._settings)
+        settings = self._settings = precompiled.with_sharding(self._settings)
         sizes = lengths(settings)
         source = read_config(Path(settings.source))
         eos = eos_token_ids(Path(settings.source), source)
         check_length(settings.max_len, positions_of(source))
         package = import_package()
         package_contract.log_drift("nxd-inference", log)
-        # Made here only to find what is wrong with it: in the compiling process it would be one failure like any other.
-        kind, config = _described(package, settings)
-        given = precompiled.given_in(Path(settings.source))
-        if given is not None:
-            precompiled.check(given, settings, config, nxd_artifacts.manifest(settings, package, None))
-        if given is not None and given.compiled:
-            self._model = kind(settings.source, precompiled.config_of(given, config))
+        # Built here only to check it: in the compiling process it would be just another failed compile.
+        kind, config = _build_config(package, settings)
+        model = precompiled.find(Path(settings.source))
+        if model is not None:
+            precompiled.check(model, settings, config, nxd_artifacts.manifest(settings, package, None))
+        if model is not None and model.compiled:
+            self._model = kind(settings.source, precompiled.config_of(model, config))
             self._model.load(settings.source)
         else:
-            folder = self._made(package)
-            # Not by the neuron_config.json there: the package does not read back a kv_quant_config that it wrote.
+            folder = self._compiled_folder(package)
+            # Not by the neuron_config.json there: the package cannot read a kv_quant_config that it wrote.
             self._model = kind(folder, config)
             self._model.load(folder)
         self._how = [DeviceSampling()] * settings.slots
@@ -154,18 +155,18 @@ class NxdEngine:
         """See ``GenerateEngine.prefill``. The package runs one prompt at a time."""
         single = [row for row, prompt in enumerate(prompts) if len(prompt) == 1]
         longer = [row for row, prompt in enumerate(prompts) if len(prompt) > 1]
-        found: dict[int, Any] = {}
+        rows: dict[int, Any] = {}
         if longer:
             output = self._prefill([slots[row] for row in longer], [prompts[row] for row in longer])
-            found.update(zip(longer, output, strict=True))
+            rows.update(zip(longer, output, strict=True))
         for row in single:
-            # The package fills positions up to the bucket with 1, and takes the first of the highest for the prompt's
-            # end, which here would be the padding. The largest bucket alone leaves a prompt of its own width as it is.
-            found[row] = self._prefill([slots[row]], [prompts[row]], self.spec.prefill_buckets[-1])[0]
-        return self._joined([found[row] for row in range(len(prompts))])
+            # The package fills positions up to the bucket with 1, and takes the first highest one as the prompt's end,
+            # which here would be padding. Only the largest bucket leaves a prompt of its own width unchanged.
+            rows[row] = self._prefill([slots[row]], [prompts[row]], self.spec.prefill_buckets[-1])[0]
+        return self._stacked([rows[row] for row in range(len(prompts))])
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
-        """See ``GenerateEngine.decode``. With a draft it is a step that keeps the first token only."""
+        """See ``GenerateEngine.decode``. With a draft, this is a step that keeps the first token only."""
         if self.spec.run_k:
             return [run[0] for run in self.decode_runs(slots, tokens, positions)]
         return self._answers(self._step(slots, tokens, positions), len(slots))
@@ -173,49 +174,51 @@ class NxdEngine:
     def decode_runs(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> list[list[int]]:
         """See ``RunEngine.decode_runs``."""
         fused = self._step(slots, tokens, positions).fused_outputs
-        # Accepted tokens padded to speculation_length; last the position after them. A padding 0 is an id as well.
+        # Accepted tokens, padded to speculation_length; the last output is the next position. 0 is also a valid id.
         accepted, following = fused[0].reshape(len(slots), -1).tolist(), fused[3].reshape(-1).tolist()
         return [row[: after - position] for row, after, position in zip(accepted, following, positions, strict=True)]
 
     def sample_by(self, slots: Sequence[int], how: Sequence[DeviceSampling]) -> None:
         """See ``SamplingEngine.sample_by``."""
-        for slot, one in zip(slots, how, strict=True):
-            self._how[slot] = one
+        for slot, sampling in zip(slots, how, strict=True):
+            self._how[slot] = sampling
 
     def close(self) -> None:
-        """Let go of the model. The cores are free when the process ends."""
+        """Release the model. The cores are free when the process exits."""
         self._spec = None
         self._model = None
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
 
-    def _made(self, package: Package) -> str:
-        """The folder of the compiled model, compiled where it was not before."""
+    def _compiled_folder(self, package: Package) -> str:
+        """Returns the folder of the compiled model, compiling it if needed."""
         settings = self._settings
-        told = nxd_artifacts.manifest(settings, package, None if self._compiled is None else Path(self._compiled))
-        with entry(self._root(), told) as artifacts:
+        manifest = nxd_artifacts.manifest(settings, package, None if self._compiled is None else Path(self._compiled))
+        with entry(self._root(), manifest) as artifacts:
             if not artifacts.complete:
-                nxd_artifacts.compile_apart(settings, artifacts)
+                nxd_artifacts.compile_in_subprocess(settings, artifacts)
                 artifacts.finish(settings.source)
         folder = artifacts.path / nxd_artifacts.MODEL  # complete entries stay, so others may load it as well
         return str(
-            precompiled.joined(folder, Path(settings.source), self._scratched()) if settings.presharded else folder
+            precompiled.link_shards(folder, Path(settings.source), self._scratch_folder())
+            if settings.presharded
+            else folder
         )
 
     def _root(self) -> Path:
         if self._compiled is not None:
             return Path(self._compiled)
-        return self._scratched()
+        return self._scratch_folder()
 
-    def _scratched(self) -> Path:
-        """A folder that goes with this engine."""
+    def _scratch_folder(self) -> Path:
+        """Returns a folder that is removed on ``close``."""
         if self._scratch is None:
             self._scratch = Path(tempfile.mkdtemp(prefix="corewright-nxd-"))
         return self._scratch
 
     def _prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], width: int = 0) -> Any:
-        """Prompts of at least ``width`` tokens with their padding, in one call."""
+        """Run prompts, padded to at least ``width`` tokens, in one call."""
         width = max(width, *(len(prompt) for prompt in prompts))
         output = self._call(
             slots,
@@ -228,7 +231,7 @@ class NxdEngine:
         return output.fused_outputs[0].reshape(len(slots), -1)[:, 0].tolist()
 
     def _step(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
-        """One token of each slot. ``positions`` are from 1 on: at 0 there is a prompt."""
+        """Run one token of each slot. ``positions`` are from 1 on: position 0 means a prompt."""
         width = max(positions)
         mask = [[1] * position + [0] * (width - position) for position in positions]
         return self._call(slots, [[token] for token in tokens], mask, [[position] for position in positions])
@@ -240,7 +243,7 @@ class NxdEngine:
         mask: Sequence[Sequence[int]],
         positions: Sequence[Sequence[int]],
     ) -> Any:
-        """One call of the model: ``ids`` and ``positions`` are ``[len(slots), width]``; ``mask`` too, of a prompt."""
+        """Call the model: ``ids`` and ``positions`` are ``[len(slots), width]``; so is a prompt's ``mask``."""
         import torch
 
         with torch.inference_mode():
@@ -253,40 +256,40 @@ class NxdEngine:
             )
 
     def _sampling_params(self, how: Sequence[DeviceSampling]) -> Any:
-        """``[rows, 3]`` float32: top_k, top_p, temperature."""
+        """Returns ``[rows, 3]`` float32: top_k, top_p, temperature."""
         import torch
 
-        return torch.tensor([[float(one.top_k), one.top_p, one.temperature] for one in how])
+        return torch.tensor([[float(sampling.top_k), sampling.top_p, sampling.temperature] for sampling in how])
 
     def _answers(self, output: Any, rows: int) -> Any:
-        """Float32 logits ``[rows, vocab_size]``, or the ids that the device drew."""
+        """Returns float32 logits ``[rows, vocab_size]``, or the ids that the device sampled."""
         if self.spec.returns == "logits":
             return output.logits[:, -1, : self.spec.vocab_size].float()
         tokens = getattr(output, "tokens", None)
         drawn = output.hidden_states if tokens is None else tokens
         return drawn.reshape(rows, -1)[:, -1].tolist()
 
-    def _joined(self, rows: list[Any]) -> Any:
+    def _stacked(self, rows: list[Any]) -> Any:
         import torch
 
         return torch.stack(rows) if self.spec.returns == "logits" else rows
 
     def _warm_up(self, sizes: Lengths) -> None:
-        """One call for each graph. A length is in a bucket while it is below it."""
+        """Call each graph once. A length is in a bucket while it is below it."""
         for bucket in sizes.context_buckets:
             self.prefill([0], [[0] * (bucket - 1)])
         every = range(self.spec.slots)
         ahead = self._settings.speculation_length
         for bucket in sizes.token_buckets:
             position = bucket - 1 - ahead
-            if position > 0:  # a shorter graph holds no step
+            if position > 0:  # a shorter graph cannot hold a step
                 self.decode(every, [0] * len(every), [position] * len(every))
 
 
 def _global_topk(settings: Settings) -> int:
-    """At most GLOBAL_TOPK (``nxd_config``)."""
-    given = settings.engine_options.get("on_device_sampling_config")
-    return int(given.get("global_topk", GLOBAL_TOPK)) if isinstance(given, dict) else GLOBAL_TOPK
+    """Returns the configured global_topk, at most GLOBAL_TOPK."""
+    sampling = settings.engine_options.get("on_device_sampling_config")
+    return int(sampling.get("global_topk", GLOBAL_TOPK)) if isinstance(sampling, dict) else GLOBAL_TOPK
 
 
 if __name__ == "__main__":

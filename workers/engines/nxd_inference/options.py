@@ -1,7 +1,6 @@
-"""Which options NxD Inference's NeuronConfig has in which version.
+"""The options of NxD Inference's NeuronConfig by version.
 
-The package itself takes any name and only logs those that it does not know, so a misspelt or too new one would be
-without effect.
+The package itself accepts any name and only logs unknown ones, so a misspelt or too new option would have no effect.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from placements.rules.options.tables import TABLES
 
 CONFIG = "neuronx_distributed_inference.NeuronConfig"
 OPTIONS = TABLES[CONFIG]
-MOE_OPTIONS = frozenset(TABLES["neuronx_distributed_inference.MoENeuronConfig"])  # beside those, of models of experts
-FIELDS = owned.FIELDS[CONFIG]  # options that fields of the spec set, and which
-UNSERVED = owned.UNSERVED[CONFIG]  # options that change how the model is called, or what it answers: why they stay off
+MOE_OPTIONS = frozenset(TABLES["neuronx_distributed_inference.MoENeuronConfig"])  # in addition, for models of experts
+FIELDS = owned.FIELDS[CONFIG]  # options that are set by fields of the spec
+UNSERVED = owned.UNSERVED[CONFIG]  # options that change the model's interface or answers -> why they are unsupported
 
 
 def lacks(option: str, release: Release) -> str | None:
-    """Why NeuronConfig of ``release`` has no such option; None where it has it."""
-    known = OPTIONS.get(option)
-    if known is None:
+    """Returns why NeuronConfig of ``release`` lacks the option; None where it has it."""
+    entry = OPTIONS.get(option)
+    if entry is None:
         return "no version has it"
-    if known.first and nxd_release(known.first) > release:
-        return f"versions from {known.first} on have it"
-    if known.last and nxd_release(known.last) < release:
-        return f"versions up to {known.last} have it"
+    if entry.first and nxd_release(entry.first) > release:
+        return f"versions from {entry.first} on have it"
+    if entry.last and nxd_release(entry.last) < release:
+        return f"versions up to {entry.last} have it"
     return None

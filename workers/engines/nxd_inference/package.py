@@ -1,4 +1,4 @@
-"""The installed NxD Inference: its version, the class of a model, and its configuration made of plain options."""
+"""The installed NxD Inference package: its version, model classes, and configurations built from plain options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG_CLASSES = {  # options that are objects
 
 @dataclass(frozen=True)
 class Package:
-    """A version of NxD Inference, imported."""
+    """An imported version of NxD Inference."""
 
     version: str
     modules: Mapping[str, Any]  # by the last part of their name
@@ -44,13 +44,13 @@ class Package:
 
 
 def require_package() -> None:
-    """Raises EngineLoadError where the package is not installed. Imports nothing of it."""
+    """Raises EngineLoadError where the package is not installed. Does not import it."""
     if importlib.util.find_spec(NAME) is None:
         raise _missing(NAME)
 
 
 def import_package() -> Package:
-    """Import it; the environment is complete (``placements.resources.environ``). Raises EngineLoadError."""
+    """Import the package; the environment is complete (``placements.resources.environ``). Raises EngineLoadError."""
     require_package()
     try:
         names = ("models.config", "utils.constants", "utils.hf_adapter", "modules.generation.sampling")
@@ -59,8 +59,8 @@ def import_package() -> Package:
     except (ImportError, metadata.PackageNotFoundError) as error:
         raise _missing(error.name or NAME) from error
     if not reaches(str(version), NXD_VERSIONS[0]):
-        what = f"NxD Inference {version} is installed, and the first supported version is {NXD_VERSIONS[0]}"
-        raise EngineLoadError("engine-not-installed", what, WHERE)
+        message = f"NxD Inference {version} is not supported, the first supported version is {NXD_VERSIONS[0]}"
+        raise EngineLoadError("engine-not-installed", message, WHERE)
     return Package(str(version), modules)
 
 
@@ -69,20 +69,20 @@ def _missing(name: str) -> EngineLoadError:
 
 
 def installed_versions(*distributions: str) -> dict[str, str | None]:
-    """Those of the given distributions; None for one that is not installed."""
-    found: dict[str, str | None] = {}
+    """Returns the versions of the given distributions; None for one that is not installed."""
+    versions: dict[str, str | None] = {}
     for name in distributions:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def model_class(package: Package, source: Path, max_len: int) -> Any:
-    """The class for a checkpoint, by its model_type. Raises EngineLoadError.
+    """Returns the class for a checkpoint, by its model_type. Raises EngineLoadError.
 
-    Mistral had no class of its own before 0.9; it is Llama with a window. No other class keeps a window.
+    Before 0.9 Mistral has no class of its own and runs as Llama; only Mistral's class supports a sliding window.
     """
     settings = read_config(source)
     model_type = str(settings.get("model_type"))
@@ -92,21 +92,21 @@ def model_class(package: Package, source: Path, max_len: int) -> Any:
         raise EngineLoadError(
             "unknown-family",
             f"NxD Inference {package.version} has no class for the model_type {model_type!r} of {source}",
-            f"it has {', '.join(sorted(registry))}",
+            f"supported: {', '.join(sorted(registry))}",
         )
     window = _window(model_type, settings)
     if window is not None and window < max_len and name != "mistral":
         raise EngineLoadError(
             "window-not-kept",
-            f"{source} attends to a sliding window of {window} tokens, and NxD Inference {package.version} computes "
-            f"{model_type} without one",
-            f"set `max_len` to {window} at most, or take the cpu engine",
+            f"{source} uses a sliding window of {window} tokens, which NxD Inference {package.version} ignores for "
+            f"{model_type}",
+            f"set `max_len` to at most {window}, or use the cpu engine",
         )
     return registry[name]["causal-lm"]
 
 
 def _window(model_type: str, settings: Mapping[str, Any]) -> int | None:
-    """The length of the sliding window, where the model has one. Raises EngineLoadError."""
+    """Returns the length of the sliding window, where the model has one. Raises EngineLoadError."""
     try:
         return sliding_window(model_type, settings)
     except CheckpointError as error:
@@ -114,30 +114,30 @@ def _window(model_type: str, settings: Mapping[str, Any]) -> int | None:
 
 
 def build_config(package: Package, settings: Settings, quantized: str) -> tuple[Any, Any]:
-    """The model's class and its InferenceConfig, with the draft's in it. Raises EngineLoadError.
+    """Returns the model's class and its InferenceConfig, including the draft's. Raises EngineLoadError.
 
-    ``quantized``: the folder of the quantized checkpoint.
+    ``quantized`` is the folder of the quantized checkpoint.
     """
     source = Path(settings.source)
     kind = model_class(package, source, settings.max_len)
     options = neuron_options(settings, lengths(settings), package.release, quantized)
     fused = None
-    worker = getattr(kind, "_model_cls", None)  # before an application is made: it puts its fused model there
+    worker = getattr(kind, "_model_cls", None)  # read before an application exists: it stores its fused model there
     if settings.draft_source is not None:
         draft = Path(settings.draft_source)
         own, other = (read_config(path).get("vocab_size") for path in (source, draft))
         if own != other:
             raise EngineLoadError(
                 "bad-draft",
-                f"the vocabulary of the draft model has {other} ids, the model's {own}",
-                "a draft model has the tokenizer of its model",
+                f"the draft model's vocabulary has {other} ids, the model's {own}",
+                "use a draft model with the same tokenizer",
             )
         draft_kind = model_class(package, draft, settings.max_len)
         draft_config = _inference_config(package, draft_kind, draft, draft_options(options), None)
         named = {"draft_model_cls": draft_kind} if package.release >= (0, 7) else {}
         if not named and draft_kind is not kind:
-            what = f"NxD Inference {package.version} speculates with a draft of the model's own family only"
-            raise EngineLoadError("bad-draft", what, "0.7 is the first that does otherwise")
+            message = f"NxD Inference {package.version} needs a draft of the same family as the model"
+            raise EngineLoadError("bad-draft", message, "use a draft of the same family, or NxD Inference 0.7 or later")
         fused = package.modules["config"].FusedSpecNeuronConfig(
             worker, draft_config=draft_config, draft_model_path=str(draft), **named
         )
@@ -152,25 +152,25 @@ def _inference_config(package: Package, kind: Any, source: Path, options: Mappin
     keywords = dict(options)
     experts = sorted(set(keywords) & MOE_OPTIONS)
     if issubclass(neuron_kind, config.MoENeuronConfig):
-        keywords.setdefault("glu_mlp", True)  # documents and code disagree on the default
+        keywords.setdefault("glu_mlp", True)  # its documentation and its code disagree on the default
     elif experts:
         raise EngineLoadError(
-            "bad-engine-option", f"`engine_options.{experts[0]}` is for models of experts only", "leave it out"
+            "bad-engine-option", f"`engine_options.{experts[0]}` is for models of experts only", "remove it"
         )
     keywords["torch_dtype"] = getattr(torch, keywords["torch_dtype"])
     for name, class_name in CONFIG_CLASSES.items():
         if isinstance(keywords.get(name), Mapping):
             keywords[name] = getattr(config, class_name)(**keywords[name])
     more = {} if fused is None else {"fused_spec_config": fused}
-    made = kind.get_config_cls()(
+    inference_config = kind.get_config_cls()(
         neuron_kind(**keywords),
         load_config=package.modules["hf_adapter"].load_pretrained_config(str(source)),
         **more,
     )
     settings = read_config(source)
-    check_rotary(settings, made)
-    if getattr(made, "pad_token_id", None) is None:
+    check_rotary(settings, inference_config)
+    if getattr(inference_config, "pad_token_id", None) is None:
         # The package pads prompts to their bucket with it.
         eos = eos_token_ids(source, settings)
-        made.pad_token_id = min(eos) if eos else 0
-    return made
+        inference_config.pad_token_id = min(eos) if eos else 0
+    return inference_config

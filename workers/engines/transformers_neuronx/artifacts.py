@@ -1,8 +1,8 @@
-"""The NEFF files of transformers-neuronx, kept between starts.
+"""Compiled artifacts of transformers-neuronx: its NEFF files, kept between starts.
 
 ``model.load(folder)`` only remembers the folder: a missing NEFF is reported in ``to_neuron``, when cores are claimed
-and weights are read. And the files are named by the graph alone, so one of another compiler or other flags would be
-taken silently. Both are settled here beforehand: by the entry's manifest, and by the record of its files.
+and weights are read. The files are named by the graph alone, so one of another compiler or other flags would be used
+silently. Both are checked here beforehand, by the entry's manifest and by the record of its files.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from workers.neff_cache.compiled_artifacts import Entry, compiling, entry, peek
 from workers.neff_cache.predict import predict
 
 COMPILER = "neuronx-cc"
-WITH, WHERE = "with transformers-neuronx, what its cache does not have", "the compilers write to this log"
+WITH, WHERE = "with transformers-neuronx, except graphs in its cache", "the compilers write to this log"
 AT_ONCE = "compilation_worker_count"  # of NeuronConfig
-MOST_TOLD = 5  # fields that an error names
-NO_MATCH = "Could not find a matching NEFF"  # the package's own words
+MAX_REASONS = 5  # fields listed in an error
+NO_MATCH = "Could not find a matching NEFF"  # the package's error text
 PACKAGES = ("transformers-neuronx", "torch-neuronx", "libneuronxla", "torch", "transformers")
-# Of the environment, what the compiler and torch-xla read.
+# Environment variables that the compiler and torch-xla read.
 READ = ("NEURON_CC_FLAGS", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST")
 
 
 def manifest(path: Path, options: Mapping[str, Any], speculation: list[int]) -> dict[str, Any]:
-    """Everything that the graphs of the model in ``path``, and their NEFFs, depend on. Weights do not, and neither does
-    how many are compiled at once."""
+    """Returns everything that the graphs of the model in ``path``, and their NEFFs, depend on: neither its weights nor
+    the number of graphs compiled at once."""
     target = neuron_target.current()
     neuron = {name: value for name, value in (options.get("neuron") or {}).items() if name != AT_ONCE}
     return {
@@ -50,88 +50,92 @@ def manifest(path: Path, options: Mapping[str, Any], speculation: list[int]) -> 
 
 
 def version_of(distribution: str) -> str:
-    """Of the installed distribution; empty where there is none by that name."""
+    """Returns the version of an installed distribution; empty where there is none by that name."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
 
 
-def start_from(root: Path, wanted: Mapping[str, Any], source: Path, model: Any) -> bool:
-    """Bring ``model``, that of ``source``, to the device with the NEFFs of ``wanted`` under ``root``, or with those
-    that came with the model. True: none had to be compiled.
+def start_from(root: Path, expected: Mapping[str, Any], source: Path, model: Any) -> bool:
+    """Bring ``model``, that of ``source``, to the device with the NEFFs of ``expected`` under ``root``, or with those
+    that came with the model. Returns whether none had to be compiled.
 
-    Several load at once what is there. Who finds nothing, or not all of it, compiles, and the others wait. Raises
-    EngineLoadError ``neff-unproven`` for NEFFs beside the model that nothing proves to be of ``wanted``.
+    Several processes may load existing NEFFs at once; where one is missing, one process compiles and the others wait.
+    Raises EngineLoadError ``neff-unproven`` for NEFFs beside the model that are not proven to match ``expected``.
     """
-    if not peek(root, wanted, is_whole).complete and (given := proven_beside(source, wanted)) is not None:
-        model.load(str(given))
+    if not peek(root, expected, is_whole).complete and (shipped := proven_neffs(source, expected)) is not None:
+        model.load(str(shipped))
         model.to_neuron()
         return True
-    with entry(root, wanted, is_whole) as found:
-        if found.complete:
-            model.load(str(found.path))
+    with entry(root, expected, is_whole) as artifacts:
+        if artifacts.complete:
+            model.load(str(artifacts.path))
             try:
                 model.to_neuron()
             except FileNotFoundError as error:
                 if NO_MATCH not in str(error):
                     raise
-                raise _stale(found) from error
+                raise _stale(artifacts) from error
             return True
-        visit = CompileSession(wanted, source, root)
-        with visit.compiling(), compiling(f"{source} {WITH}", WHERE):
+        session = CompileSession(expected, source, root)
+        with session.compiling(), compiling(f"{source} {WITH}", WHERE):
             model.to_neuron()
-        _keep(found, source, model)
-        visit.record_compiled(found.path)
+        _keep(artifacts, source, model)
+        session.record_compiled(artifacts.path)
         return False
 
 
-def compile_ahead(found: Entry, source: Path, model: Any) -> None:
-    """Compile into ``found``, which is held alone, without touching a device."""
-    visit = CompileSession(found.manifest, source, found.path.parent)
-    with visit.compiling(), compiling(f"{source} {WITH}", WHERE):
+def compile_ahead(artifacts: Entry, source: Path, model: Any) -> None:
+    """Compile into ``artifacts``, which is locked exclusively, without using a device."""
+    session = CompileSession(artifacts.manifest, source, artifacts.path.parent)
+    with session.compiling(), compiling(f"{source} {WITH}", WHERE):
         model.cpu_compile()
-    _keep(found, source, model)
-    visit.record_compiled(found.path, wait=True)
+    _keep(artifacts, source, model)
+    session.record_compiled(artifacts.path, wait=True)
 
 
-def compile_now(source: Path, model: Any, wanted: Mapping[str, Any], root: Path | None) -> None:
-    """Bring ``model`` to the device without NEFFs of its own: the package takes them from its cache, or compiles."""
-    visit = CompileSession(wanted, source, root)
-    with visit.compiling(), compiling(f"{source} {WITH}", WHERE):
+def compile_now(source: Path, model: Any, expected: Mapping[str, Any], root: Path | None) -> None:
+    """Bring ``model`` to the device without an entry: the package uses its own cache, or compiles."""
+    session = CompileSession(expected, source, root)
+    with session.compiling(), compiling(f"{source} {WITH}", WHERE):
         model.to_neuron()
-    visit.record_compiled()
+    session.record_compiled()
 
 
-def _keep(found: Entry, source: Path, model: Any) -> None:
-    model.save(str(found.path))
-    found.finish(str(source))
+def _keep(artifacts: Entry, source: Path, model: Any) -> None:
+    model.save(str(artifacts.path))
+    artifacts.finish(str(source))
 
 
-def proven_beside(source: Path, wanted: Mapping[str, Any]) -> Path | None:
-    """The folder of NEFFs that came with the model, proven by their record to be those of ``wanted``; None: none came.
+def proven_neffs(source: Path, expected: Mapping[str, Any]) -> Path | None:
+    """Returns the folder of NEFFs that came with the model, proven by their record to match ``expected``, or None.
 
-    The package would take them by the graph alone, whatever compiler and flags they are of. Raises EngineLoadError.
+    The package would use them by the graph alone, whatever their compiler and flags. Raises EngineLoadError.
     """
     folder = given(source, os.environ)
     if folder is None:
         return None
-    told = predict(wanted, [beside(folder)])
-    if told.hit:
+    prediction = predict(expected, [beside(folder)])
+    if prediction.hit:
         return folder
-    why = "; ".join([told.reason, *map(str, told.why[:MOST_TOLD]), *(f"bad: {name}" for name in told.missing)])
-    hint = "`corewright compile SPEC` compiles its own; or take the folder away, and the start compiles"
-    raise EngineLoadError("neff-unproven", f"{folder} is not used: {why}", hint)
+    reasons = "; ".join(
+        [prediction.reason, *map(str, prediction.why[:MAX_REASONS]), *(f"bad: {name}" for name in prediction.missing)]
+    )
+    hint = "run `corewright compile SPEC`; or remove the folder, and the start compiles"
+    raise EngineLoadError("neff-unproven", f"{folder} is not used: {reasons}", hint)
 
 
-def _stale(found: Entry) -> EngineLoadError:
-    """The graphs are others than those of the NEFFs, though all that the manifest names is the same. The device is in
-    use by now, so it is the next start that compiles."""
-    found.forget()
-    what = f"the compiled artifacts in {found.path} are not those of the model's graphs, whose manifest is the same"
-    return EngineLoadError("artifacts-stale", what, "they are given up: the next start compiles anew")
+def _stale(artifacts: Entry) -> EngineLoadError:
+    """Discard NEFFs that do not match the model's graphs, though their manifest is the same. The device is in use by
+    now, so only the next start compiles."""
+    artifacts.forget()
+    message = (
+        f"the compiled artifacts in {artifacts.path} do not match the model's graphs, though the manifest is the same"
+    )
+    return EngineLoadError("artifacts-stale", message, "they are discarded: the next start compiles again")
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether there are NEFFs at all; the entry's record tells whether they are as they were."""
+    """Whether there are any NEFFs; the entry's record verifies their content."""
     return any(folder.glob("*.neff"))

@@ -1,7 +1,7 @@
-"""transformers-neuronx as an engine: one class of the package, driven step by step through its ``forward``.
+"""The transformers-neuronx engine: drives one model class of the package step by step through its ``forward``.
 
-Llama, Mistral and Mixtral batch continuously. The others are static: one batch at a time, all rows in lock-step. A
-model of one slot is static too, which is the same then and has fewer ways to go wrong.
+Llama, Mistral and Mixtral batch continuously. The others are static: one batch at a time, all rows in lock-step. So is
+a model of one slot, where both are equivalent and static batching has fewer failure modes.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# How the package says that options do not go together. StopIteration: no bucket holds a position.
+# The package's exceptions for options that do not fit together. StopIteration: no bucket holds a position.
 _REFUSALS = (AssertionError, AttributeError, KeyError, NotImplementedError, StopIteration, TypeError, ValueError)
 
 
 def open_transformers_neuronx(config: EngineConfig) -> GenerateEngine:
-    """The engine, not loaded yet; with a draft model, both of them on the same cores. Raises EngineLoadError."""
+    """Returns the engine, not loaded yet, with its draft on the same cores if there is one. Raises EngineLoadError."""
     target, draft = _engines(config)
     if draft is None:
         return target
@@ -61,29 +61,29 @@ def open_transformers_neuronx(config: EngineConfig) -> GenerateEngine:
 
 
 def buildables(config: EngineConfig) -> list[Buildable]:
-    """What the engine of ``config`` compiles, its draft's too. Raises EngineLoadError."""
+    """Returns the engine's compile units, with its draft's. Raises EngineLoadError."""
     target, draft = _engines(config)
-    found = [target.buildable()]
-    return found if draft is None else [*found, replace(draft.buildable(), role="draft")]
+    units = [target.buildable()]
+    return units if draft is None else [*units, replace(draft.buildable(), role="draft")]
 
 
 def _engines(config: EngineConfig) -> tuple[TransformersNeuronxEngine, TransformersNeuronxEngine | None]:
     if config.source is None:
-        raise EngineLoadError("source-missing", "transformers-neuronx needs a checkpoint", "name a folder in `source`")
+        raise EngineLoadError("source-missing", "transformers-neuronx needs a checkpoint", "set `source` to a folder")
     if config.draft_source is None:
         return TransformersNeuronxEngine(config, Path(config.source)), None
     if config.draft_k < 1:
-        raise EngineLoadError("bad-draft", f"a draft of {config.draft_k} tokens is none", "at least 1")
+        raise EngineLoadError("bad-draft", f"draft k must be at least 1, not {config.draft_k}")
     runs = run_length(config.draft_k + 1, config.slots)
     target = TransformersNeuronxEngine(config, Path(config.source), speculates=runs)
-    # It begins with the last two tokens of a slot, so it too takes several in one step.
+    # The draft begins with the last two tokens of a slot, so it takes several in one step, too.
     runs = run_length(2, config.slots)
     return target, TransformersNeuronxEngine(config, Path(config.draft_source), speculates=runs)
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """What follows from a configuration, before the package makes a model of it."""
+    """What follows from a configuration before the package creates a model."""
 
     family: Family
     continuous: bool
@@ -94,13 +94,13 @@ class _Planned:
 
 
 class TransformersNeuronxEngine:
-    """Keeps ``GenerateEngine``; ``SamplingEngine`` with ``sampling: device``, ``VerifyingEngine`` if it speculates.
+    """Implements ``GenerateEngine``; ``SamplingEngine`` with ``sampling: device``, ``VerifyingEngine`` with a draft.
 
-    What the Neuron runtime raises leaves every method as it is.
+    Exceptions of the Neuron runtime are passed on unchanged.
     """
 
     def __init__(self, config: EngineConfig, path: Path, speculates: int = 0) -> None:
-        """``speculates`` is how many tokens of a slot a ``verify`` takes at most; 0: there is no ``verify``.
+        """``speculates`` is the largest number of tokens of a slot in a ``verify``; 0: there is no ``verify``.
 
         Nothing is read before ``load``.
         """
@@ -112,7 +112,7 @@ class TransformersNeuronxEngine:
         self._rows: Rows | None = None
         self._is_serial = False
         self._sampling = [DeviceSampling()] * config.slots
-        self.compiled = False  # whether ``load`` had to compile, as far as it knows
+        self.compiled = False  # whether ``load`` had to compile, as far as known
 
     @property
     def spec(self) -> EngineSpec:
@@ -121,22 +121,22 @@ class TransformersNeuronxEngine:
         return self._spec
 
     def load(self) -> None:
-        """See ``GenerateEngine.load``. All that can be wrong without a device is found before a core is claimed."""
+        """See ``GenerateEngine.load``. Everything that needs no device is checked before a core is claimed."""
         settings = read_config(self._path)
-        plan = self._planned(settings)
+        plan = self._plan(settings)
         check_weights(weights_of(self._path), self._config.allow_pickle)
         family, continuous, shapes = plan.family, plan.continuous, plan.shapes
         package_contract.log_drift("transformers-neuronx", log)
-        model = self._made(plan)
+        model = self._build_model(plan)
         root = None if self._config.compiled is None else Path(self._config.compiled)
-        with self._refusals():
+        with self._package_errors():
             if root is None or family.serial:
                 compile_now(self._path, model, self._manifest(plan), root)
                 self.compiled = True
             else:
                 self.compiled = not start_from(root, self._manifest(plan), self._path, model)
             if family.resets and not continuous:
-                model.reset()  # the caches may begin with NaN, says the package of GPT-2, which it resets itself
+                model.reset()  # new caches may contain NaN, by a comment in the package's GPT-2, which resets itself
         self._model = model
         self._is_serial = family.serial
         self._rows = self._make_rows(model, family, continuous)
@@ -152,33 +152,33 @@ class TransformersNeuronxEngine:
             keeps_idle_slots=False,
             device_top_k=device_top_k(plan.vocab_size) if self._config.sampling == "device" else 0,
         )
-        with self._refusals():
+        with self._package_errors():
             self._warm_up()
 
     def buildable(self) -> Buildable:
-        """What it compiles, told without weights and without a device. Raises EngineLoadError."""
-        plan = self._planned(read_config(self._path))
+        """Returns the engine's compile unit, without weights and without a device. Raises EngineLoadError."""
+        plan = self._plan(read_config(self._path))
 
-        def make(found: Entry, tell: Tell) -> None:
+        def make(artifacts: Entry, tell: Tell) -> None:
             check_weights(weights_of(self._path), self._config.allow_pickle)
-            model = self._made(plan)
+            model = self._build_model(plan)
             if not plan.family.resets:
-                # GPT-2 is reset for each context length while its graphs are built. On the host every reset joins the
-                # parts of a cache and lists the whole once for each core: tp_degree times the memory, each time.
-                model.reset = _reset_nothing
-            with self._refusals():
-                compile_ahead(found, self._path, model)
+                # GPT-2 is reset for each context length while its graphs are built. On the host each reset joins the
+                # parts of a cache and lists the whole once for each core: tp_degree times the memory.
+                model.reset = _skip_reset
+            with self._package_errors():
+                compile_ahead(artifacts, self._path, model)
 
-        kept = not plan.family.serial
+        has_entry = not plan.family.serial
         return Buildable(
             source=self._path,
             manifest=self._manifest(plan),
             is_whole=is_whole,
-            make=make if kept and hasattr(plan.model_class, "cpu_compile") else None,
-            kept=kept,
+            make=make if has_entry and hasattr(plan.model_class, "cpu_compile") else None,
+            kept=has_entry,
         )
 
-    def _planned(self, settings: Mapping[str, Any]) -> _Planned:
+    def _plan(self, settings: Mapping[str, Any]) -> _Planned:
         check_layout(weights_of(self._path), settings)
         family = family_of(settings.get("model_type"), self._path / "config.json")
         continuous = family.continuous and self._config.slots > 1
@@ -193,10 +193,10 @@ class TransformersNeuronxEngine:
     def _manifest(self, plan: _Planned) -> dict[str, Any]:
         return manifest(self._path, plan.options.described(), [self._length] if self._length else [])
 
-    def _made(self, plan: _Planned) -> Any:
-        """The package's model, which has read no weights yet."""
+    def _build_model(self, plan: _Planned) -> Any:
+        """Returns the package's model, before it reads weights."""
         config = neuron_config(plan.options.neuron)
-        with self._refusals():
+        with self._package_errors():
             constructor, weights = plan.options.constructor, str(weights_of(self._path))
             model = plan.model_class.from_pretrained(weights, neuron_config=config, **constructor)
             if self._length:
@@ -204,28 +204,28 @@ class TransformersNeuronxEngine:
         return model
 
     @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
-        """Raises EngineLoadError for what the package raises where options do not go together: its constructors, the
-        building of graphs, and their first runs. What its runtime raises passes as it is."""
+    def _package_errors(self) -> Iterator[None]:
+        """Raises EngineLoadError for the package's exceptions where options do not fit together: in its constructors,
+        in building graphs and in their first runs. Exceptions of its runtime pass unchanged."""
         try:
             yield
         except _REFUSALS as error:
-            what = f"transformers-neuronx refuses the options of {self._path}: {type(error).__name__}: {error}"
-            raise EngineLoadError("bad-engine-option", what, "see `engine_options` and `buckets`") from error
+            message = f"transformers-neuronx rejected the options of {self._path}: {type(error).__name__}: {error}"
+            raise EngineLoadError("bad-engine-option", message, "check `engine_options` and `buckets`") from error
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
         """See ``GenerateEngine.prefill``. Where the engine is not continuous, it begins a new batch."""
-        return self._given(self._loaded.prefill(slots, prompts))
+        return self._converted(self._loaded.prefill(slots, prompts))
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
         """See ``GenerateEngine.decode``. Raises ValueError for unsorted slots."""
-        return self._given(self._loaded.decode(slots, tokens, positions))
+        return self._converted(self._loaded.decode(slots, tokens, positions))
 
     def verify(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int]) -> torch.Tensor:
         """See ``VerifyingEngine.verify``, except that idle slots are overwritten.
 
-        One graph, of the longest run, serves all lengths. Where it would reach beyond the KV cache, or where a row
-        begins at position 0 (which the package takes for a prompt), the tokens go in one by one.
+        One graph, of the longest run, serves all lengths. Where it would exceed the KV cache, or where a row begins at
+        position 0 (which the package treats as a prompt), the tokens are decoded one by one.
         """
         import torch
 
@@ -239,9 +239,9 @@ class TransformersNeuronxEngine:
         return torch.stack(columns, dim=1)
 
     def sample_by(self, slots: Sequence[int], how: Sequence[DeviceSampling]) -> None:
-        """See ``SamplingEngine.sample_by``. The package takes lists by slot."""
-        for slot, one in zip(slots, how, strict=True):
-            self._sampling[slot] = one
+        """See ``SamplingEngine.sample_by``. The package needs lists by slot."""
+        for slot, sampling in zip(slots, how, strict=True):
+            self._sampling[slot] = sampling
         self._update_sampling()
 
     def generate(
@@ -254,10 +254,10 @@ class TransformersNeuronxEngine:
         top_p: float,
         on_token: Callable[[int], None],
     ) -> list[int]:
-        """One answer through the package's adapter to transformers' ``generate``, for a loaded model of one slot.
+        """Returns one answer by the package's adapter to transformers' ``generate``, for a loaded model of one slot.
 
-        ``temperature`` 0 is greedy. ``on_token`` gets each token as it comes, the EOS among them. Raises ValueError
-        for a model of several slots, whose batch no single prompt fills, and for one that samples on the device.
+        ``temperature`` 0 is greedy. ``on_token`` gets each token as it comes, also an EOS. Raises ValueError for a
+        model of several slots, whose batch no single prompt fills, and for one that samples on the device.
         """
         if self.spec.slots != 1 or self.spec.returns != "logits":
             raise ValueError("a single answer needs a model of one slot that samples on the host")
@@ -284,7 +284,7 @@ class TransformersNeuronxEngine:
         return answer
 
     def close(self) -> None:
-        """Drop the model. Its cores are free when the process ends."""
+        """Release the model. Its cores are free when the process exits."""
         self._spec = None
         self._model = self._rows = None
 
@@ -302,18 +302,20 @@ class TransformersNeuronxEngine:
         if not self._length:
             return
         if not family.speculates:
-            what = f"the class of {self._path} takes one token a step"
-            raise EngineLoadError("bad-draft", what, "Llama and GPT-2 speculate, as a model and as its draft")
+            message = f"the class of {self._path} takes only one token a step"
+            raise EngineLoadError(
+                "bad-draft", message, "speculation needs Llama or GPT-2, for the model and for its draft"
+            )
         if not continuous and self._config.slots > 1:
-            what = "the rows of a static batch are at one position, so all would have to accept the same"
-            raise EngineLoadError("bad-draft", what, "max_batch: 1")
+            message = "all rows of a static batch share a position, so they would have to accept the same tokens"
+            raise EngineLoadError("bad-draft", message, "set `max_batch: 1`")
         if self._config.sampling == "device":
-            raise EngineLoadError("bad-draft", "drafts are compared with logits on the host", "sampling: host")
+            raise EngineLoadError("bad-draft", "drafts are verified with logits on the host", "set `sampling: host`")
         if continuous and self._length > shapes.prefill[-1]:
-            what = f"runs of {self._length} tokens are longer than the longest prefill bucket, {shapes.prefill[-1]}"
-            raise EngineLoadError("bad-draft", what, f"add a bucket of at least {self._length}")
+            message = f"runs of {self._length} tokens are longer than the longest prefill bucket, {shapes.prefill[-1]}"
+            raise EngineLoadError("bad-draft", message, f"add a bucket of at least {self._length}")
 
-    def _given(self, output: torch.Tensor) -> Any:
+    def _converted(self, output: torch.Tensor) -> Any:
         if self.spec.returns == "tokens":
             tokens: list[int] = output.reshape(-1).tolist()
             return tokens
@@ -326,7 +328,7 @@ class TransformersNeuronxEngine:
         self._model.update_generation_config(GenerationConfig(**how))
 
     def _warm_up(self) -> None:
-        """Run every graph once. GPT-NeoX has only one, for which a token will do."""
+        """Run every graph once. GPT-NeoX has only one, for which one token is enough."""
         every = range(self.spec.slots)
         for bucket in self.spec.prefill_buckets:
             rows = every[:1] if self.spec.continuous else every
@@ -338,7 +340,7 @@ class TransformersNeuronxEngine:
 
 
 class _Streamer:
-    """What transformers calls with the prompt first, ``[1, n]``, and then with each token, ``[1]``."""
+    """A streamer for transformers: receives the prompt first, ``[1, n]``, and then each token, ``[1]``."""
 
     def __init__(self, on_token: Callable[[int], None]) -> None:
         self._on_token = on_token
@@ -352,11 +354,11 @@ class _Streamer:
             self._on_token(int(token))
 
     def end(self) -> None:
-        """All tokens were told as they came."""
+        """Nothing to do: all tokens were sent as they came."""
 
 
 def _registry() -> Any:
-    """The package's own table from model_type to class. Raises EngineLoadError where the package is not installed."""
+    """Returns the package's table of classes by model_type. Raises EngineLoadError where it is not installed."""
     try:
         from transformers_neuronx import modeling_auto
     except ImportError as error:
@@ -373,14 +375,14 @@ def _check_reading(settings: Mapping[str, Any], path: Path) -> None:
     """Raises EngineLoadError where the package would compute another model than config.json describes."""
     reading, file = Reading.of(settings), path / "config.json"
     if reading.lacks:
-        what = f"transformers-neuronx computes no {settings['model_type']} with {reading.lacks}, as {file} has it"
-        raise EngineLoadError("unknown-family", what, "take the cpu engine, or another model")
+        message = f"transformers-neuronx does not support {settings['model_type']} with {reading.lacks} ({file})"
+        raise EngineLoadError("unknown-family", message, "use the cpu engine, or another model")
     if misread := reading.misread(version_of("transformers")):
-        what = f"transformers-neuronx misreads the rotary positions of {file}: {misread}"
-        raise EngineLoadError("rotary-misread", what, MISREAD_HINT)
+        message = f"transformers-neuronx misreads the rotary positions of {file}: {misread}"
+        raise EngineLoadError("rotary-misread", message, MISREAD_HINT)
     if reading.approximates:
-        log.warning("%s: %s is computed by its tanh approximation, gelu_new", file, reading.approximates)
+        log.warning("%s: %s is approximated by gelu_new (tanh)", file, reading.approximates)
 
 
-def _reset_nothing(context_length_estimate: int) -> None:
-    """``reset`` of a model that is only compiled: nothing runs, so that there is nothing to reset."""
+def _skip_reset(context_length_estimate: int) -> None:
+    """Replaces ``reset`` of a model that is only compiled: nothing has run, so there is nothing to reset."""

@@ -1,6 +1,6 @@
-"""From slots to the tensors of transformers-neuronx, and back: which row, which position, which padding.
+"""Batches of transformers-neuronx: converts slots to the package's tensors, with rows, positions and padding.
 
-Three ways, by what the class of the model can do. All take and give rows in the order of the caller's ``slots``.
+There are three kinds, by the abilities of the model's class. Inputs and outputs are in the order of ``slots``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Rows(Protocol):
-    """One loaded model as slots. What the model gives is passed on: logits ``[rows, vocab]`` or ids ``[rows, 1]``."""
+    """One loaded model as slots. Returns the model's output: logits ``[rows, vocab]`` or ids ``[rows, 1]``."""
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor: ...
 
@@ -23,7 +23,7 @@ class Rows(Protocol):
     def verify(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int], length: int
     ) -> torch.Tensor:
-        """Logits ``[rows, len(tokens[0]), vocab]`` from the graph of ``length`` tokens, which is at least as long.
+        """Returns logits ``[rows, len(tokens[0]), vocab]`` from the graph of ``length`` tokens, at least as long.
 
         It writes ``length`` positions of each slot from ``positions[i]`` on, all within the KV cache.
         """
@@ -34,8 +34,8 @@ class ContinuousRows:
     """Continuous batching: ``start_ids`` are the slots, ``cache_ids`` ``[rows, tokens]`` each row's own positions.
 
     Positions are int64 like the tokens, since 0.13 scatters a decode's into a tensor of the tokens' dtype. A decode
-    runs all slots. Those that are not listed get token 0 at position 0, so whoever calls lists every slot whose KV
-    cache is still wanted (transformers-neuronx `base._prepare_for_continuous_batching`).
+    runs all slots. Unlisted ones get token 0 at position 0, so callers list every slot whose KV cache is still needed
+    (transformers-neuronx `base._prepare_for_continuous_batching`).
     """
 
     def __init__(self, model: Any, slots: int, longest: int) -> None:
@@ -45,9 +45,9 @@ class ContinuousRows:
         self._longest = longest
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Right-padded, at least two tokens wide: a width of 1 would be taken for a decode and overwrite other slots.
+        """Right-padded, at least two tokens wide: a width of 1 would be treated as a decode and overwrite other slots.
 
-        The package reads a prompt's length off as the largest of its ``cache_ids`` plus 1, so padding has 0 there.
+        The package derives a prompt's length from the largest of its ``cache_ids``, so padding has 0 there.
         """
         import torch
 
@@ -66,10 +66,10 @@ class ContinuousRows:
     def verify(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int], length: int
     ) -> torch.Tensor:
-        """All slots are passed, since the speculative graph has the compiled batch and scatters no rows.
+        """Pass all slots, since the speculative graph has the compiled batch and scatters no rows.
 
-        Whether a call speculates or begins prompts is read off the very first position, so a free slot writes from 1
-        on, and no listed one may be at 0.
+        The package decides by the very first position whether a call speculates or begins prompts, so a free slot
+        writes from 1 on, and no listed one may be at 0.
         """
         import torch
 
@@ -98,10 +98,10 @@ class ContinuousRows:
 
 
 class LockStepRows:
-    """Static batching: row i is slot i, prompts are left-padded, and one position is shared by all rows.
+    """Static batching: row i is slot i, prompts are left-padded, and all rows share one position.
 
-    ``start_ids`` ``[batch]`` are the numbers of padding tokens. Rows without a request run along, as a prompt of
-    zeros that needs no padding: one that was all padding would attend to nothing and give NaN.
+    ``start_ids`` ``[batch]`` are the numbers of padding tokens. Rows without a request run a prompt of zeros without
+    padding: a row of only padding would attend to nothing and produce NaN.
     """
 
     def __init__(self, model: Any, slots: int, longest: int) -> None:
@@ -112,10 +112,10 @@ class LockStepRows:
         self._starts = [0] * slots
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Begins a new batch: what the slots held is gone, of all slots.
+        """Begin a new batch, which discards the contents of all slots.
 
-        Nothing is reset: what stands beyond a row's position is masked, and ``reset`` of the package writes the whole
-        KV cache from the host.
+        Nothing is reset: positions beyond a row's own are masked, and ``reset`` of the package writes the whole KV
+        cache from the host.
         """
         import torch
 
@@ -138,7 +138,7 @@ class LockStepRows:
     def verify(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int], length: int
     ) -> torch.Tensor:
-        """Of one slot alone: rows that share a position cannot accept different numbers of tokens."""
+        """For one slot only: rows that share a position cannot accept different numbers of tokens."""
         import torch
 
         row = list(tokens[0])
@@ -153,7 +153,7 @@ class LockStepRows:
         return [0] * (width - len(row)) + row
 
     def _begin(self, ids: torch.Tensor) -> torch.Tensor:
-        """A batch of prompts ``[batch, width]``; the package itself pads it to a context bucket, on the right."""
+        """Run a batch of prompts ``[batch, width]``; the package pads it to a context bucket, on the right."""
         output: torch.Tensor = self._model.forward(input_ids=ids, cache_ids=None, start_ids=self._start_ids())
         return output
 
@@ -167,17 +167,17 @@ class LockStepRows:
         return torch.tensor(self._starts, dtype=torch.int32)
 
     def _shared(self, slots: Sequence[int], positions: Sequence[int]) -> int:
-        """The position of all rows, padding counted. Raises ValueError where they have none in common, or none left."""
+        """Returns the position of all rows, including padding. Raises ValueError if they differ or it is too large."""
         shared = {position + self._starts[slot] for slot, position in zip(slots, positions, strict=True)}
         if len(shared) != 1:
-            raise ValueError(f"the rows of a static batch are at one position, not at {sorted(shared)}")
+            raise ValueError(f"the rows of a static batch must share one position, not {sorted(shared)}")
         position = shared.pop()
         check_within(position, self._longest)
         return position
 
 
 class SerialRows(LockStepRows):
-    """GPT-NeoX: the position is called ``cache_offset``, and a prompt needs it of each token.
+    """GPT-NeoX: the position is named ``cache_offset``, and a prompt needs that of each token.
 
     There is no context graph: the package slices a prompt and runs it token by token, as its own ``sample`` does.
     """
@@ -193,7 +193,7 @@ class SerialRows(LockStepRows):
 
 
 def by_row(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """``[rows, count, vocab]`` of what ``speculative_forward`` gives, which is ``[tokens, vocab, rows]``."""
+    """Returns ``[rows, count, vocab]`` from ``speculative_forward``'s ``[tokens, vocab, rows]``."""
     return logits.permute(2, 0, 1)[:, :count].float()
 
 

@@ -1,4 +1,4 @@
-"""The weights that transformers-neuronx will read, looked at before a core is claimed."""
+"""Checks of the weights that transformers-neuronx will read, before a core is claimed."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ SPLIT = "key_to_filename.json"  # in the folder pytorch_model.bin/ that ``save_p
 
 
 def weights_of(path: Path) -> Path:
-    """The folder of the weights: ``checkpoint/`` in what Optimum Neuron compiled, else the model's own."""
+    """Returns the folder of the weights: ``checkpoint/`` in Optimum Neuron's layout, else the model's own."""
     apart = path / "checkpoint"
     return apart if (apart / "config.json").exists() and not (path / "model.safetensors").exists() else path
 
 
 def check_layout(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raises EngineLoadError for what ``save(folder, sharded_weights=True)`` wrote; ``settings`` are its config.json.
+    """Raises EngineLoadError for the output of ``save(folder, sharded_weights=True)``; ``settings`` is its config.json.
 
-    The package loads such weights into whatever it is told to compute, and compares nothing. Their files tell the
-    number of cores and the dtype, and not how heads were replicated, what was fused, nor which layouts were chosen.
+    The package loads such weights without comparing them with the configuration. Their files record the number of cores
+    and the dtype, but not how heads were replicated, what was fused, or which layouts were chosen.
     """
     if settings.get("neuron_sharded_weights") is True or (path / TNX_SHARDS).exists():
-        what = (
-            f"transformers-neuronx has divided the weights in {path} among cores, and nothing tells for which settings"
-        )
-        hint = "name the original checkpoint as `source`: it is compiled once, and divided at each start"
-        raise EngineLoadError("layout-unsupported", what, hint)
+        message = f"transformers-neuronx has sharded the weights in {path}, and their settings are not recorded"
+        hint = "set `source` to the original checkpoint: it is compiled once, and sharded at each start"
+        raise EngineLoadError("layout-unsupported", message, hint)
 
 
 def check_weights(path: Path, allow_pickle: bool) -> None:
-    """Raises EngineLoadError where files are missing, cut off, or pickles that nobody allowed.
+    """Raises EngineLoadError where files are missing, truncated, or pickles that are not allowed.
 
     The package prefers safetensors, then the folder ``pytorch_model.bin/``, then pickles. It unpickles without
-    restraint, so what is allowed is read once here with torch's ``weights_only``, which calls no function.
+    restrictions, so allowed pickles are first read with torch's ``weights_only``, which calls no function.
     """
-    safe, pickle = path / "model.safetensors", path / "pytorch_model.bin"
-    if safe.exists() or _index(safe).exists():
-        _check_safetensors(_files(safe))
+    safetensors, pickle = path / "model.safetensors", path / "pytorch_model.bin"
+    if safetensors.exists() or _index(safetensors).exists():
+        _check_safetensors(_files(safetensors))
         return
     if not pickle.exists() and not _index(pickle).exists():
-        what = f"{path} has neither {safe.name} nor {pickle.name}"
-        raise EngineLoadError("weights-missing", what, "copy the weights again, or convert them with save_pretrained")
+        message = f"{path} has neither {safetensors.name} nor {pickle.name}"
+        raise EngineLoadError(
+            "weights-missing", message, "copy the weights again, or convert them with save_pretrained"
+        )
     files = _split_files(pickle) if pickle.is_dir() else _files(pickle)
     pickles = [file for file in files if file.suffix != ".safetensors"]
     if pickles and not allow_pickle:
         raise EngineLoadError(
             "pickle-refused",
             f"the weights of {path} are pickled ({pickle.name}), and reading a pickle can run code",
-            "convert them with save_pretrained; or, if you trust the file, set `allow_pickle: true`",
+            "convert them with save_pretrained, or set `allow_pickle: true` if you trust the file",
         )
     _check_pickles(pickles)
     _check_safetensors([file for file in files if file.suffix == ".safetensors"])
@@ -62,28 +62,28 @@ def _index(file: Path) -> Path:
     return file.with_name(f"{file.name}.index.json")
 
 
-def _files(whole: Path) -> list[Path]:
-    if whole.exists():
-        files = [whole]
+def _files(single: Path) -> list[Path]:
+    if single.exists():
+        files = [single]
     else:
-        shards = read_json(_index(whole)).get("weight_map")
+        shards = read_json(_index(single)).get("weight_map")
         if not isinstance(shards, dict) or not shards:
-            raise EngineLoadError("config-unreadable", f"{_index(whole)} has no weight_map")
-        files = [whole.parent / name for name in sorted(set(shards.values()))]
-    return _present(whole.parent, files)
+            raise EngineLoadError("config-unreadable", f"{_index(single)} has no weight_map")
+        files = [single.parent / name for name in sorted(set(shards.values()))]
+    return _present(single.parent, files)
 
 
 def _split_files(folder: Path) -> list[Path]:
     names = read_json(folder / SPLIT)
     if not names or not all(isinstance(name, str) for name in names.values()):
-        raise EngineLoadError("config-unreadable", f"{folder / SPLIT} names no files")
+        raise EngineLoadError("config-unreadable", f"{folder / SPLIT} lists no files")
     return _present(folder, [folder / name for name in sorted(set(names.values()))])
 
 
 def _present(folder: Path, files: list[Path]) -> list[Path]:
     missing = [file.name for file in files if not file.exists()]
     if missing:
-        raise EngineLoadError("weights-missing", f"{folder} lacks {', '.join(missing)}", "copy the weights again")
+        raise EngineLoadError("weights-missing", f"{folder} is missing {', '.join(missing)}", "copy the weights again")
     return files
 
 
@@ -104,12 +104,12 @@ def _check_pickles(files: list[Path]) -> None:
     for file in files:
         try:
             torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever an unpickler raises on a garbled file
+        except Exception as error:  # an unpickler may raise anything on a corrupt file
             if "unsupported global" in str(error).lower():
                 raise EngineLoadError(
                     "pickle-refused",
-                    f"{file} names functions or classes to be called, and not only weights: {error}",
-                    "convert it with save_pretrained where it can do no harm; allow_pickle does not go that far",
+                    f"{file} calls functions or classes besides holding weights: {error}",
+                    "convert it with save_pretrained in a sandbox; allow_pickle does not allow this",
                 ) from error
-            what = f"{file} cannot be read: {type(error).__name__}: {error}"
-            raise EngineLoadError("weights-broken", what, "copy the file again") from error
+            message = f"{file} cannot be read: {type(error).__name__}: {error}"
+            raise EngineLoadError("weights-broken", message, "copy the file again") from error
