@@ -67,7 +67,7 @@ def cpu(source: Path, slots: int = 4) -> CpuEngine:
 
 def compile_here(settings: Settings, entry: Any) -> None:
     """Instead of a process of its own, which takes seconds to start."""
-    with artifacts.visit(settings, entry).compiling():
+    with artifacts.session(settings, entry).compiling():
         artifacts.compile_here(settings, entry.path)
 
 
