@@ -57,14 +57,14 @@ class PrefixIndex:
         digests = self._digests
         if not chain or chain[0] not in digests:
             return 0.0
-        known, unknown = 1, len(chain) + 1
-        while unknown - known > 1:
-            middle = (known + unknown) // 2
+        matched, unmatched = 1, len(chain) + 1
+        while unmatched - matched > 1:
+            middle = (matched + unmatched) // 2
             if chain[middle - 1] in digests:
-                known = middle
+                matched = middle
             else:
-                unknown = middle
-        return known / len(chain)
+                unmatched = middle
+        return matched / len(chain)
 
 
 R = TypeVar("R")

@@ -137,19 +137,19 @@ class Gateway:
 
     async def follow(self) -> None:
         """Applies each new route table, until cancelled. While the controller is down the last table stays in use."""
-        seen = 0
+        known_version = 0
         while True:
             try:
-                version, table = await self._controller.routes(seen, CONTROLLER_SILENT_S / 3)
+                version, table = await self._controller.routes(known_version, CONTROLLER_SILENT_S / 3)
             except Exception as error:  # noqa: BLE001 - whatever Ray raises while the controller starts again
                 log.warning("cannot get routes from the controller: %s", error)
                 await asyncio.sleep(0.2)
-                seen = 0
+                known_version = 0
                 continue
             self._routes_at = time.monotonic()
             self._routes_known.set()
-            if version != seen:
-                seen = version
+            if version != known_version:
+                known_version = version
                 self._update(table)
 
     async def report(self) -> None:

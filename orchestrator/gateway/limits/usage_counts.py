@@ -249,11 +249,11 @@ class UsageCounts:
         of dead gateways are then cleared in ``data``."""
         places: tuple[int, ...] = self._all_places.unpack_from(data, HEAD.size)
         own = self._number
-        others = [(i, places[2 * i], places[2 * i + 1]) for i in range(self._places) if i != own and places[2 * i + 1]]
-        total = sum(count for _, _, count in others)
+        entries = [(i, places[2 * i], places[2 * i + 1]) for i in range(self._places) if i != own and places[2 * i + 1]]
+        total = sum(count for _, _, count in entries)
         if total < room:
             return total
-        for number, stamp, count in others:
+        for number, stamp, count in entries:
             if not self._is_alive(number, stamp, now):
                 total -= count
                 PLACE.pack_into(data, HEAD.size + number * PLACE.size, 0, 0)

@@ -60,7 +60,7 @@ _PLAIN = SchedulingParameters()
 
 
 class Ticket(msgspec.Struct, eq=False):
-    """A request as ``orchestrator.dispatch.fair_queue.QueuedRequest``, made by ``ticket_for``.
+    """A request as ``orchestrator.dispatch.queue_orders.QueuedRequest``, made by ``ticket_for``.
 
     Events that the sink has not taken can be thrown away, and the request sent to another replica. Once an event is
     taken, the request fails with its replica. All times are monotonic seconds, 0 before they are set."""

@@ -33,7 +33,7 @@ REQUEST_S = (
 )
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5) if m * 10**e <= 200_000)
 OVERHEAD_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
-# vLLM's finished_reason by ours and OpenAI's; any other is an error.
+# vLLM's finished_reason by corewright's and OpenAI's; any other is an error.
 REASONS = {
     "stop": "stop",
     "length": "length",
@@ -235,10 +235,10 @@ class GatewayMetrics:
             if peers is None or not shared:
                 return page([*own, *families], openmetrics)
             # only the scraped gateway has just asked the controller: the age of the others' copies means nothing
-            rest = {
+            peer_families = {
                 name: [family for family in answer if family.name != CONTROLLER_AGE] for name, answer in pages.items()
             }
-            return page([*merge({**rest, peers.name: own}), *families], openmetrics)
+            return page([*merge({**peer_families, peers.name: own}), *families], openmetrics)
 
         return await asyncio.to_thread(make)
 

@@ -66,31 +66,31 @@ class _Parser:
 
     # States
 
-    def _text(self, rest: str) -> str:
+    def _text(self, text: str) -> str:
         """Reads content, up to a marker."""
         if self._fresh:
-            stripped = rest.lstrip(self.between)
-            self._provisional += rest[: len(rest) - len(stripped)]
-            rest = stripped
-        first = min(((at, mark) for mark in self.markers if (at := rest.find(mark)) >= 0), default=None)
+            stripped = text.lstrip(self.between)
+            self._provisional += text[: len(text) - len(stripped)]
+            text = stripped
+        first = min(((at, mark) for mark in self.markers if (at := text.find(mark)) >= 0), default=None)
         if first is not None:
             at, mark = first
-            self._content(rest[:at])
-            return self._marked(mark, rest[at:])
-        keep = max((_overlap(rest, mark) for mark in self.markers), default=0)
-        self._content(rest[: len(rest) - keep])
-        self._held = rest[len(rest) - keep :]
+            self._content(text[:at])
+            return self._marked(mark, text[at:])
+        keep = max((_overlap(text, mark) for mark in self.markers), default=0)
+        self._content(text[: len(text) - keep])
+        self._held = text[len(text) - keep :]
         return ""
 
-    def _marked(self, mark: str, rest: str) -> str:
+    def _marked(self, mark: str, text: str) -> str:
         """Reads a text that begins with the marker."""
         self._open(mark)
-        return rest[len(mark) :]
+        return text[len(mark) :]
 
-    def _in_call(self, rest: str) -> str:
+    def _in_call(self, text: str) -> str:
         call = self._call
         assert call is not None
-        for at, char in enumerate(rest):
+        for at, char in enumerate(text):
             result = call.take(char)
             if result is Taken.MORE:
                 continue
@@ -99,10 +99,10 @@ class _Parser:
             if result is Taken.BROKEN:
                 self._content("" if self._emitted else self._opening + call.raw)
                 self._broken()
-                return rest[at:]
+                return text[at:]
             self._fresh = True
             self._closed()
-            return rest[at + (result is Taken.LAST) :]
+            return text[at + (result is Taken.LAST) :]
         return ""
 
     def _broken(self) -> None:
@@ -160,17 +160,17 @@ class HermesParser(_Parser):
     def _closed(self) -> None:
         self._state = self._end_tag
 
-    def _end_tag(self, rest: str) -> str:
+    def _end_tag(self, text: str) -> str:
         """Reads the end tag, which may be missing."""
-        stripped = rest.lstrip(SPACE)
+        stripped = text.lstrip(SPACE)
         if stripped.startswith(self._END):
             self._state = self._text
             return stripped[len(self._END) :]
         if self._END.startswith(stripped):
-            self._held = rest
+            self._held = text
             return ""
         self._state = self._text
-        return rest
+        return text
 
     def flush(self) -> list[Event]:
         if self._state == self._end_tag:
@@ -185,18 +185,18 @@ class LlamaParser(_Parser):
     keys = ("name", *ARGUMENTS, "type", "id")  # so that other JSON is rejected early
     between = SPACE + ";"
 
-    def _marked(self, mark: str, rest: str) -> str:
+    def _marked(self, mark: str, text: str) -> str:
         if mark == "{":
             self._open("")
-            return rest
-        return super()._marked(mark, rest)
+            return text
+        return super()._marked(mark, text)
 
 
 class _ArrayParser(_Parser):
     """`[{"name": ..., "arguments": {...}}, ...]`."""
 
-    def _between_calls(self, rest: str) -> str:
-        char = rest[0]
+    def _between_calls(self, text: str) -> str:
+        char = text[0]
         if char == ",":
             self._provisional += char
             self._open("")
@@ -204,8 +204,8 @@ class _ArrayParser(_Parser):
             self._provisional += char
         else:
             self._state = self._text
-            return rest[1:] if char == "]" else rest
-        return rest[1:]
+            return text[1:] if char == "]" else text
+        return text[1:]
 
 
 class MistralParser(_ArrayParser):
@@ -221,31 +221,31 @@ class MistralParser(_ArrayParser):
         self._in_array = False
         self._given_id: str | None = None
 
-    def _marked(self, mark: str, rest: str) -> str:
+    def _marked(self, mark: str, text: str) -> str:
         self._opening, self._state = mark, self._head
         self._given_id = None
-        return rest[len(mark) :]
+        return text[len(mark) :]
 
-    def _head(self, rest: str) -> str:
+    def _head(self, text: str) -> str:
         """Reads the text between the marker and the first brace or bracket; it is held until that arrives."""
-        head = rest[: LONGEST_HEAD + 1]
+        head = text[: LONGEST_HEAD + 1]
         blank = len(head) - len(head.lstrip(SPACE))
         if head[blank : blank + 1] == "[":
             self._in_array = True
-            self._open(self._opening + rest[: blank + 1])
-            return rest[blank + 1 :]
+            self._open(self._opening + text[: blank + 1])
+            return text[blank + 1 :]
         at = head.find("{")
         match = self._HEAD.fullmatch(head[:at]) if at >= 0 else None
         if match is not None:
             self._in_array, self._given_id = False, match["id"]
-            self._open(self._opening + rest[:at], match["name"])
-            return rest[at:]
-        if at < 0 and len(rest) <= LONGEST_HEAD and self._HEAD_GOES_ON.fullmatch(rest):
-            self._held = rest
+            self._open(self._opening + text[:at], match["name"])
+            return text[at:]
+        if at < 0 and len(text) <= LONGEST_HEAD and self._HEAD_GOES_ON.fullmatch(text):
+            self._held = text
             return ""
         self._content(self._opening)
         self._broken()
-        return rest
+        return text
 
     def _id(self) -> str:
         return self._given_id or super()._id()
