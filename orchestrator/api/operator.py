@@ -34,13 +34,13 @@ from orchestrator.records.journal import (
     Scale,
 )
 from orchestrator.records.request_traces import read_page
-from orchestrator.revisions.resolved_revision import ResolvedRevision, read_generation
+from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
 from orchestrator.revisions.spec_file import SpecFile, examine, start_problems
 from orchestrator.rollout.changes import Action, Tag, difference, replica_changes
 from orchestrator.rollout.defragmentation import defragmentation
 from orchestrator.rollout.relocation import load_times, traffic
 from orchestrator.rollout.rollout_step import DesiredModel, Goal, Situation, compute_goal
-from orchestrator.rollout.update_strategy import choose
+from orchestrator.rollout.update_strategy import choose_strategy
 from orchestrator.state.quarantine import clear
 from placements.explain.explain import explain
 from placements.explain.remedies import Question
@@ -232,7 +232,7 @@ class Operator:
             canary=canary,
         )
         return dataclasses.replace(spec_file, problems=problems), await self._controller.in_thread(
-            read_generation, revision, state.machine
+            resolve_revision, revision, state.machine
         )
 
     def _refuse_other_hosts(self, spec_file: SpecFile) -> None:
@@ -247,7 +247,7 @@ class Operator:
         state = self._state
         situation = self._situation(generation)
         first = compute_goal(situation)
-        choices = {name: choose(situation, name) for name, step in first.steps.items() if step.old}
+        choices = {name: choose_strategy(situation, name) for name, step in first.steps.items() if step.old}
         for name, chosen in choices.items():
             desired = dataclasses.replace(
                 situation.desired_models[name], strategy=chosen.strategy, lender=chosen.lender
@@ -345,8 +345,9 @@ class Operator:
             if step.old and not desired.mixes:
                 what = f"{name}: the tokenizer changes, so the two versions cannot share requests"
                 raise Refused("canary-impossible", what, "apply without --canary")
-            if step.old and choose(situation, name).strategy not in ("surge", "borrow") and desired.count < 2:
-                what = f"{name}: there is no room for a canary beside its only replica: {choose(situation, name).why}"
+            if step.old and choose_strategy(situation, name).strategy not in ("surge", "borrow") and desired.count < 2:
+                why = choose_strategy(situation, name).why
+                what = f"{name}: there is no room for a canary beside its only replica: {why}"
                 raise Refused("canary-impossible", what, "apply without --canary, or free some cores")
 
     def _previous_revision(self) -> int:
@@ -467,7 +468,7 @@ class Operator:
         before = self._state.desired_count(spec)
         self._write(Scale(model=model, count=count, by=by))
         self._state.woken.discard(model)
-        self._controller.scaler.released(spec, before if count is None else 0)
+        self._controller.scaler.end_manual_scaling(spec, before if count is None else 0)
         wanted = self._state.desired_count(spec)
         target = "as in the spec" if count is None else str(count)
         self._state.record_event("info", "Scaled", f"{target} by {by}", model=model)
@@ -486,7 +487,7 @@ class Operator:
         spec = self._model(model)
         self._write(Scale(model=model, count=None, by=by, sleep=True))
         self._state.woken.discard(model)
-        self._controller.scaler.released(spec, 0)
+        self._controller.scaler.end_manual_scaling(spec, 0)
         self._state.record_event("info", "Unloaded", f"by {by}: nothing starts it until `corewright load`", model=model)
         self._controller.wake_up()
         return {"model": model, "scaled": 0, "wanted": 0}

@@ -102,7 +102,7 @@ class Controller:
         self._closing = False
         self._settled = asyncio.Event()  # set once surviving replicas are adopted
         self._hosts = HostWatch(self.state, cluster, self._home, self._counters)
-        self._readying = StartPipeline(
+        self._starts = StartPipeline(
             self.state,
             cluster,
             StartEffects(
@@ -116,7 +116,7 @@ class Controller:
                 wake=self._wake.set,
             ),
         )
-        self._preparing = UpdatePrefetch(
+        self._prefetch = UpdatePrefetch(
             self.state,
             cluster,
             config_of=self._config_of,
@@ -151,15 +151,15 @@ class Controller:
 
     async def _round(self) -> None:
         await self._hosts.update()
-        fetching = self._preparing.hosts | self._readying.hosts
+        fetching = self._prefetch.hosts | self._starts.hosts
         await asyncio.gather(self._hosts.update_held_sources(), self._hosts.update_fetches(fetching))
-        self._readying.update_progress()
+        self._starts.update_progress()
         if self._closing:
             return
         state = self.state
         state.try_flush()
         self._report_reach()
-        self._listen_to_all()
+        self._restart_followers()
         if state.hold is None:
             await self._decide()
         else:
@@ -175,7 +175,7 @@ class Controller:
         self._counters.rollout(state.current.number, state.rollout_state()[0])
         if rollback is not None:
             current = state.current
-            rollback = await self.in_thread(state.narrowed, rollback)
+            rollback = await self.in_thread(state.narrow_rollback, rollback)
             if state.current is not current:
                 return  # another revision was applied meanwhile
             state.roll_back(rollback)
@@ -189,7 +189,7 @@ class Controller:
             )
         for action in reconcile(goal.targets, observed, state.replaced()):
             self._apply(action)
-        self._preparing.round()
+        self._prefetch.round()
 
     def _report_reach(self) -> None:
         """Record an event for each replica whose reachability from the gateways has changed."""
@@ -219,8 +219,10 @@ class Controller:
         self._closing = True
         self._wake.set()
         await self.publish()
-        self._preparing.stop()
-        ended = await asyncio.gather(*(self._take_down(id, drain_s) for id in self.state.views), return_exceptions=True)
+        self._prefetch.stop()
+        ended = await asyncio.gather(
+            *(self._shut_down_replica(id, drain_s) for id in self.state.views), return_exceptions=True
+        )
         for error in ended:
             if error is not None:
                 log.error("a replica did not stop cleanly", exc_info=error)
@@ -288,7 +290,7 @@ class Controller:
             state.configs[id] = config
             if (config.model, config.version) not in state.pins:  # the replica may be about to be replaced
                 state.pin(config)
-            state.number_model(config.model, int(Path(config.socket).name.partition("-")[0]))
+            state.set_model_number(config.model, int(Path(config.socket).name.partition("-")[0]))
             state.epochs[id] = max(config.epoch, state.epochs.get(id, 0))
             model = state.current.spec.model(config.model)
             asleep = model is not None and state.desired_count(model) == 0 and phase is not State.DRAINING
@@ -297,9 +299,9 @@ class Controller:
             state.record_event("info", "Adopted", f"epoch {config.epoch}, pid {status.pid}", view=state.views[id])
             if phase is State.DRAINING and state.hold is None:
                 self._spawn(self._drain(state.views[id]))
-            if phase is State.LOADING and self._readying.lead_s(config) is not None and any(wanted_by(config)):
-                self._readying.resume_fetch(id, config)
-            self._listen(id, config.epoch, self._follow(id, config.epoch))
+            if phase is State.LOADING and self._starts.lead_s(config) is not None and any(wanted_by(config)):
+                self._starts.resume_fetch(id, config)
+            self._track(id, config.epoch, self._follow(id, config.epoch))
 
     # Actions
 
@@ -307,16 +309,16 @@ class Controller:
         if isinstance(action, Start):
             self._start(action.target, action.previous)
         elif isinstance(action, Drain):
-            self.state.decide("drain", action.replica, "an update, or no longer planned")
+            self.state.record_decision("drain", action.replica, "an update, or no longer planned")
             self._counters.decided("drain")
             self._signal(action.replica, Signal.DRAIN)
             self._spawn(self._drain(action.replica))
         elif isinstance(action, Stop):
-            self.state.decide("stop", action.replica, action.reason)
+            self.state.record_decision("stop", action.replica, action.reason)
             self._counters.decided("stop")
             self._signal(action.replica, Signal.STOP, action.reason)
         elif isinstance(action, Fail):
-            self.state.decide("fail", action.replica, action.reason)
+            self.state.record_decision("fail", action.replica, action.reason)
             self._counters.decided("fail")
             self._counters.failed(self.state.views[action.replica.id], action.reason.partition(":")[0])
             self._signal(action.replica, Signal.FAILED, action.reason)
@@ -326,7 +328,7 @@ class Controller:
                 self._counters.decided("release")
                 self._spawn(self._release(action.replica))
         elif isinstance(action, Forget):
-            self.state.decide("forget", action.replica, "gone and no longer planned")
+            self.state.record_decision("forget", action.replica, "gone and no longer planned")
             self._counters.decided("forget")
             self._statuses.pop(action.replica.id, None)
             del self.state.views[action.replica.id]
@@ -355,7 +357,7 @@ class Controller:
             heard=self._clock(),
             deadlines=self._deadlines(target.model),
         )
-        state.decide("start", view, "planned" if previous is None else "started again")
+        state.record_decision("start", view, "planned" if previous is None else "started again")
         self._counters.started(view, again=previous is not None)
         if target.placement is not None:
             config = msgspec.structs.replace(self._config_of(target), epoch=epoch)
@@ -365,12 +367,12 @@ class Controller:
         state.configs[target.id] = config
         state.views[target.id] = dataclasses.replace(view, socket=config.socket)
         state.record_event("info", "Starting", f"epoch {epoch} on {target.host}, cores {target.cores}", view=view)
-        self._listen(target.id, epoch, self._start_and_follow(target.id, config))
+        self._track(target.id, epoch, self._start_and_follow(target.id, config))
 
     def _config_of(self, target: ReplicaTarget) -> ReplicaConfig:
         """Returns the configuration of a newly placed replica, without its epoch and its socket."""
         assert target.placement is not None
-        generation = self.state.generation_of(target.model, target.version)
+        generation = self.state.revision_of_version(target.model, target.version)
         return replica_config(generation, target.placement, self._home, self.settings)
 
     def _socket(self, target: ReplicaTarget, epoch: int) -> Path:
@@ -398,8 +400,8 @@ class Controller:
 
     async def _start_and_follow(self, id: str, config: ReplicaConfig) -> None:
         try:
-            ready = await self._readying.prepare_start(id, config)
-            view, arriving = self._view(id, config.epoch), self._readying.is_fetching(id)
+            ready = await self._starts.prepare_start(id, config)
+            view, arriving = self._view(id, config.epoch), self._starts.is_fetching(id)
             if ready is None or view is None or view.state not in STARTING:
                 return  # it was stopped meanwhile
             if isinstance(ready, Failure):
@@ -420,7 +422,7 @@ class Controller:
             now = self._clock()
             self._store_view(dataclasses.replace(view, asked=True, aside_s=now - view.begun, fetch=fetch))
             if arriving:
-                self._readying.await_fetch(id, ready, view, fetched_until)
+                self._starts.await_fetch(id, ready, view, fetched_until)
             await self._cluster.start(ready)
             view = self._view(id, config.epoch)
             if view is None or view.state is State.STOPPING:  # its stop may have preceded its process
@@ -441,7 +443,7 @@ class Controller:
         self._counters.fetched(model, fetch.moved, fetch.seconds)
         self._hosts.fetched()
 
-    def _listen(self, id: str, epoch: int, work: Coroutine[Any, Any, None]) -> None:
+    def _track(self, id: str, epoch: int, work: Coroutine[Any, Any, None]) -> None:
         """Run a task that follows the replica, and note its end."""
         self._followed[id] = epoch
 
@@ -451,12 +453,12 @@ class Controller:
 
         self._spawn(work).add_done_callback(over)
 
-    def _listen_to_all(self) -> None:
+    def _restart_followers(self) -> None:
         """Restart failed follower tasks: without one, the death of a replica would go unnoticed."""
         for id, view in self.state.views.items():
             lives = view.state in (State.PENDING, State.LOADING, State.READY, State.DRAINING)
             if lives and not view.gone and self._followed.get(id) != view.epoch:
-                self._listen(id, view.epoch, self._follow(id, view.epoch))
+                self._track(id, view.epoch, self._follow(id, view.epoch))
 
     async def _follow(self, id: str, epoch: int) -> None:
         """Turn a replica's status reports into signals until it stops."""
@@ -472,7 +474,7 @@ class Controller:
                 return
             self._statuses[id] = epoch, status
             if view.state is not State.FAILED:  # its reports no longer apply
-                view = self._store_view(_with(view, status, self._clock()))
+                view = self._store_view(_with_status(view, status, self._clock()))
             if view.step_s > view.deadlines.step_s:
                 self._wake.set()
             if status.version > version:
@@ -518,7 +520,7 @@ class Controller:
         if view.state is State.PENDING:
             view = self._signal(view, Signal.STARTED)
         if status.phase is Phase.READY and view.state is State.LOADING:
-            if view.id in self._readying.arriving:
+            if view.id in self._starts.arriving:
                 return  # its status is applied again when its fetch ends
             load_s = round(self._clock() - view.begun - view.aside(self._clock()), 3)
             self._store_view(dataclasses.replace(view, load_s=load_s, socket=status.address or view.socket))
@@ -554,7 +556,7 @@ class Controller:
             fetch=before.fetch if state is State.LOADING else None,
         )
         if state not in STARTING:
-            self._readying.cancel(view.id)
+            self._starts.cancel(view.id)
         if state is State.READY:  # only now the last failure is resolved
             after = dataclasses.replace(after, served=True, log=(), reason=None)
             self.state.compiled_on.add((after.model, after.version, after.host))
@@ -579,12 +581,12 @@ class Controller:
 
     async def _drain(self, view: ReplicaView) -> None:
         await self.publish()  # remove it from the routes first
-        await self._drained(actor_name(view.model, view.replica, view.epoch), view.deadlines.drain_s)
+        await self._wait_drained(actor_name(view.model, view.replica, view.epoch), view.deadlines.drain_s)
         current = self._view(view.id, view.epoch)
         if current is not None and current.state is State.DRAINING:
             self._signal(current, Signal.STOP, "drained")
 
-    async def _drained(self, name: str, drain_s: float) -> None:
+    async def _wait_drained(self, name: str, drain_s: float) -> None:
         """Wait up to ``drain_s`` for the replica's live requests to end. The replica's timer includes pauses and this
         one does not, so an interrupted drain is continued."""
         deadline = self._clock() + drain_s
@@ -600,7 +602,7 @@ class Controller:
                 return
             if view.pid is not None:
                 self._hosts.note_death(view.pid)
-            tail = await self._tail(view)
+            tail = await self._read_log_tail(view)
             current = self._view(view.id, view.epoch)
             if current is not None:
                 self._store_view(dataclasses.replace(current, gone=True, log=tail, **_NO_WORK))
@@ -608,7 +610,7 @@ class Controller:
         finally:  # the next round retries if it is not gone
             self._releasing.discard(view.id)
 
-    async def _tail(self, view: ReplicaView) -> tuple[str, ...]:
+    async def _read_log_tail(self, view: ReplicaView) -> tuple[str, ...]:
         """Returns the last lines of its log; none if it cannot be read in time."""
         log_file = str(self._home.log(view.model, view.replica))
         try:
@@ -617,13 +619,13 @@ class Controller:
             log.warning("the log of %s cannot be read", view.id, exc_info=True)
             return ()
 
-    async def _take_down(self, id: str, drain_s: float) -> None:
+    async def _shut_down_replica(self, id: str, drain_s: float) -> None:
         view = self.state.views[id]
         name = actor_name(view.model, view.replica, view.epoch)
         if view.state in (State.READY, State.DRAINING):
             if view.state is State.READY:
                 self._signal(view, Signal.DRAIN)
-            await self._drained(name, drain_s)
+            await self._wait_drained(name, drain_s)
         view = self._signal(self.state.views[id], Signal.STOP, "the fleet shuts down")
         dead = await self._cluster.end(name, view.pid, view.started, view.host)
         log.info("%s: %s", view.id, "gone" if dead else "still alive")
@@ -732,7 +734,7 @@ class Controller:
         return [labelled(family, "host", host) for family in measured]
 
 
-def _with(view: ReplicaView, status: ReplicaStatus, now: float) -> ReplicaView:
+def _with_status(view: ReplicaView, status: ReplicaStatus, now: float) -> ReplicaView:
     """Returns the view updated with the replica's reported work.
 
     The replica's clock includes pauses, so durations grow by at most the time since its last report.

@@ -97,7 +97,7 @@ def reconcile(
             actions.append(Fail(replica, f"{fault}, the deadline is {replica.deadlines.step_s:.0f} s"))
         elif overdrawn:  # 2b
             actions.append(Stop(replica, "its drain deadline has passed"))
-        elif target is None or not _meets(replica, target, replaced):  # 3
+        elif target is None or not _matches(replica, target, replaced):  # 3
             if ending:
                 actions.append(Forget(replica))
             elif replica.state is State.READY:
@@ -105,23 +105,23 @@ def reconcile(
             elif starting:
                 actions.append(Stop(replica, "no longer planned"))
         elif ending:  # 5
-            if observed.now >= replica.retry_at and not _held(target, observed):
+            if observed.now >= replica.retry_at and not _has_used_cores(target, observed):
                 actions.append(Start(target, replica))
         elif starting and observed.settled and (late := replica.overdue(observed.now)) is not None:  # 4
             actions.append(Fail(replica, late))
     for id, target in by_id.items():
-        if id not in observed.replicas and not _held(target, observed):  # 6
+        if id not in observed.replicas and not _has_used_cores(target, observed):  # 6
             actions.append(Start(target, None))
     return actions
 
 
-def _meets(replica: ReplicaView, target: ReplicaTarget, replaced: frozenset[tuple[str, int]]) -> bool:
+def _matches(replica: ReplicaView, target: ReplicaTarget, replaced: frozenset[tuple[str, int]]) -> bool:
     return (replica.host, replica.cores, replica.version) == (target.host, target.cores, target.version) and (
         target.placement is None or (replica.id, replica.epoch) not in replaced
     )
 
 
-def _held(target: ReplicaTarget, observed: Observed) -> bool:
+def _has_used_cores(target: ReplicaTarget, observed: Observed) -> bool:
     return any(
         replica.host == target.host
         and not replica.gone

@@ -45,7 +45,7 @@ class _Gateway:
 
 
 @dataclass
-class _Memory:
+class _ModelHistory:
     """The scaling history of one model."""
 
     why: str | None = None  # the last reason
@@ -79,7 +79,7 @@ class Scaler:
         self._urged: set[str] = set()  # models with an urgent decision since the last regular one
         self._urgent = False
         self._history = History()
-        self._known: dict[str, _Memory] = {}
+        self._known: dict[str, _ModelHistory] = {}
 
     # Reports
 
@@ -91,7 +91,7 @@ class Scaler:
     def receive(self, report: DemandReport) -> bool:
         """Receive a report; duplicates are ignored. Returns whether requests wait for a model without replicas."""
         now = self._state.clock()
-        self._forget_silent(now)
+        self._drop_silent_gateways(now)
         gateway = self._gateways.get(report.gateway)
         if gateway is not None and (report.number == gateway.number or 1 < report.number < gateway.number):
             gateway.heard = now
@@ -115,7 +115,7 @@ class Scaler:
         self._woken.add(model)
         self._urgent = True
 
-    def released(self, model: ModelSpec, count: int) -> None:
+    def end_manual_scaling(self, model: ModelSpec, count: int) -> None:
         """Start from ``count`` after manual scaling ends; with demand reports, only the autoscaler lowers it."""
         self._state.set_target(model, count if self.active and model.scaling.auto and count else None)
 
@@ -123,7 +123,7 @@ class Scaler:
         model = self._state.current.spec.model(name)
         return model is not None and model.scaling.auto and self._state.desired_count(model) == 0
 
-    def _forget_silent(self, now: float) -> None:
+    def _drop_silent_gateways(self, now: float) -> None:
         for name in [name for name, gateway in self._gateways.items() if now - gateway.heard > SILENT_S]:
             log.info("gateway %s has stopped reporting", name)
             del self._gateways[name]
@@ -138,15 +138,15 @@ class Scaler:
             if now - memory.routed_at >= ROUTED_S:
                 memory.routed_at = now
                 view = self._state.views.get(decision.replica)
-                self._state.record_event("info", "Routed", _sample(decision), view=view, model=decision.model)
+                self._state.record_event("info", "Routed", _routing_message(decision), view=view, model=decision.model)
 
     # Decisions
 
     def round(self) -> None:
         """Apply schedules and decide if due. Called once in each round, before the goal is computed."""
         now = self._state.clock()
-        self._forget_silent(now)
-        self._watch()
+        self._drop_silent_gateways(now)
+        self._update_history()
         self._follow_bounds()
         in_time = now - self._since >= AUTOSCALE_S
         if self.active and (in_time or self.due_in() == 0.0):
@@ -177,7 +177,7 @@ class Scaler:
             by_model.setdefault(view.model, []).append(view)
         return by_model
 
-    def _watch(self) -> None:
+    def _update_history(self) -> None:
         """Update start times and first readiness, which decisions need."""
         views_of = self._views()
         for model in self._state.current.spec.models:
@@ -225,9 +225,9 @@ class Scaler:
         self._woken.clear()
         decision = autoscale(history, self.fleet_now(), now)
         for model in models:
-            self._act(model, decision, loads[model.name], now)
+            self._apply_target(model, decision, loads[model.name], now)
 
-    def _act(self, model: ModelSpec, decision: Targets, load: Load, now: float) -> None:
+    def _apply_target(self, model: ModelSpec, decision: Targets, load: Load, now: float) -> None:
         state = self._state
         count, why = decision.counts.get(model.name), decision.reasons.get(model.name)
         if count is None or not self._decides(model):
@@ -311,8 +311,8 @@ class Scaler:
         """``placed``: replicas in the last plan; ``hosts``: the numbers of live hosts, by name."""
         state, memory = self._state, self._memory(model.name)
         every = list(every)
-        views = [view for view in every if _counts(view) and view.host in hosts]
-        given_up = sum(view.state is State.FAILED and not _counts(view) for view in every)
+        views = [view for view in every if _is_counted(view) and view.host in hosts]
+        given_up = sum(view.state is State.FAILED and not _is_counted(view) for view in every)
         ready = sum(view.state is State.READY for view in views)
         held, desired = state.bounds(model), state.desired_count(model)
         in_cores = any(takes_cores(state.current.engines[model.name], host) for host in state.living_hosts)
@@ -342,15 +342,15 @@ class Scaler:
             places=tuple((hosts[view.host], view.cores.first) for view in views if view.cores is not None),
         )
 
-    def _memory(self, name: str) -> _Memory:
-        return self._known.setdefault(name, _Memory())
+    def _memory(self, name: str) -> _ModelHistory:
+        return self._known.setdefault(name, _ModelHistory())
 
     # Status
 
     def status(self, model: ModelSpec) -> dict[str, Any]:
         """Returns the scaling status of a model: target, reason, bounds and demand."""
         held = self._state.bounds(model)
-        memory = self._known.get(model.name) or _Memory()
+        memory = self._known.get(model.name) or _ModelHistory()
         return {
             "auto": model.scaling.auto,
             "min": held.min,
@@ -381,7 +381,7 @@ class Scaler:
         return {(name, kind): self._memory(name).changes.get(kind, 0) for name in names for kind in KINDS}
 
 
-def _counts(view: ReplicaView) -> bool:
+def _is_counted(view: ReplicaView) -> bool:
     """Returns whether the replica serves or is expected to."""
     if view.state is State.FAILED:
         return not view.stopped and not view.breaker_open
@@ -396,7 +396,7 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
 
 
-def _sample(decision: RoutingDecision) -> str:
+def _routing_message(decision: RoutingDecision) -> str:
     parts = [
         f"{decision.request} waited {decision.queue_ms:.0f} ms",
         f"{decision.candidates} had a free slot, {decision.replica} took it as {decision.slot} of {decision.slots}",

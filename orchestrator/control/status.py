@@ -24,7 +24,7 @@ from workers.artifacts.fetch.progress import FetchStatus
 log = logging.getLogger(__name__)
 
 
-class Finding(NamedTuple):
+class Condition(NamedTuple):
     """The current value of one condition."""
 
     type: str
@@ -40,10 +40,10 @@ class Conditions:
         self._wall = wall
         self._since: dict[tuple[str, str], tuple[bool, float]] = {}
 
-    def report(self, about: str, findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    def report(self, about: str, conditions_now: Iterable[Condition]) -> list[dict[str, Any]]:
         """Returns the conditions in the status's form, which is that of Kubernetes."""
         conditions = []
-        for finding in findings:
+        for finding in conditions_now:
             key = about, finding.type
             previous = self._since.get(key)
             if previous is None or previous[0] is not finding.holds:
@@ -168,7 +168,7 @@ def status(
         "revision": state.current.number,
         "index": state.journal.state().index,
         "rollout": rollout(state),
-        "conditions": conditions.report("fleet", _fleet_findings(state, ready, hosts)),
+        "conditions": conditions.report("fleet", _fleet_conditions(state, ready, hosts)),
         "models": [
             _model_status(state, model, conditions, log_of, scaling_of(model)) for model in state.current.spec.models
         ],
@@ -222,12 +222,12 @@ def _model_row(
     }
 
 
-def _fleet_findings(state: FleetState, ready: bool, hosts: list[dict[str, Any]]) -> Iterable[Finding]:
-    yield Finding(
+def _fleet_conditions(state: FleetState, ready: bool, hosts: list[dict[str, Any]]) -> Iterable[Condition]:
+    yield Condition(
         "Ready", ready, "Served" if ready else "Loading", "every model has reached its min replicas" if ready else ""
     )
     writable = state.writable
-    yield Finding(
+    yield Condition(
         "JournalWritable",
         writable,
         "Written" if writable else "DiskFull",
@@ -235,31 +235,33 @@ def _fleet_findings(state: FleetState, ready: bool, hosts: list[dict[str, Any]])
     )
     hold = state.hold
     intact, why = hold is None, "" if hold is None else problem_text(hold)
-    yield Finding("JournalIntact", intact, "Intact" if intact else "ActionsHeld", why)
+    yield Condition("JournalIntact", intact, "Intact" if intact else "ActionsHeld", why)
     wrong = [host["name"] for host in hosts if not host["balanced"]]
-    yield Finding("CoresAddUp", not wrong, "Wrong" if wrong else "Counted", ", ".join(wrong))
+    yield Condition("CoresAddUp", not wrong, "Wrong" if wrong else "Counted", ", ".join(wrong))
     lost = sorted(state.lost)
-    yield Finding("HostsAlive", not lost, "HostLost" if lost else "Alive", ", ".join(lost))
+    yield Condition("HostsAlive", not lost, "HostLost" if lost else "Alive", ", ".join(lost))
 
 
-def _model_findings(state: FleetState, model: ModelSpec) -> Iterable[Finding]:
+def _model_conditions(state: FleetState, model: ModelSpec) -> Iterable[Condition]:
     ready, desired = state.ready(model.name), state.desired_count(model)
     enough = ready >= min(model.replicas.min, desired)
-    yield Finding("Available", enough, "Serving" if ready else "NoReplica", f"{ready} of {desired} replicas are ready")
+    yield Condition(
+        "Available", enough, "Serving" if ready else "NoReplica", f"{ready} of {desired} replicas are ready"
+    )
     step = state.goal.steps.get(model.name)
     moving = step is not None and not step.settled(state.desired_model(model))
-    yield Finding(
+    yield Condition(
         "Progressing", moving, "Updating" if moving and step and step.old else "Starting" if moving else "Settled", ""
     )
     missing = [unplaced for unplaced in state.goal.plan.unplaced if unplaced.model == model.name]
     if sum(target.model == model.name for target in state.goal.targets) >= _due(state, model):
         missing = []  # only replicas that the autoscaler adds are missing
     problems = "; ".join(problem.what for unplaced in missing for problem in unplaced.problems)
-    yield Finding("Placed", not missing, "NoRoom" if missing else "Placed", problems)
+    yield Condition("Placed", not missing, "NoRoom" if missing else "Placed", problems)
     cut_off = [view.id for view in state.replicas_of(model.name) if view.id in state.unreachable]
-    yield Finding("Reachable", not cut_off, "Unreachable" if cut_off else "Connected", ", ".join(cut_off))
+    yield Condition("Reachable", not cut_off, "Unreachable" if cut_off else "Connected", ", ".join(cut_off))
     failed = [view for view in state.replicas_of(model.name) if view.state is State.FAILED]
-    yield Finding("Healthy", not failed, _health(failed), "; ".join(f"{view.id}: {view.reason}" for view in failed))
+    yield Condition("Healthy", not failed, _health(failed), "; ".join(f"{view.id}: {view.reason}" for view in failed))
 
 
 def _health(failed: list[ReplicaView]) -> str:
@@ -286,7 +288,7 @@ def _model_status(
         "scaling": scaling,
         "version": state.current.versions[model.name],
         "preparing": [_preparing(state, preparation) for preparation in _preparations(state, model)],
-        "conditions": conditions.report(model.name, _model_findings(state, model)),
+        "conditions": conditions.report(model.name, _model_conditions(state, model)),
         "replicas": [
             {
                 "id": view.id,

@@ -37,7 +37,7 @@ TOOLS_PERIOD_S = 10.0  # between two runs of the Neuron tools, which take second
 M = TypeVar("M", bound=Callable[..., object])
 
 
-def held_among(sources: Collection[str], artifacts: Iterable[Artifact]) -> frozenset[str]:
+def sources_among(sources: Collection[str], artifacts: Iterable[Artifact]) -> frozenset[str]:
     """Returns the ``sources`` that are among ``artifacts``. Trailing slashes are ignored, as in the store."""
     stored = {artifact.source.rstrip("/") for artifact in artifacts}
     return frozenset(source for source in sources if source.rstrip("/") in stored)
@@ -100,7 +100,7 @@ class HostActor:
         """Check what a start needs without cores, with the parameters of ``fetch``."""
         return self._compiler.check(waiter, config, wait_s)
 
-    def leave(self, waiter: str) -> None:
+    def stop_waiting(self, waiter: str) -> None:
         """Stop the waiter's waits for fetches and compiles."""
         self._fetches.leave(waiter)
         self._compiler.leave(waiter)
@@ -108,9 +108,9 @@ class HostActor:
     def progress(self) -> list[FetchStatus]:
         return self._fetches.progress()
 
-    def held(self, sources: Collection[str]) -> frozenset[str]:
+    def stored_sources(self, sources: Collection[str]) -> frozenset[str]:
         """Returns the sources that are completely stored."""
-        return held_among(sources, self._store.artifacts())
+        return sources_among(sources, self._store.artifacts())
 
     def confirm_death(self, pid: int, started: float, deadline_s: float) -> bool:
         dead = this_host.confirm_death(pid, started, deadline_s)
@@ -118,10 +118,10 @@ class HostActor:
             self._endings.forget(pid, started)
         return dead
 
-    def attend(self, pid: int, started: float) -> None:
+    def watch_process(self, pid: int, started: float) -> None:
         self._endings.attend(pid, started)
 
-    def ending(self, pid: int, started: float, log: str) -> str | None:
+    def process_exit(self, pid: int, started: float, log: str) -> str | None:
         """Returns how the process ended; see `Endings.of`."""
         return self._endings.of(pid, started, Path(log))
 

@@ -114,7 +114,7 @@ class RayCluster:
     async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
         async def held_by(host: str) -> frozenset[str]:
             try:
-                return frozenset(await self._call(host, "held", list(sources)))
+                return frozenset(await self._call(host, "stored_sources", list(sources)))
             except (HostLost, RayTaskError) as error:
                 log.warning("%s does not report which sources it stores: %s", host, error)
                 return frozenset()
@@ -156,7 +156,7 @@ class RayCluster:
         except asyncio.CancelledError:
             node = self._node_of(host)
             if node is not None and node.alive:
-                self._host_actor(node).leave.remote(waiter)
+                self._host_actor(node).stop_waiting.remote(waiter)
             raise
         return ended
 
@@ -219,7 +219,7 @@ class RayCluster:
         if name not in self._processes and (config := self._configs.get(name)) is not None:
             self._processes[name] = status.pid, status.started
             if (node := self._node_of(config.host)) is not None and node.alive:
-                self._host_actor(node).attend.remote(status.pid, status.started)
+                self._host_actor(node).watch_process.remote(status.pid, status.started)
         return status
 
     async def _ending(self, name: str) -> str | None:
@@ -228,7 +228,7 @@ class RayCluster:
             return None
         config, process = self._configs[name], self._processes[name]
         try:
-            ending: str | None = await self._call(config.host, "ending", *process, config.log)
+            ending: str | None = await self._call(config.host, "process_exit", *process, config.log)
         except (HostLost, RayError):
             return None
         return f"{ending}: manually, or by the kernel when out of memory" if ending == BY_SIGKILL else ending

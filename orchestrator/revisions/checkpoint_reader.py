@@ -62,7 +62,7 @@ class CheckpointFacts:
     """Metadata of remote sources, by model name and whether it is the draft's."""
 
 
-def parts(spec: Spec) -> Iterator[CheckpointPart]:
+def checkpoint_parts(spec: Spec) -> Iterator[CheckpointPart]:
     """Yields every checkpoint that replicas of the spec would read."""
     for model in spec.models:
         if model.engine != "echo" and "source" not in model.broken:
@@ -88,7 +88,7 @@ def read_facts(
     checkpoints: dict[str, Checkpoint] = {}
     drafts: dict[str, Checkpoint] = {}
     problems: list[Problem] = []
-    every = list(parts(spec))
+    every = list(checkpoint_parts(spec))
     heads = _heads_of(spec, [part for part in every if part.folder is None], fresh, pinned or {}, problems)
     for part in every:
         head = heads.get(part.key)

@@ -13,8 +13,8 @@ from orchestrator.records.journal import Revision
 from orchestrator.revisions.checkpoint_reader import (
     CheckpointFacts,
     CheckpointPart,
+    checkpoint_parts,
     is_hub_source,
-    parts,
     read_facts,
     source_metadata_store,
     source_query,
@@ -97,7 +97,7 @@ class ResolvedRevision:
         return model.source_path if head is None else head.folder
 
 
-def read_generation(revision: Revision, machine: Machine) -> ResolvedRevision:
+def resolve_revision(revision: Revision, machine: Machine) -> ResolvedRevision:
     """Resolve a revision. Blocks. Raises ValueError if its text has errors; an apply has checked it.
 
     Remote sources are queried only without stored metadata: an apply has queried them. The commit of a hub's branch
@@ -118,7 +118,7 @@ def read_generation(revision: Revision, machine: Machine) -> ResolvedRevision:
 
 
 def _pinned_facts(spec: Spec, fleet: str) -> CheckpointFacts:
-    hub = {part.key: source_query(part).digest for part in parts(spec) if is_hub_source(part)}
+    hub = {part.key: source_query(part).digest for part in checkpoint_parts(spec) if is_hub_source(part)}
     if not hub or not fleet:
         return read_facts(spec, fresh=False)
     heads = source_metadata_store()

@@ -9,7 +9,7 @@ import msgspec.structs
 import yaml
 
 from orchestrator.records.journal import Revision
-from orchestrator.revisions.resolved_revision import ResolvedRevision, read_generation
+from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
 from orchestrator.rollout.changes import interpreters
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import Machine
@@ -22,20 +22,20 @@ from placements.spec.yaml_tree import read
 _ABSENT = object()
 
 
-def without(now: Any, after: Any, before: Any) -> Any:
+def revert_change(now: Any, after: Any, before: Any) -> Any:
     """Returns ``now`` without the change from ``before`` to ``after``, key by key; later changes of a key stay."""
     if now == after:
         return before
     if not (isinstance(now, dict) and isinstance(after, dict) and isinstance(before, dict)):
         return now
     merged = {
-        key: without(now.get(key, _ABSENT), after.get(key, _ABSENT), before.get(key, _ABSENT))
+        key: revert_change(now.get(key, _ABSENT), after.get(key, _ABSENT), before.get(key, _ABSENT))
         for key in dict.fromkeys((*now, *before))
     }
     return {key: value for key, value in merged.items() if value is not _ABSENT}
 
 
-def culprits(specs: Sequence[Spec], model: str) -> list[int]:
+def changing_specs(specs: Sequence[Spec], model: str) -> list[int]:
     """Returns the indexes, last first, of the specs that changed the configuration of the model's replicas.
 
     Considers only those after its last return to the first spec's configuration.
@@ -55,7 +55,9 @@ def _process(spec: Spec, name: str) -> object:
     return None if model is None else (model.started_with, interpreters(spec, model.engine))
 
 
-def reverted(revisions: Sequence[Revision], model: str, machine: Machine) -> tuple[ResolvedRevision, list[int]] | None:
+def revert_changes(
+    revisions: Sequence[Revision], model: str, machine: Machine
+) -> tuple[ResolvedRevision, list[int]] | None:
     """Returns the last revision without those that changed the failed model, and their numbers. Blocks.
 
     ``revisions`` begins with the last complete one. Returns None if all later ones must be reverted, or if the result
@@ -66,13 +68,13 @@ def reverted(revisions: Sequence[Revision], model: str, machine: Machine) -> tup
     parsed = [spec for spec in specs if spec is not None]
     if len(parsed) < len(specs) or any(revision.base_dir != first.base_dir for revision in revisions):
         return None
-    places = culprits(parsed, model)
+    places = changing_specs(parsed, model)
     if not places or len(places) == len(revisions) - 1:
         return None
     data = [read(revision.text, revision.file).value for revision in revisions]
     merged = data[-1]
     for place in places:
-        merged = without(merged, data[place], data[place - 1])
+        merged = revert_change(merged, data[place], data[place - 1])
     numbers = sorted(revisions[place].number for place in places)
     title = f"# revision {last.number} without the changes of {', '.join(map(str, numbers))}\n"
     text = title + yaml.safe_dump(merged, sort_keys=False, allow_unicode=True, width=120)
@@ -80,7 +82,7 @@ def reverted(revisions: Sequence[Revision], model: str, machine: Machine) -> tup
     if spec is None or _process(spec, model) != _process(parsed[0], model):
         return None
     try:
-        generation = read_generation(msgspec.structs.replace(last, text=text), machine)
+        generation = resolve_revision(msgspec.structs.replace(last, text=text), machine)
     except ValueError:
         return None
     problems = check(generation.spec, generation.hosts, generation.checkpoints, {})

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from orchestrator.access.source_policy import SourcePolicy
-from orchestrator.revisions.checkpoint_reader import is_hub_source, parts, read_facts
+from orchestrator.revisions.checkpoint_reader import checkpoint_parts, is_hub_source, read_facts
 from orchestrator.revisions.precompiled_checkpoint import precompiled_problems
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine, resolve
@@ -100,9 +100,9 @@ def examine(
     if refused:
         problems = in_order((*parsed.problems, *refused))
         return SpecFile(text, name, base_dir, parsed.spec, machine, hosts_for(parsed.spec, machine), {}, problems)
-    folders_meant = tuple(_folders_meant(parsed.spec, allowed))
-    if folders_meant:  # do not query the hub
-        problems = in_order((*parsed.problems, *folders_meant))
+    ambiguous = tuple(_ambiguous_sources(parsed.spec, allowed))
+    if ambiguous:  # do not query the hub
+        problems = in_order((*parsed.problems, *ambiguous))
         return SpecFile(text, name, base_dir, parsed.spec, machine, hosts_for(parsed.spec, machine), {}, problems)
     hosts = hosts_for(parsed.spec, machine)
     facts = read_facts(parsed.spec, here=None if folders == "ignore" else folders == "load" and _loads(machine, hosts))
@@ -139,9 +139,9 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
-def _folders_meant(spec: Spec, allowed: SourcePolicy) -> Iterator[Problem]:
+def _ambiguous_sources(spec: Spec, allowed: SourcePolicy) -> Iterator[Problem]:
     """Yields an error for each hub id that is also the relative path of a checkpoint beside the spec. Blocks."""
-    for part in parts(spec):
+    for part in checkpoint_parts(spec):
         folder = (Path(spec.base_dir) / part.source).resolve()
         if is_hub_source(part) and allowed.allows(str(folder)) and (folder / "config.json").is_file():
             key = "draft.source" if part.is_draft else "source"

@@ -11,7 +11,7 @@ from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
 from orchestrator.rollout.update_strategy import END_S
 from placements.spec.schema import Spec
 
-MOST_MOVES = 4
+MAX_MOVES = 4
 """The most replicas that are moved for one that cannot be placed. With four, an arrival is rejected half as often as by
 first fit (benchmarks/placement.py); more gain little."""
 
@@ -38,7 +38,7 @@ def find_relocation(situation: Situation, goal: Goal) -> Relocation | None:
         return None
     if any(step.old for step in goal.steps.values()):
         return None  # an update in progress frees cores by itself
-    trial = compute_goal(situation, moves=MOST_MOVES, costs=_costs(situation)).plan
+    trial = compute_goal(situation, moves=MAX_MOVES, costs=_costs(situation)).plan
     if len(trial.unplaced) >= len(goal.plan.unplaced):
         return None
     held: dict[str, frozenset[int]] = {}

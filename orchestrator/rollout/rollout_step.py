@@ -46,7 +46,7 @@ class ReplicaTarget:
 
 
 @dataclass(frozen=True)
-class Former:
+class FormerVersion:
     """The last version whose rollout completed. During a canary or a frozen update, lost replicas restart in it."""
 
     model: ModelSpec
@@ -54,7 +54,7 @@ class Former:
     checkpoint: Checkpoint | None = None
 
     @property
-    def apart(self) -> ModelSpec:
+    def renamed_model(self) -> ModelSpec:
         """A copy of the model with a distinct name, so that it can be planned beside the new version."""
         return self.model.model_copy(update={"name": f"{self.model.name} (former version)"})
 
@@ -73,7 +73,7 @@ class DesiredModel:
     frozen: bool = False  # paused: no old replica stops and no current one starts
     awaited: bool = False  # old replicas stay until the artifacts of the current ones are on their hosts
     lender: str | None = None  # with borrow: the id of the replica that is stopped
-    former: Former | None = None  # of a canary or a frozen update, if known
+    former: FormerVersion | None = None  # of a canary or a frozen update, if known
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def defer_displacements(
     waiting: dict[str, ReplicaTarget] = {}
     for view in views:
         if view.state is State.READY and view.id not in target_ids and stays(view):
-            takers = [target for target in goal.targets if _lies_on(target, view)]
+            takers = [target for target in goal.targets if _overlaps(target, view)]
             if takers and all(target.id in late for target in takers):
                 staying.append(ReplicaTarget(view.model, view.replica, view.host, view.cores, view.version))
                 waiting.update((target.id, target) for target in takers)
@@ -176,7 +176,7 @@ def defer_displacements(
     return replace(goal, targets=targets), tuple(waiting.values())
 
 
-def _lies_on(target: ReplicaTarget, view: ReplicaView) -> bool:
+def _overlaps(target: ReplicaTarget, view: ReplicaView) -> bool:
     if target.cores is None or view.cores is None or target.host != view.host:
         return False
     return target.cores.overlap(view.cores) is not None
@@ -212,7 +212,7 @@ class Situation:
 
 
 @dataclass(frozen=True)
-class _Sorted:
+class _ReplicaGroups:
     """The replicas of each model, classified as current, old or leaving."""
 
     current: dict[str, list[ReplicaView]]
@@ -231,7 +231,7 @@ def compute_goal(situation: Situation, moves: int = 0, costs: Mapping[str, float
     ``moves`` and ``costs`` are passed to `placements.planner.plan.plan`.
     """
     desired_models = situation.desired_models
-    replicas = _sort(situation)
+    replicas = _group_replicas(situation)
     steps = {name: replicas.step(desired) for name, desired in desired_models.items()}
     new_plan = _plan(situation, replicas, steps, moves, costs)
     waiting = {one.model for one in new_plan.unplaced}
@@ -249,16 +249,16 @@ def compute_goal(situation: Situation, moves: int = 0, costs: Mapping[str, float
     ]
     for one in steps.values():
         targets += [ReplicaTarget(v.model, v.replica, v.host, v.cores, v.version) for v in one.keep]
-    targets += _returning(situation, restored, targets)
+    targets += _restored_targets(situation, restored, targets)
     return Goal(tuple(targets), new_plan, MappingProxyType(steps))
 
 
-def _returning(
+def _restored_targets(
     situation: Situation, restored: Sequence[Placement], others: Iterable[ReplicaTarget]
 ) -> list[ReplicaTarget]:
     """Returns targets of the former version, with unused replica numbers."""
     formers = {
-        desired.former.apart.name: desired.former
+        desired.former.renamed_model.name: desired.former
         for desired in situation.desired_models.values()
         if desired.former is not None
     }
@@ -274,7 +274,7 @@ def _returning(
     return targets
 
 
-def _sort(situation: Situation) -> _Sorted:
+def _group_replicas(situation: Situation) -> _ReplicaGroups:
     desired_models = situation.desired_models
     names = {host.name for host in situation.hosts}
     current: dict[str, list[ReplicaView]] = {name: [] for name in desired_models}
@@ -300,11 +300,15 @@ def _sort(situation: Situation) -> _Sorted:
     for name, desired in desired_models.items():
         old[name] += _misplaced(desired, current[name])
         current[name] = [view for view in current[name] if view not in old[name]]
-    return _Sorted(current, old, leaving)
+    return _ReplicaGroups(current, old, leaving)
 
 
 def _plan(
-    situation: Situation, replicas: _Sorted, steps: Mapping[str, Step], moves: int, costs: Mapping[str, float] | None
+    situation: Situation,
+    replicas: _ReplicaGroups,
+    steps: Mapping[str, Step],
+    moves: int,
+    costs: Mapping[str, float] | None,
 ) -> Plan:
     """Returns a plan of the current replicas of the steps, beside the old replicas that they keep."""
     desired_models, blocked = situation.desired_models, situation.blocked
@@ -331,10 +335,10 @@ def _plan(
         if desired.former and steps[name].lost
     ]
     for former, lost in formers:
-        spec = spec.model_copy(update={"models": (former.apart, *spec.models)})
-        counts[former.apart.name] = lost
+        spec = spec.model_copy(update={"models": (former.renamed_model, *spec.models)})
+        counts[former.renamed_model.name] = lost
         if former.checkpoint is not None:
-            checkpoints[former.apart.name] = former.checkpoint
+            checkpoints[former.renamed_model.name] = former.checkpoint
     new_plan = plan(
         spec,
         situation.hosts,
@@ -347,7 +351,7 @@ def _plan(
         costs=costs,
         held=situation.held,
     )
-    names = {former.apart.name: former.model.name for former, _ in formers}
+    names = {former.renamed_model.name: former.model.name for former, _ in formers}
     unplaced = tuple(replace(one, model=names.get(one.model, one.model)) for one in new_plan.unplaced)
     return replace(new_plan, unplaced=unplaced)
 

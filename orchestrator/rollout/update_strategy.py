@@ -22,7 +22,7 @@ class UpdateStrategy:
     possible: bool = True
 
 
-def choose(situation: Situation, name: str) -> UpdateStrategy:
+def choose_strategy(situation: Situation, name: str) -> UpdateStrategy:
     """Returns the strategy for a model with old replicas: the spec's, or with ``auto`` the first possible one of these.
 
     1. surge, if an extra replica finds free cores (all of them if the versions do not mix)     no outage

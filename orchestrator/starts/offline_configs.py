@@ -15,7 +15,7 @@ from orchestrator.process.home import Home
 from orchestrator.records.journal import Revision
 from orchestrator.revisions.checkpoint_reader import CheckpointPart
 from orchestrator.revisions.config_builder import replica_config
-from orchestrator.revisions.resolved_revision import read_generation
+from orchestrator.revisions.resolved_revision import resolve_revision
 from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.starts.engine_resolution import resolve_engine
 from placements.facts.engines import Engine, needs_neuron
@@ -71,7 +71,7 @@ class OfflineConfigs:
         """``file`` has no errors."""
         assert file.spec is not None
         self._file, self._home, self._spec = file, home, file.spec
-        self.generation = read_generation(revision_of(file), file.machine)
+        self.generation = resolve_revision(revision_of(file), file.machine)
         self._plan = plan(file.spec, file.hosts, file.checkpoints)
         self._machine = ThisMachine()
 

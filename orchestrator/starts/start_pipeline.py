@@ -83,7 +83,9 @@ class StartPipeline:
         """Returns the configuration for the process; None if the replica was stopped meanwhile.
 
         The fetch may continue in ``_ahead``."""
-        ready = await resolve_engine(config, self._state.generation_of(config.model, config.version), self._cluster)
+        ready = await resolve_engine(
+            config, self._state.revision_of_version(config.model, config.version), self._cluster
+        )
         view = self._effects.view(id, config.epoch)
         if isinstance(ready, Failure) or view is None or view.state is not State.PENDING:
             return ready

@@ -101,7 +101,7 @@ class UpdatePrefetch:
         model = state.current.spec.model(before.model)
         deadlines = Deadlines() if model is None else model.deadlines
         try:
-            ready = await resolve_engine(config, state.generation_of(config.model, config.version), self._cluster)
+            ready = await resolve_engine(config, state.revision_of_version(config.model, config.version), self._cluster)
             if isinstance(ready, Failure):
                 return ready
             # not the log of the serving replica with that number

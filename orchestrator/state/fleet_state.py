@@ -36,13 +36,13 @@ from orchestrator.records.journal import (
     Target,
     failed_cores,
 )
-from orchestrator.revisions.resolved_revision import ResolvedRevision, read_generation
-from orchestrator.revisions.rollback import reverted
+from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
+from orchestrator.revisions.rollback import revert_changes
 from orchestrator.rollout.preparation import Preparation, takes_long, upcoming_targets
 from orchestrator.rollout.relocation import Relocation, find_relocation
 from orchestrator.rollout.rollout_step import (
     DesiredModel,
-    Former,
+    FormerVersion,
     Goal,
     Situation,
     Step,
@@ -50,7 +50,7 @@ from orchestrator.rollout.rollout_step import (
     defer_displacements,
 )
 from orchestrator.rollout.rollout_step import ReplicaTarget as ReplicaTarget
-from orchestrator.rollout.update_strategy import UpdateStrategy, choose
+from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from orchestrator.scaling.schedules import Bounds, bounds
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import Machine
@@ -63,8 +63,8 @@ log = logging.getLogger(__name__)
 
 Level = Literal["info", "warning", "error"]
 Outcome = Literal["progressing", "paused", "canary", "complete", "failed", "rolled_back"]
-ROOM_S = 60.0  # between two relocation attempts; and the limit of one, beside the starts
-MOST_DAMAGE = 3  # damage descriptions in one record
+RELOCATION_S = 60.0  # between two relocation attempts; and the limit of one, beside the starts
+MAX_DAMAGE = 3  # damage descriptions in one record
 HELD_RECORDS = 1000  # decisions and events buffered while the disk is full
 
 
@@ -108,7 +108,7 @@ class FleetState:
         begins = last is None or last.fleet != settings.fleet
         if last is None or begins:
             last = self._first_revision(past)
-        self.current = read_generation(last, self.machine)
+        self.current = resolve_revision(last, self.machine)
         confirmed = begins and not restarted
         if confirmed:
             self._report_damage()  # before the revision, which ends the hold
@@ -156,9 +156,9 @@ class FleetState:
         self.held: Mapping[str, frozenset[str]] = {}  # by host, the remote sources that are complete there
         self.goal = Goal()
         self._lost_former: set[str] = set()  # models that lost replicas of their former version
-        self.room: Relocation | None = None  # in progress
-        self._room_since = float("-inf")
-        self._no_room: tuple[object, object] | None = None  # placements and missing replicas when none was found
+        self.relocation: Relocation | None = None  # in progress
+        self._relocated_at = float("-inf")
+        self._unrelocatable: tuple[object, object] | None = None  # placements and missing replicas when none was found
         self._numbers: dict[str, int] = {}
         self._progress: tuple[Any, float] = ((), clock())
         self._late: set[str] = set()  # models past their progress deadline that cannot be rolled back
@@ -182,15 +182,15 @@ class FleetState:
         past = self.journal.state()
         last = past.revisions.get(past.completed or 0)
         if last is not None and last.fleet == self.settings.fleet and last.number != self.current.number:
-            self.stable = read_generation(last, self.machine)
+            self.stable = resolve_revision(last, self.machine)
 
     def _report_damage(self) -> None:
         """Record each damage of the journal as an event, and hold the fleet until the next revision."""
         damage = self.journal.damage
         if not damage:
             return
-        more = len(damage) - MOST_DAMAGE
-        self.note(Damage(what="; ".join(damage[:MOST_DAMAGE]) + (f"; and {more} more" if more > 0 else "")))
+        more = len(damage) - MAX_DAMAGE
+        self.note(Damage(what="; ".join(damage[:MAX_DAMAGE]) + (f"; and {more} more" if more > 0 else "")))
         for description in damage:
             self.record_event("error", "JournalDamaged", f"journal-damaged: {description}")
 
@@ -272,7 +272,7 @@ class FleetState:
             )
         )
 
-    def decide(self, action: Any, view: ReplicaView, reason: str) -> None:
+    def record_decision(self, action: Any, view: ReplicaView, reason: str) -> None:
         """Record an action on a replica before it is executed."""
         self.note(
             Decision(
@@ -311,9 +311,9 @@ class FleetState:
         """Returns the desired number without a manual scale: the autoscaler's target within the bounds."""
         held = self.bounds(model)
         count = self.targets.get(model.name) if model.scaling.auto else None
-        return min(max(held.min, self._least(model) if count is None else count), held.max)
+        return min(max(held.min, self._min_replicas(model) if count is None else count), held.max)
 
-    def _least(self, model: ModelSpec) -> int:
+    def _min_replicas(self, model: ModelSpec) -> int:
         """Returns the desired number without the autoscaler: min, or 1 if a request started the model."""
         return max(self.bounds(model).min, 1 if model.name in self.woken else 0)
 
@@ -335,7 +335,7 @@ class FleetState:
             self.woken.discard(model.name)
         if count is not None:
             count = min(max(count, held.min), held.max)
-        target = None if count == self._least(model) else count
+        target = None if count == self._min_replicas(model) else count
         if target != self.targets.get(model.name):
             self.targets.pop(model.name, None)
             if target is not None:
@@ -346,7 +346,7 @@ class FleetState:
         """Returns how many replicas a rollout waits for: those that the autoscaler adds start as cores allow."""
         scaled = self.journal.state().scales.get(model.name)
         desired = self.desired_count(model)
-        return desired if scaled is not None else min(desired, self._least(model))
+        return desired if scaled is not None else min(desired, self._min_replicas(model))
 
     def settled(self, model: ModelSpec) -> bool:
         """Returns whether the rollout of the model is finished."""
@@ -395,7 +395,7 @@ class FleetState:
             or self.desired_count(model) > self.required(model),
         )
 
-    def _former(self, model: ModelSpec) -> Former | None:
+    def _former(self, model: ModelSpec) -> FormerVersion | None:
         """Returns the version in which lost replicas restart during a canary or a frozen rollout."""
         before = self.stable
         if before is None or not (self.in_canary or self.frozen):
@@ -403,9 +403,9 @@ class FleetState:
         old = before.spec.model(model.name)
         if old is None or before.versions[model.name] == self.current.versions[model.name]:
             return None
-        return Former(old, before.versions[model.name], before.checkpoints.get(model.name))
+        return FormerVersion(old, before.versions[model.name], before.checkpoints.get(model.name))
 
-    def generation_of(self, model: str, version: str) -> ResolvedRevision:
+    def revision_of_version(self, model: str, version: str) -> ResolvedRevision:
         """Returns the revision from which a replica of that version is started."""
         before = self.stable
         if before is None or version == self.current.versions.get(model) or version != before.versions.get(model):
@@ -524,7 +524,7 @@ class FleetState:
     def _blocked_or_held(self) -> dict[str, frozenset[int]]:
         """Returns the blocked cores and those that a relocation is emptying."""
         blocked = self.blocked()
-        for host, cores in (self.room.cores if self.room is not None else {}).items():
+        for host, cores in (self.relocation.cores if self.relocation is not None else {}).items():
             blocked[host] = blocked.get(host, frozenset()) | cores
         return blocked
 
@@ -535,9 +535,9 @@ class FleetState:
         if self.hold is not None:  # not acted upon: routes and status show it
             self.goal = goal
             return goal
-        undecided = [name for name, step in goal.steps.items() if step.old and self._needs_way(name, step, goal)]
+        undecided = [name for name, step in goal.steps.items() if step.old and self._needs_strategy(name, step, goal)]
         for name in undecided:
-            strategy = choose(situation, name)
+            strategy = choose_strategy(situation, name)
             if strategy != self.strategies.get(name):
                 outage = (
                     "an outage of unknown length"
@@ -560,8 +560,8 @@ class FleetState:
             situation = self.situation()
             goal = compute_goal(situation)
         self.goal = self._with_awaited(situation, goal)
-        self._tell_lost()
-        if self._make_room():
+        self._report_lost_replicas()
+        if self._update_relocation():
             return self.update_goal()
         return self.goal
 
@@ -583,12 +583,12 @@ class FleetState:
         planned = Counter(target.model for target in goal.targets)
         short = {name for name, desired in situation.desired_models.items() if planned[name] < desired.count}
         goal, waiting = defer_displacements(
-            goal, situation.views, self._is_lacking, lambda view: self._may_stay(view, short)
+            goal, situation.views, self._needs_preparation, lambda view: self._may_stay(view, short)
         )
         self.upcoming += waiting
         return goal
 
-    def _is_lacking(self, target: ReplicaTarget) -> bool:
+    def _needs_preparation(self, target: ReplicaTarget) -> bool:
         """Returns whether the host is not prepared for the target. After a ready start only fetches can remain."""
         model, preparation = self.current.spec.model(target.model), self.preparation(target)
         if model is None or preparation.done:
@@ -605,7 +605,7 @@ class FleetState:
         drained = view.host in self.journal.state().drains or view.host in self.lost
         return not stopped and not drained and (view.id, view.epoch) not in self.replaced()
 
-    def _tell_lost(self) -> None:
+    def _report_lost_replicas(self) -> None:
         """Record an event when replicas of a former version are lost."""
         lost = {name: step.lost for name, step in self.goal.steps.items() if step.lost}
         for name in lost.keys() - self._lost_former:
@@ -617,34 +617,36 @@ class FleetState:
             self.record_event("warning", "FormerVersionLost", f"{count} lost: {detail}", model=name)
         self._lost_former = set(lost)
 
-    def _make_room(self) -> bool:
+    def _update_relocation(self) -> bool:
         """Start or end a relocation. Returns whether the goal must be computed again."""
         now = self.clock()
-        if self.room is not None:
-            late = now - self._room_since > ROOM_S + max(view.deadlines.start_s for view in self.room.moving)
-            if not (self.room.empty(list(self.views.values())) or late or self.frozen):
+        if self.relocation is not None:
+            late = now - self._relocated_at > RELOCATION_S + max(
+                view.deadlines.start_s for view in self.relocation.moving
+            )
+            if not (self.relocation.empty(list(self.views.values())) or late or self.frozen):
                 return False
-            self.room = None
+            self.relocation = None
             return True
-        if self.frozen or self.in_canary or now - self._room_since < ROOM_S:
+        if self.frozen or self.in_canary or now - self._relocated_at < RELOCATION_S:
             return False
         placements = frozenset((view.id, view.epoch, view.host, view.cores, view.state) for view in self.views.values())
         missing = tuple((unplaced.model, unplaced.replica) for unplaced in self.goal.plan.unplaced)
-        if not missing or (placements, missing) == self._no_room:
+        if not missing or (placements, missing) == self._unrelocatable:
             return False
-        room = find_relocation(self.situation(), self.goal)
-        if room is None:
-            self._no_room = (placements, missing)
+        relocation = find_relocation(self.situation(), self.goal)
+        if relocation is None:
+            self._unrelocatable = (placements, missing)
             return False
-        self.room, self._room_since = room, now
-        for view in room.moving:
+        self.relocation, self._relocated_at = relocation, now
+        for view in relocation.moving:
             self.note(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by="the controller"))
             self.record_event(
-                "info", "MakingRoom", f"it is moved to make room for {' and '.join(room.models)}", view=view
+                "info", "MakingRoom", f"it is moved to make room for {' and '.join(relocation.models)}", view=view
             )
         return True
 
-    def _needs_way(self, name: str, step: Step, goal: Goal) -> bool:
+    def _needs_strategy(self, name: str, step: Step, goal: Goal) -> bool:
         """Returns whether the model has no strategy, or one that cannot place the next replica."""
         strategy = self.strategies.get(name)
         if strategy is None:
@@ -703,13 +705,13 @@ class FleetState:
             return None
         unsettled = [model for model in self.current.spec.models if not self.settled(model)]
         if not unsettled and not self.leaving():
-            self._end("complete", "every model matches the spec")
+            self._end_rollout("complete", "every model matches the spec")
             self.stable = None
             return None
         back = self.stable
-        if self.current.revision.cause == "rollback" and not any(map(self._changes, self.current.spec.models)):
+        if self.current.revision.cause == "rollback" and not any(map(self._is_changed, self.current.spec.models)):
             back = None  # there is no other revision that is known to work
-        under_way = [model for model in unsettled if back is None or self._changes(model)]
+        under_way = [model for model in unsettled if back is None or self._is_changed(model)]
         self._watch_progress(under_way)
         if back is None:  # retried with growing pauses
             self._limit_stuck_models(under_way)
@@ -720,7 +722,7 @@ class FleetState:
         model, cause = failed
         if model.update.rollback:
             return Rollback(back, model.name, cause)
-        self._end("failed", cause)
+        self._end_rollout("failed", cause)
         return None
 
     def _watch_progress(self, under_way: Iterable[ModelSpec]) -> None:
@@ -753,7 +755,7 @@ class FleetState:
                 effect = "old replicas stay only for as many new ones as can be placed"
                 self.record_event("warning", "UpdateStuck", f"{cause}: {effect}", model=model.name)
 
-    def _changes(self, model: ModelSpec) -> bool:
+    def _is_changed(self, model: ModelSpec) -> bool:
         before = self.stable.versions.get(model.name) if self.stable is not None else None
         return before != self.current.versions[model.name]
 
@@ -776,13 +778,13 @@ class FleetState:
                 return model, f"{model.name}: no progress for {quiet:.0f} s (progress_deadline_s)"
         return None
 
-    def _end(self, state: Literal["complete", "failed", "rolled_back"], reason: str) -> None:
+    def _end_rollout(self, state: Literal["complete", "failed", "rolled_back"], reason: str) -> None:
         self.note(RolloutState(revision=self.current.number, state=state, reason=reason))
         level: Level = "info" if state == "complete" else "error"
         name = {"complete": "RolloutComplete", "failed": "RolloutFailed", "rolled_back": "RolloutFailed"}[state]
         self.record_event(level, name, f"revision {self.current.number}: {reason}")
 
-    def narrowed(self, rollback: Rollback) -> Rollback:
+    def narrow_rollback(self, rollback: Rollback) -> Rollback:
         """Returns the rollback limited to revisions that changed the failed model, if possible.
 
         Blocks, and changes nothing.
@@ -791,7 +793,7 @@ class FleetState:
         numbers = range(rollback.to.number, self.current.number + 1)
         if len(numbers) < 3 or any(number not in revisions for number in numbers):
             return rollback
-        narrower = reverted([revisions[number] for number in numbers], rollback.model, self.machine)
+        narrower = revert_changes([revisions[number] for number in numbers], rollback.model, self.machine)
         return (
             rollback if narrower is None else dataclasses.replace(rollback, to=narrower[0], undone=tuple(narrower[1]))
         )
@@ -813,7 +815,7 @@ class FleetState:
             canary=canary,
         )
         self.note(revision)
-        self._end("rolled_back", rollback.cause)
+        self._end_rollout("rolled_back", rollback.cause)
         undone = " and ".join(map(str, rollback.undone))
         description = (
             f"revision {failed} without the changes of {undone}" if undone else f"revision {before.number} again"
@@ -855,7 +857,7 @@ class FleetState:
             self._numbers[name] = next(i for i in itertools.count() if i not in self._numbers.values())
         return self._numbers[name]
 
-    def number_model(self, name: str, number: int) -> None:
+    def set_model_number(self, name: str, number: int) -> None:
         """Assign the number that a running replica of the model already uses."""
         self._numbers[name] = number
 

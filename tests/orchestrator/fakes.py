@@ -36,6 +36,7 @@ from workers.artifacts.fetch.artifact_fetcher import (
 )
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
+from workers.host.lifetime import since_boot
 from workers.messages.metric_family import MetricFamily
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, Phase, ReplicaStatus
@@ -283,7 +284,7 @@ class FakeCluster:
         self._check_loadable(config)
         self.started.append(config)
         pid = next(self._pids)
-        status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=pid, started=float(pid))
+        status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=pid, started=since_boot())
         self.replicas[name] = replica = FakeReplica(config, status)
         if self.loads:
             task = asyncio.get_running_loop().create_task(self._load(replica))

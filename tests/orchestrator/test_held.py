@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.on_ray.host_actor import held_among
+from orchestrator.on_ray.host_actor import sources_among
 from workers.artifacts.store.store import Artifact
 
 
@@ -16,9 +16,9 @@ def artifact(source: str) -> Artifact:
 @pytest.mark.parametrize("asked", ["s3://models/one", "s3://models/one/"])
 def test_a_slash_at_the_end_hides_no_model(kept: str, asked: str) -> None:
     """It is told as it was asked for, which is how the controller knows it."""
-    assert held_among([asked, "s3://models/other"], [artifact(kept)]) == {asked}
+    assert sources_among([asked, "s3://models/other"], [artifact(kept)]) == {asked}
 
 
 def test_what_is_not_there_is_not_told() -> None:
     """Nor what only begins alike."""
-    assert held_among(["s3://models/one"], [artifact("s3://models/one-more")]) == frozenset()
+    assert sources_among(["s3://models/one"], [artifact("s3://models/one-more")]) == frozenset()

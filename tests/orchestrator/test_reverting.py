@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.records.journal import Revision
-from orchestrator.revisions.rollback import culprits, reverted, without
+from orchestrator.revisions.rollback import changing_specs, revert_change, revert_changes
 from placements.planner.spec_hosts import Machine
 from placements.spec.parse import parse
 from placements.spec.schema import Spec
@@ -39,14 +39,14 @@ mappings: Any = st.dictionaries(st.sampled_from("abc"), trees, max_size=3)
 @given(mappings, mappings)
 def test_a_change_that_nobody_has_touched_since_is_taken_back_whole(before: Any, after: Any) -> None:
     """And without a change nothing is taken back."""
-    assert without(after, after, before) == before
-    assert without(before, after, after) == before
+    assert revert_change(after, after, before) == before
+    assert revert_change(before, after, after) == before
 
 
 @given(mappings, mappings, mappings)
 def test_keys_that_the_change_did_not_touch_stay(before: Any, after: Any, now: Any) -> None:
     """Whatever they are by now; so do those that have changed again."""
-    left = without({**now, "kept": 1}, {**after, "kept": 2}, {**before, "kept": 3})
+    left = revert_change({**now, "kept": 1}, {**after, "kept": 2}, {**before, "kept": 3})
     assert left["kept"] == 1
     untouched = {key for key in "abc" if after.get(key) == before.get(key)}
     assert {key: left[key] for key in untouched & left.keys()} == {key: now[key] for key in untouched & now.keys()}
@@ -67,7 +67,7 @@ def test_the_culprits_are_the_revisions_that_changed_the_process_of_the_failed_m
     models: list[str], found: list[int]
 ) -> None:
     """Since it was last as in the complete revision; what only the planner or the gateway reads is no cause."""
-    assert culprits([spec(one) for one in models], "a") == found
+    assert changing_specs([spec(one) for one in models], "a") == found
 
 
 MACHINE = Machine((0, 1))
@@ -76,7 +76,7 @@ A1, A2 = "  a: {tp_degree: 8}\n", "  a: {tp_degree: 8, max_batch: 2}\n"
 
 def test_later_changes_of_other_models_stay() -> None:
     """Fields, new models and removed ones; the text says what it is."""
-    found = reverted(
+    found = revert_changes(
         [
             revision(4, A1 + "  b: {}\n  gone: {}\n"),
             revision(5, A2 + "  b: {}\n  gone: {}\n  with_a: {}\n"),
@@ -106,13 +106,13 @@ def test_later_changes_of_other_models_stay() -> None:
 )
 def test_where_nothing_else_can_stay_the_complete_revision_is_applied_again(revisions: list[Revision]) -> None:
     """Also where what is left would not fit beside the old version."""
-    assert reverted(revisions, "a", MACHINE) is None
+    assert revert_changes(revisions, "a", MACHINE) is None
 
 
 def test_a_shared_default_is_taken_back_with_the_update_that_changed_it() -> None:
     """The old process needs the old default."""
     head = HEAD.replace("echo}", "echo, max_len: 64}")
-    found = reverted(
+    found = revert_changes(
         [
             revision(1, "  a: {}\n  b: {}\n"),
             revision(2, "  a: {}\n  b: {}\n", head),

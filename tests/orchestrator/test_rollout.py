@@ -14,7 +14,7 @@ from orchestrator.api.operations import Refused
 from orchestrator.fleet.lifecycle import ModelState, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal import Journal, JournalUnwritable
-from orchestrator.rollout.rollout_step import DesiredModel, Former, step
+from orchestrator.rollout.rollout_step import DesiredModel, FormerVersion, step
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
@@ -1001,7 +1001,7 @@ def test_a_canary_is_never_more_than_one_and_never_alone(
     frozen: bool, strategy: Any, count: int, left: int, alive: int
 ) -> None:
     """Whatever is lost: old ones stay or come back, as many as the strategy promises."""
-    wish = DesiredModel(MODEL, count, "new", strategy, canary=True, frozen=frozen, former=Former(MODEL, "old"))
+    wish = DesiredModel(MODEL, count, "new", strategy, canary=True, frozen=frozen, former=FormerVersion(MODEL, "old"))
     found = step(wish, [lying(9, "new")] * alive, [lying(n, "old") for n in range(left)])
     canaries = min(1, count) if not frozen else min(alive, count)
     assert found.count == canaries

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.cli import main as cli
 from orchestrator.records.journal import Revision
-from orchestrator.revisions.resolved_revision import ResolvedRevision, read_generation
+from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
 from orchestrator.revisions.spec_file import SpecFile, examine, start_problems
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import Machine
@@ -75,7 +75,7 @@ def revision(models: str, number: int = 1, fleet: str = "f1") -> Revision:
 
 
 def generation(models: str, number: int = 1, fleet: str = "f1") -> ResolvedRevision:
-    return read_generation(revision(models, number, fleet), LAPTOP)
+    return resolve_revision(revision(models, number, fleet), LAPTOP)
 
 
 def commit(found: ResolvedRevision, name: str = "a") -> str | None:

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.fleet.lifecycle import State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_goal
-from orchestrator.rollout.update_strategy import UpdateStrategy, choose
+from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.spec.parse import parse
@@ -34,7 +34,7 @@ def situation(models: str, *, hosts: int = 1, mixes: bool = True, **lying: str) 
 
 
 def way(models: str, **more: object) -> UpdateStrategy:
-    return choose(situation(models, **more), "a")  # type: ignore[arg-type]
+    return choose_strategy(situation(models, **more), "a")  # type: ignore[arg-type]
 
 
 PINNED = "a: {tp_degree: 8, cores: ['0-7']}"
@@ -72,7 +72,7 @@ def test_a_spare_range_lets_the_new_replica_of_a_pinned_model_start_first() -> N
     """The advice holds: with a second range, or without the pin, the update surges, and starts on the free range."""
     assert way("a: {tp_degree: 8}", a="0-7").strategy == "surge"
     spare = situation("a: {tp_degree: 8, cores: ['0-7', '8-15']}", a="0-7")
-    assert choose(spare, "a").strategy == "surge"
+    assert choose_strategy(spare, "a").strategy == "surge"
     (placement,) = compute_goal(spare).plan.placements
     assert str(placement.cores) == "8-15"
 
