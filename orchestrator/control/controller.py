@@ -201,7 +201,7 @@ class Controller:
                 "error", "Unreachable", "it is ready, but a gateway cannot connect to it", view=state.views[id]
             )
         for id in sorted((before - after) & state.views.keys()):
-            state.record_event("info", "Reachable", "the gateways are connected to it again", view=state.views[id])
+            state.record_event("info", "Reachable", "all gateways are connected to it again", view=state.views[id])
 
     def _scale(self) -> None:
         try:
@@ -639,7 +639,7 @@ class Controller:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("an effect failed; the next round tries again", exc_info=error)
+            log.error("an effect failed; it is retried in the next round", exc_info=error)
 
     # Queries
 

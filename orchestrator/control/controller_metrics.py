@@ -190,20 +190,20 @@ def _models(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
 def _scaling(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
     """Yields the autoscaler's targets and bounds, and the demand that all gateways report."""
     scaling = {(model["name"],): model["scaling"] for model in models}
-    told = "Replicas that the autoscaler targets, regardless of manual scaling."
-    targets = {name: one["target"] for name, one in scaling.items()}
-    yield by_label("corewright_target_replicas", "gauge", told, ("model",), targets)
+    text = "Replicas that the autoscaler targets, regardless of manual scaling."
+    targets = {name: row["target"] for name, row in scaling.items()}
+    yield by_label("corewright_target_replicas", "gauge", text, ("model",), targets)
     for key, limit in (("min", "Lower"), ("max", "Upper")):
         text = f"{limit} limit of replicas that applies now."
-        bound = {name: one[key] for name, one in scaling.items()}
+        bound = {name: row[key] for name, row in scaling.items()}
         yield by_label(f"corewright_replicas_{key}", "gauge", text, ("model",), bound)
-    demand = {name: one["demand"] for name, one in scaling.items() if one["demand"] is not None}
-    told = "Requests for inference that arrive each second at all gateways, averaged over half a minute."
-    rates = {name: one["arrivals_per_s"] for name, one in demand.items()}
-    yield by_label("corewright_demand_arrivals_per_second", "gauge", told, ("model",), rates)
-    told = "Requests at all gateways now: waiting for a slot, or live in one."
-    requests = {(*name, state): one[state] for name, one in demand.items() for state in ("waiting", "live")}
-    yield by_label("corewright_demand_requests", "gauge", told, ("model", "state"), requests)
+    demand = {name: row["demand"] for name, row in scaling.items() if row["demand"] is not None}
+    text = "Requests for inference that arrive each second at all gateways, averaged over half a minute."
+    rates = {name: row["arrivals_per_s"] for name, row in demand.items()}
+    yield by_label("corewright_demand_arrivals_per_second", "gauge", text, ("model",), rates)
+    text = "Requests at all gateways now: waiting for a slot, or live in one."
+    requests = {(*name, state): row[state] for name, row in demand.items() for state in ("waiting", "live")}
+    yield by_label("corewright_demand_requests", "gauge", text, ("model", "state"), requests)
 
 
 def scaling_changes(counts: Mapping[tuple[str, ...], int]) -> MetricFamily:

@@ -362,16 +362,16 @@ def read(data: bytes) -> Contents:
     state = JournalState()
     events: deque[Event] = deque(maxlen=KEEP_EVENTS)
     damage: list[str] = []
-    whole = begin = 0
+    valid_end = begin = 0
     while (newline := data.find(b"\n", begin)) != -1:
         line, place, begin = data[begin:newline], begin, newline + 1
         if not _is_valid(line):
             continue
-        skipped = place > whole
+        skipped = place > valid_end
         if skipped:  # 3
-            lines = data.count(b"\n", whole, place)
-            damage.append(f"bytes {whole} to {place - 1} are damaged: {_records(lines)} skipped")
-        whole = begin
+            lines = data.count(b"\n", valid_end, place)
+            damage.append(f"bytes {valid_end} to {place - 1} are damaged: {_records(lines)} skipped")
+        valid_end = begin
         record, seq, kind = _parse(line[9:])
         if seq > state.seq + 1 and not skipped and kind != "snapshot":  # 5
             damage.append(f"before byte {place} records {state.seq + 1} to {seq - 1} are missing")
@@ -384,12 +384,12 @@ def read(data: bytes) -> Contents:
             events.append(record)
         elif isinstance(record, Damage):  # 6
             damage.clear()
-    lines = data.count(b"\n", whole)  # 4
-    if lines or _is_valid(data[whole:-1]):  # a record with only its newline damaged was valid once
+    lines = data.count(b"\n", valid_end)  # 4
+    if lines or _is_valid(data[valid_end:-1]):  # a record with only its newline damaged was valid once
         what = f"at least {_records(max(lines, 1))} lost"
-        damage.append(f"bytes {whole} to {len(data) - 1}, the last ones, are damaged: {what}")
-        return Contents(state, events, whole, len(data), damage)
-    return Contents(state, events, whole, whole, damage)
+        damage.append(f"bytes {valid_end} to {len(data) - 1}, the last ones, are damaged: {what}")
+        return Contents(state, events, valid_end, len(data), damage)
+    return Contents(state, events, valid_end, valid_end, damage)
 
 
 def _line(payload: bytes) -> bytes:

@@ -84,9 +84,9 @@ def _places(after: str) -> dict[str, int]:
 
 def parts(folder: Path) -> dict[str, list[tuple[int, Path]]]:
     """Returns the files of each gateway in order, with the position of their first byte."""
-    found: dict[str, list[tuple[int, Path]]] = {}
+    by_gateway: dict[str, list[tuple[int, Path]]] = {}
     for path in folder.glob("*.*.csv"):
         gateway, _, start = path.name.removesuffix(".csv").rpartition(".")
         if gateway and start.isascii() and start.isdecimal():
-            found.setdefault(gateway, []).append((int(start), path))
-    return {gateway: sorted(files) for gateway, files in sorted(found.items())}
+            by_gateway.setdefault(gateway, []).append((int(start), path))
+    return {gateway: sorted(files) for gateway, files in sorted(by_gateway.items())}

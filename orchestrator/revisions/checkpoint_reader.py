@@ -135,8 +135,8 @@ def _read(part: CheckpointPart, folder: str, head: Metadata | None, where: str) 
         return Problem("checkpoint-unreadable", "warning", where, what, "fetch the checkpoint again")
 
 
-def _unloadable(part: CheckpointPart, folder: str, where: str, here: bool, known: bool) -> Problem | None:
-    """Returns why a start would fail to load the folder, or None. ``known``: its config.json was read."""
+def _unloadable(part: CheckpointPart, folder: str, where: str, here: bool, readable: bool) -> Problem | None:
+    """Returns why a start would fail to load the folder, or None. ``readable``: its config.json was read."""
     from workers.engines.checkpoint_files import check_checkpoint
     from workers.messages.engine_protocol import EngineLoadError
     from workers.text.tokenizer import check_tokenizer_files
@@ -151,7 +151,7 @@ def _unloadable(part: CheckpointPart, folder: str, where: str, here: bool, known
         if here:
             return Problem(error.id, "error", where, what, begins + error.hint)
         what += "; the machine that will load it was not checked"
-        hint = error.hint if known else f"{begins}{_ENOUGH} {_SKIPPED}"
+        hint = error.hint if readable else f"{begins}{_ENOUGH} {_SKIPPED}"
         return Problem("checkpoint-unreadable", "warning", where, what, hint)
     return None
 

@@ -67,12 +67,12 @@ def tag_of(name: str, engine: Engine) -> Tag:
 
 def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engine) -> ModelChange:
     """Returns the changes of one model. Raises ValueError if both sides are None."""
-    one = after or before
-    if one is None:
+    either = after or before
+    if either is None:
         raise ValueError("no model on either side")
     if before is None or after is None:
         tag = Tag.RECOMPILE if after and engine not in HOST_ENGINES else Tag.RESTART
-        return ModelChange(one.name, tag, action=Action.CREATE if after else Action.DELETE)
+        return ModelChange(either.name, tag, action=Action.CREATE if after else Action.DELETE)
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
     for dump, model in ((old, before), (new, after)):  # the same folder may be spelled in two ways
         dump["source"] = model.source_path or model.source
@@ -81,7 +81,7 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
     fields = tuple(FieldChange(name, old[name], new[name]) for name in new if name != "name" and old[name] != new[name])
     tags = [tag_of(change.field, engine) for change in fields]
     tag = max(tags, key=_ORDER.index, default=Tag.NONE)
-    return ModelChange(one.name, tag, fields, Action.UPDATE if fields else Action.NONE)
+    return ModelChange(either.name, tag, fields, Action.UPDATE if fields else Action.NONE)
 
 
 def interpreters(spec: Spec, engine: Engine) -> dict[str, str]:

@@ -124,7 +124,7 @@ class _ArrivalAnnouncer:
     lead_s: float
     clock: Callable[[], float]
     seen: deque[tuple[float, int]] = field(default_factory=deque)
-    told: bool = False
+    announced: bool = False
 
     def __call__(self, arrival: FetchedFiles) -> None:
         now = self.clock()
@@ -132,11 +132,11 @@ class _ArrivalAnnouncer:
         while len(self.seen) > 2 and self.seen[1][0] <= now - SPAN_S:
             self.seen.popleft()
         at, moved = self.seen[0]
-        if self.told or now - at < PACE_S or arrival.moved <= moved:
+        if self.announced or now - at < PACE_S or arrival.moved <= moved:
             return
         left_s = arrival.left * (now - at) / (arrival.moved - moved)
         if left_s < self.lead_s:
-            self.told = True
+            self.announced = True
             self.observer.arrives(arrival.config, left_s)
 
 

@@ -234,27 +234,29 @@ def compute_goal(situation: Situation, moves: int = 0, costs: Mapping[str, float
     replicas = _group_replicas(situation)
     steps = {name: replicas.step(desired) for name, desired in desired_models.items()}
     new_plan = _plan(situation, replicas, steps, moves, costs)
-    waiting = {one.model for one in new_plan.unplaced}
+    waiting = {unplaced.model for unplaced in new_plan.unplaced}
     stuck = [name for name in waiting if desired_models[name].reachable and steps[name].keep]
     if stuck:  # the count that fits once all old replicas are gone; if that is 0, only the old ones can serve
         ends = {name: Step(count=desired.count) for name, desired in desired_models.items()}
-        most = Counter(one.model for one in _plan(situation, replicas, ends, moves, costs).placements)
+        most = Counter(placement.model for placement in _plan(situation, replicas, ends, moves, costs).placements)
         steps |= {name: replicas.step(replace(desired_models[name], count=most[name])) for name in stuck if most[name]}
         new_plan = _plan(situation, replicas, steps, moves, costs)
-    restored = [one for one in new_plan.placements if one.model not in desired_models]
-    new_plan = replace(new_plan, placements=tuple(one for one in new_plan.placements if one.model in desired_models))
+    restored = [placed for placed in new_plan.placements if placed.model not in desired_models]
+    new_plan = replace(
+        new_plan, placements=tuple(placed for placed in new_plan.placements if placed.model in desired_models)
+    )
     targets = [
         ReplicaTarget(p.model, p.replica, p.host, p.cores, desired_models[p.model].version, p)
         for p in new_plan.placements
     ]
-    for one in steps.values():
-        targets += [ReplicaTarget(v.model, v.replica, v.host, v.cores, v.version) for v in one.keep]
+    for model_step in steps.values():
+        targets += [ReplicaTarget(v.model, v.replica, v.host, v.cores, v.version) for v in model_step.keep]
     targets += _restored_targets(situation, restored, targets)
     return Goal(tuple(targets), new_plan, MappingProxyType(steps))
 
 
 def _restored_targets(
-    situation: Situation, restored: Sequence[Placement], others: Iterable[ReplicaTarget]
+    situation: Situation, restored: Sequence[Placement], other_targets: Iterable[ReplicaTarget]
 ) -> list[ReplicaTarget]:
     """Returns targets of the former version, with unused replica numbers."""
     formers = {
@@ -262,7 +264,7 @@ def _restored_targets(
         for desired in situation.desired_models.values()
         if desired.former is not None
     }
-    used = {view.id for view in situation.views} | {target.id for target in others}
+    used = {view.id for view in situation.views} | {target.id for target in other_targets}
     targets = []
     for placement in restored:
         former = formers[placement.model]
@@ -318,16 +320,25 @@ def _plan(
         if desired.strategy == "borrow" and desired.lender is not None and steps[name].old > 0 and not desired.awaited
     }
     lent_by = Counter(id.rpartition("/")[0] for id in lent)  # while it is lent, regardless of its process
-    counts = {name: max(0, min(one.count, desired_models[name].count - lent_by[name])) for name, one in steps.items()}
-    taken = _cores_of(view for kept in steps.values() for view in kept.keep)
+    counts = {
+        name: max(0, min(model_step.count, desired_models[name].count - lent_by[name]))
+        for name, model_step in steps.items()
+    }
+    kept_cores = _cores_of(view for kept in steps.values() for view in kept.keep)
     running = [
         Running(view.model, view.replica, view.host, view.cores)
         for views_of_one in replicas.current.values()
         for view in views_of_one
         if view.id not in lent
     ]
-    occupied = {host: blocked.get(host, frozenset()) | taken.get(host, frozenset()) for host in {*blocked, *taken}}
-    numbered = {name: frozenset(view.replica for view in one.keep) for name, one in steps.items() if one.keep}
+    occupied = {
+        host: blocked.get(host, frozenset()) | kept_cores.get(host, frozenset()) for host in {*blocked, *kept_cores}
+    }
+    numbered = {
+        name: frozenset(view.replica for view in model_step.keep)
+        for name, model_step in steps.items()
+        if model_step.keep
+    }
     spec, checkpoints = situation.spec, dict(situation.checkpoints)
     formers = [
         (desired.former, steps[name].lost)
@@ -352,7 +363,7 @@ def _plan(
         held=situation.held,
     )
     names = {former.renamed_model.name: former.model.name for former, _ in formers}
-    unplaced = tuple(replace(one, model=names.get(one.model, one.model)) for one in new_plan.unplaced)
+    unplaced = tuple(replace(missing, model=names.get(missing.model, missing.model)) for missing in new_plan.unplaced)
     return replace(new_plan, unplaced=unplaced)
 
 

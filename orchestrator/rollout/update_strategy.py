@@ -68,7 +68,7 @@ def _obstacle(situation: Situation, desired: DesiredModel) -> str | None:
     trial = compute_goal(situation.with_desired(desired))
     if sum(placement.model == name for placement in trial.plan.placements) >= trial.steps[name].count:
         return None
-    problem = next((one.problems[0] for one in trial.plan.unplaced if one.model == name), None)
+    problem = next((candidate.problems[0] for candidate in trial.plan.unplaced if candidate.model == name), None)
     if problem is None:
         return "its replica is lent to another model"
     if problem.id != "pin-taken":
@@ -76,13 +76,17 @@ def _obstacle(situation: Situation, desired: DesiredModel) -> str | None:
     plural, are = ("s", "are") if len(pins) > 1 else ("", "is")
     conflict = f"its pin{plural} {', '.join(map(str, pins))} {are} taken"
     model = desired.model.model_copy(update={"cores": ()})
-    models = tuple(model if one.name == name else one for one in situation.spec.models)
+    models = tuple(model if candidate.name == name else candidate for candidate in situation.spec.models)
     free = replace(situation, spec=situation.spec.model_copy(update={"models": models}))
     without = _obstacle(free, replace(desired, model=model))
     if without is not None:
         return f"{conflict}, and without the pin{plural} {without}"
     places = compute_goal(free.with_desired(replace(desired, model=model))).plan.placements
-    host, cores = next((one.host, one.cores) for one in places if one.model == name and one.cores is not None)
+    host, cores = next(
+        (candidate.host, candidate.cores)
+        for candidate in places
+        if candidate.model == name and candidate.cores is not None
+    )
     range = Pin(cores, host if len(situation.hosts) > 1 else None)
     return (
         f"{conflict} and {_free_cores(situation)} cores are free: with a further range in `cores`, such as {range}, or "

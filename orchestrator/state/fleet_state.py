@@ -228,7 +228,7 @@ class FleetState:
                 log.error("the journal cannot be written; repairs continue, their records are buffered: %s", error)
             self._unwritten.append(record)
             if len(self._unwritten) > HELD_RECORDS:  # events are the least important
-                oldest = next((i for i, one in enumerate(self._unwritten) if isinstance(one, Event)), 0)
+                oldest = next((i for i, waiting in enumerate(self._unwritten) if isinstance(waiting, Event)), 0)
                 del self._unwritten[oldest]
 
     def flush(self) -> None:
@@ -573,7 +573,7 @@ class FleetState:
             strategy = self.strategies.get(name)
             if not step.old or strategy is None or strategy.strategy == "surge" or self.frozen:
                 continue
-            missing = tuple(one for one in upcoming_targets(situation, name) if not self.preparation(one).done)
+            missing = tuple(new for new in upcoming_targets(situation, name) if not self.preparation(new).done)
             if missing:
                 self.upcoming += missing
                 awaited = awaited.with_desired(dataclasses.replace(awaited.desired_models[name], awaited=True))

@@ -36,7 +36,7 @@ def on_failure(state: FleetState, view: ReplicaView, failure: Failure) -> None:
     suspects.update({core: Suspect(str(failure)) for core in cores})
     for core in sorted(cores):
         state.note(Quarantine(host=view.host, core=core, on=True, pid=None, command=None, cause=str(failure)))
-    message = f"cores {','.join(ranges(cores))} get no replica until `corewright uncordon {view.host}`: {failure}"
+    message = f"cores {','.join(ranges(cores))} are quarantined until `corewright uncordon {view.host}`: {failure}"
     state.record_event("error", "CoreQuarantined", message, view=view)
 
 
@@ -48,7 +48,7 @@ def clear(state: FleetState, host: str, cores: Iterable[int] | None) -> None:
         if _is_permanent(suspects.pop(core)):
             state.note(Quarantine(host=host, core=core, on=False, pid=None, command=None))
     if freed:
-        state.record_event("info", "CoreFree", f"cores {','.join(ranges(freed))} get replicas again", host=host)
+        state.record_event("info", "CoreFree", f"cores {','.join(ranges(freed))} are available again", host=host)
 
 
 def expire(state: FleetState) -> None:
@@ -59,7 +59,7 @@ def expire(state: FleetState) -> None:
         for core in over:
             del suspects[core]
         if over:
-            state.record_event("info", "CoreFree", f"cores {','.join(ranges(over))} are tried again", host=host)
+            state.record_event("info", "CoreFree", f"cores {','.join(ranges(over))} are no longer set aside", host=host)
 
 
 def cores_of_devices(host: Host, cores: Iterable[int], devices: Iterable[int]) -> frozenset[int]:

@@ -87,7 +87,7 @@ async def test_a_broken_device_is_quarantined_whole_and_its_replica_moves(tmp_pa
         host = fleet.host()
         assert host["leased"] + host["free"] + host["quarantined"] == host["cores"]
         (event,) = [event for event in fleet.journal.events() if event.reason == "CoreQuarantined"]
-        assert f"cores 4-5 get no replica until `corewright uncordon {HOST}`: {BROKEN}" in event.message
+        assert f"cores 4-5 are quarantined until `corewright uncordon {HOST}`: {BROKEN}" in event.message
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class OnTwoHosts(FakeCluster):
         return Fetched(told, bytes=landed.bytes, moved=landed.moved, seconds=landed.seconds)
 
     async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
-        return {host: actor.held(list(sources)) for host, actor in self.actors.items()}
+        return {host: actor.stored_sources(list(sources)) for host, actor in self.actors.items()}
 
 
 @pytest.fixture
