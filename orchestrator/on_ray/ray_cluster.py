@@ -32,7 +32,7 @@ from workers.artifacts.fetch.artifact_fetcher import (
     ArrivingArtifact,
     FetchedArtifact,
     WantedArtifact,
-    meanwhile,
+    early_start_config,
     wanted_by,
     with_folders,
 )
@@ -88,7 +88,7 @@ class RayCluster:
         landed: list[FetchedArtifact | None] = []
 
         def goes_on(going: ArrivingArtifact) -> None:
-            now = meanwhile(config, artifacts, landed, going)
+            now = early_start_config(config, artifacts, landed, going)
             if arrives is not None and now is not None:
                 arrives(FetchedFiles(now, going.left, going.moved))
 

@@ -30,7 +30,7 @@ from orchestrator.records.journal import Journal
 from workers.artifacts.fetch.artifact_fetcher import (
     ArrivingArtifact,
     FetchedArtifact,
-    meanwhile,
+    early_start_config,
     wanted_by,
     with_folders,
 )
@@ -193,7 +193,7 @@ class FakeCluster:
                 def told(moved: int, folder: str = folder, artifact: str = content) -> None:
                     left = SIZE - moved
                     going = ArrivingArtifact(folder=folder, artifact=artifact, bytes=SIZE, left=left, moved=moved)
-                    soon = meanwhile(config, both, landed, going)
+                    soon = early_start_config(config, both, landed, going)
                     if arrives is not None and soon is not None:
                         arrives(FetchedFiles(soon, left, moved))
 

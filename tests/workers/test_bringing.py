@@ -19,7 +19,7 @@ from workers.artifacts.fetch.artifact_fetcher import (
     ArtifactFetcher,
     FetchedArtifact,
     WantedArtifact,
-    meanwhile,
+    early_start_config,
     wanted_by,
     with_folders,
 )
@@ -163,15 +163,15 @@ def test_a_replica_can_be_told_of_the_last_that_arrives_and_of_what_is_meant_onl
     wanted = wanted_by(both)
     going = ArrivingArtifact(folder="/store/k2", artifact="k2", bytes=10, left=5, moved=5)
     model = FetchedArtifact(folder="/store/k1", artifact="k1", bytes=10)
-    assert meanwhile(both, wanted, [], going) is None
-    told = meanwhile(both, wanted, [model], going)
+    assert early_start_config(both, wanted, [], going) is None
+    told = early_start_config(both, wanted, [model], going)
     assert told is not None
     assert (told.source, told.draft_source) == ("/store/k1", "/store/k2")
     assert told.draft_origin == Origin(source="s3://models/draft", artifact="k2")
 
     for pinned, allowed in (("k1", False), ("k2", True)):
         config = msgspec.structs.replace(CONFIG, origin=Origin(source=SOURCE, artifact=pinned))
-        assert (meanwhile(config, wanted_by(config), [], going) is not None) == allowed
+        assert (early_start_config(config, wanted_by(config), [], going) is not None) == allowed
 
 
 def test_a_configuration_names_what_is_fetched_before_and_after() -> None:

@@ -44,14 +44,14 @@ def out_of_memory(error: BaseException, operation: str) -> EngineLoadError:
 
 def _refusal(error: BaseException) -> BaseException | None:
     """Returns the first failed allocation in the chain of causes."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     link: BaseException | None = error
-    while link is not None and id(link) not in seen:
+    while link is not None and id(link) not in visited:
         if isinstance(link, MemoryError) or (isinstance(link, OSError) and link.errno == errno.ENOMEM):
             return link
         if not isinstance(link, EngineLoadError) and _TEXTS.search(str(link)):
             return link
-        seen.add(id(link))
+        visited.add(id(link))
         link = link.__cause__ or link.__context__
     return None
 

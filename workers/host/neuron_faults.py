@@ -59,9 +59,9 @@ def after_serving(failure: Failure) -> Failure:
 
 def _chain(error: BaseException | None) -> list[str]:
     texts: list[str] = []
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         texts.append(str(error)[-MOST_TEXT:])
         error = error.__cause__ or error.__context__
     return texts

@@ -85,7 +85,7 @@ def _uncompiled(root: Path) -> dict[Path, list[tuple[str, int, int]]]:
     commands = compilers() if locks else []
     if any(GRAPH not in command for command in commands):
         return {}  # a compiler without its graph in its command line
-    return {lock: _content(lock.parent) for lock in locks if not any(lock.parent.name in one for one in commands)}
+    return {lock: _content(lock.parent) for lock in locks if not any(lock.parent.name in text for text in commands)}
 
 
 def _content(folder: Path) -> list[tuple[str, int, int]]:

@@ -98,7 +98,7 @@ def with_folders(
     return config
 
 
-def meanwhile(
+def early_start_config(
     config: ReplicaConfig,
     wanted: tuple[WantedArtifact | None, WantedArtifact | None],
     landed: Sequence[FetchedArtifact | None],

@@ -106,7 +106,7 @@ def combine(readings: Readings) -> HostFacts:
     if ls and ls.devices:
         _compare_counts(devices, sysfs, monitor, findings)
     instance_type = _instance_type(readings, findings)
-    told = (readings.problems, *(source.problems for source in (ls, monitor, readings.sysfs) if source), findings())
+    sources = (readings.problems, *(source.problems for source in (ls, monitor, readings.sysfs) if source), findings())
     return HostFacts(
         instance_type=instance_type,
         devices=devices,
@@ -117,7 +117,7 @@ def combine(readings: Readings) -> HostFacts:
         memory_bytes=readings.memory_bytes,
         monitor=monitor,
         sysfs=sysfs,
-        problems=tuple(dict.fromkeys(problem for problems in told for problem in problems)),
+        problems=tuple(dict.fromkeys(problem for problems in sources for problem in problems)),
     )
 
 

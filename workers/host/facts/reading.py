@@ -114,11 +114,11 @@ def who_holds(cores: Iterable[int], deadline_s: float = PATIENCE.neuron_ls_s) ->
     if listed is None:
         return {}
     pids = {process.pid for process in listed.processes} - {os.getpid()}
-    others = msgspec.structs.replace(
+    other_processes = msgspec.structs.replace(
         listed, processes=tuple(process for process in listed.processes if process.pid in pids)
     )
     processes = {pid: read_process(pid) for pid in sorted(pids)}
-    held = owners(combine(Readings(cpus=(), memory_bytes=0, neuron_ls=others, processes=processes)))
+    held = owners(combine(Readings(cpus=(), memory_bytes=0, neuron_ls=other_processes, processes=processes)))
     return {core: held[core] for core in sorted(set(cores)) if core in held}
 
 
