@@ -42,7 +42,7 @@ import sys, tempfile
 from pathlib import Path
 from workers.engines.cpu import graphs as cpu_graphs
 tempfile.tempdir = sys.argv[2]
-with cpu_graphs.code_taken_from(Path(sys.argv[1])):
+with cpu_graphs.using_code_from(Path(sys.argv[1])):
     print("holds", flush=True)
     sys.stdin.readline()
 """
@@ -282,11 +282,11 @@ def test_headers_lie_where_the_compile_wants_them_and_only_as_long(tmp_path: Pat
     usual: Any = codecache
     before = usual._HEADER_DIR, usual._HEADER_LOCK_DIR, usual._precompile_header
     (tmp_path / "code").mkdir()
-    with cpu_graphs.code_kept_in(tmp_path / "code"):
+    with cpu_graphs.storing_code_in(tmp_path / "code"):
         (headers,) = (path for path in tmp_path.iterdir() if path.name != "code")
         assert str(headers) == usual._HEADER_DIR
         assert Path(usual._HEADER_LOCK_DIR).parent == headers
-    with cpu_graphs.code_taken_from(tmp_path / "code"):
+    with cpu_graphs.using_code_from(tmp_path / "code"):
         assert usual._precompile_header("a.h", "g++") is None
     assert (usual._HEADER_DIR, usual._HEADER_LOCK_DIR, usual._precompile_header) == before
     assert [path.name for path in tmp_path.iterdir()] == ["code"]
@@ -313,11 +313,11 @@ def test_the_copy_of_a_start_that_was_killed_goes_with_the_next(
     (tmp_path / "tmp" / "corewright-else").mkdir()
     for path in (tmp_path / "tmp").iterdir():
         os.utime(path, (1e9, 1e9))
-    with cpu_graphs.code_taken_from(tmp_path / "code"):
+    with cpu_graphs.using_code_from(tmp_path / "code"):
         assert (held / "a.so").exists()
     process.kill()
     process.communicate(timeout=60)
-    with cpu_graphs.code_taken_from(tmp_path / "code"):
+    with cpu_graphs.using_code_from(tmp_path / "code"):
         assert not held.exists()
     assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["corewright-else"]
 

@@ -161,7 +161,7 @@ def test_json_as_programs_print_it_follows_a_schema(indent: int | str | None, to
             forbidden = guide.forbidden(VOCAB_SIZE)
             assert forbidden is not None
             assert not forbidden[token], text
-            guide.take(token)
+            guide.advance(token)
 
 
 def test_logprobs_are_those_of_the_model_not_of_the_guide(tokenizer: Tokenizer) -> None:
@@ -250,7 +250,7 @@ def test_the_choices_of_a_request_share_one_compilation(tokenizer: Tokenizer, mo
         with pytest.raises(ValueError, match="Invalid type"):
             guides.start('{"type": "objekt"}')
 
-    first.take(byte_level_tokenizer().token_to_id("1"))
+    first.advance(byte_level_tokenizer().token_to_id("1"))
 
     assert compiled == ['{"enum": [true, 1]}', '{"type": "objekt"}']
     assert (first.ended, second.ended) == (True, False)

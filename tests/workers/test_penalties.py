@@ -154,7 +154,7 @@ def test_the_banned_tokens_are_those_of_transformers(ids: list[int], size: int) 
     """Kept token by token, the n-grams ban what transformers finds by looking through all of them."""
     kept = _Ngrams(size, ids[: len(ids) // 2])
     for token in ids[len(ids) // 2 :]:
-        kept.take(token)
+        kept.add(token)
     scores = NoRepeatNGramLogitsProcessor(size)(torch.tensor([ids]), torch.zeros(1, 6))
     assert kept.repeating() == set((scores[0] == float("-inf")).nonzero()[:, 0].tolist())
 

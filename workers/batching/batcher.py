@@ -55,7 +55,7 @@ class _Sequence:
 
     request: GenerateRequest
     answer: AnswerText
-    how: sampling.Sampling | None  # None where the engine samples
+    sampler: sampling.Sampling | None  # None where the engine samples
     ending_ids: frozenset[int]  # not before min_tokens
     produced: int = 0
     last_token: int = -1
@@ -70,9 +70,14 @@ class _Sequence:
 
     @property
     def is_plainly_greedy(self) -> bool:
-        """Whether every token is just the argmax of the logits. Constant for the life of the request."""
-        how = self.how
-        if how is None or how.generator is not None or how.penalties is not None or how.guide is not None:
+        """Returns whether every token is just the argmax of the logits. Constant for the life of the request."""
+        sampler = self.sampler
+        if (
+            sampler is None
+            or sampler.generator is not None
+            or sampler.penalties is not None
+            or sampler.guide is not None
+        ):
             return False
         return self.request.logprobs is None
 
@@ -83,17 +88,17 @@ class _Sequence:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the guide allows no further token."""
-        return self.how is not None and self.how.guide is not None and self.how.guide.ended
+        """Returns whether the guide allows no further token."""
+        return self.sampler is not None and self.sampler.guide is not None and self.sampler.guide.ended
 
     def advance(self, token: int | None, logprobs: TokenLogprobs | None = None) -> TokenEvent:
         """Append the engine's next token. Returns the client's event, with a finish if the answer ends."""
         request = self.request
         if token is None:
-            if self.how is None:
+            if self.sampler is None:
                 return self.end(FinishReason.ERROR, "the engine returned no token")
-            by_guide = self.how.guide is not None and self.how.guide.error is not None  # the client's schema
-            return self.end(FinishReason.INVALID if by_guide else FinishReason.ERROR, self.how.error)
+            by_guide = self.sampler.guide is not None and self.sampler.guide.error is not None  # the client's schema
+            return self.end(FinishReason.INVALID if by_guide else FinishReason.ERROR, self.sampler.error)
         self.token_before_last = self.last_token if self.produced else request.prompt_ids[-1]
         self.produced += 1
         self.last_token = token
@@ -472,8 +477,8 @@ class Batcher:
     def _prefill(self, slots: Sequence[int], sequences: Sequence[_Sequence]) -> Any:
         """Step 2, from where each slot's reusable prefix ends."""
         if self._sampling is not None:
-            most = self._spec.device_top_k
-            self._sampling.sample_by(slots, [sampling.on_device(s.request, most) for s in sequences])
+            max_ids = self._spec.device_top_k
+            self._sampling.sample_by(slots, [sampling.on_device(s.request, max_ids) for s in sequences])
         prompts, starts = [s.request.prompt_ids for s in sequences], [s.start for s in sequences]
         if self._continuing is None or not any(starts):
             return self._engine.prefill(slots, prompts)
@@ -540,7 +545,7 @@ class Batcher:
         """Returns the next token of each of ``sequences``, and its logprobs where requested."""
         if self._spec.returns == "tokens":
             return [(token, None) for token in output]
-        tokens = sampling.sample(output, [s.how for s in sequences if s.how is not None])
+        tokens = sampling.sample(output, [s.sampler for s in sequences if s.sampler is not None])
         counts = [s.request.logprobs for s in sequences]
         return list(zip(tokens, token_logprobs(output, tokens, counts, self._tokenizer.token_bytes), strict=True))
 

@@ -113,7 +113,7 @@ class Guide:
 
     @property
     def ended(self) -> bool:
-        """Whether the answer is complete and no token can follow."""
+        """Returns whether the answer is complete and no token can follow."""
         return bool(self._matcher.is_stopped())
 
     @property
@@ -124,7 +124,7 @@ class Guide:
         return f"the JSON schema is not supported: {_brief(self._matcher.get_error())}"
 
     def can_begin(self) -> bool:
-        """Whether any token is allowed."""
+        """Returns whether any token is allowed."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         return bool(self._mask.any()) and not self._matcher.is_error()
 
@@ -139,7 +139,7 @@ class Guide:
         allowed = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[:vocab_size]
         return torch.from_numpy(np.pad(allowed, (0, vocab_size - len(allowed)))) == 0
 
-    def take(self, token: int) -> None:
+    def advance(self, token: int) -> None:
         """Advance by the chosen token."""
         self._matcher.consume_token(token)
 

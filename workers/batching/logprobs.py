@@ -38,7 +38,7 @@ def token_logprobs(
             token = tokens[row] or 0
             best = _best(logprobs, min(counts[row] or 0, len(logprobs)))
             id, logprob, text, raw = _described(token, float(logprobs[token]), token_bytes)
-            top = [_described(other, value, token_bytes) for other, value in best]
+            top = [_described(alternative, value, token_bytes) for alternative, value in best]
             results[row] = TokenLogprobs(id, logprob, text, raw, top)
     return results
 
@@ -46,8 +46,8 @@ def token_logprobs(
 def _best(logprobs: torch.Tensor, n: int) -> list[tuple[int, float]]:
     if not n:
         return []
-    least = logprobs.topk(n).values[-1]
-    ids = (logprobs >= least).nonzero()[:, 0]  # ascending, with all that tie for the last place
+    threshold = logprobs.topk(n).values[-1]
+    ids = (logprobs >= threshold).nonzero()[:, 0]  # ascending, with all that tie for the last place
     values, order = logprobs[ids].sort(descending=True, stable=True)
     return list(zip(ids[order[:n]].tolist(), values[:n].tolist(), strict=True))
 

@@ -40,7 +40,7 @@ class Penalties:
         self._presence, self._frequency = request.presence_penalty, request.frequency_penalty
         ngram_size = request.no_repeat_ngram_size
         self._ngrams = _Ngrams(ngram_size, request.prompt_ids) if ngram_size else None
-        self._seen = _Ids(request.prompt_ids, request.max_tokens) if self._repetition != 1 else None
+        self._all_ids = _Ids(request.prompt_ids, request.max_tokens) if self._repetition != 1 else None
         counts_output = bool(self._presence or self._frequency)
         self._output = _Ids((), request.max_tokens) if counts_output else None
         self._produced = 0
@@ -48,25 +48,25 @@ class Penalties:
 
     @property
     def active(self) -> bool:
-        """Whether ``apply`` may change anything, now or with the next token."""
+        """Returns whether ``apply`` may change anything, now or with the next token."""
         return self._lasting or self._produced < self._min_tokens
 
-    def take(self, token: int) -> None:
+    def record(self, token: int) -> None:
         """Count the chosen token."""
         self._produced += 1
-        if self._seen is not None:
-            self._seen.take(token)
+        if self._all_ids is not None:
+            self._all_ids.add(token)
         if self._output is not None:
-            self._output.take(token)
+            self._output.add(token)
         if self._ngrams is not None:
-            self._ngrams.take(token)
+            self._ngrams.add(token)
 
     def apply(self, scores: torch.Tensor) -> None:
         """Change the scores ``[vocab_size]`` float32 of the next token in place; numbered as in the class."""
         if self._biased.numel():  # 1
             scores[self._biased] += self._bias
-        if self._seen is not None:  # 2
-            scores[self._seen.ids] = _repetition_penalty(scores[self._seen.ids], self._repetition)
+        if self._all_ids is not None:  # 2
+            scores[self._all_ids.ids] = _repetition_penalty(scores[self._all_ids.ids], self._repetition)
         if self._ngrams is not None and (banned := self._ngrams.repeating()):  # 3
             scores[list(banned)] = float("-inf")
         if self._produced < self._min_tokens:  # 4
@@ -76,12 +76,12 @@ class Penalties:
 
 
 def needs_penalties(request: GenerateRequest) -> bool:
-    """Whether any parameter of the request needs ``Penalties``."""
+    """Returns whether any parameter of the request needs ``Penalties``."""
     return changes_choice(request) or bool(request.min_tokens)
 
 
 def changes_choice(request: GenerateRequest) -> bool:
-    """Whether ``Penalties`` affect the tokens themselves, and not only how early the answer may end."""
+    """Returns whether ``Penalties`` affect the tokens themselves, and not only how early the answer may end."""
     return bool(
         request.logit_bias
         or request.repetition_penalty != 1
@@ -96,8 +96,8 @@ def _repetition_penalty(scores: torch.Tensor, penalty: float) -> torch.Tensor:
     import torch
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-    everyone = torch.arange(len(scores))[None]
-    processed: torch.Tensor = RepetitionPenaltyLogitsProcessor(float(penalty))(everyone, scores[None])
+    all_indices = torch.arange(len(scores))[None]
+    processed: torch.Tensor = RepetitionPenaltyLogitsProcessor(float(penalty))(all_indices, scores[None])
     return processed[0]
 
 
@@ -109,12 +109,12 @@ class _Ids:
         import torch
 
         self._place: dict[int, int] = {}  # of each id in the tensors
-        first = list(ids)
-        size = len(set(first)) + room
+        initial = list(ids)
+        size = len(set(initial)) + room
         self._ids = torch.zeros(size, dtype=torch.int64)
         self._counts = torch.zeros(size, dtype=torch.float32)
-        for token in first:
-            self.take(token)
+        for token in initial:
+            self.add(token)
 
     @property
     def ids(self) -> torch.Tensor:
@@ -124,7 +124,7 @@ class _Ids:
     def counts(self) -> torch.Tensor:
         return self._counts[: len(self._place)]
 
-    def take(self, token: int) -> None:
+    def add(self, token: int) -> None:
         place = self._place.setdefault(token, len(self._place))
         self._ids[place] = token
         self._counts[place] += 1
@@ -134,16 +134,16 @@ class _Ngrams:
     """The tokens that have followed each run of ``size - 1`` tokens."""
 
     def __init__(self, size: int, first: Iterable[int]) -> None:
-        self._kept = size - 1
+        self._context_length = size - 1
         self._last: tuple[int, ...] = ()
         self._followers: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
         for token in first:
-            self.take(token)
+            self.add(token)
 
-    def take(self, token: int) -> None:
-        if len(self._last) == self._kept:
+    def add(self, token: int) -> None:
+        if len(self._last) == self._context_length:
             self._followers[self._last].add(token)
-        self._last = (*self._last, token)[-self._kept :] if self._kept else ()
+        self._last = (*self._last, token)[-self._context_length :] if self._context_length else ()
 
     def repeating(self) -> set[int]:
         """Returns the tokens that would repeat an n-gram."""

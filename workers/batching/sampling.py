@@ -96,12 +96,12 @@ class Sampling:
             if scores.max() == float("-inf"):
                 scores.copy_(guided)
 
-    def take(self, token: int) -> None:
+    def record(self, token: int) -> None:
         """Record the chosen token. ``sample`` does so for the tokens that it chooses."""
         if self.penalties is not None:
-            self.penalties.take(token)
+            self.penalties.record(token)
         if self.guide is not None:
-            self.guide.take(token)
+            self.guide.advance(token)
 
 
 def check_sampling(request: GenerateRequest, vocab_size: int) -> None:
@@ -118,9 +118,9 @@ def check_sampling(request: GenerateRequest, vocab_size: int) -> None:
     ]
     if not 0 <= request.temperature < float("inf"):
         raise ValueError(f"temperature must be a number from 0, not {request.temperature}")
-    for name, number, least, most in numbers:
-        if not least <= number <= most:
-            raise ValueError(f"{name} must be from {least:g} to {most:g}, not {number}")
+    for name, number, minimum, maximum in numbers:
+        if not minimum <= number <= maximum:
+            raise ValueError(f"{name} must be from {minimum:g} to {maximum:g}, not {number}")
     for name, count in (("top_k", request.top_k), ("no_repeat_ngram_size", request.no_repeat_ngram_size)):
         if count < 0:
             raise ValueError(f"{name} must be at least 0, not {count}")
@@ -132,17 +132,17 @@ def check_sampling(request: GenerateRequest, vocab_size: int) -> None:
 
 
 def is_greedy(request: GenerateRequest) -> bool:
-    """Whether each token of the answer is the most probable one."""
+    """Returns whether each token of the answer is the most probable one."""
     return request.temperature < GREEDY_BELOW
 
 
-def check_device_sampling(request: GenerateRequest, most: int) -> None:
-    """Raises ValueError for parameters unsupported on a device that samples from at most ``most`` ids."""
+def check_device_sampling(request: GenerateRequest, max_ids: int) -> None:
+    """Raises ValueError for parameters unsupported on a device that samples from at most ``max_ids`` ids."""
     if is_greedy(request):
         return
     engine = "this model's engine samples on the device"
-    if request.top_k > most:
-        raise ValueError(f"{engine}: top_k must be at most {most}, not {request.top_k}")
+    if request.top_k > max_ids:
+        raise ValueError(f"{engine}: top_k must be at most {max_ids}, not {request.top_k}")
     if not request.top_p:
         raise ValueError(f"{engine}: top_p must be above 0")
     if request.min_p:
@@ -151,11 +151,11 @@ def check_device_sampling(request: GenerateRequest, most: int) -> None:
         raise ValueError(f"{engine}: seed is not supported")
 
 
-def on_device(request: GenerateRequest, most: int) -> DeviceSampling:
-    """Returns the device's parameters for a request that passed ``check_device_sampling``. No top_k means ``most``."""
+def on_device(request: GenerateRequest, max_ids: int) -> DeviceSampling:
+    """Returns the device parameters of a request that passed ``check_device_sampling``. No top_k means ``max_ids``."""
     if is_greedy(request):
         return DeviceSampling()
-    return DeviceSampling(request.top_k or most, request.top_p, request.temperature)
+    return DeviceSampling(request.top_k or max_ids, request.top_p, request.temperature)
 
 
 def start_sampling(
@@ -189,7 +189,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Sampling]) -> list[int | None]:
     with torch.inference_mode():
         best = logits.argmax(dim=-1)
         usable = _finite(logits, best)
-        changed = [index for index, how in enumerate(rows) if usable[index] and how.changes_scores]
+        changed = [index for index, sampler in enumerate(rows) if usable[index] and sampler.changes_scores]
         if changed:
             logits = logits.clone()
             for index in changed:
@@ -197,23 +197,23 @@ def sample(logits: torch.Tensor, rows: Sequence[Sampling]) -> list[int | None]:
             best[changed] = logits[changed].argmax(dim=-1)
             usable = [old and new for old, new in zip(usable, _finite(logits, best), strict=True)]
         tokens: list[int | None] = [token if ok else None for token, ok in zip(best.tolist(), usable, strict=True)]
-        alike: defaultdict[Warp, list[int]] = defaultdict(list)
-        for index, how in enumerate(rows):
-            if how.generator is not None and usable[index]:
-                alike[how.warp].append(index)
-        for warp, members in alike.items():
+        by_warp: defaultdict[Warp, list[int]] = defaultdict(list)
+        for index, sampler in enumerate(rows):
+            if sampler.generator is not None and usable[index]:
+                by_warp[sampler.warp].append(index)
+        for warp, members in by_warp.items():
             generators = [generator for index in members if (generator := rows[index].generator) is not None]
             scores = _temperature(logits if len(members) == len(logits) else logits[members], warp.temperature)
             for index, token in zip(members, _draw(scores, warp, generators), strict=True):
                 tokens[index] = token
-    for how, chosen in zip(rows, tokens, strict=True):
+    for sampler, chosen in zip(rows, tokens, strict=True):
         if chosen is not None:
-            how.take(chosen)
+            sampler.record(chosen)
     return tokens
 
 
 def _finite(logits: torch.Tensor, best: torch.Tensor) -> list[bool]:
-    """Whether each row's largest logit is finite; NaN and +inf count as largest."""
+    """Returns whether each row's largest logit is finite; NaN and +inf count as largest."""
     finite: list[bool] = logits.gather(-1, best[:, None])[:, 0].isfinite().tolist()
     return finite
 
@@ -233,10 +233,10 @@ def _from_top_k(scores: torch.Tensor, warp: Warp, generators: Sequence[torch.Gen
     """3a. Takes one id more than the shortlist, to detect ties: top_k keeps all ids that equal its last."""
     best, ids = scores.topk(SHORTLIST + 1)
     last = best[:, warp.top_k - 1]
-    may_go_on = ((last == best[:, SHORTLIST]) & last.isfinite()).tolist()
+    ties = ((last == best[:, SHORTLIST]) & last.isfinite()).tolist()
     warped = _cut(best, warp.top_k, warp.top_p, warp.min_p)
     tokens = []
-    for row, tied in enumerate(may_go_on):
+    for row, tied in enumerate(ties):
         own, generator = slice(row, row + 1), generators[row : row + 1]
         if tied:  # 3c
             tokens += _look_up(_cut(scores[own], warp.top_k, warp.top_p, warp.min_p), generator)
@@ -250,9 +250,9 @@ def _from_nucleus(scores: torch.Tensor, warp: Warp, generators: Sequence[torch.G
     import torch
 
     shortlists, ids = scores.topk(SHORTLIST)
-    held = torch.exp(shortlists.logsumexp(-1) - scores.logsumexp(-1)).tolist()
+    shares = torch.exp(shortlists.logsumexp(-1) - scores.logsumexp(-1)).tolist()
     tokens = []
-    for row, share in enumerate(held):
+    for row, share in enumerate(shares):
         own, generator = slice(row, row + 1), generators[row : row + 1]
         if share < warp.top_p:  # 3c
             tokens += _look_up(_cut(scores[own], 0, warp.top_p, warp.min_p), generator)

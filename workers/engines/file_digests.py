@@ -48,10 +48,10 @@ def digest_of(source: Path, keep: Path) -> str:
         # A file that was written to meanwhile has another stamp by now, and its digest is useless.
         fresh = {str(path): (stamps[path], digests[path]) for path in missing if _stamp(path) == stamps[path]}
         _keep(keep / KEPT, fresh)
-    found = blake2b(digest_size=16)
+    combined = blake2b(digest_size=16)
     for path in files:
-        found.update(f"{path.name}\0{digests[path]}\0".encode())
-    return found.hexdigest()
+        combined.update(f"{path.name}\0{digests[path]}\0".encode())
+    return combined.hexdigest()
 
 
 def unread_of(source: Path, keep: Path) -> tuple[Path, ...]:

@@ -65,7 +65,7 @@ class Drift:
 
     @property
     def none(self) -> bool:
-        """Whether there is nothing to report: not installed, or as recorded."""
+        """Returns whether there is nothing to report: not installed, or as recorded."""
         return self.known and not (self.removed or self.added or self.changed or self.problem)
 
     def lines(self) -> list[str]:
@@ -192,7 +192,7 @@ def _difference(expected: Sequence[str], installed: Sequence[str]) -> str:
 
 
 def _same(name: str, before: Mapping[str, str], after: Mapping[str, str]) -> bool:
-    """Whether a parameter of both has the same default, or none in both."""
+    """Returns whether a parameter of both has the same default, or none in both."""
     first, second = (f"{name}={defaults[name]}" if defaults[name] else name for defaults in (before, after))
     return _alike([first], [second])
 
@@ -203,7 +203,7 @@ def _few(names: Sequence[str], most: int = 5) -> str:
 
 
 def _alike(expected: Sequence[str], installed: Sequence[str]) -> bool:
-    """Whether calls of one signature mean the same for the other. Only literal defaults are compared."""
+    """Returns whether calls of one signature mean the same for the other. Only literal defaults are compared."""
     if [text.partition("=")[0] for text in expected] != [text.partition("=")[0] for text in installed]:
         return False
     for old, new in zip(expected, installed, strict=True):

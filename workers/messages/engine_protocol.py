@@ -14,7 +14,7 @@ run code of their own, which may read any file, and the Neuron packages, which o
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What the batcher needs to know about an engine. Fixed after ``load``: Neuron compiles shapes ahead of time."""
+    """The properties of an engine that the batcher depends on. Fixed after ``load``: Neuron compiles shapes."""
 
     slots: int  # batch rows; the compiled batch size on Neuron
     max_len: int  # tokens a slot's KV cache holds: prompt + generated
@@ -126,8 +126,8 @@ class DeviceSampling:
 class SamplingEngine(GenerateEngine, Protocol):
     """An engine that samples tokens itself, by the parameters last set for the slot. ``spec.returns`` is "tokens"."""
 
-    def sample_by(self, slots: Sequence[int], how: Sequence[DeviceSampling]) -> None:
-        """Sample ``slots[i]`` by ``how[i]`` from now on. Called before the prefill into the slot."""
+    def sample_by(self, slots: Sequence[int], sampling: Sequence[DeviceSampling]) -> None:
+        """Sample ``slots[i]`` by ``sampling[i]`` from now on. Called before the prefill into the slot."""
         ...
 
 

@@ -22,7 +22,7 @@ _MORE = 2**31  # in a length: the message continues in the next frame
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Who connects, and to which start of the replica: another epoch is refused."""
+    """Opens a connection, to one epoch of the replica: another one is refused."""
 
     gateway: str
     token: str
@@ -30,7 +30,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """What the gateway needs to know before it sends a request."""
+    """The replica's limits, which a gateway needs before it sends a request."""
 
     version: str
     package: str  # the folder that the replica's code was imported from; "" in the engine's own interpreter

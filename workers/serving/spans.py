@@ -155,7 +155,7 @@ def open_sink(service: str, attributes: Attributes | None = None) -> SpanSink | 
 
 
 def is_enabled(environ: Mapping[str, str]) -> bool:
-    """Whether the environment enables tracing."""
+    """Returns whether the environment enables tracing."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()

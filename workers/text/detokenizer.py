@@ -192,7 +192,7 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found. Nothing is returned afterwards."""
+        """Returns whether a stop string was found. Nothing is returned afterwards."""
         return self._scanner.found
 
     def push(self, token_id: int) -> str:

@@ -62,7 +62,7 @@ def _drops_nothing(split: Mapping[str, Any]) -> bool:
 
 
 def _knows_every_character(model: Any, vocabulary: Mapping[str, int], alphabet: Collection[str] | None) -> bool:
-    """Whether the model maps each character to one or more tokens of its own."""
+    """Returns whether the model maps each character to one or more tokens of its own."""
     if type(model).__name__ != "BPE":
         return False
     if alphabet is not None:

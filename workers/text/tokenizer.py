@@ -59,7 +59,7 @@ class NoToolsInTemplate(ChatTemplateError):
 
 
 class PromptTokenizer(Protocol):
-    """What a gateway needs from a tokenizer. All methods may be called from several threads at once."""
+    """The interface of a tokenizer in a gateway. All methods may be called from several threads at once."""
 
     @property
     def vocab_size(self) -> int:
@@ -112,7 +112,7 @@ class PromptTokenizer(Protocol):
 
 
 class Tokenizer(PromptTokenizer, Protocol):
-    """What a replica also needs from a tokenizer."""
+    """The interface of a tokenizer in a replica."""
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         """Returns an incremental decoder of the tokens after ``prompt_ids``, for one thread at a time."""

@@ -131,7 +131,7 @@ def cpu_target() -> str:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether there is any code; the entry's record verifies its content."""
+    """Returns whether there is any code; the entry's record verifies its content."""
     return next((folder / CODE).rglob("*.so"), None) is not None
 
 

@@ -29,7 +29,7 @@ from workers.batching.buckets import checked_buckets, default_decode_buckets, de
 from workers.engines import CPU_PACKAGES
 from workers.engines.checkpoint_files import check_length, check_rotary, eos_token_ids, read_config, read_json
 from workers.engines.cpu import artifacts
-from workers.engines.cpu.graphs import Graphs, Traced, code_kept_in, code_taken_from, misses
+from workers.engines.cpu.graphs import Graphs, Traced, misses, storing_code_in, using_code_from
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine
 from workers.neff_cache.compile_units import Buildable, Tell
@@ -499,7 +499,7 @@ class CpuEngine:
                 self._compile_into(target)
                 return
             before = misses()
-            with code_taken_from(target.path / artifacts.CODE):
+            with using_code_from(target.path / artifacts.CODE):
                 self._open_graphs()
             if misses() > before:
                 target.forget()
@@ -509,7 +509,7 @@ class CpuEngine:
         code = target.path / artifacts.CODE
         code.mkdir()
         activity = f"{self._path} with torch.compile"
-        with compiling(activity, "this takes up to a minute for each bucket"), code_kept_in(code):
+        with compiling(activity, "this takes up to a minute for each bucket"), storing_code_in(code):
             self._open_graphs(tell)
         shutil.rmtree(code / "locks", ignore_errors=True)
         target.finish(str(self._path))
@@ -660,7 +660,8 @@ def _weight_files(path: Path, allow_pickle: bool) -> tuple[list[Path], bool]:
     safe, pickle = path / "model.safetensors", path / "pytorch_model.bin"
     pending = pending_files(path)  # first: a file that arrives meanwhile is then seen twice, not missed
     is_there = {
-        file: any(one.exists() or one.name in pending for one in (file, _index_of(file))) for file in (safe, pickle)
+        file: any(candidate.exists() or candidate.name in pending for candidate in (file, _index_of(file)))
+        for file in (safe, pickle)
     }
     pickled = is_there[pickle] and not is_there[safe]
     if pickled and not allow_pickle:

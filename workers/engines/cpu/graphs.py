@@ -53,7 +53,7 @@ class Traced:
 
 
 @dataclass
-class _Now:
+class _CurrentCall:
     """The cells that the current call writes: number of heads -> flat indices into keys and values."""
 
     cells: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -62,16 +62,18 @@ class _Now:
 class Graphs:
     """The compiled passes of one model. Each is compiled, or found in torch's cache, at its first call."""
 
-    def __init__(self, of: Traced, prefill_buckets: Sequence[int], decode_buckets: Sequence[int]) -> None:
+    def __init__(self, traced: Traced, prefill_buckets: Sequence[int], decode_buckets: Sequence[int]) -> None:
         import torch
 
-        self._of = of
+        self._traced = traced
         self._prefill_buckets, self._decode_buckets = prefill_buckets, decode_buckets
-        self._now = _Now()
-        self._room = of.layers[0].stored_keys.shape[2]
+        self._call = _CurrentCall()
+        self._room = traced.layers[0].stored_keys.shape[2]
         self._arange = torch.arange(self._room)
-        heads = sorted({stored.shape[1] for layer in of.layers for stored in (layer.stored_keys, layer.stored_values)})
-        rows = torch.arange(of.slots)[:, None]
+        heads = sorted(
+            {stored.shape[1] for layer in traced.layers for stored in (layer.stored_keys, layer.stored_values)}
+        )
+        rows = torch.arange(traced.slots)[:, None]
         self._row_starts = {count: (rows * count + torch.arange(count)) * self._room for count in heads}
         self._prompts = {bucket: self._compiled(f"prompt_{bucket}", bucket, False) for bucket in prefill_buckets}
         self._steps = {bucket: self._compiled(f"step_{bucket}", bucket, True) for bucket in decode_buckets}
@@ -82,10 +84,10 @@ class Graphs:
 
         bucket = smallest_bucket(self._prefill_buckets, len(ids))
         positions = self._arange[:bucket]
-        self._now.cells = {
+        self._call.cells = {
             count: (starts[slot][:, None] + positions).flatten() for count, starts in self._row_starts.items()
         }
-        self._of.before(1)
+        self._traced.before(1)
         padded = torch.tensor([[*ids, *[0] * (bucket - len(ids))]])
         hidden: torch.Tensor = self._prompts[bucket](padded, positions[None])
         return hidden[0, len(ids) - 1].clone()
@@ -95,12 +97,12 @@ class Graphs:
         import torch
 
         bucket = smallest_bucket(self._decode_buckets, max(positions) + 1)
-        ids, at, writes = [0] * self._of.slots, [0] * self._of.slots, [self._room - 1] * self._of.slots
+        ids, at, writes = [0] * self._traced.slots, [0] * self._traced.slots, [self._room - 1] * self._traced.slots
         for slot, token, position in zip(slots, tokens, positions, strict=True):
             ids[slot], at[slot], writes[slot] = token, position, position
-        self._of.before(self._of.slots)
+        self._traced.before(self._traced.slots)
         column = torch.tensor(writes)[:, None]
-        self._now.cells = {count: (starts + column).flatten() for count, starts in self._row_starts.items()}
+        self._call.cells = {count: (starts + column).flatten() for count, starts in self._row_starts.items()}
         hidden: torch.Tensor = self._steps[bucket](torch.tensor(ids)[:, None], torch.tensor(at)[:, None])
         return hidden[list(slots), 0]
 
@@ -109,13 +111,13 @@ class Graphs:
         each other."""
         import torch
 
-        of, cache = self._of, _graph_cache(self._of.layers, self._now, bucket if reads else None)
+        traced, cache = self._traced, _graph_cache(self._traced.layers, self._call, bucket if reads else None)
 
         def run(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            arguments: dict[str, Any] = {"position_ids": positions} if of.takes_positions else {}
-            output = of.base.forward(
+            arguments: dict[str, Any] = {"position_ids": positions} if traced.takes_positions else {}
+            output = traced.base.forward(
                 input_ids=ids,
-                attention_mask=of.mask(positions, bucket),
+                attention_mask=traced.mask(positions, bucket),
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
@@ -135,7 +137,7 @@ class Graphs:
         return compiled
 
 
-def _graph_cache(layers: Sequence[Any], now: _Now, kv_len: int | None) -> Any:
+def _graph_cache(layers: Sequence[Any], call: _CurrentCall, kv_len: int | None) -> Any:
     """Returns a transformers Cache over the tensors of ``layers`` for one graph: all that decides shapes is fixed."""
     from transformers.cache_utils import Cache, StaticLayer
 
@@ -153,7 +155,7 @@ def _graph_cache(layers: Sequence[Any], now: _Now, kv_len: int | None) -> Any:
             return self.stored_keys[:, :, :kv_len], self.stored_values[:, :, :kv_len]
 
         def _write(self, stored: torch.Tensor, states: torch.Tensor) -> None:
-            stored.view(-1, states.shape[-1]).index_copy_(0, now.cells[states.shape[1]], states.flatten(0, 2))
+            stored.view(-1, states.shape[-1]).index_copy_(0, call.cells[states.shape[1]], states.flatten(0, 2))
 
         def get_seq_length(self, *_: Any) -> int:
             return 0
@@ -165,24 +167,24 @@ def _graph_cache(layers: Sequence[Any], now: _Now, kv_len: int | None) -> Any:
 
 
 @contextlib.contextmanager
-def code_kept_in(folder: Path) -> Iterator[None]:
+def storing_code_in(folder: Path) -> Iterator[None]:
     """Store inductor's code in ``folder``, and use the code there. The C++ headers that it compiles first are next to
     the folder until the end."""
     with (
         tempfile.TemporaryDirectory(prefix="headers-", dir=folder.parent) as headers,
         _headers_in(Path(headers)),
-        _found_in(folder),
+        _cache_dir(folder),
     ):
         yield
 
 
 @contextlib.contextmanager
-def code_taken_from(folder: Path) -> Iterator[None]:
+def using_code_from(folder: Path) -> Iterator[None]:
     """Use the code in ``folder`` through a copy: torch writes there even when it finds all code, and the folder may be
     read by others, or be read-only."""
     with _folder_for_a_copy() as copy:
         shutil.copytree(folder, copy, dirs_exist_ok=True)
-        with _headers_in(None), _found_in(copy):
+        with _headers_in(None), _cache_dir(copy):
             yield
 
 
@@ -203,7 +205,7 @@ def _folder_for_a_copy() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _found_in(folder: Path) -> Iterator[None]:
+def _cache_dir(folder: Path) -> Iterator[None]:
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     _forget_loaded()

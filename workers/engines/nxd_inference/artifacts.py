@@ -49,7 +49,9 @@ def predicted_manifest(
     """Returns the manifest, and the files whose digests it lacks: with ``read`` False, only digests stored in ``root``
     are used, and the place of an unknown one is empty."""
     target = neuron_target.current()
-    sources = [one for one in (settings.source, settings.draft_source, settings.quantized_source) if one is not None]
+    sources = [
+        folder for folder in (settings.source, settings.draft_source, settings.quantized_source) if folder is not None
+    ]
     digests, unread = [], []
     for source in sources if root is not None else []:
         assert root is not None

@@ -102,7 +102,7 @@ class NxdEngine:
         self._scratch: Path | None = None
         self._spec: EngineSpec | None = None
         self._model: Any = None
-        self._how: list[DeviceSampling] = []
+        self._slot_sampling: list[DeviceSampling] = []
 
     @property
     def spec(self) -> EngineSpec:
@@ -135,7 +135,7 @@ class NxdEngine:
             # Not by the neuron_config.json there: the package cannot read a kv_quant_config that it wrote.
             self._model = kind(folder, config)
             self._model.load(folder)
-        self._how = [DeviceSampling()] * settings.slots
+        self._slot_sampling = [DeviceSampling()] * settings.slots
         on_device = settings.sampling == "device" and not settings.speculation_length
         self._spec = EngineSpec(
             slots=settings.slots,
@@ -178,10 +178,10 @@ class NxdEngine:
         accepted, following = fused[0].reshape(len(slots), -1).tolist(), fused[3].reshape(-1).tolist()
         return [row[: after - position] for row, after, position in zip(accepted, following, positions, strict=True)]
 
-    def sample_by(self, slots: Sequence[int], how: Sequence[DeviceSampling]) -> None:
+    def sample_by(self, slots: Sequence[int], sampling: Sequence[DeviceSampling]) -> None:
         """See ``SamplingEngine.sample_by``."""
-        for slot, sampling in zip(slots, how, strict=True):
-            self._how[slot] = sampling
+        for slot, parameters in zip(slots, sampling, strict=True):
+            self._slot_sampling[slot] = parameters
 
     def close(self) -> None:
         """Release the model. The cores are free when the process exits."""
@@ -252,14 +252,14 @@ class NxdEngine:
                 attention_mask=torch.tensor(mask),
                 position_ids=torch.tensor(positions),
                 seq_ids=torch.tensor(slots),
-                sampling_params=self._sampling_params([self._how[slot] for slot in slots]),
+                sampling_params=self._sampling_params([self._slot_sampling[slot] for slot in slots]),
             )
 
-    def _sampling_params(self, how: Sequence[DeviceSampling]) -> Any:
+    def _sampling_params(self, parameters: Sequence[DeviceSampling]) -> Any:
         """Returns ``[rows, 3]`` float32: top_k, top_p, temperature."""
         import torch
 
-        return torch.tensor([[float(sampling.top_k), sampling.top_p, sampling.temperature] for sampling in how])
+        return torch.tensor([[float(sampling.top_k), sampling.top_p, sampling.temperature] for sampling in parameters])
 
     def _answers(self, output: Any, rows: int) -> Any:
         """Returns float32 logits ``[rows, vocab_size]``, or the ids that the device sampled."""

@@ -382,7 +382,7 @@ def _raise_mismatch(model: PrecompiledModel, mismatches: Sequence[Difference]) -
 
 
 def _saves_shards(recorded: Mapping[str, Any] | None) -> bool:
-    """Whether ``load`` reads shards; 0.2 always saved them unless disabled."""
+    """Returns whether ``load`` reads shards; 0.2 always saved them unless disabled."""
     return recorded is None or bool(recorded["neuron_config"].get("save_sharded_checkpoint", True))
 
 

@@ -137,5 +137,5 @@ def _stale(artifacts: Entry) -> EngineLoadError:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether there are any NEFFs; the entry's record verifies their content."""
+    """Returns whether there are any NEFFs; the entry's record verifies their content."""
     return any(folder.glob("*.neff"))

@@ -238,10 +238,10 @@ class TransformersNeuronxEngine:
             columns.append(self.decode(slots, [row[ahead] for row in tokens], places))
         return torch.stack(columns, dim=1)
 
-    def sample_by(self, slots: Sequence[int], how: Sequence[DeviceSampling]) -> None:
+    def sample_by(self, slots: Sequence[int], sampling: Sequence[DeviceSampling]) -> None:
         """See ``SamplingEngine.sample_by``. The package needs lists by slot."""
-        for slot, sampling in zip(slots, how, strict=True):
-            self._sampling[slot] = sampling
+        for slot, parameters in zip(slots, sampling, strict=True):
+            self._sampling[slot] = parameters
         self._update_sampling()
 
     def generate(
@@ -324,8 +324,8 @@ class TransformersNeuronxEngine:
     def _update_sampling(self) -> None:
         from transformers_neuronx.config import GenerationConfig
 
-        how = device_generation(self._sampling, self.spec.vocab_size)
-        self._model.update_generation_config(GenerationConfig(**how))
+        options = device_generation(self._sampling, self.spec.vocab_size)
+        self._model.update_generation_config(GenerationConfig(**options))
 
     def _warm_up(self) -> None:
         """Run every graph once. GPT-NeoX has only one, for which one token is enough."""

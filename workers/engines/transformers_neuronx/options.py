@@ -128,21 +128,21 @@ def _neuron(config: EngineConfig, family: Family, amp: str, continuous: bool, vo
     if config.compile_workers is not None:
         options["compilation_worker_count"] = config.compile_workers
     weights, cache = {} if family.serial else QUANTIZED, QUANTIZED_KV if family.quantizes_kv else {}
-    for name, what, kinds in (("quant", config.quantize, weights), ("kv_cache_quant", config.quantize_kv, cache)):
-        if what is None:
+    for name, dtype, kinds in (("quant", config.quantize, weights), ("kv_cache_quant", config.quantize_kv, cache)):
+        if dtype is None:
             continue
-        if what not in kinds:
+        if dtype not in kinds:
             of = "the KV cache" if name == "kv_cache_quant" else "weights"
             raise EngineLoadError(
                 "bad-engine-option",
-                f"this class of transformers-neuronx cannot quantize {of} to {what}",
+                f"this class of transformers-neuronx cannot quantize {of} to {dtype}",
                 f"supported: {', '.join(kinds) or 'none'}",
             )
-        options[name] = {"quant_dtype": kinds[what], "dequant_dtype": amp}  # another dtype than amp does not work
+        options[name] = {"quant_dtype": kinds[dtype], "dequant_dtype": amp}  # another dtype than amp does not work
     if config.sampling == "device":
         if not family.samples:
-            what = "this class of transformers-neuronx does not sample on the device"
-            raise EngineLoadError("bad-engine-option", what, "set `sampling: host`")
+            message = "this class of transformers-neuronx does not sample on the device"
+            raise EngineLoadError("bad-engine-option", message, "set `sampling: host`")
         options["on_device_generation"] = device_generation([DeviceSampling()] * config.slots, vocab_size)
     return options
 
@@ -152,16 +152,16 @@ def device_top_k(vocab_size: int) -> int:
     return min(MAX_TOP_K, vocab_size)
 
 
-def device_generation(how: list[DeviceSampling], vocab_size: int) -> dict[str, Any]:
+def device_generation(slots: list[DeviceSampling], vocab_size: int) -> dict[str, Any]:
     """Returns the keywords of the package's GenerationConfig: each slot's sampling, which may change between steps."""
     return {
         "do_sample": True,
         "dynamic": True,
         "per_batch_line": True,
         "global_top_k": device_top_k(vocab_size),
-        "top_k": [sampling.top_k for sampling in how],
-        "top_p": [float(sampling.top_p) for sampling in how],
-        "temperature": [float(sampling.temperature) for sampling in how],
+        "top_k": [sampling.top_k for sampling in slots],
+        "top_p": [float(sampling.top_p) for sampling in slots],
+        "temperature": [float(sampling.temperature) for sampling in slots],
     }
 
 
