@@ -1041,7 +1041,7 @@ def test_every_request_field_is_described() -> None:
     """As served, ignored or refused, and nothing else is."""
     served = {word for row in rows(section(API, "Request fields")) for word in words(row[0])}
     assert served | listed("Fields that") == request_fields()
-    assert served & (listed("Fields that are ignored") | listed("Fields that are refused")) == set()
+    assert served & (listed("Fields that are ignored") | listed("Fields that are rejected")) == set()
 
 
 def test_the_fields_that_change_nothing_yet_are_those_that_no_replica_reads() -> None:
@@ -1063,7 +1063,7 @@ def test_the_refused_fields_are_refused() -> None:
     from orchestrator.gateway.openai import protocol
 
     chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-    for name in listed("Fields that are refused"):
+    for name in listed("Fields that are rejected"):
         body: dict[str, Any] = {"model": "m", "prompt": "x", name: "x"} if name == "suffix" else {**chat, name: [{}]}
         read = protocol.read_completion if "prompt" in body else protocol.read_chat
         with pytest.raises(ApiError) as refused:
