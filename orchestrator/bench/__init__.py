@@ -1,1 +1,1 @@
-"""The client's side of a fleet: how fast any OpenAI-compatible server answers. docs/bench.md has the definitions."""
+"""The benchmark client for any OpenAI-compatible server; docs/bench.md defines its metrics."""

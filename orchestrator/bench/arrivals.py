@@ -1,4 +1,4 @@
-"""When the requests of a load come."""
+"""The arrival times of a benchmark's load."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of a server: an open loop with a rate, or a closed one with a concurrency; until ``requests`` were
-    sent or ``duration_s`` is over, whichever comes first."""
+    """A load: an open loop with a rate or a closed loop with a concurrency, until ``requests`` were sent or
+    ``duration_s`` is over, whichever comes first."""
 
     rate: float | None  # requests/s, a Poisson process
-    concurrency: int | None  # requests under way at once
+    concurrency: int | None  # concurrent requests
     requests: int | None
     duration_s: float | None
     seed: int = 0
 
     def __post_init__(self) -> None:
         if (self.rate is None) == (self.concurrency is None):
-            raise ValueError("a load has a rate or a concurrency, one of them")
+            raise ValueError("a load needs either a rate or a concurrency")
         if self.requests is None and self.duration_s is None:
-            raise ValueError("a load has a number of requests or a duration, or both")
+            raise ValueError("a load needs a number of requests, a duration, or both")
 
     def times(self) -> tuple[float, ...]:
-        """Of an open loop: when each request is sent, in seconds after the beginning, in order."""
+        """Returns when each request of an open loop is sent, in seconds after the start, in order."""
         assert self.rate is not None
         return poisson(self.rate, self.requests, self.duration_s, self.seed)
 
 
 def poisson(rate: float, requests: int | None, duration_s: float | None, seed: int) -> tuple[float, ...]:
-    """Arrivals of a Poisson process of ``rate`` a second; the first is at 0, as vLLM's and guidellm's are.
+    """Returns the arrivals of a Poisson process of ``rate`` per second; the first is at 0, as in vLLM and guidellm.
 
     The same seed gives the same gaps, whatever the rate: twice the rate halves every time.
     """

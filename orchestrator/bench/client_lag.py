@@ -1,4 +1,4 @@
-"""Whether the client itself was too slow to measure."""
+"""Measures the benchmark client itself: its CPU use and delays, which could distort the results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_LATE_S = 0.05
 
 @dataclass(frozen=True)
 class ClientLoad:
-    """``cpu``: share of one CPU. ``lag_p99_s``: how late the event loop was with what was due. ``late_p99_s``: how long
-    after its time a request was sent; None in a closed loop."""
+    """The load of the client. ``cpu``: fraction of one CPU. ``lag_p99_s``: delay of the event loop. ``late_p99_s``:
+    delay of sending a request; None in a closed loop."""
 
     cpu: float
     lag_p99_s: float
@@ -25,19 +25,19 @@ class ClientLoad:
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """Why the client, and not the server, may have been the limit; empty when it was not."""
-        found = []
+        """The reasons why the client, not the server, may have been the bottleneck; empty if it was not."""
+        limits = []
         if self.cpu > MAX_CPU:
-            found.append(f"it used {self.cpu:.0%} of a CPU")
+            limits.append(f"it used {self.cpu:.0%} of a CPU")
         if self.lag_p99_s > MAX_LAG_S:
-            found.append(f"its event loop was up to {self.lag_p99_s * 1000:.0f} ms late (p99)")
+            limits.append(f"its event loop was up to {self.lag_p99_s * 1000:.0f} ms late (p99)")
         if self.late_p99_s is not None and self.late_p99_s > MAX_LATE_S:
-            found.append(f"it sent up to {self.late_p99_s * 1000:.0f} ms too late (p99)")
-        return tuple(found)
+            limits.append(f"it sent requests up to {self.late_p99_s * 1000:.0f} ms late (p99)")
+        return tuple(limits)
 
 
 class LagMeter:
-    """Measures between ``__enter__`` and ``stop``."""
+    """Measures the client's load from ``__enter__`` on."""
 
     def __init__(self) -> None:
         self._late: list[float] = []
@@ -52,7 +52,7 @@ class LagMeter:
         self._timer.cancel()
 
     def load(self, late_s: list[float] | None) -> ClientLoad:
-        """What was measured so far; ``late_s``: of each request of an open loop, how late it was sent."""
+        """Returns the load so far; ``late_s`` is the send delay of each request in an open loop."""
         wall = max(time.monotonic() - self._began, 1e-9)
         cpu = (time.process_time() - self._cpu) / wall
         lag = percentile(self._late, 99) if self._late else 0.0

@@ -1,4 +1,4 @@
-"""Which requests were good enough."""
+"""Goodput: the requests that meet a service-level objective."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ NAMES = ("ttft", "itl", "e2e")
 
 @dataclass(frozen=True)
 class Slo:
-    """A service-level objective for each request, in milliseconds; None: not asked for."""
+    """The service-level objective of each request, in milliseconds; None: no bound."""
 
     ttft: float | None = None
-    itl: float | None = None  # of the request's mean, which vLLM calls TPOT
+    itl: float | None = None  # the mean of the request, which vLLM calls TPOT
     e2e: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """``ttft=500,itl=50,e2e=10000``; ``tpot`` is another name of ``itl``. Raises ValueError."""
-        found: dict[str, float] = {}
+        """Parses ``ttft=500,itl=50,e2e=10000``; ``tpot`` is an alias of ``itl``. Raises ValueError."""
+        bounds: dict[str, float] = {}
         for part in text.split(","):
             name, equals, number = (word.strip() for word in part.partition("="))
             name = "itl" if name == "tpot" else name
@@ -30,22 +30,22 @@ class Slo:
                 value = float(number.removesuffix("ms"))
             except ValueError:
                 value = math.nan
-            if not equals or name not in NAMES or name in found or not (0 < value < math.inf):
-                raise ValueError(f"{part!r} is no objective; such as ttft=500,itl=50,e2e=10000, in milliseconds")
-            found[name] = value
-        return cls(**found)
+            if not equals or name not in NAMES or name in bounds or not (0 < value < math.inf):
+                raise ValueError(f"{part!r} is not an objective; use ttft=500,itl=50,e2e=10000, in milliseconds")
+            bounds[name] = value
+        return cls(**bounds)
 
-    def met(self, one: Measured) -> bool:
-        """Whether a request was answered whole and keeps every bound. An answer of one token has no ITL to exceed."""
-        if not one.ok or one.ttft_s is None or one.e2e_s is None:
+    def met(self, request: Measured) -> bool:
+        """Whether a request was answered completely within every bound. An answer of one token meets any ITL."""
+        if not request.ok or request.ttft_s is None or request.e2e_s is None:
             return False
-        values = ((self.ttft, one.ttft_s), (self.itl, one.tpot_s), (self.e2e, one.e2e_s))
+        values = ((self.ttft, request.ttft_s), (self.itl, request.tpot_s), (self.e2e, request.e2e_s))
         return all(bound is None or value is None or value * 1000 <= bound for bound, value in values)
 
     def share(self, measured: Sequence[Measured]) -> float:
-        """Of all requests that were sent, those that meet it; the failed ones count as not met."""
-        return sum(1 for one in measured if self.met(one)) / len(measured) if measured else 0.0
+        """Returns the fraction of all sent requests that meet it; failed ones do not."""
+        return sum(1 for request in measured if self.met(request)) / len(measured) if measured else 0.0
 
     def __str__(self) -> str:
-        given = ((name, getattr(self, name)) for name in NAMES)
-        return ", ".join(f"{name} <= {value:g} ms" for name, value in given if value is not None)
+        bounds = ((name, getattr(self, name)) for name in NAMES)
+        return ", ".join(f"{name} <= {value:g} ms" for name, value in bounds if value is not None)

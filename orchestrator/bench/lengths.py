@@ -1,4 +1,4 @@
-"""How long the prompts and the answers of a load are."""
+"""The prompt and output lengths of a load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ("chat",)
 
 @dataclass(frozen=True)
 class Lengths:
-    """Pairs of prompt and output tokens, to be drawn from. ``capped``: how many pairs were cut to fit the model."""
+    """Pairs of prompt and output tokens to draw from. ``capped``: how many pairs were cut to fit the model."""
 
     name: str
     source: str  # where the numbers come from
@@ -21,31 +21,31 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """A name, or ``PROMPT:OUTPUT`` for one length of each. Raises ValueError."""
+        """Parses a name, or ``PROMPT:OUTPUT`` for a constant length of each. Raises ValueError."""
         if text in NAMES:
             read = json.loads(resources.files("orchestrator.bench").joinpath(f"{text}.json").read_text())
             return cls(text, read["source"], tuple((prompt, output) for prompt, output in read["pairs"]))
         prompt, colon, output = text.partition(":")
         if not (colon and prompt.isascii() and prompt.isdecimal() and output.isascii() and output.isdecimal()):
-            raise ValueError(f"{text!r} is neither {' nor '.join(NAMES)} nor PROMPT:OUTPUT, such as 512:128")
+            raise ValueError(f"{text!r} is neither {' nor '.join(NAMES)} nor PROMPT:OUTPUT, like 512:128")
         if not (0 < int(prompt) < 2**31 and 0 < int(output) < 2**31):
-            raise ValueError(f"{text!r}: both lengths are at least 1")
+            raise ValueError(f"{text!r}: both lengths must be at least 1")
         return cls(text, "", ((int(prompt), int(output)),))
 
     def within(self, max_len: int) -> Lengths:
-        """Cut to a model whose prompt and answer together have ``max_len`` tokens, at least 2: first the answer down to
-        half of them, then the prompt."""
+        """Returns the lengths cut to ``max_len`` tokens (at least 2) of prompt and output together: first the output
+        down to half of them, then the prompt."""
         cut = tuple(cut_pair(pair, max_len) for pair in self.pairs)
         capped = sum(1 for old, new in zip(self.pairs, cut, strict=True) if old != new)
         return Lengths(self.name, self.source, cut, capped)
 
     def at(self, index: int, seed: int) -> tuple[int, int]:
-        """Of the request number ``index``: one of the pairs, so that a long prompt keeps the answer that it had."""
+        """Returns the pair of the request number ``index``; prompt and output lengths stay together."""
         return random.Random(f"lengths {seed} {index}").choice(self.pairs)
 
 
 def cut_pair(pair: tuple[int, int], max_len: int) -> tuple[int, int]:
-    """Of prompt and output tokens together ``max_len`` at most, at least 2: first the answer down to half of them."""
+    """Cuts prompt and output tokens to ``max_len`` (at least 2) together: first the output down to half of them."""
     prompt, output = pair
     if prompt + output <= max_len:
         return pair

@@ -1,4 +1,4 @@
-"""What one request showed."""
+"""The measurement of one benchmark request."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Measured:
-    """Times are seconds of the client's monotonic clock, read when the bytes came out of the socket.
+    """One measured request. Times are in seconds of the client's monotonic clock, taken when the bytes were received.
 
-    ``chunks`` are the events that brought text; the one that only names the role, the one that only ends the answer and
-    the one with the usage are none. A chunk may bring several tokens.
+    ``chunks`` are the events with text: not those with only the role, the end of the answer or the usage. A chunk may
+    contain several tokens.
     """
 
     prompt_wanted: int
     output_wanted: int
-    due: float  # when it was to be sent
-    sent: float  # when it was begun; a connection that had to be made first counts
+    due: float  # the scheduled time of sending
+    sent: float  # the start of sending, before the connection if a new one is needed
     chunks: tuple[float, ...] = ()
-    ended: float | None = None  # when its last byte came
+    ended: float | None = None  # the time of the last byte
     prompt_tokens: int | None = None  # the server's `usage`
-    output_tokens: int | None = None  # likewise; without it the number of chunks
-    error: str | None = None  # what kind: `timeout`, `http-429`, ...; None when the answer is whole
-    what: str = ""  # the error in the server's or the system's words
+    output_tokens: int | None = None  # likewise; the number of chunks without it
+    error: str | None = None  # kind of error: `timeout`, `http-429`, ...; None for a complete answer
+    what: str = ""  # the message of the server or the system
 
     @property
     def ok(self) -> bool:
@@ -42,12 +42,12 @@ class Measured:
 
     @property
     def gaps_s(self) -> tuple[float, ...]:
-        """Inter-token latencies: between consecutive chunks. A chunk of several tokens gives one gap, as in vLLM."""
+        """Inter-token latencies: the gaps between consecutive chunks, whatever their number of tokens, as in vLLM."""
         return tuple(later - earlier for earlier, later in pairwise(self.chunks))
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first: the mean of the request, whatever the chunks are. None for one token.
+        """Time per output token after the first: the mean of the request, independent of chunks. None for one token.
 
         vLLM calls it TPOT; guidellm and aiperf call it ITL.
         """
@@ -56,7 +56,7 @@ class Measured:
         return (self.chunks[-1] - self.chunks[0]) / (self.output_tokens - 1)
 
     def since(self, began: float) -> Measured:
-        """With times that begin at ``began``."""
+        """Returns the measurement with times relative to ``began``."""
         return replace(
             self,
             due=self.due - began,
@@ -67,9 +67,9 @@ class Measured:
 
 
 def kinds(measured: Sequence[Measured]) -> dict[str, int]:
-    """How many failed in which way, the most frequent first."""
+    """Returns the number of failures by kind, the most frequent first."""
     counts: dict[str, int] = {}
-    for one in measured:
-        if one.error is not None:
-            counts[one.error] = counts.get(one.error, 0) + 1
+    for request in measured:
+        if request.error is not None:
+            counts[request.error] = counts.get(request.error, 0) + 1
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

@@ -1,4 +1,4 @@
-"""A run of the serving benchmark as one page: figures and plots, nothing loaded from elsewhere."""
+"""Renders a serving benchmark as one self-contained HTML page with figures and plots."""
 
 from __future__ import annotations
 
@@ -32,40 +32,44 @@ from orchestrator.bench.statistics import PERCENTILES
 
 
 def page(run: Serving, data: dict[str, Any]) -> str:
-    """The whole HTML; ``data`` is what ``serving_data`` gave of ``run``."""
+    """Returns the HTML; ``data`` is the ``serving_data`` of ``run``."""
     return document(
         f"{data['model']} at {data['url']}",
         f'<h1>{escape(data["model"])}</h1><p class="dim">{_subtitle(data)}</p>\n'
         f"{_cards(data)}\n<h2>Latencies in milliseconds</h2>{_table(data)}\n"
-        f"<h2>How it went</h2>{plots(_plots(run))}\n<h2>Remarks</h2>{_remarks(data)}",
+        f"<h2>Plots</h2>{plots(_plots(run))}\n<h2>Remarks</h2>{_remarks(data)}",
     )
 
 
 def _subtitle(data: dict[str, Any]) -> str:
     load = data["load"]
-    loop = f"{load['concurrency']} at once" if load["rate"] is None else f"Poisson arrivals, {load['rate']:g}/s"
+    loop = (
+        f"{load['concurrency']} concurrent requests"
+        if load["rate"] is None
+        else f"Poisson arrivals, {load['rate']:g}/s"
+    )
     return escape(f"{data['url']} · {loop} · lengths {data['lengths']['name']} · seed {load['seed']}")
 
 
 def _cards(data: dict[str, Any]) -> str:
     failed = data["sent"] - data["ok"]
-    told = [
+    numbers = [
         (f"{data['ok']}", f"answered in {data['duration_s']:.1f} s"),
         (f"{failed}", "failed"),
         (f"{data['output_tokens_per_s']:.1f}", "output tokens/s"),
         (f"{data['requests_per_s']:.2f}", "requests/s"),
     ]
     if data["goodput"] is not None:
-        told.append((f"{data['goodput']['share']:.1%}", f"good, {data['goodput']['requests_per_s']:.2f} requests/s"))
-    return cards(told)
+        numbers.append((f"{data['goodput']['share']:.1%}", f"good, {data['goodput']['requests_per_s']:.2f} requests/s"))
+    return cards(numbers)
 
 
 def _table(data: dict[str, Any]) -> str:
     keys = ("mean", *(f"p{percent}" for percent in PERCENTILES))
     rows = []
     for name, label in FIGURES.items():
-        found = data[name]
-        rows.append((label, *("-" if found is None else format(found[key], ".1f") for key in keys)))
+        summary = data[name]
+        rows.append((label, *("-" if summary is None else format(summary[key], ".1f") for key in keys)))
     return table(("", *keys), rows)
 
 
@@ -74,7 +78,7 @@ def _remarks(data: dict[str, Any]) -> str:
 
 
 def _plots(run: Serving) -> list[tuple[str, str]]:
-    found = figures(run.measured)
+    values = figures(run.measured)
     slo = run.slo
     bounds = {"ttft_ms": slo.ttft, "tpot_ms": slo.itl, "e2e_ms": slo.e2e} if slo is not None else {}
     drawn = [
@@ -83,14 +87,14 @@ def _plots(run: Serving) -> list[tuple[str, str]]:
     ]
     names = {"ttft_ms": "Time to first token", "tpot_ms": "Time per output token", "e2e_ms": "Whole request"}
     for key, title in names.items():
-        drawn.append((f"{title}: share of requests", distribution(found[key], bounds.get(key))))
-    drawn.append(("Between chunks (ITL): share of gaps", distribution(found["itl_ms"], None)))
+        drawn.append((f"{title}: share of requests", distribution(values[key], bounds.get(key))))
+    drawn.append(("Between chunks (ITL): share of gaps", distribution(values["itl_ms"], None)))
     return drawn
 
 
 def scatter(measured: Sequence[Measured], duration_s: float, bound: float | None) -> str:
-    """A dot for each answer, a cross at the foot for each that failed."""
-    shown = [(one.sent, one.ttft_s * 1000) for one in measured if one.ok and one.ttft_s is not None]
+    """Plots a dot for each answer, and a cross at the bottom for each failed request."""
+    shown = [(request.sent, request.ttft_s * 1000) for request in measured if request.ok and request.ttft_s is not None]
     if not measured:
         return frame("", (0.0, 1.0), (0.0, 1.0), "s", "", empty=True)
     top = max([value for _, value in shown] + [bound or 0.0]) * 1.05 or 1.0
@@ -100,9 +104,9 @@ def scatter(measured: Sequence[Measured], duration_s: float, bound: float | None
     dots = "".join(f'<circle class="dot" cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.2"/>' for a, b in shown[::step])
     foot = y(0.0) - 6
     crosses = "".join(
-        f'<path class="cross" d="M{x(one.sent) - 3:.1f} {foot - 3:.1f}l6 6m0 -6l-6 6"/>'
-        for one in measured
-        if not one.ok
+        f'<path class="cross" d="M{x(request.sent) - 3:.1f} {foot - 3:.1f}l6 6m0 -6l-6 6"/>'
+        for request in measured
+        if not request.ok
     )
     line = ""
     if bound is not None:
@@ -112,12 +116,12 @@ def scatter(measured: Sequence[Measured], duration_s: float, bound: float | None
 
 
 def rates(measured: Sequence[Measured], duration_s: float) -> tuple[list[float], float]:
-    """Output tokens/s in bars of equal width, and that width in seconds. The tokens of a request are spread evenly over
-    its chunks."""
+    """Returns output tokens/s in bars of equal width, and that width in seconds. The tokens of a request are spread
+    evenly over its chunks."""
     width = max(duration_s / MAX_BARS, 0.25)
     counts = [0.0] * max(1, math.ceil(duration_s / width))
-    for one in measured:
-        if one.chunks and one.output_tokens is not None:
-            for at in one.chunks:
-                counts[min(max(int(at / width), 0), len(counts) - 1)] += one.output_tokens / len(one.chunks)
+    for request in measured:
+        if request.chunks and request.output_tokens is not None:
+            for at in request.chunks:
+                counts[min(max(int(at / width), 0), len(counts) - 1)] += request.output_tokens / len(request.chunks)
     return [count / width for count in counts], width

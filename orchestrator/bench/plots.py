@@ -1,4 +1,4 @@
-"""Plots as SVG, and the dress of a page that loads nothing from elsewhere."""
+"""SVG plots and the style of a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 
 WIDTH, HEIGHT = 460, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 38
-MAX_POINTS = 400  # of a curve: more cannot be told apart
+MAX_POINTS = 400  # of a curve: more cannot be distinguished
 MAX_BARS = 60
 STYLE = """
 :root { color-scheme: light dark; --back: #fdfdfc; --text: #1c1e21; --dim: #686d74; --line: #d9dbde;
@@ -35,11 +35,11 @@ svg text { fill: var(--dim); font-size: 11px; } .axis { stroke: var(--line); fil
 """
 
 
-HUES = 137.5  # degrees between the colours of two series that follow each other: they differ for any number of them
+HUES = 137.5  # degrees between consecutive series, so that the colours differ for any number of series
 
 
 def document(title: str, body: str) -> str:
-    """A whole page; ``title`` is escaped, ``body`` is HTML."""
+    """Returns a complete page; ``title`` is escaped, ``body`` is HTML."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -47,32 +47,32 @@ def document(title: str, body: str) -> str:
     )
 
 
-def cards(told: Iterable[tuple[str, str]]) -> str:
-    """Figures with what they are."""
-    each = (f'<div class="card"><b>{value}</b><span class="dim">{label}</span></div>' for value, label in told)
+def cards(numbers: Iterable[tuple[str, str]]) -> str:
+    """Returns cards with values and their labels."""
+    each = (f'<div class="card"><b>{value}</b><span class="dim">{label}</span></div>' for value, label in numbers)
     return f'<div class="cards">{"".join(each)}</div>'
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are escaped."""
+    """Returns a table; cells are escaped."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def plots(drawn: Iterable[tuple[str, str]]) -> str:
-    """Titles and pictures, beside each other."""
+    """Returns titles and SVG plots in a grid."""
     each = (f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>" for title, svg in drawn)
     return f'<div class="plots">{"".join(each)}</div>'
 
 
 def color(number: int) -> str:
-    """Of the series of that number."""
+    """Returns the colour of the series with that number."""
     return f"hsl({number * HUES % 360:.0f} 55% 55%)"
 
 
 def areas(series: Mapping[str, Sequence[float]], width_s: float, label: str, most: float) -> str:
-    """One above the other, each value for ``width_s`` seconds; a line at ``most``. The names stand below."""
+    """Returns a stacked area plot, each value for ``width_s`` seconds, with a line at ``most`` and a legend below."""
     count = max((len(values) for values in series.values()), default=0)
     end = width_s * count or 1.0
     sums = [0.0] * count
@@ -95,7 +95,7 @@ def areas(series: Mapping[str, Sequence[float]], width_s: float, label: str, mos
 
 
 def distribution(values: Sequence[float], bound: float | None) -> str:
-    """The cumulative distribution of milliseconds, up to its 99.5th percentile; ``bound`` is an SLO's."""
+    """Plots the cumulative distribution of milliseconds up to the 99.5th percentile; ``bound`` is an SLO."""
     if not values:
         return frame("", (0.0, 1.0), (0.0, 1.0), "ms", "", empty=True)
     ordered = sorted(values)
@@ -111,7 +111,7 @@ def distribution(values: Sequence[float], bound: float | None) -> str:
 
 
 def bars(values: Sequence[float], width_s: float) -> str:
-    """One bar for each value; the first begins at 0 s."""
+    """Plots one bar for each value; the first starts at 0 s."""
     top = max(values, default=0.0) * 1.05 or 1.0
     end = width_s * len(values) or 1.0
     x, y = Scale((0.0, end), LEFT, WIDTH - RIGHT), Scale((0.0, top), HEIGHT - BOTTOM, TOP)
@@ -125,7 +125,7 @@ def bars(values: Sequence[float], width_s: float) -> str:
 
 
 class Scale:
-    """From a value to a place on the picture."""
+    """Maps values to coordinates of the plot."""
 
     def __init__(self, values: tuple[float, float], low: float, high: float) -> None:
         self._first, self._span = values[0], (values[1] - values[0]) or 1.0
@@ -135,11 +135,11 @@ class Scale:
         return self._low + (value - self._first) / self._span * (self._high - self._low)
 
 
-SMALLEST = 1e-300  # below it a part of a number may be 0
+SMALLEST = 1e-300  # below this, fractions can underflow to 0
 
 
 def ticks(top: float) -> list[float]:
-    """Four to seven round numbers from 0 up to ``top``."""
+    """Returns four to seven round numbers from 0 to ``top``."""
     if not (top > SMALLEST and math.isfinite(top)):
         return [0.0]
     step = 10.0 ** math.floor(math.log10(top))
@@ -153,7 +153,7 @@ def ticks(top: float) -> list[float]:
 def frame(
     drawn: str, xs: tuple[float, float], ys: tuple[float, float], unit: str, label: str, *, empty: bool = False
 ) -> str:
-    """Axes from 0 up around what is drawn, and ``unit`` below; ``empty`` says that nothing was measured."""
+    """Returns the plot ``drawn`` with axes from 0 and ``unit`` below; ``empty`` shows that there is no data."""
     x, y = Scale(xs, LEFT, WIDTH - RIGHT), Scale(ys, HEIGHT - BOTTOM, TOP)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
     for value in ticks(ys[1]):
@@ -165,12 +165,12 @@ def frame(
     if label:
         parts.append(f'<text x="{LEFT}" y="{HEIGHT - 6}">{escape(label)} (upwards)</text>')
     if empty:
-        parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">nothing was measured</text>')
+        parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">no data</text>')
     return "".join([*parts, drawn, "</svg>"])
 
 
 def vertical(bound: float | None, x: Scale) -> str:
-    """A line at an SLO."""
+    """Returns a vertical line at an SLO."""
     if bound is None:
         return ""
     at = f"{x(bound):.1f}"

@@ -1,4 +1,4 @@
-"""What was measured, as data and as a table for a person."""
+"""The report of a benchmark: its data for JSON, and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ FIGURES = {
 
 
 def figures(measured: Sequence[Measured]) -> dict[str, list[float]]:
-    """In milliseconds, of the answers that came whole, in the order given."""
-    whole = [one for one in measured if one.ok]
+    """Returns the latencies of complete answers in milliseconds, in the given order."""
+    answered = [request for request in measured if request.ok]
     each: dict[str, list[float | None]] = {
-        "ttft_ms": [one.ttft_s for one in whole],
-        "itl_ms": [gap for one in whole for gap in one.gaps_s],
-        "tpot_ms": [one.tpot_s for one in whole],
-        "e2e_ms": [one.e2e_s for one in whole],
+        "ttft_ms": [request.ttft_s for request in answered],
+        "itl_ms": [gap for request in answered for gap in request.gaps_s],
+        "tpot_ms": [request.tpot_s for request in answered],
+        "e2e_ms": [request.e2e_s for request in answered],
     }
     return {name: [value * 1000 for value in values if value is not None] for name, values in each.items()}
 
 
 def serving_data(run: Serving) -> dict[str, Any]:
-    """The keys of `bench serving -o json`."""
-    whole = [one for one in run.measured if one.ok]
-    output = sum(one.output_tokens or 0 for one in whole)
-    chunks = sum(len(one.chunks) for one in whole)
-    prompt = sum(one.prompt_wanted if one.prompt_tokens is None else one.prompt_tokens for one in whole)
+    """Returns the JSON of `bench serving -o json`."""
+    answered = [request for request in run.measured if request.ok]
+    output = sum(request.output_tokens or 0 for request in answered)
+    chunks = sum(len(request.chunks) for request in answered)
+    prompt = sum(
+        request.prompt_wanted if request.prompt_tokens is None else request.prompt_tokens for request in answered
+    )
     summaries = {name: Summary.of(values) for name, values in figures(run.measured).items()}
     return {
         "url": run.url,
@@ -51,18 +53,18 @@ def serving_data(run: Serving) -> dict[str, Any]:
         "lengths": {"name": run.lengths.name, "source": run.lengths.source, "capped": run.lengths.capped},
         "refused": list(run.refused),
         "sent": len(run.measured),
-        "ok": len(whole),
+        "ok": len(answered),
         "errors": kinds(run.measured),
-        "said": said(run.measured),
-        "short_answers": sum(1 for one in whole if (one.output_tokens or 0) < one.output_wanted),
+        "said": error_messages(run.measured),
+        "short_answers": sum(1 for request in answered if (request.output_tokens or 0) < request.output_wanted),
         "duration_s": round(run.duration_s, 3),
-        "requests_per_s": round(len(whole) / run.duration_s, 4),
+        "requests_per_s": round(len(answered) / run.duration_s, 4),
         "output_tokens": output,
         "output_tokens_per_s": round(output / run.duration_s, 3),
         "prompt_tokens": prompt,
         "prompt_tokens_per_s": round(prompt / run.duration_s, 3),
         "tokens_per_chunk": round(output / chunks, 3) if chunks else None,
-        **{name: None if found is None else found.as_dict() for name, found in summaries.items()},
+        **{name: None if summary is None else summary.as_dict() for name, summary in summaries.items()},
         "goodput": None if run.slo is None else _goodput(run),
         "client": {
             "cpu": round(run.client.cpu, 3),
@@ -75,7 +77,7 @@ def serving_data(run: Serving) -> dict[str, Any]:
 
 def _goodput(run: Serving) -> dict[str, Any]:
     assert run.slo is not None
-    good = sum(1 for one in run.measured if run.slo.met(one))
+    good = sum(1 for request in run.measured if run.slo.met(request))
     return {
         "slo": {"ttft_ms": run.slo.ttft, "itl_ms": run.slo.itl, "e2e_ms": run.slo.e2e},
         "good": good,
@@ -84,20 +86,20 @@ def _goodput(run: Serving) -> dict[str, Any]:
     }
 
 
-def said(measured: Sequence[Measured]) -> dict[str, str]:
-    """Of each kind of error, the words of the first."""
-    found: dict[str, str] = {}
-    for one in measured:
-        if one.error is not None:
-            found.setdefault(one.error, one.what)
-    return found
+def error_messages(measured: Sequence[Measured]) -> dict[str, str]:
+    """Returns the first message of each kind of error."""
+    messages: dict[str, str] = {}
+    for request in measured:
+        if request.error is not None:
+            messages.setdefault(request.error, request.what)
+    return messages
 
 
 def serving_text(data: dict[str, Any]) -> str:
-    """The table of what ``serving_data`` gives."""
+    """Formats ``serving_data`` as text with a table."""
     load, client, goodput = data["load"], data["client"], data["goodput"]
     loop = (
-        f"{load['concurrency']} at once"
+        f"{load['concurrency']} concurrent requests"
         if load["rate"] is None
         else f"Poisson arrivals, {load['rate']:g}/s, seed {load['seed']}"
     )
@@ -119,32 +121,32 @@ def serving_text(data: dict[str, Any]) -> str:
     header = ("MILLISECONDS", "mean", *(f"p{percent}" for percent in PERCENTILES))
     rows = []
     for name, label in FIGURES.items():
-        found = data[name]
-        values = ("-",) * 5 if found is None else tuple(f"{found[key]:.1f}" for key in header[1:])
+        summary = data[name]
+        values = ("-",) * 5 if summary is None else tuple(f"{summary[key]:.1f}" for key in header[1:])
         rows.append((label, *values))
     return "\n".join([text, "", columns(header, rows), "", *remarks(data, client)])
 
 
 def remarks(data: dict[str, Any], client: dict[str, Any]) -> list[str]:
-    """What a reader of the figures must know."""
-    late = "" if client["late_p99_ms"] is None else f", sending {client['late_p99_ms']:.1f} ms late (p99)"
+    """Returns the caveats of the figures."""
+    late = "" if client["late_p99_ms"] is None else f", requests sent {client['late_p99_ms']:.1f} ms late (p99)"
     used = f"{client['cpu']:.0%} of a CPU, event loop {client['lag_p99_ms']:.1f} ms late (p99){late}"
     lines = [f"client    {used}"]
     if client["limits"]:
-        lines.append(f"  the client may have been the limit, not the server: {'; '.join(client['limits'])}")
+        lines.append(f"  the client, not the server, may have been the bottleneck: {'; '.join(client['limits'])}")
     if (data["tokens_per_chunk"] or 1) > 1.05:
         lines.append(f"  a chunk has {data['tokens_per_chunk']:.2f} tokens on average: ITL is between chunks")
     if data["short_answers"]:
-        lines.append(f"  {data['short_answers']} answers are shorter than asked for")
+        lines.append(f"  {data['short_answers']} answers are shorter than requested")
     if data["lengths"]["capped"]:
         lines.append(f"  {data['lengths']['capped']} of the lengths were cut to fit the model")
-    lines += [f"  the server refuses {what}" for what in data["refused"]]
+    lines += [f"  the server refuses {feature}" for feature in data["refused"]]
     lines += [f"  {kind}: {words}" for kind, words in data["said"].items() if words]
     return lines
 
 
 def latency_text(sweep: Sweep) -> str:
-    """Times to reach the length, and to the first token."""
+    """Formats the times to reach the length and to the first token."""
     title = f"{sweep.model} at {sweep.url}, median of {sweep.rounds}"
     header = _header(sweep)
     reach = [(str(batch), *(_seconds(cell.latency_s) for cell in sweep.of(batch))) for batch in sweep.batches]
@@ -153,14 +155,14 @@ def latency_text(sweep: Sweep) -> str:
         title,
         f"Time to reach {sweep.length} tokens:",
         columns(header, reach),
-        "Time to the first token (encoding the prompt):",
+        "Time to the first token (prefill):",
         columns(header, first),
     ]
     return "\n\n".join([*parts, *_notes(sweep)])
 
 
 def throughput_text(sweep: Sweep) -> str:
-    """Output tokens/s, and the page's own figure beside it."""
+    """Formats output tokens/s and the figure as the optimum-neuron page defines it."""
     title = f"{sweep.model} at {sweep.url}, median of {sweep.rounds}"
     header = _header(sweep)
     ours = [(str(batch), *(_rate(cell.throughput) for cell in sweep.of(batch))) for batch in sweep.batches]
@@ -169,7 +171,7 @@ def throughput_text(sweep: Sweep) -> str:
         title,
         f"Output tokens/s until {sweep.length} tokens are reached:",
         columns(header, ours),
-        "As the optimum-neuron page counts, prompt tokens among them (not comparable with the above):",
+        "As the optimum-neuron page counts, with prompt tokens (not comparable with the above):",
         columns(header, page),
     ]
     return "\n\n".join([*parts, *_notes(sweep)])
@@ -181,7 +183,7 @@ def _header(sweep: Sweep) -> tuple[str, ...]:
 
 
 def _notes(sweep: Sweep) -> list[str]:
-    lines = [f"the server refuses {what}" for what in sweep.refused]
+    lines = [f"the server refuses {feature}" for feature in sweep.refused]
     lines += [line for cell in sweep.cells for line in _cell_notes(cell)]
     return ["\n".join(lines)] if lines else []
 
@@ -192,16 +194,16 @@ def _cell_notes(cell: Cell) -> list[str]:
     if cell.errors:
         failed = ", ".join(f"{kind}: {count}" for kind, count in cell.errors.items())
         lines.append(f"{where}: {len(cell.rounds) - len(cell.good)} of {len(cell.rounds)} rounds failed ({failed})")
-        lines += [f"  {kind}: {words}" for kind, words in said(_all(cell)).items() if words]
+        lines += [f"  {kind}: {words}" for kind, words in error_messages(_all(cell)).items() if words]
     if cell.output_tokens is not None and cell.output_tokens != cell.output:
-        lines.append(f"{where}: {cell.output_tokens:g} tokens came of the {cell.output} asked for")
+        lines.append(f"{where}: {cell.output_tokens:g} of the {cell.output} requested tokens were generated")
     if cell.prompt_tokens is not None and cell.prompt_tokens != cell.prompt:
         lines.append(f"{where}: the server counted {cell.prompt_tokens:g} prompt tokens, not {cell.prompt}")
     return lines
 
 
 def _all(cell: Cell) -> list[Measured]:
-    return [one for each in cell.rounds for one in each.measured]
+    return [request for run in cell.rounds for request in run.measured]
 
 
 def _seconds(value: float | None, digits: int = 2) -> str:

@@ -1,4 +1,4 @@
-"""From the events of an answer to what was measured."""
+"""Reads the events of a streamed response and returns its measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.bench.measurement import Measured
 from orchestrator.bench.timed_http import Answer
 
 DONE = b"[DONE]"
-SAID = 300  # characters of an error that are kept
+LONGEST_MESSAGE = 300  # characters of an error message
 
 
 class _Delta(msgspec.Struct):
@@ -45,20 +45,20 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 def measured(answer: Answer, *, due: float, prompt: int, output: int) -> Measured:
-    """What the answer to a streamed request showed.
+    """Returns the measurement of a streamed request.
 
-    Kinds of errors: `connect`, `timeout`, `broken` (the connection ended in mid-answer), `malformed` (no HTTP, or no
-    JSON), `http-STATUS`, `stream-error` (the server said so in mid-stream), `cut-off` (the stream ended without a
-    finish reason and without [DONE]), `empty` (it brought no text).
+    Kinds of errors: `connect`, `timeout`, `broken` (the connection was closed during the response), `malformed`
+    (invalid HTTP or JSON), `http-STATUS`, `stream-error` (an error event in the stream), `cut-off` (the stream ended
+    without a finish reason and without [DONE]), `empty` (no text).
     """
     chunks: list[float] = []
     finished = False
     usage = _Usage()
     error, what = answer.error, answer.what
     if error is None and answer.status != 200:
-        error, what = f"http-{answer.status}", said(answer.body)
+        error, what = f"http-{answer.status}", error_message(answer.body)
     elif error is None and not answer.stream:
-        error, what = "malformed", "the answer is no stream of events"
+        error, what = "malformed", "the response is not an event stream"
     for at, data in answer.events:
         if data == DONE:
             finished = True
@@ -66,10 +66,10 @@ def measured(answer: Answer, *, due: float, prompt: int, output: int) -> Measure
         try:
             event = _decode(data)
         except msgspec.DecodeError as wrong:
-            error, what = error or "malformed", what or f"an event that is not understood: {wrong}"
+            error, what = error or "malformed", what or f"invalid event: {wrong}"
             break
         if event.error is not None or event.object == "error":
-            error, what = error or "stream-error", what or said(data)
+            error, what = error or "stream-error", what or error_message(data)
             break
         usage = event.usage or usage
         for choice in event.choices:
@@ -77,9 +77,9 @@ def measured(answer: Answer, *, due: float, prompt: int, output: int) -> Measure
             if choice.has_text():
                 chunks.append(at)
     if error is None and not finished:
-        error, what = "cut-off", "the stream ended before its answer did"
+        error, what = "cut-off", "the stream ended without a finish reason"
     if error is None and not chunks:
-        error, what = "empty", "the answer has no text"
+        error, what = "empty", "the response has no text"
     return Measured(
         prompt_wanted=prompt,
         output_wanted=output,
@@ -90,16 +90,16 @@ def measured(answer: Answer, *, due: float, prompt: int, output: int) -> Measure
         prompt_tokens=usage.prompt_tokens,
         output_tokens=len(chunks) if usage.completion_tokens is None else usage.completion_tokens,
         error=error,
-        what=what[:SAID],
+        what=what[:LONGEST_MESSAGE],
     )
 
 
-def said(body: bytes) -> str:
-    """What a server says in an error's body."""
+def error_message(body: bytes) -> str:
+    """Returns the message in the body of an error response."""
     try:
-        told = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return body.decode("utf-8", "replace")[:SAID]
-    error = told.get("error", told) if isinstance(told, dict) else told
+        return body.decode("utf-8", "replace")[:LONGEST_MESSAGE]
+    error = decoded.get("error", decoded) if isinstance(decoded, dict) else decoded
     message = error.get("message", error) if isinstance(error, dict) else error
-    return str(message)[:SAID]
+    return str(message)[:LONGEST_MESSAGE]

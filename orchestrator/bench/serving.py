@@ -1,4 +1,4 @@
-"""The serving benchmark: a load, and what it measured."""
+"""The serving benchmark: sends a load to a server and measures the responses."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from orchestrator.bench.measurement import Measured
 from orchestrator.bench.target import Target
 from orchestrator.bench.timed_http import clock
 
-TELL_S = 5.0
+REPORT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Serving:
-    """One run. Times of ``measured`` begin at 0."""
+    """The result of one run. Times of ``measured`` are relative to its start."""
 
     url: str
     model: str
     load: Load
     lengths: Lengths
     slo: Slo | None
-    refused: tuple[str, ...]  # what the server did not take, in words
-    measured: tuple[Measured, ...]  # in the order of their ends
+    refused: tuple[str, ...]  # descriptions of unsupported features
+    measured: tuple[Measured, ...]  # in the order in which they ended
     duration_s: float  # from the first request to the end of the last
     client: ClientLoad
 
 
 async def serve(target: Target, load: Load, lengths: Lengths, slo: Slo | None, say: Callable[[str], None]) -> Serving:
-    """Send the load and wait for every answer; each has its deadline, so this ends."""
+    """Sends the load and waits for every response; each has a deadline."""
     done: list[Measured] = []
     with LagMeter() as meter:
         began = clock()
 
-        async def one(index: int, due: float) -> None:
+        async def send(index: int, due: float) -> None:
             prompt, output = lengths.at(index, load.seed)
             body = target.body(target.prompt(index, prompt), output)
             done.append(await target.ask(body, due=due, prompt=prompt, output=output))
 
-        telling = asyncio.ensure_future(_tell(done, load, began, say))
+        progress = asyncio.ensure_future(_report_progress(done, load, began, say))
         try:
-            await (_open(load, began, one) if load.rate is not None else _closed(load, began, one))
+            await (_open(load, began, send) if load.rate is not None else _closed(load, began, send))
         finally:
-            telling.cancel()
+            progress.cancel()
         duration = clock() - began
-        late = [max(0.0, found.sent - found.due) for found in done] if load.rate is not None else None
+        late = [max(0.0, request.sent - request.due) for request in done] if load.rate is not None else None
         used = meter.load(late)
     return Serving(
         url=target.client.origin.url,
@@ -59,41 +59,41 @@ async def serve(target: Target, load: Load, lengths: Lengths, slo: Slo | None, s
         lengths=lengths,
         slo=slo,
         refused=target.dialect.refused,
-        measured=tuple(found.since(began) for found in done),
+        measured=tuple(request.since(began) for request in done),
         duration_s=duration,
         client=used,
     )
 
 
-async def _open(load: Load, began: float, one: Callable[[int, float], Awaitable[None]]) -> None:
-    """Each at its time, whatever the server does."""
+async def _open(load: Load, began: float, send: Callable[[int, float], Awaitable[None]]) -> None:
+    """Sends each request at its time, independent of responses."""
     sending: list[asyncio.Future[None]] = []
     for index, at in enumerate(load.times()):
         wait = began + at - clock()
         if wait > 0:
             await asyncio.sleep(wait)
-        sending.append(asyncio.ensure_future(one(index, began + at)))
+        sending.append(asyncio.ensure_future(send(index, began + at)))
     await asyncio.gather(*sending)
 
 
-async def _closed(load: Load, began: float, one: Callable[[int, float], Awaitable[None]]) -> None:
-    """Always so many under way: the next when one has ended."""
+async def _closed(load: Load, began: float, send: Callable[[int, float], Awaitable[None]]) -> None:
+    """Keeps ``load.concurrency`` requests in flight."""
     assert load.concurrency is not None
     numbers = itertools.count() if load.requests is None else iter(range(load.requests))
 
-    async def again() -> None:
+    async def worker() -> None:
         for index in numbers:
             now = clock()
             if load.duration_s is not None and now - began >= load.duration_s:
                 return
-            await one(index, now)
+            await send(index, now)
 
-    await asyncio.gather(*(again() for _ in range(load.concurrency)))
+    await asyncio.gather(*(worker() for _ in range(load.concurrency)))
 
 
-async def _tell(done: list[Measured], load: Load, began: float, say: Callable[[str], None]) -> None:
+async def _report_progress(done: list[Measured], load: Load, began: float, say: Callable[[str], None]) -> None:
     while True:
-        await asyncio.sleep(TELL_S)
-        failed = sum(1 for one in done if not one.ok)
+        await asyncio.sleep(REPORT_S)
+        failed = sum(1 for request in done if not request.ok)
         of = "" if load.requests is None else f" of {load.requests}"
-        say(f"{clock() - began:.0f} s: {len(done)}{of} requests ended, {failed} of them failed")
+        say(f"{clock() - began:.0f} s: {len(done)}{of} requests done, {failed} failed")

@@ -1,4 +1,4 @@
-"""Means and percentiles."""
+"""Means and percentiles of benchmark results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True)
 class Summary:
-    """Of a list of numbers, in their unit."""
+    """The mean and the percentiles of a list of numbers, in their unit."""
 
     count: int
     mean: float
@@ -22,7 +22,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Summary | None:
-        """None of an empty list."""
+        """Returns the summary; None for an empty list."""
         if not values:
             return None
         ordered = sorted(values)
@@ -35,7 +35,7 @@ class Summary:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Between two values in proportion, as numpy's default does; raises ValueError without values."""
+    """Returns the percentile with linear interpolation, like numpy's default. Raises ValueError without values."""
     if not values:
         raise ValueError("no values")
     return _at(sorted(values), percent)
@@ -45,5 +45,5 @@ def _at(ordered: Sequence[float], percent: float) -> float:
     position = (len(ordered) - 1) * percent / 100
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    found = ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-    return min(max(found, ordered[low]), ordered[high])  # rounding must not lead outside
+    value = ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    return min(max(value, ordered[low]), ordered[high])  # rounding must not exceed the neighbours

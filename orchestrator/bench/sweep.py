@@ -1,5 +1,4 @@
-"""The table of the optimum-neuron Llama page: from a prompt of a quarter, a half and three quarters of a length to the
-whole of it."""
+"""Measures the table of the optimum-neuron Llama page: prompts of 25, 50 and 75 % of a length, generated to the end."""
 
 from __future__ import annotations
 
@@ -17,75 +16,79 @@ SHARES = (25, 50, 75)  # per cent of the length, as https://huggingface.co/blog/
 
 @dataclass(frozen=True)
 class Round:
-    """A batch of equal requests that were sent together."""
+    """A batch of equal requests, sent together."""
 
     measured: tuple[Measured, ...]
     latency_s: float  # from the first request sent to the last answer's end
 
     @property
     def output_tokens(self) -> int:
-        return sum(one.output_tokens or 0 for one in self.measured if one.ok)
+        return sum(request.output_tokens or 0 for request in self.measured if request.ok)
 
     @property
     def prompt_tokens(self) -> int:
-        """As the server counted; as sent where it did not."""
+        """The server's count; the requested number without one."""
         counted = (
-            one.prompt_wanted if one.prompt_tokens is None else one.prompt_tokens for one in self.measured if one.ok
+            request.prompt_wanted if request.prompt_tokens is None else request.prompt_tokens
+            for request in self.measured
+            if request.ok
         )
         return sum(counted)
 
     @property
     def ok(self) -> bool:
-        return all(one.ok for one in self.measured)
+        return all(request.ok for request in self.measured)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One share of one batch size. Its figures are medians over the rounds that went well, None without one."""
+    """One share of one batch size. Its figures are medians over the successful rounds, None without one."""
 
     share: int  # per cent
-    prompt: int  # tokens sent to each request
-    output: int  # tokens asked for
+    prompt: int  # tokens per request
+    output: int  # requested tokens
     batch: int
     rounds: tuple[Round, ...]
 
     @property
     def good(self) -> tuple[Round, ...]:
-        return tuple(one for one in self.rounds if one.ok)
+        return tuple(run for run in self.rounds if run.ok)
 
     @property
     def latency_s(self) -> float | None:
-        """To reach the length: of the whole batch."""
-        return _median([one.latency_s for one in self.good])
+        """The time of the whole batch to reach the length."""
+        return _median([run.latency_s for run in self.good])
 
     @property
     def ttft_s(self) -> float | None:
-        """Of the requests of a batch, the median; at a batch of one this is the time to encode the prompt."""
-        return _median([found for one in self.good for each in one.measured if (found := each.ttft_s) is not None])
+        """The median over the requests of a batch; for a batch of one this is the prefill time."""
+        return _median(
+            [ttft_s for run in self.good for request in run.measured if (ttft_s := request.ttft_s) is not None]
+        )
 
     @property
     def output_tokens(self) -> float | None:
-        """That really came, each request."""
-        return _median([one.output_tokens / self.batch for one in self.good])
+        """The generated tokens per request."""
+        return _median([run.output_tokens / self.batch for run in self.good])
 
     @property
     def prompt_tokens(self) -> float | None:
-        """That the server counted, each request."""
-        return _median([one.prompt_tokens / self.batch for one in self.good])
+        """The prompt tokens per request, as the server counted them."""
+        return _median([run.prompt_tokens / self.batch for run in self.good])
 
     @property
     def throughput(self) -> float | None:
-        """Output tokens/s of the batch, its whole time counted."""
-        return _median([one.output_tokens / one.latency_s for one in self.good])
+        """Output tokens/s of the batch over its whole time."""
+        return _median([run.output_tokens / run.latency_s for run in self.good])
 
     @property
     def page_throughput(self) -> float | None:
-        """The page's own definition, which counts the prompt too: batch x length / time."""
-        return _median([(one.prompt_tokens + one.output_tokens) / one.latency_s for one in self.good])
+        """The definition of the page, which includes the prompt: batch x length / time."""
+        return _median([(run.prompt_tokens + run.output_tokens) / run.latency_s for run in self.good])
 
     @property
     def errors(self) -> dict[str, int]:
-        return kinds([each for one in self.rounds for each in one.measured])
+        return kinds([request for run in self.rounds for request in run.measured])
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -133,26 +136,26 @@ class Sweep:
 
 
 async def sweep(target: Target, length: int, batches: Sequence[int], rounds: int, say: Callable[[str], None]) -> Sweep:
-    """Measure every cell, one after the other; each request has its deadline, so this ends."""
+    """Measures every cell, one after the other; each request has a deadline."""
     cells = []
     number = 0
     for batch in batches:
         for share in SHARES:
-            wanted = max(1, length * share // 100)
-            found = []
+            tokens_sent = max(1, length * share // 100)
+            measured_rounds = []
             for _ in range(rounds):
-                prompts = [await target.exact_prompt(number + i, wanted) for i in range(batch)]
+                prompts = [await target.exact_prompt(number + i, tokens_sent) for i in range(batch)]
                 number += batch
                 output = max(1, length - max(tokens for _, tokens in prompts))
                 bodies = [target.body(prompt, output) for prompt, _ in prompts]
                 began = clock()
                 asking = [target.ask(body, due=began, prompt=prompts[0][1], output=output) for body in bodies]
                 answers = await asyncio.gather(*asking)
-                ends = [one.ended for one in answers if one.ended is not None]
-                found.append(Round(tuple(answers), max(ends, default=clock()) - began))
-            cell = Cell(share, prompts[0][1], output, batch, tuple(found))
+                ends = [answer.ended for answer in answers if answer.ended is not None]
+                measured_rounds.append(Round(tuple(answers), max(ends, default=clock()) - began))
+            cell = Cell(share, prompts[0][1], output, batch, tuple(measured_rounds))
             took = "failed" if cell.latency_s is None else f"{cell.latency_s:.2f} s"
-            say(f"batch of {batch}, prompt of {cell.prompt}, {cell.output} tokens more: {took}")
+            say(f"batch of {batch}, prompt of {cell.prompt}, {cell.output} output tokens: {took}")
             cells.append(cell)
     return Sweep(target.client.origin.url, target.model, length, rounds, target.dialect.refused, tuple(cells))
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 for measuring: one protocol over httptools, no task per chunk, the time taken as the bytes arrive."""
+"""An HTTP/1.1 client for benchmarks, over httptools: no task per chunk, and timestamps taken as bytes arrive."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ clock = time.monotonic
 
 @dataclass
 class Answer:
-    """What came back. ``error`` is None when the whole message came, whatever its status."""
+    """A response. ``error`` is None for a complete one, whatever its status."""
 
     sent: float
     status: int = 0
-    stream: bool = False  # whether it is one of server-sent events
-    events: list[tuple[float, bytes]] = field(default_factory=list)  # of a stream: when each came, and its data
-    body: bytes = b""  # of any other answer
+    stream: bool = False  # whether it is a stream of server-sent events
+    events: list[tuple[float, bytes]] = field(default_factory=list)  # of a stream: arrival time and data
+    body: bytes = b""  # of any other response
     ended: float | None = None
     error: str | None = None  # `connect`, `timeout`, `broken` or `malformed`
     what: str = ""
@@ -33,19 +33,20 @@ class Answer:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where requests go. Raises ValueError for what is no address."""
+    """The address of a server."""
 
     host: str
     port: int
     tls: bool
-    path: str  # before /v1, without a slash at its end
+    path: str  # before /v1, without a trailing slash
 
     @classmethod
     def parse(cls, url: str) -> Origin:
+        """Raises ValueError for an invalid URL."""
         parts = urlsplit(url)
         port = parts.port
         if parts.scheme not in ("http", "https") or not parts.hostname or any(ord(c) <= 32 for c in url):
-            raise ValueError(f"{url!r} is no address")
+            raise ValueError(f"{url!r} is not an http(s) URL")
         tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port or (443 if tls else 80), tls, path)
@@ -61,11 +62,11 @@ class Origin:
 
 
 class Client:
-    """Asks one origin, on as many connections as are needed at once; keeps those that the server leaves open. Use it in
-    one event loop."""
+    """A client of one origin with a pool of connections, as many as there are concurrent requests. Use it in one event
+    loop."""
 
     def __init__(self, origin: Origin, key: str | None = None, address: str | None = None) -> None:
-        """``address`` is connected to in place of the origin's host, whose certificate is asked for all the same."""
+        """``address`` replaces the origin's host for the connection, but not for its certificate."""
         self.origin = origin
         self._address = address or origin.host
         lines = [f"Host: {origin.authority}", "User-Agent: corewright-bench", "Accept: */*"]
@@ -76,12 +77,12 @@ class Client:
         self._idle: list[_Connection] = []
 
     async def ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
-        """One request and its answer, within ``timeout_s`` whatever happens. Raises nothing."""
+        """Sends one request and returns its response within ``timeout_s``. Never raises."""
         answer = Answer(clock())
         try:
             return await asyncio.wait_for(self._ask(method, path, body, answer), timeout_s)
         except asyncio.TimeoutError:  # not the builtin before Python 3.11
-            answer.error, answer.what = "timeout", f"no whole answer within {timeout_s:g} s"
+            answer.error, answer.what = "timeout", f"no complete response within {timeout_s:g} s"
         return answer
 
     def close(self) -> None:
@@ -92,10 +93,10 @@ class Client:
     async def _ask(self, method: str, path: str, body: bytes | None, answer: Answer) -> Answer:
         message = self._message(method, path, body)
         while True:
-            kept = self._idle.pop() if self._idle else None
+            reused = self._idle.pop() if self._idle else None
             try:
-                connection = kept or await self._connect()
-            except (OSError, UnicodeError, asyncio.TimeoutError) as error:  # a name may be no name
+                connection = reused or await self._connect()
+            except (OSError, UnicodeError, asyncio.TimeoutError) as error:  # UnicodeError: an invalid host name
                 answer.error, answer.what = "connect", str(error) or f"no connection within {CONNECT_S:g} s"
                 return answer
             try:
@@ -105,8 +106,8 @@ class Client:
                     self._idle.append(connection)
                 else:
                     connection.close()
-            if answer.error == "broken" and kept is not None and not answer.status:
-                answer.error, answer.what = None, ""  # the server had ended an idle connection: no fault of the request
+            if answer.error == "broken" and reused is not None and not answer.status:
+                answer.error, answer.what = None, ""  # the server had closed an idle connection: retry
                 continue
             return answer
 
@@ -137,7 +138,7 @@ class _Connection(asyncio.Protocol):
         self._at = 0.0
 
     async def exchange(self, message: bytes, answer: Answer) -> None:
-        """Send the request and wait for the whole answer, or for the end of the connection."""
+        """Sends the request and waits for the complete response, or for the end of the connection."""
         self._keeps = False
         if self._transport is None or self._transport.is_closing():
             answer.error, answer.what = "broken", "the connection was closed"
@@ -163,17 +164,17 @@ class _Connection(asyncio.Protocol):
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclasses
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports are not subclasses
 
     def data_received(self, data: bytes) -> None:
         self._at = clock()
         if self._answer is None:
-            self.close()  # an answer that nobody has asked for
+            self.close()  # an unsolicited response
             return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._end("malformed", f"no HTTP answer: {error}")
+            self._end("malformed", f"invalid HTTP: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -184,7 +185,7 @@ class _Connection(asyncio.Protocol):
             self._at = clock()
             self._end(None, "")  # a message without a length ends with its connection
         else:
-            self._end("broken", str(error) if error else "the connection ended in mid-answer")
+            self._end("broken", str(error) if error else "the connection was closed during the response")
 
     # httptools
 

@@ -79,7 +79,7 @@ def test_gaps_between_arrivals_are_exponential() -> None:
 @pytest.mark.parametrize("wrong", [(None, None, 1, None), (1.0, 1, 1, None), (1.0, None, None, None)])
 def test_a_load_that_is_none_is_refused(wrong: tuple[float | None, int | None, int | None, float | None]) -> None:
     """Neither or both of rate and concurrency; without an end."""
-    with pytest.raises(ValueError, match="a load has"):
+    with pytest.raises(ValueError, match="a load needs"):
         Load(*wrong)
 
 
@@ -246,7 +246,7 @@ def test_an_objective_by_hand() -> None:
 )
 def test_an_objective_that_is_none_is_refused(wrong: str) -> None:
     """With what may stand there."""
-    with pytest.raises(ValueError, match="is no objective"):
+    with pytest.raises(ValueError, match="is not an objective"):
         Slo.parse(wrong)
 
 
@@ -387,7 +387,7 @@ def run_of(*measured: Measured, client: ClientLoad | None = None) -> Serving:
         load=Load(2.0, None, len(measured), None, 7),
         lengths=replace(Lengths.parse("8:4"), capped=1),
         slo=Slo.parse("ttft=250,e2e=900"),
-        refused=("min_tokens: an answer may end early",),
+        refused=("min_tokens: answers may end early",),
         measured=tuple(one.since(10.0) for one in measured),
         duration_s=4.0,
         client=client or ClientLoad(0.02, 0.0004, 0.0011),
@@ -398,7 +398,7 @@ RUN = run_of(
     one((10.2, 10.3, 10.5, 10.8), prompt_tokens=8),
     one((10.4, 10.5, 10.7), tokens=4, prompt_tokens=8, output_wanted=5),
     one((), error="http-429", what="full"),
-    one((10.9,), error="timeout", what="no whole answer within 1 s"),
+    one((10.9,), error="timeout", what="no complete response within 1 s"),
 )
 
 
@@ -433,7 +433,7 @@ def test_a_client_that_was_too_slow_says_so() -> None:
     """The figures are then its own, not the server's."""
     slow = ClientLoad(0.97, 0.030, 0.2)
     text = serving_text(serving_data(run_of(one((10.2,)), client=slow)))
-    assert "the client may have been the limit, not the server: it used 97% of a CPU; its event loop" in text
+    assert "the client, not the server, may have been the bottleneck: it used 97% of a CPU; its event loop" in text
     assert "may have been" not in serving_text(serving_data(RUN))
 
 
@@ -463,7 +463,7 @@ SWEEP = Sweep(
     "parrot",
     64,
     3,
-    ("min_tokens: an answer may end early",),
+    ("min_tokens: answers may end early",),
     (
         *(cell(25, 1, 4.8), cell(50, 1, 3.2), cell(75, 1, 1.6, tokens=10)),
         *(cell(25, 4, 6.0), cell(50, 4, 4.0), cell(75, 4, 2.0, error="http-500")),
