@@ -1,7 +1,6 @@
-"""Compiling all models of a spec before anything starts: what is compiled in which order, and how it went.
+"""Compiles all models of a spec ahead of time: selects what to compile, schedules the builds, reports outcomes.
 
-Every set of artifacts is compiled in a process of its own, in the interpreter of its engine
-(`workers.compiling.build`).
+Each set of artifacts is compiled in its own process, in the interpreter of its engine (`workers.compiling.build`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.neff_cache.candidates import compiled_elsewhere
 
-OF_WEIGHTS = "nxd-inference"  # what it has compiled is found by digests of the weights
+OF_WEIGHTS = "nxd-inference"  # its compiled artifacts are found by digests of the weights
 PREDICT_S = 600.0  # to import an engine's package, from a network disk
 
 Result = Literal["compiled", "pulled", "there", "nothing", "needs-device", "failed"]
@@ -40,21 +39,21 @@ Result = Literal["compiled", "pulled", "there", "nothing", "needs-device", "fail
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One build: of all models whose replicas look for the same artifacts."""
+    """One build, for all models whose replicas use the same artifacts."""
 
     models: tuple[str, ...]
-    config: ReplicaConfig  # of the first of them
-    keys: tuple[str, ...]  # of its artifacts; empty where they follow only from weights that nobody has read yet
-    need_gib: float  # of this host's memory while it is compiled
-    complete: bool = False  # nothing is to be compiled
-    target: str = ""  # what it is compiled for, where the model is for several; see `target_of`
+    config: ReplicaConfig  # of the first model
+    keys: tuple[str, ...]  # of its artifacts; empty if they depend on weights that have not been read yet
+    need_gib: float  # host memory during the build
+    complete: bool = False  # everything is compiled
+    target: str = ""  # what it is compiled for, if the model has several targets; see `target_of`
     unfetched: Placement | None = None
-    """Where all of it is compiled, here or in the ``neff_cache``, and its weights are not here: the replica's place."""
+    """The placement, if everything is compiled (here or in the ``neff_cache``) and the weights are not on this host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one model, or of several that share what is compiled."""
+    """The outcome of one model, or of several that share their artifacts."""
 
     models: tuple[str, ...]
     target: str = ""  # as in `Job`
@@ -63,26 +62,26 @@ class Outcome:
     keys: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     seconds: float = 0.0
-    pushed: tuple[str, ...] = ()  # keys that went to the model's neff_cache
-    unsent: Failure | None = None  # why not all of it went there, though it was to
+    pushed: tuple[str, ...] = ()  # keys uploaded to the model's neff_cache
+    unsent: Failure | None = None  # why a requested upload is incomplete
     warnings: tuple[str, ...] = ()
     failure: Failure | None = None
 
     def as_dict(self) -> dict[str, object]:
-        told = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-        return told | {"failure": _told(self.failure), "unsent": _told(self.unsent)}
+        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        return fields | {"failure": _failure_fields(self.failure), "unsent": _failure_fields(self.unsent)}
 
 
 @dataclass(frozen=True)
 class Step:
-    """How far one of them is, for whoever looks on."""
+    """The progress of one build."""
 
     models: tuple[str, ...]
-    # predicting, fetching, queued (for memory), turn (of `most` at once), waiting (for another who compiles the same),
+    # predicting, fetching, queued (for memory), turn (for one of `most`), waiting (for another build of the same),
     # looking, compiling, sending, done, failed
     phase: str
-    done: int = 0  # graphs, or bytes while it is fetched
-    total: int = 0  # 0: nobody knows
+    done: int = 0  # graphs; bytes while fetching
+    total: int = 0  # 0: unknown
     target: str = ""  # as in `Job`
 
 
@@ -90,20 +89,20 @@ Watch = Callable[[Step], None]
 
 
 def named(of: Job | Outcome | Step) -> str:
-    """Its models, and what they are compiled for where they are for several targets."""
+    """Returns the models, and their target if they have several."""
     return ", ".join(of.models) + (f" for {of.target}" if of.target else "")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known of a spec's models before anything is compiled."""
+    """The jobs of a spec before anything is compiled."""
 
     jobs: tuple[Job, ...]
-    outcomes: tuple[Outcome, ...] = ()  # of models that compile nothing, or cannot be
+    outcomes: tuple[Outcome, ...] = ()  # of models without anything to compile, or with a failure
 
 
 class CompileAhead:
-    """Of one spec, on this machine. Blocks; its threads wait for processes."""
+    """Compiles the models of one spec on this machine. Blocks; its threads wait for processes."""
 
     def __init__(
         self,
@@ -115,7 +114,7 @@ class CompileAhead:
         names: Collection[str] = (),
         push: bool = False,
     ) -> None:
-        """``names``: of the models; none: all. ``push``: bring what is complete to each model's ``neff_cache``."""
+        """``names``: the models to compile; empty: all. ``push``: upload complete artifacts to each ``neff_cache``."""
         assert file.spec is not None
         self._file, self._home, self._store, self._watch, self._push = file, home, store, watch, push
         self._spec = file.spec
@@ -124,25 +123,27 @@ class CompileAhead:
         self._stop = threading.Event()
 
     def prepare(self) -> Prepared:
-        """Ask what each model would compile, and fetch those that are compiled nowhere. One after another: an engine's
-        package takes seconds to import, and a fetch uses all of the network."""
+        """Predicts what each model compiles, and fetches those that are not compiled anywhere.
+
+        Works on one model at a time: importing an engine takes seconds, and a fetch uses the whole network bandwidth.
+        """
         jobs: dict[object, Job] = {}
         outcomes = list[Outcome]()
         for model in self._models:
-            for found in self._jobs(model):
-                if isinstance(found, Outcome):
-                    outcomes.append(found)
-                    ended = "failed" if found.result == "failed" else "done"
-                    self._watch(Step(found.models, ended, target=found.target))
+            for item in self._jobs(model):
+                if isinstance(item, Outcome):
+                    outcomes.append(item)
+                    ended = "failed" if item.result == "failed" else "done"
+                    self._watch(Step(item.models, ended, target=item.target))
                     continue
-                kind: object = found.keys or (prefetch.build_key(found.config), found.target)
-                key, same = (kind, found.config.neff_cache), jobs.get((kind, found.config.neff_cache))
-                models = found.models if same is None else tuple(dict.fromkeys((*same.models, *found.models)))
-                jobs[key] = replace(found if same is None else same, models=models)
+                kind: object = item.keys or (prefetch.build_key(item.config), item.target)
+                key, same = (kind, item.config.neff_cache), jobs.get((kind, item.config.neff_cache))
+                models = item.models if same is None else tuple(dict.fromkeys((*same.models, *item.models)))
+                jobs[key] = replace(item if same is None else same, models=models)
         return Prepared(tuple(jobs.values()), tuple(outcomes))
 
     def run(self, jobs: Sequence[Job], *, memory_gib: float, most: int) -> Generator[Outcome, None, None]:
-        """Compile, as many at once as fit; each outcome as it comes. Closed early, it ends the compilers."""
+        """Compiles as many jobs in parallel as fit, and yields each outcome. Stops the compilers if closed early."""
         waiting, running = list(jobs), list[Job]()
         ended: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
         try:
@@ -158,18 +159,18 @@ class CompileAhead:
                 if job.unfetched is None or outcome.failure is None or outcome.failure.id != GONE:
                     yield outcome
                     continue
-                again = self._job(job.models, job.unfetched, job.target, known=False)
-                if isinstance(again, Job):
-                    waiting.append(again)
+                retry = self._job(job.models, job.unfetched, job.target, known=False)
+                if isinstance(retry, Job):
+                    waiting.append(retry)
                 else:
-                    yield again
+                    yield retry
         finally:
             self._stop.set()
             while running:
                 running.remove(ended.get()[0])
 
     def _jobs(self, model: ModelSpec) -> Iterator[Job | Outcome]:
-        """One for each target that the plan places the model on."""
+        """Yields a job or an outcome for each target that the plan places the model on."""
         places = self._offline.places(model)
         if isinstance(places, Failure):
             engine = self._offline.generation.engines[model.name]
@@ -181,7 +182,7 @@ class CompileAhead:
             yield self._job((model.name,), placement, name)
 
     def _job(self, models: tuple[str, ...], placement: Placement, target: str, *, known: bool = True) -> Job | Outcome:
-        """``known``: where it is compiled already, its weights are not fetched."""
+        """Returns the job, or an outcome without one. With ``known`` the weights of compiled models are not fetched."""
         log = f"compile-{placement.model}{f'-{target}' if target else ''}.log"
         about: dict[str, Any] = {"models": models, "target": target}
         config = self._offline.config(placement)
@@ -191,73 +192,78 @@ class CompileAhead:
         config = msgspec.structs.replace(config, log=str(self._home.logs / log))
         if not prefetch.compiles(config):
             return Outcome(**about, engine=config.engine, result="nothing")
-        asked = self._asked(config) if known else None
-        if asked is not None and (not _ahead(asked[1]) or self._is_there(*asked)):
-            fetched: ReplicaConfig | Failure = asked[0]
-            told: Predicted | Failure = asked[1]
+        compiled = self._find_compiled(config) if known else None
+        if compiled is not None and (not _ahead(compiled[1]) or self._is_compiled(*compiled)):
+            fetched: ReplicaConfig | Failure = compiled[0]
+            predicted: Predicted | Failure = compiled[1]
         else:
-            asked = None
-            fetched = self._fetched(config, models, target)
-            told = fetched if isinstance(fetched, Failure) else self._predicted(fetched)
+            compiled = None
+            fetched = self._fetch(config, models, target)
+            predicted = fetched if isinstance(fetched, Failure) else self._predict(fetched)
         if isinstance(fetched, Failure):
             return Outcome(**about, engine=config.engine, result="failed", failure=fetched)
-        if isinstance(told, Failure):
-            return Outcome(**about, engine=config.engine, result="failed", failure=told)
-        if not _ahead(told):
+        if isinstance(predicted, Failure):
+            return Outcome(**about, engine=config.engine, result="failed", failure=predicted)
+        if not _ahead(predicted):
             return Outcome(**about, engine=config.engine, result="needs-device")
-        complete = asked is not None or all(one.complete for one in told.wanted)
+        complete = compiled is not None or all(artifacts.complete for artifacts in predicted.wanted)
         memory = self._spec.model(placement.model)
         return Job(
             **about,
             config=fetched,
-            keys=tuple(one.key for one in told.wanted if one.key),
+            keys=tuple(artifacts.key for artifacts in predicted.wanted if artifacts.key),
             need_gib=0.0 if complete else need_gib(fetched, memory.host_memory_gib if memory else None),
             complete=complete,
-            unfetched=placement if asked is not None else None,
+            unfetched=placement if compiled is not None else None,
         )
 
-    def _asked(self, config: ReplicaConfig) -> tuple[ReplicaConfig, Predicted] | None:
-        """With the small files of its sources, what these tell of what it would compile. None: it is not asked, where
-        nothing can be compiled already, or what it looks for depends on its weights, or all of it is here."""
+    def _find_compiled(self, config: ReplicaConfig) -> tuple[ReplicaConfig, Predicted] | None:
+        """Predicts the artifacts from the small files of the sources, without weights. None if nothing can be compiled
+        already, if the artifacts depend on the weights, or if all sources are on this host."""
         nowhere = config.neff_cache is None and not self._home.compiled.is_dir()
         if wanted_by(config) == (None, None) or nowhere or config.engine == OF_WEIGHTS:
             return None
         heads = self._offline.with_heads(config)
-        told = None if isinstance(heads, Failure) else self._predicted(heads)
-        return (heads, told) if not isinstance(heads, Failure) and isinstance(told, Predicted) else None
+        predicted = None if isinstance(heads, Failure) else self._predict(heads)
+        return (heads, predicted) if not isinstance(heads, Failure) and isinstance(predicted, Predicted) else None
 
-    def _is_there(self, config: ReplicaConfig, told: Predicted) -> bool:
-        """Whether all of it is compiled, on this host or in its ``neff_cache``."""
-        return bool(told.wanted) and all(one.complete or _is_pushed(config, one) for one in told.wanted)
+    def _is_compiled(self, config: ReplicaConfig, predicted: Predicted) -> bool:
+        """Whether everything is compiled, on this host or in its ``neff_cache``."""
+        return bool(predicted.wanted) and all(
+            artifacts.complete or _is_pushed(config, artifacts) for artifacts in predicted.wanted
+        )
 
-    def _fetched(self, config: ReplicaConfig, models: tuple[str, ...], target: str) -> ReplicaConfig | Failure:
-        wanted = wanted_by(config)
-        if wanted == (None, None):
+    def _fetch(self, config: ReplicaConfig, models: tuple[str, ...], target: str) -> ReplicaConfig | Failure:
+        artifacts = wanted_by(config)
+        if artifacts == (None, None):
             return config
-        bringing, landed = ArtifactFetcher(self._store.open()), []
+        fetch, folders = ArtifactFetcher(self._store.open()), []
         step = Step(models, "fetching", target=target)
         try:
-            for one in wanted:
-                progress = _Fetching(one.source if one else "", step, self._watch)
-                landed.append(None if one is None else bringing(one, progress, self._stop))
+            for artifact in artifacts:
+                progress = _FetchProgress(artifact.source if artifact else "", step, self._watch)
+                folders.append(None if artifact is None else fetch(artifact, progress, self._stop))
         except SourceError as error:
             return Failure(error.id, error.what, error.hint)
-        return with_folders(config, wanted, (landed[0], landed[1]))
+        return with_folders(config, artifacts, (folders[0], folders[1]))
 
-    def _predicted(self, config: ReplicaConfig) -> Predicted | Failure:
+    def _predict(self, config: ReplicaConfig) -> Predicted | Failure:
         began = time.monotonic()
-        for told in prefetch.answers("predict", config, self._stop, PREDICT_S):
-            if isinstance(told, Predicted):
-                return told
-            if isinstance(told, Trouble):
-                return told.failure
+        for message in prefetch.answers("predict", config, self._stop, PREDICT_S):
+            if isinstance(message, Predicted):
+                return message
+            if isinstance(message, Trouble):
+                return message.failure
         if time.monotonic() - began < PREDICT_S:
-            return _died("predicted what is compiled of", config)
-        what = f"{config.python or 'this interpreter'} did not tell within {PREDICT_S:.0f} s what {config.model} needs"
-        return Failure("cache-not-verified", what, f"the log is {config.log}")
+            return _died("predicted the artifacts of", config)
+        what = (
+            f"{config.python or 'this interpreter'} did not predict the artifacts of {config.model} "
+            f"within {PREDICT_S:.0f} s"
+        )
+        return Failure("cache-not-verified", what, f"see the log {config.log}")
 
     def _work(self, job: Job, ended: queue.SimpleQueue[tuple[Job, Outcome]]) -> None:
-        """Whatever becomes of it, whoever waits is told."""
+        """Runs one job; always puts an outcome into the queue."""
         outcome = _failed(job, _died("compiled", job.config))
         try:
             outcome = self._build(job)
@@ -269,40 +275,42 @@ class CompileAhead:
         failure = _died("compiled", config)
         built: Built | None = None
         try:
-            for told in prefetch.answers("compile", config, self._stop, push=self._push, make=job.unfetched is None):
-                if isinstance(told, Working):
-                    self._watch(Step(job.models, told.phase, told.done, told.total, job.target))
-                elif isinstance(told, Built):
-                    built = told
-                elif isinstance(told, Trouble):
-                    failure = told.failure
+            for message in prefetch.answers("compile", config, self._stop, push=self._push, make=job.unfetched is None):
+                if isinstance(message, Working):
+                    self._watch(Step(job.models, message.phase, message.done, message.total, job.target))
+                elif isinstance(message, Built):
+                    built = message
+                elif isinstance(message, Trouble):
+                    failure = message.failure
         except Stopped:
-            failure = Failure("compile-stopped", f"compiling {config.model} was stopped", "the next one begins anew")
+            failure = Failure(
+                "compile-stopped", f"compiling {config.model} was stopped", "run the command again to compile it"
+            )
         if built is not None:
             self._watch(Step(job.models, "done", target=job.target))
             return _outcome(job, built)
-        if job.unfetched is None or failure.id != GONE:  # else it is tried again
+        if job.unfetched is None or failure.id != GONE:  # else it is retried
             self._watch(Step(job.models, "failed", target=job.target))
         return _failed(job, failure)
 
 
-def _ahead(told: Predicted) -> bool:
-    return all(one.ahead for one in told.wanted)
+def _ahead(predicted: Predicted) -> bool:
+    return all(artifacts.ahead for artifacts in predicted.wanted)
 
 
-def _is_pushed(config: ReplicaConfig, one: Wanted) -> bool:
-    """Whether the ``neff_cache`` holds all of that set; one that does not answer holds nothing."""
-    if config.neff_cache is None or config.compiled is None or not one.key:
+def _is_pushed(config: ReplicaConfig, artifacts: Wanted) -> bool:
+    """Whether the ``neff_cache`` has the complete set; an unreachable cache counts as empty."""
+    if config.neff_cache is None or config.compiled is None or not artifacts.key:
         return False
     try:
-        found = list(compiled_elsewhere(one.manifest, Path(config.compiled), config.neff_cache))
+        entries = list(compiled_elsewhere(artifacts.manifest, Path(config.compiled), config.neff_cache))
     except SourceError:
         return False
-    return any(there.manifest == one.manifest and not there.missing for there in found)
+    return any(entry.manifest == artifacts.manifest and not entry.missing for entry in entries)
 
 
-def _told(one: Failure | None) -> dict[str, str] | None:
-    return None if one is None else {"id": one.id, "what": one.what, "hint": one.hint}
+def _failure_fields(failure: Failure | None) -> dict[str, str] | None:
+    return None if failure is None else {"id": failure.id, "what": failure.what, "hint": failure.hint}
 
 
 def _failed(job: Job, failure: Failure) -> Outcome:
@@ -317,8 +325,8 @@ def _outcome(job: Job, built: Built) -> Outcome:
         target=job.target,
         engine=job.config.engine,
         result=result,
-        keys=tuple(one.key for one in built.wanted),
-        folders=tuple(one.folder for one in built.wanted),
+        keys=tuple(artifacts.key for artifacts in built.wanted),
+        folders=tuple(artifacts.folder for artifacts in built.wanted),
         seconds=built.seconds,
         pushed=tuple(built.pushed),
         unsent=built.unsent[0] if built.unsent else None,
@@ -327,12 +335,12 @@ def _outcome(job: Job, built: Built) -> Outcome:
 
 
 def _died(doing: str, config: ReplicaConfig) -> Failure:
-    what = f"the process that {doing} {config.model} ended without a word"
-    return Failure("compile-failed", what, f"the log is {config.log}")
+    what = f"the process that {doing} {config.model} ended without a result"
+    return Failure("compile-failed", what, f"see the log {config.log}")
 
 
-class _Fetching(Progress):
-    """Tells how many bytes are there, while they come."""
+class _FetchProgress(Progress):
+    """Reports the progress of a fetch in bytes."""
 
     def __init__(self, source: str, step: Step, watch: Watch) -> None:
         super().__init__(source)

@@ -308,11 +308,11 @@ def test_without_usage_tokens_are_chunks() -> None:
         (read(status=429, stream=False, body=b'{"error": {"message": "full"}}'), "http-429", "full"),
         (read(status=502, stream=False, body=b"<html>"), "http-502", "<html>"),
         (read(status=400, stream=False, body=b'{"object": "error", "message": "no"}'), "http-400", "no"),
-        (read(stream=False, body=b"{}"), "malformed", "no stream"),
-        (read("{"), "malformed", "not understood"),
-        (read('{"choices": 3}'), "malformed", "not understood"),
+        (read(stream=False, body=b"{}"), "malformed", "not an event stream"),
+        (read("{"), "malformed", "invalid event"),
+        (read('{"choices": 3}'), "malformed", "invalid event"),
         (read('{"choices": [{"text": "a"}]}', '{"error": {"message": "died"}}'), "stream-error", "died"),
-        (read('{"choices": [{"text": "a"}]}'), "cut-off", "ended before"),
+        (read('{"choices": [{"text": "a"}]}'), "cut-off", "without a finish reason"),
         (read("[DONE]"), "empty", "no text"),
         (read('{"choices": [{"text": "a"}]}', error="broken"), "broken", ""),
         (read(error="timeout"), "timeout", ""),
@@ -442,7 +442,7 @@ def test_a_run_in_which_everything_failed_has_a_table_and_a_page() -> None:
     run = run_of(one((), error="connect", what="refused"))
     data = serving_data(run)
     assert "0 answered, 1 failed (connect: 1)" in serving_text(data)
-    assert "nothing was measured" in page(run, data)
+    assert "no data" in page(run, data)
 
 
 def cell(share: int, batch: int, latency: float, *, tokens: int = 0, error: str | None = None) -> Cell:

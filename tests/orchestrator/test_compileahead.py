@@ -267,11 +267,11 @@ def test_an_interpreter_that_does_not_answer_in_time_is_told_so(
     monkeypatch.setattr(prefetch, "answers", lambda *_, **__: iter(()))
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     path = spec({"x": "source: ./a"})
-    assert "x: the process that predicted what is compiled of x ended" in compiled(capsys, path)[2]
+    assert "x: the process that predicted the artifacts of x ended" in compiled(capsys, path)[2]
     monkeypatch.setattr(compile_ahead, "PREDICT_S", 0.0)
     code, told, said = compiled(capsys, path)
     assert (code, told["models"][0]["failure"]["id"]) == (1, "cache-not-verified")
-    assert "did not tell within 0 s what x needs" in said
+    assert "did not predict the artifacts of x within 0 s" in said
 
 
 def test_a_model_without_a_replica_has_a_place_for_all_commands(

@@ -132,7 +132,7 @@ def test_an_entry_is_held_while_it_is_sent(
     assert (len(hub.commits), gone) == (1, [])
     assert [Path(one.path) for one in prune_compiled(tmp_path, -1.0)] == [folder]
     hub.files.clear()
-    with pytest.raises(Failed, match="has been emptied"):
+    with pytest.raises(Failed, match="was deleted meanwhile"):
         push_to_hub("me/neffs", [folder])
 
 
