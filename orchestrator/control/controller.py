@@ -414,7 +414,7 @@ class Controller:
             fetch = view.fetch if arriving else None
             if view.state in AHEAD:
                 view = self._signal(view, Signal.FETCHED if view.state is State.FETCHING else Signal.COMPILED)
-            foreign = self.state.quarantined.get(config.host, {}).keys() & set(config.cores)
+            foreign = self.state.foreign_cores.get(config.host, {}).keys() & set(config.cores)
             if foreign:  # meanwhile; the next round places it elsewhere
                 self._signal(view, Signal.STOP, f"core {min(foreign)} was taken by another process before its start")
                 return

@@ -89,13 +89,13 @@ class HostWatch:
             core for view in mine if view.asked and view.pid is None and not view.gone for core in view.cores or ()
         }
         foreign = {core: owner for core, owner in held.items() if owner.pid not in ours and core not in starting}
-        previous = state.quarantined.setdefault(host.name, {})
+        previous = state.foreign_cores.setdefault(host.name, {})
         for core in sorted(foreign.keys() | previous.keys()):
             before, after = previous.get(core), foreign.get(core)
             if (before is None) == (after is None):
                 continue
             owner = after or CoreOwner(None, None)
-            if core not in state.suspects.get(host.name, {}):  # its record stays
+            if core not in state.failed_cores.get(host.name, {}):  # its record stays
                 state.note(
                     Quarantine(host=host.name, core=core, on=after is not None, pid=owner.pid, command=owner.command)
                 )
@@ -105,7 +105,7 @@ class HostWatch:
                 state.record_event("warning", "CoreQuarantined", message, host=host.name)
             else:
                 state.record_event("info", "CoreFree", f"core {core} is free again", host=host.name)
-        state.quarantined[host.name] = foreign
+        state.foreign_cores[host.name] = foreign
 
     async def update_held_sources(self) -> None:
         """Update which hosts store remote sources: placement prefers them."""

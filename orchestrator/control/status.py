@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchestrator.fleet.effects import CoreOwner, Suspect
+from orchestrator.fleet.effects import CoreOwner, FailedCore
 from orchestrator.fleet.lifecycle import ModelState, State, model_state
 from orchestrator.fleet.progress_text import problem_text
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
@@ -388,7 +388,7 @@ def _preparing(state: FleetState, preparation: Preparation) -> dict[str, Any]:
     }
 
 
-def _quarantine_cause(why: CoreOwner | Suspect) -> dict[str, Any]:
+def _quarantine_cause(why: CoreOwner | FailedCore) -> dict[str, Any]:
     if isinstance(why, CoreOwner):
         return {"pid": why.pid, "command": why.command, "cause": None}
     return {"pid": None, "command": None, "cause": why.cause}

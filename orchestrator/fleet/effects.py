@@ -30,7 +30,7 @@ class CoreOwner:
 
 
 @dataclass(frozen=True)
-class Suspect:
+class FailedCore:
     """A core in quarantine after a failure."""
 
     cause: str
@@ -57,7 +57,7 @@ class Fetched:
 
 
 @dataclass(frozen=True)
-class FetchedFiles:
+class PartialFetch:
     """A fetch in progress whose last artifact arrives in a folder that can be loaded meanwhile."""
 
     config: ReplicaConfig  # for a process that starts now
@@ -65,7 +65,7 @@ class FetchedFiles:
     moved: int  # bytes that came over the network so far
 
 
-Arrives = Callable[[FetchedFiles], None]
+OnPartialFetch = Callable[[PartialFetch], None]
 
 
 def actor_name(model: str, replica: int, epoch: int) -> str:
@@ -79,7 +79,7 @@ class ClusterClient(Protocol):
     ``name`` is an ``actor_name``; ``host`` is the planner's name of a host, by default the controller's own.
     """
 
-    async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
+    async def fetch(self, config: ReplicaConfig, arrives: OnPartialFetch | None = None) -> Fetched | Failure:
         """Fetch remote artifacts of the replica to ``config.host``. Concurrent fetches of an artifact are shared; one
         whose callers have all cancelled is stopped.
 

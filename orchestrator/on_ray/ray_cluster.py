@@ -16,11 +16,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.fleet.effects import (
-    Arrives,
     CoreOwner,
     Fetched,
-    FetchedFiles,
     HostLost,
+    OnPartialFetch,
+    PartialFetch,
     ReplicaDied,
     Survivor,
     actor_name,
@@ -82,7 +82,7 @@ class RayCluster:
             if node.alive:
                 self._host_actor(node)  # before the first call
 
-    async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
+    async def fetch(self, config: ReplicaConfig, arrives: OnPartialFetch | None = None) -> Fetched | Failure:
         began = time.monotonic()
         artifacts = wanted_by(config)
         landed: list[FetchedArtifact | None] = []
@@ -90,7 +90,7 @@ class RayCluster:
         def goes_on(going: ArrivingArtifact) -> None:
             now = early_start_config(config, artifacts, landed, going)
             if arrives is not None and now is not None:
-                arrives(FetchedFiles(now, going.left, going.moved))
+                arrives(PartialFetch(now, going.left, going.moved))
 
         for wanted in artifacts:
             heard = None if arrives is None else goes_on

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from orchestrator.fleet.effects import ClusterClient, Fetched, FetchedFiles
+from orchestrator.fleet.effects import ClusterClient, Fetched, PartialFetch
 from orchestrator.fleet.lifecycle import State
 from orchestrator.fleet.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
 from orchestrator.rollout.rollout_step import ReplicaTarget, Situation, compute_goal
@@ -126,7 +126,7 @@ class _ArrivalAnnouncer:
     seen: deque[tuple[float, int]] = field(default_factory=deque)
     announced: bool = False
 
-    def __call__(self, arrival: FetchedFiles) -> None:
+    def __call__(self, arrival: PartialFetch) -> None:
         now = self.clock()
         self.seen.append((now, arrival.moved))
         while len(self.seen) > 2 and self.seen[1][0] <= now - SPAN_S:

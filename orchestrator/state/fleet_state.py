@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec.structs
 
 from orchestrator.fleet.controller_settings import ControllerSettings
-from orchestrator.fleet.effects import CoreOwner, Suspect
+from orchestrator.fleet.effects import CoreOwner, FailedCore
 from orchestrator.fleet.lifecycle import STARTING, State
 from orchestrator.fleet.progress_text import problem_text
 from orchestrator.fleet.reachability import Reachability
@@ -102,7 +102,7 @@ class FleetState:
         self.wall = wall
         self.machine = Machine(settings.cpus, settings.instance)
         self._unwritten: list[Record] = []
-        self.suspects: dict[str, dict[int, Suspect]] = {}  # by host and core, after failures
+        self.failed_cores: dict[str, dict[int, FailedCore]] = {}  # by host and core
         past = journal.state()
         last = past.revisions.get(past.revision or 0)
         begins = last is None or last.fleet != settings.fleet
@@ -121,7 +121,7 @@ class FleetState:
                 self.note(msgspec.structs.replace(record, on=False))
         else:
             for record in failed_cores(past):
-                self.suspects.setdefault(record.host, {})[record.core] = Suspect(record.cause)
+                self.failed_cores.setdefault(record.host, {})[record.core] = FailedCore(record.cause)
         if begins:
             self.note(self.current.revision)
             self.record_event("info", "FleetStarted", f"revision {self.current.number} of {settings.spec_file}")
@@ -134,7 +134,7 @@ class FleetState:
         self.views: dict[str, ReplicaView] = {}
         self.configs: dict[str, ReplicaConfig] = {}  # of each replica
         self.epochs: dict[str, int] = dict(past.epochs)  # the last epoch of every replica that ever existed
-        self.quarantined: dict[str, dict[int, CoreOwner]] = {host.name: {} for host in self.current.hosts}
+        self.foreign_cores: dict[str, dict[int, CoreOwner]] = {host.name: {} for host in self.current.hosts}
         self.lost: frozenset[str] = frozenset()
         self.reach = Reachability()
         self.unreachable: frozenset[str] = frozenset()  # replicas that a gateway cannot connect to, as of this round
@@ -433,9 +433,9 @@ class FleetState:
                 blocked[host.name] = cores
         return blocked
 
-    def quarantine(self, host: str) -> dict[int, CoreOwner | Suspect]:
+    def quarantine(self, host: str) -> dict[int, CoreOwner | FailedCore]:
         """Returns the quarantined cores of a host, each with its foreign owner or the failure that caused it."""
-        return {**self.quarantined.get(host, {}), **self.suspects.get(host, {})}
+        return {**self.foreign_cores.get(host, {}), **self.failed_cores.get(host, {})}
 
     def drained(self) -> dict[str, frozenset[int]]:
         """Returns the cores by host whose replicas have to move."""

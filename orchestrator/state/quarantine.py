@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from orchestrator.fleet.effects import Suspect
+from orchestrator.fleet.effects import FailedCore
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal import Quarantine
 from orchestrator.state.fleet_state import FleetState
@@ -23,17 +23,17 @@ def on_failure(state: FleetState, view: ReplicaView, failure: Failure) -> None:
     """
     if view.cores is None or failure.reaction not in (Reaction.ELSEWHERE, Reaction.QUARANTINE):
         return
-    suspects = state.suspects.setdefault(view.host, {})
+    failed = state.failed_cores.setdefault(view.host, {})
     if failure.reaction is Reaction.ELSEWHERE:
         until = state.clock() + SET_ASIDE_S
-        temporary = [core for core in view.cores if not _is_permanent(suspects.get(core))]
-        suspects.update(dict.fromkeys(temporary, Suspect(str(failure), until)))
+        temporary = [core for core in view.cores if not _is_permanent(failed.get(core))]
+        failed.update(dict.fromkeys(temporary, FailedCore(str(failure), until)))
         message = f"cores {view.cores} are set aside for {SET_ASIDE_S:.0f} s: {failure}"
         state.record_event("warning", "CoresSetAside", message, view=view)
         return
     host = next(host for host in state.hosts if host.name == view.host)
     cores = cores_of_devices(host, view.cores, failure.devices)
-    suspects.update({core: Suspect(str(failure)) for core in cores})
+    failed.update({core: FailedCore(str(failure)) for core in cores})
     for core in sorted(cores):
         state.note(Quarantine(host=view.host, core=core, on=True, pid=None, command=None, cause=str(failure)))
     message = f"cores {','.join(ranges(cores))} are quarantined until `corewright uncordon {view.host}`: {failure}"
@@ -42,10 +42,10 @@ def on_failure(state: FleetState, view: ReplicaView, failure: Failure) -> None:
 
 def clear(state: FleetState, host: str, cores: Iterable[int] | None) -> None:
     """Clear the quarantine of ``cores``, as an operator requested; None: of the whole host."""
-    suspects = state.suspects.get(host, {})
-    freed = sorted(suspects if cores is None else set(cores) & suspects.keys())
+    failed = state.failed_cores.get(host, {})
+    freed = sorted(failed if cores is None else set(cores) & failed.keys())
     for core in freed:
-        if _is_permanent(suspects.pop(core)):
+        if _is_permanent(failed.pop(core)):
             state.note(Quarantine(host=host, core=core, on=False, pid=None, command=None))
     if freed:
         state.record_event("info", "CoreFree", f"cores {','.join(ranges(freed))} are available again", host=host)
@@ -54,10 +54,10 @@ def clear(state: FleetState, host: str, cores: Iterable[int] | None) -> None:
 def expire(state: FleetState) -> None:
     """Clear cores whose temporary quarantine has expired."""
     now = state.clock()
-    for host, suspects in state.suspects.items():
-        over = [core for core, suspect in suspects.items() if suspect.until is not None and suspect.until <= now]
+    for host, failed in state.failed_cores.items():
+        over = [core for core, failure in failed.items() if failure.until is not None and failure.until <= now]
         for core in over:
-            del suspects[core]
+            del failed[core]
         if over:
             state.record_event("info", "CoreFree", f"cores {','.join(ranges(over))} are no longer set aside", host=host)
 
@@ -70,5 +70,5 @@ def cores_of_devices(host: Host, cores: Iterable[int], devices: Iterable[int]) -
     return frozenset(core for device in chosen for core in range(device * per, (device + 1) * per))
 
 
-def _is_permanent(suspect: Suspect | None) -> bool:
-    return suspect is not None and suspect.until is None
+def _is_permanent(failure: FailedCore | None) -> bool:
+    return failure is not None and failure.until is None

@@ -16,11 +16,11 @@ from orchestrator.api.operator import Operator
 from orchestrator.control.controller import Controller
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import (
-    Arrives,
     CoreOwner,
     Fetched,
-    FetchedFiles,
     HostLost,
+    OnPartialFetch,
+    PartialFetch,
     ReplicaDied,
     Survivor,
     actor_name,
@@ -176,7 +176,7 @@ class FakeCluster:
     def living(self) -> list[FakeReplica]:
         return [replica for replica in self.replicas.values() if replica.dead is None]
 
-    async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
+    async def fetch(self, config: ReplicaConfig, arrives: OnPartialFetch | None = None) -> Fetched | Failure:
         both, moved = wanted_by(config), 0
         landed: list[FetchedArtifact | None] = []
         for wanted in both:
@@ -195,7 +195,7 @@ class FakeCluster:
                     going = ArrivingArtifact(folder=folder, artifact=artifact, bytes=SIZE, left=left, moved=moved)
                     soon = early_start_config(config, both, landed, going)
                     if arrives is not None and soon is not None:
-                        arrives(FetchedFiles(soon, left, moved))
+                        arrives(PartialFetch(soon, left, moved))
 
                 await self._transfer(config.host, wanted.source, told)
                 if self.broken_fetch is not None:

@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.cli.tables import status_text
 from orchestrator.daemon.daemon import _progress
-from orchestrator.fleet.effects import Arrives, Fetched, FetchedFiles
+from orchestrator.fleet.effects import Fetched, OnPartialFetch, PartialFetch
 from orchestrator.fleet.progress_text import fetch_text
 from orchestrator.rollout.preparation import PROCESS_S, lead_of, prepare
 from tests.orchestrator.elsewhere import nobody_is_asked
@@ -528,11 +528,11 @@ class Scripted(FakeCluster):
         super().__init__()
         self._told = told
 
-    async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
+    async def fetch(self, config: ReplicaConfig, arrives: OnPartialFetch | None = None) -> Fetched | Failure:
         for left, moved in self._told:
             await asyncio.sleep(1.0)
             assert arrives is not None
-            arrives(FetchedFiles(config, left, moved))
+            arrives(PartialFetch(config, left, moved))
         return Fetched(config, bytes=0)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.fleet.effects import Arrives, Fetched
+from orchestrator.fleet.effects import Fetched, OnPartialFetch
 from orchestrator.on_ray.host_actor import HostActor
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakes import FakeCluster, Played, play
@@ -48,7 +48,7 @@ class OnTwoHosts(FakeCluster):
         self.store.setdefault(host, set()).add(landed.folder)
         return landed
 
-    async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
+    async def fetch(self, config: ReplicaConfig, arrives: OnPartialFetch | None = None) -> Fetched | Failure:
         both = wanted_by(config)
         assert both[0] is not None
         landed = self.bring(config.host, both[0])
