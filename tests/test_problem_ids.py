@@ -140,7 +140,7 @@ def test_processes_that_do_not_die_are_told(daemon: Daemon, monkeypatch: pytest.
     monkeypatch.setattr(daemon_module, "daemon_alive", lambda record: True)
     monkeypatch.setattr(daemon_module, "end_leftovers", lambda home, fleet, deadline: [11, 12])
     record: Any = SimpleNamespace(pid=10, fleet="old")
-    with pytest.raises(Failed, match="do not die: 11, 12") as found:
+    with pytest.raises(Failed, match="do not exit: 11, 12") as found:
         daemon._end_previous(record)
     assert found.value.problem.id == "leftover-processes"
 
