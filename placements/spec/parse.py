@@ -1,4 +1,4 @@
-"""YAML text -> Spec, with every problem at the line and column of its key."""
+"""Parses YAML text into a Spec, and reports every problem with the line and column of its key."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ _MEANT: Mapping[tuple[str, bool], object] = {
     **{(key, True): "host" for key in ("anti_affinity", "antiaffinity")},
     **{(key, False): None for key in ("anti_affinity", "antiaffinity")},
 }
-"""What true and false of a key of another tool mean in the field that stands for it."""
+"""(Key of another tool, boolean) -> the value of the field that replaces it."""
 
 _VALUE_ALIASES = {
     "bfloat16": "bf16",
@@ -283,11 +283,10 @@ _WANTS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a text says, as far as it can be understood, and everything wrong with it.
+    """The spec of a text, as far as it can be read, and its problems.
 
-    ``spec`` is there even when there are errors, so that `checks` can report theirs beside them: what could not be
-    read is left out and named in its ``broken``. Only a spec without errors may be acted upon (``ok``). None: nothing
-    was understood.
+    ``spec`` is set even with errors, so that `checks` can report more: fields that could not be read are missing and
+    listed in its ``broken``. Only a spec without errors may be used (``ok``). None: nothing could be read.
     """
 
     spec: Spec | None
@@ -295,15 +294,15 @@ class Parsed:
 
     @property
     def ok(self) -> bool:
-        """Whether there is a spec, and no error."""
+        """Whether there is a spec without errors."""
         return self.spec is not None and not has_errors(self.problems)
 
 
 def parse(text: str | bytes, filename: str = "<spec>", base_dir: str | None = None) -> Parsed:
-    """Read a spec. Never raises for what the text holds.
+    """Parses a spec. Reports all problems of the text, and raises none.
 
-    ``filename`` is the name that problems give as the place; ``base_dir`` the folder where relative sources begin, by
-    default the current one.
+    ``filename`` is the file name in the positions of problems; ``base_dir`` the folder of relative sources, by default
+    the current one.
     """
     tree = read(text, filename)
     other = _other_format(tree.value, text)
@@ -315,7 +314,7 @@ def parse(text: str | bytes, filename: str = "<spec>", base_dir: str | None = No
 
 
 def _other_format(value: Any, text: str | bytes) -> tuple[str, str] | None:
-    """What the file is instead of a spec, and what to do; None: it may be a spec."""
+    """Returns the problem and the hint for a file of another format; None if it may be a spec."""
     if isinstance(value, dict):
         if not ("apiVersion" in value and "kind" in value):
             return None
@@ -331,12 +330,12 @@ def _other_format(value: Any, text: str | bytes) -> tuple[str, str] | None:
     )
 
 
-_BEGIN = "write a spec, which begins with models: {NAME: {source: ...}}"
+_BEGIN = "write a spec that begins with models: {NAME: {source: ...}}"
 _PROPERTY = re.compile(r"\s*[A-Za-z][\w.-]*\s*=")
 
 
 class _Reader:
-    """Turns the tree of one document into a Spec, and collects problems in the tree."""
+    """Converts the tree of one document to a Spec, and collects problems in the tree."""
 
     def __init__(self, tree: Tree, base_dir: str) -> None:
         self._tree = tree
@@ -367,34 +366,34 @@ class _Reader:
         )
 
     def _hosts(self, top: dict[str, Any], broken: set[str]) -> tuple[HostsSpec, ...]:
-        """One mapping, or a list of them: machines of several types."""
+        """Reads one mapping, or a list of mappings for machines of several types."""
         path: Path = ("hosts",)
         value = top.get("hosts")
         if value is None and "hosts" not in top:
             return ()
         if value == []:
-            hint = "name at least one type, or leave hosts out to take this machine"
+            hint = "list at least one type, or remove hosts to use this machine"
             self._report("wrong-type", path, "hosts is an empty list; it must be " + _WANTS["hosts"], hint)
         items = [((*path, i), item) for i, item in enumerate(value)] if isinstance(value, list) else [(path, value)]
-        found = [self._hosts_of(item, where) for where, item in items]
-        hosts = [one for one in found if one is not None]
-        if len(hosts) < max(1, len(found)) or not self._together(hosts, [where for where, _ in items]):
+        entries = [self._hosts_of(item, where) for where, item in items]
+        hosts = [entry for entry in entries if entry is not None]
+        if len(hosts) < max(1, len(entries)) or not self._together(hosts, [where for where, _ in items]):
             broken.add("hosts")
             return ()
         return tuple(hosts)
 
     def _together(self, hosts: list[HostsSpec], paths: list[Path]) -> bool:
-        """Whether the entries of a list go with each other; what does not is reported at the first that does not."""
+        """Whether the entries of a list are consistent. Reports the first one that is not."""
         total = 0
-        for one, path in zip(hosts, paths, strict=True):
-            if (one.instance is None) != (hosts[0].instance is None):
-                what = "hosts names real machines (instance) and emulated ones (emulate)"
-                hint = "take instance for all of them, or emulate for all: a fleet is real or emulated"
-                self._report("hosts-mixed", (*path, "emulate" if one.instance is None else "instance"), what, hint)
+        for entry, path in zip(hosts, paths, strict=True):
+            if (entry.instance is None) != (hosts[0].instance is None):
+                what = "hosts mixes real machines (instance) and emulated ones (emulate)"
+                hint = "use instance for all entries, or emulate for all"
+                self._report("hosts-mixed", (*path, "emulate" if entry.instance is None else "instance"), what, hint)
                 return False
-            total += one.count
+            total += entry.count
             if total > MAX_HOSTS:
-                what = f"hosts names more than {MAX_HOSTS} machines together"
+                what = f"hosts has more than {MAX_HOSTS} machines in total"
                 self._report("out-of-range", (*path, "count"), what, "lower count")
                 return False
         return True
@@ -413,11 +412,11 @@ class _Reader:
             if isinstance(name, str) and name not in TOPOLOGIES:
                 self._unknown_instance((*path, key), key, name)
                 missing.add(key)
-        given = [key for key in ("instance", "emulate") if key in values]
-        if len(given) != 1:
+        types = [key for key in ("instance", "emulate") if key in values]
+        if len(types) != 1:
             label = _label(path)
-            what = f"{label} names both instance and emulate" if given else f"{label} names no instance type"
-            hint = "keep one of the two" if given else "add instance: inf2.48xlarge, or emulate: inf2.48xlarge"
+            what = f"{label} has both instance and emulate" if types else f"{label} has no instance type"
+            hint = "keep one of the two" if types else "add instance: inf2.48xlarge, or emulate: inf2.48xlarge"
             self._report("hosts-ambiguous", path, what, hint)
             missing.add("instance")
         hosts = self._validated(HostsSpec, values, path, missing)
@@ -425,10 +424,10 @@ class _Reader:
             return None
         name = hosts.instance or hosts.emulate
         if name is None:  # a key without a value
-            self._wrong_type((*path, given[0]), _label((*path, given[0])), "an instance type")
+            self._wrong_type((*path, types[0]), _label((*path, types[0])), "an instance type")
             return None
         if hosts.lnc is not None and TOPOLOGIES[name].lnc is None:
-            what = f"lnc is {hosts.lnc}, and {name} has no logical NeuronCores to choose: only trn2 has"
+            what = f"lnc is {hosts.lnc}, but {name} does not support it; only trn2 does"
             self._report("lnc-without-choice", (*path, "lnc"), what, "remove lnc")
             hosts = hosts.model_copy(update={"lnc": None})
         return hosts
@@ -436,15 +435,15 @@ class _Reader:
     def _unknown_instance(self, path: Path, key: str, name: str) -> None:
         supported = ", ".join(TOPOLOGIES)
         if name.startswith("inf1"):
-            what = f'{key} "{name}" is not supported: its cores hold no language models; supported are {supported}'
-            self._report("unsupported-instance", path, what, "plan for one of the inf2 types")
+            what = f'{key} "{name}" is not supported for language models; supported are {supported}'
+            self._report("unsupported-instance", path, what, "use one of the inf2 types")
             return
         close = difflib.get_close_matches(name, TOPOLOGIES, 1)
         what = f'{key} "{name}" is not an instance type; supported are {supported}'
-        self._report("unknown-instance", path, what, _did_you_mean(close) or "take one of these")
+        self._report("unknown-instance", path, what, _did_you_mean(close) or "use one of these")
 
     def _engines(self, top: dict[str, Any], broken: set[str]) -> dict[Engine, EngineSettings]:
-        """Settings by engine; an engine whose own cannot be read is left out."""
+        """Reads the settings by engine, without those that cannot be read."""
         value = top.get("engines")
         if value is None or value is BROKEN:
             return {}
@@ -452,17 +451,17 @@ class _Reader:
             self._wrong_type(("engines",), "engines", _WANTS["engines"])
             broken.add("engines")
             return {}
-        found: dict[Engine, EngineSettings] = {}
-        for name, given in self._known(value, NAMED_ENGINES, ("engines",)).items():
+        settings_by_engine: dict[Engine, EngineSettings] = {}
+        for name, fields in self._known(value, NAMED_ENGINES, ("engines",)).items():
             path: Path = ("engines", name)
-            if isinstance(given, dict):
-                settings = self._validated(EngineSettings, self._known(given, _SETTINGS, path), path, broken)
+            if isinstance(fields, dict):
+                settings = self._validated(EngineSettings, self._known(fields, _SETTINGS, path), path, broken)
                 if settings is not None:
-                    found[next(engine for engine in NAMED_ENGINES if engine == name)] = settings
-            elif given is not BROKEN:
+                    settings_by_engine[next(engine for engine in NAMED_ENGINES if engine == name)] = settings
+            elif fields is not BROKEN:
                 self._wrong_type(path, f"engines.{name}", "a mapping, like {python: ~/envs/nxdi/bin/python}")
                 broken.add("engines")
-        return found
+        return settings_by_engine
 
     def _models(self, top: dict[str, Any], broken: set[str]) -> tuple[ModelSpec, ...]:
         defaults, broken_defaults = self._defaults(top)
@@ -494,16 +493,16 @@ class _Reader:
         broken: set[str] = set()
         self._nested_keys(values, ("defaults",))
         self._validated(ModelSpec, {**values, "name": "defaults", "source": "./"}, ("defaults",), broken)
-        for known, place in self._tree.places.items():
-            if known[:1] == ("defaults",) and len(known) > 1:
-                self._defaults_places.setdefault(str(known[1]), []).append((known[2:], place))
+        for key_path, place in self._tree.places.items():
+            if key_path[:1] == ("defaults",) and len(key_path) > 1:
+                self._defaults_places.setdefault(str(key_path[1]), []).append((key_path[2:], place))
         return {key: value for key, value in values.items() if key not in broken}, broken
 
     def _model(self, name: str, fields: Any, defaults: dict[str, Any], broken_defaults: set[str]) -> ModelSpec | None:
         path: Path = ("models", name)
         usable = NAME.fullmatch(name) is not None
         if not usable:
-            what = f'the model name "{_short(name)}" cannot be used: a name has {NAME_RULE}'
+            what = f'the model name "{_short(name)}" is not valid: a name has {NAME_RULE}'
             self._report("bad-name", path, what, "rename the model; the name is part of paths and actor names")
         if fields is BROKEN:
             return None
@@ -530,9 +529,9 @@ class _Reader:
         return model.model_copy(update={"broken": frozenset(broken), "source": source})
 
     def _inherit(self, path: Path, key: str) -> None:
-        """Where a model takes a default, the default's place stands for it."""
-        for rest, place in self._defaults_places.get(key, ()):
-            where = (*path, key, *rest)
+        """Uses the position of a default as the position of the model's field."""
+        for suffix, place in self._defaults_places.get(key, ()):
+            where = (*path, key, *suffix)
             self._tree.places[where] = place
 
     def _nested_keys(self, values: dict[str, Any], path: Path) -> None:
@@ -548,7 +547,7 @@ class _Reader:
             ]
 
     def _known(self, values: dict[str, Any], allowed: tuple[str, ...], path: Path) -> dict[str, Any]:
-        """The known keys. A key that is surely a misspelt one is reported, and read as what it was meant to be."""
+        """Returns the known keys. Reports the others, and reads a misspelt key as the one that it probably means."""
         result: dict[str, Any] = {}
         for key, value in values.items():
             if key in allowed:
@@ -569,12 +568,12 @@ class _Reader:
         return result
 
     def _validated(self, kind: type[_M], values: dict[str, Any], path: Path, broken: set[str]) -> _M | None:
-        """A value of ``kind``; fields that cannot be read are reported, left out, and added to ``broken``.
+        """Returns a value of ``kind``. Fields that cannot be read are reported, removed, and added to ``broken``.
 
-        Good pins beside bad ones stay, for the rules that judge each pin.
+        Valid pins stay if others are invalid, for the rules that check each pin.
         """
         values = dict(values)
-        if _holds_broken(values.get("engine_options")):  # told by the tree; the type of its values is `checks`' matter
+        if _holds_broken(values.get("engine_options")):  # reported by the tree; `checks` checks the types of values
             broken.add("engine_options")
             del values["engine_options"]
         for _ in range(2):
@@ -595,27 +594,27 @@ class _Reader:
         return None
 
     def _remove_items(self, values: dict[str, Any], path: Path, field: str, items: set[Any]) -> None:
-        """Take items out of a list; the places of those behind them move up."""
-        kept = [i for i in range(len(values[field])) if i not in items]
-        values[field] = [values[field][i] for i in kept]
-        for new, old in enumerate(kept):
+        """Removes items from a list, and shifts the positions of those behind them."""
+        remaining = [i for i in range(len(values[field])) if i not in items]
+        values[field] = [values[field][i] for i in remaining]
+        for new, old in enumerate(remaining):
             place = self._tree.places.get((*path, field, old))
             if place:
                 where = (*path, field, new)
                 self._tree.places[where] = place
 
     def _explain(self, errors: list[ErrorDetails], path: Path) -> None:
-        seen: set[Path] = set()
+        reported: set[Path] = set()
         for error in errors:
             if error["input"] is BROKEN or (isinstance(error["input"], list) and BROKEN in error["input"]):
-                continue  # told by the tree
+                continue  # reported by the tree
             where = self._known_path(path, error["loc"])
-            if where not in seen:  # a union fails once for each of its members
-                seen.add(where)
+            if where not in reported:  # a union fails once for each of its members
+                reported.add(where)
                 self._explain_one(error, where)
 
     def _known_path(self, path: Path, loc: tuple[int | str, ...]) -> Path:
-        """pydantic's location as a path of keys: the names of union members are left out."""
+        """Converts pydantic's location to a path of keys, without the names of union members."""
         where = path
         for part in loc:
             if (*where, part) not in self._tree.places and (*where, part) not in self._tree.written:
@@ -660,40 +659,45 @@ class _Reader:
                 iter(difflib.get_close_matches(text.lower(), _CHOICES[field], 1)), ""
             )
             close = close if close in _CHOICES[field] else ""
-            known = ", ".join(_CHOICES[field])
+            choices = (
+                " or ".join(_CHOICES[field]) if len(_CHOICES[field]) < 3 else "one of " + ", ".join(_CHOICES[field])
+            )
             self._report(
-                "unknown-value", where, f"{label} is {shown}; known: {known}", _did_you_mean([close] if close else [])
+                "unknown-value",
+                where,
+                f"{label} is {shown}; it must be {choices}",
+                _did_you_mean([close] if close else []),
             )
         else:
             self._wrong_type(where, label, _wanted(where, field))
 
-    def _wrong_type(self, where: Path, label: str, wanted: str) -> None:
+    def _wrong_type(self, where: Path, label: str, expected: str) -> None:
         written = self._tree.written.get(where)
         if written is None or written.kind == "empty":
-            self._report("wrong-type", where, f"{label} is empty; it must be {wanted}", "")
+            self._report("wrong-type", where, f"{label} is empty; it must be {expected}", "")
             return
         shown = _shown(written.text, written.kind, written.plain)
         if (
             written.plain
             and written.kind in ("a boolean", "a number")
-            and wanted in (_TEXT, _WANTS["engine"], _WANTS["dtype"], _WANTS["strategy"], _WANTS["revision"])
+            and expected in (_TEXT, _WANTS["engine"], _WANTS["dtype"], _WANTS["strategy"], _WANTS["revision"])
         ):
             reading = "a number"
             if written.kind == "a boolean":
                 reading = "true" if written.text.lower() in ("on", "yes", "true") else "false"
-            what = f"{label} is {written.text}, which YAML reads as {reading}; it must be {wanted}"
+            what = f"{label} is {written.text}, which YAML reads as {reading}; it must be {expected}"
             self._report("yaml-unquoted", where, what, f'write "{written.text}" in quotes')
             return
         hint = ""
         if (
             written.kind == "text"
             and not written.plain
-            and wanted.startswith(("a whole number", _WANTS["lnc"], _WANTS["optlevel"]))
+            and expected.startswith(("a whole number", _WANTS["lnc"], _WANTS["optlevel"]))
         ):
             hint = "write the number without quotes"
         if where == ("models",) and written.kind == "a list":
             hint = "write each model as NAME: {source: ...} instead of a list item"
-        self._report("wrong-type", where, f"{label} is {shown}, {written.kind}; it must be {wanted}", hint)
+        self._report("wrong-type", where, f"{label} is {shown}, {written.kind}; it must be {expected}", hint)
 
     def _report(self, id: str, path: Path, what: str, hint: str) -> None:
         self._tree.report(id, self._nearest(path), what, hint)
@@ -706,7 +710,7 @@ class _Reader:
 
 
 def _holds_broken(value: Any) -> bool:
-    """Whether something inside a value of any kind could not be read."""
+    """Whether a part of the value could not be read."""
     if isinstance(value, dict):
         return any(_holds_broken(item) for item in value.values())
     return any(_holds_broken(item) for item in value) if isinstance(value, list) else value is BROKEN
@@ -721,28 +725,28 @@ _BOUNDS = {
     "less_than": "less than",
 }
 _BOUND_HINTS = {
-    "replicas": "a model that starts on its first request has replicas: {min: 0, max: 1}",
-    "max": "a model that starts on its first request has replicas: {min: 0, max: 1}",
+    "replicas": "to start a model on its first request, write replicas: {min: 0, max: 1}",
+    "max": "to start a model on its first request, write replicas: {min: 0, max: 1}",
 }
 _VALUE_HINTS = {
     "start": 'write it like "0 8 * * MON-FRI"',
     "end": 'write it like "0 18 * * MON-FRI"',
-    "timezone": "take a name of the IANA database, like Europe/Berlin or UTC",
+    "timezone": "use a name of the IANA database, like Europe/Berlin or UTC",
     "cores": 'write "0-7", or "inf2.48xlarge/0:0-7" to name the host as well',
     "source": "a source is a path, s3://bucket/prefix or a hub id like org/model",
 }
 
 
 def _degrees(hosts: tuple[HostsSpec, ...]) -> str:
-    """The degrees of these hosts, or of every family where there are none."""
-    named = {name: TOPOLOGIES[name].at_lnc(one.lnc) for one in hosts if (name := one.instance or one.emulate)}
+    """Returns a hint with the degrees of these hosts, or of all families without hosts."""
+    named = {name: TOPOLOGIES[name].at_lnc(entry.lnc) for entry in hosts if (name := entry.instance or entry.emulate)}
     types = named or {topology.family: topology for topology in sorted(TOPOLOGIES.values(), key=lambda t: t.cores)}
     legal = [(name, [tp for tp in DEGREES[type_.family] if tp <= type_.cores]) for name, type_ in types.items()]
     return "tp_degree can be " + "; ".join(f"{', '.join(map(str, degrees))} on {name}" for name, degrees in legal)
 
 
 def _label(path: Path) -> str:
-    """ "tp_degree", "cores[1]", "replicas.max": the path as people say it, without the model's name."""
+    """Returns the path as text, without the model's name: "tp_degree", "cores[1]", "replicas.max"."""
     inner = len(path) > 1 and not isinstance(path[1], int)  # the items of a list keep the list's name
     parts = path[2:] if path[:1] == ("models",) and len(path) > 2 else path[1:] if inner else path
     label = ""
@@ -771,7 +775,7 @@ def _shown(text: str, kind: str, plain: bool) -> str:
 
 
 def _paths(path: Path, value: Any) -> Iterator[Path]:
-    """The path of a value, and those of all that it holds."""
+    """Yields the path of a value and of all values in it."""
     yield path
     if isinstance(value, (dict, list)):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
@@ -795,7 +799,7 @@ def _meant(key: str, allowed: tuple[str, ...]) -> str | None:
 
 
 def _as_meant(key: str, meant: str, value: Any) -> Any:
-    """The value of a key of another tool as the field that stands for it says it."""
+    """Converts the value of a key of another tool to the value of the field that replaces it."""
     plain = _plain(key)
     if isinstance(value, bool):
         return _MEANT.get((plain, value), value)
@@ -805,9 +809,9 @@ def _as_meant(key: str, meant: str, value: Any) -> Any:
 
 
 def _nearest_keys(key: str, allowed: tuple[str, ...]) -> str:
-    """The three known keys that share most pairs of letters with an unknown one: difflib takes too long for many."""
+    """Returns a hint with the three known keys that share most pairs of letters; difflib is too slow for many keys."""
     if len(allowed) <= 3:
-        return f"known here are {', '.join(allowed)}"
+        return f"known keys are {', '.join(allowed)}"
     pairs = _pairs(_plain(key)[:60])
     nearest = sorted(allowed, key=lambda known: -len(pairs & _pairs(known)) / (len(pairs) + len(known)))
     return f"the nearest known keys are {', '.join(nearest[:3])}"
@@ -823,13 +827,13 @@ def _did_you_mean(names: list[str]) -> str:
 
 def _belongs(key: str, path: Path) -> str:
     if key == "name" and path[:1] == ("models",):
-        return "the name of a model is the key that its fields stand under"
+        return "the name of a model is the key of its fields"
     if path == ("defaults",) and key in _MODEL:
-        return f"{key} belongs to each model"
+        return f"set {key} in each model"
     if not path and key in _MODEL:
-        return f"{key} belongs to a model, or to defaults"
+        return f"set {key} in a model or in defaults"
     if not path and key in _HOSTS:
-        return f"{key} belongs under hosts"
+        return f"set {key} in hosts"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Problem: one finding with its place and remedy, and the only renderer of findings."""
+"""Problems of a spec or a command, and their rendering as text."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from typing import Literal
 
 Severity = Literal["error", "warning"]
 
-MAX_TEXT = 2000  # characters of a fact or a remedy
+MAX_TEXT = 2000  # characters of ``what`` or ``hint``
 _COLORS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "place": "\x1b[1m", "hint": "\x1b[2m"}
 _PLAIN = "\x1b[0m"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong, where, and what mends it. ``id`` is stable kebab-case, listed in docs/errors.md."""
+    """What is wrong, where, and how to fix it. ``id`` is stable, in kebab-case, and listed in docs/errors.md."""
 
     id: str
     severity: Severity
-    where: str  # "file:line:column", or "" when the finding has no place in a file
-    what: str  # the fact, with the offending value as written
-    hint: str = ""  # the remedy; "" when there is none to name
+    where: str  # "file:line:column", or "" if the problem has no position in a file
+    what: str  # the problem, with the value as written
+    hint: str = ""  # how to fix it; "" if unknown
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "what", printable(self.what))
         object.__setattr__(self, "hint", printable(self.hint))
 
     def as_dict(self) -> dict[str, str]:
-        """The five fields as `validate -o json` prints them."""
+        """Returns the JSON of `validate -o json`."""
         return {"id": self.id, "severity": self.severity, "where": self.where, "what": self.what, "hint": self.hint}
 
 
 def printable(text: str) -> str:
-    """The text as it may be shown, whoever chose its parts: control characters are escaped, so that they neither move a
-    terminal's cursor nor begin a line, and what is very long is cut."""
+    """Makes untrusted text safe to print: escapes control characters and truncates long text."""
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}... ({len(text)} characters)"
     if text.isprintable():
@@ -43,12 +42,12 @@ def printable(text: str) -> str:
 
 
 def has_errors(problems: Iterable[Problem]) -> bool:
-    """Whether one of them is more than a warning."""
+    """Whether any problem is an error."""
     return any(problem.severity == "error" for problem in problems)
 
 
 def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
-    """Each once, in the order of the file; what has no place comes last. Stable, so equal places keep their order."""
+    """Returns the distinct problems in the order of the file, those without a position last. The sort is stable."""
     return tuple(sorted(dict.fromkeys(problems), key=_place))
 
 
@@ -60,7 +59,7 @@ def _place(problem: Problem) -> tuple[bool, str, int, int]:
 
 
 def render(problems: Iterable[Problem], *, color: bool = False) -> str:
-    """Text for people: a line "place: severity: id: fact" for each problem, and a line with its remedy.
+    """Renders problems as text: a line "where: severity: id: what" for each, and a line with its hint.
 
     Ends with a newline unless there are no problems. ``color`` adds ANSI codes.
     """

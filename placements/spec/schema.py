@@ -1,4 +1,4 @@
-"""The schema of a spec: what one YAML file wishes for. Values only; `parse` reads them from text."""
+"""The schema of a spec: the fields of one YAML file, as values. `parse` reads them from text."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from placements.facts.topology import TOPOLOGIES
 from placements.spec.source_positions import SourcePositions
 
 DEFAULT_MAX_LEN = 2048
-"""Tokens of a slot when the spec says nothing and the checkpoint allows as many."""
+"""The default tokens of a slot, if the checkpoint has as many positions."""
 
 MAX_HOSTS = 4096
-"""Machines of one spec, of all types together."""
+"""The most machines of one spec, of all types."""
 
 TYPE_IN_WORDS = "x-type"
-"""The keyword of the JSON Schema that holds a field's type as `reference` writes it. Editors take no notice of it."""
+"""The JSON Schema keyword that holds a field's type as `reference` writes it. Editors ignore it."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 NAME_RULE = "letters, digits, '.', '_' and '-', at most 63 of them, beginning with a letter or digit"
@@ -67,17 +67,17 @@ QUEUE_ORDERS: tuple[QueueOrder, ...] = get_args(QueueOrder)
 
 @dataclass(frozen=True, order=True)
 class Pin:
-    """Where one replica must lie: a range, on one host or (``host`` None) on any."""
+    """The required place of one replica: a range, on one host or (``host`` None) on any."""
 
     cores: CoreRange
     host: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Pin:
-        """Read "0-7" or "inf2.48xlarge/0:0-7". Raises ValueError with one sentence that says what is wrong."""
+        """Parses "0-7" or "inf2.48xlarge/0:0-7". Raises ValueError with a one-sentence reason."""
         host, colon, cores = text.rpartition(":")
         if colon and not host:
-            raise ValueError(f'"{text}" names no host before the colon; write "0-7" or "inf2.48xlarge/0:0-7"')
+            raise ValueError(f'"{text}" has no host before the colon; write "0-7" or "inf2.48xlarge/0:0-7"')
         return cls(CoreRange.parse(cores), host or None)
 
     def __str__(self) -> str:
@@ -120,17 +120,17 @@ def _source(value: str) -> str:
 
 
 def is_path(source: str) -> bool:
-    """Whether it is written as a folder of the host."""
+    """Whether the source is written as a folder of the host."""
     return source.startswith(_PATH_STARTS) or source in (".", "..")
 
 
 def source_kind(source: str) -> SourceKind:
-    """A path begins with / ./ ../ or ~, S3 with s3://, anything else is a hub id. ValueError where it can be none."""
+    """Returns "path" for / ./ ../ or ~, "s3" for s3://, else "hub". Raises ValueError for an invalid source."""
     if is_path(source):
         return "path"
     if source.startswith("s3://"):
         if not _BUCKET.fullmatch(source):
-            raise ValueError(f'"{source}" names no valid S3 bucket; it is written s3://bucket/prefix')
+            raise ValueError(f'"{source}" has no valid S3 bucket; write s3://bucket/prefix')
         return "s3"
     if "://" in source:
         raise ValueError(f'"{source}" has an unknown scheme; a source is a path, s3://bucket/prefix or a hub id')
@@ -141,24 +141,24 @@ def source_kind(source: str) -> SourceKind:
 
 def _revision(value: str) -> str:
     if len(value) > 255 or ".." in value or not _REVISION.fullmatch(value):
-        raise ValueError(f'"{value}" is no branch, tag or commit of the hub')
+        raise ValueError(f'"{value}" is not a branch, tag or commit')
     return value
 
 
 def _location(value: str) -> str:
     if not value.startswith(("s3://", *_PATH_STARTS)):
-        raise ValueError(f'"{value}" is neither a path, which begins with / ./ ../ or ~, nor s3://bucket/prefix')
+        raise ValueError(f'"{value}" is not a path, which begins with / ./ ../ or ~, or s3://bucket/prefix')
     source_kind(value)
     return value
 
 
 def _cron(value: str) -> str:
     if len(value.split()) != 5:
-        raise ValueError(f'"{value}" is no cron expression of five fields: minute, hour, day, month, weekday')
+        raise ValueError(f'"{value}" is not a cron expression of five fields: minute, hour, day, month, weekday')
     try:
         CronSim(value, datetime(2000, 1, 1, tzinfo=timezone.utc))
     except CronSimError as error:
-        raise ValueError(f'"{value}" is no cron expression: {str(error).lower()}') from error
+        raise ValueError(f'"{value}" is not a cron expression: {str(error).lower()}') from error
     return value
 
 
@@ -166,7 +166,7 @@ def _zone(value: str) -> str:
     try:
         ZoneInfo(value)
     except (KeyError, ValueError, OSError) as error:
-        raise ValueError(f'"{value}" is not the name of a time zone') from error
+        raise ValueError(f'"{value}" is not a time zone') from error
     return value
 
 
@@ -181,7 +181,7 @@ def _or(known: tuple[int, ...]) -> str:
 
 
 def _choice(*known: int) -> BeforeValidator:
-    """Keeps a boolean from being taken for the number that it equals."""
+    """Rejects a boolean, which equals a number."""
 
     def judge(value: object) -> object:
         if isinstance(value, bool):
@@ -225,7 +225,7 @@ ReservedCores = Annotated[
 
 
 def _words(type_: str, **more: Any) -> dict[str, Any]:
-    """The type in words, for the reference, where the schema alone does not say it well; and further keywords."""
+    """Returns the type in words, for the reference, and further keywords."""
     return {TYPE_IN_WORDS: type_, **more}
 
 
@@ -235,7 +235,7 @@ _DURATION_TEXT = re.compile(_DURATION)
 
 
 def _seconds(value: object) -> object:
-    """ "1h30m" -> 5400.0. What is not a duration stays as it is, for the type of the field to reject."""
+    """Parses a duration: "1h30m" -> 5400.0. Returns other values unchanged, for the field's type to reject."""
     match = _DURATION_TEXT.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return value
@@ -255,7 +255,7 @@ class _Frozen(BaseModel):
 
 
 class Replicas(_Frozen):
-    """How many replicas of a model may run. ``max`` defaults to ``min``, at least 1; ``min`` to 1.
+    """The bounds of a model's replicas. ``max`` defaults to ``min``, at least 1; ``min`` to 1.
 
     That min does not exceed max is a rule of `checks`, so that it can be told beside all other findings.
     """
@@ -264,15 +264,15 @@ class Replicas(_Frozen):
         1,
         ge=0,
         le=1000,
-        description="How many replicas run at least, unless `scale`, `load`, `unload` or a schedule says otherwise. "
-        "With 0 the first request starts one.",
+        description="The least replicas, unless `scale`, `load`, `unload` or a schedule sets another number. With 0, "
+        "the first request starts one.",
     )
     max: int = Field(
         1,
         ge=1,
         le=1000,
-        description="The most that may run. Unless given it equals `min`, at least 1. What is above `min` starts by "
-        "itself as requests ask for it, unless `scaling.auto` is false; `scale` goes up to it too.",
+        description="The most replicas. Unset: `min`, at least 1. Replicas beyond `min` start automatically with the "
+        "load, unless `scaling.auto` is false; `scale` is limited by it too.",
     )
 
     @model_validator(mode="before")
@@ -287,31 +287,31 @@ class Replicas(_Frozen):
 
 
 class Reserve(_Frozen):
-    """What replicas may not use. ``vcpus`` None: the default of the host (4 %, at least 1; 0 on emulated hosts)."""
+    """Resources reserved for the system. ``vcpus`` None: 4 % of the host, at least 1; 0 on emulated hosts."""
 
     vcpus: int | None = Field(
         None,
         ge=0,
         le=4096,
-        description="vCPUs left to the system: the first ones. Unset: 4 % of them rounded up, at least 1; on emulated "
+        description="vCPUs reserved for the system, the first ones. Unset: 4 %, rounded up, at least 1; on emulated "
         "hosts 0.",
     )
     memory_gib: float = Field(
         0.0,
         ge=0,
         le=1 << 20,
-        description="GiB of the host's memory left to the system. Emulated hosts share the machine's: there it means "
-        "nothing.",
+        description="GiB of host memory reserved for the system. No effect on emulated hosts, which share the "
+        "machine's memory.",
     )
     cores: ReservedCores = Field(
         (),
-        description='NeuronCores that no replica gets, like `[20, "22-23"]`.',
+        description='NeuronCores that replicas do not use, like `[20, "22-23"]`.',
         json_schema_extra=_words("list of core ids and ranges"),
     )
 
 
 class Spread(_Frozen):
-    """At most ``host`` replicas of the model on one host. ``spread: host`` is one on each."""
+    """At most ``host`` replicas of the model on one host. ``spread: host`` means one on each."""
 
     host: int = Field(1, ge=1, le=1000, description="The most replicas of the model on one host.")
 
@@ -323,19 +323,19 @@ class Spread(_Frozen):
 
 
 class Draft(_Frozen):
-    """A smaller model of the same vocabulary, which guesses ``k`` tokens ahead of each step of its model."""
+    """A smaller model of the same vocabulary, which proposes ``k`` tokens for each step of its model."""
 
     source: Annotated[str, AfterValidator(_source)] = Field(
-        description="A smaller model of the same vocabulary; a path, an S3 address or a hub id, like `source` above."
+        description="A smaller model with the same vocabulary: a path, an S3 URL or a hub id, like `source` above."
     )
-    k: int = Field(4, ge=1, le=16, description="How many tokens it guesses ahead of each step.")
+    k: int = Field(4, ge=1, le=16, description="Tokens that it proposes for each step.")
     revision: HubRevision | None = Field(
-        None, description="Of a hub id: a branch, tag or commit, like `revision` of the model."
+        None, description="The branch, tag or commit of a hub id, like `revision` of the model."
     )
 
 
 class Buckets(_Frozen):
-    """The lengths that an engine of Neuron devices is compiled for, in tokens, ascending."""
+    """The lengths that a Neuron engine compiles, in tokens, ascending."""
 
     prefill: tuple[Annotated[StrictInt, Field(ge=1, le=1 << 24)], ...] = Field(
         (),
@@ -350,17 +350,17 @@ class Buckets(_Frozen):
 
 
 class Compiler(_Frozen):
-    """How neuronx-cc compiles a model."""
+    """Options of neuronx-cc for a model."""
 
     optlevel: Annotated[Literal[1, 2, 3] | None, _choice(*OPTLEVELS)] = Field(
-        None, description="1 compiles fast, 3 makes the fastest code. Unset: the compiler's own, 2."
+        None, description="1 compiles fastest, 3 generates the fastest code. Unset: the compiler's default, 2."
     )
-    flags: str = Field("", description="Further flags for neuronx-cc, as in `NEURON_CC_FLAGS`.")
+    flags: str = Field("", description="More flags for neuronx-cc, as in `NEURON_CC_FLAGS`.")
     workers: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="Graphs compiled at once; each takes memory of the host. Unset: one for each graph.",
+        description="Graphs that are compiled in parallel; each needs host memory. Unset: all graphs.",
     )
 
 
@@ -369,147 +369,148 @@ class Update(_Frozen):
 
     strategy: Strategy = Field(
         "auto",
-        description="How a new replica comes by its cores. `auto` takes what is predicted to interrupt least.",
+        description="How a new replica gets its cores. `auto` selects the strategy with the least predicted "
+        "interruption.",
     )
     max_swap_s: float = Field(
         30.0,
         ge=0,
         le=3600,
-        description="The longest predicted swap, in seconds, for which `auto` takes `hold`. How long a request then "
-        "waits at most is `scaling.hold_s`.",
+        description="The longest predicted swap, in seconds, for which `auto` selects `hold`. `scaling.hold_s` limits "
+        "the wait of requests then.",
     )
     progress_deadline_s: float = Field(
         900.0,
         gt=0,
         le=86_400,
-        description="Seconds without progress, which is a new replica that becomes ready or an old one that goes; then "
-        "the update has failed. The time that a new replica takes to start, within its `deadlines`, does not count.",
+        description="Seconds without progress after which the update fails. Progress is a new replica that becomes "
+        "ready or an old one that stops. The start of a new replica, within its `deadlines`, does not count.",
     )
     rollback: bool = Field(
-        True, description="Go back by itself to the last complete revision when the update has failed."
+        True, description="Roll back to the last complete revision automatically if the update fails."
     )
     max_failures: int = Field(
-        3, ge=1, le=100, description="A new replica that fails so often in a row makes the update fail."
+        3, ge=1, le=100, description="Consecutive failures of a new replica after which the update fails."
     )
 
 
 class Deadlines(_Frozen):
-    """How long a replica may take, in seconds."""
+    """Deadlines of a replica, in seconds."""
 
     start_s: float = Field(
         900.0,
         gt=0,
         le=86_400,
-        description="Seconds for a replica to come up, until its first generation, without the times that it is "
-        "fetched and compiles; then it is `start-deadline`.",
+        description="Seconds from a replica's start to its first generation, without the time to fetch and compile. "
+        "Then it fails with `start-deadline`.",
     )
     fetch_s: float = Field(
         14_400.0,
         gt=0,
         le=604_800,
-        description="Seconds for what it loads to be fetched to its host, beside `start_s`; then it is "
-        "`fetch-deadline`. What has arrived by then is kept.",
+        description="Seconds to fetch its artifacts to its host, in addition to `start_s`. Then it fails with "
+        "`fetch-deadline`. Partial downloads are kept.",
     )
     compile_s: float = Field(
         14_400.0,
         gt=0,
         le=604_800,
-        description="Seconds that it may compile, or wait for another replica that compiles the same, beside "
-        "`start_s`; then it is `compile-deadline`.",
+        description="Seconds to compile, or to wait for another replica that compiles the same, in addition to "
+        "`start_s`. Then it fails with `compile-deadline`.",
     )
     step_s: float = Field(
-        120.0, gt=0, le=86_400, description="Seconds for one step of the engine; then it is `step-stuck`."
+        120.0, gt=0, le=86_400, description="Seconds for one step of the engine. Then it fails with `step-stuck`."
     )
     drain_s: float = Field(
         300.0,
         ge=0,
         le=86_400,
-        description="Seconds for the requests of a replica to end that is replaced, moved or no longer wanted. What "
-        "still runs is cut off then.",
+        description="Seconds to drain a replica that is replaced, moved or removed. Requests that still run are then "
+        "aborted.",
     )
 
 
 class Objectives(_Frozen):
-    """What a request of the model may take, in milliseconds."""
+    """Latency objectives of a model's requests, in milliseconds."""
 
     ttft_ms: float | None = Field(
         None,
         gt=0,
         le=86_400_000,
-        description="Milliseconds until the first token. What comes later counts as late; the autoscaler works for few "
-        "such requests.",
+        description="Milliseconds until the first token. Later requests count as late, and the autoscaler minimizes "
+        "them.",
     )
-    tpot_ms: float | None = Field(None, gt=0, le=86_400_000, description="Milliseconds between one token and the next.")
+    tpot_ms: float | None = Field(None, gt=0, le=86_400_000, description="Milliseconds between tokens.")
     queue_ms: float | None = Field(
         None, gt=0, le=86_400_000, description="Milliseconds that a request may wait for a slot."
     )
 
 
 class Schedule(_Frozen):
-    """Times at which a model has other bounds, from each ``start`` to the next ``end``."""
+    """Other bounds of a model's replicas from each ``start`` to the next ``end``."""
 
     start: Annotated[str, AfterValidator(_cron)] = Field(
-        description="When it begins to hold: a cron expression of five fields, like `0 8 * * MON-FRI`."
+        description="When it begins: a cron expression of five fields, like `0 8 * * MON-FRI`."
     )
     end: Annotated[str, AfterValidator(_cron)] = Field(
         description="When it ends: a cron expression of five fields, like `0 18 * * MON-FRI`."
     )
     timezone: Annotated[str, AfterValidator(_zone)] = Field(
-        "UTC", description="The zone in which `start` and `end` are meant, like `Europe/Berlin`."
+        "UTC", description="The time zone of `start` and `end`, like `Europe/Berlin`."
     )
     min: int | None = Field(
-        None, ge=0, le=1000, description="How many replicas run at least while it holds. Unset: `replicas.min`."
+        None, ge=0, le=1000, description="The least replicas during the schedule. Unset: `replicas.min`."
     )
     max: int | None = Field(
-        None, ge=0, le=1000, description="The most that may run while it holds. Unset: `replicas.max`."
+        None, ge=0, le=1000, description="The most replicas during the schedule. Unset: `replicas.max`."
     )
 
 
 class Scaling(_Frozen):
-    """How the number of replicas follows the requests."""
+    """Automatic scaling of a model's replicas."""
 
     auto: bool = Field(
         True,
-        description="Whether the number of replicas follows the requests, between `replicas.min` and `replicas.max`. "
-        "With false there are `min`; a model of `min: 0` is still started by its first request.",
+        description="Whether the number of replicas follows the load, between `replicas.min` and `replicas.max`. With "
+        "false, `min` replicas run; the first request still starts a model with `min: 0`.",
     )
     idle_s: float = Field(
         600.0,
         ge=0,
         le=31_536_000,
-        description="Seconds without a request for inference after which a model of `min: 0` has no replica any more. "
-        "They count from when its first replica was ready.",
+        description="Seconds without an inference request after which a model with `min: 0` scales to zero, counted "
+        "from when its first replica was ready.",
     )
     hold_s: float = Field(
         300.0,
         ge=0,
         le=86_400,
-        description="The longest that a request waits for a model without a ready replica: one of `min: 0` that it "
-        "has started, or one whose replica an update swaps by `hold`.",
+        description="The most seconds that a request waits for a model without a ready replica: one with `min: 0` that "
+        "it starts, or one whose replica an update swaps with `hold`.",
     )
     schedules: tuple[Schedule, ...] = Field(
         (),
         strict=False,
-        description="Other bounds at certain times. See Schedules.",
+        description="Other bounds on a schedule. See Schedules.",
         json_schema_extra=_words("list of mappings"),
     )
     worth_per_1000: float | None = Field(
         None,
         ge=0,
         le=1_000_000_000,
-        description="What 1000 requests are worth, in the money of `hosts.price_per_core_hour`. Then a replica beyond "
-        "`min` starts only where it is worth more than its cores cost. Unset: it starts there only if its load does "
-        "not fit on those that are there.",
+        description="The value of 1000 requests, in the currency of `hosts.price_per_core_hour`. A replica beyond "
+        "`min` then starts only on a host where its value exceeds the cost of its cores. Unset: on priced hosts it "
+        "starts only if the load exceeds the running replicas.",
     )
 
 
 class EngineSettings(_Frozen):
-    """What holds for one engine on every host."""
+    """Settings of one engine on every host."""
 
     python: Annotated[str, AfterValidator(_interpreter)] | None = Field(
         None,
-        description="The Python interpreter in which its replicas run: a path, relative to the spec file. It must have "
-        "the fleet's Ray version and Python minor version. Unset: the fleet's own.",
+        description="The Python interpreter of its replicas: a path, relative to the spec file. It must have the "
+        "fleet's Ray version and Python minor version. Unset: the fleet's interpreter.",
     )
 
 
@@ -518,42 +519,42 @@ class HostsSpec(_Frozen):
 
     instance: str | None = Field(
         None,
-        description="Real machines of this type. They are planned from a table of facts; none needs to be at hand. "
-        "`up` starts only on such a machine.",
+        description="The type of real machines. Plans use a table of facts and need no machine. `up` starts only on a "
+        "machine of this type.",
         json_schema_extra=_words("an instance type", enum=[*TOPOLOGIES, None]),
     )
     emulate: str | None = Field(
         None,
-        description="The cores of this type, emulated on this machine. The CPUs and the memory are the real ones.",
+        description="The type whose cores are emulated on this machine, with its real CPUs and memory.",
         json_schema_extra=_words("an instance type", enum=[*TOPOLOGIES, None]),
     )
     count: int = Field(
         1,
         ge=1,
         le=MAX_HOSTS,
-        description="How many of them. Emulated hosts share this machine's CPUs evenly, and `up` starts each with a "
-        "Ray node of its own. Of real ones `up` serves one.",
+        description="The number of machines. Emulated hosts share this machine's CPUs evenly, and `up` starts a Ray "
+        "node for each. `up` serves one real machine.",
     )
     lnc: Annotated[Literal[1, 2] | None, _choice(1, 2)] = Field(
         None,
-        description="Physical cores in one logical NeuronCore, on trn2, which alone has the choice. With 1 there are "
-        "twice as many cores, each with half of the HBM. Unset: 2.",
+        description="Physical cores in one logical NeuronCore, configurable on trn2 only. With 1 there are twice as "
+        "many cores, each with half of the HBM. Unset: 2.",
     )
-    reserve: Reserve = Field(Reserve(), description="What replicas may not use, on each host.")
+    reserve: Reserve = Field(Reserve(), description="Resources of each host reserved for the system.")
     price_per_core_hour: float = Field(
         0.0,
         ge=0,
         le=1_000_000,
-        description="What an hour of one core costs, in any money. 0: the host is paid for anyway.",
+        description="The price of one core hour, in any currency. 0: a fixed cost.",
     )
 
 
 class Reach(Enum):
-    """How far a change of a model's field reaches."""
+    """What a change of a model's field affects."""
 
-    LIVE = "live"  # what runs goes on: the planner, the controller or the gateway takes notice
-    PROCESS = "process"  # a replica is told of it at its start, or finds it in its environment
-    SHAPE = "shape"  # as that, and a compiled graph depends on it
+    LIVE = "live"  # the planner, the controller or the gateway: replicas keep running
+    PROCESS = "process"  # a replica's start parameters or environment
+    SHAPE = "shape"  # the same, and compiled graphs
 
 
 _T = TypeVar("_T")
@@ -563,28 +564,27 @@ Shape = Annotated[_T, Reach.SHAPE]
 
 
 class ModelSpec(_Frozen):
-    """One model of the fleet. Each field but its name is `Live`, `Process` or `Shape`."""
+    """One model of the fleet. Each field except its name is `Live`, `Process` or `Shape`."""
 
     name: Name
     source: Shape[Annotated[str, AfterValidator(_source)]] = Field(
-        description="Where the checkpoint is. A path begins with `/`, `./`, `../` or `~` and is relative to the spec "
-        "file; `s3://bucket/prefix`; anything else is an id of the Hugging Face hub. The echo engine needs none. See "
+        description="The checkpoint: a path, which begins with `/`, `./`, `../` or `~` and is relative to the spec "
+        "file; `s3://bucket/prefix`; or an id of the Hugging Face Hub. The echo engine needs none. See "
         "[artifacts.md](artifacts.md)."
     )
     revision: Process[HubRevision | None] = Field(
         None,
-        description="Of a hub id: the branch, tag or commit. A branch is looked up when the spec is applied, and every "
-        "replica gets the commit that it stood at. Unset: `main`. Not in `defaults`.",
+        description="The branch, tag or commit of a hub id. A branch is resolved when the spec is applied, and every "
+        "replica gets that commit. Unset: `main`. Not in `defaults`.",
     )
     engine: Shape[Engine] = Field(
         "auto",
-        description="What runs the model. `auto` is `cpu` on an emulated host; on a real one it is the Neuron engine "
-        "that the host has and that serves the model. `up` starts no `optimum-neuron` and no `torch-neuronx`. See "
-        "Engines.",
+        description="The engine. `auto` is `cpu` on an emulated host; on a real one it is the installed Neuron engine "
+        "that serves the model. `up` does not start `optimum-neuron` and `torch-neuronx`. See Engines.",
     )
     dtype: Shape[Dtype | None] = Field(
         None,
-        description="The type of the weights and of the KV cache. Unset: `fp32` for `cpu` and `echo`, else `bf16`.",
+        description="The type of the weights and the KV cache. Unset: `fp32` for `cpu` and `echo`, else `bf16`.",
     )
     tp_degree: Shape[int] = Field(
         1, ge=1, le=128, description="The tensor-parallel degree: the cores of one replica. See Degrees."
@@ -593,21 +593,21 @@ class ModelSpec(_Frozen):
         4,
         ge=1,
         le=1024,
-        description="Slots: the requests that one replica works on at once. The KV cache of every slot is allocated at "
-        "the start.",
+        description="Slots: the requests that one replica processes concurrently. The KV cache of every slot is "
+        "allocated at the start.",
     )
     max_len: Shape[int | None] = Field(
         None,
         ge=2,
         le=1 << 24,
         description="Tokens of one slot, prompt and answer together. Unset: 2048, or the checkpoint's positions if "
-        "these are fewer.",
+        "fewer.",
     )
     cores: Live[tuple[PinField, ...]] = Field(
         (),
         strict=False,
         description='Pins, one range for each replica in order: `"0-7"` on any host, `"inf2.48xlarge/0:0-7"` on that '
-        "one. Replicas beyond the pins lie wherever there is room. Pins beyond the replicas, up to twice "
+        "host. Replicas beyond the pins are placed automatically. Pins beyond the replicas, up to twice "
         "`replicas.max`, stay free for updates.",
         json_schema_extra=_words("list of core ranges"),
     )
@@ -618,55 +618,52 @@ class ModelSpec(_Frozen):
     )
     neff_cache: Process[Annotated[str, AfterValidator(_location)] | None] = Field(
         None,
-        description="Where the Neuron compiler keeps what it compiled, for `NEURON_COMPILE_CACHE_URL`. Unset: the "
-        "compiler's own folder. See Compiler.",
+        description="The Neuron compiler's cache, as in `NEURON_COMPILE_CACHE_URL`. Unset: the compiler's default "
+        "folder. See Compiler.",
         json_schema_extra=_words("a path or `s3://...`"),
     )
     priority: Live[int] = Field(
         0,
         ge=-1_000_000,
         le=1_000_000,
-        description="When cores are short, a model of lower priority never costs one of higher priority a core.",
+        description="When cores are short, models with a higher priority get them first.",
     )
     max_queue: Live[int] = Field(
-        256, ge=0, le=1_000_000, description="Requests that may wait for a slot. One more gets 429."
+        256, ge=0, le=1_000_000, description="The most requests that wait for a slot. Further requests get 429."
     )
     max_queue_bytes: Live[int] = Field(
         256 * 2**20,
         ge=0,
         le=1 << 40,
-        description="Bytes that the requests which wait for a slot may have together. One that would exceed them gets "
-        "429.",
+        description="The most bytes of all requests that wait for a slot. Further requests get 429.",
     )
     max_wait_s: Live[float | None] = Field(
         None,
         gt=0,
         le=86_400,
-        description="Seconds that a request may wait for its first token. One whose wait is predicted to be longer "
-        "gets 429 at once. Unset: no such limit.",
+        description="The most seconds that a request waits for its first token. A request with a longer predicted wait "
+        "gets 429 at once. Unset: no limit.",
     )
     queue_order: Live[QueueOrder] = Field(
         "fair",
-        description="Who goes first among waiting requests of the same priority. `fair`: the API keys in turn, by the "
-        "tokens that each has had, by weight; `deadline`: whose deadline is nearest.",
+        description="The order of waiting requests of the same priority. `fair`: fair shares of tokens among API keys, "
+        "by weight; `deadline`: earliest deadline first.",
     )
     objectives: Live[Objectives] = Field(
-        Objectives(), description="How fast answers ought to be: what the autoscaler works for. See Scaling."
+        Objectives(), description="Latency objectives, the targets of the autoscaler. See Scaling."
     )
-    scaling: Live[Scaling] = Field(
-        Scaling(), description="How the number of replicas follows the requests. See Scaling."
-    )
+    scaling: Live[Scaling] = Field(Scaling(), description="Automatic scaling of the replicas. See Scaling.")
     aliases: Live[tuple[Annotated[str, AfterValidator(_alias)], ...]] = Field(
         (),
         strict=False,
-        description="Other names that clients may send as `model`, such as `gpt-4o` or `org/model`. Each belongs to "
-        "one model of the fleet, and is no model's name. Not in `defaults`.",
+        description="Other names that clients may send as `model`, such as `gpt-4o` or `org/model`. Each must be "
+        "unique among all names and aliases. Not in `defaults`.",
         json_schema_extra=_words("list of names"),
     )
     tool_parser: Live[ToolParser] = Field(
         "auto",
-        description="How the model writes the calls of tools. `auto` sees it from the chat template; `none`: not at "
-        "all. See Tools.",
+        description="The format of the model's tool calls. `auto` detects it from the chat template; `none` disables "
+        "tools. See Tools.",
     )
     threads: Process[Literal["share", "lmi"] | Annotated[StrictInt, Field(ge=1, le=1024)]] = Field(
         "share", description="CPU threads of a replica. See Threads."
@@ -677,40 +674,40 @@ class ModelSpec(_Frozen):
         "zeros.",
     )
     allow_degrees: Live[tuple[Annotated[StrictInt, Field(ge=1, le=128)], ...]] = Field(
-        (), strict=False, description="Accept these tensor-parallel degrees beside the known ones."
+        (), strict=False, description="Additional tensor-parallel degrees to accept."
     )
     hbm_overhead_gib: Live[float | None] = Field(
         None,
         ge=0,
         le=1024,
-        description="HBM in GiB that a replica needs on each core beside weights and KV cache. Unset: an estimate. See "
-        "Memory.",
+        description="HBM in GiB that a replica needs on each core in addition to weights and KV cache. Unset: an "
+        "estimate. See Memory.",
     )
     allow_pickle: Process[bool] = Field(
         False,
-        description="Read `pytorch_model.bin` where a checkpoint has no safetensors; the draft's too. A pickle can "
-        "hold code: it is read with torch's `weights_only`, which calls none, but take it from nobody whom you do not "
-        "trust. On the engines `cpu` and `transformers-neuronx`.",
+        description="Read `pytorch_model.bin` if a checkpoint, or that of the draft, has no safetensors. A pickle can "
+        "hold code: it is read with torch's `weights_only`, which runs none, but use only sources that you trust. On "
+        "the engines `cpu` and `transformers-neuronx`.",
     )
     trust_remote_code: Process[bool] = Field(
         False,
-        description="Run the Python code that a checkpoint brings, named in the `auto_map` of its `config.json`; the "
-        "draft's too. It does there whatever the replica may do. Otherwise such code is neither fetched nor run. On "
-        "the engine `cpu`. See [artifacts.md](artifacts.md#code-in-a-checkpoint).",
+        description="Run the Python code of a checkpoint, named in the `auto_map` of its `config.json`, and that of "
+        "the draft, with all permissions of the replica. With false, such code is neither fetched nor run. On the "
+        "engine `cpu`. See [artifacts.md](artifacts.md#code-in-a-checkpoint).",
     )
     draft: Shape[Draft | None] = Field(
         None,
-        description="Speculative decoding. Greedy answers stay token for token what they are without it. On `cpu` and "
+        description="Speculative decoding. Greedy answers are the same, token for token, as without it. On `cpu` and "
         "the Neuron engines; not in `defaults`.",
     )
     update: Live[Update] = Field(Update(), description="How replicas are replaced when the spec changes. See Updates.")
     deadlines: Live[Deadlines] = Field(
-        Deadlines(), description="How long a replica may take. A change holds at once for what runs."
+        Deadlines(), description="Deadlines of replicas. A change applies to running replicas at once."
     )
     spread: Live[Spread | None] = Field(
         None,
-        description="Keeps the replicas of the model apart: `host` puts each on a host of its own, `{host: 2}` at most "
-        "two on one. Unset: as many as there is room for.",
+        description="Spreads the replicas of the model: `host` places each on another host, `{host: 2}` at most two on "
+        "one. Unset: no limit.",
         json_schema_extra=_words("`host`, or a mapping"),
     )
     host_memory_gib: Live[float | None] = Field(
@@ -720,26 +717,26 @@ class ModelSpec(_Frozen):
         description="Host memory in GiB that one replica needs while it loads. Unset: an estimate. See Memory.",
     )
     quantize: Shape[Quantization | None] = Field(
-        None, description="Weights of one byte on the cores. On the Neuron engines. Unset: weights of the `dtype`."
+        None, description="One-byte weights on the cores. On the Neuron engines. Unset: the `dtype`."
     )
     quantize_kv: Shape[Quantization | None] = Field(
         None,
-        description="A KV cache of one byte a number, on the Neuron engines: `fp8`. Unset: of the `dtype`.",
+        description="A one-byte KV cache: `fp8`. On the Neuron engines. Unset: the `dtype`.",
     )
     buckets: Shape[Buckets] = Field(Buckets(), description="Compiled lengths. On the Neuron engines. See Buckets.")
     sampling: Shape[Sampling] = Field(
         "host",
-        description="Where tokens are chosen. `device` is faster, and takes `temperature`, `top_p` and `top_k` only. "
-        "On the Neuron engines.",
+        description="Where tokens are sampled. `device` is faster, and supports `temperature`, `top_p` and `top_k` "
+        "only. On the Neuron engines.",
     )
     fuse_qkv: Shape[bool | None] = Field(
-        None, description="One matrix for query, key and value. On the Neuron engines. Unset: the engine's own choice."
+        None, description="One matrix for query, key and value. On the Neuron engines. Unset: the engine's default."
     )
-    compiler: Shape[Compiler] = Field(Compiler(), description="How the model is compiled. On the Neuron engines.")
+    compiler: Shape[Compiler] = Field(Compiler(), description="Compiler options. On the Neuron engines.")
     group_query_attention: Shape[GroupQueryAttention | None] = Field(
         None,
-        description="How the KV heads are dealt out to the cores. On the engine `transformers-neuronx`. Unset: the "
-        "engine chooses. See Memory.",
+        description="How the KV heads are divided among the cores. On the engine `transformers-neuronx`. Unset: the "
+        "engine's default. See Memory.",
     )
     engine_options: Shape[dict[str, Any]] = Field(
         {},
@@ -754,34 +751,34 @@ class ModelSpec(_Frozen):
 
     @property
     def source_kind(self) -> SourceKind:
-        """path, s3 or hub."""
+        """The source's kind: path, s3 or hub."""
         return source_kind(self.source) if self.source else "path"
 
     @property
     def source_path(self) -> str | None:
-        """The absolute form of a path source as far as ``base_dir`` is absolute; None for S3 and the hub."""
+        """The path of a path source, absolute if ``base_dir`` is; None for S3 and the hub."""
         return self._resolved(self.source) if self.source_kind == "path" else None
 
     @property
     def draft_kind(self) -> SourceKind | None:
-        """path, s3 or hub; None without a draft."""
+        """The draft source's kind; None without a draft."""
         return None if self.draft is None else source_kind(self.draft.source)
 
     @property
     def draft_path(self) -> str | None:
-        """The draft's source, as ``source_path``; None without a draft too."""
+        """The draft's ``source_path``; None without a draft."""
         return self._resolved(self.draft.source) if self.draft and self.draft_kind == "path" else None
 
     @property
     def neff_cache_location(self) -> str | None:
-        """The NEFF cache: s3://..., or a path resolved like the source."""
+        """The NEFF cache: s3://... or a path, resolved like the source."""
         if self.neff_cache is None or self.neff_cache.startswith("s3://"):
             return self.neff_cache
         return self._resolved(self.neff_cache)
 
     @property
     def given_options(self) -> dict[str, Any]:
-        """``engine_options``, with the folder of a quantized checkpoint resolved like the source."""
+        """``engine_options`` with the folder of a quantized checkpoint resolved like the source."""
         options = dict(self.engine_options)
         if isinstance(path := options.get("quantized_checkpoints_path"), str) and is_path(path):
             options["quantized_checkpoints_path"] = self._resolved(path)
@@ -793,8 +790,8 @@ class ModelSpec(_Frozen):
 
     @property
     def started_with(self) -> tuple[object, ...]:
-        """What a replica is told at its start: another value means another process."""
-        told = {
+        """The start parameters of a replica: a change requires a new process."""
+        parameters = {
             "source": self.source_path or self.source,
             "neff_cache": self.neff_cache_location,
             "draft": None
@@ -804,14 +801,14 @@ class ModelSpec(_Frozen):
                 (name, repr(_ordered(value))) for name, value in sorted(self.given_options.items())
             ),
         }
-        return tuple(told[name] if name in told else getattr(self, name) for name in _STARTED_WITH)
+        return tuple(parameters[name] if name in parameters else getattr(self, name) for name in _STARTED_WITH)
 
     def dtype_on(self, engine: Engine) -> Dtype:
-        """The weights' and the KV cache's type under a resolved engine (`engines.resolve`)."""
+        """Returns the dtype of weights and KV cache on a resolved engine (`engines.resolve`)."""
         return self.dtype or default_dtype(engine)
 
     def length(self, checkpoint: Checkpoint | None) -> int:
-        """Tokens of a slot: ``max_len``, or 2048, or what the checkpoint's positions allow if that is less."""
+        """Returns the tokens of a slot: ``max_len``, or 2048, or the checkpoint's positions if fewer."""
         if self.max_len is not None:
             return self.max_len
         positions = checkpoint.max_positions if checkpoint else None
@@ -826,31 +823,31 @@ REACHES: Mapping[str, Reach] = MappingProxyType(
         if isinstance(reach, Reach)
     }
 )
-"""How far each field of `ModelSpec` reaches that a spec may give."""
+"""What a change of each field of `ModelSpec` affects."""
 
 _STARTED_WITH = tuple(name for name, reach in REACHES.items() if reach is not Reach.LIVE)
 
 
 def _ordered(value: object) -> object:
-    """The same with the keys of every mapping in order: in which order they are written means nothing."""
+    """Returns the value with the keys of every mapping sorted: their order has no meaning."""
     if isinstance(value, Mapping):
         return {key: _ordered(value[key]) for key in sorted(value)}
     return [_ordered(item) for item in value] if isinstance(value, list) else value
 
 
 class Spec(_Frozen):
-    """A whole file. Where its keys are written is no part of its value."""
+    """A whole spec file. The positions of its keys are not part of its value."""
 
-    version: Annotated[Literal[1], _choice(1)] = Field(1, description="The version of this form.")
+    version: Annotated[Literal[1], _choice(1)] = Field(1, description="The version of the schema.")
     name: Name = Field("fleet", description="The fleet's name, shown in `status`.")
     hosts: tuple[HostsSpec, ...] = Field(
-        (),  # what is there; see `hosts_for`
-        description="The machines; a list for machines of several types. Unset: this machine if it has Neuron devices "
-        "of a known type, else one emulated inf2.48xlarge. See Hosts.",
+        (),  # see `hosts_for`
+        description="The machines; a list for machines of several types. Unset: this machine if its instance type is "
+        "known, else one emulated inf2.48xlarge. See Hosts.",
     )
     engines: dict[Engine, EngineSettings] = Field(
         {},
-        description="Settings by engine: `python` is the interpreter in which its replicas run. See Engines.",
+        description="Settings by engine: `python` is the interpreter of its replicas. See Engines.",
         json_schema_extra=_words("a mapping from engines to settings"),
     )
     models: tuple[ModelSpec, ...] = Field(
@@ -863,37 +860,37 @@ class Spec(_Frozen):
 
     @property
     def filename(self) -> str:
-        """The name that problems give as the place."""
+        """The file name in the positions of problems."""
         return self.places.filename
 
     def where(self, *path: str | int) -> str:
-        """ "file:line:column" of a key, or of the nearest written key above it."""
+        """Returns "file:line:column" of a key, or of the nearest key above it in the file."""
         return self.places.where(*path)
 
     def python_for(self, engine: Engine) -> str | None:
-        """The absolute path of that engine's interpreter, as far as ``base_dir`` is absolute; None: the fleet's own."""
+        """Returns the path of an engine's interpreter, absolute if ``base_dir`` is; None: the fleet's interpreter."""
         settings = self.engines.get(engine)
         if settings is None or settings.python is None:
             return None
         return str(Path(self.base_dir) / Path(settings.python).expanduser())
 
     def model(self, name: str) -> ModelSpec | None:
-        """The model of that name."""
+        """Returns the model with a name, or None."""
         return next((model for model in self.models if model.name == name), None)
 
 
 _DEFAULTS = (
-    "Fields for every model that does not give them itself. Any field of a model but `source`, `revision`, `cores`, "
-    "`aliases` and `draft`. A field counts as a whole: a model's own `replicas` replaces all of the default's."
+    "Default values of the models' fields, except `source`, `revision`, `cores`, `aliases` and `draft`. A field counts "
+    "as a whole: a model's `replicas` replaces the default's completely."
 )
 OWN_FIELDS = ("source", "revision", "cores", "aliases", "draft")
-"""What a model gives for itself: `defaults` have no such field."""
+"""Fields that `defaults` cannot set."""
 
 _INTERNAL = frozenset({"base_dir", "broken", "places"})
 
 
 def _with_units(field: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a number of seconds that may also be a duration."""
+    """Returns the schema of a number of seconds that may also be a duration."""
     number = {key: field[key] for key in ("type", "minimum", "exclusiveMinimum", "maximum") if key in field}
     rest = {key: value for key, value in field.items() if key not in number}
     duration = {"type": "string", "pattern": f"^{_DURATION}$", **_words("a duration")}
@@ -901,7 +898,7 @@ def _with_units(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a spec file, for editors. Looser than `parse` and `checks`, never stricter."""
+    """Returns the JSON Schema of a spec file, for editors. Looser than `parse` and `checks`, never stricter."""
     model, hosts = ModelSpec.model_json_schema(), HostsSpec.model_json_schema()
     definitions = {**model.pop("$defs"), **hosts.pop("$defs"), "Hosts": hosts}
     definitions["EngineSettings"] = EngineSettings.model_json_schema()

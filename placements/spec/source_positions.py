@@ -1,4 +1,4 @@
-"""Places: where in a file each key of a spec is written."""
+"""Positions of a spec's keys in its file."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ Path = tuple[str | int, ...]  # ("models", "tiny", "cores", 0)
 
 @dataclass(frozen=True)
 class SourcePosition:
-    """Line and column of a key (of the item itself inside a list), both counted from 1."""
+    """Line and column of a key, or of an item of a list, both counted from 1."""
 
     line: int
     column: int
 
 
 class SourcePositions(Mapping[Path, SourcePosition]):
-    """Path of keys -> Place, for one file. All compare equal: where a thing is written is not what it means."""
+    """Path of keys -> position, for one file. All instances compare equal, so that positions do not affect equality."""
 
     def __init__(self, filename: str = "<spec>", places: Mapping[Path, SourcePosition] | None = None) -> None:
         self.filename = filename
         self._places = dict(places or {})
 
     def where(self, *path: str | int) -> str:
-        """ "file:line:column" of the path or of the nearest written key above it; "" for a spec without a file."""
+        """Returns "file:line:column" of the path or of the nearest key above it; "" for a spec without a file."""
         for length in range(len(path), -1, -1):
             place = self._places.get(path[:length])
             if place is not None:

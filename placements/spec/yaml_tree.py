@@ -1,8 +1,8 @@
-"""YAML text -> plain data that remembers where everything was written.
+"""Reads YAML text into plain data with the position of each key.
 
-PyYAML composes the node graph (its safe loader, nothing is constructed by tag); the walk below turns nodes into dicts,
-lists and scalars, with a Place for each key and the text of each value as written. It reports what a loader would
-hide: duplicate keys, YAML 1.1's surprising numbers, tags, recursive and exploding aliases.
+PyYAML's safe loader composes the node graph without constructing objects; the walk below turns nodes into dicts, lists
+and scalars, with a position for each key and the text of each value. It reports what a loader would hide: duplicate
+keys, surprising numbers of YAML 1.1, tags, recursive and exploding aliases.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from placements.spec.problems import Problem
 from placements.spec.source_positions import Path, SourcePosition
 
 MAX_CHARACTERS = 1 << 18
-MAX_NODES = 20_000  # after aliases are followed; a spec of 200 models has some 3,000
-MAX_TEXT = 1 << 20  # characters of all values, after aliases are followed
-SHOWN = 60  # characters of a value that a problem shows
+MAX_NODES = 20_000  # with aliases expanded; a spec of 200 models has about 3,000
+MAX_TEXT = 1 << 20  # characters of all values, with aliases expanded
+SHOWN = 60  # characters of a value in a problem
 MAX_DEPTH = 20
 
 Kind = Literal["text", "a number", "a boolean", "empty", "a list", "a mapping"]
@@ -32,15 +32,15 @@ _TRUE = ("yes", "true", "on")
 
 @dataclass(frozen=True)
 class Written:
-    """A value as it stands in the file."""
+    """A value as written in the file."""
 
-    text: str  # one line, shortened when long
+    text: str  # one line, shortened
     kind: Kind
     plain: bool  # a scalar without quotes
 
 
 class Broken:
-    """Stands in the data for a value that has been reported already."""
+    """Replaces a value whose problem has been reported."""
 
 
 BROKEN = Broken()
@@ -48,7 +48,7 @@ BROKEN = Broken()
 
 @dataclass
 class Tree:
-    """The data of one document and what was noticed on the way. ``value`` is BROKEN when nothing could be read."""
+    """The data of one document, and its problems. ``value`` is BROKEN if nothing could be read."""
 
     filename: str
     value: Any = BROKEN
@@ -57,18 +57,18 @@ class Tree:
     problems: list[Problem] = field(default_factory=list)
 
     def report(self, id: str, place: SourcePosition | None, what: str, hint: str = "") -> None:
-        """Add an error at a place, by default the beginning of the file."""
+        """Adds an error at a position, by default the beginning of the file."""
         place = place or SourcePosition(1, 1)
         where = f"{self.filename}:{place.line}:{place.column}"
         self.problems.append(Problem(id, "error", where, what, hint))
 
 
 class _Unreadable(Exception):
-    """Ends the walk; the problem has been reported."""
+    """Aborts the walk after a problem has been reported."""
 
 
 def read(text: str | bytes, filename: str) -> Tree:
-    """Read one document. Never raises for what the text holds."""
+    """Reads one document. Reports all problems of the text in the tree, and raises none."""
     tree = Tree(filename)
     try:
         decoded = _decoded(text, tree)
@@ -82,7 +82,7 @@ def read(text: str | bytes, filename: str) -> Tree:
     return tree
 
 
-_SHRINK = "a spec is a flat file of a few hundred lines; write it out without nesting or aliases"
+_SHRINK = "write a flat file of a few hundred lines, without deep nesting or aliases"
 
 
 def _decoded(text: str | bytes, tree: Tree) -> str:
@@ -113,7 +113,7 @@ def _composed(text: str, tree: Tree) -> yaml.Node:
                     "yaml-many-documents",
                     place,
                     "a second document begins here; a spec is one document",
-                    'remove the line "---" or put the document into a file of its own',
+                    'remove the line "---", or move the document to another file',
                 )
         finally:
             loader.dispose()
@@ -127,7 +127,7 @@ def _composed(text: str, tree: Tree) -> yaml.Node:
         what = _syntax_fact(error)
         tree.report("yaml-syntax", _place(mark) if mark else None, what, _syntax_hint(what))
         raise _Unreadable from None
-    except (yaml.YAMLError, ValueError, IndexError, OverflowError) as error:  # PyYAML lets some of its own slips out
+    except (yaml.YAMLError, ValueError, IndexError, OverflowError) as error:  # PyYAML leaks some of its internal errors
         tree.report("yaml-syntax", None, f"the file is not YAML: {error}", _syntax_hint(str(error)))
         raise _Unreadable from None
     if node is None or (isinstance(node, yaml.ScalarNode) and _kind(node) == "empty"):
@@ -143,7 +143,7 @@ _PLAIN_WORDS = {
     "'<block sequence start>'": "another indentation",
     "end of stream": "end of the file",
     "the node content": "a value",
-    "a flow node": "what stands in brackets",
+    "a flow node": "a value in brackets",
     "a flow sequence": "a list in [ ]",
     "a flow mapping": "a mapping in { }",
     "a block collection": "a list",
@@ -153,10 +153,10 @@ _PLAIN_WORDS = {
 
 
 def _syntax_fact(error: yaml.MarkedYAMLError) -> str:
-    """PyYAML's words, the fact before the circumstance."""
+    """Returns PyYAML's message, the problem before its context, without its jargon."""
     what = error.problem or error.context or "the file is not YAML"
     if "'\\t'" in what:
-        return "a tab stands where only spaces may indent"
+        return "a tab is used for indentation"
     if error.problem and error.context:
         begin = f", which begins at line {error.context_mark.line + 1}" if error.context_mark else ""
         what = f"{error.problem}, {error.context}{begin}"
@@ -169,9 +169,9 @@ def _syntax_hint(what: str) -> str:
     if what.startswith("a tab"):
         return "indent with spaces, not with tabs"
     if "mapping values are not allowed" in what:
-        return 'a value that holds ": " needs quotes; otherwise check the indentation of this line and the one before'
+        return 'quote a value that contains ": "; otherwise check the indentation of this line and the one before'
     if "undefined alias" in what:
-        return "write *name only after &name; a value that begins with * needs quotes"
+        return "write *name only after &name, and quote a value that begins with *"
     return "check quotes, brackets and indentation of this line and the one before"
 
 
@@ -197,13 +197,13 @@ class _Walk:
         place = _place(node.start_mark)
         self._tree.places.setdefault(path, place)
         if any(node is above for above in self._above):
-            self._tree.report("yaml-too-large", place, "this alias holds itself", "write the value out")
+            self._tree.report("yaml-too-large", place, "this alias contains itself", "write the value without an alias")
             raise _Unreadable
         self._check_nodes(place, depth)
         if isinstance(node, yaml.ScalarNode):
             self._characters_left -= len(node.value)
             if self._characters_left < 0:
-                what = f"the values have more than {MAX_TEXT} characters, aliases followed"
+                what = f"the values have more than {MAX_TEXT} characters with aliases expanded"
                 self._tree.report("yaml-too-large", place, what, _SHRINK)
                 raise _Unreadable
         self._tree.written[path] = self._written(node)
@@ -222,7 +222,7 @@ class _Walk:
     def _check_nodes(self, place: SourcePosition, depth: int) -> None:
         if self._nodes > MAX_NODES or depth > MAX_DEPTH:
             limit = f"more than {MAX_NODES} values" if self._nodes > MAX_NODES else f"more than {MAX_DEPTH} levels"
-            self._tree.report("yaml-too-large", place, f"the document has {limit}, aliases followed", _SHRINK)
+            self._tree.report("yaml-too-large", place, f"the document has {limit} with aliases expanded", _SHRINK)
             raise _Unreadable
 
     def _mapping(self, node: yaml.Node, path: Path, depth: int) -> dict[str, Any]:
@@ -245,13 +245,13 @@ class _Walk:
             if key in result:
                 self._nodes += 1
                 first = self._tree.places[where]
-                what = f'"{key}" is given twice; the first is at line {first.line}'
+                what = f'"{key}" is a duplicate; the first is at line {first.line}'
                 self._tree.report("duplicate-key", place, what, "keep one of the two")
                 continue
             self._check_key(key_node, place)
             self._tree.places[where] = place
             result[key] = self.value(value_node, where, depth + 1)
-        for key_node, value_node in merged:  # what a mapping says itself outweighs what it merges
+        for key_node, value_node in merged:  # a mapping's own keys override merged ones
             key = key_node.value
             if isinstance(key_node, yaml.ScalarNode) and key not in result:
                 where = (*path, key)
@@ -260,7 +260,7 @@ class _Walk:
         return result
 
     def _merged(self, node: yaml.Node, depth: int) -> list[tuple[yaml.Node, yaml.Node]]:
-        """The pairs that "<<: *alias" or "<<: [*alias, *alias]" brings in; the earlier ones outweigh the later."""
+        """Returns the pairs that "<<: *alias" or "<<: [*alias, *alias]" merges; earlier ones override later ones."""
         self._nodes += 1
         if self._nodes > MAX_NODES or depth > MAX_DEPTH:
             self._tree.report("yaml-too-large", _place(node.start_mark), "too many merged mappings", _SHRINK)
@@ -268,7 +268,7 @@ class _Walk:
         if isinstance(node, yaml.SequenceNode):
             return [pair for item in node.value for pair in self._merged(item, depth + 1)]
         if not isinstance(node, yaml.MappingNode):
-            what = f'"<<" merges mappings, and {self._written(node).text} is none'
+            what = f'"<<" merges mappings, but {self._written(node).text} is not a mapping'
             self._tree.report("wrong-type", _place(node.start_mark), what, 'write "<<: *name" after "&name"')
             return []
         own = [pair for pair in node.value if pair[0].tag != _PREFIX + "merge"]
@@ -295,12 +295,12 @@ class _Walk:
         return self._number(node, place)
 
     def _characters(self, node: yaml.ScalarNode, place: SourcePosition) -> Any:
-        r"""Text; the two halves in which JSON escapes one character ("\ud83d\ude00") are joined."""
+        r"""Returns the text, with surrogate pairs of JSON escapes ("\ud83d\ude00") joined."""
         text: str = node.value
         try:
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            what = f"{self._written(node).text} holds half a character"
+            what = f"{self._written(node).text} contains an unpaired surrogate"
             self._tree.report("yaml-syntax", place, what, "write the character itself")
             return BROKEN
 
@@ -309,10 +309,10 @@ class _Walk:
         if _OCTAL.fullmatch(text):
             decimal = int(text.replace("_", ""), 8)
             hint = f"write {text.replace('_', '').lstrip('+-0') or '0'} without leading zeros, or the text in quotes"
-            self._tree.report("yaml-number", place, f"{text} is octal in YAML, so {decimal}", hint)
+            self._tree.report("yaml-number", place, f"{text} is octal in YAML, which is {decimal}", hint)
             return BROKEN
         if ":" in text:
-            what = f"{text} is a number to the base of 60 in YAML"
+            what = f"{text} is a base-60 number in YAML"
             self._tree.report("yaml-number", place, what, f'write "{text}" in quotes')
             return BROKEN
         if node.tag == _PREFIX + "float":
@@ -322,7 +322,7 @@ class _Walk:
                 pass
         elif _NUMBER.fullmatch(text):
             return int(text.replace("_", ""), 0)
-        self._tree.report("yaml-number", place, f"{self._written(node).text} is not a number that fits here", "")
+        self._tree.report("yaml-number", place, f"{self._written(node).text} is not a supported number", "")
         return BROKEN
 
     def _tagged(self, node: yaml.Node, place: SourcePosition) -> Broken:
@@ -342,7 +342,7 @@ class _Walk:
 
 
 def _kind(node: yaml.ScalarNode) -> Kind | None:
-    """What YAML 1.1 takes the scalar for; None for a tag that is not understood. Dates stay text."""
+    """Returns the kind of the scalar in YAML 1.1; None for an unknown tag. Dates are text."""
     if not node.tag.startswith(_PREFIX):
         return None
     name = node.tag[len(_PREFIX) :]

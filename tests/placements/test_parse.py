@@ -72,7 +72,7 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
     [
         # YAML itself
         ("models: [", "yaml-syntax", "1:10", "expected"),
-        ("models:\n\ta: 1", "yaml-syntax", "2:1", "a tab stands"),
+        ("models:\n\ta: 1", "yaml-syntax", "2:1", "a tab is used"),
         ("a: b: c", "yaml-syntax", "1:5", "mapping values are not allowed"),
         ("models: *x", "yaml-syntax", "1:9", "undefined alias"),
         ("models: \x00", "yaml-syntax", "1:9", "U+0000"),
@@ -89,7 +89,7 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         # keys
         (model("tp_degre: 8"), "unknown-key", "3:5", '"tp_degre"'),
         (model("source: ./b"), "duplicate-key", "4:5", "the first is at line 3"),
-        (MODELS + MODELS, "duplicate-key", "2:1", '"models" is given twice; the first is at line 1'),
+        (MODELS + MODELS, "duplicate-key", "2:1", '"models" is a duplicate; the first is at line 1'),
         ("models:\n  a: {source: ./a}\n  a: {source: ./b}", "duplicate-key", "3:3", '"a"'),
         ("nmae: x\n" + MODELS, "unknown-key", "1:1", '"nmae"'),
         ("models:\n  on: {source: ./a}", "yaml-unquoted", "2:3", "the key on is true in YAML"),
@@ -112,7 +112,7 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         ("defaults: [cpu]\n" + MODELS, "wrong-type", "1:1", "defaults is [cpu], a list"),
         # values
         ("version: true\n" + MODELS, "wrong-type", "1:1", "version: true is a boolean; it must be 1"),
-        ("version: 2\n" + MODELS, "unknown-value", "1:1", "version is 2; known: 1"),
+        ("version: 2\n" + MODELS, "unknown-value", "1:1", "version is 2; it must be 1"),
         ("name: my fleet\n" + MODELS, "bad-name", "1:1", '"my fleet"'),
         ("models:\n  a b: {source: ./a}", "bad-name", "2:3", '"a b"'),
         (model("tp_degree: eight"), "wrong-type", "3:5", 'tp_degree is "eight", text; it must be a whole number'),
@@ -123,10 +123,10 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         (model("tp_degree:"), "wrong-type", "3:5", "tp_degree is empty"),
         (model("tp_degree: 0"), "out-of-range", "3:5", "tp_degree is 0; it must be at least 1"),
         (model("tp_degree: 1000"), "out-of-range", "3:5", "tp_degree is 1000; it must be at most 128"),
-        (model("tp_degree: 010"), "yaml-number", "3:16", "010 is octal in YAML, so 8"),
-        (model("max_len: 1:30"), "yaml-number", "3:14", "base of 60"),
-        (model("max_len: " + "9" * 5000), "yaml-number", "3:14", "not a number that fits"),
-        (model("engine: tnx"), "unknown-value", "3:5", 'engine is "tnx"; known: auto, cpu, echo'),
+        (model("tp_degree: 010"), "yaml-number", "3:16", "010 is octal in YAML, which is 8"),
+        (model("max_len: 1:30"), "yaml-number", "3:14", "base-60"),
+        (model("max_len: " + "9" * 5000), "yaml-number", "3:14", "not a supported number"),
+        (model("engine: tnx"), "unknown-value", "3:5", 'engine is "tnx"; it must be one of auto, cpu, echo'),
         (model("engine: on"), "yaml-unquoted", "3:5", "engine is on, which YAML reads as true"),
         (model("dtype: bfloat16"), "unknown-value", "3:5", 'dtype is "bfloat16"'),
         (model("threads: many"), "wrong-type", "3:5", 'threads is "many", text; it must be share, lmi or'),
@@ -141,18 +141,23 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         (model("engine_options: [a]"), "wrong-type", "3:5", "engine_options is [a], a list; it must be a mapping"),
         (model("engine_options: {a: {b: 010}}"), "yaml-number", "3:29", "010 is octal"),
         (model("engine_options: {a: [1, !x 2]}"), "yaml-tag", "3:29", "!x"),
-        (model("quantize_kv: f8"), "unknown-value", "3:5", 'quantize_kv is "f8"; known: int8, fp8'),
+        (model("quantize_kv: f8"), "unknown-value", "3:5", 'quantize_kv is "f8"; it must be int8 or fp8'),
         (model("buckets: [128]"), "wrong-type", "3:5", "buckets is [128], a list; it must be a mapping, like"),
         (model("buckets: {prefill: 128}"), "wrong-type", "3:15", "it must be a list of whole numbers, like"),
         (model("buckets: {prefill: [128, x]}"), "wrong-type", "3:30", 'buckets.prefill[1] is "x"'),
         (model("buckets: {decode: [0]}"), "out-of-range", "3:24", "buckets.decode[0] is 0; it must be at least 1"),
         (model("buckets: {context: [128]}"), "unknown-key", "3:15", '"context" is not a known key of buckets'),
         (model("context_length_estimate: [8]"), "unknown-key", "3:5", '"context_length_estimate"'),
-        (model("sampling: gpu"), "unknown-value", "3:5", 'sampling is "gpu"; known: host, device'),
+        (model("sampling: gpu"), "unknown-value", "3:5", 'sampling is "gpu"; it must be host or device'),
         (model("on_device_sampling: true"), "unknown-key", "3:5", '"on_device_sampling"'),
         (model("fuse_qkv: 1"), "wrong-type", "3:5", "fuse_qkv is 1, a number; it must be true or false"),
         (model("compiler: -O2"), "wrong-type", "3:5", "it must be a mapping, like {optlevel: 1}"),
-        (model("compiler: {optlevel: 4}"), "unknown-value", "3:16", "compiler.optlevel is 4; known: 1, 2, 3"),
+        (
+            model("compiler: {optlevel: 4}"),
+            "unknown-value",
+            "3:16",
+            "compiler.optlevel is 4; it must be one of 1, 2, 3",
+        ),
         (model('compiler: {optlevel: "2"}'), "wrong-type", "3:16", "it must be 1, 2 or 3"),
         (model("compiler: {optlevel: true}"), "wrong-type", "3:16", "it must be 1, 2 or 3"),
         (model("compiler: {flags: [a]}"), "wrong-type", "3:16", "compiler.flags is [a], a list; it must be text"),
@@ -175,7 +180,7 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         (model('draft: {source: "ftp://d"}'), "bad-source", "3:13", "unknown scheme"),
         (model("draft: {source: ./d, tokens: 2}"), "unknown-key", "3:26", '"tokens" is not a known key'),
         ("defaults: {draft: {source: ./d}}\n" + MODELS, "unknown-key", "1:12", '"draft" is not a known key'),
-        (model("neff_cache: gpt2"), "bad-source", "3:5", '"gpt2" is neither a path'),
+        (model("neff_cache: gpt2"), "bad-source", "3:5", '"gpt2" is not a path'),
         (model("replicas: 0"), "out-of-range", "3:5", "replicas is 0; it must be at least 1"),
         (model("replicas: many"), "wrong-type", "3:5", "a whole number, or {min: 1, max: 2}"),
         (model("replicas: {min: 0, max: 0}"), "out-of-range", "3:24", "replicas.max is 0"),
@@ -185,7 +190,7 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         (model('cores: ["7-0"]'), "bad-range", "3:13", '"7-0" runs backwards'),
         (model('cores: ["0-7", "8-x"]'), "bad-range", "3:20", '"8-x" is not a core range'),
         (model('cores: ["0,1"]'), "bad-range", "3:13", '"0,1" is a list'),
-        (model('cores: [":0-7"]'), "bad-range", "3:13", '":0-7" names no host'),
+        (model('cores: [":0-7"]'), "bad-range", "3:13", '":0-7" has no host'),
         (model("cores: [4.5]"), "wrong-type", "3:13", "cores[0] is 4.5, a number; it must be a range"),
         (model("cores: [-1]"), "bad-range", "3:13", '"-1" is not a core range'),
         (model("cores: [true]"), "wrong-type", "3:13", "cores[0] is true"),
@@ -195,20 +200,25 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         ("models:\n  a: {source: }", "wrong-type", "2:7", "source is empty"),
         ("models:\n  a: {source: ''}", "bad-source", "2:7", '"" is not a hub id'),
         # hosts
-        ("hosts: {count: 2}\n" + MODELS, "hosts-ambiguous", "1:1", "names no instance type"),
+        ("hosts: {count: 2}\n" + MODELS, "hosts-ambiguous", "1:1", "has no instance type"),
         (
             "hosts: {instance: inf2.xlarge, emulate: inf2.xlarge}\n" + MODELS,
             "hosts-ambiguous",
             "1:1",
-            "names both instance and emulate",
+            "has both instance and emulate",
         ),
         ("hosts: {instance: inf2.4xlarge}\n" + MODELS, "unknown-instance", "1:9", '"inf2.4xlarge"'),
         ("hosts: {emulate: inf1.24xlarge}\n" + MODELS, "unsupported-instance", "1:9", "supported are inf2.xlarge"),
         ("hosts: {instance: trn3.48xlarge}\n" + MODELS, "unknown-instance", "1:9", '"trn3.48xlarge"'),
         ("hosts: {instance: }\n" + MODELS, "wrong-type", "1:9", "instance is empty; it must be an instance type"),
-        ("hosts: {instance: inf2.xlarge, lnc: 2}\n" + MODELS, "lnc-without-choice", "1:32", "inf2.xlarge has no"),
-        ("hosts: {emulate: trn1.32xlarge, lnc: 1}\n" + MODELS, "lnc-without-choice", "1:33", "only trn2 has"),
-        ("hosts: {instance: trn2.48xlarge, lnc: 3}\n" + MODELS, "unknown-value", "1:34", "lnc is 3; known: 1, 2"),
+        (
+            "hosts: {instance: inf2.xlarge, lnc: 2}\n" + MODELS,
+            "lnc-without-choice",
+            "1:32",
+            "inf2.xlarge does not support it",
+        ),
+        ("hosts: {emulate: trn1.32xlarge, lnc: 1}\n" + MODELS, "lnc-without-choice", "1:33", "only trn2 does"),
+        ("hosts: {instance: trn2.48xlarge, lnc: 3}\n" + MODELS, "unknown-value", "1:34", "lnc is 3; it must be 1 or 2"),
         ("hosts: {instance: trn2.48xlarge, lnc: '2'}\n" + MODELS, "wrong-type", "1:34", "it must be 1 or 2"),
         ("hosts: {instance: trn2.48xlarge, lnc: true}\n" + MODELS, "wrong-type", "1:34", "it must be 1 or 2"),
         ("hosts: {instance: inf2.xlarge, count: 4097}\n" + MODELS, "out-of-range", "1:32", "it must be at most 4096"),
@@ -222,7 +232,7 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
             "hosts: [{instance: inf2.xlarge}, {}]\n" + MODELS,
             "hosts-ambiguous",
             "1:34",
-            "hosts[1] names no instance type",
+            "hosts[1] has no instance type",
         ),
         (
             "hosts:\n  - {instance: inf2.xlarge}\n  - {instance: trn1.2xlarge, count: 0}\n" + MODELS,
@@ -258,7 +268,7 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
             "hosts:\n  - {instance: trn2.48xlarge, lnc: 1}\n  - {instance: trn1.2xlarge, lnc: 1}\n" + MODELS,
             "lnc-without-choice",
             "3:30",
-            "trn1.2xlarge has no",
+            "trn1.2xlarge does not support it",
         ),
         (
             "hosts: [{instance: inf2.xlarge}, {emulate: trn1.2xlarge}]\n" + MODELS,
@@ -270,7 +280,7 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
             "hosts: [{instance: inf2.xlarge, count: 4000}, {instance: trn1.2xlarge, count: 97}]\n" + MODELS,
             "out-of-range",
             "1:72",
-            "more than 4096 machines together",
+            "more than 4096 machines in total",
         ),
         ("hosts: {instance: 7}\n" + MODELS, "yaml-unquoted", "1:9", "instance is 7"),
         ("hosts: {instance: inf2.xlarge, count: 0}\n" + MODELS, "out-of-range", "1:32", "count is 0"),
@@ -296,10 +306,15 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         (model("spread: {device: 1}"), "unknown-key", "3:14", '"device" is not a known key of spread'),
         (model("host_memory_gib: 1 GiB"), "wrong-type", "3:5", "it must be a number of GiB"),
         (model("host_memory_gib: -0.5"), "out-of-range", "3:5", "it must be at least 0"),
-        (model("quantize: s8"), "unknown-value", "3:5", 'quantize is "s8"; known: int8'),
-        (model("quantize: 8"), "unknown-value", "3:5", "quantize is 8; known: int8"),
+        (model("quantize: s8"), "unknown-value", "3:5", 'quantize is "s8"; it must be int8 or fp8'),
+        (model("quantize: 8"), "unknown-value", "3:5", "quantize is 8; it must be int8 or fp8"),
         (model("quantize: true"), "wrong-type", "3:5", "quantize is true, a boolean; it must be int8"),
-        (model("group_query_attention: heads"), "unknown-value", "3:5", "known: shard-over-heads, shard-over-batch"),
+        (
+            model("group_query_attention: heads"),
+            "unknown-value",
+            "3:5",
+            "it must be one of shard-over-heads, shard-over-batch",
+        ),
         (model("load_in_8bit: true"), "unknown-key", "3:5", '"load_in_8bit"'),
         (model("anti_affinity: false"), "unknown-key", "3:5", '"anti_affinity"'),
         (model("spread: {max_per_host: 2}"), "unknown-key", "3:14", '"max_per_host"'),
@@ -339,10 +354,10 @@ def test_each_mistake_is_told_once_at_its_place(text: str | bytes, id: str, wher
         (model("quantize: static_int8"), 'did you mean "int8"?'),
         (model("quantize: s8"), 'did you mean "int8"?'),
         (model("group_query_attention: shard_over_batch"), 'did you mean "shard-over-batch"?'),
-        (model("name: x"), "the name of a model is the key that its fields stand under"),
-        ("tp_degree: 8\n" + MODELS, "tp_degree belongs to a model, or to defaults"),
-        ("instance: inf2.xlarge\n" + MODELS, "instance belongs under hosts"),
-        ("defaults: {cores: []}\n" + MODELS, "cores belongs to each model"),
+        (model("name: x"), "the name of a model is the key of its fields"),
+        ("tp_degree: 8\n" + MODELS, "set tp_degree in a model or in defaults"),
+        ("instance: inf2.xlarge\n" + MODELS, "set instance in hosts"),
+        ("defaults: {cores: []}\n" + MODELS, "set cores in each model"),
         ("model: {a: {source: ./a}}", 'did you mean "models"?'),
         ("hosts: {instance: inf2.48xl}\n" + MODELS, 'did you mean "inf2.48xlarge"?'),
         (model("engine: transformers_neuronx"), 'did you mean "transformers-neuronx"?'),
@@ -351,7 +366,7 @@ def test_each_mistake_is_told_once_at_its_place(text: str | bytes, id: str, wher
         (model("max_len: 0512"), "write 512 without leading zeros"),
         (model("engine: no"), 'write "no" in quotes'),
         ("models:\n\ta: 1", "indent with spaces, not with tabs"),
-        ("a: b: c", "needs quotes"),
+        ("a: b: c", "quote a value"),
         ("models: [{source: ./a}]", "write each model as NAME: {source: ...} instead of a list item"),
         (model("tp_degree: 999"), "tp_degree can be 1, 2, 4, 8, 12, 24 on inf2; 1, 2, 8, 16, 32 on trn1; "),
         ("hosts: {emulate: inf2.xlarge}\n" + model("tp_degree: 0"), "tp_degree can be 1, 2 on inf2.xlarge"),
@@ -367,7 +382,7 @@ def test_the_hint_says_what_to_write(text: str, hint: str) -> None:
     [
         (model("pending_queue: 8"), "the nearest known keys are max_queue, engine, max_queue_bytes"),
         (model("scaling: {hold_time: 8}"), "the nearest known keys are hold_s, auto, idle_s"),
-        ("hosts: {emulate: inf2.xlarge, reserve: {disk: 8}}\n" + MODELS, "known here are vcpus, memory_gib, cores"),
+        ("hosts: {emulate: inf2.xlarge, reserve: {disk: 8}}\n" + MODELS, "known keys are vcpus, memory_gib, cores"),
     ],
 )
 def test_an_unknown_key_lists_the_three_nearest_keys(text: str, hint: str) -> None:
@@ -517,7 +532,7 @@ def test_a_list_of_merges_prefers_the_earlier() -> None:
 
 def test_merging_what_is_no_mapping_is_told() -> None:
     """ "<<: 3"."""
-    assert only("models:\n  a: {<<: 3, source: ./a}").what == '"<<" merges mappings, and 3 is none'
+    assert only("models:\n  a: {<<: 3, source: ./a}").what == '"<<" merges mappings, but 3 is not a mapping'
 
 
 @pytest.mark.parametrize(
@@ -730,4 +745,4 @@ def test_settings_of_engines_are_read_by_engine() -> None:
 def test_an_engines_mistake_names_the_field_of_the_model() -> None:
     """`engine` at the top is not `engines` misspelt."""
     (problem,) = parse("engine: cpu\n" + MODELS, "f.yaml").problems
-    assert problem.hint == "engine belongs to a model, or to defaults"
+    assert problem.hint == "set engine in a model or in defaults"

@@ -78,7 +78,7 @@ def test_a_cron_expression_is_refused_with_the_part_that_is_wrong() -> None:
     (problem,) = problems_of(
         one('scaling: {schedules: [{start: "0 25 * * *", end: "0 1 * * *", min: 1}]}'), None, LAPTOP
     )
-    assert problem.what == 'scaling.schedules[0].start: "0 25 * * *" is no cron expression: bad hour'
+    assert problem.what == 'scaling.schedules[0].start: "0 25 * * *" is not a cron expression: bad hour'
     assert problem.hint == 'write it like "0 8 * * MON-FRI"'
 
 

@@ -181,8 +181,8 @@ def test_a_pin_names_cores_and_perhaps_a_host(text: str, pin: Pin) -> None:
 
 
 def test_a_pin_without_a_host_before_its_colon_is_refused() -> None:
-    """ ":0-7" names no host."""
-    with pytest.raises(ValueError, match="names no host"):
+    """ ":0-7" has no host."""
+    with pytest.raises(ValueError, match="has no host"):
         Pin.parse(":0-7")
 
 
