@@ -12,8 +12,6 @@ from workers.messages.engine_protocol import EngineLoadError
 if TYPE_CHECKING:
     from workers.messages.engine_protocol import GenerateEngine
 
-CPU_PACKAGES = "python -m pip install torch safetensors numpy, in the Python of the replica"
-
 
 class EngineConfig(Protocol):
     """The part of a replica's configuration that its engine reads."""

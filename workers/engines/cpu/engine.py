@@ -26,7 +26,6 @@ from zipfile import is_zipfile
 from workers.artifacts.fetch.arrival import pending_files, wait_for, wait_for_all, wait_for_small
 from workers.artifacts.sources.listing import SourceError
 from workers.batching.buckets import checked_buckets, default_decode_buckets, default_prefill_buckets
-from workers.engines import CPU_PACKAGES
 from workers.engines.checkpoint_files import check_length, check_rotary, eos_token_ids, read_config, read_json
 from workers.engines.cpu import artifacts
 from workers.engines.cpu.graphs import Graphs, Traced, misses, storing_code_in, using_code_from
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CPU_PACKAGES = "run python -m pip install torch safetensors numpy in the replica's Python"
 PREFIX_BLOCK = 16  # tokens; fewer save less than the chunked prefill costs
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # ours -> torch's
 
