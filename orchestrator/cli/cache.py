@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from workers.neff_cache.predict import Prediction
     from workers.neff_cache.pruning import Kept, Removed
 
-cache = group("cache", "Manage compiled artifacts and fetched models, on this host and in NEFF caches.")
+cache = group("cache", "Manage compiled artifacts and fetched models.")
 
 OLD_DAYS = 30.0
 AT_ONCE = 4  # interpreters that run at the same time

@@ -49,7 +49,7 @@ def compile_spec(
     ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Compile the models of a spec ahead of time, without a fleet or devices."""
+    """Compile the models of a spec ahead of time. Needs no fleet or devices."""
     from orchestrator.compiling.compile_ahead import named
     from orchestrator.revisions.spec_file import load
     from placements.spec.problems import has_errors

@@ -288,7 +288,7 @@ def audit(
     ] = LATEST,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Show the last actions in the audit log: who changed what, with which outcome. Needs no fleet."""
+    """Show the last actions in the audit log. Needs no fleet."""
     from orchestrator.access.audit_log import Audit
     from orchestrator.process.home import Home
 

@@ -90,7 +90,7 @@ def up(
         typer.Option(min=0, max=3600, help="Drain timeout on shutdown, in seconds.", show_default="20"),
     ] = None,
 ) -> None:
-    """Start the fleet and run it in the foreground until Ctrl-C, SIGTERM or `corewright down`."""
+    """Start a fleet in the foreground. It runs until Ctrl-C, SIGTERM or `corewright down`."""
     from orchestrator.access.source_policy import SourcePolicy
     from orchestrator.daemon.settings import resolve
     from placements.spec.problems import has_errors
@@ -153,7 +153,7 @@ def plan(
     offline: OfflineOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Preview placement and changes against the running fleet, or for an empty one."""
+    """Preview placement and changes. Compares with the running fleet, if there is one."""
     from orchestrator.cli.client import with_fleet
     from orchestrator.cli.plan import PlanResult, make_plan
     from orchestrator.revisions.spec_file import load
@@ -184,7 +184,7 @@ def explain(
     offline: OfflineOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Explain why a model is placed where it is or is not placed, and which changes would help."""
+    """Explain the placement of a model. Shows why it has no place, and which changes would help."""
     from orchestrator.cli.client import with_fleet
     from orchestrator.cli.explain import explanation, explanation_text
     from orchestrator.revisions.spec_file import load
@@ -229,7 +229,7 @@ def generate(
         ),
     ] = 1.0,
 ) -> None:
-    """Load one model of a spec on its cores and generate one answer, without a fleet."""
+    """Generate one answer with a model, without a fleet."""
     from orchestrator.cli.generate import generate as answer
     from orchestrator.revisions.spec_file import load
 
@@ -244,7 +244,7 @@ def doctor(
     ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Check this machine: versions, Neuron devices, processes that hold cores, engines and interpreters."""
+    """Check this machine: versions, Neuron devices and engines."""
     from orchestrator.cli.doctor import examination, text
     from orchestrator.revisions.spec_file import load
 

@@ -39,7 +39,7 @@ def load(model: ModelArgument, output: FormatOption = Format.TABLE) -> None:
 
 @app.command()
 def unload(model: ModelArgument, output: FormatOption = Format.TABLE) -> None:
-    """Stop all replicas of a model until `load`; requests do not start any."""
+    """Stop all replicas of a model until `load`. Requests do not start any."""
     show(the_fleet().post("unload", {"model": model}), output, f"{model}: unloading")
 
 
@@ -73,5 +73,5 @@ def drain(
     target: Annotated[str, typer.Argument(metavar="HOST|REPLICA", help="Name of a host, or ID of a replica.")],
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Cordon a host and move its replicas to other hosts, or replace one replica."""
+    """Empty a host, or replace one replica. A drained host is cordoned."""
     show(the_fleet().post("drain", {"target": target}), output, f"{target}: draining")

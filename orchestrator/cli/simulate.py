@@ -82,7 +82,7 @@ def simulate(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report with plots to FILE.")] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Simulate the planner, the router and the autoscaler under a load, in virtual time. Needs no fleet or devices."""
+    """Simulate a fleet under a load, in virtual time. Needs no fleet or devices."""
     from orchestrator.revisions.spec_file import load
     from orchestrator.simulate.inputs import POLICIES, SimulationInputs, run_simulation
     from orchestrator.simulate.page import page

@@ -13,7 +13,7 @@ from orchestrator.process.durations import moment, span_s
 
 PAGE = 5000  # requests in one reply
 
-trace = group("trace", help="Export recorded requests (times and lengths, no texts) for `simulate`.")
+trace = group("trace", help="Export recorded requests for `simulate`.")
 
 
 @trace.command()

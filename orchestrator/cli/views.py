@@ -83,7 +83,7 @@ def describe(
     ],
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Show the details of a model, replica or host: conditions, cause of a failure, log and recent events."""
+    """Show the details of a model, replica or host. Includes conditions, failures, log and recent events."""
     from orchestrator.cli.client import FleetRefused
     from orchestrator.cli.follow import events_after
     from orchestrator.cli.tables import description
