@@ -110,7 +110,7 @@ def core_map(
         for host in hosts
     ]
     if len(drawn) <= DRAWN_APART:
-        return "\n".join(_block([one], pen) for one in drawn)
+        return "\n".join(_block([host_view], pen) for host_view in drawn)
     return "\n".join(_summarised(drawn, pen))
 
 
@@ -122,7 +122,7 @@ def _drawn(
     window: CoreRange | None,
 ) -> _Drawn:
     own = tuple(sorted(placements, key=lambda p: (p.cores is None, p.cores.first if p.cores else 0)))
-    taken = frozenset(core for placement in own for core in placement.cores or ())
+    in_use = frozenset(core for placement in own for core in placement.cores or ())
     marks = []
     for core in range(host.cores):
         if core in quarantined:
@@ -133,21 +133,21 @@ def _drawn(
             marks.append(_CORDONED)
         else:
             marks.append(_WINDOW if window is not None and core in window else _FREE)
-    return _Drawn(host, own, tuple(marks), taken, tuple(ranges(cordoned & taken)))
+    return _Drawn(host, own, tuple(marks), in_use, tuple(ranges(cordoned & in_use)))
 
 
 def _summarised(drawn: Sequence[_Drawn], pen: _Pen) -> list[str]:
     """Returns blocks and lines for fleets that are too large for one picture a host."""
     alike: dict[tuple[object, ...], list[_Drawn]] = {}
-    for one in drawn:
-        alike.setdefault(one.look, []).append(one)
+    for view in drawn:
+        alike.setdefault(view.look, []).append(view)
     groups = list(alike.values())
     pictured = [group for group in groups if not group[0].empty]
     blocks = [_block(group, pen) for group in pictured[:MOST_PICTURES]]
-    rest = [one for group in pictured[MOST_PICTURES:] for one in group]
-    if rest:
-        used, cores = sum(len(one.taken) for one in rest), sum(one.host.cores for one in rest)
-        many = f"{len(rest)} more hosts" if len(rest) > 1 else "1 more host"
+    others = [view for group in pictured[MOST_PICTURES:] for view in group]
+    if others:
+        used, cores = sum(len(view.taken) for view in others), sum(view.host.cores for view in others)
+        many = f"{len(others)} more hosts" if len(others) > 1 else "1 more host"
         blocks.append(f"{many}: {used} of {cores} cores in use; `-o json` has every replica\n")
     for group in groups:
         if group[0].empty:
@@ -167,15 +167,15 @@ def host_names(names: Sequence[str]) -> str:
         if not (kind and number.isdecimal()):
             return f"{len(names)} hosts like {names[0]}"
         numbers.setdefault(kind, []).append(int(number))
-    told = []
-    for kind, found in numbers.items():
-        runs = ranges(found)
-        told.append(f"{kind}/{','.join(runs[:3])}" + (",..." if len(runs) > 3 else ""))
-    return f"{len(names)} hosts, {', '.join(told[:2])}" + (", ..." if len(told) > 2 else "")
+    parts = []
+    for kind, indices in numbers.items():
+        runs = ranges(indices)
+        parts.append(f"{kind}/{','.join(runs[:3])}" + (",..." if len(runs) > 3 else ""))
+    return f"{len(names)} hosts, {', '.join(parts[:2])}" + (", ..." if len(parts) > 2 else "")
 
 
 def _hosts(group: Sequence[_Drawn]) -> str:
-    return host_names([one.host.name for one in group])
+    return host_names([view.host.name for view in group])
 
 
 def _kind(host: Host) -> list[str]:
@@ -194,19 +194,19 @@ def _kind(host: Host) -> list[str]:
 
 def _block(group: Sequence[_Drawn], pen: _Pen) -> str:
     """Returns the header, picture and legend of one host, or of several identical ones."""
-    one = group[0]
-    host, apart = one.host, len(group) == 1
+    view = group[0]
+    host, apart = view.host, len(group) == 1
     if host.topology is None:
         lines = [f"{_hosts(group)}: {', '.join(_kind(host))}"]
     else:
-        used = f"{len(one.taken)} of {host.cores} cores in use" + ("" if apart else " on each")
+        used = f"{len(view.taken)} of {host.cores} cores in use" + ("" if apart else " on each")
         lines = _filled(f"{_hosts(group)}: ", [used, *_kind(host)], ", ", "  ")
-        lines += _picture(host, _cells(one, pen, apart), pen)
-    lines += _legend(one, pen, apart)
-    present = dict.fromkeys(mark for core, mark in enumerate(one.marks) if core not in one.taken)
+        lines += _picture(host, _cells(view, pen, apart), pen)
+    lines += _legend(view, pen, apart)
+    present = dict.fromkeys(mark for core, mark in enumerate(view.marks) if core not in view.taken)
     signs = [f"{pen.paint(sign)} {word}" for sign, word in _SIGNS.items() if sign in present]
-    if one.cordoned_in_use:
-        signs.append(f"cordoned in use: {','.join(one.cordoned_in_use)}")
+    if view.cordoned_in_use:
+        signs.append(f"cordoned in use: {','.join(view.cordoned_in_use)}")
     if signs:
         lines.append("  " + "   ".join(signs))
     return "\n".join(lines) + "\n"
@@ -224,11 +224,11 @@ def _filled(start: str, parts: Sequence[str], separator: str, indent: str) -> li
     return lines
 
 
-def _cells(one: _Drawn, pen: _Pen, apart: bool) -> list[str]:
+def _cells(view: _Drawn, pen: _Pen, apart: bool) -> list[str]:
     """Returns the two columns of each core. In a picture of several hosts, replicas are numbered from 0 on each."""
-    cells = list(one.marks)
+    cells = list(view.marks)
     counted: dict[str, int] = {}
-    for placement in one.placements:
+    for placement in view.placements:
         number = placement.replica if apart else counted.get(placement.model, 0)
         counted[placement.model] = counted.get(placement.model, 0) + 1
         sign = _NUMBERS[number % len(_NUMBERS)]
@@ -268,25 +268,25 @@ def _torus(devices: Sequence[str], firsts: Sequence[int], width: int, joint: int
     return [*lines, f"{_INDENT}(a link at an edge continues at the opposite edge)"]
 
 
-def _legend(one: _Drawn, pen: _Pen, apart: bool) -> list[str]:
+def _legend(view: _Drawn, pen: _Pen, apart: bool) -> list[str]:
     """Returns a line for each model on the host: its letter and the places of its replicas, if they fit."""
     lines = []
-    for model in dict.fromkeys(placement.model for placement in one.placements):
-        own = [placement for placement in one.placements if placement.model == model]
+    for model in dict.fromkeys(placement.model for placement in view.placements):
+        own = [placement for placement in view.placements if placement.model == model]
         each = _threads([placement.threads for placement in own])
         start = f"{pen.letters[model]} {model}  "
         if len(own) == 1 and apart:
             start = f"{pen.letters[model]} {model}/{own[0].replica}  "
-            what = f"{_range(own[0].cores)}, {each}"
+            description = f"{_range(own[0].cores)}, {each}"
         elif own[0].cores is None:
-            what = f"{_replicas(own)}, no cores, {each}"
+            description = f"{_replicas(own)}, no cores, {each}"
         else:
-            what = ", ".join(f"{placement.replica} on {placement.cores}" for placement in own) + f"; {each}"
-            if not apart or len(start) + len(what) + 2 > WIDTH:
-                what = f"{_replicas(own)} of {_cores(len(own[0].cores))}, {each}"
-        text = start + what
+            description = ", ".join(f"{placement.replica} on {placement.cores}" for placement in own) + f"; {each}"
+            if not apart or len(start) + len(description) + 2 > WIDTH:
+                description = f"{_replicas(own)} of {_cores(len(own[0].cores))}, {each}"
+        text = start + description
         if len(text) + 2 > WIDTH:
-            text = f"{start.rstrip()}\n      {what}"
+            text = f"{start.rstrip()}\n      {description}"
         lines.append("  " + pen.paint(text[0]) + text[1:])
     return lines
 

@@ -138,19 +138,19 @@ def explain(asked: Question, problems: Iterable[Problem] = ()) -> Explanation:
     question, errors, hopeless = _judged(asked, tuple(problems))
     facts = _Facts(question)
     failed = (*errors, *facts.refusals(errors))
-    found = None
+    search = None
     if any(constraint.id != _SKIPPED for constraint in failed) and not hopeless:
-        found = remedies(question)
+        search = remedies(question)
     return Explanation(
         asked.model.name,
         question.model.priority,
         question.model.replicas.min,
         question.target,
-        () if errors else tuple(Place(one, tuple(facts.reasons(one))) for one in question.placed),
+        () if errors else tuple(Place(placement, tuple(facts.reasons(placement))) for placement in question.placed),
         failed,
         tuple(facts.holds({constraint.id for constraint in failed})),
-        found.suggestions if found else (),
-        ("all" if found.exhaustive else "some") if found else "nothing",
+        search.suggestions if search else (),
+        ("all" if search.exhaustive else "some") if search else "nothing",
     )
 
 
@@ -160,23 +160,25 @@ def _judged(asked: Question, problems: tuple[Problem, ...]) -> tuple[Question, t
 
     def errors_of(part: Spec) -> list[Problem]:
         return [
-            one
-            for one in check(part, asked.hosts, asked.checkpoints, asked.drafts, room=False)
-            if one.severity == "error"
+            problem
+            for problem in check(part, asked.hosts, asked.checkpoints, asked.drafts, room=False)
+            if problem.severity == "error"
         ]
 
     every = errors_of(spec)
-    beyond = [one for one in problems if one.severity == "error" and one not in every]
-    unreadable = [one for one in beyond if _concerns(spec, name, one)]
-    unread = [one for one in unreadable if one.id != _SKIPPED]
+    beyond = [problem for problem in problems if problem.severity == "error" and problem not in every]
+    unreadable = [problem for problem in beyond if _concerns(spec, name, problem)]
+    unread = [problem for problem in unreadable if problem.id != _SKIPPED]
     elsewhere = set(errors_of(without(spec, name))) if every else set()
-    own = [one for one in every if one not in elsewhere or _about_hosts(one)]
-    others = [one for one in every if one not in own]
+    own = [problem for problem in every if problem not in elsewhere or _about_hosts(problem)]
+    others = [problem for problem in every if problem not in own]
     sound = spec
     for rival in spec.models if others or beyond else ():
         alone = spec.model_copy(update={"models": (rival,)})
-        wrong = any(not _about_hosts(one) for one in errors_of(alone)) or any(
-            _concerns(spec, rival.name, one) for one in beyond if one not in unreadable and one.id != _SKIPPED
+        wrong = any(not _about_hosts(problem) for problem in errors_of(alone)) or any(
+            _concerns(spec, rival.name, problem)
+            for problem in beyond
+            if problem not in unreadable and problem.id != _SKIPPED
         )
         if rival is not model and wrong:
             sound = without(sound, rival.name)
@@ -187,10 +189,11 @@ def _judged(asked: Question, problems: tuple[Problem, ...]) -> tuple[Question, t
         running=tuple(dict.fromkeys(asked.running)),
         wanted=MappingProxyType({**asked.wanted, name: max(1, min(count, model.replicas.max))}),
         wrong=bool(unread or own),
-        tolerated=frozenset((one.id, one.what) for one in others),
+        tolerated=frozenset((problem.id, problem.what) for problem in others),
     )
     constraints = tuple(
-        Constraint(one.id, one.what, (one.where,) if one.where else (), one.hint) for one in (*unreadable, *own)
+        Constraint(problem.id, problem.what, (problem.where,) if problem.where else (), problem.hint)
+        for problem in (*unreadable, *own)
     )
     return question, constraints, bool(unread) or any(map(_about_hosts, own))
 
@@ -229,31 +232,32 @@ class _Facts:
         missing = self.asked.target - len(self.asked.placed)
         if missing <= 0:
             return ()
-        found = {constraint.id: constraint for constraint in self._unmet()}
+        by_id = {constraint.id: constraint for constraint in self._unmet()}
         more = "" if missing == 1 else f"; {missing} of {count_text(self.asked.target, 'replica')} have no place"
-        said: set[str] = set()
+        reported: set[str] = set()
         for problem in (problem for unplaced in self._missing for problem in unplaced.problems):
-            if problem.id not in said:  # the text of `plan`, for the first replica
-                said.add(problem.id)
-                told = found.get(problem.id, Constraint(problem.id, "", (), problem.hint))
-                found[problem.id] = replace(told, what=problem.what + more)
+            if problem.id not in reported:  # the text of `plan`, for the first replica
+                reported.add(problem.id)
+                told = by_id.get(problem.id, Constraint(problem.id, "", (), problem.hint))
+                by_id[problem.id] = replace(told, what=problem.what + more)
                 more = ""
         wrong = {constraint.id for constraint in errors}
         if wrong & (_DIMENSIONS["degree"] | _ENGINE | {"hbm-exceeded"}):
-            found.pop("no-suitable-host", None)  # the same fact
+            by_id.pop("no-suitable-host", None)  # the same fact
         for name in ("host memory", "spread"):
             if wrong & _DIMENSIONS[name]:
-                found = {id: constraint for id, constraint in found.items() if id not in _DIMENSIONS[name]}
-        if found.keys() & {"no-room", "pin-taken"}:
-            last = max(found.keys() & {"no-room", "pin-taken"}, key=_ORDER.index)
-            found[last] = replace(found[last], details=(*found[last].details, *self._holders()))
-        return tuple(sorted(found.values(), key=lambda one: _ORDER.index(one.id) if one.id in _ORDER else len(_ORDER)))
+                by_id = {id: constraint for id, constraint in by_id.items() if id not in _DIMENSIONS[name]}
+        if by_id.keys() & {"no-room", "pin-taken"}:
+            last = max(by_id.keys() & {"no-room", "pin-taken"}, key=_ORDER.index)
+            by_id[last] = replace(by_id[last], details=(*by_id[last].details, *self._holders()))
+        return tuple(sorted(by_id.values(), key=lambda one: _ORDER.index(one.id) if one.id in _ORDER else len(_ORDER)))
 
     @cached_property
     def _missing(self) -> list[Unplaced]:
         """The model's replicas without a place, ascending."""
         return sorted(
-            (one for one in self.asked.drawn.unplaced if one.model == self.model.name), key=lambda one: one.replica
+            (replica for replica in self.asked.drawn.unplaced if replica.model == self.model.name),
+            key=lambda one: one.replica,
         )
 
     def _unmet(self) -> Iterator[Constraint]:
@@ -277,7 +281,7 @@ class _Facts:
         kind_of = {host.name: kind for host, kind in zip(asked.hosts, kinds.of, strict=True)}
         asks = dict(
             zip(
-                (one.name for one in asked.spec.models),
+                (model_spec.name for model_spec in asked.spec.models),
                 demands(asked.spec, kinds.hosts, asked.checkpoints),
                 strict=True,
             )
@@ -291,19 +295,19 @@ class _Facts:
             if placement.host in cpus:
                 cpus[placement.host] -= placement.threads
         own = asks[model.name]
-        for id, wanted, left, unit, hint in (
+        for id, demand, supply, unit, hint in (
             ("host-memory-short", own.memory, memory, "GiB of host memory", _MEMORY_HINT),
             ("vcpus-short", own.cpus, cpus, "CPUs for its threads", "lower threads, or add a host"),
         ):
             if (
                 judged
-                and wanted
-                and len(left) == len(judged)
-                and all(left[host.name] < wanted[kind_of[host.name]] for host in judged)
+                and demand
+                and len(supply) == len(judged)
+                and all(supply[host.name] < demand[kind_of[host.name]] for host in judged)
             ):
-                best = max(judged, key=lambda host: left[host.name])
-                what = f"{name} needs {wanted[kind_of[best.name]]:.4g} {unit}"
-                yield Constraint(id, f"{what}; {best.name} has {max(0.0, left[best.name]):.4g} left", (), hint)
+                best = max(judged, key=lambda host: supply[host.name])
+                what = f"{name} needs {demand[kind_of[best.name]]:.4g} {unit}"
+                yield Constraint(id, f"{what}; {best.name} has {max(0.0, supply[best.name]):.4g} left", (), hint)
         room = self._room()
         if room is not None:
             yield room
@@ -342,7 +346,7 @@ class _Facts:
         relaxed = changed(asked.spec, model.name, fields)
         known = {name: checkpoint for name, checkpoint in asked.checkpoints.items() if name != model.name}
         drawn = plan(relaxed, asked.hosts, known, asked.running, asked.wanted, asked.blocked)
-        refused = [one for one in drawn.unplaced if one.model == model.name]
+        refused = [replica for replica in drawn.unplaced if replica.model == model.name]
         if not refused or not refused[0].problems:
             return None
         problem = refused[0].problems[0]
@@ -357,7 +361,7 @@ class _Facts:
         for topology in dict.fromkeys(host.topology for host in asked.own_hosts if host.topology):
             same = [host for host in asked.own_hosts if host.topology == topology]
             free = {host.name: self._free[host.name] for host in same}
-            runs = [(CoreRange.parse(run), name) for name, left in free.items() for run in ranges(left)]
+            runs = [(CoreRange.parse(run), name) for name, cores_left in free.items() for run in ranges(cores_left)]
             longest, where = max(runs, key=lambda run: len(run[0]), default=(None, ""))
             run = "" if longest is None else f", the longest free run is {len(longest)} ({longest} of {where})"
             total, cores = sum(map(len, free.values())), sum(host.cores for host in same)
@@ -372,12 +376,12 @@ class _Facts:
         holders = [(name, cores) for name, cores in held.most_common() if cores]
         for name, cores in holders[:_MOST_HOLDERS]:
             rival = asked.spec.model(name)
-            who = "itself" if rival is self.model or rival is None else f"priority {rival.priority}"
+            owner = "itself" if rival is self.model or rival is None else f"priority {rival.priority}"
             with_replicas = count_text(count[name], "replica")
-            yield f"{name} ({who}) holds {count_text(cores, 'core')} with {with_replicas}"
+            yield f"{name} ({owner}) holds {count_text(cores, 'core')} with {with_replicas}"
         if len(holders) > _MOST_HOLDERS:
-            rest = sum(cores for _, cores in holders[_MOST_HOLDERS:])
-            yield f"{len(holders) - _MOST_HOLDERS} more models hold {rest} cores"
+            other_cores = sum(cores for _, cores in holders[_MOST_HOLDERS:])
+            yield f"{len(holders) - _MOST_HOLDERS} more models hold {other_cores} cores"
         yield from self._forbidden()
 
     def _forbidden(self) -> Iterator[str]:
@@ -408,10 +412,10 @@ class _Facts:
 
     def holds(self, failed: set[str]) -> Iterator[Constraint]:
         """Yields the demands that are met, with their numbers."""
-        told = {name: (what, details) for name, what, details in self._numbers()}
+        numbers = {name: (what, details) for name, what, details in self._numbers()}
         for name, ids in _DIMENSIONS.items():
-            if name in told and not ids & failed:
-                yield Constraint(name, *told[name])
+            if name in numbers and not ids & failed:
+                yield Constraint(name, *numbers[name])
 
     def _numbers(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """Yields (name, what, details), with a detail for each type of host where they differ."""
@@ -420,8 +424,8 @@ class _Facts:
         suited = [host for host in asked.kinds if suits(model, host, checkpoint)]
         families = dict.fromkeys(host.topology.family for host in asked.kinds if host.topology)
         if families:
-            known = tuple(f"{family} supports {_listed(DEGREES[family])}" for family in families)
-            yield "degree", *_lines(f"tp_degree {tp}", known, ": ")
+            supported = tuple(f"{family} supports {_listed(DEGREES[family])}" for family in families)
+            yield "degree", *_lines(f"tp_degree {tp}", supported, ": ")
         if checkpoint is not None and families:
             each = f"{checkpoint.heads // tp} on each core" if checkpoint.heads % tp == 0 else "padded with zeros"
             yield "heads", f"{checkpoint.heads} attention heads, {checkpoint.kv_heads} KV heads: {each}", ()
@@ -435,7 +439,7 @@ class _Facts:
                 yield "memory", *_lines(str(need), tuple(where), " ")
         kinds = kinds_of(asked.own_hosts)
         asks = demands(asked.spec, kinds.hosts, asked.checkpoints)
-        order = [one.name for one in asked.spec.models].index(model.name)
+        order = [other.name for other in asked.spec.models].index(model.name)
         loads = [
             (need, host)
             for need, host in zip(asks[order].memory, kinds.hosts, strict=False)
@@ -445,11 +449,13 @@ class _Facts:
             limits = dict.fromkeys(f"of the {host.memory_gib:g} GiB of {_instance(host)}" for _, host in loads)
             yield "host memory", *_lines(f"{loads[0][0]:.1f} GiB to load", tuple(limits), ", ")
         lies = {placement.host for placement in asked.placed}
-        there = [host for host in asked.hosts if host.name in lies] or suited or [*asked.own_hosts, *asked.hosts][:1]
-        sums = dict.fromkeys(f"{arithmetic(model.threads, tp, host)} on {_instance(host)}" for host in there)
+        hosts_used = (
+            [host for host in asked.hosts if host.name in lies] or suited or [*asked.own_hosts, *asked.hosts][:1]
+        )
+        sums = dict.fromkeys(f"{arithmetic(model.threads, tp, host)} on {_instance(host)}" for host in hosts_used)
         if sums:
-            first, *rest = sums
-            yield "threads", first, tuple(rest)
+            first, *other_sums = sums
+            yield "threads", first, tuple(other_sums)
         if model.cores:
             yield "pins", ", ".join(f'"{pin}"' for pin in model.cores), ()
         if model.spread is not None:
@@ -476,14 +482,14 @@ class _Facts:
             per = host.topology.cores_per_device
             first, last = cores.first // per, cores.last // per
             devices = f"device {first}" if first == last else f"devices {first} to {last}"
-            known = alignment(host.topology.family, model.tp_degree)
+            row = alignment(host.topology.family, model.tp_degree)
             if len(cores) == 1:
                 yield devices
-            elif cores.aligned(known.preferred):
-                yield f"{devices}; begins at a multiple of {known.preferred}, preferred for tp_degree {len(cores)}"
+            elif cores.aligned(row.preferred):
+                yield f"{devices}; begins at a multiple of {row.preferred}, preferred for tp_degree {len(cores)}"
             else:
-                legal = f"begins at a multiple of {known.legal}, which is legal"
-                yield f"{devices}; {legal}; a multiple of {known.preferred} is preferred"
+                legal = f"begins at a multiple of {row.legal}, which is legal"
+                yield f"{devices}; {legal}; a multiple of {row.preferred} is preferred"
         surplus = self._order[placement.replica] >= model.replicas.min
         yield f"priority {model.priority}, " + ("beyond its min" if surplus else "required by its min")
         yield from self._displaced(placement)
@@ -502,34 +508,34 @@ class _Facts:
     @cached_property
     def _leaving(self) -> dict[str, list[Running]]:
         """Running replicas of other models that stop or move, by host."""
-        staying = {one.running for one in self.asked.drawn.placements}
-        found: dict[str, list[Running]] = {}
-        for one in self.asked.running:
-            if one not in staying and one.model != self.model.name:
-                found.setdefault(one.host, []).append(one)
-        return found
+        staying = {replica.running for replica in self.asked.drawn.placements}
+        by_host: dict[str, list[Running]] = {}
+        for replica in self.asked.running:
+            if replica not in staying and replica.model != self.model.name:
+                by_host.setdefault(replica.host, []).append(replica)
+        return by_host
 
     def _displaced(self, placement: Placement) -> Iterator[str]:
         """Yields those whose cores this replica gets."""
         moved = {move.before: move.after for move in self.asked.drawn.moves}
-        for one in self._leaving.get(placement.host, ()):
-            if placement.cores is not None and one.cores is not None and placement.cores.overlap(one.cores):
-                rival = self.asked.spec.model(one.model)
+        for replica in self._leaving.get(placement.host, ()):
+            if placement.cores is not None and replica.cores is not None and placement.cores.overlap(replica.cores):
+                rival = self.asked.spec.model(replica.model)
                 what = f"priority {rival.priority}" if rival else "not in the spec"
-                goes = moved.get(one)
+                goes = moved.get(replica)
                 where = "stopped" if goes is None else f"moved to {place_text(goes.host, goes.cores)}"
-                yield f"it displaces {one.model}/{one.replica} ({what}) from {one.cores}: {where}"
+                yield f"it displaces {replica.model}/{replica.replica} ({what}) from {replica.cores}: {where}"
 
     @cached_property
     def _would_gain(self) -> list[str]:
         """Replicas of other models that have no place because of this model."""
         asked = self.asked
-        missing = Counter(one.model for one in asked.drawn.unplaced if one.model != self.model.name)
+        missing = Counter(replica.model for replica in asked.drawn.unplaced if replica.model != self.model.name)
         if not missing:
             return []
         none = {**asked.wanted, self.model.name: 0}
         alone = plan(asked.spec, asked.hosts, asked.checkpoints, asked.running, none, asked.blocked)
-        gained = missing - Counter(one.model for one in alone.unplaced)
+        gained = missing - Counter(replica.model for replica in alone.unplaced)
         return [f"{count_text(count, 'replica')} of {model}" for model, count in gained.items()]
 
 

@@ -60,22 +60,22 @@ def _instances() -> str:
     for topology in TOPOLOGIES.values():
         mark = " (*)" if topology.note else ""
         cores, hbm = (
-            _by_lnc(topology, told) for told in (lambda t: str(t.cores), lambda t: f"{t.hbm_per_core_gib} GiB")
+            _by_lnc(topology, describe) for describe in (lambda t: str(t.cores), lambda t: f"{t.hbm_per_core_gib} GiB")
         )
         link = {"none": "-", "torus": "4 x 4 torus"}.get(topology.link, topology.link)
         lines.append(
             f"| {topology.instance}{mark} | {topology.devices} | {cores} | {hbm} | {topology.vcpus} "
             f"| {topology.memory_gib} GiB | {link} |"
         )
-    notes = "".join(f"\n(*) {one.instance}: {one.note}.\n" for one in TOPOLOGIES.values() if one.note)
+    notes = "".join(f"\n(*) {noted.instance}: {noted.note}.\n" for noted in TOPOLOGIES.values() if noted.note)
     return "\n".join(lines) + "\n" + notes
 
 
-def _by_lnc(topology: Topology, told: Callable[[Topology], str]) -> str:
+def _by_lnc(topology: Topology, describe: Callable[[Topology], str]) -> str:
     if topology.lnc is None:
-        return told(topology)
+        return describe(topology)
     others = [lnc for lnc in LNC_CHOICES if lnc != topology.lnc]
-    return told(topology) + "".join(f"; {told(topology.at_lnc(lnc))} with `lnc: {lnc}`" for lnc in others)
+    return describe(topology) + "".join(f"; {describe(topology.at_lnc(lnc))} with `lnc: {lnc}`" for lnc in others)
 
 
 def _degrees() -> str:
@@ -97,9 +97,9 @@ def _served() -> str:
     lines = ["| family | transformers-neuronx | nxd-inference |", "|---|---|---|"]
     for family in FAMILIES:
         series = NXD_FAMILIES.get(family)
-        one = "yes" if serves("transformers-neuronx", family) else "-"
-        other = "-" if series is None else "yes" if series == NXD_VERSIONS[0] else f"from {series} on"
-        lines.append(f"| {family} | {one} | {other} |")
+        on_tnx = "yes" if serves("transformers-neuronx", family) else "-"
+        on_nxd = "-" if series is None else "yes" if series == NXD_VERSIONS[0] else f"from {series} on"
+        lines.append(f"| {family} | {on_tnx} | {on_nxd} |")
     return "\n".join(lines) + "\n"
 
 
@@ -185,8 +185,8 @@ def _mappings(field: _Schema, schema: _Schema) -> Iterator[_Schema]:
         yield field
     elif "items" in field:
         yield from _mappings(field["items"], schema)
-    for one in field.get("anyOf", ()):
-        yield from _mappings(one, schema)
+    for choice in field.get("anyOf", ()):
+        yield from _mappings(choice, schema)
 
 
 def _row(name: str, field: _Schema, required: bool) -> tuple[str, str, str, str]:
@@ -199,7 +199,7 @@ def _type(field: _Schema) -> str:
     if TYPE_IN_WORDS in field:
         return str(field[TYPE_IN_WORDS])
     if "anyOf" in field:
-        return ", or ".join(_type(one) for one in field["anyOf"] if one.get("type") != "null")
+        return ", or ".join(_type(choice) for choice in field["anyOf"] if choice.get("type") != "null")
     if "const" in field or "enum" in field:
         return ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
     kind = field.get("type", "object")

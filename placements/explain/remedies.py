@@ -1,4 +1,4 @@
-"""What would give a model its replicas, found by trying: each suggestion has been planned."""
+"""Searches for changes that give a model its replicas. Every suggestion has been planned."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from placements.rules.checks import check
 from placements.spec.schema import HostsSpec, ModelSpec, Pin, Replicas, Spec, Spread
 
 MOVES = (1, 2, 4)
-"""So many running replicas may be moved in one suggestion."""
+"""The numbers of moved replicas that are tried."""
 
-_MOST_HOSTS = 8  # whose cordons are tried one by one
+_MOST_HOSTS = 8  # hosts whose cordons are tried one by one
 _MOST_RIVALS = 6  # models whose ``min`` is tried lower
-_MOST_SPOTS = 4  # places that are named
-_LENGTH_STEP = 128  # tokens; lengths that are suggested are multiples of it
+_MOST_SPOTS = 4  # places that are listed
+_LENGTH_STEP = 128  # tokens; suggested lengths are multiples of it
 _NEAREST = 4  # ranges near a pin that are tried
-_MANY_HOSTS = 100  # from so many on fewer numbers of new ones are tried
-_UNCERTAIN = frozenset({"trn2.3xlarge"})  # types that are never suggested: see their notes
+_MANY_HOSTS = 100  # from this many on, fewer counts of new hosts are tried
+_UNCERTAIN = frozenset({"trn2.3xlarge"})  # types that are not suggested: see their notes
 
 MOST_PLANS = 200
-"""Plans that one search may draw."""
+"""The most plans of one search."""
 
 MOST_WORK = 16_000
-"""Plans x hosts that one search may draw: 16 plans of 1000 hosts, some seconds."""
+"""The most plans x hosts of one search: 16 plans of 1000 hosts take some seconds."""
 
-_KINDS_SHARE = 4  # of these plans one kind of change may have a fourth, so that each has its turn
+_KINDS_SHARE = 4  # one kind of change gets at most a fourth of the plans
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Arguments of `check` and `plan`, and what is changed in them."""
+    """Changed arguments of `check` and `plan`, and the change in words."""
 
     id: str  # the kind of change
     change: str  # what to do, in words
@@ -52,23 +52,23 @@ class Trial:
     wanted: Mapping[str, int]
     blocked: Mapping[str, frozenset[int]]
     moves: int = 0
-    losers: frozenset[str] = frozenset()  # models that the change itself takes replicas from
+    losers: frozenset[str] = frozenset()  # models that lose replicas by the change itself
 
     def and_then(self, other: Trial) -> Trial:
-        """Both: ``other`` was made from this one."""
+        """Returns the combination with ``other``, which was derived from this trial."""
         return replace(other, id=f"{self.id}+{other.id}", change=f"{self.change}, and {other.change}")
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change after which the model has its replicas: ``plan`` is what `plan` says of it."""
+    """A change that gives the model its replicas, with the resulting plan."""
 
     trial: Trial
     plan: Plan
     gives: str
 
     def as_dict(self) -> dict[str, Any]:
-        """As `explain -o json` prints it."""
+        """Returns the JSON of `explain -o json`."""
         return {
             "id": self.trial.id,
             "change": self.trial.change,
@@ -79,7 +79,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about one model, and the plan as it is without any change.
+    """The model to explain with all inputs of the planner, and the plan without changes.
 
     `explain.explain` takes one whose last two fields are not known, with the whole spec and any ``wanted``.
     """
@@ -100,7 +100,7 @@ class Question:
 
     @property
     def target(self) -> int:
-        """Replicas that are planned for."""
+        """The number of replicas to plan for."""
         return self.wanted[self.model.name]
 
     @cached_property
@@ -109,17 +109,17 @@ class Question:
 
     @cached_property
     def placed(self) -> tuple[Placement, ...]:
-        """Of this model."""
+        """The placements of this model."""
         return tuple(placement for placement in self.drawn.placements if placement.model == self.model.name)
 
     @cached_property
     def own_hosts(self) -> tuple[Host, ...]:
-        """Those where it takes cores."""
+        """The hosts where the model uses cores."""
         return tuple(host for host in self.hosts if takes_cores(self.model.engine, host))
 
     @cached_property
     def kinds(self) -> tuple[Host, ...]:
-        """One host of each type where it takes cores."""
+        """One host of each type where the model uses cores."""
         kinds: dict[object, Host] = {}
         for host in self.own_hosts:
             kinds.setdefault((host.topology, host.emulated, len(host.usable_cpus), host.memory_gib), host)
@@ -128,16 +128,16 @@ class Question:
 
 @dataclass(frozen=True)
 class Remedies:
-    """What a search found."""
+    """The result of a search."""
 
     suggestions: tuple[Suggestion, ...]
-    exhaustive: bool  # False: the budget of plans was used up before all changes were tried
+    exhaustive: bool  # False: the budget of plans was used up
 
 
 def remedies(question: Question, plans: int | None = None) -> Remedies:
-    """Changes that work, the smallest first; `explain.explain` says in which order, and what "works" means.
+    """Returns changes that work, the smallest first, as described in `explain.explain`.
 
-    At most so many ``plans`` are drawn for it: by default MOST_PLANS, and on large fleets as many as MOST_WORK allows.
+    ``plans`` limits the plans, by default to MOST_PLANS, or on large fleets to MOST_WORK.
     """
     most = max(_KINDS_SHARE, min(MOST_PLANS, MOST_WORK // max(1, len(question.hosts)))) if plans is None else plans
     search = _Search(question, most)
@@ -145,33 +145,33 @@ def remedies(question: Question, plans: int | None = None) -> Remedies:
 
 
 class _Search:
-    """Tries changes of one question."""
+    """Tries changes for one question."""
 
     def __init__(self, question: Question, plans: int) -> None:
         self._asked = question
         self._model = question.model
         self._left = plans
         self._share = max(1, plans // _KINDS_SHARE)
-        self._turn = 0  # plans that the kind whose turn it is may still draw
+        self._turn = 0  # plans left for the current kind
         self._helped: set[str] = set()  # kinds that work
         self.exhaustive = True
 
     def found(self) -> Iterator[Suggestion]:
-        """The numbers are those of `explain`."""
+        """Yields suggestions in the numbered order of `explain`."""
         asked = self._asked
         start = Trial("", "", asked.spec, asked.hosts, asked.wanted, asked.blocked)
-        found = False
+        helped = False
         for kind in self._single(start):
             tried = self._first(kind)
             if tried is not None:
-                found = True
+                helped = True
                 self._helped.add(tried.trial.id)
                 yield tried
-        if not found:
+        if not helped:
             yield from self._pairs(start)
 
     def _single(self, start: Trial) -> Iterator[Iterator[Trial]]:
-        """Each kind of change, as trials of which the first that works is enough."""
+        """Yields each kind of change as trials, of which the first that works suffices."""
         # 1.
         yield self._uncordoned(start)
         if self._asked.running and not self._asked.wrong:
@@ -211,14 +211,14 @@ class _Search:
         if self._model.max_batch > 1:
             firsts.append(self._changed(start, "slots", "max_batch: 1", max_batch=1))
         firsts += self._quantized(start)
-        seen: set[str] = set()
+        reported: set[str] = set()
         for way in ways:
             for first in firsts:
                 if way.__name__ == "_fewer_slots" and first.id == "slots":
                     continue
                 tried = self._first(first.and_then(second) for second in way(first))
-                if tried is not None and tried.trial.id not in seen:
-                    seen.add(tried.trial.id)
+                if tried is not None and tried.trial.id not in reported:
+                    reported.add(tried.trial.id)
                     yield tried
                     break
 
@@ -231,7 +231,7 @@ class _Search:
         return None
 
     def _tried(self, trial: Trial) -> Suggestion | None:
-        """The suggestion, if it works."""
+        """Returns the suggestion if the trial works, else None."""
         asked, name = self._asked, self._model.name
         for problem in check(trial.spec, trial.hosts, asked.checkpoints, asked.drafts, room=False):
             if problem.severity == "error" and (problem.id, problem.what) not in asked.tolerated:
@@ -254,7 +254,7 @@ class _Search:
         return Suggestion(trial, drawn, self._gives(trial, drawn))
 
     def _may_plan(self) -> bool:
-        """Whether the budget has one plan more; it is taken."""
+        """Takes one plan from the budget; False if it is used up."""
         if min(self._left, self._turn) < 1:
             self.exhaustive = False
             return False
@@ -268,7 +268,7 @@ class _Search:
         )
 
     def _gives(self, trial: Trial, drawn: Plan) -> str:
-        """How many replicas, where the new ones lie, and what the memory is like there."""
+        """Returns the number of replicas, the places of new ones, and their memory as text."""
         asked = self._asked
         own = [placement for placement in drawn.placements if placement.model == self._model.name]
         new = [placement for placement in own if placement.running not in asked.running]
@@ -285,35 +285,35 @@ class _Search:
         return "; ".join(parts)
 
     def _changed(self, trial: Trial, id: str, change: str, **fields: object) -> Trial:
-        """The trial with other fields of the model."""
+        """Returns the trial with other fields of the model."""
         return replace(trial, id=id, change=change, spec=changed(trial.spec, self._model.name, fields))
 
     def _uncordoned(self, trial: Trial) -> Iterator[Trial]:
-        """What one host's cordon takes, then what all of them take."""
+        """Yields trials without one host's cordon, then without all cordons."""
         cordons = {name: cores for name, cores in self._asked.cordoned.items() if cores}
         choices = [[name] for name in list(cordons)[:_MOST_HOSTS]]
         if len(cordons) > 1:
             choices.append(list(cordons))
         for names in choices:
-            given = {name: trial.blocked.get(name, frozenset()) - cordons[name] for name in names}
+            freed = {name: trial.blocked.get(name, frozenset()) - cordons[name] for name in names}
             more = f" and {len(names) - 3} more hosts" if len(names) > 3 else ""
             change = ", ".join(f"corewright uncordon {name}" for name in names[:3]) + more
-            yield replace(trial, id="uncordon", change=change, blocked={**trial.blocked, **given})
+            yield replace(trial, id="uncordon", change=change, blocked={**trial.blocked, **freed})
 
     def _degrees(self, smaller: bool) -> list[int]:
-        """Documented degrees of the hosts' families on one side of the model's own, the nearest first."""
+        """Returns the documented degrees below or above the model's, the nearest first."""
         tp = self._model.tp_degree
-        found = {
-            known.tp
+        degrees = {
+            row.tp
             for host in self._asked.kinds
             if host.topology is not None
-            for known in DEGREES[host.topology.family].values()
-            if known.documented and known.tp <= host.cores and (known.tp < tp if smaller else known.tp > tp)
+            for row in DEGREES[host.topology.family].values()
+            if row.documented and row.tp <= host.cores and (row.tp < tp if smaller else row.tp > tp)
         }
-        return sorted(found, key=lambda one: abs(math.log2(one / tp)))
+        return sorted(degrees, key=lambda one: abs(math.log2(one / tp)))
 
     def _with_degrees(self, trial: Trial, smaller: bool) -> Iterator[Trial]:
-        """Those that divide the heads before those that ask for padding."""
+        """Yields degrees that divide the heads, then those that need padding."""
         degrees = self._degrees(smaller)
         for tp in degrees:
             yield from self._with_degree(trial, tp)
@@ -332,12 +332,12 @@ class _Search:
         return checkpoint is not None and checkpoint.heads % tp != 0 and not self._model.allow_head_padding
 
     def _padded(self, trial: Trial) -> Iterator[Trial]:
-        """Heads of zeros, where the degree does not divide them."""
+        """Yields a trial with padded heads, if the degree does not divide them."""
         if self._wants_padding(self._now(trial).tp_degree):
             yield self._changed(trial, "padding", "allow_head_padding: true", allow_head_padding=True)
 
     def _other_pins(self, trial: Trial) -> Iterator[Trial]:
-        """Each pin that cannot be had moved to the nearest legal range that can, then to the next one, and so on."""
+        """Yields trials that move each unavailable pin to the nearest available legal range, then to the next."""
         pins = self._model.cores
         if not pins or len({pin.cores for pin in pins}) > _MOST_RIVALS:
             return
@@ -357,14 +357,14 @@ class _Search:
             yield self._changed(trial, "pins", f"cores: {', '.join(parts)}", cores=tuple(moved))
 
     def _near(self, pin: Pin, others: Iterable[Pin], *, itself: bool = False) -> list[Pin]:
-        """Legal ranges that no other model has, the nearest first; ``itself``: the pin's own, if it is one."""
+        """Returns legal ranges without other models, the nearest first; with ``itself``, only the pin's own range."""
         asked, tp = self._asked, self._model.tp_degree
         others = list(others)
-        found: dict[Pin, int] = {}
+        distances: dict[Pin, int] = {}
         for host in asked.own_hosts[:_MOST_HOSTS] if pin.host is None else asked.own_hosts:
             if pin.host not in (None, host.name) or host.topology is None or tp > host.cores:
                 continue
-            taken = host.reserved_cores | asked.blocked.get(host.name, frozenset())
+            unusable = host.reserved_cores | asked.blocked.get(host.name, frozenset())
             held = {
                 core
                 for placement in asked.drawn.placements
@@ -375,12 +375,12 @@ class _Search:
             step = alignment(host.topology.family, tp).legal
             for first in range(0, host.cores - tp + 1, step):
                 cores = CoreRange.of_length(first, tp)
-                if not (set(cores) & taken or set(cores) & held) and (not itself or cores == pin.cores):
-                    found.setdefault(Pin(cores, pin.host), abs(first - pin.cores.first))
-        return sorted(found, key=lambda one: found[one])
+                if not (set(cores) & unusable or set(cores) & held) and (not itself or cores == pin.cores):
+                    distances.setdefault(Pin(cores, pin.host), abs(first - pin.cores.first))
+        return sorted(distances, key=lambda one: distances[one])
 
     def _other_pins_of_rivals(self, trial: Trial) -> Iterator[Trial]:
-        """The pins of one rival changed, or left out; then those of all."""
+        """Yields trials with other pins or no pins for one rival, then for all."""
         rivals = [one for one in trial.spec.models if one.cores and one.name != self._model.name]
         choices = [[one] for one in rivals[:_MOST_RIVALS]] + ([rivals] if 1 < len(rivals) <= _MOST_RIVALS else [])
         for chosen in choices:
@@ -411,7 +411,7 @@ class _Search:
             yield freed
 
     def _fewer_threads(self, trial: Trial) -> Iterator[Trial]:
-        """The greatest number that works."""
+        """Yields the greatest number of threads that works."""
         if isinstance(self._model.threads, int) and self._short_of_cpus:
 
             def with_threads(count: int) -> Trial:
@@ -450,7 +450,7 @@ class _Search:
         return self._model if model is None else model
 
     def _has_memory(self, model: ModelSpec, host: Host) -> bool:
-        """Whether an empty host of that type has the memory for one replica."""
+        """Whether an empty host of the type has the memory for one replica."""
         checkpoint, draft = self._asked.checkpoints[model.name], self._asked.drafts.get(model.name)
         engine = resolve(model.engine, host)
         if host.topology is not None and not fits(estimate(model, checkpoint, engine, draft), host.topology):
@@ -458,11 +458,11 @@ class _Search:
         return host.memory_gib is None or host_memory(model, checkpoint, engine, draft).load <= host.memory_gib
 
     def _memory_short(self, model: ModelSpec) -> list[Host]:
-        """One host of each type that has too little memory for the model, those with most on a core first."""
+        """Returns one host of each type with too little memory for the model, the largest HBM first."""
         if model.name not in self._asked.checkpoints:
             return []
-        found = [host for host in self._asked.kinds if host.topology is not None and not self._has_memory(model, host)]
-        return sorted(found, key=lambda host: -(host.topology.hbm_per_core_gib if host.topology else 0))
+        short = [host for host in self._asked.kinds if host.topology is not None and not self._has_memory(model, host)]
+        return sorted(short, key=lambda host: -(host.topology.hbm_per_core_gib if host.topology else 0))
 
     def _fewer_slots(self, trial: Trial) -> Iterator[Trial]:
         model = self._now(trial)
@@ -479,7 +479,7 @@ class _Search:
         yield from self._smaller(trial, "length", "max_len", length, _LENGTH_STEP if length > _LENGTH_STEP else 1)
 
     def _smaller(self, trial: Trial, id: str, name: str, now: int, step: int) -> Iterator[Trial]:
-        """The greatest multiple of ``step`` below ``now`` with which a replica fits into memory."""
+        """Yields the greatest multiples of ``step`` below ``now`` with which a replica fits into memory."""
         model = self._now(trial)
         tried: set[int] = set()
         for host in self._memory_short(model):
@@ -502,7 +502,7 @@ class _Search:
             yield self._changed(trial, "int8", "quantize: int8", quantize="int8")
 
     def _fewer_replicas(self, trial: Trial) -> Iterator[Trial]:
-        """As many as have a place."""
+        """Yields the number of replicas that have a place."""
         model = self._now(trial)
         if trial.spec is self._asked.spec:
             drawn = self._asked.drawn
@@ -520,7 +520,7 @@ class _Search:
             yield replace(fewer, wanted={**trial.wanted, model.name: count})
 
     def _lower_rivals(self, trial: Trial) -> Iterator[Trial]:
-        """The least that one rival gives up, among those that this model does not outrank anyhow."""
+        """Yields trials with fewer replicas of one rival of the same or a higher priority, the least loss first."""
         counts = Counter(placement.model for placement in self._asked.drawn.placements if placement.cores is not None)
         rivals = [
             model
@@ -546,23 +546,23 @@ class _Search:
             )
 
     def _more_hosts(self, trial: Trial) -> Iterator[Trial]:
-        """The fewest that help of a type that is there, else of one that is not."""
+        """Yields the fewest new hosts that help, of the fleet's types first."""
         model, asked = self._now(trial), self._asked
         real = not any(host.emulated for host in asked.hosts)
-        there = {host.topology: host for host in asked.kinds if host.topology is not None}
-        families = {topology.family for topology in there}
-        instances = {topology.instance for topology in there}
-        others = [
+        templates = {host.topology: host for host in asked.kinds if host.topology is not None}
+        families = {topology.family for topology in templates}
+        instances = {topology.instance for topology in templates}
+        other_templates = [
             _new_host(topology, asked.hosts[0], real)
             for topology in sorted(TOPOLOGIES.values(), key=lambda one: (one.family not in families, one.cores))
             if topology.instance not in instances | _UNCERTAIN and runs_on(model.engine, topology.family)
         ]
-        for template in (*there.values(), *others):
+        for template in (*templates.values(), *other_templates):
             if suits(model, template, asked.checkpoints.get(model.name)):
                 yield from self._fewest(trial, template)
 
     def _fewest(self, trial: Trial, template: Host) -> Iterator[Trial]:
-        """Nothing, if no number that is tried works."""
+        """Yields the fewest hosts of one type that help, if any tried number does."""
         asked, tp = self._asked, self._now(trial).tp_degree
         missing = max(1, asked.target - (0 if asked.wrong else len(asked.placed)))
         own = self._short() if not asked.wrong and trial.spec is asked.spec else tp * missing
@@ -572,10 +572,18 @@ class _Search:
         sizes = {model.name: model.tp_degree for model in asked.spec.models}
         theirs = sum(sizes[one.model] for one in equals if one.model != self._model.name)
         most = missing + sum(one.model != self._model.name for one in equals)  # a host for each
-        least, both = -(-own // usable), -(-(own + theirs) // usable)
-        steps = sorted({number for number in (least, *_doubling(least, missing), both, both + both // 8) if number})
+        least, with_equals = -(-own // usable), -(-(own + theirs) // usable)
+        steps = sorted(
+            {
+                number
+                for number in (least, *_doubling(least, missing), with_equals, with_equals + with_equals // 8)
+                if number
+            }
+        )
         low = 0
-        for number in steps if len(asked.hosts) < _MANY_HOSTS else sorted({least, both, both + both // 8}):
+        for number in (
+            steps if len(asked.hosts) < _MANY_HOSTS else sorted({least, with_equals, with_equals + with_equals // 8})
+        ):
             if number > max(most, missing):
                 return
             if self._tried(self._with_hosts(trial, template, number)) is None:
@@ -595,7 +603,7 @@ class _Search:
             return
 
     def _short(self) -> int:
-        """Cores that are missing at the least, however they lie."""
+        """Returns a lower bound of the missing cores."""
         asked = self._asked
         unusable = {host.name: host.reserved_cores | asked.blocked.get(host.name, frozenset()) for host in asked.hosts}
         total = sum(host.cores - len(unusable[host.name]) for host in asked.own_hosts)
@@ -632,7 +640,7 @@ class _Search:
 
 
 def _doubling(least: int, most: int) -> Iterator[int]:
-    """From the least on with ever greater steps, up to ``most``: 3, 4, 6, 10, ..."""
+    """Yields numbers from ``least`` to ``most`` with doubling steps: 3, 4, 6, 10, ..."""
     step, number = 1, max(1, least)
     while number < most:
         yield number
@@ -657,28 +665,28 @@ def without(spec: Spec, name: str) -> Spec:
 
 
 def changed(spec: Spec, name: str, fields: Mapping[str, object]) -> Spec:
-    """The spec with other fields of one model."""
+    """Returns the spec with other fields of one model."""
     models = (model.model_copy(update=dict(fields)) if model.name == name else model for model in spec.models)
     return spec.model_copy(update={"models": tuple(models)})
 
 
 def _spots(placements: Iterable[Placement]) -> Iterator[str]:
-    """Each host once, with the cores of all of them there: "inf2.48xlarge/0 cores 0-7, 8-15"."""
+    """Yields each host with the cores of its placements: "inf2.48xlarge/0 cores 0-7, 8-15"."""
     on_host: dict[str, list[CoreRange | None]] = {}
     for placement in placements:
         on_host.setdefault(placement.host, []).append(placement.cores)
-    for host, found in on_host.items():
-        text = place_text(host, found[0])
-        yield ", ".join([text, *(str(cores) for cores in found[1:] if cores is not None)])
+    for host, core_ranges in on_host.items():
+        text = place_text(host, core_ranges[0])
+        yield ", ".join([text, *(str(cores) for cores in core_ranges[1:] if cores is not None)])
 
 
 def place_text(host: str, cores: CoreRange | None) -> str:
-    """ "inf2.48xlarge/0 cores 0-7"."""
+    """Returns, for example, "inf2.48xlarge/0 cores 0-7"."""
     if cores is None:
         return host
     return f"{host} {'core' if len(cores) == 1 else 'cores'} {cores}"
 
 
 def count_text(number: int, noun: str) -> str:
-    """ "1 host", "2 hosts"."""
+    """Returns, for example, "1 host" or "2 hosts"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
