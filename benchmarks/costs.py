@@ -126,9 +126,9 @@ def engine() -> dict[str, float]:
 
 
 def plan() -> dict[str, float]:
-    from benchmarks.placements.generator import churned
-    from benchmarks.placements.planner import arguments
-    from benchmarks.placements.timing import cold_ms
+    from benchmarks.placement_parts.generator import churned
+    from benchmarks.placement_parts.planner import arguments
+    from benchmarks.placement_parts.timing import cold_ms
 
     fleet = arguments(churned(0, 100))
     return {"plan.cpu_ms": least(lambda: cold_ms(fleet.plan)[0])}

@@ -22,15 +22,15 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from benchmarks.placements import online
-from benchmarks.placements.checker import check
-from benchmarks.placements.exact import Loads, fewest_loads, most_served
-from benchmarks.placements.fleet import Fleet, share_served
-from benchmarks.placements.generator import churned, fresh
-from benchmarks.placements.plain import first_fit
-from benchmarks.placements.planner import arguments, layout
-from benchmarks.placements.recorded import recall, record
-from benchmarks.placements.timing import cold_ms
+from benchmarks.placement_parts import online
+from benchmarks.placement_parts.checker import check
+from benchmarks.placement_parts.exact import Loads, fewest_loads, most_served
+from benchmarks.placement_parts.fleet import Fleet, share_served
+from benchmarks.placement_parts.generator import churned, fresh
+from benchmarks.placement_parts.plain import first_fit
+from benchmarks.placement_parts.planner import arguments, layout
+from benchmarks.placement_parts.recorded import recall, record
+from benchmarks.placement_parts.timing import cold_ms
 from benchmarks.report import Target, finish
 
 SEEDS = 20

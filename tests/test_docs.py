@@ -32,7 +32,7 @@ from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
 from orchestrator.daemon.settings import SETTINGS
 from orchestrator.fleet.controller_settings import ADMIN_PATH
-from orchestrator.fleet.lifecycle import ModelState, State, diagram
+from orchestrator.fleet.replica_states import ModelState, State, diagram
 from orchestrator.gateway.app import OPEN
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import ROUTES as GATEWAY_ROUTES

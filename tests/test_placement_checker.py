@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.placements import online
-from benchmarks.placements.checker import InvalidLayout, check, violations
-from benchmarks.placements.exact import fewest_loads, most_served
-from benchmarks.placements.firstfit import openings
-from benchmarks.placements.fleet import Fleet, Layout, Machine, Model, Pinned, Replica, share_served
-from benchmarks.placements.generator import churned, fresh
-from benchmarks.placements.plain import first_fit
-from benchmarks.placements.planner import arguments, layout
-from benchmarks.placements.recorded import recall
-from benchmarks.placements.rules import CORES, MEMORY_GIB, STEP
+from benchmarks.placement_parts import online
+from benchmarks.placement_parts.checker import InvalidLayout, check, violations
+from benchmarks.placement_parts.exact import fewest_loads, most_served
+from benchmarks.placement_parts.firstfit import openings
+from benchmarks.placement_parts.fleet import Fleet, Layout, Machine, Model, Pinned, Replica, share_served
+from benchmarks.placement_parts.generator import churned, fresh
+from benchmarks.placement_parts.plain import first_fit
+from benchmarks.placement_parts.planner import arguments, layout
+from benchmarks.placement_parts.recorded import recall
+from benchmarks.placement_parts.rules import CORES, MEMORY_GIB, STEP
 from placements.planner.plan import Plan
 
 BIG = Machine("inf2.48xlarge/0", "inf2.48xlarge", reserved=(22,), quarantined=(23,))

@@ -22,8 +22,8 @@ from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from tests.orchestrator.fakefleet import LiveAdmin
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
-from workers.engines import open_engine
 from workers.engines.cpu.engine import CpuEngine
+from workers.engines.open_engine import open_engine
 from workers.host.core_claims import CoresTaken
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.status import Phase, ReplicaStatus

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.gateway_parts.child import argument, say
 from benchmarks.gateway_parts.engine import EPOCH, TOKEN
 from orchestrator.access.keys import KeyFile
-from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.gateway.server import GatewayServer, settle_collector
 from orchestrator.gateway.settings import GatewaySettings

@@ -17,22 +17,15 @@ from typing import Any
 import msgspec
 
 from orchestrator.access.source_policy import BARRED, allowed_by_setting
-from orchestrator.api.operations import Refused
+from orchestrator.api.operator_protocol import Refused
 from orchestrator.control.controller import Controller
 from orchestrator.control.status import rollout
 from orchestrator.fleet.effects import ClusterClient
-from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.process.home import Home
-from orchestrator.records.journal import (
-    Cordon,
-    JournalUnwritable,
-    Record,
-    Replace,
-    Revision,
-    RolloutState,
-    Scale,
-)
+from orchestrator.records.journal import JournalUnwritable
+from orchestrator.records.journal_records import Cordon, Record, Replace, Revision, RolloutState, Scale
 from orchestrator.records.request_traces import read_page
 from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
 from orchestrator.revisions.spec_file import SpecFile, examine, start_problems

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.api.openapi import openapi
-from orchestrator.api.operations import Operations
+from orchestrator.api.operator_protocol import Operations
 from orchestrator.api.schemas import (
     EmptyBody,
     EventsQuery,

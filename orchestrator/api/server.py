@@ -20,7 +20,7 @@ import msgspec
 from orchestrator.access.audit_log import Audit, AuditLine
 from orchestrator.access.keys import ApiKey, KeyFile
 from orchestrator.access.source_policy import allowed_to_keys
-from orchestrator.api.operations import Operations, Refused
+from orchestrator.api.operator_protocol import Operations, Refused
 from orchestrator.api.routes import ROUTES, AdminRequest, AdminRoute
 from orchestrator.api.schemas import Reason, Refusal, SpecProblem, SpecText, UndoTarget
 from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER, ControllerSettings

@@ -305,8 +305,8 @@ class CacheContents:
 def _read(place: str) -> CacheContents:
     """Returns the contents of the NEFF cache at ``place``. Raises Failed if it cannot be read."""
     from workers.artifacts.sources.listing import SourceError
-    from workers.neff_cache.compiled_cache import FOLDER
     from workers.neff_cache.entries import listed_entries, read_entries
+    from workers.neff_cache.shared_artifacts import FOLDER
     from workers.neff_cache.sync import place_at
 
     try:
@@ -328,8 +328,8 @@ def _read(place: str) -> CacheContents:
 def _pushed_sets(files: Sequence[RemoteFile], read: Callable[[str], bytes]) -> list[dict[str, Any]]:
     """Groups ``files`` into sets by the first part of their names. Raises SourceError."""
     from workers.neff_cache.compiled_artifacts import MANIFEST
-    from workers.neff_cache.compiled_cache import missing
     from workers.neff_cache.record import LOCK_FILE, decoded
+    from workers.neff_cache.shared_artifacts import missing
 
     sets: dict[str, list[RemoteFile]] = {}
     for file in files:

@@ -97,7 +97,7 @@ def _check_names(file: SpecFile, names: Sequence[str]) -> None:
 def _check_places(file: SpecFile, names: Sequence[str]) -> None:
     """Check before hours of compiling that each ``neff_cache`` to push to is writable. Raises Failed."""
     from workers.artifacts.sources.listing import SourceError
-    from workers.neff_cache.compiled_cache import FOLDER
+    from workers.neff_cache.shared_artifacts import FOLDER
     from workers.neff_cache.sync import S3, is_writable, place_at
 
     assert file.spec is not None

@@ -22,7 +22,7 @@ from orchestrator.revisions.spec_file import SpecFile, start_problems
 from orchestrator.starts.offline_configs import OfflineConfigs
 from placements.planner.placement import Placement
 from placements.spec.problems import has_errors
-from workers.host import child_process
+from workers.host import json_process
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.serving.generate_once import End, Job, Piece, Reply, Trouble
@@ -153,7 +153,7 @@ def _compile(config: ReplicaConfig) -> None:
 @contextlib.contextmanager
 def _process(config: ReplicaConfig) -> Iterator[subprocess.Popen[bytes]]:
     """Run the child with the placement's environment, its stderr in the log. It is stopped on exit."""
-    process = child_process.start(
+    process = json_process.start(
         ("workers.serving.generate_once",), python=config.python, env=config.env, log_file=config.log
     )
     try:

@@ -12,7 +12,7 @@ from orchestrator.process.failure import Failed
 from workers.artifacts.sources.hub import silence_loggers
 from workers.artifacts.store import locks
 from workers.neff_cache.compiled_artifacts import MANIFEST
-from workers.neff_cache.compiled_cache import FOLDER
+from workers.neff_cache.shared_artifacts import FOLDER
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -22,11 +22,11 @@ import msgspec.structs
 from orchestrator.control.controller_metrics import ControllerCounters, engine_families, fleet_families, scaling_changes
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
-from orchestrator.control.scaler import Scaler
+from orchestrator.control.scaling_loop import Scaler
 from orchestrator.control.status import Conditions, route_table, status
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import ClusterClient, Fetched, ReplicaDied, actor_name
-from orchestrator.fleet.lifecycle import AHEAD, STARTING, Signal, State, advance
+from orchestrator.fleet.replica_states import AHEAD, STARTING, Signal, State, advance
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.fleet.snapshot import SETTLED_S, Observed, ReplicaView
 from orchestrator.process.home import Home

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from orchestrator.fleet.lifecycle import STARTING, State
+from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
 from workers.batching.batcher import BatcherStats
 from workers.messages.metric_family import Histogram, MetricFamily, Point, by_label, gauge

@@ -9,9 +9,9 @@ from collections.abc import Collection
 
 from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.fleet.effects import ClusterClient, CoreOwner
-from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.replica_states import State
 from orchestrator.process.home import Home
-from orchestrator.records.journal import Quarantine
+from orchestrator.records.journal_records import Quarantine
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.quarantine import expire
 from placements.facts.topology import Host

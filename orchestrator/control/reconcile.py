@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from orchestrator.fleet.lifecycle import STARTING, State
+from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import Observed, ReplicaView
 from orchestrator.rollout.rollout_step import ReplicaTarget
 

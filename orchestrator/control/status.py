@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.fleet.effects import CoreOwner, FailedCore
-from orchestrator.fleet.lifecycle import ModelState, State, model_state
 from orchestrator.fleet.progress_text import problem_text
+from orchestrator.fleet.replica_states import ModelState, State, model_state
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.preparation import Preparation

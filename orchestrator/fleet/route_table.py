@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.replica_states import ModelState
 from workers.messages.credentials import Credentials
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from orchestrator.fleet.lifecycle import AHEAD, State
+from orchestrator.fleet.replica_states import AHEAD, State
 from orchestrator.process.awake_clock import AGAIN_S
 from placements.facts.core_range import CoreRange
 from placements.spec.schema import Deadlines

@@ -20,10 +20,10 @@ import msgspec.structs
 
 from orchestrator.access.keys import ApiKey, KeyFile
 from orchestrator.fleet.route_table import RouteTable
+from orchestrator.gateway.admission.authenticator import PREFLIGHT, Authenticator, allow_model, allow_scope
+from orchestrator.gateway.admission.key_limits import KeyLimits
 from orchestrator.gateway.http.connection import Handler, HttpServer
 from orchestrator.gateway.http.exchange import JSON, Exchange
-from orchestrator.gateway.limits.authenticator import PREFLIGHT, Authenticator, allow_model, allow_scope
-from orchestrator.gateway.limits.key_limits import KeyLimits
 from orchestrator.gateway.openai import errors, protocol
 from orchestrator.gateway.openai.answers import Answer, Choice
 from orchestrator.gateway.openai.errors import ApiError
@@ -31,7 +31,7 @@ from orchestrator.gateway.openai.openapi import openapi
 from orchestrator.gateway.openai.reply import Note, Reply
 from orchestrator.gateway.openai.request_builder import Prompts, prompts_of, requests_for
 from orchestrator.gateway.openai.tokenize import detokenized, tokenized
-from orchestrator.gateway.serving.queue import ModelQueue
+from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.scheduling_parameters import read_scheduling_parameters
 from orchestrator.gateway.serving.tokenizer_threads import TokenizerThreads
 from orchestrator.gateway.serving.tokenizers import Tokenizers

@@ -9,7 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from orchestrator.records.journal import Revision
+from orchestrator.records.journal_records import Revision
 from orchestrator.revisions.checkpoint_reader import (
     CheckpointFacts,
     CheckpointPart,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec.structs
 import yaml
 
-from orchestrator.records.journal import Revision
+from orchestrator.records.journal_records import Revision
 from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
 from orchestrator.rollout.changes import interpreters
 from placements.planner.plan import plan

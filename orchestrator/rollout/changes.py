@@ -8,7 +8,7 @@ from enum import Enum
 from hashlib import blake2s
 from typing import Any
 
-from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.rollout_step import Goal
 from placements.facts.engines import AUTO_ENGINES, HOST_ENGINES, Engine

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from orchestrator.fleet.effects import ClusterClient, Fetched, PartialFetch
-from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
 from orchestrator.rollout.rollout_step import ReplicaTarget, Situation, compute_goal
 from placements.facts.engines import Engine, needs_neuron

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
 from orchestrator.rollout.update_strategy import END_S

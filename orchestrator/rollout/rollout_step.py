@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import ReplicaView
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange

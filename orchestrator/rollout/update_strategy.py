@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.replica_states import State
 from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_goal
 from placements.spec.schema import Pin, Strategy
 

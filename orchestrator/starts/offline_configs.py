@@ -12,7 +12,7 @@ import msgspec
 
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from orchestrator.records.journal import Revision
+from orchestrator.records.journal_records import Revision
 from orchestrator.revisions.checkpoint_reader import CheckpointPart
 from orchestrator.revisions.config_builder import replica_config
 from orchestrator.revisions.resolved_revision import resolve_revision

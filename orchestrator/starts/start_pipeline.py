@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.fleet.effects import ClusterClient, Fetched
-from orchestrator.fleet.lifecycle import STARTING, Signal, State
 from orchestrator.fleet.progress_text import fetched_text
+from orchestrator.fleet.replica_states import STARTING, Signal, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.preparation import lead_of, prepare
 from orchestrator.starts.engine_resolution import resolve_engine

@@ -16,17 +16,17 @@ import msgspec.structs
 
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import CoreOwner, FailedCore
-from orchestrator.fleet.lifecycle import STARTING, State
 from orchestrator.fleet.progress_text import problem_text
 from orchestrator.fleet.reachability import Reachability
+from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.records.journal import (
+from orchestrator.records.journal import Journal, JournalUnwritable
+from orchestrator.records.journal_fold import failed_cores
+from orchestrator.records.journal_records import (
     Damage,
     Decision,
     Event,
-    Journal,
     JournalState,
-    JournalUnwritable,
     Pin,
     Record,
     Replace,
@@ -34,7 +34,6 @@ from orchestrator.records.journal import (
     RolloutState,
     Scale,
     Target,
-    failed_cores,
 )
 from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
 from orchestrator.revisions.rollback import revert_changes

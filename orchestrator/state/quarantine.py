@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from orchestrator.fleet.effects import FailedCore
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.records.journal import Quarantine
+from orchestrator.records.journal_records import Quarantine
 from orchestrator.state.fleet_state import FleetState
 from placements.facts.core_range import ranges
 from placements.facts.topology import Host

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.api.operations import Refused
+from orchestrator.api.operator_protocol import Refused
 from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.daemon.settings import resolve
 from orchestrator.fleet.controller_settings import ControllerSettings

@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 
-from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.gateway.http.connection import HttpServer
 from orchestrator.gateway.server import GatewayServer
-from orchestrator.gateway.serving.queue import ModelQueue
+from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import free_port
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow

@@ -17,7 +17,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from orchestrator.api import server as module
 from orchestrator.api.openapi import openapi
-from orchestrator.api.operations import Operations, Refused
+from orchestrator.api.operator_protocol import Operations, Refused
 from orchestrator.api.routes import ROUTES
 from orchestrator.api.server import MAX_BODY_BYTES, MAX_CONNECTIONS
 from orchestrator.fleet.controller_settings import ADMIN_PATH

@@ -38,7 +38,7 @@ from workers.compiling.start_forecast import Verdict
 from workers.compiling.warming import Warmed
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, Phase, Reaction
-from workers.neff_cache import compiled_cache, compiler_cache
+from workers.neff_cache import compiler_cache, shared_artifacts
 from workers.neff_cache.compiled_artifacts import entry, peek
 from workers.neff_cache.predict import Prediction
 
@@ -287,10 +287,10 @@ def test_what_lies_elsewhere_is_brought_before_a_start(looked: Looked, monkeypat
     with entry(looked.home.parent / "another host", MANIFEST) as made:
         (made.path / "a.neff").write_text("NEFF")
         made.finish()
-    compiled_cache.push(made, str(looked.there))
+    shared_artifacts.push(made, str(looked.there))
     assert looked.foreseen(monkeypatch, True) == ["model: its neff_cache has artifacts compiled by another host"]
     with entry(looked.home, MANIFEST) as found:
-        assert compiled_cache.pull(found, str(looked.there))
+        assert shared_artifacts.pull(found, str(looked.there))
     assert looked.foreseen(monkeypatch, True) == []
 
 

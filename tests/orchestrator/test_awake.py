@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from orchestrator.control.controller import _with
 from orchestrator.control.reconcile import DRAIN_GRACE_S, Fail, Stop, reconcile
-from orchestrator.fleet.lifecycle import STARTING, State
+from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import Observed, ReplicaView
 from orchestrator.process.awake_clock import AGAIN_S, BEAT_S, LATE_S, AwakeClock
 from orchestrator.rollout.rollout_step import ReplicaTarget

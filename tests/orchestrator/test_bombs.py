@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.replica_states import ModelState
 from tests.checkpoints import save_tokenizer
 from tests.orchestrator.gateways import LiveGateway, routes
 from workers.text import tokenizer_process

@@ -9,7 +9,7 @@ import msgspec.structs
 import pytest
 
 from orchestrator.process.home import Home
-from orchestrator.records.journal import Revision
+from orchestrator.records.journal_records import Revision
 from orchestrator.revisions.config_builder import replica_config
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from orchestrator.rollout.changes import Tag, difference, interpreters, tag_of, version_of

@@ -30,7 +30,7 @@ from workers.artifacts.store.store import Store
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.host.neuron_faults import fault_of
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache import compiled_cache, compiler_cache, neuron_target
+from workers.neff_cache import compiler_cache, neuron_target, shared_artifacts
 from workers.neff_cache.compiled_artifacts import MANIFEST, entry
 from workers.neff_cache.entries import read_entries
 from workers.neff_cache.predict import LATER, Prediction
@@ -138,9 +138,9 @@ def test_ls_tells_what_was_pushed(
     names = [compiled(home, lnc=lnc).name for lnc in range(2)]
     for manifest in manifests:
         with entry(home / "compiled", manifest) as held:
-            compiled_cache.push(held, place)
+            shared_artifacts.push(held, place)
     there = place_at(place)
-    there.put_bytes(f"{compiled_cache.FOLDER}/dead/a.neff", b"NEFF")
+    there.put_bytes(f"{shared_artifacts.FOLDER}/dead/a.neff", b"NEFF")
     spec = tmp_path / "spec.yaml"
     fields = f"source: /models/chat, engine: cpu, neff_cache: {place}"
     spec.write_text(f"hosts: {{emulate: inf2.xlarge}}\nmodels: {{chat: {{{fields}}}}}\n")

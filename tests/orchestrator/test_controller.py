@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from orchestrator.fleet.lifecycle import Signal
+from orchestrator.fleet.replica_states import Signal
 from tests.orchestrator.fakes import DEADLINE_S, FakeCluster, Played
 from workers.messages.status import Failure, Phase, Reaction
 

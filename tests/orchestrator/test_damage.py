@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.operations import Refused
-from orchestrator.fleet.lifecycle import State
+from orchestrator.api.operator_protocol import Refused
 from orchestrator.fleet.progress_text import hold_text
+from orchestrator.fleet.replica_states import State
 from orchestrator.records.journal import Journal, JournalUnwritable
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.messages.status import Phase

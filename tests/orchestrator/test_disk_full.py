@@ -16,7 +16,8 @@ from orchestrator.cli.output import libraries_to_log
 from orchestrator.gateway.telemetry.recorder import RequestRecorder
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home
-from orchestrator.records.journal import Journal, JournalUnwritable, Scale, read
+from orchestrator.records.journal import Journal, JournalUnwritable, read
+from orchestrator.records.journal_records import Scale
 
 RECORD = FleetRecord(
     fleet="f",

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.access.keys import KeyFile
+from orchestrator.gateway.admission.authenticator import Authenticator, host_name
 from orchestrator.gateway.http.connection import HttpConnection, HttpServer
 from orchestrator.gateway.http.exchange import Exchange, Request
-from orchestrator.gateway.limits.authenticator import Authenticator, host_name
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.settings import GatewaySettings
 
@@ -113,7 +113,7 @@ def test_a_grace_period_ends_on_open_connections_too(tmp_path: Path, monkeypatch
     KeyFile(tmp_path / "keys.json").create("alice", activate_at=now + 60)
     made, asked = gate(tmp_path), exchange()
     made.admit(asked)
-    monkeypatch.setattr("orchestrator.gateway.limits.authenticator.time.time", lambda: now + 61)
+    monkeypatch.setattr("orchestrator.gateway.admission.authenticator.time.time", lambda: now + 61)
     with pytest.raises(ApiError):
         made.admit(asked)
 

@@ -13,7 +13,7 @@ import msgspec.structs
 import pytest
 from openai import NotFoundError, OpenAI
 
-from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.replica_states import ModelState
 from orchestrator.gateway import app
 from orchestrator.gateway.http import connection
 from orchestrator.process.logs import Access

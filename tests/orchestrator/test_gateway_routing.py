@@ -15,7 +15,7 @@ import msgspec.structs
 import pytest
 
 from orchestrator.access.keys import Allowance, KeyFile
-from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.replica_states import ModelState
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served

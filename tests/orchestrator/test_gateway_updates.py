@@ -10,7 +10,7 @@ import httpx
 import msgspec.structs
 import pytest
 
-from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.serving import tokenizers
 from tests.fleet import until

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from orchestrator.fleet.route_table import Route
-from orchestrator.gateway.serving.queue import ModelQueue
+from orchestrator.gateway.serving.model_queue import ModelQueue
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.certificates import Authority
 from tests.orchestrator.gateways import LiveGateway, routes

@@ -16,9 +16,10 @@ from orchestrator.daemon.settings import resolve
 from orchestrator.gateway.telemetry import peers, recorder
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home, daemon_alive
-from orchestrator.records.journal import Journal, JournalUnwritable, Scale
-from workers.host.child_process import start as start_child
+from orchestrator.records.journal import Journal, JournalUnwritable
+from orchestrator.records.journal_records import Scale
 from workers.host.host_facts import cut_log
+from workers.host.json_process import start as start_child
 from workers.host.lifetime import process_start
 from workers.serving.replica import _redirect_output
 

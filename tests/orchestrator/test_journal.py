@@ -19,24 +19,19 @@ import msgspec
 import pytest
 
 from orchestrator.records import journal as module
-from orchestrator.records.journal import (
-    KEEP_EVENTS,
-    KEEP_REVISIONS,
+from orchestrator.records.journal import Journal, JournalBusy, JournalUnwritable, read
+from orchestrator.records.journal_fold import KEEP_EVENTS, KEEP_REVISIONS, fold
+from orchestrator.records.journal_records import (
     Cordon,
     Damage,
     Decision,
     Event,
-    Journal,
-    JournalBusy,
     JournalState,
-    JournalUnwritable,
     Quarantine,
     Record,
     Revision,
     RolloutState,
     Scale,
-    fold,
-    read,
 )
 
 ROOT = Path(__file__).parent.parent.parent

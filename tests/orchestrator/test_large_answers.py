@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import workers
-from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import Route
 from orchestrator.gateway.http.connection import LEAST_READ_BYTES, HttpConnection, HttpServer
 from orchestrator.gateway.settings import GatewaySettings

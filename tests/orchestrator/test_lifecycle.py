@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.fleet.lifecycle import TRANSITIONS, IllegalTransition, ModelState, Signal, State, advance, model_state
+from orchestrator.fleet.replica_states import (
+    TRANSITIONS,
+    IllegalTransition,
+    ModelState,
+    Signal,
+    State,
+    advance,
+    model_state,
+)
 
 
 def test_every_state_is_reached_from_pending_and_can_end() -> None:

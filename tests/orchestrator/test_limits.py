@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from orchestrator.access.keys import Allowance, ApiKey, KeyFile
-from orchestrator.gateway.limits import usage_counts as counts_module
-from orchestrator.gateway.limits.key_limits import FREE, KeyLimits
+from orchestrator.gateway.admission import usage_counts as counts_module
+from orchestrator.gateway.admission.key_limits import FREE, KeyLimits
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.process.home import Home
 from tests.fleet import until
@@ -156,7 +156,7 @@ PROCESS = f"""
 import sys
 from pathlib import Path
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.limits.key_limits import KeyLimits
+from orchestrator.gateway.admission.key_limits import KeyLimits
 from orchestrator.access.keys import ApiKey
 limits, ci = KeyLimits(Path(sys.argv[1]), 2), {KEY}
 """

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.fleet.effects import Survivor
-from orchestrator.records.journal import Journal, Pin, Revision
+from orchestrator.records.journal import Journal
+from orchestrator.records.journal_records import Pin, Revision
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakes import FakeCluster, Played, play
 from tests.orchestrator.test_ahead import spec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_goal
 from placements.facts.core_range import CoreRange

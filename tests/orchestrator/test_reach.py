@@ -14,8 +14,8 @@ import pytest
 
 from orchestrator.fleet.reachability import FORGET_S
 from orchestrator.fleet.route_table import Route
-from orchestrator.gateway.serving import replica_links as links_of
-from orchestrator.gateway.serving.replica_links import RECONNECT_MOST_S, ReplicaLinks
+from orchestrator.gateway.serving import replica_link_pool as links_of
+from orchestrator.gateway.serving.replica_link_pool import RECONNECT_MOST_S, ReplicaLinks
 from orchestrator.gateway.telemetry.exposition import page
 from orchestrator.process.home import LONGEST_SOCKET, SOCKET_BYTES, Home
 from orchestrator.scaling.demand_report import DemandReport

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
-from orchestrator.fleet.lifecycle import Signal, State, advance
+from orchestrator.fleet.replica_states import Signal, State, advance
 from orchestrator.fleet.snapshot import BREAKER_PAUSE_S, Observed, ReplicaView
 from orchestrator.rollout.rollout_step import ReplicaTarget
 from placements.facts.core_range import CoreRange

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.records.journal import Revision
+from orchestrator.records.journal_records import Revision
 from orchestrator.revisions.rollback import changing_specs, revert_change, revert_changes
 from placements.planner.spec_hosts import Machine
 from placements.spec.parse import parse

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.operations import Refused
-from orchestrator.fleet.lifecycle import ModelState, State
+from orchestrator.api.operator_protocol import Refused
+from orchestrator.fleet.replica_states import ModelState, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal import Journal, JournalUnwritable
 from orchestrator.rollout.rollout_step import DesiredModel, FormerVersion, step

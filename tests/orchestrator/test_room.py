@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.relocation import find_relocation
 from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_goal

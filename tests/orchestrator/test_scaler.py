@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.operations import Refused
+from orchestrator.api.operator_protocol import Refused
 from orchestrator.gateway.telemetry.exposition import page
 from orchestrator.scaling.autoscaler import FleetNow, History, Targets
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
@@ -55,7 +55,7 @@ class Decider:
 @pytest.fixture
 def decider(monkeypatch: pytest.MonkeyPatch) -> Decider:
     found = Decider()
-    monkeypatch.setattr("orchestrator.control.scaler.autoscale", found)
+    monkeypatch.setattr("orchestrator.control.scaling_loop.autoscale", found)
     return found
 
 

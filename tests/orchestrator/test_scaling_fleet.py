@@ -427,7 +427,7 @@ def test_a_fault_in_the_autoscaler_leaves_the_numbers_and_the_repairs(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("orchestrator.control.scaler.autoscale", broken)
+    monkeypatch.setattr("orchestrator.control.scaling_loop.autoscale", broken)
 
     async def story(fleet: Played) -> None:
         gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli import main as cli
-from orchestrator.records.journal import Revision
+from orchestrator.records.journal_records import Revision
 from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
 from orchestrator.revisions.spec_file import SpecFile, examine, start_problems
 from placements.planner.plan import plan

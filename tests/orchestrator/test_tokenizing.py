@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from orchestrator.access.keys import Allowance, KeyFile
-from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.replica_states import ModelState
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.tokenize import MOST_TOKENS
 from orchestrator.gateway.serving import tokenizer_threads as module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_goal
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy

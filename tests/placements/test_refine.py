@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 import placements.planner.refine
-from benchmarks.placements.exact import fewest_loads, most_served
-from benchmarks.placements.fleet import Fleet
-from benchmarks.placements.generator import churned, fresh
-from benchmarks.placements.planner import arguments, layout
+from benchmarks.placement_parts.exact import fewest_loads, most_served
+from benchmarks.placement_parts.fleet import Fleet
+from benchmarks.placement_parts.generator import churned, fresh
+from benchmarks.placement_parts.planner import arguments, layout
 
 SOLVER_S = 20.0
 

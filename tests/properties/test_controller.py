@@ -21,11 +21,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.api.operations import Refused
+from orchestrator.api.operator_protocol import Refused
 from orchestrator.control.reconcile import reconcile
-from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import Observed
-from orchestrator.records.journal import Journal, failed_cores
+from orchestrator.records.journal import Journal
+from orchestrator.records.journal_fold import failed_cores
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakes import FakeCluster, Played, virtually

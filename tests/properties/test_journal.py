@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.records import journal as module
-from orchestrator.records.journal import (
-    Contents,
+from orchestrator.records.journal import Contents, Journal, read
+from orchestrator.records.journal_fold import fold
+from orchestrator.records.journal_records import (
     Cordon,
     Decision,
     Event,
-    Journal,
     JournalState,
     Quarantine,
     Record,
@@ -31,8 +31,6 @@ from orchestrator.records.journal import (
     Revision,
     RolloutState,
     Scale,
-    fold,
-    read,
 )
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "40"))

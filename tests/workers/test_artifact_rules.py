@@ -30,7 +30,7 @@ from workers.artifacts.sources.s3 import WORK, Bucket
 from workers.artifacts.store.store import Store
 from workers.compiling import build, prefetch
 from workers.compiling.build import Built, Order, Reply
-from workers.neff_cache import compiled_artifacts, compiled_cache, compiler_cache, pruning, sync
+from workers.neff_cache import compiled_artifacts, compiler_cache, pruning, shared_artifacts, sync
 from workers.neff_cache.candidates import beside, cached, compiled_here
 from workers.neff_cache.compile_session import CompileSession
 from workers.neff_cache.compile_units import Buildable
@@ -633,7 +633,7 @@ def test_of_an_entry_that_is_sent_the_manifest_comes_last(tmp_path: Path, monkey
         for name in ("a.neff", "z.neff"):
             (made.path / name).write_text("NEFF")
         made.finish()
-    compiled_cache.push(made, str(tmp_path / "there"))
+    shared_artifacts.push(made, str(tmp_path / "there"))
     assert put == ["a.neff", "z.neff", LOCK_FILE, compiled_artifacts.MANIFEST]
 
 

@@ -21,8 +21,8 @@ from tests.workers.nxdi_traffic import replica_config
 from tests.workers.tnx_runs import BUCKETS, config
 from workers.compiling.build import predict as needed_here
 from workers.compiling.start_forecast import needed, verdicts
-from workers.engines import open_engine
 from workers.engines.nxd_inference import artifacts
+from workers.engines.open_engine import open_engine
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.status import Failure
 from workers.neff_cache import compiler_cache, sync

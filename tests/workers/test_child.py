@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.host import child_process
+from workers.host import json_process
 from workers.host.host_facts import last_words
 from workers.messages.replica_config import NEVER_SET
 
@@ -17,7 +17,7 @@ PROJECT = Path(__file__).parents[2]
 TALKER = """\
 import logging, os, sys
 import msgspec
-from workers.host.child_process import answering
+from workers.host.json_process import answering
 
 class Word(msgspec.Struct):
     text: str
@@ -39,7 +39,7 @@ def test_what_libraries_print_is_no_answer(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv(never, "1")
     log_file = tmp_path / "logs" / "talker.log"
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(PROJECT)]), "NEURON_PROCESS_TAG": "chat/0"}
-    process = child_process.start(
+    process = json_process.start(
         ("talker", f"{never},NEURON_PROCESS_TAG"), python=sys.executable, env=env, log_file=str(log_file)
     )
     said, _ = process.communicate(b"a question", timeout=60)

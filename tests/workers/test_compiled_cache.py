@@ -14,7 +14,7 @@ import pytest
 
 from tests.s3 import S3Server
 from workers.artifacts.sources.listing import SourceError, Stopped
-from workers.neff_cache import compiled_cache, file_states
+from workers.neff_cache import file_states, shared_artifacts
 from workers.neff_cache.candidates import compiled_elsewhere
 from workers.neff_cache.compiled_artifacts import MANIFEST, Entry, entry
 from workers.neff_cache.predict import predict
@@ -74,24 +74,24 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_what_was_pushed_is_what_is_pulled(location: str, tmp_path: Path) -> None:
     """On another host: an entry that is complete, with the same files."""
     here = make(tmp_path / "a")
-    assert compiled_cache.push(here, location) > 0
+    assert shared_artifacts.push(here, location) > 0
     with held(tmp_path / "b") as other:
         assert not other.complete
-        assert compiled_cache.pull(other, location)
+        assert shared_artifacts.pull(other, location)
         assert other.complete
     assert content(other.path) == content(here.path)
 
 
 def test_an_entry_that_is_there_is_not_sent_again(location: str, tmp_path: Path) -> None:
     """Nor is it overwritten by one that another host has made."""
-    compiled_cache.push(make(tmp_path / "a"), location)
-    assert compiled_cache.push(make(tmp_path / "b"), location) == 0
+    shared_artifacts.push(make(tmp_path / "a"), location)
+    assert shared_artifacts.push(make(tmp_path / "b"), location) == 0
 
 
 def test_of_a_place_that_lacks_it_nothing_is_pulled(location: str, tmp_path: Path) -> None:
     """It is held as before, to be compiled into."""
     with held(tmp_path / "b") as other:
-        assert not compiled_cache.pull(other, location)
+        assert not shared_artifacts.pull(other, location)
         assert list(other.path.iterdir()) == []
 
 
@@ -132,10 +132,10 @@ def test_what_is_not_as_it_was_made_is_not_taken(tmp_path: Path, damage: Callabl
     """Nothing of it stays, and what is compiled instead is complete."""
     shared = str(tmp_path / "shared")
     here = make(tmp_path / "a")
-    compiled_cache.push(here, shared)
-    damage(Path(compiled_cache.entry_location(here, shared)))
+    shared_artifacts.push(here, shared)
+    damage(Path(shared_artifacts.entry_location(here, shared)))
     with held(tmp_path / "b") as other:
-        assert not compiled_cache.pull(other, shared)
+        assert not shared_artifacts.pull(other, shared)
         assert [path for path in other.path.rglob("*") if path.is_file()] == []
         assert not other.complete
 
@@ -144,25 +144,25 @@ def test_an_upload_that_died_is_begun_anew(tmp_path: Path) -> None:
     """The manifest is what tells a finished one."""
     shared = str(tmp_path / "shared")
     here = make(tmp_path / "a")
-    compiled_cache.push(here, shared)
-    place = Path(compiled_cache.entry_location(here, shared))
+    shared_artifacts.push(here, shared)
+    place = Path(shared_artifacts.entry_location(here, shared))
     (place / MANIFEST).unlink()
     there(place, "a.so").unlink()
-    assert compiled_cache.push(here, shared) > 0
+    assert shared_artifacts.push(here, shared) > 0
     with held(tmp_path / "b") as other:
-        assert compiled_cache.pull(other, shared)
+        assert shared_artifacts.pull(other, shared)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("location", ["s3"], indirect=True)
 def test_a_pull_that_is_stopped_leaves_nothing_complete(location: str, tmp_path: Path) -> None:
     """Whatever has arrived by then."""
-    compiled_cache.push(make(tmp_path / "a"), location)
+    shared_artifacts.push(make(tmp_path / "a"), location)
     stop = threading.Event()
     stop.set()
     with held(tmp_path / "b") as other:
         with pytest.raises(Stopped):
-            compiled_cache.pull(other, location, stop)
+            shared_artifacts.pull(other, location, stop)
         assert not other.complete
 
 
@@ -172,7 +172,7 @@ def test_a_bucket_that_is_not_there_is_told(server: S3Server, tmp_path: Path, mo
     for name, value in server.env.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SourceError, match="s3-no-bucket"):
-        compiled_cache.push(make(tmp_path / "a"), "s3://not-there-at-all/neffs")
+        shared_artifacts.push(make(tmp_path / "a"), "s3://not-there-at-all/neffs")
 
 
 def test_what_another_upload_has_left_does_not_matter(location: str, tmp_path: Path) -> None:
@@ -180,10 +180,10 @@ def test_what_another_upload_has_left_does_not_matter(location: str, tmp_path: P
     here = make(tmp_path / "a")
     cache = place_at(location)
     for name in ("code/stranger.so", "b.neff", "staged-abc"):
-        cache.put_bytes(f"{compiled_cache.FOLDER}/{here.path.name}/{name}", b"half")
-    assert compiled_cache.push(here, location) > 0
+        cache.put_bytes(f"{shared_artifacts.FOLDER}/{here.path.name}/{name}", b"half")
+    assert shared_artifacts.push(here, location) > 0
     with held(tmp_path / "b") as other:
-        assert compiled_cache.pull(other, location)
+        assert shared_artifacts.pull(other, location)
     assert content(other.path) == content(here.path)
 
 
@@ -191,9 +191,9 @@ def test_an_upload_that_died_is_gone_on_with(tmp_path: Path) -> None:
     """What has arrived whole is not sent again."""
     shared = str(tmp_path / "shared")
     here = make(tmp_path / "a")
-    whole = compiled_cache.push(here, shared)
-    (Path(compiled_cache.entry_location(here, shared)) / MANIFEST).unlink()
-    assert compiled_cache.push(here, shared) == whole - len(b"program") - len(b"neff")
+    whole = shared_artifacts.push(here, shared)
+    (Path(shared_artifacts.entry_location(here, shared)) / MANIFEST).unlink()
+    assert shared_artifacts.push(here, shared) == whole - len(b"program") - len(b"neff")
 
 
 def test_two_hosts_that_send_one_entry_at_once_mix_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +205,13 @@ def test_two_hosts_that_send_one_entry_at_once_mix_nothing(tmp_path: Path, monke
     def while_the_other_sends(place: FolderPlace, name: str, path: Path) -> None:
         if path == one.path / "b.neff":
             monkeypatch.setattr(FolderPlace, "put", put)
-            assert compiled_cache.push(other, shared) > 0
+            assert shared_artifacts.push(other, shared) > 0
         put(place, name, path)
 
     monkeypatch.setattr(FolderPlace, "put", while_the_other_sends)
-    compiled_cache.push(one, shared)
+    shared_artifacts.push(one, shared)
     with held(tmp_path / "c") as third:
-        assert compiled_cache.pull(third, shared)
+        assert shared_artifacts.pull(third, shared)
     assert content(third.path) in (content(one.path), content(other.path))
 
 
@@ -219,30 +219,30 @@ def test_two_hosts_that_send_one_entry_at_once_mix_nothing(tmp_path: Path, monke
 def test_what_was_refused_is_replaced_by_the_next_push(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     """Of whoever found it, for it has had to be compiled."""
     shared = str(tmp_path / "shared")
-    compiled_cache.push(make(tmp_path / "a"), shared)
+    shared_artifacts.push(make(tmp_path / "a"), shared)
     with held(tmp_path / "b") as other:
-        damage(Path(compiled_cache.entry_location(other, shared)))
-        assert not compiled_cache.pull(other, shared)
+        damage(Path(shared_artifacts.entry_location(other, shared)))
+        assert not shared_artifacts.pull(other, shared)
     mended = make(tmp_path / "b")
-    assert compiled_cache.push(mended, shared) > 0
-    assert compiled_cache.push(mended, shared) == 0
+    assert shared_artifacts.push(mended, shared) > 0
+    assert shared_artifacts.push(mended, shared) == 0
     with held(tmp_path / "c") as third:
-        assert compiled_cache.pull(third, shared)
+        assert shared_artifacts.pull(third, shared)
 
 
 def test_an_entry_as_the_hub_lays_it_out_is_taken(tmp_path: Path) -> None:
     """Its files lie beside the manifest, by their own names."""
     here = make(tmp_path / "a")
-    shutil.copytree(here.path, compiled_cache.entry_location(here, str(tmp_path / "shared")))
+    shutil.copytree(here.path, shared_artifacts.entry_location(here, str(tmp_path / "shared")))
     with held(tmp_path / "b") as other:
-        assert compiled_cache.pull(other, str(tmp_path / "shared"))
+        assert shared_artifacts.pull(other, str(tmp_path / "shared"))
     assert content(other.path) == content(here.path)
 
 
 def test_what_is_sent_to_a_folder_other_users_can_read(tmp_path: Path) -> None:
     """As far as the umask lets them: each host may have its own user."""
     shared = tmp_path / "shared"
-    compiled_cache.push(make(tmp_path / "a"), str(shared))
+    shared_artifacts.push(make(tmp_path / "a"), str(shared))
     (tmp_path / "made").mkdir()
     (tmp_path / "written").touch()
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("made", "written")}
@@ -260,13 +260,13 @@ def test_of_what_is_sent_only_a_part_is_in_memory(tmp_path: Path, monkeypatch: p
         return read(path)
 
     monkeypatch.setattr(Path, "read_bytes", small)
-    assert compiled_cache.push(here, str(tmp_path / "shared")) > 0
+    assert shared_artifacts.push(here, str(tmp_path / "shared")) > 0
 
 
 def test_what_is_pulled_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To be compared with its record; hundreds of gigabytes take a while."""
     shared = str(tmp_path / "shared")
-    compiled_cache.push(make(tmp_path / "a"), shared)
+    shared_artifacts.push(make(tmp_path / "a"), shared)
     seen: list[str] = []
     digest = file_states.digest
 
@@ -276,18 +276,18 @@ def test_what_is_pulled_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(file_states, "digest", counted)
     with held(tmp_path / "b") as other:
-        assert compiled_cache.pull(other, shared)
+        assert shared_artifacts.pull(other, shared)
         assert sorted(seen) == ["a.so", "b.neff"]
 
 
 def test_a_pull_from_a_folder_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
     """It ends between two blocks of a file."""
-    compiled_cache.push(make(tmp_path / "a"), str(tmp_path / "shared"))
+    shared_artifacts.push(make(tmp_path / "a"), str(tmp_path / "shared"))
     stop = threading.Event()
     stop.set()
     with held(tmp_path / "b") as other:
         with pytest.raises(Stopped):
-            compiled_cache.pull(other, str(tmp_path / "shared"), stop)
+            shared_artifacts.pull(other, str(tmp_path / "shared"), stop)
         assert list(other.path.iterdir()) == []
 
 
@@ -296,8 +296,8 @@ def test_an_entry_elsewhere_that_lacks_a_file_is_no_hit(tmp_path: Path, damage: 
     """Its start compiles; the listing tells it."""
     shared = str(tmp_path / "shared")
     here = make(tmp_path / "a")
-    compiled_cache.push(here, shared)
+    shared_artifacts.push(here, shared)
     whole = predict(WANTED, list(compiled_elsewhere(WANTED, tmp_path / "b", shared)))
-    damage(Path(compiled_cache.entry_location(here, shared)))
+    damage(Path(shared_artifacts.entry_location(here, shared)))
     less = predict(WANTED, list(compiled_elsewhere(WANTED, tmp_path / "b", shared)))
     assert (whole.outcome, less.outcome, len(less.missing)) == ("hit", "compile", 1)

@@ -28,7 +28,7 @@ from workers.engines.cpu import graphs as cpu_graphs
 from workers.engines.cpu.artifacts import is_whole
 from workers.engines.cpu.engine import CpuEngine
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache import compiled_cache
+from workers.neff_cache import shared_artifacts
 from workers.neff_cache.compiled_artifacts import MANIFEST, entry, peek
 
 Checkpoints = Callable[[str], Path]
@@ -233,7 +233,7 @@ import json, sys
 import msgspec
 from torch._dynamo.utils import counters
 from workers.messages.replica_config import ReplicaConfig
-from workers.engines import open_engine
+from workers.engines.open_engine import open_engine
 engine = open_engine(msgspec.json.decode(sys.stdin.buffer.read(), type=ReplicaConfig))
 engine.load()
 tokens = engine.prefill([0, 1], json.loads(sys.argv[1])).argmax(-1).tolist()
@@ -255,9 +255,9 @@ def test_a_start_finds_every_graph_and_answers_as_without_them(made: Made, tmp_p
     was."""
     root, shared = tmp_path / "other", str(tmp_path / "shared")
     held = peek(Path(made.config.compiled or ""), predict(made.config).wanted[0].manifest, is_whole)
-    assert compiled_cache.push(held, shared) > 0
+    assert shared_artifacts.push(held, shared) > 0
     with entry(root, held.manifest, is_whole) as other:
-        assert compiled_cache.pull(other, shared)
+        assert shared_artifacts.pull(other, shared)
     prompts = [prompt(3), prompt(7)]
     started = subprocess.run(
         [sys.executable, "-c", START, json.dumps(prompts)],

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.engines import file_digests
-from workers.engines.file_digests import digest_of
+from workers.engines import checkpoint_digests
+from workers.engines.checkpoint_digests import digest_of
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def test_names_count_and_times_do_not(source: Path, tmp_path: Path) -> None:
 def test_what_has_not_changed_is_not_read_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By inode, size and time; a second start is fast."""
     read: list[str] = []
-    really = file_digests._read
-    monkeypatch.setattr(file_digests, "_read", lambda path: (read.append(path.name), really(path))[1])
+    really = checkpoint_digests._read
+    monkeypatch.setattr(checkpoint_digests, "_read", lambda path: (read.append(path.name), really(path))[1])
     first = digest_of(source, tmp_path)
     assert sorted(read) == ["config.json", "model.safetensors"]
     assert digest_of(source, tmp_path) == first
@@ -58,7 +58,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its digest is of neither state."""
-    really = file_digests._read
+    really = checkpoint_digests._read
 
     def growing(path: Path) -> str:
         found = really(path)
@@ -66,9 +66,9 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
             path.write_text("{...}")
         return found
 
-    monkeypatch.setattr(file_digests, "_read", growing)
+    monkeypatch.setattr(checkpoint_digests, "_read", growing)
     before = digest_of(source, tmp_path)
-    monkeypatch.setattr(file_digests, "_read", really)
+    monkeypatch.setattr(checkpoint_digests, "_read", really)
     assert digest_of(source, tmp_path) != before
 
 
@@ -76,5 +76,5 @@ def test_kept_digests_that_cannot_be_read_are_made_anew(source: Path, tmp_path: 
     """A full disk may have cut them off."""
     before = digest_of(source, tmp_path)
     for broken in ("{", "[]", '{"' + str(source / "config.json") + '": 3}'):
-        (tmp_path / file_digests.KEPT).write_text(broken)
+        (tmp_path / checkpoint_digests.KEPT).write_text(broken)
         assert digest_of(source, tmp_path) == before

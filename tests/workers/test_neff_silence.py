@@ -18,7 +18,7 @@ from workers.compiling.build import Built, Order, Reply
 from workers.compiling.start_forecast import verdicts
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache import compiled_cache, compiler_cache, sync, unavailable
+from workers.neff_cache import compiler_cache, shared_artifacts, sync, unavailable
 
 Checkpoints = Callable[[str], Path]
 CACHE = "s3://neffs/chat"
@@ -194,7 +194,7 @@ def test_a_manifest_that_is_none_is_not_taken(checkpoint: Checkpoints, tmp_path:
     shared = tmp_path / "shared"
     one = config(checkpoint("llama"), compiled=str(tmp_path / "a"), neff_cache=str(shared), **BUCKETS)
     assert isinstance(asked(one, push=True), Built)
-    (manifest,) = shared.rglob(compiled_cache.MANIFEST)
+    (manifest,) = shared.rglob(shared_artifacts.MANIFEST)
     manifest.write_text("{")
     built = asked(config(checkpoint("llama"), compiled=str(tmp_path / "b"), neff_cache=str(shared), **BUCKETS))
     assert isinstance(built, Built)

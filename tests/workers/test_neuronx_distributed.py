@@ -29,9 +29,9 @@ from tests.workers.nxdi_traffic import DECODE, MAX_LEN, PREFILL, Arrival, arriva
 from workers.batching.batcher import Batcher
 from workers.compiling.build import predict
 from workers.compiling.start_forecast import verdicts
-from workers.engines import open_engine
 from workers.engines.nxd_inference import artifacts
 from workers.engines.nxd_inference.engine import NxdEngine
+from workers.engines.open_engine import open_engine
 from workers.engines.package_contract import Drift
 from workers.host.neuron_faults import fault_of
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError

@@ -27,10 +27,10 @@ from workers.artifacts.sources.source_metadata import MARK
 from workers.compiling.build import compile_all
 from workers.compiling.build import predict as needed_here
 from workers.compiling.start_forecast import verdicts, verify
-from workers.engines import open_engine
 from workers.engines.nxd_inference import artifacts
 from workers.engines.nxd_inference.config import Settings
 from workers.engines.nxd_inference.precompiled import start_error
+from workers.engines.open_engine import open_engine
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.status import Failure
 from workers.neff_cache.record import LOCK_FILE, record_of, write_record

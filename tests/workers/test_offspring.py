@@ -44,7 +44,7 @@ REPLICA = """
 import sys, msgspec
 from workers.neff_cache.compiled_artifacts import compiling
 from workers.messages.replica_config import ReplicaConfig
-from workers.engines import open_engine
+from workers.engines.open_engine import open_engine
 open_engine(msgspec.json.decode(sys.argv[1], type=ReplicaConfig)).load()
 """
 

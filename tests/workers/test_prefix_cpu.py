@@ -12,8 +12,8 @@ import pytest
 from tests.checkpoints import FAMILIES, VOCAB_SIZE
 from tests.workers.test_cpu_engine import MAX_LEN, ROUNDINGS, Reference, Served
 from tests.workers.test_speculation import config
-from workers.engines import open_engine
 from workers.engines.cpu.engine import DTYPES, PREFIX_BLOCK, CpuEngine
+from workers.engines.open_engine import open_engine
 from workers.engines.speculative import SpeculativeEngine
 from workers.messages.requests import FinishReason
 

@@ -120,7 +120,7 @@ def test_taken_cores_are_told_with_their_owner(
 def test_a_log_has_no_progress_bars(checkpoint: Callable[[str], Path]) -> None:
     """Where an engine is opened, in a replica or for one answer, transformers draws none from then on."""
     program = "import sys\n"
-    program += "from workers.engines import open_engine\n"
+    program += "from workers.engines.open_engine import open_engine\n"
     program += "from types import SimpleNamespace as Of\n"
     program += "told = {'dtype': 'fp32', 'allow_pickle': False, 'engine_options': {}, 'draft_source': None}\n"
     program += "told |= {'trust_remote_code': False, 'prefill_buckets': [], 'decode_buckets': [], 'compiled': None}\n"

@@ -16,8 +16,8 @@ import pytest
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, set_eos
 from workers.batching.batcher import Batcher
 from workers.batching.speculation import agreed
-from workers.engines import open_engine
 from workers.engines.cpu.engine import CpuEngine
+from workers.engines.open_engine import open_engine
 from workers.engines.speculative import SpeculativeEngine
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig

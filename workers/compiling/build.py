@@ -23,17 +23,17 @@ import msgspec
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store import locks
 from workers.artifacts.store.artifact_uses import using
-from workers.engines import hide_progress_bars
 from workers.engines.checkpoint_files import check_checkpoint
+from workers.engines.open_engine import hide_progress_bars
 from workers.host import host_facts
-from workers.host.child_process import answering
+from workers.host.json_process import answering
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.neuron_faults import VAGUE, fault_of
 from workers.host.process_tree import end_with
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import NEVER_SET, ReplicaConfig
 from workers.messages.status import Failure
-from workers.neff_cache import compiled_cache
+from workers.neff_cache import shared_artifacts
 from workers.neff_cache.compile_units import Buildable
 from workers.neff_cache.compiled_artifacts import Entry, entry, peek
 from workers.neff_cache.unavailable import log_unavailable
@@ -188,7 +188,7 @@ def _provide(config: ReplicaConfig, unit: Buildable, tell: Tell, push: bool, out
         working("sending")
         with entry(Path(config.compiled), unit.manifest, unit.is_whole) as held:  # with a shared lock now
             try:
-                if compiled_cache.push(held, config.neff_cache):
+                if shared_artifacts.push(held, config.neff_cache):
                     outcome["pushed"].append(key)
             except SourceError as error:  # the compile succeeded, and the next push sends it
                 outcome["unsent"].append(Failure(error.id, error.what, error.hint))
@@ -206,7 +206,7 @@ def _no_weights(unit: Buildable) -> Callable[..., None]:
 def _is_pulled(config: ReplicaConfig, held: Entry, warnings: list[str]) -> bool:
     """Tries to fetch the set; an unavailable cache is only a warning, since the set can be compiled here."""
     try:
-        return config.neff_cache is not None and compiled_cache.pull(held, config.neff_cache)
+        return config.neff_cache is not None and shared_artifacts.pull(held, config.neff_cache)
     except SourceError as error:
         warnings.append(log_unavailable(config.neff_cache or "", error))
         return False

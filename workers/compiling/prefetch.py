@@ -17,7 +17,7 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import Stopped
 from workers.compiling.build import Built, Checked, Order, Predicted, Reply, Trouble, Working
 from workers.compiling.start_forecast import verdicts
-from workers.host import child_process, host_facts
+from workers.host import host_facts, json_process
 from workers.host.process_tree import end_marked
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
@@ -133,7 +133,7 @@ def answers(
 
 @contextlib.contextmanager
 def _process(command: str, config: ReplicaConfig) -> Iterator[subprocess.Popen[bytes]]:
-    process = child_process.start(
+    process = json_process.start(
         ("workers.compiling.build", command), python=config.python, env=config.env, log_file=config.log
     )
     started = host_facts.process_start(process.pid)

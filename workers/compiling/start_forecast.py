@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from workers.compiling.build import Order, Predicted, Reply, Trouble, Wanted
-from workers.host.child_process import environment
+from workers.host.json_process import environment
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.neff_cache.candidates import candidates

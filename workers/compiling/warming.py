@@ -19,7 +19,7 @@ from workers.compiling.start_forecast import needed
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
-from workers.neff_cache import compiled_cache
+from workers.neff_cache import shared_artifacts
 from workers.neff_cache.candidates import CACHED, keep_of
 from workers.neff_cache.compiled_artifacts import entry
 from workers.neff_cache.record import name_of, record_of
@@ -78,7 +78,7 @@ def _compiled(config: ReplicaConfig, predicted: Predicted, stop: threading.Event
             if held.complete:
                 continue
             try:
-                is_here = compiled_cache.pull(held, config.neff_cache, stop)
+                is_here = shared_artifacts.pull(held, config.neff_cache, stop)
             finally:
                 with contextlib.suppress(OSError):
                     held.path.rmdir()  # only if nothing was fetched, and it is empty

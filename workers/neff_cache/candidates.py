@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.artifacts.sources.listing import SourceError
-from workers.neff_cache import compiled_cache, compiler_cache
+from workers.neff_cache import compiler_cache, shared_artifacts
 from workers.neff_cache.compiled_artifacts import MANIFEST, peek
 from workers.neff_cache.entries import State, listed_entries, read_entries
 from workers.neff_cache.file_states import damaged
@@ -72,7 +72,7 @@ def compiled_here(wanted: Mapping[str, Any], root: Path) -> Iterator[Candidate]:
 
 def compiled_elsewhere(wanted: Mapping[str, Any], root: Path, neff_cache: str) -> Iterator[Candidate]:
     """Yields the finished entry that another host has pushed, if any. Raises SourceError."""
-    place = compiled_cache.entry_location(peek(root, wanted), neff_cache)
+    place = shared_artifacts.entry_location(peek(root, wanted), neff_cache)
     if not place.startswith(S3) and not Path(place).is_dir():
         return
     remote = place_at(place)
@@ -80,7 +80,7 @@ def compiled_elsewhere(wanted: Mapping[str, Any], root: Path, neff_cache: str) -
     if {MANIFEST, LOCK_FILE} <= {file.name for file in files}:
         record = decoded(remote.read(LOCK_FILE))
         if record is not None:
-            missing = compiled_cache.missing(files, record)
+            missing = shared_artifacts.missing(files, record)
             yield Candidate("elsewhere", remote.url, record.manifest, record.source, missing)
 
 

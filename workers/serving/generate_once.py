@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from workers.batching.batcher import Batcher
-from workers.engines import open_engine
+from workers.engines.open_engine import open_engine
 from workers.host import host_facts
-from workers.host.child_process import answering
 from workers.host.core_claims import CoreClaim, CoresTaken
+from workers.host.json_process import answering
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.neuron_faults import VAGUE, fault_of
 from workers.host.process_tree import end_with

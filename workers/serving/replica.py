@@ -25,7 +25,7 @@ import workers
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
 from workers.batching.batcher import Batcher
-from workers.engines import open_engine
+from workers.engines.open_engine import open_engine
 from workers.host import host_facts
 from workers.host.core_claims import CoreClaim, CoresTaken
 from workers.host.facts.reading import who_holds

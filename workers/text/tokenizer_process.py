@@ -31,7 +31,7 @@ from typing import Any, NoReturn, cast
 
 import msgspec
 
-from workers.host.child_process import environment
+from workers.host.json_process import environment
 from workers.host.process_tree import end_with
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text.tokenizer import (

@@ -12,8 +12,8 @@ from orchestrator.gateway.openai.errors import ApiError
 
 if TYPE_CHECKING:
     from orchestrator.access.keys import ApiKey
+    from orchestrator.gateway.admission.key_limits import Grant
     from orchestrator.gateway.http.connection import HttpConnection
-    from orchestrator.gateway.limits.key_limits import Grant
     from orchestrator.gateway.telemetry.request_spans import TraceHandle
 
 Headers = Sequence[tuple[bytes, bytes]]

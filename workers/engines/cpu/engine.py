@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from transformers.cache_utils import Cache
 
-    from workers.engines import EngineConfig
+    from workers.engines.open_engine import EngineConfig
 
 log = logging.getLogger(__name__)
 

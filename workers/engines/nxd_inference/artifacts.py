@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from workers.engines.file_digests import digest_of, unread_of
+from workers.engines.checkpoint_digests import digest_of, unread_of
 from workers.engines.nxd_inference.config import Settings, lengths, neuron_options
 from workers.engines.nxd_inference.package import (
     DISTRIBUTION,

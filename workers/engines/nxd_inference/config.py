@@ -16,7 +16,7 @@ from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, UNSERVED,
 from workers.messages.engine_protocol import EngineLoadError
 
 if TYPE_CHECKING:
-    from workers.engines import EngineConfig
+    from workers.engines.open_engine import EngineConfig
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # ours -> torch's
 SHORTEST_BUCKET = 128  # tokens; where NxD Inference's own buckets begin (``modules/autobucketing``)

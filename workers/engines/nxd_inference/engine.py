@@ -37,7 +37,7 @@ from workers.neff_cache.compile_units import Buildable, Tell
 from workers.neff_cache.compiled_artifacts import Entry, entry
 
 if TYPE_CHECKING:
-    from workers.engines import EngineConfig
+    from workers.engines.open_engine import EngineConfig
 
 
 log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from workers.neff_cache.predict import Difference, differences
 from workers.neff_cache.record import LOCK_FILE, plain_of, read_record
 
 if TYPE_CHECKING:
-    from workers.engines import EngineConfig
+    from workers.engines.open_engine import EngineConfig
 
 log = logging.getLogger(__name__)
 

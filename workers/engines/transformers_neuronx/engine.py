@@ -42,7 +42,7 @@ from workers.neff_cache.compiled_artifacts import Entry
 if TYPE_CHECKING:
     import torch
 
-    from workers.engines import EngineConfig
+    from workers.engines.open_engine import EngineConfig
 
 log = logging.getLogger(__name__)
 

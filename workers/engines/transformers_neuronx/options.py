@@ -14,7 +14,7 @@ from workers.batching.buckets import checked_buckets, ladder
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError
 
 if TYPE_CHECKING:
-    from workers.engines import EngineConfig
+    from workers.engines.open_engine import EngineConfig
 
 AMP = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # ours -> theirs
 QUANTIZED = {"int8": "s8", "fp8": "f8e4m3fn"}

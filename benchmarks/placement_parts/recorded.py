@@ -7,8 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.placements.exact import Loads
-from benchmarks.placements.fleet import Fleet
+from benchmarks.placement_parts.exact import Loads
+from benchmarks.placement_parts.fleet import Fleet
 
 PATH = Path(__file__).with_name("recorded.json")
 

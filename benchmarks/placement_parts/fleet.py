@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from benchmarks.placements.rules import CORES
+from benchmarks.placement_parts.rules import CORES
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from orchestrator.dispatch.headroom import Headroom
 from orchestrator.dispatch.prefix_index import Sessions, chain
 from orchestrator.dispatch.replica_choice import choose
 from orchestrator.dispatch.wait_prediction import MEAN_SHARE, WaitPrediction, retry_after_s
-from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.request_builder import RequestLimits
 from orchestrator.gateway.serving.model_line import ModelLine
 from orchestrator.gateway.serving.replica_link import ReplicaLink
-from orchestrator.gateway.serving.replica_links import ReplicaLinks
+from orchestrator.gateway.serving.replica_link_pool import ReplicaLinks
 from orchestrator.gateway.serving.scheduling_parameters import SchedulingParameters
 from orchestrator.gateway.serving.ticket import Sink, Ticket, ticket_for
 from orchestrator.gateway.telemetry.request_spans import TraceHandle

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.fleet.core_allocation import core_rows
-from orchestrator.fleet.lifecycle import STARTING, State
+from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
 from orchestrator.scaling.demand_report import AUTOSCALE_S, Counts, DemandReport, DemandWindow, RoutingDecision

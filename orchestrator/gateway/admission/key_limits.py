@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orchestrator.access.keys import ApiKey
 from orchestrator.access.rate_limits import Exceeded, Remaining, duration, remaining, reserve, settle
-from orchestrator.gateway.limits.usage_counts import UsageCounts
+from orchestrator.gateway.admission.usage_counts import UsageCounts
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.placements.fleet import Fleet, Layout, Replica
+from benchmarks.placement_parts.fleet import Fleet, Layout, Replica
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.planner.plan import Plan, Running, plan

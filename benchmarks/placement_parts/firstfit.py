@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from benchmarks.placements.fleet import Machine
-from benchmarks.placements.rules import starts
+from benchmarks.placement_parts.fleet import Machine
+from benchmarks.placement_parts.rules import starts
 
 
 @cache

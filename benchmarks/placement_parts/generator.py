@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from benchmarks.placements.firstfit import FirstFit, openings
-from benchmarks.placements.fleet import Fleet, Machine, Model, Pinned, Replica
-from benchmarks.placements.rules import FAMILY, MEMORY_GIB, STEP
+from benchmarks.placement_parts.firstfit import FirstFit, openings
+from benchmarks.placement_parts.fleet import Fleet, Machine, Model, Pinned, Replica
+from benchmarks.placement_parts.rules import FAMILY, MEMORY_GIB, STEP
 
 KINDS: tuple[tuple[str, ...], ...] = (
     ("inf2.48xlarge",),

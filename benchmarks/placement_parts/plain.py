@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.placements.planner import Arguments
-from benchmarks.placements.rules import starts
+from benchmarks.placement_parts.planner import Arguments
+from benchmarks.placement_parts.rules import starts
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import Host
 from placements.planner.plan import Placement

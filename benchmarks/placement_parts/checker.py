@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from benchmarks.placements.fleet import Fleet, Layout, Replica
-from benchmarks.placements.rules import CORES, MEMORY_GIB, starts
+from benchmarks.placement_parts.fleet import Fleet, Layout, Replica
+from benchmarks.placement_parts.rules import CORES, MEMORY_GIB, starts
 
 
 class InvalidLayout(AssertionError):

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.placements.checker import check
-from benchmarks.placements.firstfit import FirstFit
-from benchmarks.placements.fleet import Fleet, Machine, Model, Replica
-from benchmarks.placements.planner import arguments, layout
+from benchmarks.placement_parts.checker import check
+from benchmarks.placement_parts.firstfit import FirstFit
+from benchmarks.placement_parts.fleet import Fleet, Machine, Model, Replica
+from benchmarks.placement_parts.planner import arguments, layout
 
 HOSTS = 10
 LOAD = 0.8

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from benchmarks.placements.fleet import Fleet, Replica
-from benchmarks.placements.rules import CORES, MEMORY_GIB, starts
+from benchmarks.placement_parts.fleet import Fleet, Replica
+from benchmarks.placement_parts.rules import CORES, MEMORY_GIB, starts
 
 WORKERS = 2
 LEAST_S = 2.0
