@@ -40,7 +40,7 @@ def test_the_wheel_holds_the_three_packages_and_no_tests_or_models(tmp_path: Pat
 @pytest.mark.parametrize(("index", "cuda"), [("", None), ("file:///wheels", "13.0")])
 def test_make_venv_installs_torch_first_and_warns_of_a_cuda_build(index: str, cuda: str | None, tmp_path: Path) -> None:
     """From the index that is set, with pip's progress, and with the size said before."""
-    for name in ("Makefile", "pyproject.toml"):
+    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "torch.py").write_text(f"class version: cuda = {cuda!r}\n")
     made, python = tmp_path / "made", tmp_path / "python3"

@@ -53,8 +53,13 @@ def apart(work: Callable[[Callable[[bytes], None]], int], signals: Collection[in
                 os._exit(code)
     os.close(writing)
     process = os.pidfd_open(child)
+
+    def forward(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it ends just now
+            signal.pidfd_send_signal(process, number)
+
     for number in signals:
-        signal.signal(number, lambda number, _: signal.pidfd_send_signal(process, number))
+        signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _, status = os.waitpid(child, 0)
     for number in signals:  # the child is gone

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.records import journal as module
+from orchestrator.records import journal_fold as module
 from orchestrator.records.journal import Journal, JournalBusy, JournalUnwritable, read
 from orchestrator.records.journal_fold import KEEP_EVENTS, KEEP_REVISIONS, fold
 from orchestrator.records.journal_records import (
@@ -270,7 +270,8 @@ def test_a_command_line_that_is_no_unicode_is_written_with_escapes() -> None:
 
 FILL = """
 import pathlib, resource, signal, sys
-from orchestrator.records.journal import Event, Journal, JournalUnwritable, Scale
+from orchestrator.records.journal import Journal, JournalUnwritable
+from orchestrator.records.journal_records import Event, Scale
 path = pathlib.Path(sys.argv[1])
 most_bytes, limit, kind = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -406,7 +407,8 @@ def test_a_journal_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
 
 HOLD = """
 import pathlib, sys
-from orchestrator.records.journal import Journal, Scale
+from orchestrator.records.journal import Journal
+from orchestrator.records.journal_records import Scale
 journal = Journal(pathlib.Path(sys.argv[1]), most_bytes=300)
 for number in range(20):
     journal.append(Scale(model="m", count=number, by="other"))

@@ -12,7 +12,8 @@ from orchestrator.records.journal import Journal
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from orchestrator.records.journal import Journal, Scale
+from orchestrator.records.journal import Journal
+from orchestrator.records.journal_records import Scale
 
 path, left = Path(sys.argv[1]), int(sys.argv[2])
 armed = False
