@@ -106,6 +106,7 @@ PAGES += [
     )
 ]
 README, CLI, ERRORS, SPEC = ROOT / "README.md", PAGES[2], PAGES[3], PAGES[5]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 API = ROOT / "docs" / "api.md"
 SECURITY = ROOT / "docs" / "security.md"
@@ -1092,6 +1093,12 @@ def test_every_module_of_the_architecture_exists() -> None:
     paths = [f"/{path.relative_to(ROOT)}" for path in SOURCES]
     assert len(named) > 100
     assert {name for name in named if not any(path.endswith(f"/{name}") for path in paths)} == set()
+
+
+def test_every_path_in_contributing_exists() -> None:
+    paths = re.findall(r"`((?:orchestrator|workers|placements|tests|docs)/[a-z_0-9/.]*)`", CONTRIBUTING.read_text())
+    assert len(paths) > 40
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 # Links
