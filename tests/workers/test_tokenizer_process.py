@@ -37,7 +37,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def processes() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """The nursery and all below it; other tests' servers are children of this process as well."""
+    family: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "workers.text.tokenizer_process" in child.cmdline():
+                family += [child, *child.children(recursive=True)]
+    return family
 
 
 def of_template(folder: Path, template: str) -> PromptTokenizer:
