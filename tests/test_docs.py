@@ -96,6 +96,7 @@ PAGES += [
         "on-inf2",
         "engines",
         "from-vllm-and-lmi",
+        "failures",
         "bench",
         "metrics",
         "runbooks",
