@@ -569,7 +569,7 @@ class Gateway:
             try:
                 tokenizer = await self._tokenizers.get(routes.engine, routes.source, routes.tokenizer)
             except ApiError:
-                if not await queue.other_routes(until - time.monotonic()):
+                if not await queue.other_routes(routes, until - time.monotonic()):
                     raise
                 continue
             limits = queue.limits.within(self._settings.max_prompt_tokens)

@@ -26,11 +26,12 @@ from typing import cast
 
 import msgspec
 
-from orchestrator.records.journal_fold import KEEP_EVENTS, fold
+from orchestrator.records.journal_fold import fold
 from orchestrator.records.journal_records import AnyRecord, Damage, Event, JournalState, R, Snapshot
 
 log = logging.getLogger(__name__)
 
+KEEP_EVENTS = 5000
 MOST_BYTES = 16 << 20  # size of the file before compaction
 LOCK_WAIT_S = 3.0  # for the previous holder; a killed process releases it within milliseconds
 LOCK_POLL_S = 0.02

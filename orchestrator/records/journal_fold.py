@@ -26,7 +26,6 @@ from orchestrator.records.journal_records import (
 )
 
 KEEP_REVISIONS = 50
-KEEP_EVENTS = 5000
 KEEP_PINS = 256  # of the latest versions
 KEEP_REPLICAS = 4096  # with known epochs: those of the latest decisions
 

@@ -19,8 +19,8 @@ import msgspec
 import pytest
 
 from orchestrator.records import journal_fold as module
-from orchestrator.records.journal import Journal, JournalBusy, JournalUnwritable, read
-from orchestrator.records.journal_fold import KEEP_EVENTS, KEEP_REVISIONS, fold
+from orchestrator.records.journal import KEEP_EVENTS, Journal, JournalBusy, JournalUnwritable, read
+from orchestrator.records.journal_fold import KEEP_REVISIONS, fold
 from orchestrator.records.journal_records import (
     Cordon,
     Damage,

@@ -160,3 +160,13 @@ async def test_a_full_canary_line_says_when_its_own_next_place_is_free(monkeypat
         queue.submit(request, Nobody())
     assert asked == [1, 0]
     queue.close()
+
+
+async def test_routes_that_changed_before_the_wait_for_them_count() -> None:
+    """The load of a tokenizer can fail just after the update that replaced it: no other update will follow."""
+    queue = ModelQueue(WITHOUT, gateway="g", token="t", credentials=None, wake=lambda name: None)
+    queue.update(msgspec.structs.replace(WITHOUT, tokenizer="other"))
+    assert await queue.other_routes(WITHOUT, 60)
+    assert not await queue.other_routes(queue.routes, 0.01)
+    queue.close()
+    assert not await queue.other_routes(WITHOUT, 60)

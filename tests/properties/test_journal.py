@@ -17,7 +17,7 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.records import journal_fold as module
+from orchestrator.records import journal as module
 from orchestrator.records.journal import Contents, Journal, read
 from orchestrator.records.journal_fold import fold
 from orchestrator.records.journal_records import (

@@ -204,10 +204,14 @@ class ModelQueue:
         self._look_for_outdated(self._lines.tickets)
         self._pump()
 
-    async def other_routes(self, within_s: float) -> bool:
-        """Waits for the next routes while an update holds requests. Returns False if none does, or after
-        ``within_s``."""
-        if self._closed or not self.routes.holds:
+    async def other_routes(self, than: ModelRoutes, within_s: float) -> bool:
+        """Waits for other routes than those that the caller used, while an update holds requests. Returns False if none
+        does, or after ``within_s``."""
+        if self._closed:
+            return False
+        if self.routes is not than:
+            return True
+        if not self.routes.holds:
             return False
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._news.wait(), within_s)
