@@ -38,6 +38,7 @@ from orchestrator.state.quarantine import clear
 from placements.explain.explain import explain
 from placements.explain.remedies import Question
 from placements.facts.core_range import CoreRange
+from placements.facts.plural import counted
 from placements.planner.ledger import Ledger, ledger
 from placements.planner.plan import Running, plan
 from placements.spec.problems import has_errors
@@ -204,7 +205,7 @@ class Operator:
         problems = (*spec_file.problems, *start_problems(spec_file))
         if spec_file.spec is None or has_errors(problems):
             count = sum(problem.severity == "error" for problem in problems)
-            what = f"{file} has {count} error{'' if count == 1 else 's'}: nothing was applied"
+            what = f"{file} has {counted(count, 'error')}: nothing was applied"
             raise Refused("spec-invalid", what, VALIDATE, status=422, problems=problems)
         empty_fleet = plan(spec_file.spec, spec_file.hosts, spec_file.checkpoints)
         missing = [problem for group in empty_fleet.unplaced if group.required for problem in group.problems]

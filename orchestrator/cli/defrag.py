@@ -11,6 +11,7 @@ from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.rollout.defragmentation import defragmentation
 from placements.facts.core_range import CoreRange
+from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
@@ -79,15 +80,13 @@ def _table(data: dict[str, Any], hosts: Sequence[Host]) -> str:
     moves = data["moves"]
     parts = [picture(on_host, hosts_shown, (window["host"], CoreRange.parse(window["cores"])))]
     parts.append("\n".join(move_lines(moves)))
-    count = f"{data['cores']} core{'' if data['cores'] == 1 else 's'}"
+    count = counted(data["cores"], "core")
     where = f"{window['host']} {cores_text(window['cores'])}"
     if not moves:
         parts.append(f"a window of {count} is free: {where}")
     else:
         takes = "" if data["load_s"] is None else f", {seconds(data['load_s'])} of loading"
-        parts.append(
-            f"{len(moves)} move{'' if len(moves) == 1 else 's'} would open a window of {count}: {where}{takes}"
-        )
+        parts.append(f"{counted(len(moves), 'move')} would open a window of {count}: {where}{takes}")
     if data["index"] is not None:
         parts.append(f"check index: {data['index']}")
     return "\n\n".join(part.rstrip("\n") for part in parts if part)

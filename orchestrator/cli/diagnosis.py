@@ -10,6 +10,7 @@ import msgspec
 
 from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, runs_on
+from placements.facts.plural import plural
 from placements.facts.tnx_families import MISREAD_HINT, hides_rope
 from placements.facts.topology import TOPOLOGIES
 from placements.spec.problems import Problem, in_order
@@ -183,8 +184,8 @@ def _core_problems(readings: Readings, held: Mapping[int, Owner]) -> list[Proble
     if readings.fleet is not None or readings.spec is not None:
         for cores, owner in runs(held):
             if owner.pid not in replica_of:
-                s = "s" if len(cores) > 1 else ""
-                message = f"core{s} {cores}: held by pid {owner.pid} ({owner.command or 'its command cannot be read'})"
+                message = f"{plural(len(cores), 'core')} {cores}: "
+                message += f"held by pid {owner.pid} ({owner.command or 'its command cannot be read'})"
                 fleet = f"the fleet {readings.fleet.name}" if readings.fleet else "a corewright fleet"
                 hint = f"it is not a replica of {fleet}: stop it, or add its cores to hosts.reserve.cores"
                 problems.append(Problem("cores-foreign", "warning", "", message, hint))

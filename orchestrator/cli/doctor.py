@@ -27,6 +27,7 @@ from orchestrator.process.version import corewright_version
 from orchestrator.revisions.spec_file import SpecFile, start_problems
 from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, NAMED_ENGINES, resolve
+from placements.facts.plural import counted
 from placements.spec.problems import Problem
 from workers.engines import package_contract
 from workers.engines.package_contract import Drift
@@ -176,7 +177,7 @@ def text(report: Report) -> str:
         rows = [(cores, owner.pid, replica_of.get(owner.pid), owner.command) for cores, owner in runs(report.held)]
         lines += ["", columns(("CORES", "PID", "REPLICA", "COMMAND"), rows)]
     count = len(report.problems)
-    return "\n".join([*lines, "", f"{count} problem{'s' if count > 1 else ''}" if count else "no problems"])
+    return "\n".join([*lines, "", counted(count, "problem") if count else "no problems"])
 
 
 def _row(reading: InterpreterReading) -> tuple[object, ...]:

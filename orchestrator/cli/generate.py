@@ -20,6 +20,7 @@ from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.revisions.spec_file import SpecFile, start_problems
 from orchestrator.starts.offline_configs import OfflineConfigs
+from placements.facts.plural import plural
 from placements.planner.placement import Placement
 from placements.spec.problems import has_errors
 from workers.host import json_process
@@ -71,7 +72,7 @@ def _generate(
     config = _config(offline, placement, home, resources)
     where = placement.host
     if placement.cores is not None:
-        where = f"core{'s' if len(placement.cores) > 1 else ''} {placement.cores} of {where}"
+        where = f"{plural(len(placement.cores), 'core')} {placement.cores} of {where}"
     job = Job(config=config, prompt=question.prompt, parent=os.getpid(), **question.how)
     try:
         _compile(config)

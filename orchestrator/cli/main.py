@@ -32,6 +32,7 @@ from orchestrator.cli.app import (
 from orchestrator.cli.output import Format, complain, say, show, stdout, use_color
 from orchestrator.process.failure import Failed
 from orchestrator.process.version import corewright_version
+from placements.facts.plural import counted
 
 if TYPE_CHECKING:
     from orchestrator.cli.client import AdminClient
@@ -135,7 +136,7 @@ def validate(
     count = len([problem for problem in file.problems if problem.severity == "error"])
     if output is Format.TABLE:
         complain(file.problems)
-        verdict = f"{file.name}: {count} error{'s' if count != 1 else ''}" if count else f"{file.name}: valid"
+        verdict = f"{file.name}: {counted(count, 'error')}" if count else f"{file.name}: valid"
         show(None, output, verdict)
     else:
         show({"problems": [problem.as_dict() for problem in file.problems]}, output, "")

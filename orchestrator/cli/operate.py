@@ -8,6 +8,7 @@ import typer
 
 from orchestrator.cli.app import FormatOption, ModelArgument, app, the_fleet
 from orchestrator.cli.output import Format, show
+from placements.facts.plural import plural
 
 CoresArgument = Annotated[
     str, typer.Argument(metavar="HOST[:CORES]", help="A host, or some of its cores, such as inf2.48xlarge/0:0-3.")
@@ -27,7 +28,7 @@ def scale(
         raise typer.BadParameter(f"{count!r} is neither a number nor auto", param_hint="N|auto")
     number = None if count == "auto" else int(count)
     answer = the_fleet().post("scale", {"model": model, "count": number})
-    replicas = f"{count} replica{'' if number == 1 else 's'}"
+    replicas = f"{count} {plural(number or 0, 'replica')}"
     show(answer, output, f"{model}: {'as the spec says' if number is None else replicas}")
 
 

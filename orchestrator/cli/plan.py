@@ -15,6 +15,7 @@ from orchestrator.process.text_table import columns
 from orchestrator.revisions.spec_file import SpecFile
 from placements.explain.core_map import core_map
 from placements.facts.core_range import CoreRange
+from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.planner.ledger import ledger
 from placements.planner.plan import Placement, Plan, plan
@@ -182,8 +183,7 @@ def _missing(data: dict[str, Any]) -> list[dict[str, str]]:
     rows = []
     for problems in by_reason.values():
         further = len(problems) - 1
-        noun = "replica" if further == 1 else "replicas"
-        more = f" (and {further} more {noun} for the same reason)" if further else ""
+        more = f" (and {counted(further, 'more replica')} for the same reason)" if further else ""
         rows.append({**problems[0], "what": problems[0]["what"] + more})
     return rows
 
@@ -243,7 +243,7 @@ def risks(models: Sequence[dict[str, Any]]) -> list[str]:
     for model in models:
         name, before, outage_s = model["model"], model["replicas"]["before"], model["outage_s"]
         if _action(model) == "delete":
-            warnings.append(f"{name} is deleted, with {before} replica{'' if before == 1 else 's'}")
+            warnings.append(f"{name} is deleted, with {counted(before, 'replica')}")
         elif model["strategy"] and model["possible"] and outage_s != 0.0:
             duration = "an unknown time" if outage_s is None else f"about {seconds(outage_s)}"
             waits = ", and requests wait" if model["strategy"] == "hold" else ""

@@ -28,6 +28,7 @@ import msgspec
 
 from orchestrator.records.journal_fold import fold
 from orchestrator.records.journal_records import AnyRecord, Damage, Event, JournalState, R, Snapshot
+from placements.facts.plural import counted
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def read(data: bytes) -> Contents:
         skipped = place > valid_end
         if skipped:  # 3
             lines = data.count(b"\n", valid_end, place)
-            damage.append(f"bytes {valid_end} to {place - 1} are damaged: {_records(lines)} skipped")
+            damage.append(f"bytes {valid_end} to {place - 1} are damaged: {counted(lines, 'record')} skipped")
         valid_end = begin
         record, seq, kind = _parse(line[9:])
         if seq > state.seq + 1 and not skipped and kind != "snapshot":  # 5
@@ -105,7 +106,7 @@ def read(data: bytes) -> Contents:
             damage.clear()
     lines = data.count(b"\n", valid_end)  # 4
     if lines or _is_valid(data[valid_end:-1]):  # a record with only its newline damaged was valid once
-        what = f"at least {_records(max(lines, 1))} lost"
+        what = f"at least {counted(max(lines, 1), 'record')} lost"
         damage.append(f"bytes {valid_end} to {len(data) - 1}, the last ones, are damaged: {what}")
         return Contents(state, events, valid_end, len(data), damage)
     return Contents(state, events, valid_end, valid_end, damage)
@@ -130,10 +131,6 @@ def _parse(payload: bytes) -> tuple[AnyRecord | None, int, str]:
             return None, 0, "?"
         return None, head.seq, head.kind
     return record, record.seq, str(record.__struct_config__.tag)
-
-
-def _records(count: int) -> str:
-    return "1 record" if count == 1 else f"{count} records"
 
 
 class Journal:

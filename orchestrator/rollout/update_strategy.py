@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.fleet.replica_states import State
 from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_goal
+from placements.facts.plural import plural
 from placements.spec.schema import Pin, Strategy
 
 END_S = 2.0  # from the last answer of a replica until its cores are free: kill and confirmation of death
@@ -73,14 +74,14 @@ def _obstacle(situation: Situation, desired: DesiredModel) -> str | None:
         return "its replica is lent to another model"
     if problem.id != "pin-taken":
         return problem.what
-    plural, are = ("s", "are") if len(pins) > 1 else ("", "is")
-    conflict = f"its pin{plural} {', '.join(map(str, pins))} {are} taken"
+    noun, are = plural(len(pins), "pin"), "are" if len(pins) > 1 else "is"
+    conflict = f"its {noun} {', '.join(map(str, pins))} {are} taken"
     model = desired.model.model_copy(update={"cores": ()})
     models = tuple(model if candidate.name == name else candidate for candidate in situation.spec.models)
     free = replace(situation, spec=situation.spec.model_copy(update={"models": models}))
     without = _obstacle(free, replace(desired, model=model))
     if without is not None:
-        return f"{conflict}, and without the pin{plural} {without}"
+        return f"{conflict}, and without the {noun} {without}"
     places = compute_goal(free.with_desired(replace(desired, model=model))).plan.placements
     host, cores = next(
         (candidate.host, candidate.cores)
@@ -90,7 +91,7 @@ def _obstacle(situation: Situation, desired: DesiredModel) -> str | None:
     range = Pin(cores, host if len(situation.hosts) > 1 else None)
     return (
         f"{conflict} and {_free_cores(situation)} cores are free: with a further range in `cores`, such as {range}, or "
-        f"without the pin{plural}, the new replica would start beside the old one"
+        f"without the {noun}, the new replica would start beside the old one"
     )
 
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from orchestrator.fleet.core_allocation import CoreAllocation, Owner, Place
 from orchestrator.scaling.forecast import Forecast, History, Load
 from orchestrator.scaling.service_capacity import RULES, Rules, ServiceCapacity
+from placements.facts.plural import counted
 
 __all__ = ["RULES", "FleetNow", "History", "Load", "ModelNow", "Objectives", "Rules", "Targets", "autoscale"]
 
@@ -215,7 +216,9 @@ class _Table:
             if model.worth_per_1000 is None:
                 if seat.spare():
                     seat.count -= 1
-                    seat.reason = f"its cores cost {cost:.2f} per hour, and {_replicas(seat.count)} can serve the load"
+                    seat.reason = (
+                        f"its cores cost {cost:.2f} per hour, and {counted(seat.count, 'replica')} can serve the load"
+                    )
                 continue
             worth = self._worth(seat, seat.loss())
             if worth * self.rules.keep_paid < cost:
@@ -267,7 +270,7 @@ class _Table:
             self.promised += retained * seat.model.cores
             if retained < missing:
                 seat.count = len(seat.places) + retained
-                seat.reason = f"no {cores} contiguous free cores for {_replicas(missing - retained)}"
+                seat.reason = f"no {cores} contiguous free cores for {counted(missing - retained, 'replica')}"
 
     # 5.
     def grow(self) -> None:
@@ -327,7 +330,10 @@ class _Table:
                 if seat.reason is None:
                     seat.reason = f"held back: no cores that serve less elsewhere; {self._demand(seat)}"
                 return
-            place, where = offer.place, f"on the cores of {_replicas(sum(offer.removals.values()))} that served less"
+            place, where = (
+                offer.place,
+                f"on the cores of {counted(sum(offer.removals.values()), 'replica')} that served less",
+            )
         self._add(seat, place)
         seat.count = len(seat.places)
         effect = f"one more replica serves {gain:.2f} more requests per second"
@@ -469,7 +475,3 @@ class _Table:
             elif seat.reason is not None:
                 reasons[name] = seat.reason
         return Targets(MappingProxyType(counts), MappingProxyType(reasons))
-
-
-def _replicas(count: int) -> str:
-    return f"{count} replica" if count == 1 else f"{count} replicas"

@@ -51,6 +51,7 @@ from orchestrator.rollout.rollout_step import (
 from orchestrator.rollout.rollout_step import ReplicaTarget as ReplicaTarget
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from orchestrator.scaling.schedules import Bounds, bounds
+from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import Machine
 from placements.spec.problems import Problem
@@ -612,7 +613,7 @@ class FleetState:
                 p.what for unplaced in self.goal.plan.unplaced if unplaced.model == name for p in unplaced.problems
             ]
             detail = f"no place is free, only the new version serves: {missing[0]}" if missing else "starting elsewhere"
-            count = f"{lost[name]} replica{'' if lost[name] == 1 else 's'} of the former version"
+            count = f"{counted(lost[name], 'replica')} of the former version"
             self.record_event("warning", "FormerVersionLost", f"{count} lost: {detail}", model=name)
         self._lost_former = set(lost)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from placements.facts.core_range import CoreRange, ranges
+from placements.facts.plural import counted, plural
 from placements.facts.topology import Host
 from placements.planner.plan import Placement, Plan
 
@@ -147,7 +148,7 @@ def _summarised(drawn: Sequence[_Drawn], pen: _Pen) -> list[str]:
     others = [view for group in pictured[MOST_PICTURES:] for view in group]
     if others:
         used, cores = sum(len(view.taken) for view in others), sum(view.host.cores for view in others)
-        many = f"{len(others)} more hosts" if len(others) > 1 else "1 more host"
+        many = counted(len(others), "more host")
         blocks.append(f"{many}: {used} of {cores} cores in use; `-o json` has every replica\n")
     for group in groups:
         if group[0].empty:
@@ -279,11 +280,11 @@ def _legend(view: _Drawn, pen: _Pen, apart: bool) -> list[str]:
             start = f"{pen.letters[model]} {model}/{own[0].replica}  "
             description = f"{_range(own[0].cores)}, {each}"
         elif own[0].cores is None:
-            description = f"{_replicas(own)}, no cores, {each}"
+            description = f"{counted(len(own), 'replica')}, no cores, {each}"
         else:
             description = ", ".join(f"{placement.replica} on {placement.cores}" for placement in own) + f"; {each}"
             if not apart or len(start) + len(description) + 2 > WIDTH:
-                description = f"{_replicas(own)} of {_cores(len(own[0].cores))}, {each}"
+                description = f"{counted(len(own), 'replica')} of {counted(len(own[0].cores), 'core')}, {each}"
         text = start + description
         if len(text) + 2 > WIDTH:
             text = f"{start.rstrip()}\n      {description}"
@@ -291,23 +292,15 @@ def _legend(view: _Drawn, pen: _Pen, apart: bool) -> list[str]:
     return lines
 
 
-def _replicas(own: Sequence[Placement]) -> str:
-    return "1 replica" if len(own) == 1 else f"{len(own)} replicas"
-
-
 def _range(cores: CoreRange | None) -> str:
     if cores is None:
         return "no cores"
-    return f"core {cores}" if len(cores) == 1 else f"cores {cores}"
-
-
-def _cores(number: int) -> str:
-    return "1 core" if number == 1 else f"{number} cores"
+    return f"{plural(len(cores), 'core')} {cores}"
 
 
 def _threads(counts: Sequence[int]) -> str:
     least, most = min(counts), max(counts)
     if least != most:
         return f"{least} to {most} threads each"
-    noun = "1 thread" if most == 1 else f"{most} threads"
+    noun = counted(most, "thread")
     return noun + (" each" if len(counts) > 1 else "")

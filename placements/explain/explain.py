@@ -9,9 +9,10 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
-from placements.explain.remedies import Question, Suggestion, changed, count_text, place_text, remedies, without
+from placements.explain.remedies import Question, Suggestion, changed, place_text, remedies, without
 from placements.facts.core_range import CoreRange, ranges
 from placements.facts.engines import may_run, resolve, runs_on
+from placements.facts.plural import counted
 from placements.facts.topology import DEGREES, Host, alignment
 from placements.planner.plan import Placement, Running, Unplaced, plan
 from placements.planner.replica_demand import demands, kinds_of, suits
@@ -233,7 +234,7 @@ class _Facts:
         if missing <= 0:
             return ()
         by_id = {constraint.id: constraint for constraint in self._unmet()}
-        more = "" if missing == 1 else f"; {missing} of {count_text(self.asked.target, 'replica')} have no place"
+        more = "" if missing == 1 else f"; {missing} of {counted(self.asked.target, 'replica')} have no place"
         reported: set[str] = set()
         for problem in (problem for unplaced in self._missing for problem in unplaced.problems):
             if problem.id not in reported:  # the text of `plan`, for the first replica
@@ -274,8 +275,8 @@ class _Facts:
         on = Counter(placement.host for placement in asked.placed)
         spread = model.spread
         if judged and spread is not None and all(on[host.name] >= spread.host for host in judged):
-            limit = f"at most {count_text(spread.host, 'replica')} on one host"
-            what = f"{name}: {limit}, and each of {count_text(len(judged), 'host')} has as many"
+            limit = f"at most {counted(spread.host, 'replica')} on one host"
+            what = f"{name}: {limit}, and each of {counted(len(judged), 'host')} has as many"
             yield Constraint("spread-blocks", what, (), "add a host, or raise spread")
         kinds = kinds_of(asked.hosts)
         kind_of = {host.name: kind for host, kind in zip(asked.hosts, kinds.of, strict=True)}
@@ -377,8 +378,8 @@ class _Facts:
         for name, cores in holders[:_MOST_HOLDERS]:
             rival = asked.spec.model(name)
             owner = "itself" if rival is self.model or rival is None else f"priority {rival.priority}"
-            with_replicas = count_text(count[name], "replica")
-            yield f"{name} ({owner}) holds {count_text(cores, 'core')} with {with_replicas}"
+            with_replicas = counted(count[name], "replica")
+            yield f"{name} ({owner}) holds {counted(cores, 'core')} with {with_replicas}"
         if len(holders) > _MOST_HOLDERS:
             other_cores = sum(cores for _, cores in holders[_MOST_HOLDERS:])
             yield f"{len(holders) - _MOST_HOLDERS} more models hold {other_cores} cores"
@@ -393,9 +394,9 @@ class _Facts:
             where = [f"{','.join(ranges(cores))} of {name}" for name, cores in cores_of.items() if cores]
             if where:
                 total = sum(map(len, cores_of.values()))
-                more = f" and {len(where) - _MOST_HOSTS} more hosts" if len(where) > _MOST_HOSTS else ""
+                more = f" and {counted(len(where) - _MOST_HOSTS, 'more host')}" if len(where) > _MOST_HOSTS else ""
                 verb = "is" if total == 1 else "are"
-                yield f"{count_text(total, 'core')} {verb} {word}: {', '.join(where[:_MOST_HOSTS])}{more}"
+                yield f"{counted(total, 'core')} {verb} {word}: {', '.join(where[:_MOST_HOSTS])}{more}"
 
     @cached_property
     def _free(self) -> dict[str, set[int]]:
@@ -459,8 +460,8 @@ class _Facts:
         if model.cores:
             yield "pins", ", ".join(f'"{pin}"' for pin in model.cores), ()
         if model.spread is not None:
-            hosts = count_text(len(asked.own_hosts), "host")
-            yield "spread", f"at most {count_text(model.spread.host, 'replica')} on one of {hosts}", ()
+            hosts = counted(len(asked.own_hosts), "host")
+            yield "spread", f"at most {counted(model.spread.host, 'replica')} on one of {hosts}", ()
         if asked.own_hosts:
             free = sum(len(self._free[host.name]) for host in asked.own_hosts)
             yield "cores", f"{free} of {sum(host.cores for host in asked.own_hosts)} stay free", ()
@@ -536,7 +537,7 @@ class _Facts:
         none = {**asked.wanted, self.model.name: 0}
         alone = plan(asked.spec, asked.hosts, asked.checkpoints, asked.running, none, asked.blocked)
         gained = missing - Counter(replica.model for replica in alone.unplaced)
-        return [f"{count_text(count, 'replica')} of {model}" for model, count in gained.items()]
+        return [f"{counted(count, 'replica')} of {model}" for model, count in gained.items()]
 
 
 def _kind(host: Host) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
 from placements.facts.engines import resolve, runs_on, takes_cores
+from placements.facts.plural import counted, plural
 from placements.facts.topology import DEGREES, TOPOLOGIES, Host, Topology, alignment
 from placements.planner.plan import Placement, Plan, Running, plan
 from placements.planner.replica_demand import suits
@@ -272,7 +273,7 @@ class _Search:
         asked = self._asked
         own = [placement for placement in drawn.placements if placement.model == self._model.name]
         new = [placement for placement in own if placement.running not in asked.running]
-        parts = [f"{len(own)} of {count_text(trial.wanted[self._model.name], 'replica')}"]
+        parts = [f"{len(own)} of {counted(trial.wanted[self._model.name], 'replica')}"]
         if new:
             shown = ", ".join(_spots(new[:_MOST_SPOTS]))
             parts.append(shown + (f" and {len(new) - _MOST_SPOTS} more" if len(new) > _MOST_SPOTS else ""))
@@ -296,7 +297,7 @@ class _Search:
             choices.append(list(cordons))
         for names in choices:
             freed = {name: trial.blocked.get(name, frozenset()) - cordons[name] for name in names}
-            more = f" and {len(names) - 3} more hosts" if len(names) > 3 else ""
+            more = f" and {counted(len(names) - 3, 'more host')}" if len(names) > 3 else ""
             change = ", ".join(f"corewright uncordon {name}" for name in names[:3]) + more
             yield replace(trial, id="uncordon", change=change, blocked={**trial.blocked, **freed})
 
@@ -684,9 +685,4 @@ def place_text(host: str, cores: CoreRange | None) -> str:
     """Returns, for example, "inf2.48xlarge/0 cores 0-7"."""
     if cores is None:
         return host
-    return f"{host} {'core' if len(cores) == 1 else 'cores'} {cores}"
-
-
-def count_text(number: int, noun: str) -> str:
-    """Returns, for example, "1 host" or "2 hosts"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{host} {plural(len(cores), 'core')} {cores}"

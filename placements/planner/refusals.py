@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from placements.facts.core_range import CoreRange
+from placements.facts.plural import counted
 from placements.facts.topology import alignment
 from placements.planner.free_cores import FreeCores, bits, runs
 from placements.planner.grid import windows
@@ -59,7 +60,7 @@ class Refusals:
     def _why_taken(self, number: int, cores: CoreRange) -> str:
         host = self._ground.hosts[number]
         if cores.last >= host.cores:
-            return f"{host.name} has {_count(host.cores, 'core')}"
+            return f"{host.name} has {counted(host.cores, 'core')}"
         holders = []
         for tenant in sorted(self._tenants, key=lambda tenant: (tenant.model, tenant.replica)):
             if tenant.host == number and tenant.mask & bits(cores):
@@ -86,7 +87,7 @@ class Refusals:
         hint = "use fewer replicas, a smaller tp_degree, or more hosts"
         hosts = [i for i, cores in enumerate(ground.cores) if cores]
         if not hosts:
-            return Refusal("no-room", f"needs {_count(tp, 'core')}, but no host has NeuronCores", hint)
+            return Refusal("no-room", f"needs {counted(tp, 'core')}, but no host has NeuronCores", hint)
         hosts = [i for i in hosts if ground.kinds.of[i] in tenant.demand.kinds]
         if not hosts:
             names = sorted({host.topology.instance for host in ground.kinds.hosts if host.topology})
@@ -99,9 +100,9 @@ class Refusals:
         run_of = {i: self._longest(i) for i in hosts}
         best = max(hosts, key=lambda i: run_of[i][1])
         name, (first, length) = ground.hosts[best].name, run_of[best]
-        comparison = f", the longest of {_count(len(hosts), 'host')}" if len(hosts) > 1 else ""
+        comparison = f", the longest of {counted(len(hosts), 'host')}" if len(hosts) > 1 else ""
         if length == 0:
-            where = name if len(hosts) == 1 else f"any of {_count(len(hosts), 'host')}"
+            where = name if len(hosts) == 1 else f"any of {counted(len(hosts), 'host')}"
             return Refusal("no-room", f"{needs}, but none is free on {where}", hint)
         run = f"{length} ({CoreRange.of_length(first, length)}){comparison}"
         step = alignment(ground.family(best), tp).legal
@@ -129,7 +130,7 @@ class Refusals:
         on = Counter(other.host for other in self._tenants if other.model == tenant.model)
         apart = [i for i in hosts if not demand.most or on[i] < demand.most]
         if not apart:
-            where = f"the {_count(len(hosts), 'host')} with {_count(tenant.size, 'free core')}"
+            where = f"the {counted(len(hosts), 'host')} with {counted(tenant.size, 'free core')}"
             have = "has" if len(hosts) == 1 else "have"
             what = f"is limited by spread: at most {demand.most} on a host, and {where} {have} that many"
             return Refusal("spread-blocks", what, "add a host, or raise spread")
@@ -148,7 +149,7 @@ class Refusals:
                 best = max(apart, key=lambda i: supply[i])
                 need = need_of[kinds[best]]
                 what = f"needs {need:.4g} {unit}; {self._ground.hosts[best].name} has {max(0.0, supply[best]):.4g} left"
-                comparison = f", the most of {_count(len(apart), 'host')} with free cores" if len(apart) > 1 else ""
+                comparison = f", the most of {counted(len(apart), 'host')} with free cores" if len(apart) > 1 else ""
                 return Refusal(id, f"{what}{comparison}", hint)
         return Refusal("no-room", "no host has its cores, memory and CPUs free together", "add a host")
 
@@ -160,7 +161,3 @@ def _longest(free: int, cores: int) -> tuple[int, int]:
         if len(run) > best[1]:
             best = (run.first, len(run))
     return best
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

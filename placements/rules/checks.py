@@ -8,6 +8,7 @@ from typing import NamedTuple
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
 from placements.facts.engines import HOST_ENGINES, TNX_UNPADDED, Engine, runs_on, takes_cores
+from placements.facts.plural import counted, plural
 from placements.facts.topology import DEGREES, TOPOLOGIES, Host, Topology, alignment, degree, documented
 from placements.planner.free_cores import FreeCores
 from placements.planner.pins import assign
@@ -107,7 +108,7 @@ def pins_within_max(case: Case) -> Iterator[Problem]:
     """There are at most two pins for each replica: one to run on, one for its next revision."""
     pins, most = case.model.cores, 2 * case.model.replicas.max
     if len(pins) > most:
-        replicas = _count(case.model.replicas.max, "replica")
+        replicas = counted(case.model.replicas.max, "replica")
         what = f"{len(pins)} pins for at most {replicas}: {_quoted(pins[most])} and later pins are never used"
         hint = f"raise replicas.max to {len(pins)}, or remove pins: an update uses at most one more for each replica"
         yield case.problem("too-many-pins", ("cores", most), what, hint)
@@ -155,7 +156,7 @@ def pins_as_long_as_tp(case: Case) -> Iterator[Problem]:
     tp = case.model.tp_degree
     for i, pin in enumerate(case.model.cores):
         if len(pin.cores) != tp and case.hosts:
-            what = f"pin {_quoted(pin)} has {_count(len(pin.cores), 'core')}, but tp_degree is {tp}"
+            what = f"pin {_quoted(pin)} has {counted(len(pin.cores), 'core')}, but tp_degree is {tp}"
             fitting = Pin(CoreRange.of_length(pin.cores.first, tp), pin.host)
             hint = f"pin to {_quoted(fitting)}, or set tp_degree to {len(pin.cores)}"
             yield case.problem("pin-length", ("cores", i), what, hint)
@@ -169,9 +170,9 @@ def degree_is_legal(case: Case) -> Iterator[Problem]:
     legal = [topology for topology in types if case.has_degree(topology)]
     supported = {topology: [tp for tp in DEGREES[topology.family] if tp <= topology.cores] for topology in types}
     if all(tp > topology.cores for topology in types):
-        what = f"tp_degree {tp} exceeds the {_count(types[0].cores, 'core')} of {case.hosts[0].name}"
+        what = f"tp_degree {tp} exceeds the {counted(types[0].cores, 'core')} of {case.hosts[0].name}"
         if len(types) > 1:
-            sizes = _each(types, lambda topology: _count(topology.cores, "core"))
+            sizes = _each(types, lambda topology: counted(topology.cores, "core"))
             what = f"tp_degree {tp} exceeds the cores of every host: {sizes}"
         fitting = sorted({tp for degrees in supported.values() for tp in degrees})
         hint = f"use one of {_listed(fitting)}, or a larger instance type"
@@ -331,7 +332,7 @@ def spread_leaves_room(case: Case) -> Iterator[Problem]:
     hosts = sum(count for host, count in kinds if case.suits(host))
     least = model.replicas.min
     if hosts and least > spread.host * hosts:
-        places = _count(hosts, "suitable host")
+        places = counted(hosts, "suitable host")
         what = f"min {least} of {model.name} exceeds {spread.host} on each of {places}"
         hint = f"add hosts, raise spread.host to {-(-least // hosts)}, or lower replicas.min to {spread.host * hosts}"
         yield case.problem("spread-too-narrow", ("spread",), what, hint)
@@ -410,7 +411,7 @@ def reserve_within_host(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
             where = spec.where(*path, "cores")
             yield Problem("reserve-outside-host", "error", where, what, "reserve cores that exist")
         if host.reserve_vcpus >= len(host.cpus):
-            cpus = _count(len(host.cpus), "CPU")
+            cpus = counted(len(host.cpus), "CPU")
             what = f"reserve.vcpus {host.reserve_vcpus} leaves none of the {cpus} of {host.name}"
             hint = f"reserve at most {len(host.cpus) - 1}"
             yield Problem("reserve-exceeds-host", "error", spec.where(*path, "vcpus"), what, hint)
@@ -465,7 +466,7 @@ def pins_do_not_overlap(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
         rival = next((other for other in movable[:later] if _clash(other, movable[later], surely=True)), None)
         if host is None and rival is not None:
             yield _overlap(
-                spec, movable[later], rival, f", and none of {_count(len(cored), 'host')} has the cores free"
+                spec, movable[later], rival, f", and none of {counted(len(cored), 'host')} has the cores free"
             )
 
 
@@ -494,7 +495,7 @@ def _clash(claim: _Claim, other: _Claim, *, surely: bool) -> bool:
 
 def _overlap(spec: Spec, later: _Claim, earlier: _Claim, further: str = "") -> Problem:
     shared = later.pin.cores.overlap(earlier.pin.cores)
-    cores = f"core {shared}" if shared and len(shared) == 1 else f"cores {shared}"
+    cores = f"{plural(len(shared or ()), 'core')} {shared}"
     other = f'another pin of "{earlier.model}"' if later.model == earlier.model else f'"{earlier.model}"'
     what = f'pin {_quoted(later.pin)} of "{later.model}" shares {cores} with {other}, {_quoted(earlier.pin)}{further}'
     place = spec.where("models", later.model, "cores", later.number)
@@ -520,7 +521,7 @@ def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem
     if worst is not None and worst[0] > worst[1]:
         total, budget, host = worst
         what = (
-            f"replicas could run {total} threads on the {_count(budget, 'CPU')} of {host.name} "
+            f"replicas could run {total} threads on the {counted(budget, 'CPU')} of {host.name} "
             "and slow each other down: use fewer replicas or threads"
         )
         yield Problem("threads-oversubscribed", "warning", spec.where("hosts"), what)
@@ -634,12 +635,8 @@ def _quoted(pin: Pin) -> str:
     return f'"{pin}"'
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _cores(cores: Sequence[int]) -> str:
-    return f"core {cores[0]}" if len(cores) == 1 else f"cores {', '.join(map(str, cores))}"
+    return f"{plural(len(cores), 'core')} {', '.join(map(str, cores))}"
 
 
 def _listed(numbers: Sequence[int], word: str = "and") -> str:

@@ -30,6 +30,7 @@ from placements.facts.engines import (
     runs_on,
     serves,
 )
+from placements.facts.plural import counted
 from placements.facts.tnx_families import MISREAD_HINT, REFUSED, run_length
 from placements.rules.case import Case, FieldRule
 from placements.rules.options.judge import Scope, check_options
@@ -302,7 +303,7 @@ def buckets_are_no_steps(case: Case) -> Iterator[Problem]:
         steps = (1,) if model.draft is None or engine != "nxd-inference" else (1, model.draft.k + 1)
         step = next((step for step in steps if step in model.buckets.prefill), None)
         if engine in case.candidates and step is not None:
-            what = f"buckets.prefill: {engine} would treat a prompt of {_count(step, 'token')} as a decoding step"
+            what = f"buckets.prefill: {engine} would treat a prompt of {counted(step, 'token')} as a decoding step"
             where = ("buckets", "prefill", model.buckets.prefill.index(step))
             yield case.problem("bad-buckets", where, what, "use a longer one")
             return
@@ -473,13 +474,13 @@ def engine_can_share_heads(case: Case) -> Iterator[Problem]:
     elif checkpoint is None:
         return
     elif mode == "shard-over-heads" and checkpoint.kv_heads % tp != 0:
-        why = f"tp_degree {tp} does not divide the {_count(checkpoint.kv_heads, 'KV head')}"
+        why = f"tp_degree {tp} does not divide the {counted(checkpoint.kv_heads, 'KV head')}"
     elif mode == "all-gather-heads":
         width, padding = checkpoint.kv_heads * checkpoint.head_dim, -checkpoint.heads % tp
         if width % tp != 0:
             why = f"tp_degree {tp} does not divide the total KV width, {width}"
         elif padding % checkpoint.kv_heads != 0:
-            why = f"{_count(padding, 'head')} of padding cannot be divided among {checkpoint.kv_heads} KV heads"
+            why = f"{counted(padding, 'head')} of padding cannot be divided among {checkpoint.kv_heads} KV heads"
     if why:
         hint = "use replicated-heads, which is always possible, or remove group_query_attention"
         yield case.problem("gqa-not-divisible", path, f"{mode} is not possible for {model.name}: {why}", hint)
@@ -497,10 +498,6 @@ def _why_no_candidate(case: Case, why: Callable[[Engine], str]) -> str:
     """Returns the first reason if ``why`` excludes all possible engines of the model, else ""."""
     reasons = [why(engine) for engine in case.candidates]
     return reasons[0] if reasons and all(reasons) else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 ENGINE_RULES: tuple[FieldRule, ...] = (
