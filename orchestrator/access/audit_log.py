@@ -7,7 +7,6 @@ refused. Several processes append to the log: the controller, `up`, and the comm
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -21,6 +20,7 @@ import msgspec
 
 from orchestrator.process.failure import Failed
 from orchestrator.process.logs import redacted
+from workers.host import file_lock, private_file
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Audit:
 
     def _lines(self) -> Iterator[AuditLine]:
         decoder = msgspec.json.Decoder(AuditLine)
-        for path in [*(self._rotated(number) for number in range(KEPT, 0, -1)), self.path]:
+        for path in [private_file.rotated(self.path, number) for number in range(KEPT, -1, -1)]:
             try:
                 data = path.read_bytes()
             except FileNotFoundError:
@@ -112,24 +112,13 @@ class Audit:
                 with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
                     yield decoder.decode(text)
 
-    def _rotated(self, number: int) -> Path:
-        return self.path.with_name(f"{self.path.name}.{number}")
-
     def _append(self, line: AuditLine) -> None:
         data = msgspec.json.encode(line) + b"\n"
         try:
             descriptor = self._open()
             try:
-                size = os.fstat(descriptor).st_size
-                if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a crash has truncated a line
-                    data = b"\n" + data
-                try:
-                    if os.write(descriptor, data) != len(data):
-                        raise OSError(28, "No space left on device")
-                    os.fsync(descriptor)
-                except OSError:
-                    os.ftruncate(descriptor, size)
-                    raise
+                joint = b"" if private_file.ends_whole(descriptor) else b"\n"
+                private_file.append(descriptor, joint + data, sync=True)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -141,26 +130,17 @@ class Audit:
         """Returns a descriptor of the locked log; rotates the log first if it is too large. Raises OSError."""
         while True:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(self.path, flags, 0o600)
+            descriptor = private_file.open_to_append(self.path)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                locked = os.fstat(descriptor)
-                current = self.path.stat() if self.path.exists() else None
-                if current is not None and (current.st_ino, current.st_dev) == (locked.st_ino, locked.st_dev):
-                    if locked.st_size < self._max_bytes:
+                file_lock.lock(descriptor)
+                if file_lock.is_at(descriptor, self.path):
+                    if os.fstat(descriptor).st_size < self._max_bytes:
                         return descriptor
-                    self._rotate()
+                    private_file.rotate(self.path, KEPT)
             except OSError:
                 os.close(descriptor)
                 raise
             os.close(descriptor)  # the log was rotated meanwhile: retry with the new file
-
-    def _rotate(self) -> None:
-        for number in range(KEPT - 1, 0, -1):
-            with contextlib.suppress(FileNotFoundError):
-                self._rotated(number).rename(self._rotated(number + 1))
-        self.path.rename(self._rotated(1))
 
 
 def _without_secrets(arguments: Mapping[str, Any]) -> dict[str, Any]:

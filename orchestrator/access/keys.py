@@ -7,7 +7,6 @@ one round of SHA-256 is enough: a slow hash protects passwords that people choos
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import hmac
 import logging
@@ -25,6 +24,7 @@ import msgspec.structs
 
 from orchestrator.process.durations import moment, span_s
 from orchestrator.process.failure import Failed
+from workers.host import file_lock, private_file
 
 log = logging.getLogger(__name__)
 
@@ -339,38 +339,23 @@ class KeyFile:
     def _locked(self) -> Iterator[None]:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            lock = os.open(self.path.with_suffix(".lock"), flags, 0o600)
+            lock = file_lock.opened(self.path.with_suffix(".lock"))
         except OSError as error:
             raise _unwritable(self.path, error) from None
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            file_lock.lock(lock)
             yield
         finally:
             os.close(lock)
 
     def _write(self, keys: Sequence[ApiKey], keyless_until: float | None) -> None:
-        draft = self.path.with_suffix(".new")
         plain = all(_allowance(key) == UNLIMITED for key in keys)
         version: Literal[1, 2, 3] = 3 if keyless_until != CLOSED else 1 if plain else 2
         stored = _StoredKeys(version=version, keys=list(keys), keyless_until=keyless_until)
         data = msgspec.json.format(msgspec.json.encode(stored), indent=2)
         try:
-            draft.unlink(missing_ok=True)  # a leftover file could be readable by other users
-            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.rename(self.path)
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            private_file.replace(self.path, data, sync=True)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
             raise _unwritable(self.path, error) from None
 
 

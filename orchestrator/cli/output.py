@@ -42,13 +42,14 @@ def libraries_to_log(path: Path) -> Iterator[None]:
 
     Raises Failed if the log cannot be opened."""
     from orchestrator.process.home import written
+    from workers.host import private_file
     from workers.host.host_facts import cut_log
 
     with written(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with contextlib.suppress(OSError):  # the log does not exist yet
             cut_log(path)
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        log = private_file.open_to_append(path)
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)

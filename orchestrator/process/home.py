@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
 import shlex
@@ -20,7 +19,7 @@ import msgspec
 import psutil
 
 from orchestrator.process.failure import Failed
-from workers.host import lifetime
+from workers.host import file_lock, lifetime, private_file
 
 FLEET_VARIABLE = "COREWRIGHT_FLEET"  # in the environment of every process of a fleet, set before Ray starts
 
@@ -149,7 +148,7 @@ class Home:
             return
         os.environ["RAY_AUTH_MODE"] = "token"
         if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
-            with written(self.ray_token_file), os.fdopen(create_anew(self.ray_token_file), "w") as file:
+            with written(self.ray_token_file), os.fdopen(private_file.create(self.ray_token_file), "w") as file:
                 file.write(secrets.token_hex(32))
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(self.ray_token_file)
 
@@ -173,15 +172,9 @@ class Home:
     def lock(self) -> int | None:
         """Lock the home for this daemon until the process ends. Returns the descriptor to keep open; None if another
         daemon holds the lock. Raises Failed if the home cannot be written."""
-        flags, path = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, self.path / "daemon.lock"
+        path = self.path / "daemon.lock"
         with written(path):
-            descriptor = os.open(path, flags, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        return descriptor
+            return file_lock.take(path)
 
     def read_record(self) -> FleetRecord | None:
         """Returns the record of the last `up`, running or not; None if there is none, or it cannot be read."""
@@ -192,16 +185,9 @@ class Home:
 
     def write_record(self, record: FleetRecord) -> None:
         """Write the record atomically, for this user only (it holds the token). Raises Failed."""
-        draft = self.record_file.with_suffix(".new")
-        try:
-            with written(self.record_file):
-                with os.fdopen(create_anew(draft), "wb") as file:
-                    file.write(msgspec.json.format(msgspec.json.encode(record), indent=2))
-                draft.rename(self.record_file)
-        except Failed:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
-            raise
+        content = msgspec.json.format(msgspec.json.encode(record), indent=2)
+        with written(self.record_file):
+            private_file.replace(self.record_file, content)
 
     def forget_fleet(self) -> None:
         """Remove the record and the sockets of a fleet that has ended."""
@@ -243,12 +229,6 @@ def remedy(error: OSError) -> str:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     first = "free some space, or inodes (df -h, df -i)" if full else "make it writable for this user"
     return f"{first}; or set COREWRIGHT_HOME to another folder"
-
-
-def create_anew(path: Path) -> int:
-    """Returns the descriptor of a new file that only this user can read; replaces an old one. Raises OSError."""
-    path.unlink(missing_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def fleet_processes(home: Home, fleet: str) -> list[psutil.Process]:

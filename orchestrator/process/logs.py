@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -25,6 +24,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 import msgspec.structs
+
+from workers.host import file_lock, private_file
 
 LogFormat = Literal["text", "json"]
 OURS = ("orchestrator", "workers", "placements", "asyncio", "concurrent", "py.warnings")
@@ -68,47 +69,30 @@ class LogFile:
         """Raises OSError if the file cannot be opened."""
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = self._open()
+        self._descriptor = private_file.open_to_append(path)
 
     def write(self, text: str) -> None:
         """Raises OSError, such as on a full disk."""
         with contextlib.suppress(OSError):  # the folder is gone or not writable; the open file still is
             self._follow()
-        data = memoryview(text.encode(errors="replace"))
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+        private_file.write_all(self._descriptor, text.encode(errors="replace"))
 
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
     def _follow(self) -> None:
         """Rotate the file if it is too large, and open the new one if this or another process has rotated it."""
-        if self._is_current() and os.fstat(self._descriptor).st_size < MAX_FILE_BYTES:
+        if file_lock.is_at(self._descriptor, self._path) and os.fstat(self._descriptor).st_size < MAX_FILE_BYTES:
             return
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        file_lock.lock(self._descriptor)
         try:
-            if self._is_current():  # again, under the lock
-                for number in range(KEPT, 0, -1):
-                    newer = self._rotated(number - 1) if number > 1 else self._path
-                    with contextlib.suppress(FileNotFoundError):
-                        newer.replace(self._rotated(number))
-            opened = self._open()
+            if file_lock.is_at(self._descriptor, self._path):  # again, under the lock
+                private_file.rotate(self._path, KEPT)
+            opened = private_file.open_to_append(self._path)
         finally:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            file_lock.unlock(self._descriptor)
         os.close(self._descriptor)
         self._descriptor = opened
-
-    def _is_current(self) -> bool:
-        try:
-            return os.path.samestat(self._path.stat(follow_symlinks=False), os.fstat(self._descriptor))
-        except FileNotFoundError:
-            return False
-
-    def _rotated(self, number: int) -> Path:
-        return self._path.with_name(f"{self._path.name}.{number}")
 
 
 class Sink(Protocol):

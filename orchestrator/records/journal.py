@@ -12,13 +12,12 @@ events; until then it also keeps records of kinds unknown to this version.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -29,6 +28,7 @@ import msgspec
 from orchestrator.records.journal_fold import fold
 from orchestrator.records.journal_records import AnyRecord, Damage, Event, JournalState, R, Snapshot
 from placements.facts.plural import counted
+from workers.host import file_lock, private_file
 
 log = logging.getLogger(__name__)
 
@@ -233,11 +233,11 @@ class Journal:
     def _open(self, path: Path) -> int:
         _draft(path).unlink(missing_ok=True)
         is_new = not path.exists()
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        file = private_file.open_to_append(path)
         try:
             os.fchmod(file, 0o600)
             if is_new:
-                _sync_folder(path)
+                private_file.sync_names(path.parent)
             data = path.read_bytes()
             contents = read(data)
             self._state, self._events, self._size = contents.state, contents.events, contents.kept
@@ -260,7 +260,7 @@ class Journal:
             if self._suspect:
                 self._rewrite(path)
             file, line = self._descriptor(), self._joint + line
-            _write_all(file, [line])
+            private_file.write_all(file, line)
         except OSError as error:
             self._cut_back()
             raise _unwritable(path, error) from error
@@ -296,13 +296,13 @@ class Journal:
     def _rewrite(self, path: Path) -> None:
         """Replace the file by one with the state and the newest events. Raises OSError; the old file stays in use until
         the rename."""
-        _draft(path).unlink(missing_ok=True)
-        new = os.open(_draft(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        new = private_file.create(_draft(path))
         try:
             # The state comes first: a truncated file must not lose it.
             snapshot = Snapshot(seq=self._state.seq, at=self._clock(), state=self._state)
             lines = [_line(_encoder.encode(record)) for record in (snapshot, *self._events)]
-            _write_all(new, lines)
+            for line in lines:
+                private_file.write_all(new, line)
             os.fsync(new)
             _draft(path).rename(path)
         except BaseException:
@@ -316,15 +316,14 @@ class Journal:
         self._joint = b""
         self._compact_at = max(self._most_bytes, 2 * self._size)
         self._suspect = True  # until the rename is synced, a power failure could restore the old file
-        _sync_folder(path)
+        private_file.sync_names(path.parent)
         self._suspect = False
 
 
 def _save_torn(path: Path, torn: bytes) -> None:
     """Save the bytes that are cut off, for inspection."""
     try:
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with os.fdopen(private_file.create(path), "wb") as file:
             file.write(torn)
     except OSError as error:  # the controller must also start on a full disk
         log.error("the %d bytes cut off at the end could not be saved: %s", len(torn), error.strerror)
@@ -337,19 +336,11 @@ def _draft(path: Path) -> Path:
 
 def _lock(path: Path, wait_s: float) -> int:
     """Returns a descriptor that holds the lock until it is closed. Raises JournalBusy, OSError."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    lock = os.open(path.with_name(path.name + ".lock"), flags, 0o600)
-    deadline = time.monotonic() + wait_s
+    lock = file_lock.opened(path.with_name(path.name + ".lock"))
     try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    holder = os.pread(lock, 32, 0).decode(errors="replace") or "unknown"
-                    raise JournalBusy(f"{path} is held by another process (pid {holder})") from None
-                time.sleep(LOCK_POLL_S)
+        if not file_lock.lock_within(lock, wait_s, LOCK_POLL_S):
+            holder = os.pread(lock, 32, 0).decode(errors="replace") or "unknown"
+            raise JournalBusy(f"{path} is held by another process (pid {holder})")
         with contextlib.suppress(OSError):  # only for the message above; the disk may be full
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
@@ -357,22 +348,6 @@ def _lock(path: Path, wait_s: float) -> int:
         os.close(lock)
         raise
     return lock
-
-
-def _write_all(file: int, lines: Iterable[bytes]) -> None:
-    """Write each line with one call. After a partial write, the next call raises its cause."""
-    for line in lines:
-        remainder = memoryview(line)
-        while remainder:
-            remainder = remainder[os.write(file, remainder) :]
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _unwritable(path: Path, error: OSError) -> JournalUnwritable:

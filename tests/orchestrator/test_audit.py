@@ -77,7 +77,8 @@ def test_a_part_of_a_line_is_taken_back(audit: Audit, monkeypatch: pytest.Monkey
     """As a file system writes it that fills up in the midst of it."""
     audit.begin("up", "up", {})
     before, write = audit.path.read_bytes(), os.write
-    monkeypatch.setattr(audit_module.os, "write", lambda file, data: write(file, data[:10]))
+    writes = iter((lambda file, data: write(file, data[:10]), full))
+    monkeypatch.setattr(audit_module.os, "write", lambda file, data: next(writes)(file, data))
     with pytest.raises(Failed):
         audit.begin("up", "end", {})
     assert audit.path.read_bytes() == before

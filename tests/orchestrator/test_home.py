@@ -13,11 +13,12 @@ from orchestrator.access.keys import KeyFile
 from orchestrator.cli.main import run
 from orchestrator.cli.output import libraries_to_log
 from orchestrator.daemon.settings import resolve
-from orchestrator.gateway.telemetry import peers, recorder
+from orchestrator.gateway.telemetry import recorder
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home, daemon_alive
 from orchestrator.records.journal import Journal, JournalUnwritable
 from orchestrator.records.journal_records import Scale
+from workers.host import file_lock
 from workers.host.host_facts import cut_log
 from workers.host.json_process import start as start_child
 from workers.host.lifetime import process_start
@@ -159,7 +160,7 @@ def _log(home: Home) -> None:
         ("logs/x", lambda home: start_child(["json.tool"], python=None, env={}, log_file=str(home.logs / "x"))),
         ("logs/x", lambda home: _redirect_output(home.logs / "x")),
         ("logs/x", lambda home: recorder._opened(home.logs / "x")),
-        ("logs/x", lambda home: peers._locked(home.logs / "x")),
+        ("logs/x", lambda home: file_lock.take(home.logs / "x")),
     ],
     ids=["journal", "journal.lock", "daemon.lock", "keys.lock", "cli log", "child", "replica", "trace", "seat"],
 )

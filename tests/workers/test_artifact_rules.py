@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 from collections.abc import Callable
@@ -596,12 +595,12 @@ def test_what_somebody_faster_has_compiled_is_not_emptied(tmp_path: Path, monkey
     """Two have found it missing; the second gets hold of it alone when the first has finished."""
     acquire, faster = compiled_artifacts._acquire, compiled_artifacts.peek(tmp_path, MANIFEST)
 
-    def late(lock: int, kind: int, path: Path) -> None:
-        if kind == fcntl.LOCK_EX and not faster.complete:
+    def late(lock: int, path: Path, *, shared: bool) -> None:
+        if not shared and not faster.complete:
             faster.path.mkdir()
             (faster.path / "a.neff").write_text("NEFF")
             faster.finish()
-        acquire(lock, kind, path)
+        acquire(lock, path, shared=shared)
 
     monkeypatch.setattr(compiled_artifacts, "_acquire", late)
     with entry(tmp_path, MANIFEST) as found:

@@ -29,7 +29,7 @@ from workers.artifacts.store.eviction import DiskRoom
 from workers.artifacts.store.file_digests import Digests
 from workers.artifacts.store.manifest import OURS, WHOLE, Artifact
 from workers.artifacts.store.store import Store
-from workers.host import lifetime
+from workers.host import file_lock, lifetime
 
 BIG = "sub/model-2.safetensors"
 FILES = {"config.json": b"{}", "model-1.safetensors": b"a" * 200_000, BIG: os.urandom(300_000)}
@@ -686,7 +686,7 @@ def test_a_lock_ends_with_its_holder_and_not_with_a_child_of_it(tmp_path: Path) 
     with locks.exclusive(tmp_path / "lock") as lock:
         childs = os.dup(lock)
     try:
-        assert not locks.is_held(tmp_path / "lock")
+        assert not file_lock.is_locked(tmp_path / "lock")
     finally:
         os.close(childs)
 
@@ -841,7 +841,7 @@ import ctypes, json, sys
 from pathlib import Path
 from tests.workers.fake_remote import FakeRemote
 from workers.artifacts.sources.listing import SourceError
-from workers.artifacts.store.locks import is_held
+from workers.host.file_lock import is_locked
 from workers.artifacts.store.store import Store
 from workers.artifacts.store.artifact_uses import using
 
@@ -854,7 +854,7 @@ for text in ("ab", "xy"):
         artifact = store.get(remote)
         with using(artifact.folder):
             names = sorted(path.name for path in Path(artifact.folder).iterdir())
-            told.append([names, remote.moved, is_held(store.root / "locks" / f"{artifact.key}.use")])
+            told.append([names, remote.moved, is_locked(store.root / "locks" / f"{artifact.key}.use")])
     except SourceError as error:
         told.append([error.id, str(store.root) in error.what])
 print(json.dumps(told))

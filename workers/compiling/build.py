@@ -21,11 +21,10 @@ from typing import Any, Literal
 import msgspec
 
 from workers.artifacts.sources.listing import SourceError
-from workers.artifacts.store import locks
 from workers.artifacts.store.artifact_uses import using
 from workers.engines.checkpoint_files import check_checkpoint
 from workers.engines.open_engine import hide_progress_bars
-from workers.host import host_facts
+from workers.host import file_lock, host_facts
 from workers.host.json_process import answering
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.neuron_faults import VAGUE, fault_of
@@ -173,7 +172,7 @@ def _provide(config: ReplicaConfig, unit: Buildable, tell: Tell, push: bool, out
     def working(phase: Any, done: int = 0, total: int = 0) -> None:
         tell(Working(key=key, role=unit.role, phase=phase, done=done, total=total))
 
-    if locks.is_held(path.with_name(f"{key}.lock")):
+    if file_lock.is_locked(path.with_name(f"{key}.lock")):
         working("waiting")
     with entry(Path(config.compiled), unit.manifest, unit.is_whole) as held:
         if not held.complete:

@@ -6,15 +6,15 @@ message of the Neuron runtime, so that both are handled alike.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from placements.facts.core_range import runs
+from workers.host import file_lock
 
 LOOK_S = 0.1  # `held_cores` holds a lock for microseconds
+POLL_S = 0.001
 
 
 class CoresTaken(Exception):
@@ -47,10 +47,9 @@ class CoreClaim:
         self._files: list[int] = []
         folder.mkdir(parents=True, exist_ok=True)
         taken: dict[int, int | None] = {}
-        deadline = time.monotonic() + LOOK_S
         for core in self.cores:
-            descriptor = os.open(_lock_file(folder, core), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            if _lock(descriptor, deadline):
+            descriptor = file_lock.opened(_lock_file(folder, core))
+            if file_lock.lock_within(descriptor, 0.0 if taken else LOOK_S, POLL_S):
                 self._files.append(descriptor)
             else:
                 taken[core] = _owner(descriptor)
@@ -74,25 +73,11 @@ def held_cores(folder: Path) -> dict[int, int | None]:
     for path in sorted(folder.glob("nc*.lock")):
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            held[int(path.stem.removeprefix("nc"))] = _owner(descriptor)
+            if not file_lock.try_lock(descriptor, shared=True):
+                held[int(path.stem.removeprefix("nc"))] = _owner(descriptor)
         finally:
             os.close(descriptor)
     return held
-
-
-def _lock(descriptor: int, deadline: float) -> bool:
-    """Tries to lock until the deadline, since `held_cores` may hold the lock briefly; returns whether it succeeded."""
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.001)
-        else:
-            return True
 
 
 def _lock_file(folder: Path, core: int) -> Path:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from workers.host import host_facts
+from workers.host import host_facts, private_file
 from workers.messages.replica_config import NEVER_SET
 
 
@@ -30,7 +30,7 @@ def start(
     Path(log_file).parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):  # no log yet
         host_facts.cut_log(Path(log_file))
-    log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    log = private_file.open_to_append(Path(log_file))
     try:
         return subprocess.Popen(
             [python or sys.executable, "-m", *arguments],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from workers.host import file_lock
 from workers.host.process_tree import watched
 from workers.messages.engine_protocol import EngineLoadError
 from workers.neff_cache.file_states import Part, parts, sync_folder, sync_to_disk
@@ -108,7 +108,7 @@ def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bo
     name = held.path.name
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = file_lock.opened(root / f"{name}.lock")
     except OSError as error:
         if not held.complete:
             raise _unwritable(root, error) from error
@@ -126,7 +126,7 @@ def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bo
         if exclusive:
             os.ftruncate(lock, 0)
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked inside has it open, too
+            file_lock.unlock(lock)  # a child that was forked inside has it open, too
         os.close(lock)
 
 
@@ -144,28 +144,26 @@ def _unwritable(root: Path, error: OSError) -> EngineLoadError:
 def _hold(lock: int, held: Entry) -> bool:
     """Locks the entry; True: exclusively, and emptied."""
     try:
-        _acquire(lock, fcntl.LOCK_SH, held.path)
+        _acquire(lock, held.path, shared=True)
         while not held.complete:
-            _acquire(lock, fcntl.LOCK_EX, held.path)  # releases the shared lock first, so that no two deadlock
+            _acquire(lock, held.path, shared=False)  # releases the shared lock first, so that no two deadlock
             if not held.complete:
                 _begin(lock, held.path)
                 return True
-            _acquire(lock, fcntl.LOCK_SH, held.path)  # another process was faster
+            _acquire(lock, held.path, shared=True)  # another process was faster
     except OSError as error:
         raise _unwritable(held.path.parent, error) from error
     return False
 
 
-def _acquire(lock: int, kind: int, path: Path) -> None:
-    try:
-        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+def _acquire(lock: int, path: Path, *, shared: bool) -> None:
+    if file_lock.try_lock(lock, shared=shared):
         return
-    except BlockingIOError:
-        holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
+    holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
     began = time.monotonic()
     log.info("waiting for the process that holds %s%s", path, f": {holder}" if holder else "")
     with SPENT.running():
-        fcntl.flock(lock, kind)
+        file_lock.lock(lock, shared=shared)
     log.info("waited %.0f s for %s", time.monotonic() - began, path)
 
 

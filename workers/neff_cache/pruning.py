@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from workers.host import file_lock
 from workers.neff_cache import compiler_cache
 from workers.neff_cache.compiled_artifacts import MANIFEST
 from workers.neff_cache.compiler_cache import NEFF
@@ -141,7 +142,7 @@ def _kept(folder: Path, is_mine: bool = False) -> Kept:
     if finished:
         state = "damaged" if missing else "whole"
     else:
-        state = "compiling" if not is_mine and _is_held(lock) else "unfinished"
+        state = "compiling" if not is_mine and _is_compiling(lock) else "unfinished"
     return Kept(
         name=folder.name,
         state=state,
@@ -152,18 +153,10 @@ def _kept(folder: Path, is_mine: bool = False) -> Kept:
     )
 
 
-def _is_held(lock: Path) -> bool:
-    try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
+def _is_compiling(lock: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return file_lock.is_locked(lock, shared=True)
+    return False
 
 
 def _remove_unused(root: Path, name: str, older_than_s: float) -> Removed | None:
@@ -172,11 +165,12 @@ def _remove_unused(root: Path, name: str, older_than_s: float) -> Removed | None
     Removes the manifest first, so that a kill in between leaves nothing complete.
     """
     try:
-        lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = file_lock.take(root / f"{name}.lock")
     except OSError:
         return None
+    if lock is None:
+        return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         now = _kept(root / name, is_mine=True)
         if not (why := _reason_to_remove(now, older_than_s)):
             return None

@@ -26,7 +26,7 @@ from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
 from workers.batching.batcher import Batcher
 from workers.engines.open_engine import open_engine
-from workers.host import host_facts
+from workers.host import host_facts, private_file
 from workers.host.core_claims import CoreClaim, CoresTaken
 from workers.host.facts.reading import who_holds
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
@@ -331,7 +331,7 @@ def _show_log(path: Path, name: str) -> None:
 def _redirect_output(path: Path) -> None:
     """Redirect file descriptors 1 and 2, including the output of C libraries, to the replica's log."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    descriptor = private_file.open_to_append(path)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)

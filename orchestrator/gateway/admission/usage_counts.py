@@ -8,7 +8,6 @@ memory: a truncated mapping would kill the process with a signal.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
@@ -19,12 +18,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from orchestrator.access.rate_limits import DEBT, MINUTE_S, SKEW_S, Counts
+from workers.host import file_lock
 
 log = logging.getLogger(__name__)
 
 CELLS = 2**16  # a key file holds some 50,000 keys; the file is sparse
 PROBES = 8  # consecutive cells in which a key may be
-SPIN_S = 0.0002  # another gateway holds the lock for some 10 us
+POLL_S = 0.0002  # another gateway holds the lock for some 10 us
 LOCK_S = 0.05  # longest wait for the lock: its holder may be descheduled, but after this time it is stopped
 CHECK_S = 1.0  # between two checks that the file is still the one that the others use
 ALIVE_S = 0.25  # how long the result of a liveness check holds
@@ -115,30 +115,22 @@ class UsageCounts:
         if self._file is None:
             return None
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._wait_for_lock(self._file)
+            if not file_lock.try_lock(self._file):
+                self._wait_for_lock(self._file)
+        except OSError as error:
+            self._drop_file(error)
         return self._read(id, now)
 
     def _end(self) -> None:
         if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            file_lock.unlock(self._file)
 
     def _wait_for_lock(self, file: int) -> None:
         """Waits for the lock that another gateway holds, but not for a stopped gateway: then a count may be lost, but
         no request."""
-        began = at = time.monotonic()
-        deadline = began + LOCK_S if began >= self._no_wait_before else began
-        while at < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                if at > began + SPIN_S:
-                    time.sleep(SPIN_S)
-                at = time.monotonic()
-            else:
-                return
-        self._no_wait_before = max(self._no_wait_before, at + CHECK_S)
+        wait_s = LOCK_S if time.monotonic() >= self._no_wait_before else 0.0
+        if not file_lock.lock_within(file, wait_s, POLL_S):
+            self._no_wait_before = max(self._no_wait_before, time.monotonic() + CHECK_S)
 
     def _read(self, id: str, now: float) -> bytearray | None:
         """Returns the key's cell, an empty one for a new key; None when the file cannot be read."""
@@ -196,16 +188,16 @@ class UsageCounts:
             return
         self._checked_at = now
         try:
-            if self._file is None or not _is_same_file(self._file, self._path):
+            if self._file is None or not file_lock.is_at(self._file, self._path):
                 self._open()
-            if self._lock is None or not _is_same_file(self._lock, self._lock_path(self._number)):
+            if self._lock is None or not file_lock.is_at(self._lock, self._lock_path(self._number)):
                 self._join()
         except OSError as error:
             self._drop_file(error)
 
     def _open(self) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        opened = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        opened = file_lock.opened(self._path)
         if self._file is not None:
             os.close(self._file)
         self._file = opened
@@ -232,17 +224,12 @@ class UsageCounts:
             os.close(self._lock)
         self._lock = self._number = None
         for number in range(self._places):
-            path = self._lock_path(number)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(descriptor)
-                continue
-            self._stamp = secrets.randbits(31) + 1
-            os.pwrite(descriptor, self._stamp.to_bytes(4, "little"), 0)
-            self._lock, self._number = descriptor, number
-            return
+            descriptor = file_lock.take(self._lock_path(number))
+            if descriptor is not None:
+                self._stamp = secrets.randbits(31) + 1
+                os.pwrite(descriptor, self._stamp.to_bytes(4, "little"), 0)
+                self._lock, self._number = descriptor, number
+                return
 
     def _requests_elsewhere(self, data: bytearray, room: int, now: float) -> int:
         """Returns the requests of the other gateways. Liveness is checked only when they fill the ``room``; the entries
@@ -265,19 +252,13 @@ class UsageCounts:
         if last_stamp == stamp and abs(now - at) < ALIVE_S:
             return True
         try:
-            descriptor = os.open(self._lock_path(number), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            path = self._lock_path(number)
+            alive = path.read_bytes()[:4] == stamp.to_bytes(4, "little") and file_lock.is_locked(path, shared=True)
         except OSError:
             return False
-        try:
-            if os.pread(descriptor, 4, 0) != stamp.to_bytes(4, "little"):
-                return False
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:  # its process holds it
+        if alive:
             self._alive[number] = (stamp, now)
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+        return alive
 
 
 def _counts(data: bytearray) -> Counts:
@@ -287,12 +268,3 @@ def _counts(data: bytearray) -> Counts:
 
 def _home_cell(id: str) -> int:
     return int(id, 16) % (CELLS - PROBES)
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    """Returns whether the path still leads to the open file."""
-    try:
-        current, opened = path.stat(), os.fstat(descriptor)
-    except OSError:
-        return False
-    return (current.st_ino, current.st_dev) == (opened.st_ino, opened.st_dev)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -24,7 +23,7 @@ import msgspec
 
 from orchestrator.gateway.telemetry.gateway_watch import BUSY_S, HUNG_S, GatewayBeat, GatewayWatch, is_busy
 from orchestrator.process.awake_clock import AwakeClock
-from workers.host import host_facts
+from workers.host import file_lock, host_facts
 from workers.messages.metric_family import MetricFamily
 
 log = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class Peers:
         soon as its process ends, however it ends. Raises OSError when the folder cannot be written."""
         self._seats.mkdir(parents=True, exist_ok=True, mode=0o700)
         number = 0
-        while (lock := _locked(self._seats / f"{number}.lock")) is None:
+        while (lock := file_lock.take(self._seats / f"{number}.lock")) is None:
             number += 1
             if number == self._gateways:
                 return False
@@ -150,16 +149,3 @@ async def _fetch(path: Path) -> list[MetricFamily] | None:
     finally:
         if writer is not None:
             writer.close()
-
-
-def _locked(path: Path) -> int | None:
-    """Returns the descriptor of a lock that ends with this process; None when another process holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            return None
-        raise
-    return descriptor

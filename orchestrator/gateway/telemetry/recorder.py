@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from orchestrator.records.request_traces import parts
+from workers.host import private_file
 
 log = logging.getLogger(__name__)
 
@@ -133,9 +134,12 @@ class RequestRecorder:
         if files:
             start, last = files[-1]
             size = last.stat().st_size
-            if size < self._file_bytes and _ends_whole(last, size):
-                self._written = size
-                return _opened(last)
+            if size < self._file_bytes:
+                file = _opened(last)
+                if private_file.ends_whole(file.fileno()):
+                    self._written = size
+                    return file
+                file.close()
             start += size
         self._make_room()
         self._written = 0
@@ -162,14 +166,4 @@ class RequestRecorder:
 
 
 def _opened(path: Path) -> BinaryIO:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-    return os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
-
-
-def _ends_whole(path: Path, size: int) -> bool:
-    """Returns whether the last line is complete."""
-    if not size:
-        return True
-    with path.open("rb") as stream:
-        stream.seek(-1, os.SEEK_END)
-        return stream.read(1) == b"\n"
+    return os.fdopen(private_file.open_to_append(path), "wb", buffering=0)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from workers.artifacts.sources.listing import SourceError, Stopped
-from workers.artifacts.store import locks, manifest
+from workers.artifacts.store import manifest
 from workers.artifacts.store.artifact_uses import uses_of
+from workers.host import file_lock
 
 LOOK_S = 0.05
 HANDOVER_S = 15.0
@@ -58,7 +59,7 @@ def _wait_while(lacks: Callable[[], bool], folder: Path, state: str, stop: threa
     stop, since, uses = stop or threading.Event(), time.monotonic(), uses_of(folder)
     while uses is not None and lacks():
         now = time.monotonic()
-        if locks.is_held(uses.flight(folder.name)):
+        if file_lock.is_locked(uses.flight(folder.name)):
             since = now
         elif now - since > HANDOVER_S and lacks():
             message = f"the fetch into {folder} ended before {state}"

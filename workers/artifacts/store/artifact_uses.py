@@ -11,6 +11,7 @@ from pathlib import Path
 
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store import locks
+from workers.host import file_lock
 
 
 class ArtifactUses:
@@ -51,7 +52,7 @@ class ArtifactUses:
 
     def is_busy(self, key: str) -> bool:
         """Returns whether the artifact is being fetched or used."""
-        return locks.is_held(self.flight(key)) or locks.is_held(self.use(key))
+        return file_lock.is_locked(self.flight(key)) or file_lock.is_locked(self.use(key))
 
     def known(self) -> set[str]:
         """Returns the keys of all lock files."""

@@ -16,6 +16,7 @@ from workers.artifacts.store import locks, manifest
 from workers.artifacts.store.artifact_uses import ArtifactUses
 from workers.artifacts.store.blobs import Blobs
 from workers.artifacts.store.budget import FIXED_S, Entry, choose_evictions, occupied_bytes
+from workers.host import file_lock
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class DiskRoom:
         promised = max(0, listing.bytes - _blocks(folder))
         for other in self.folders():
             fetch = manifest.unfinished(other)
-            if other != folder and fetch is not None and locks.is_held(self.uses.flight(other.name)):
+            if other != folder and fetch is not None and file_lock.is_locked(self.uses.flight(other.name)):
                 promised += max(0, fetch.listing.bytes - _blocks(other))
         return promised + _spare(disk.total) - disk.free
 

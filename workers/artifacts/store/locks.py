@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from workers.artifacts.sources.listing import Stopped
+from workers.host import file_lock
 
 WAIT_S = 0.05  # between two attempts; a blocking flock could not be interrupted
 READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -29,14 +29,14 @@ def exclusive(path: Path, stop: threading.Event | None = None, waiting: Callable
 
     Raises Stopped when ``stop`` is set meanwhile, and OSError if the file can neither be created nor opened.
     """
-    with _held(path, fcntl.LOCK_EX, stop, waiting) as lock:
+    with _held(path, False, stop, waiting) as lock:
         yield lock
 
 
 @contextlib.contextmanager
 def shared(path: Path, stop: threading.Event | None = None) -> Iterator[int]:
     """Holds a shared lock on ``path``; else as `exclusive`."""
-    with _held(path, fcntl.LOCK_SH, stop, _nothing) as lock:
+    with _held(path, True, stop, _nothing) as lock:
         yield lock
 
 
@@ -45,30 +45,18 @@ def try_exclusive(path: Path) -> Iterator[bool]:
     """Tries to hold an exclusive lock on ``path`` without waiting; yields whether it is held."""
     lock = _open(path)
     try:
-        yield _try(lock, fcntl.LOCK_EX) and _is_current(lock, path)
-    finally:
-        _release(lock)
-
-
-def is_held(path: Path) -> bool:
-    """Returns whether the lock is held, exclusive or shared. Takes the lock for a moment to find out."""
-    try:
-        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        return not _try(lock, fcntl.LOCK_EX)
+        yield file_lock.try_lock(lock) and file_lock.is_at(lock, path)
     finally:
         _release(lock)
 
 
 @contextlib.contextmanager
-def _held(path: Path, kind: int, stop: threading.Event | None, waiting: Callable[[], None]) -> Iterator[int]:
+def _held(path: Path, shared: bool, stop: threading.Event | None, waiting: Callable[[], None]) -> Iterator[int]:
     stop, notified = stop or threading.Event(), False
     lock = _open(path)
     try:
-        while not (_try(lock, kind) and _is_current(lock, path)):
-            if not _is_current(lock, path):
+        while not (file_lock.try_lock(lock, shared=shared) and file_lock.is_at(lock, path)):
+            if not file_lock.is_at(lock, path):
                 _release(lock)
                 lock = -1
                 lock = _open(path)
@@ -86,7 +74,7 @@ def _held(path: Path, kind: int, stop: threading.Event | None, waiting: Callable
 def _open(path: Path) -> int:
     """Opens a new descriptor: flock locks belong to it, not to the process."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        return file_lock.opened(path, 0o644)
     except OSError as error:
         if error.errno not in READ_ONLY or not path.exists():
             raise
@@ -96,20 +84,5 @@ def _open(path: Path) -> int:
 def _release(lock: int) -> None:
     """Unlocks explicitly, since a child that was forked meanwhile keeps the descriptor open."""
     if lock >= 0:
-        fcntl.flock(lock, fcntl.LOCK_UN)
+        file_lock.unlock(lock)
         os.close(lock)
-
-
-def _is_current(lock: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(lock), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _try(lock: int, kind: int) -> bool:
-    try:
-        fcntl.flock(lock, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

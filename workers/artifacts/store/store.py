@@ -31,7 +31,7 @@ from workers.artifacts.store.file_digests import Digests
 from workers.artifacts.store.local_source import DIGEST, LocalSource
 from workers.artifacts.store.manifest import Artifact as Artifact
 from workers.artifacts.store.manifest import KeptFile, Manifest
-from workers.host import lifetime
+from workers.host import file_lock, lifetime
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Store:
             if (
                 fetch is not None
                 and fetch.listing.source == source.rstrip("/")
-                and locks.is_held(self._uses.flight(folder.name))
+                and file_lock.is_locked(self._uses.flight(folder.name))
             ):
                 return folder
         return None
