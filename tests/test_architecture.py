@@ -171,6 +171,7 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.process",
         "orchestrator.records",
         "orchestrator.scaling",
+        "orchestrator.state",
     },
     "orchestrator.daemon": {
         "orchestrator.access",

@@ -1,7 +1,7 @@
 """The operations on a running fleet (`operations.Operations`): each is checked, journaled, then carried out.
 
-An operation that raises has changed nothing. There is no await between the last check of the state and the record in
-the journal, so operations cannot interleave.
+An operation that raises has changed nothing. From the last check of the state to the end it is exclusive: no other
+operation and no round of the controller decides meanwhile, and it is finished even if its caller is gone.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
@@ -25,7 +25,7 @@ from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.process.home import Home
 from orchestrator.records.journal import JournalUnwritable
-from orchestrator.records.journal_records import Cordon, Record, Replace, Revision, RolloutState, Scale
+from orchestrator.records.journal_records import Cordon, R, Replace, Revision, RolloutState, Scale
 from orchestrator.records.request_traces import read_page
 from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
 from orchestrator.revisions.spec_file import SpecFile, examine, start_problems
@@ -50,6 +50,23 @@ FIRST_LINES = 100
 VALIDATE = "corewright validate SPEC shows the problems"
 ROLLOUT_STATUS = "corewright rollout status shows the rollout"
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _exclusive(
+    operation: Callable[Concatenate[Operator, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Operator, P], Coroutine[Any, Any, T]]:
+    async def run(operator: Operator, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        async with operator._state.deciding:
+            return await operation(operator, *args, **kwargs)
+
+    @wraps(operation)
+    async def exclusive(operator: Operator, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.shield(asyncio.ensure_future(run(operator, *args, **kwargs)))
+
+    return exclusive
+
 
 class Operator:
     """Implements `Operations` for one controller, on its event loop."""
@@ -72,7 +89,7 @@ class Operator:
 
     async def explain(self, text: str, file: str, base_dir: str, model: str) -> dict[str, Any]:
         state = self._state
-        spec_file = await self._controller.in_thread(
+        spec_file = await self._state.in_thread(
             partial(examine, folders="ignore"), text, file, base_dir, state.machine, self._allowed
         )
         barred = [problem for problem in spec_file.problems if problem.id in BARRED]
@@ -95,8 +112,8 @@ class Operator:
             state.blocked(),
             self._cordoned(),
         )
-        explanation = await self._controller.in_thread(explain, question, spec_file.problems)
-        return {"index": state.journal.state().index, "revision": state.current.number, **explanation.as_dict()}
+        explanation = await self._state.in_thread(explain, question, spec_file.problems)
+        return {"index": state.records.state.index, "revision": state.current.number, **explanation.as_dict()}
 
     def _running(self) -> tuple[Running, ...]:
         """Returns the replicas that hold cores, without those that are stopping."""
@@ -108,7 +125,7 @@ class Operator:
 
     def _cordoned(self) -> dict[str, frozenset[int]]:
         """Returns the cordoned cores by host."""
-        cordons = self._state.journal.state().cordons
+        cordons = self._state.records.state.cordons
         hosts = {host.name: (host, cordons[host.name]) for host in self._state.hosts if host.name in cordons}
         return {
             name: frozenset(range(host.cores)) if cordoned == "whole" else frozenset(cordoned)
@@ -135,7 +152,7 @@ class Operator:
             load_s=load_times(situation),
             traffic=traffic(situation),
         )
-        return {"index": state.journal.state().index, "revision": state.current.number, **moves}
+        return {"index": state.records.state.index, "revision": state.current.number, **moves}
 
     async def apply(
         self,
@@ -159,11 +176,12 @@ class Operator:
         )
         return {**await self._install(spec_file, generation, None), "of": before.number}
 
+    @_exclusive
     async def _install(
         self, spec_file: SpecFile, generation: ResolvedRevision, check_index: int | None
     ) -> dict[str, Any]:
         state = self._state
-        index = state.journal.state().index
+        index = state.records.state.index
         if check_index is not None and check_index != index:
             what = f"the fleet's index is {index}, not {check_index}: the fleet has changed since the plan"
             raise Refused("index-changed", what, "run corewright plan SPEC again")
@@ -178,13 +196,12 @@ class Operator:
         self._refuse_impossible(proposal, generation)
         summary = {"models": proposal["models"], "changes": proposal["changes"]}
         revision = msgspec.structs.replace(revision, number=state.next_number, plan=summary)
-        self._write(revision)
-        revision = state.journal.state().revisions[revision.number]
+        revision = await self._write(revision)
         state.install(dataclasses.replace(generation, revision=revision))
         self._controller.renew_deadlines()
-        state.record_event("info", "Applied", f"revision {revision.number} by {revision.by}, {_summary(proposal)}")
+        state.records.event("info", "Applied", f"revision {revision.number} by {revision.by}, {_summary(proposal)}")
         self._controller.wake_up()
-        return {"changed": True, "revision": revision.number, "index": state.journal.state().index, "plan": proposal}
+        return {"changed": True, "revision": revision.number, "index": state.records.state.index, "plan": proposal}
 
     async def _read(
         self,
@@ -199,7 +216,7 @@ class Operator:
     ) -> tuple[SpecFile, ResolvedRevision]:
         """Reads a spec for a new revision. Raises Refused for one that can never be applied to this fleet."""
         state = self._state
-        spec_file = await self._controller.in_thread(examine, text, file, base_dir, state.machine, self._allowed)
+        spec_file = await self._state.in_thread(examine, text, file, base_dir, state.machine, self._allowed)
         if spec_file.spec is not None and not has_errors(spec_file.problems):
             self._refuse_other_hosts(spec_file)  # before problems with starting them on this machine
         problems = (*spec_file.problems, *start_problems(spec_file))
@@ -225,7 +242,7 @@ class Operator:
             plan={},
             canary=canary,
         )
-        return dataclasses.replace(spec_file, problems=problems), await self._controller.in_thread(
+        return dataclasses.replace(spec_file, problems=problems), await self._state.in_thread(
             resolve_revision, revision, state.machine
         )
 
@@ -273,7 +290,7 @@ class Operator:
                 }
             )
         return {
-            "index": state.journal.state().index,
+            "index": state.records.state.index,
             "revision": state.current.number,
             **settled.plan.as_dict(),
             "problems": [problem.as_dict() for problem in (*spec_file.problems, *settled.plan.problems)],
@@ -347,7 +364,7 @@ class Operator:
     def _previous_revision(self) -> int:
         """Returns the newest earlier revision of this fleet with another text: the newest complete one, else the newest
         that did not fail."""
-        journal = self._state.journal.state()
+        journal = self._state.records.state
         earlier = [
             revision
             for number, revision in sorted(journal.revisions.items(), reverse=True)
@@ -375,7 +392,7 @@ class Operator:
         return {**rollout(self._state), "undo": undone}
 
     def revisions(self) -> list[dict[str, Any]]:
-        journal = self._state.journal.state()
+        journal = self._state.records.state
         return [self._revision_row(journal.revisions[number]) for number in sorted(journal.revisions, reverse=True)]
 
     def revision(self, number: int | None) -> dict[str, Any]:
@@ -384,7 +401,7 @@ class Operator:
         return {**self._revision_row(revision), **extra}
 
     def _revision(self, number: int) -> Revision:
-        revisions = self._state.journal.state().revisions
+        revisions = self._state.records.state.revisions
         if number == self._state.current.number:
             return revisions.get(number, self._state.current.revision)
         if number not in revisions:
@@ -394,7 +411,7 @@ class Operator:
         return revisions[number]
 
     def _revision_row(self, revision: Revision) -> dict[str, Any]:
-        journal = self._state.journal.state()
+        journal = self._state.records.state
         outcome = journal.outcomes.get(revision.number)
         if revision.number == self._state.current.number:
             state = self._state.rollout_state()[0]
@@ -413,98 +430,112 @@ class Operator:
 
     # The rollout
 
+    @_exclusive
     async def pause(self, by: str) -> dict[str, Any]:
         self._refuse_on_hold()
         now, _ = self._state.rollout_state()
         if now not in ("progressing", "canary"):
             raise Refused("rollout-not-running", f"the rollout is {now}: there is nothing to pause", ROLLOUT_STATUS)
-        return self._set_rollout("paused", f"by {by}", "RolloutPaused")
+        return await self._set_rollout("paused", f"by {by}", "RolloutPaused")
 
+    @_exclusive
     async def resume(self, by: str) -> dict[str, Any]:
         self._refuse_on_hold()
         now, _ = self._state.rollout_state()
         if now not in ("paused", "failed"):
             raise Refused("rollout-not-paused", f"the rollout is {now}: there is nothing to resume", ROLLOUT_STATUS)
         self._controller.reset_failures()
-        return self._set_rollout("progressing", f"resumed by {by}", "RolloutResumed")
+        return await self._set_rollout("progressing", f"resumed by {by}", "RolloutResumed")
 
+    @_exclusive
     async def promote(self, by: str) -> dict[str, Any]:
         self._refuse_on_hold()
         if not self._state.in_canary:
             raise Refused("no-canary", "there is no canary", "start one: corewright apply --canary SHARE SPEC")
-        return self._set_rollout("progressing", f"promoted by {by}", "CanaryPromoted", promoted=True)
+        return await self._set_rollout("progressing", f"promoted by {by}", "CanaryPromoted", promoted=True)
 
-    def _set_rollout(self, rollout_state: Any, reason: str, event: str, promoted: bool = False) -> dict[str, Any]:
+    async def _set_rollout(self, rollout_state: Any, reason: str, event: str, promoted: bool = False) -> dict[str, Any]:
         number = self._state.current.number
-        self._write(RolloutState(revision=number, state=rollout_state, reason=reason, promoted=promoted))
+        await self._write(RolloutState(revision=number, state=rollout_state, reason=reason, promoted=promoted))
         self._state.restart_progress()
         self._state.goal = compute_goal(self._state.situation())  # so that the response shows the new rollout
-        self._state.record_event("info", event, f"revision {number}, {reason}")
+        self._state.records.event("info", event, f"revision {number}, {reason}")
         self._controller.wake_up()
         return self.rollout()
 
+    @_exclusive
     async def restart(self, model: str, by: str) -> dict[str, Any]:
         self._model(model)
         self._refuse_frozen("restart")
         for view in self._state.replicas_of(model):
-            self._replace(view, by)
+            await self._replace(view, by)
         self._state.refresh_source(model)
-        return self._set_rollout("progressing", f"restart of {model} by {by}", "RolloutRestarted")
+        return await self._set_rollout("progressing", f"restart of {model} by {by}", "RolloutRestarted")
 
     # Models, hosts and replicas
 
+    @_exclusive
     async def scale(self, model: str, count: int | None, by: str) -> dict[str, Any]:
+        return await self._scale(model, count, by)
+
+    async def _scale(self, model: str, count: int | None, by: str) -> dict[str, Any]:
         self._refuse_on_hold()
         spec = self._model(model)
         if count is not None and count > spec.replicas.max:
             what = f"{model}: {count} replicas are more than the spec's max of {spec.replicas.max}"
             raise Refused("scale-over-max", what, "raise replicas.max in the spec and apply it")
         before = self._state.desired_count(spec)
-        self._write(Scale(model=model, count=count, by=by))
+        await self._write(Scale(model=model, count=count, by=by))
         self._state.woken.discard(model)
         self._controller.scaler.end_manual_scaling(spec, before if count is None else 0)
         wanted = self._state.desired_count(spec)
         target = "as in the spec" if count is None else str(count)
-        self._state.record_event("info", "Scaled", f"{target} by {by}", model=model)
+        self._state.records.event("info", "Scaled", f"{target} by {by}", model=model)
         self._controller.wake_up()
         return {"model": model, "scaled": count, "wanted": wanted}
 
+    @_exclusive
     async def load(self, model: str, by: str) -> dict[str, Any]:
         self._refuse_on_hold()
         spec = self._model(model)
         if wanted := self._state.desired_count(spec):
             return {"model": model, "scaled": None, "wanted": wanted}
-        return await self.scale(model, None if spec.replicas.min else 1, by)
+        return await self._scale(model, None if spec.replicas.min else 1, by)
 
+    @_exclusive
     async def unload(self, model: str, by: str) -> dict[str, Any]:
         self._refuse_on_hold()
         spec = self._model(model)
-        self._write(Scale(model=model, count=None, by=by, sleep=True))
+        await self._write(Scale(model=model, count=None, by=by, sleep=True))
         self._state.woken.discard(model)
         self._controller.scaler.end_manual_scaling(spec, 0)
-        self._state.record_event("info", "Unloaded", f"by {by}: nothing starts it until `corewright load`", model=model)
+        self._state.records.event(
+            "info", "Unloaded", f"by {by}: nothing starts it until `corewright load`", model=model
+        )
         self._controller.wake_up()
         return {"model": model, "scaled": 0, "wanted": 0}
 
+    @_exclusive
     async def cordon(self, host: str, cores: str | None, on: bool, by: str) -> dict[str, Any]:
         chosen = self._cores_of(host, cores)
-        if chosen is not None and not on and self._state.journal.state().cordons.get(host) == "whole":
+        if chosen is not None and not on and self._state.records.state.cordons.get(host) == "whole":
             what = f"{host} is cordoned as a whole: single cores cannot be uncordoned"
             raise Refused("cordoned-whole", what, f"run corewright uncordon {host}, then cordon the other cores")
-        self._write(Cordon(host=host, cores=chosen, on=on, by=by))
+        await self._write(Cordon(host=host, cores=chosen, on=on, by=by))
         which = "the host" if cores is None else f"cores {cores}"
-        self._state.record_event("info", "Cordoned" if on else "Uncordoned", f"{which} by {by}", host=host)
+        self._state.records.event("info", "Cordoned" if on else "Uncordoned", f"{which} by {by}", host=host)
         if not on:
             clear(self._state, host, chosen)
         self._controller.wake_up()
         return self._host_status(host)
 
+    @_exclusive
     async def drain(self, target: str, by: str) -> dict[str, Any]:
         self._refuse_frozen("drain")
         if any(host.name == target for host in self._state.hosts):
             self._refuse_without_room(target)
-            self._write(Cordon(host=target, cores=None, on=True, by=by, drain=True))
-            self._state.record_event("info", "HostDraining", f"by {by}: its replicas move to other hosts", host=target)
+            await self._write(Cordon(host=target, cores=None, on=True, by=by, drain=True))
+            self._state.records.event("info", "HostDraining", f"by {by}: its replicas move to other hosts", host=target)
             self._controller.wake_up()
             return self._host_status(target)
         view = self._state.views.get(target)
@@ -512,8 +543,8 @@ class Operator:
             targets = ", ".join([host.name for host in self._state.hosts] + sorted(self._state.views))
             what = f"there is no host or replica {target}"
             raise Refused("target-unknown", what, f"hosts and replicas: {targets}", status=404)
-        self._replace(view, by)
-        self._set_rollout("progressing", f"{view.id} is replaced, by {by}", "RolloutRestarted")
+        await self._replace(view, by)
+        await self._set_rollout("progressing", f"{view.id} is replaced, by {by}", "RolloutRestarted")
         return {"replica": view.id, "epoch": view.epoch}
 
     def _refuse_on_hold(self) -> None:
@@ -544,9 +575,9 @@ class Operator:
             what = f"{host} cannot be drained: {'; '.join(dict.fromkeys(missing))}"
             raise Refused("drain-no-room", what, "scale down or unload a model first")
 
-    def _replace(self, view: ReplicaView, by: str) -> None:
-        self._write(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by=by))
-        self._state.record_event("info", "Replacing", f"by {by}: with a new process", view=view)
+    async def _replace(self, view: ReplicaView, by: str) -> None:
+        await self._write(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by=by))
+        self._state.records.event("info", "Replacing", f"by {by}: with a new process", view=view)
 
     def _cores_of(self, host: str, cores: str | None) -> list[int] | None:
         machine = next((candidate for candidate in self._state.hosts if candidate.name == host), None)
@@ -575,9 +606,9 @@ class Operator:
             )
         return model
 
-    def _write(self, record: Record) -> None:
+    async def _write(self, record: R) -> R:
         try:
-            self._state.record(record)
+            return await self._state.records.record(record)
         except JournalUnwritable as error:
             what = f"the journal cannot be written: {error.strerror}"
             hint = "free disk space; running replicas are not affected"
@@ -588,7 +619,7 @@ class Operator:
     async def events(self, after: int, limit: int, wait_s: float, model: str | None) -> dict[str, Any]:
         if model is not None:
             self._model(model)
-        journal = self._state.journal
+        journal = self._state.records.journal
         deadline = time.monotonic() + wait_s
         version = 0
         while not (events := journal.events(after, limit, model)) and (remaining_s := deadline - time.monotonic()) > 0:
@@ -628,7 +659,7 @@ class Operator:
     async def trace(self, after: str, limit: int) -> dict[str, Any]:
         folder = Home(Path(self.settings.home)).traces
         try:
-            page = await self._controller.in_thread(read_page, folder, after, limit)
+            page = await self._state.in_thread(read_page, folder, after, limit)
         except ValueError as error:
             hint = "use the `next` of an earlier response, or omit it"
             raise Refused("trace-cursor-wrong", str(error), hint, status=400) from None

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -24,13 +23,11 @@ from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.control.scaling_loop import Scaler
 from orchestrator.control.status import Conditions, route_table, status
-from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import ClusterClient, Fetched, ReplicaDied, actor_name
 from orchestrator.fleet.replica_states import AHEAD, STARTING, Signal, State, advance
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.fleet.snapshot import SETTLED_S, Observed, ReplicaView
 from orchestrator.process.home import Home
-from orchestrator.records.journal import Journal
 from orchestrator.revisions.config_builder import replica_config
 from orchestrator.rollout.rollout_step import ReplicaTarget
 from orchestrator.scaling.demand_report import DemandReport
@@ -63,32 +60,23 @@ class Controller:
 
     def __init__(
         self,
-        settings: ControllerSettings,
+        state: FleetState,
         cluster: ClusterClient,
-        journal: Journal,
         *,
-        clock: Callable[[], float] = time.monotonic,
         resumed: Callable[[], float] = lambda: -math.inf,
-        wall: Callable[[], float] = time.time,
         tick_s: float = TICK_S,
-        in_thread: Callable[..., Coroutine[Any, Any, Any]] = asyncio.to_thread,
-        restarted: bool = False,
     ) -> None:
-        """``clock`` is monotonic and may skip pauses (`AwakeClock`); then ``resumed`` returns when the last one ended.
-        ``in_thread`` runs a blocking function; ``restarted`` is passed to `FleetState`. Raises ValueError for a spec
-        with errors; `up` has checked it.
-        """
-        self.in_thread = in_thread
-        self.settings = settings
-        self.state = FleetState(settings, journal, clock, wall, restarted)
-        self.scaler = Scaler(self.state)
+        """``resumed`` returns when the last pause ended on the state's clock, which may skip pauses (`AwakeClock`)."""
+        self.state = state
+        self.settings = settings = state.settings
+        self.scaler = Scaler(state)
         self._cluster = cluster
-        self._clock = clock
+        self._clock = state.clock
         self._resumed = resumed
         self._resumed_at = resumed()
         self._tick_s = tick_s
         self._home = Home(Path(settings.home))
-        self._conditions = Conditions(wall)
+        self._conditions = Conditions(state.wall)
         self._counters = ControllerCounters()
         self._statuses: dict[str, tuple[int, ReplicaStatus]] = {}  # epoch and last status, by replica
         self._releasing: set[str] = set()  # replicas that are being released
@@ -101,7 +89,7 @@ class Controller:
         self._was_ready = False
         self._closing = False
         self._settled = asyncio.Event()  # set once surviving replicas are adopted
-        self._hosts = HostWatch(self.state, cluster, self._home, self._counters)
+        self._hosts = HostWatch(state, cluster, self._home, self._counters)
         self._starts = StartPipeline(
             self.state,
             cluster,
@@ -157,13 +145,14 @@ class Controller:
         if self._closing:
             return
         state = self.state
-        state.try_flush()
         self._report_reach()
         self._restart_followers()
-        if state.hold is None:
-            await self._decide()
-        else:
-            state.update_goal()
+        async with state.deciding:
+            if state.hold is None:
+                await self._decide()
+            else:
+                state.update_goal()
+        await state.records.durable()
         await self.publish()
 
     async def _decide(self) -> None:
@@ -174,17 +163,13 @@ class Controller:
         rollback = state.follow_rollout()
         self._counters.rollout(state.current.number, state.rollout_state()[0])
         if rollback is not None:
-            current = state.current
-            rollback = await self.in_thread(state.narrow_rollback, rollback)
-            if state.current is not current:
-                return  # another revision was applied meanwhile
-            state.roll_back(rollback)
+            state.roll_back(await state.in_thread(state.narrow_rollback, rollback))
             self.renew_deadlines()
             goal = state.update_goal()
         observed = Observed(self._clock(), dict(state.views), self._resumed())
         if observed.resumed != self._resumed_at:
             self._resumed_at = observed.resumed
-            state.record_event(
+            state.records.event(
                 "warning", "Paused", "the controller was not scheduled for a while; deadlines do not count that time"
             )
         for action in reconcile(goal.targets, observed, state.replaced()):
@@ -197,11 +182,11 @@ class Controller:
         before, after = state.unreachable, state.reach.unreachable(self._clock()) & state.views.keys()
         state.unreachable = after
         for id in sorted(after - before):
-            state.record_event(
+            state.records.event(
                 "error", "Unreachable", "it is ready, but a gateway cannot connect to it", view=state.views[id]
             )
         for id in sorted((before - after) & state.views.keys()):
-            state.record_event("info", "Reachable", "all gateways are connected to it again", view=state.views[id])
+            state.records.event("info", "Reachable", "all gateways are connected to it again", view=state.views[id])
 
     def _scale(self) -> None:
         try:
@@ -226,7 +211,8 @@ class Controller:
         for error in ended:
             if error is not None:
                 log.error("a replica did not stop cleanly", exc_info=error)
-        self.state.record_event("info", "FleetStopped", "every replica was drained and stopped")
+        self.state.records.event("info", "FleetStopped", "every replica was drained and stopped")
+        await self.state.records.durable()
 
     async def wake(self, model: str) -> None:
         """Start a replica of a model without any (`min: 0`) for a request. Raises KeyError for an unknown model."""
@@ -244,7 +230,7 @@ class Controller:
         if spec.scaling.auto and self.scaler.active:  # it may need cores of other models
             self.scaler.wake(model)
         else:
-            state.record_event("info", "Woken", "the first request starts it", model=model)
+            state.records.event("info", "Woken", "the first request starts it", model=model)
             state.woken.add(model)
         self._wake.set()
 
@@ -284,7 +270,7 @@ class Controller:
                 load_s=status.load_s,
                 compile_s=status.compile_s,
                 heard=self._clock(),
-                restarts=max(0, state.journal.state().starts.get(id, 1) - 1),
+                restarts=max(0, state.records.state.starts.get(id, 1) - 1),
                 deadlines=self._deadlines(config.model),
             )
             state.configs[id] = config
@@ -296,7 +282,7 @@ class Controller:
             asleep = model is not None and state.desired_count(model) == 0 and phase is not State.DRAINING
             if asleep and not state.is_unloaded(config.model):
                 state.woken.add(config.model)
-            state.record_event("info", "Adopted", f"epoch {config.epoch}, pid {status.pid}", view=state.views[id])
+            state.records.event("info", "Adopted", f"epoch {config.epoch}, pid {status.pid}", view=state.views[id])
             if phase is State.DRAINING and state.hold is None:
                 self._spawn(self._drain(state.views[id]))
             if phase is State.LOADING and self._starts.lead_s(config) is not None and any(wanted_by(config)):
@@ -309,16 +295,16 @@ class Controller:
         if isinstance(action, Start):
             self._start(action.target, action.previous)
         elif isinstance(action, Drain):
-            self.state.record_decision("drain", action.replica, "an update, or no longer planned")
+            self.state.records.decision("drain", action.replica, "an update, or no longer planned")
             self._counters.decided("drain")
             self._signal(action.replica, Signal.DRAIN)
             self._spawn(self._drain(action.replica))
         elif isinstance(action, Stop):
-            self.state.record_decision("stop", action.replica, action.reason)
+            self.state.records.decision("stop", action.replica, action.reason)
             self._counters.decided("stop")
             self._signal(action.replica, Signal.STOP, action.reason)
         elif isinstance(action, Fail):
-            self.state.record_decision("fail", action.replica, action.reason)
+            self.state.records.decision("fail", action.replica, action.reason)
             self._counters.decided("fail")
             self._counters.failed(self.state.views[action.replica.id], action.reason.partition(":")[0])
             self._signal(action.replica, Signal.FAILED, action.reason)
@@ -328,7 +314,7 @@ class Controller:
                 self._counters.decided("release")
                 self._spawn(self._release(action.replica))
         elif isinstance(action, Forget):
-            self.state.record_decision("forget", action.replica, "gone and no longer planned")
+            self.state.records.decision("forget", action.replica, "gone and no longer planned")
             self._counters.decided("forget")
             self._statuses.pop(action.replica.id, None)
             del self.state.views[action.replica.id]
@@ -357,7 +343,7 @@ class Controller:
             heard=self._clock(),
             deadlines=self._deadlines(target.model),
         )
-        state.record_decision("start", view, "planned" if previous is None else "started again")
+        state.records.decision("start", view, "planned" if previous is None else "started again")
         self._counters.started(view, again=previous is not None)
         if target.placement is not None:
             config = msgspec.structs.replace(self._config_of(target), epoch=epoch)
@@ -366,7 +352,7 @@ class Controller:
         config = msgspec.structs.replace(config, socket=str(self._socket(target, epoch)))
         state.configs[target.id] = config
         state.views[target.id] = dataclasses.replace(view, socket=config.socket)
-        state.record_event("info", "Starting", f"epoch {epoch} on {target.host}, cores {target.cores}", view=view)
+        state.records.event("info", "Starting", f"epoch {epoch} on {target.host}, cores {target.cores}", view=view)
         self._track(target.id, epoch, self._start_and_follow(target.id, config))
 
     def _config_of(self, target: ReplicaTarget) -> ReplicaConfig:
@@ -407,9 +393,13 @@ class Controller:
             if isinstance(ready, Failure):
                 self._fail(view, ready)
                 return
-            self.state.configs[id] = ready
             if not arriving:
                 self.state.pin(ready)
+            await self.state.records.durable()
+            view = self._view(id, config.epoch)
+            if view is None or view.state not in STARTING:
+                return
+            self.state.configs[id] = ready
             fetched_until = view.since + view.deadlines.fetch_s
             fetch = view.fetch if arriving else None
             if view.state in AHEAD:
@@ -561,16 +551,16 @@ class Controller:
             after = dataclasses.replace(after, served=True, log=(), reason=None)
             self.state.compiled_on.add((after.model, after.version, after.host))
             self._counters.loaded(after)
-            self.state.record_event("info", "Ready", f"after {after.load_s or 0:.1f} s", view=after)
+            self.state.records.event("info", "Ready", f"after {after.load_s or 0:.1f} s", view=after)
         elif state is State.FAILED:
             settled = before.state in (State.READY, State.DRAINING) and now - before.since >= SETTLED_S
             after = dataclasses.replace(after, failures=0 if settled else before.failures + 1, **_NO_WORK)
             pause = f"; the next start is in {after.pause_s:.0f} s" if after.pause_s else ""
             if after.stopped:
                 pause = f"; it is not retried before an apply or corewright rollout restart {after.model}"
-            self.state.record_event("error", "Failed", f"{reason or 'no reason'}{pause}", view=after)
+            self.state.records.event("error", "Failed", f"{reason or 'no reason'}{pause}", view=after)
         elif state is State.DRAINING:
-            self.state.record_event("info", "Draining", "its requests may finish, new ones go elsewhere", view=after)
+            self.state.records.event("info", "Draining", "its requests may finish, new ones go elsewhere", view=after)
         log.info("%s: %s -> %s%s", view.id, before.state.value, state.value, f" ({reason})" if reason else "")
         self._wake.set()
         return self._store_view(after)
@@ -580,6 +570,7 @@ class Controller:
         return view
 
     async def _drain(self, view: ReplicaView) -> None:
+        await self.state.records.durable()
         await self.publish()  # remove it from the routes first
         await self._wait_drained(actor_name(view.model, view.replica, view.epoch), view.deadlines.drain_s)
         current = self._view(view.id, view.epoch)
@@ -596,6 +587,7 @@ class Controller:
 
     async def _release(self, view: ReplicaView) -> None:
         try:
+            await self.state.records.durable()
             name = actor_name(view.model, view.replica, view.epoch)
             dead = await self._cluster.end(name, view.pid, view.started, view.host)
             if not dead:
@@ -656,7 +648,7 @@ class Controller:
             list(state.views.values()),
             state.goal,
             dict(state.strategies),
-            state.journal.state().seq,
+            state.records.state.seq,
             state.lost,
             state.unreachable,
             dict(state.preparing),
@@ -718,7 +710,7 @@ class Controller:
             *fleet_families(self.status(), state.views, self._clock()),
             *engine_families(replicas),
             scaling_changes(self.scaler.changes()),
-            gauge("corewright_journal_sequence", "Number of the journal's last record.", state.journal.state().seq),
+            gauge("corewright_journal_sequence", "Number of the journal's last record.", state.records.state.seq),
         ]
         real = [host.name for host in state.hosts if host.cores and not host.emulated and host.name not in state.lost]
         for devices in await asyncio.gather(*(self._devices(name) for name in real)):

@@ -50,9 +50,9 @@ class HostWatch:
         state = self._state
         lost = await self._cluster.lost_hosts()
         for name in sorted(lost - state.lost):
-            state.record_event("error", "HostLost", "its Ray node is gone; its replicas are moved", host=name)
+            state.records.event("error", "HostLost", "its Ray node is gone; its replicas are moved", host=name)
         for name in sorted(state.lost - lost):
-            state.record_event("info", "HostBack", "its Ray node is back", host=name)
+            state.records.event("info", "HostBack", "its Ray node is back", host=name)
         state.lost = lost
         expire(state)
         await asyncio.gather(
@@ -75,7 +75,7 @@ class HostWatch:
                 self._unresponsive.add(host.name)
                 log.warning("%s does not report the owners of its cores", host.name, exc_info=True)
                 message = f"it does not report the owners of its cores: {error}"
-                self._state.record_event("error", "HostSilent", message, host=host.name)
+                self._state.records.event("error", "HostSilent", message, host=host.name)
             return
         self._unresponsive.discard(host.name)
         self._quarantine(host, {core: owner for core, owner in held.items() if owner.pid not in before})
@@ -96,15 +96,15 @@ class HostWatch:
                 continue
             owner = after or CoreOwner(None, None)
             if core not in state.failed_cores.get(host.name, {}):  # its record stays
-                state.note(
+                state.records.note(
                     Quarantine(host=host.name, core=core, on=after is not None, pid=owner.pid, command=owner.command)
                 )
             if after is not None:
                 self._counters.quarantined(host.name, "held")
                 message = f"core {core} is held by pid {owner.pid or 'unknown'} ({owner.command or 'unknown command'})"
-                state.record_event("warning", "CoreQuarantined", message, host=host.name)
+                state.records.event("warning", "CoreQuarantined", message, host=host.name)
             else:
-                state.record_event("info", "CoreFree", f"core {core} is free again", host=host.name)
+                state.records.event("info", "CoreFree", f"core {core} is free again", host=host.name)
         state.foreign_cores[host.name] = foreign
 
     async def update_held_sources(self) -> None:

@@ -138,7 +138,7 @@ class Scaler:
             if now - memory.routed_at >= ROUTED_S:
                 memory.routed_at = now
                 view = self._state.views.get(decision.replica)
-                self._state.record_event("info", "Routed", _routing_message(decision), view=view, model=decision.model)
+                self._state.records.event("info", "Routed", _routing_message(decision), view=view, model=decision.model)
 
     # Decisions
 
@@ -244,7 +244,7 @@ class Scaler:
 
     def _decides(self, model: ModelSpec) -> bool:
         """Returns whether the autoscaler decides: the model is not scaled manually, and the spec allows it."""
-        return model.scaling.auto and model.name not in self._state.journal.state().scales
+        return model.scaling.auto and model.name not in self._state.records.state.scales
 
     def _record_change(self, model: ModelSpec, before: int, after: int, why: str, *, woken: bool = False) -> None:
         memory = self._memory(model.name)
@@ -258,7 +258,7 @@ class Scaler:
         memory.changes[kind] = memory.changes.get(kind, 0) + 1
         step = f"{before} to {after}"
         message = why if why.startswith(step) else f"{step}: {why}" if why else step
-        self._state.record_event("info", kind, message, model=model.name)
+        self._state.records.event("info", kind, message, model=model.name)
 
     def _record_held_back(self, model: ModelSpec, why: str, now: float) -> None:
         """Record that the model is held back: when it begins, then rarely."""
@@ -270,7 +270,7 @@ class Scaler:
         if now - memory.held_at >= (ROUTED_S if began else HELD_BACK_S):
             memory.held_at = now
             memory.changes["HeldBack"] = memory.changes.get("HeldBack", 0) + 1
-            self._state.record_event("info", "HeldBack", why, model=model.name)
+            self._state.records.event("info", "HeldBack", why, model=model.name)
 
     # Input of decisions
 

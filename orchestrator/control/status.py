@@ -166,7 +166,7 @@ def status(
         "name": state.current.spec.name,
         "ready": ready,
         "revision": state.current.number,
-        "index": state.journal.state().index,
+        "index": state.records.state.index,
         "rollout": rollout(state),
         "conditions": conditions.report("fleet", _fleet_conditions(state, ready, hosts)),
         "models": [
@@ -226,7 +226,7 @@ def _fleet_conditions(state: FleetState, ready: bool, hosts: list[dict[str, Any]
     yield Condition(
         "Ready", ready, "Served" if ready else "Loading", "every model has reached its min replicas" if ready else ""
     )
-    writable = state.writable
+    writable = state.records.writable
     yield Condition(
         "JournalWritable",
         writable,
@@ -278,7 +278,7 @@ def _model_status(
     scaling: dict[str, Any],
 ) -> dict[str, Any]:
     current, reason = _state_of(state, model)
-    scale = state.journal.state().scales.get(model.name)
+    scale = state.records.state.scales.get(model.name)
     return {
         "name": model.name,
         "state": current.value,
@@ -333,7 +333,7 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
     balanced = leased + len(free) + len(quarantined) + len(reserved) == host.cores
     if not balanced:
         log.error("%s: cores do not add up: %s leased, %s free", host.name, leases, sorted(free))
-    cordoned = state.journal.state().cordons.get(host.name, frozenset())
+    cordoned = state.records.state.cordons.get(host.name, frozenset())
     free_cordoned = free if cordoned == "whole" else free & cordoned
     return {
         "name": host.name,
@@ -348,7 +348,7 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
         "reserved": len(reserved),
         "balanced": balanced,
         "cordoned": "all" if cordoned == "whole" else ranges(cordoned),
-        "draining": host.name in state.journal.state().drains,
+        "draining": host.name in state.records.state.drains,
         "quarantine": [{"core": core, **_quarantine_cause(why)} for core, why in sorted(withheld.items())],
         "fetches": [_fetch(fetch) for fetch in state.fetches.get(host.name, ())],
         "leases": [{"replica": id, "cores": str(cores)} for id, cores in sorted(leases.items())],

@@ -28,6 +28,7 @@ from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.home import Home
 from orchestrator.records.journal import Journal
 from orchestrator.scaling.demand_report import DemandReport
+from orchestrator.state.resumption import resume_fleet
 from placements.spec.problems import Problem
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.messages.metric_family import MetricFamily
@@ -48,15 +49,14 @@ class ControllerActor:
         home = Home(Path(settings.home))
         clock = AwakeClock()
         cluster = RayCluster(settings.store or StoreSettings(root=str(home.store)), clock=clock)
-        self._controller = Controller(
+        state = resume_fleet(
             settings,
-            cluster,
             Journal(home.journal),
             clock=clock,
-            resumed=clock.resumed_at,
             restarted=bool(ray.get_runtime_context().was_current_actor_reconstructed),
         )
-        cluster.add_hosts(host.name for host in self._controller.state.hosts)
+        self._controller = Controller(state, cluster, resumed=clock.resumed_at)
+        cluster.add_hosts(host.name for host in state.hosts)
         self._operator = Operator(self._controller, cluster)
         loop = asyncio.get_running_loop()  # Ray makes an async actor's object on its event loop
         self._beating = loop.create_task(clock.beat())

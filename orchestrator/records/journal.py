@@ -112,6 +112,16 @@ def read(data: bytes) -> Contents:
     return Contents(state, events, valid_end, valid_end, damage)
 
 
+def as_stored(record: R) -> R:
+    """Returns the record as it would be read back, sharing nothing with it. Raises TypeError or ValueError if it could
+    not be: Structs do not validate on creation."""
+    try:
+        payload = _encoder.encode(record)
+    except UnicodeEncodeError:  # the command line of a foreign process need not be UTF-8
+        payload = _encoder.encode(_without_surrogates(record))
+    return cast(R, _decoder.decode(payload))
+
+
 def _line(payload: bytes) -> bytes:
     return b"%08x %b\n" % (zlib.crc32(payload), payload)
 
@@ -134,7 +144,7 @@ def _parse(payload: bytes) -> tuple[AnyRecord | None, int, str]:
 
 
 class Journal:
-    """The journal of one controller, which is its only writer. Not thread-safe.
+    """The journal of one controller, which is its only writer. Only one thread at a time may append.
 
     ``damage`` describes the unreadable parts of the file, one sentence each, until a `Damage` record is appended.
     Without a path the journal is in memory only, for controllers on a fake clock.
@@ -188,25 +198,17 @@ class Journal:
         """
         if self._closed:
             raise ValueError("the journal is closed")
-        numbered = msgspec.structs.replace(record, seq=self._state.seq + 1, at=self._clock())
-        try:
-            payload = _encoder.encode(numbered)
-        except UnicodeEncodeError:  # the command line of a foreign process need not be UTF-8
-            numbered = _without_surrogates(numbered)
-            payload = _encoder.encode(numbered)
-        stored = _decoder.decode(
-            payload
-        )  # Structs do not validate on creation, and the copy shares nothing with the caller
+        stored = as_stored(msgspec.structs.replace(record, seq=self._state.seq + 1, at=self._clock()))
         if self._path is not None:
-            self._write(self._path, _line(payload), sync=not isinstance(stored, Event))
-        self._state = fold(self._state, stored)
+            self._write(self._path, _line(_encoder.encode(stored)), sync=not isinstance(stored, Event))
+        self._state = fold(self._state, cast(AnyRecord, stored))
         if isinstance(stored, Event):
             self._events.append(stored)
         elif isinstance(stored, Damage):
             self.damage = []
         if self._path is not None and self._size > self._compact_at:
             self._compact(self._path)
-        return cast(R, stored)
+        return stored
 
     def state(self) -> JournalState:
         """Returns the fold of all records."""
@@ -214,8 +216,8 @@ class Journal:
 
     def events(self, after: int = 0, limit: int = 1000, model: str | None = None) -> list[Event]:
         """Returns at most ``limit`` of the newest KEEP_EVENTS with a seq above ``after``, oldest first: a reader passes
-        the last seq that it received. ``model``: only events of that model."""
-        newer = takewhile(lambda event: event.seq > after, reversed(self._events))
+        the last seq that it received. ``model``: only events of that model. A thread may append meanwhile."""
+        newer = takewhile(lambda event: event.seq > after, reversed(tuple(self._events)))
         return [event for event in newer if model is None or event.model == model][::-1][:limit]
 
     def close(self) -> None:

@@ -15,7 +15,8 @@ from orchestrator.fleet.replica_states import STARTING, Signal, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.preparation import lead_of, prepare
 from orchestrator.starts.engine_resolution import resolve_engine
-from orchestrator.state.fleet_state import FleetState, Level
+from orchestrator.state.fleet_state import FleetState
+from orchestrator.state.record_writer import Level
 from workers.artifacts.fetch.artifact_fetcher import wanted_by
 from workers.messages.replica_config import Origin, ReplicaConfig
 from workers.messages.status import Failure
@@ -255,7 +256,7 @@ class _StartObserver:
             return
         if signal is not None:
             view = self._effects.signal(view, signal)
-        self._state.record_event(level, reason, message, view=view)
+        self._state.records.event(level, reason, message, view=view)
 
 
 def _contents(config: ReplicaConfig) -> tuple[Origin | None, Origin | None]:

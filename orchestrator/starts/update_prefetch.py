@@ -87,7 +87,7 @@ class UpdatePrefetch:
         if isinstance(ready, Failure):
             after = before.failed(ready, state.clock(), stopped=ready.reaction is Reaction.STOP)
             message = f"{ready}; the old replicas keep serving"
-            state.record_event("error", "PreparationFailed", message, model=before.model, host=before.host)
+            state.records.event("error", "PreparationFailed", message, model=before.model, host=before.host)
         else:
             after = dataclasses.replace(before, done=True, failures=0, reason=None)
             state.pin(ready)
@@ -174,7 +174,7 @@ class _UpdateObserver:
     def fetched(self, found: Fetched) -> None:
         self._fetched(self._of.model, found)
         message = fetched_text(found.bytes, found.moved, found.seconds, found.warning)
-        self._state.record_event(
+        self._state.records.event(
             "warning" if found.warning else "info", "Fetched", message, model=self._of.model, host=self._of.host
         )
 
@@ -183,7 +183,7 @@ class _UpdateObserver:
 
     def not_fetched(self, failure: Failure) -> None:
         self._fetched(self._of.model, None)
-        self._state.record_event("error", "FetchFailed", str(failure), model=self._of.model, host=self._of.host)
+        self._state.records.event("error", "FetchFailed", str(failure), model=self._of.model, host=self._of.host)
 
     def checking(self) -> None:
         self._enter("checking")
@@ -193,7 +193,7 @@ class _UpdateObserver:
 
     def unforeseen(self, failure: Failure) -> None:
         message = f"{failure}; the start compiles missing graphs on its cores"
-        self._state.record_event("warning", "ForeseeFailed", message, model=self._of.model, host=self._of.host)
+        self._state.records.event("warning", "ForeseeFailed", message, model=self._of.model, host=self._of.host)
 
     def compiling(self, missing: list[str]) -> None:
         self._enter("compiling")
@@ -203,4 +203,4 @@ class _UpdateObserver:
         self._record("Compiled", f"ahead, in {seconds:.0f} s")
 
     def _record(self, reason: str, message: str) -> None:
-        self._state.record_event("info", reason, message, model=self._of.model, host=self._of.host)
+        self._state.records.event("info", reason, message, model=self._of.model, host=self._of.host)

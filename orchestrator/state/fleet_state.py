@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import dataclasses
 import itertools
 import logging
@@ -16,26 +16,12 @@ import msgspec.structs
 
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import CoreOwner, FailedCore
-from orchestrator.fleet.progress_text import problem_text
 from orchestrator.fleet.reachability import Reachability
 from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.records.journal import Journal, JournalUnwritable
 from orchestrator.records.journal_fold import failed_cores
-from orchestrator.records.journal_records import (
-    Damage,
-    Decision,
-    Event,
-    JournalState,
-    Pin,
-    Record,
-    Replace,
-    Revision,
-    RolloutState,
-    Scale,
-    Target,
-)
-from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
+from orchestrator.records.journal_records import Pin, Replace, RolloutState, Target
+from orchestrator.revisions.resolved_revision import ResolvedRevision
 from orchestrator.revisions.rollback import revert_changes
 from orchestrator.rollout.preparation import Preparation, takes_long, upcoming_targets
 from orchestrator.rollout.relocation import Relocation, find_relocation
@@ -51,6 +37,7 @@ from orchestrator.rollout.rollout_step import (
 from orchestrator.rollout.rollout_step import ReplicaTarget as ReplicaTarget
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from orchestrator.scaling.schedules import Bounds, bounds
+from orchestrator.state.record_writer import InThread, Level, RecordWriter
 from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import Machine
@@ -61,11 +48,8 @@ from workers.messages.replica_config import ReplicaConfig
 
 log = logging.getLogger(__name__)
 
-Level = Literal["info", "warning", "error"]
 Outcome = Literal["progressing", "paused", "canary", "complete", "failed", "rolled_back"]
 RELOCATION_S = 60.0  # between two relocation attempts; and the limit of one, beside the starts
-MAX_DAMAGE = 3  # damage descriptions in one record
-HELD_RECORDS = 1000  # decisions and events buffered while the disk is full
 
 
 @dataclass(frozen=True)
@@ -84,53 +68,27 @@ class FleetState:
     def __init__(
         self,
         settings: ControllerSettings,
-        journal: Journal,
+        records: RecordWriter,
+        current: ResolvedRevision,
+        stable: ResolvedRevision | None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
-        restarted: bool = False,
+        in_thread: InThread = asyncio.to_thread,
     ) -> None:
-        """Resume the journal's last revision, or record the spec of `up` as the first one of this fleet.
-
-        ``restarted``: this fleet had an earlier controller. A damaged journal may then have lost a newer revision, and
-        holds the fleet; at the first start the spec of `up` is current.
-
-        Raises ValueError if that spec has errors; `up` has checked it before.
-        """
+        """``in_thread`` runs a blocking function."""
         self.settings = settings
-        self.journal = journal
+        self.records = records
+        self.current = current
+        self.stable = stable  # the revision that a failed rollout restores
         self.clock = clock
         self.wall = wall
+        self.in_thread = in_thread
+        self.deciding = asyncio.Lock()  # of a round or an operation, from its look at the state to its record
         self.machine = Machine(settings.cpus, settings.instance)
-        self._unwritten: list[Record] = []
+        past = records.state
         self.failed_cores: dict[str, dict[int, FailedCore]] = {}  # by host and core
-        past = journal.state()
-        last = past.revisions.get(past.revision or 0)
-        begins = last is None or last.fleet != settings.fleet
-        if last is None or begins:
-            last = self._first_revision(past)
-        self.current = resolve_revision(last, self.machine)
-        confirmed = begins and not restarted
-        if confirmed:
-            self._report_damage()  # before the revision, which ends the hold
-        if begins and not (restarted and journal.damage):
-            for model in past.scales:  # of an earlier fleet; cordons concern the machine and stay
-                self.note(Scale(model=model, count=None, by="up"))
-            for model in past.targets:
-                self.note(Target(model=model, count=None))
-            for record in failed_cores(past):  # they may have been repaired, and are tried again
-                self.note(msgspec.structs.replace(record, on=False))
-        else:
-            for record in failed_cores(past):
-                self.failed_cores.setdefault(record.host, {})[record.core] = FailedCore(record.cause)
-        if begins:
-            self.note(self.current.revision)
-            self.record_event("info", "FleetStarted", f"revision {self.current.number} of {settings.spec_file}")
-        if not confirmed:
-            self._report_damage()
-        if self.hold is not None:
-            self.record_event("error", "ActionsHeld", problem_text(self.hold))
-        self.stable: ResolvedRevision | None = None  # the revision that a failed rollout restores
-        self._find_stable()
+        for record in failed_cores(past):
+            self.failed_cores.setdefault(record.host, {})[record.core] = FailedCore(record.cause)
         self.views: dict[str, ReplicaView] = {}
         self.configs: dict[str, ReplicaConfig] = {}  # of each replica
         self.epochs: dict[str, int] = dict(past.epochs)  # the last epoch of every replica that ever existed
@@ -139,7 +97,7 @@ class FleetState:
         self.reach = Reachability()
         self.unreachable: frozenset[str] = frozenset()  # replicas that a gateway cannot connect to, as of this round
         self.woken: set[str] = set()  # models with min 0 that a request started
-        self.targets = dict(journal.state().targets)  # of the autoscaler, where they differ from the spec
+        self.targets = dict(past.targets)  # of the autoscaler, where they differ from the spec
         self.held_back: dict[str, str] = {}  # by model, why the autoscaler does not start requested replicas
         self._bounds: dict[str, tuple[ModelSpec, float, Bounds]] = {}  # with the minute in which they apply
         self.strategies: dict[str, UpdateStrategy] = {}  # of models that are being updated
@@ -149,7 +107,7 @@ class FleetState:
         self.preparing: Mapping[tuple[str, str, str], str] = {}  # those in progress, with their phase
         self.compiled_on: set[tuple[str, str, str]] = set()  # (model, version, host) whose start has nothing to compile
         self.pins = {  # by model and version
-            (pin.model, pin.version): (pin.origin, pin.draft_origin) for pin in journal.state().pins.values()
+            (pin.model, pin.version): (pin.origin, pin.draft_origin) for pin in past.pins.values()
         }
         self.source_refreshes: Counter[str] = Counter()  # by model, how often its source was refreshed
         self.fetches: Mapping[str, tuple[FetchStatus, ...]] = {}  # by host, fetches in progress
@@ -163,45 +121,10 @@ class FleetState:
         self._progress: tuple[Any, float] = ((), clock())
         self._late: set[str] = set()  # models past their progress deadline that cannot be rolled back
 
-    def _first_revision(self, past: JournalState) -> Revision:
-        settings = self.settings
-        return Revision(
-            number=past.next_revision,
-            fleet=settings.fleet,
-            cause="up",
-            by=f"up, pid {settings.daemon_pid}" if settings.daemon_pid else "up",
-            text=settings.spec_text,
-            file=settings.spec_file,
-            base_dir=settings.base_dir,
-            of=None,
-            plan={},
-        )
-
-    def _find_stable(self) -> None:
-        """Set ``stable`` to the latest completed revision of this fleet, unless that is the current one."""
-        past = self.journal.state()
-        last = past.revisions.get(past.completed or 0)
-        if last is not None and last.fleet == self.settings.fleet and last.number != self.current.number:
-            self.stable = resolve_revision(last, self.machine)
-
-    def _report_damage(self) -> None:
-        """Record each damage of the journal as an event, and hold the fleet until the next revision."""
-        damage = self.journal.damage
-        if not damage:
-            return
-        more = len(damage) - MAX_DAMAGE
-        self.note(Damage(what="; ".join(damage[:MAX_DAMAGE]) + (f"; and {more} more" if more > 0 else "")))
-        for description in damage:
-            self.record_event("error", "JournalDamaged", f"journal-damaged: {description}")
-
-    # The journal
-
     @property
     def hold(self) -> Problem | None:
         """Why no replica is started, stopped or moved until an operator applies a spec; None: the fleet is not held."""
-        damage = self.journal.state().held
-        for record in self._unwritten:
-            damage = record.what if isinstance(record, Damage) else None if isinstance(record, Revision) else damage
+        damage = self.records.state.held
         if damage is None:
             return None
         number = self.current.number
@@ -212,80 +135,7 @@ class FleetState:
     @property
     def next_number(self) -> int:
         """The number of the next revision."""
-        return max(self.current.number + 1, self.journal.state().next_revision)
-
-    def record(self, record: Record) -> None:
-        """Write a record of an operator's request. Raises JournalUnwritable: then the request must be rejected."""
-        self.flush()
-        self.journal.append(record)
-
-    def note(self, record: Record) -> None:
-        """Write a record of the controller's own action; on a full disk it is buffered, since repairs must go on."""
-        try:
-            self.record(record)
-        except JournalUnwritable as error:
-            if not self._unwritten:
-                log.error("the journal cannot be written; repairs continue, their records are buffered: %s", error)
-            self._unwritten.append(record)
-            if len(self._unwritten) > HELD_RECORDS:  # events are the least important
-                oldest = next((i for i, waiting in enumerate(self._unwritten) if isinstance(waiting, Event)), 0)
-                del self._unwritten[oldest]
-
-    def flush(self) -> None:
-        """Write the buffered records. Raises JournalUnwritable."""
-        while self._unwritten:
-            self.journal.append(self._unwritten[0])
-            self._unwritten.pop(0)
-
-    @property
-    def writable(self) -> bool:
-        """Whether all records are in the journal."""
-        return not self._unwritten
-
-    def try_flush(self) -> None:
-        """Write the buffered records if the disk allows it."""
-        with contextlib.suppress(JournalUnwritable):
-            self.flush()
-
-    def record_event(
-        self,
-        level: Level,
-        reason: str,
-        message: str,
-        *,
-        view: ReplicaView | None = None,
-        model: str | None = None,
-        host: str | None = None,
-    ) -> None:
-        """Log a message and record it as an event."""
-        log.log(
-            logging.INFO if level == "info" else logging.WARNING, "%s: %s", view.id if view else model or host, message
-        )
-        self.note(
-            Event(
-                level=level,
-                reason=reason,
-                message=message,
-                model=view.model if view else model,
-                replica=view.id if view else None,
-                host=view.host if view else host,
-            )
-        )
-
-    def record_decision(self, action: Any, view: ReplicaView, reason: str) -> None:
-        """Record an action on a replica before it is executed."""
-        self.note(
-            Decision(
-                action=action,
-                model=view.model,
-                replica=view.replica,
-                epoch=view.epoch,
-                host=view.host,
-                cores=list(view.cores or ()),
-                version=view.version,
-                reason=reason,
-            )
-        )
+        return max(self.current.number + 1, self.records.state.next_revision)
 
     # Desired state
 
@@ -300,7 +150,7 @@ class FleetState:
 
     def desired_count(self, model: ModelSpec) -> int:
         """Returns the desired number of replicas: the manual scale, else the autoscaler's and the spec's."""
-        scale = self.journal.state().scales.get(model.name)
+        scale = self.records.state.scales.get(model.name)
         if scale is not None and scale.sleep:
             return 0
         if scale is not None and scale.count is not None:
@@ -340,11 +190,11 @@ class FleetState:
             self.targets.pop(model.name, None)
             if target is not None:
                 self.targets[model.name] = target
-            self.note(Target(model=model.name, count=target))
+            self.records.note(Target(model=model.name, count=target))
 
     def required(self, model: ModelSpec) -> int:
         """Returns how many replicas a rollout waits for: those that the autoscaler adds start as cores allow."""
-        scaled = self.journal.state().scales.get(model.name)
+        scaled = self.records.state.scales.get(model.name)
         desired = self.desired_count(model)
         return desired if scaled is not None else min(desired, self._min_replicas(model))
 
@@ -355,21 +205,18 @@ class FleetState:
 
     def is_unloaded(self, model: str) -> bool:
         """Returns whether the model was unloaded or scaled to 0 manually, so that requests do not start it."""
-        scale = self.journal.state().scales.get(model)
+        scale = self.records.state.scales.get(model)
         return scale is not None and (scale.sleep or scale.count == 0)
 
     @property
     def outcome(self) -> RolloutState | None:
         """The last recorded state of the current revision's rollout."""
-        for record in reversed(self._unwritten):
-            if isinstance(record, RolloutState) and record.revision == self.current.number:
-                return record
-        return self.journal.state().outcomes.get(self.current.number)
+        return self.records.state.outcomes.get(self.current.number)
 
     @property
     def in_canary(self) -> bool:
         """Whether the current revision is a canary that was not promoted."""
-        return self.current.revision.canary is not None and self.journal.state().promoted != self.current.number
+        return self.current.revision.canary is not None and self.records.state.promoted != self.current.number
 
     @property
     def frozen(self) -> bool:
@@ -391,7 +238,7 @@ class FleetState:
             lender=None if strategy is None else strategy.lender,
             former=self._former(model),
             reachable=model.name in self._late
-            or self.journal.state().completed == self.current.number
+            or self.records.state.completed == self.current.number
             or self.desired_count(model) > self.required(model),
         )
 
@@ -423,7 +270,7 @@ class FleetState:
 
     def blocked(self) -> dict[str, frozenset[int]]:
         """Returns the cores by host where no replica may be placed."""
-        cordons = self.journal.state().cordons
+        cordons = self.records.state.cordons
         blocked = {}
         for host in self.hosts:
             cordoned = cordons.get(host.name, frozenset())
@@ -439,7 +286,7 @@ class FleetState:
 
     def drained(self) -> dict[str, frozenset[int]]:
         """Returns the cores by host whose replicas have to move."""
-        drains = self.journal.state().drains
+        drains = self.records.state.drains
         return {host.name: frozenset(range(host.cores)) for host in self.hosts if host.name in drains}
 
     def replaced(self) -> frozenset[tuple[str, int]]:
@@ -447,7 +294,7 @@ class FleetState:
         return frozenset(
             (view.id, view.epoch)
             for view in self.views.values()
-            if view.epoch <= self.journal.state().replaces.get(view.id, 0)
+            if view.epoch <= self.records.state.replaces.get(view.id, 0)
         )
 
     def situation(self) -> Situation:
@@ -504,15 +351,15 @@ class FleetState:
             message = (
                 "its source has changed, and its previous content is not stored: new replicas load the new content"
             )
-            self.record_event("warning", "SourceChanged", message, model=config.model)
+            self.records.event("warning", "SourceChanged", message, model=config.model)
         if before != now:
             self.pins[key] = now
-            self.note(Pin(model=config.model, version=config.version, origin=now[0], draft_origin=now[1]))
+            self.records.note(Pin(model=config.model, version=config.version, origin=now[0], draft_origin=now[1]))
 
     def _unpin(self, keys: Collection[tuple[str, str]]) -> None:
         for model, version in keys:
             del self.pins[model, version]
-            self.note(Pin(model=model, version=version, origin=None))
+            self.records.note(Pin(model=model, version=version, origin=None))
 
     def refresh_source(self, model: str) -> None:
         """Forget the pinned content of the model, so that new processes load what its source has now."""
@@ -544,7 +391,7 @@ class FleetState:
                     if strategy.outage_s is None
                     else f"{strategy.outage_s:.0f} s of outage"
                 )
-                self.record_event(
+                self.records.event(
                     "info", "UpdateStrategy", f"{strategy.strategy}, {outage}: {strategy.why}", model=name
                 )
             self.strategies[name] = strategy
@@ -601,8 +448,8 @@ class FleetState:
         ``short`` has the models with fewer targets than desired.
         """
         stopped = self.current.spec.model(view.model) is None
-        stopped = stopped or (view.model in self.journal.state().scales and view.model not in short)
-        drained = view.host in self.journal.state().drains or view.host in self.lost
+        stopped = stopped or (view.model in self.records.state.scales and view.model not in short)
+        drained = view.host in self.records.state.drains or view.host in self.lost
         return not stopped and not drained and (view.id, view.epoch) not in self.replaced()
 
     def _report_lost_replicas(self) -> None:
@@ -614,7 +461,7 @@ class FleetState:
             ]
             detail = f"no place is free, only the new version serves: {missing[0]}" if missing else "starting elsewhere"
             count = f"{counted(lost[name], 'replica')} of the former version"
-            self.record_event("warning", "FormerVersionLost", f"{count} lost: {detail}", model=name)
+            self.records.event("warning", "FormerVersionLost", f"{count} lost: {detail}", model=name)
         self._lost_former = set(lost)
 
     def _update_relocation(self) -> bool:
@@ -640,8 +487,8 @@ class FleetState:
             return False
         self.relocation, self._relocated_at = relocation, now
         for view in relocation.moving:
-            self.note(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by="the controller"))
-            self.record_event(
+            self.records.note(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by="the controller"))
+            self.records.event(
                 "info", "MakingRoom", f"it is moved to make room for {' and '.join(relocation.models)}", view=view
             )
         return True
@@ -753,7 +600,7 @@ class FleetState:
                 self._late.add(model.name)
                 cause = f"no progress for {quiet:.0f} s (progress_deadline_s), and no revision to restore"
                 effect = "old replicas stay only for as many new ones as can be placed"
-                self.record_event("warning", "UpdateStuck", f"{cause}: {effect}", model=model.name)
+                self.records.event("warning", "UpdateStuck", f"{cause}: {effect}", model=model.name)
 
     def _is_changed(self, model: ModelSpec) -> bool:
         before = self.stable.versions.get(model.name) if self.stable is not None else None
@@ -779,17 +626,17 @@ class FleetState:
         return None
 
     def _end_rollout(self, state: Literal["complete", "failed", "rolled_back"], reason: str) -> None:
-        self.note(RolloutState(revision=self.current.number, state=state, reason=reason))
+        self.records.note(RolloutState(revision=self.current.number, state=state, reason=reason))
         level: Level = "info" if state == "complete" else "error"
         name = {"complete": "RolloutComplete", "failed": "RolloutFailed", "rolled_back": "RolloutFailed"}[state]
-        self.record_event(level, name, f"revision {self.current.number}: {reason}")
+        self.records.event(level, name, f"revision {self.current.number}: {reason}")
 
     def narrow_rollback(self, rollback: Rollback) -> Rollback:
         """Returns the rollback limited to revisions that changed the failed model, if possible.
 
         Blocks, and changes nothing.
         """
-        revisions = self.journal.state().revisions
+        revisions = self.records.state.revisions
         numbers = range(rollback.to.number, self.current.number + 1)
         if len(numbers) < 3 or any(number not in revisions for number in numbers):
             return rollback
@@ -814,18 +661,18 @@ class FleetState:
             plan={},
             canary=canary,
         )
-        self.note(revision)
+        self.records.note(revision)
         self._end_rollout("rolled_back", rollback.cause)
         undone = " and ".join(map(str, rollback.undone))
         description = (
             f"revision {failed} without the changes of {undone}" if undone else f"revision {before.number} again"
         )
-        self.record_event("warning", "RolledBack", f"revision {revision.number} is {description}")
+        self.records.event("warning", "RolledBack", f"revision {revision.number} is {description}")
         self.install(dataclasses.replace(rollback.to, revision=revision))
 
     def install(self, generation: ResolvedRevision) -> None:
         """Make an applied revision the current one."""
-        if self.journal.state().completed == self.current.number:
+        if self.records.state.completed == self.current.number:
             self.stable = self.current
         self.current = generation
         for view in list(self.views.values()):  # the change may have fixed the cause
@@ -843,7 +690,7 @@ class FleetState:
         self.woken &= names
         for name in self.targets.keys() - names:
             del self.targets[name]
-            self.note(Target(model=name, count=None))
+            self.records.note(Target(model=name, count=None))
 
     def restart_progress(self) -> None:
         """Restart the progress deadline."""

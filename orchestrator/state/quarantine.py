@@ -29,15 +29,15 @@ def on_failure(state: FleetState, view: ReplicaView, failure: Failure) -> None:
         temporary = [core for core in view.cores if not _is_permanent(failed.get(core))]
         failed.update(dict.fromkeys(temporary, FailedCore(str(failure), until)))
         message = f"cores {view.cores} are set aside for {SET_ASIDE_S:.0f} s: {failure}"
-        state.record_event("warning", "CoresSetAside", message, view=view)
+        state.records.event("warning", "CoresSetAside", message, view=view)
         return
     host = next(host for host in state.hosts if host.name == view.host)
     cores = cores_of_devices(host, view.cores, failure.devices)
     failed.update({core: FailedCore(str(failure)) for core in cores})
     for core in sorted(cores):
-        state.note(Quarantine(host=view.host, core=core, on=True, pid=None, command=None, cause=str(failure)))
+        state.records.note(Quarantine(host=view.host, core=core, on=True, pid=None, command=None, cause=str(failure)))
     message = f"cores {','.join(ranges(cores))} are quarantined until `corewright uncordon {view.host}`: {failure}"
-    state.record_event("error", "CoreQuarantined", message, view=view)
+    state.records.event("error", "CoreQuarantined", message, view=view)
 
 
 def clear(state: FleetState, host: str, cores: Iterable[int] | None) -> None:
@@ -46,9 +46,9 @@ def clear(state: FleetState, host: str, cores: Iterable[int] | None) -> None:
     freed = sorted(failed if cores is None else set(cores) & failed.keys())
     for core in freed:
         if _is_permanent(failed.pop(core)):
-            state.note(Quarantine(host=host, core=core, on=False, pid=None, command=None))
+            state.records.note(Quarantine(host=host, core=core, on=False, pid=None, command=None))
     if freed:
-        state.record_event("info", "CoreFree", f"cores {','.join(ranges(freed))} are available again", host=host)
+        state.records.event("info", "CoreFree", f"cores {','.join(ranges(freed))} are available again", host=host)
 
 
 def expire(state: FleetState) -> None:
@@ -59,7 +59,9 @@ def expire(state: FleetState) -> None:
         for core in over:
             del failed[core]
         if over:
-            state.record_event("info", "CoreFree", f"cores {','.join(ranges(over))} are no longer set aside", host=host)
+            state.records.event(
+                "info", "CoreFree", f"cores {','.join(ranges(over))} are no longer set aside", host=host
+            )
 
 
 def cores_of_devices(host: Host, cores: Iterable[int], devices: Iterable[int]) -> frozenset[int]:

@@ -11,7 +11,7 @@ def why_unloaded(state: FleetState, model: ModelSpec) -> list[str]:
 
     Empty: the model is at zero for lack of requests.
     """
-    scale = state.journal.state().scales.get(model.name)
+    scale = state.records.state.scales.get(model.name)
     if scale is not None and scale.sleep:
         return [f"unloaded by hand: corewright load {model.name}"]
     if scale is not None and scale.count == 0:
@@ -21,7 +21,7 @@ def why_unloaded(state: FleetState, model: ModelSpec) -> list[str]:
 
 def reason_for_clients(state: FleetState, model: ModelSpec, reason: str | None) -> str | None:
     """Returns ``reason`` for clients, without commands and without the figures of an autoscaler decision."""
-    scale = state.journal.state().scales.get(model.name)
+    scale = state.records.state.scales.get(model.name)
     if scale is not None and (scale.sleep or scale.count == 0):
         return "by hand" if scale.sleep else "scaled to 0 by hand"
     held = state.held_back.get(model.name)

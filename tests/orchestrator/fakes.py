@@ -27,6 +27,8 @@ from orchestrator.fleet.effects import (
 )
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.records.journal import Journal
+from orchestrator.state.record_writer import InThread, RecordWriter
+from orchestrator.state.resumption import resume_fleet
 from workers.artifacts.fetch.artifact_fetcher import (
     ArrivingArtifact,
     FetchedArtifact,
@@ -96,8 +98,11 @@ def virtually(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 async def _at_once(function: Callable[..., T], *arguments: Any) -> T:
-    """A thread would let the clock jump while it works."""
-    return function(*arguments)
+    """A thread would let the clock jump while it works. Others run before and after, as they do beside a thread."""
+    await asyncio.sleep(0)
+    result = function(*arguments)
+    await asyncio.sleep(0)
+    return result
 
 
 @dataclass(eq=False)
@@ -125,8 +130,8 @@ class FakeReplica:
 
 class FakeCluster:
     """Remembers every effect. Replicas get ready after ``load_s`` seconds, unless ``loads`` is off or their version is
-    in ``broken``. It fails a test at once when two living replicas hold one core, two starts have one name, or a
-    replica is started that would load what its host does not have."""
+    in ``broken``. It fails a test at once when two living replicas hold one core, two starts have one name, a start is
+    not in the journal, or a replica is started that would load what its host does not have."""
 
     def __init__(self) -> None:
         self.replicas: dict[str, FakeReplica] = {}
@@ -169,6 +174,7 @@ class FakeCluster:
         self.devices: list[MetricFamily] = []  # what the devices of every real host measure
         self.last_words: dict[str, Failure] = {}  # by the name of the log
         self.late: asyncio.Event | None = None  # what has died is told only after this
+        self.records: RecordWriter | None = None  # of the controller
         self.violations: list[str] = []
         self._pids = itertools.count(1001)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -281,6 +287,10 @@ class FakeCluster:
                 self.violations.append(f"{name} takes {sorted(both)}, which {other.config.model} holds")
         if config.host.endswith("/0") and (strange := set(config.cores) & self.told_held & set(self.held)):
             self.violations.append(f"{name} is started on {sorted(strange)}, which a stranger was said to hold")
+        if self.records is not None and self.records.writable:
+            epoch = self.records.journal.state().epochs.get(f"{config.model}/{config.replica}", 0)
+            if epoch < config.epoch:
+                self.violations.append(f"{name} is started before its record is written")
         self._check_loadable(config)
         self.started.append(config)
         pid = next(self._pids)
@@ -400,6 +410,7 @@ class Played:
         instance: str | None = None,
         awake: bool = False,
         restarted: bool = False,
+        in_thread: InThread = _at_once,
     ) -> None:
         """``awake``: the clock leaves pauses of the loop out, as in production; ``restarted`` as the controller's."""
         loop = asyncio.get_running_loop()
@@ -418,17 +429,17 @@ class Played:
         self.home = home
         self.cluster = cluster
         self.journal = journal if journal is not None else Journal(None, clock=loop.time)
-        self.controller = Controller(
+        state = resume_fleet(
             settings,
-            cluster,
             self.journal,
             clock=self.clock or loop.time,
-            resumed=self.clock.resumed_at if self.clock else lambda: float("-inf"),
             wall=loop.time,
-            tick_s=tick_s,
-            in_thread=_at_once,
+            in_thread=in_thread,
             restarted=restarted,
         )
+        cluster.records = state.records
+        resumed = self.clock.resumed_at if self.clock else lambda: float("-inf")
+        self.controller = Controller(state, cluster, resumed=resumed, tick_s=tick_s)
         self.operator = Operator(self.controller, cluster)
         self._running: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -448,8 +459,9 @@ class Played:
         self._running.cancel()
         if self._beating is not None:
             self._beating.cancel()
-        for task in self.controller._tasks:  # a dead process has none
-            task.cancel()
+        for task in (*self.controller._tasks, self.controller.state.records._writing):  # a dead process has none
+            if task is not None:
+                task.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
 
     async def until(self, condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> None:

@@ -1,0 +1,157 @@
+"""Writes records to the journal in a thread, in order, so that a slow disk does not block the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Literal, cast
+
+import msgspec.structs
+
+from orchestrator.fleet.snapshot import ReplicaView
+from orchestrator.records.journal import Journal, JournalUnwritable, as_stored
+from orchestrator.records.journal_fold import fold
+from orchestrator.records.journal_records import AnyRecord, Decision, Event, JournalState, R, Record
+
+log = logging.getLogger(__name__)
+
+Level = Literal["info", "warning", "error"]
+InThread = Callable[..., Coroutine[Any, Any, Any]]  # `asyncio.to_thread`, or a stand-in
+MAX_UNWRITTEN = 1000  # notes that wait while the disk is full
+
+
+@dataclass
+class _Request:
+    """A record that is not written yet."""
+
+    record: Record
+    is_note: bool
+    stored: Record | None = None
+    error: JournalUnwritable | None = None
+
+
+class RecordWriter:
+    """The only user of a controller's journal, on its event loop.
+
+    A note is in ``state`` at once, and on disk after ``durable``: an effect waits for that. Notes that a full disk
+    refuses are kept and written later, since repairs must go on. The record of an operator's request is in ``state``
+    once it is on disk; if the disk refuses it, nothing has changed.
+    """
+
+    def __init__(
+        self, journal: Journal, in_thread: InThread = asyncio.to_thread, wall: Callable[[], float] = time.time
+    ) -> None:
+        self.journal = journal
+        self.state = journal.state()  # with the notes that are not written yet
+        self.writable = True  # False while notes wait that the disk has refused
+        self._in_thread = in_thread
+        self._wall = wall
+        self._requests: list[_Request] = []  # in order; without the batch that is being written
+        self._writing: asyncio.Task[None] | None = None
+
+    def note(self, record: Record) -> None:
+        """Record an action or an observation of the controller. Raises TypeError or ValueError as `Journal.append`."""
+        stored = as_stored(record)
+        self.state = self._with_note(self.state, stored)
+        self._requests.append(_Request(stored, is_note=True))
+        if len(self._requests) > MAX_UNWRITTEN:  # events are the least important
+            oldest = next((i for i, waiting in enumerate(self._requests) if isinstance(waiting.record, Event)), -1)
+            del self._requests[oldest]
+        self._start()
+
+    async def record(self, record: R) -> R:
+        """Write the record of an operator's request and return it as stored. Raises JournalUnwritable: then it is not
+        in the journal, and the request must be rejected."""
+        request = _Request(as_stored(record), is_note=False)
+        self._requests.append(request)
+        await self.durable()
+        if request.error is not None:
+            raise request.error
+        return cast(R, request.stored)
+
+    async def durable(self) -> None:
+        """Wait until all records so far are on disk, or the disk has refused one of them."""
+        if self._requests or (self._writing is not None and not self._writing.done()):
+            await asyncio.shield(self._start())
+
+    def event(
+        self,
+        level: Level,
+        reason: str,
+        message: str,
+        *,
+        view: ReplicaView | None = None,
+        model: str | None = None,
+        host: str | None = None,
+    ) -> None:
+        """Log a message and record it as an event."""
+        log.log(
+            logging.INFO if level == "info" else logging.WARNING, "%s: %s", view.id if view else model or host, message
+        )
+        self.note(
+            Event(
+                level=level,
+                reason=reason,
+                message=message,
+                model=view.model if view else model,
+                replica=view.id if view else None,
+                host=view.host if view else host,
+            )
+        )
+
+    def decision(self, action: Any, view: ReplicaView, reason: str) -> None:
+        """Record an action on a replica."""
+        self.note(
+            Decision(
+                action=action,
+                model=view.model,
+                replica=view.replica,
+                epoch=view.epoch,
+                host=view.host,
+                cores=list(view.cores or ()),
+                version=view.version,
+                reason=reason,
+            )
+        )
+
+    def _start(self) -> asyncio.Task[None]:
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+        return self._writing
+
+    async def _write(self) -> None:
+        """Write batch by batch. After a refusal the notes wait for the next attempt."""
+        while self._requests:
+            batch, self._requests = self._requests, []
+            error = await self._in_thread(_append, self.journal, batch)
+            if error is not None:
+                unwritten = [request for request in (*batch, *self._requests) if request.stored is None]
+                for request in unwritten:
+                    request.error = error
+                self._requests = [request for request in unwritten if request.is_note]
+                if self._requests and self.writable:
+                    text = "the journal cannot be written; repairs continue, their records are buffered: %s"
+                    log.error(text, error)
+            self.writable = error is None or not self._requests
+            notes = (request.record for request in self._requests if request.is_note)
+            self.state = reduce(self._with_note, notes, self.journal.state())
+            if error is not None:
+                return
+
+    def _with_note(self, state: JournalState, note: Record) -> JournalState:
+        """Returns the state after the note, with its number in the journal unless that refuses an earlier one."""
+        return fold(state, cast(AnyRecord, msgspec.structs.replace(note, seq=state.seq + 1, at=self._wall())))
+
+
+def _append(journal: Journal, batch: Sequence[_Request]) -> JournalUnwritable | None:
+    """Append the records in order. Returns the error at which it stopped. Blocks."""
+    for request in batch:
+        try:
+            request.stored = journal.append(request.record)
+        except JournalUnwritable as error:
+            return error
+    return None
