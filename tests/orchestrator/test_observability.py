@@ -168,11 +168,11 @@ def test_each_alert_has_a_runbook_and_each_runbook_an_alert() -> None:
     for rule, entry in zip(RULES, entries, strict=True):
         assert rule["annotations"]["runbook_url"] == f"docs/runbooks.md#{rule['alert'].lower()}"
         assert f"Severity: {rule['labels']['severity']}." in entry
-        parts = re.findall(r"^\*\*(Meaning|Look at|Mend)", entry, re.MULTILINE)
-        assert parts == ["Meaning", "Look at", "Mend"]
-        _, look, mend = re.split(r"^\*\*(?:Look at|Mend)\*\*$", entry, flags=re.MULTILINE)
-        assert look.strip().startswith("- ")
-        assert mend.strip().startswith("- ")
+        parts = re.findall(r"^\*\*(Meaning|Diagnosis|Remedy)", entry, re.MULTILINE)
+        assert parts == ["Meaning", "Diagnosis", "Remedy"]
+        _, diagnosis, remedy = re.split(r"^\*\*(?:Diagnosis|Remedy)\*\*$", entry, flags=re.MULTILINE)
+        assert diagnosis.strip().startswith("- ")
+        assert remedy.strip().startswith("- ")
 
 
 def test_an_alert_says_what_is_wrong_and_how_bad_it_is() -> None:
