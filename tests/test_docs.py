@@ -806,7 +806,7 @@ def test_every_setting_is_described() -> None:
     told = [(words(row[0])[0], words(row[1])[0], words(row[2])[0]) for row in table]
     switches = {"True": "true", "False": "false", "None": "unset", "()": "none"}
     assert told == [(one.name, one.env, switches.get(str(one.default), str(one.default))) for one in SETTINGS]
-    assert all(row[3].startswith(one.kind) for row, one in zip(table, SETTINGS, strict=True))
+    assert all(row[3].startswith(one.kind.rule) for row, one in zip(table, SETTINGS, strict=True))
 
 
 def test_every_environment_variable_is_described() -> None:

@@ -117,7 +117,7 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Daemon:
     home.prepare()
     return Daemon(
         home,
-        UpOptions(GatewaySettings(host="127.0.0.1", port=1, home=str(tmp_path))),
+        UpOptions(gateway=GatewaySettings(host="127.0.0.1", port=1, home=str(tmp_path))),
         (SPEC, "f.yaml", "/"),
         "f",
         (),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from orchestrator.cli.output import Format
+from orchestrator.daemon.settings import SETTINGS, Setting
 
 if TYPE_CHECKING:
     from orchestrator.cli.client import AdminClient
@@ -48,6 +51,29 @@ TimeoutOption = Annotated[
 YesOption = Annotated[bool, typer.Option("--yes", help="Skip the confirmation prompt.")]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Ignore the running fleet.")]
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new output until Ctrl-C.")]
+
+
+def setting_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command an option for each setting of `up` that has one, in place of its parameter ``**flags``."""
+    own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "flags"]
+    options = [_parameter(setting) for setting in SETTINGS if setting.option]
+    command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *options)}
+    return command
+
+
+def _parameter(setting: Setting) -> inspect.Parameter:
+    kind, default = setting.kind, setting.default
+    shown = "off" if "/" in setting.option and not default else "on" if default is True else default
+    repeatable = " Repeatable." if kind.type == list[str] else ""
+    option = typer.Option(
+        setting.option,
+        help=setting.doc + repeatable,
+        show_default=f"{shown:g}" if isinstance(shown, float) else str(shown) if shown else False,
+        **kind.option,
+    )
+    annotation = Annotated[kind.type | None, option]  # type: ignore[name-defined]  # None: not given
+    return inspect.Parameter(setting.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
 
 
 def the_fleet() -> AdminClient:

@@ -27,6 +27,7 @@ from orchestrator.cli.app import (
     OptionalSpecArgument,
     SpecArgument,
     app,
+    setting_options,
     the_fleet,
 )
 from orchestrator.cli.output import Format, complain, say, show, stdout, use_color
@@ -43,53 +44,13 @@ DOWN_SPARE_S = 20.0  # shutdown takes up to 10 s after the drain; twice that
 
 
 @app.command()
+@setting_options
 def up(
     spec: SpecArgument,
-    host: Annotated[
-        str | None,
-        typer.Option(
-            help="Address that the gateway listens on. An address beyond loopback requires API keys, or --insecure.",
-            show_default="127.0.0.1",
-        ),
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port that the gateway listens on.", show_default="8080")
-    ] = None,
-    gateways: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help="Number of gateway processes that share the port.", show_default="1"),
-    ] = None,
-    insecure: Annotated[
-        bool | None, typer.Option("--insecure", help="Disable API-key authentication on every address.")
-    ] = None,
-    tls_cert: Annotated[
-        str | None, typer.Option(metavar="FILE", help="TLS certificate of the gateway with its chain (PEM).")
-    ] = None,
-    tls_key: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Private key of the TLS certificate (PEM).")
-    ] = None,
-    tls_client_ca: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Require client certificates signed by these authorities (PEM)."),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Origin to allow cross-origin requests from (CORS). Repeatable."),
-    ] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="Address of an existing Ray cluster. Not supported yet.")
     ] = None,
-    dashboard: Annotated[
-        bool | None, typer.Option("--dashboard/--no-dashboard", help="Start the Ray dashboard.", show_default="on")
-    ] = None,
-    watch: Annotated[
-        bool | None,
-        typer.Option("--watch/--no-watch", help="Apply the spec whenever its file changes.", show_default="off"),
-    ] = None,
-    drain_s: Annotated[
-        float | None,
-        typer.Option(min=0, max=3600, help="Drain timeout on shutdown, in seconds.", show_default="20"),
-    ] = None,
+    **flags: Any,
 ) -> None:
     """Start a fleet in the foreground. It runs until Ctrl-C, SIGTERM or `corewright down`."""
     from orchestrator.access.source_policy import SourcePolicy
@@ -99,9 +60,6 @@ def up(
     if ray_address is not None:
         message = f"--ray-address {ray_address}: this version starts its own Ray cluster, on this machine"
         raise Failed("cluster-not-served", message, "remove the option")
-    flags: dict[str, Any] = {"host": host, "port": port, "dashboard": dashboard, "watch": watch, "drain_s": drain_s}
-    flags |= {"gateways": gateways, "insecure": insecure, "tls_cert": tls_cert, "tls_key": tls_key}
-    flags |= {"tls_client_ca": tls_client_ca, "cors_origins": cors_origin or None}
     settings = resolve(flags)
     if settings.problems:
         complain(settings.problems)

@@ -10,7 +10,8 @@ from orchestrator.access.keys import KeyFile
 from orchestrator.cli.doctor import engine_problems
 from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stdout, use_color
 from orchestrator.daemon.daemon import Daemon, UpOptions
-from orchestrator.daemon.settings import Settings, gateway_settings, store_settings
+from orchestrator.daemon.settings import Settings, store_settings
+from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import is_loopback
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home
@@ -83,7 +84,12 @@ def run_up(file: SpecFile, settings: Settings) -> int:
     home = Home.from_environment()
     daemon = Daemon(
         home,
-        _options(settings, home),
+        settings.fill(
+            UpOptions,
+            gateway=settings.fill(GatewaySettings),
+            store=store_settings(settings, home.store),
+            config=settings.as_dicts(),
+        ),
         (file.text, file.name, file.base_dir),
         file.spec.name,
         file.hosts,
@@ -93,19 +99,6 @@ def run_up(file: SpecFile, settings: Settings) -> int:
     home.prepare()
     with libraries_to_log(home.logs / "daemon.log"):
         return daemon.run(announce)
-
-
-def _options(settings: Settings, home: Home) -> UpOptions:
-    return UpOptions(
-        gateway=gateway_settings(settings),
-        allowed_sources=settings["allowed_sources"],
-        data_plane=settings["data_plane"],
-        store=store_settings(settings, home.store),
-        dashboard=settings["dashboard"],
-        watch=settings["watch"],
-        drain_s=settings["drain_s"],
-        config=settings.as_dicts(),
-    )
 
 
 def _addresses(record: FleetRecord, file: SpecFile, settings: Settings) -> str:

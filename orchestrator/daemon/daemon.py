@@ -12,14 +12,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 from orchestrator.access.audit_log import Audit, AuditLine, caller
 from orchestrator.access.tls import certified_name
-from orchestrator.fleet.controller_settings import DRAIN_S, ControllerSettings
+from orchestrator.fleet.controller_settings import ControllerSettings, FleetSettings
 from orchestrator.fleet.progress_text import fetch_text, hold_text, tenths
 from orchestrator.gateway.http.listener import bind
 from orchestrator.gateway.settings import GatewaySettings
@@ -32,7 +31,6 @@ from orchestrator.process.version import corewright_version
 from orchestrator.process.waiting_notice import WaitingNotice
 from placements.facts.topology import Host
 from placements.spec.problems import render
-from workers.artifacts.store.store_settings import StoreSettings
 from workers.host import host_facts as this_host
 
 log = logging.getLogger(__name__)
@@ -69,18 +67,12 @@ class _Interrupted(Exception):
     """A signal or `down` while the fleet was still starting."""
 
 
-@dataclass(frozen=True)
-class UpOptions:
+class UpOptions(FleetSettings, frozen=True, kw_only=True):
     """The options of one `up`."""
 
     gateway: GatewaySettings
     dashboard: bool = True
     watch: bool = False  # apply the spec's file when it changes
-    drain_s: float = DRAIN_S
-    config: tuple[dict[str, Any], ...] = ()  # the settings with their origins, for `GET config`
-    allowed_sources: tuple[str, ...] | None = None  # sources that a spec may read; None: all
-    data_plane: Literal["unix", "tcp"] = "unix"
-    store: StoreSettings | None = None  # each host's artifact store; None: in the home, without a limit
 
 
 def watched(work: Callable[[], None], ended: Callable[[Failed], None]) -> None:
@@ -343,15 +335,11 @@ class Daemon:
             admin_port=admin_port,
             cpus=cpus,
             instance=self._instance,
-            drain_s=self._options.drain_s,
             daemon_pid=self._pid,
-            config=self._options.config,
             log_format=self._options.gateway.log_format,
-            allowed_sources=self._options.allowed_sources,
-            data_plane=self._options.data_plane,
-            store=self._options.store,
             gateway=credentials.gateway,
             replica=credentials.replica,
+            **{name: getattr(self._options, name) for name in FleetSettings.__struct_fields__},
         )
         self._controller = actors.start_controller(settings)
         self._in_background(self._wait_down)

@@ -7,38 +7,55 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import msgspec.structs
 
 from orchestrator.fleet.controller_settings import DRAIN_S
+from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.failure import Failed
 from placements.spec.problems import Problem, in_order
 
 if TYPE_CHECKING:
-    from orchestrator.gateway.settings import GatewaySettings
     from workers.artifacts.store.store_settings import StoreSettings
 
 Origin = Literal["flag", "environment", "file", "default"]
 FILE = "config.yaml"
 IN_MEMORY = ("tmpfs", "ramfs")
-LONGEST_DRAIN_S = 3600.0
+LONGEST_DRAIN_S = 3600
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The valid values of a setting. ``read`` converts a value from the command line or YAML, or the text of a
+    variable; it raises ValueError with a description of valid values."""
+
+    rule: str  # for the docs
+    read: Callable[[Any], Any]
+    type: Any = str  # of the command-line option
+    option: Mapping[str, Any] = field(default_factory=dict)  # its limits, or the name of its value
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting. ``read`` converts a value from the command line or YAML, or the text of a variable; it raises
-    ValueError with a description of valid values."""
+    """One setting. An empty ``option``: it has none."""
 
-    name: str  # also the key in the file, and the flag with - for _
-    env: str
+    name: str  # also the key in the file
+    kind: Kind
     default: Any
-    kind: str
     doc: str
-    read: Callable[[Any], Any]
-    has_flag: bool = True
-    in_file: bool = True
-    flag: str = ""  # if it is not derived from the name
+    option: str = ""  # as Typer declares it
+
+    @property
+    def env(self) -> str:
+        return f"COREWRIGHT_{self.name.upper()}"
+
+    @property
+    def in_file(self) -> bool:
+        return self.name != "home"  # the folder of the file
 
 
 @dataclass(frozen=True)
@@ -61,14 +78,6 @@ def _text(value: Any) -> str:
     return value
 
 
-def _port(value: Any) -> int:
-    rule = "1 to 65535"
-    number = int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 65535:
-        raise ValueError(rule)
-    return number
-
-
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -81,51 +90,36 @@ def _switch(value: Any) -> bool:
         raise ValueError("true or false") from None
 
 
-def _number(value: Any, rule: str) -> float:
-    try:
-        number = float("" if isinstance(value, bool) else value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(rule) from None
-    if not math.isfinite(number):
-        raise ValueError(rule)
-    return number
+def _seconds(rule: str, least: float) -> Kind:
+    def read(value: Any) -> float:
+        try:
+            number = float("" if isinstance(value, bool) else value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not least <= number <= LONGEST_DRAIN_S:
+            raise ValueError(f"a number of seconds, {rule}")
+        return number
+
+    return Kind(rule, read, float, {"min": least, "max": LONGEST_DRAIN_S})
 
 
-def _seconds(value: Any) -> float:
-    rule = f"a number of seconds, 0 to {LONGEST_DRAIN_S:.0f}"
-    number = _number(value, rule)
-    if not 0 <= number <= LONGEST_DRAIN_S:
-        raise ValueError(rule)
-    return number
-
-
-def _deadline(value: Any) -> float:
-    rule = f"a number of seconds above 0, at most {LONGEST_DRAIN_S:.0f}"
-    number = _number(value, rule)
-    if not 0 < number <= LONGEST_DRAIN_S:
-        raise ValueError(rule)
-    return number
-
-
-def _whole(least: int, most: int) -> Callable[[Any], int]:
-    rule = f"a whole number, {least} to {most}"
-
+def _whole(least: int, most: int) -> Kind:
     def read(value: Any) -> int:
         number = int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,15}", value, re.ASCII) else value
         if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
-            raise ValueError(rule)
+            raise ValueError(f"a whole number, {least} to {most}")
         return number
 
-    return read
+    return Kind(f"{least} to {most}", read, int, {"min": least, "max": most})
 
 
-def _word(*allowed: str) -> Callable[[Any], str]:
+def _word(*allowed: str) -> Kind:
     def read(value: Any) -> str:
         if value not in allowed:
             raise ValueError(" or ".join(allowed))
         return str(value)
 
-    return read
+    return Kind(" or ".join(allowed), read)
 
 
 def _file_path(value: Any) -> str:
@@ -135,16 +129,16 @@ def _file_path(value: Any) -> str:
     return str(Path(value).expanduser().absolute())
 
 
-def _several(read_item: Callable[[str], str], rule: str) -> Callable[[Any], tuple[str, ...]]:
-    """Returns a reader of lists, and of texts with commas. ``read_item`` reads each item, and raises ValueError."""
+def _several(rule: str, valid: str, read_item: Callable[[str], str], **option: Any) -> Kind:
+    """Returns the kind of lists, and of texts with commas. ``read_item`` reads each item, and raises ValueError."""
 
     def read(value: Any) -> tuple[str, ...]:
         items = value.split(",") if isinstance(value, str) else value
         if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-            raise ValueError(rule)
+            raise ValueError(valid)
         return tuple(dict.fromkeys(read_item(item.strip()) for item in items if item.strip()))
 
-    return read
+    return Kind(rule, read, list[str], option)
 
 
 _ORIGIN = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?", re.ASCII)
@@ -174,155 +168,92 @@ def _folder(value: Any) -> str:
 
 
 MIB, GIB, PIB = 2**20, 2**30, 2**50
+TEXT = Kind("text", _text)
+SWITCH = Kind("true or false", _switch, bool)
+FILE_PATH = Kind("a file", _file_path, str, {"metavar": "FILE"})
+TIMEOUT = _seconds("above 0, at most 3600", math.ulp(0.0))
+BYTES = _whole(MIB, PIB)
+GATEWAY = {item.name: item.default for item in msgspec.structs.fields(GatewaySettings)}
 
 
-def _limit(name: str, default: int | None, least: int, most: int, doc: str) -> Setting:
-    env = f"COREWRIGHT_{name.upper()}"
-    return Setting(name, env, default, f"{least} to {most}", doc, _whole(least, most), has_flag=False)
-
-
-def _time(name: str, default: float, doc: str) -> Setting:
-    env = f"COREWRIGHT_{name.upper()}"
-    return Setting(name, env, default, "above 0, at most 3600", doc, _deadline, has_flag=False)
+def _gateway(name: str, kind: Kind, doc: str, option: str = "") -> Setting:
+    """Returns a setting that gateways get, with the default that they have."""
+    return Setting(name, kind, GATEWAY[name], doc, option)
 
 
 SETTINGS = (
-    Setting(
+    _gateway(
         "host",
-        "COREWRIGHT_HOST",
-        "127.0.0.1",
-        "text",
-        "Address that the gateway listens on. An address beyond loopback requires API keys.",
-        _text,
+        TEXT,
+        "Address that the gateway listens on. Beyond loopback it requires API keys, or --insecure.",
+        "--host",
     ),
-    Setting("port", "COREWRIGHT_PORT", 8080, "1 to 65535", "Port that the gateway listens on.", _port),
-    Setting(
-        "gateways",
-        "COREWRIGHT_GATEWAYS",
-        1,
-        "1 to 64",
-        "Number of gateway processes that share the port.",
-        _whole(1, 64),
-    ),
-    Setting(
-        "gateway_spare",
-        "COREWRIGHT_GATEWAY_SPARE",
-        True,
-        "true or false",
-        "Keep a spare gateway process, which takes over when another one dies.",
-        _switch,
-        has_flag=False,
-    ),
-    Setting(
-        "insecure",
-        "COREWRIGHT_INSECURE",
-        False,
-        "true or false",
-        "Disable API-key authentication on every address.",
-        _switch,
-    ),
-    Setting(
+    _gateway("port", _whole(1, 65535), "Port that the gateway listens on.", "--port"),
+    _gateway("gateways", _whole(1, 64), "Number of gateway processes that share the port.", "--gateways"),
+    _gateway("gateway_spare", SWITCH, "Keep a spare gateway process, which takes over when another one dies."),
+    _gateway("insecure", SWITCH, "Disable API-key authentication on every address.", "--insecure"),
+    _gateway(
         "tls_cert",
-        "COREWRIGHT_TLS_CERT",
-        None,
-        "a file",
+        FILE_PATH,
         "TLS certificate of the gateway with its chain (PEM). Reloaded when it changes.",
-        _file_path,
+        "--tls-cert",
     ),
-    Setting("tls_key", "COREWRIGHT_TLS_KEY", None, "a file", "Private key of the TLS certificate (PEM).", _file_path),
-    Setting(
-        "tls_client_ca",
-        "COREWRIGHT_TLS_CLIENT_CA",
-        None,
-        "a file",
-        "Require client certificates signed by these authorities (PEM).",
-        _file_path,
+    _gateway("tls_key", FILE_PATH, "Private key of the TLS certificate (PEM).", "--tls-key"),
+    _gateway(
+        "tls_client_ca", FILE_PATH, "Require client certificates signed by these authorities (PEM).", "--tls-client-ca"
     ),
-    Setting(
+    _gateway(
         "cors_origins",
-        "COREWRIGHT_CORS_ORIGINS",
-        (),
-        "origins",
+        _several("origins", _ORIGINS, _cors_origin, metavar="ORIGIN"),
         "Origins to allow cross-origin requests from (CORS).",
-        _several(_cors_origin, _ORIGINS),
-        flag="--cors-origin",
+        "--cors-origin",
     ),
-    Setting("dashboard", "COREWRIGHT_DASHBOARD", True, "true or false", "Start the Ray dashboard.", _switch),
+    Setting("dashboard", SWITCH, True, "Start the Ray dashboard.", "--dashboard/--no-dashboard"),
     Setting(
         "watch",
-        "COREWRIGHT_WATCH",
+        SWITCH,
         False,
-        "true or false",
         "Apply the spec whenever its file changes. Invalid specs are rejected.",
-        _switch,
+        "--watch/--no-watch",
     ),
-    Setting("drain_s", "COREWRIGHT_DRAIN_S", DRAIN_S, "0 to 3600", "Drain timeout on shutdown, in seconds.", _seconds),
-    _limit("max_body_bytes", 8 * MIB, 1024, GIB, "Maximum size of a request body, in bytes."),
-    _limit("max_header_bytes", 32 * 2**10, 1024, MIB, "Maximum size of the request line and headers, in bytes."),
-    _limit("max_messages", 2048, 1, 1_000_000, "Maximum number of messages in a chat request."),
-    _limit("max_prompt_tokens", None, 1, 1 << 24, "Maximum number of prompt tokens; unset: the model's limit."),
-    _limit("max_connections", 10_000, 1, 1_000_000, "Maximum open connections per gateway process."),
-    _limit("max_connections_per_key", 4096, 1, 1_000_000, "Maximum open connections of a key per gateway process."),
-    _time("read_s", 30.0, "Timeout for receiving a request, from its first byte to its last, in seconds."),
-    _time("idle_s", 75.0, "Timeout between two requests on a connection, in seconds."),
-    _time("write_s", 30.0, "Timeout for a client that reads nothing of its response, in seconds."),
-    _time("keep_alive_s", 10.0, "Interval of keep-alive comments in streams that wait for a slot, in seconds."),
-    Setting(
-        "log_format",
-        "COREWRIGHT_LOG_FORMAT",
-        "text",
-        "text or json",
-        "Format of the gateway log.",
-        _word("text", "json"),
-        has_flag=False,
-    ),
-    Setting(
-        "log_prompts",
-        "COREWRIGHT_LOG_PROMPTS",
-        False,
-        "true or false",
-        "Write prompts and answers to the gateway log.",
-        _switch,
-        has_flag=False,
-    ),
+    Setting("drain_s", _seconds("0 to 3600", 0), DRAIN_S, "Drain timeout on shutdown, in seconds.", "--drain-s"),
+    _gateway("max_body_bytes", _whole(1024, GIB), "Maximum size of a request body, in bytes."),
+    _gateway("max_header_bytes", _whole(1024, MIB), "Maximum size of the request line and headers, in bytes."),
+    _gateway("max_messages", _whole(1, 1_000_000), "Maximum number of messages in a chat request."),
+    _gateway("max_prompt_tokens", _whole(1, 1 << 24), "Maximum number of prompt tokens; unset: the model's limit."),
+    _gateway("max_connections", _whole(1, 1_000_000), "Maximum open connections per gateway process."),
+    _gateway("max_connections_per_key", _whole(1, 1_000_000), "Maximum open connections of a key per gateway process."),
+    _gateway("read_s", TIMEOUT, "Timeout for receiving a request, from its first byte to its last, in seconds."),
+    _gateway("idle_s", TIMEOUT, "Timeout between two requests on a connection, in seconds."),
+    _gateway("write_s", TIMEOUT, "Timeout for a client that reads nothing of its response, in seconds."),
+    _gateway("keep_alive_s", TIMEOUT, "Interval of keep-alive comments in streams that wait for a slot, in seconds."),
+    _gateway("log_format", _word("text", "json"), "Format of the gateway log."),
+    _gateway("log_prompts", SWITCH, "Write prompts and answers to the gateway log."),
     Setting(
         "allowed_sources",
-        "COREWRIGHT_ALLOWED_SOURCES",
+        _several("folders, s3:// prefixes and hub:ORG", _PLACES, _place),
         None,
-        "folders, s3:// prefixes and hub:ORG",
         "Sources that a spec may read: models, drafts, compiler caches. Unset: see docs/security.md.",
-        _several(_place, _PLACES),
-        has_flag=False,
     ),
-    _limit("store_bytes", None, MIB, PIB, "Maximum disk space per host for fetched models, in bytes; unset: no limit."),
+    Setting("store_bytes", BYTES, None, "Maximum disk space per host for fetched models, in bytes; unset: no limit."),
     Setting(
         "store_memory",
-        "COREWRIGHT_STORE_MEMORY",
+        Kind(_MEMORY, _folder),
         None,
-        _MEMORY,
         "Folder in memory that fetched models are copied to before loading. Unset: models load from disk.",
-        _folder,
-        has_flag=False,
     ),
-    _limit("store_memory_bytes", None, MIB, PIB, "Maximum size of store_memory, in bytes; unset: no limit."),
+    Setting("store_memory_bytes", BYTES, None, "Maximum size of store_memory, in bytes; unset: no limit."),
     Setting(
         "data_plane",
-        "COREWRIGHT_DATA_PLANE",
-        "unix",
-        "unix or tcp",
-        "Transport between gateways and replicas of one host. Other hosts always use tcp, with TLS.",
         _word("unix", "tcp"),
-        has_flag=False,
+        "unix",
+        "Transport between gateways and replicas of one host. Other hosts always use tcp, with TLS.",
     ),
     Setting(
         "home",
-        "COREWRIGHT_HOME",
+        Kind("a folder", lambda given: str(Path(_text(given)).absolute())),
         "~/.corewright",
-        "a folder",
         "Folder of the fleet's record, logs and locks.",
-        lambda given: str(Path(_text(given)).absolute()),
-        has_flag=False,
-        in_file=False,
     ),
 )
 
@@ -339,6 +270,12 @@ class Settings:
 
     def origin(self, name: str) -> Value:
         return next(value for value in self.values if value.name == name)
+
+    def fill(self, struct: type[S], **further: Any) -> S:
+        """Returns a struct with the values of the settings that have the names of its fields. Requires settings without
+        problems."""
+        values = {value.name: value.value for value in self.values if value.name in struct.__struct_fields__}
+        return struct(**values, **further)
 
     def as_dicts(self) -> tuple[dict[str, Any], ...]:
         """Returns the list that `config view -o json` prints."""
@@ -369,7 +306,7 @@ def resolve(
             values.append(Value(setting.name, default, "default"))
             continue
         try:
-            read = setting.read(given.value)
+            read = setting.kind.read(given.value)
         except ValueError as error:
             where = given.where if given.origin == "file" else ""
             source = "" if given.origin == "file" else f"{given.where}: "
@@ -389,7 +326,7 @@ def _given(
     setting: Setting, flags: Mapping[str, Any], environ: Mapping[str, str], written: Mapping[str, Value]
 ) -> Value | None:
     if flags.get(setting.name) is not None:
-        return Value(setting.name, flags[setting.name], "flag", setting.flag or "--" + setting.name.replace("_", "-"))
+        return Value(setting.name, flags[setting.name], "flag", setting.option.partition("/")[0])
     if environ.get(setting.env):
         return Value(setting.name, environ[setting.env], "environment", setting.env)
     return written.get(setting.name)
@@ -438,16 +375,6 @@ def is_on_disk(folder: str) -> bool:
     mounts = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
     file_system = next((mounts[parent] for parent in (path, *path.parents) if parent in mounts), IN_MEMORY[0])
     return file_system not in IN_MEMORY
-
-
-def gateway_settings(settings: Settings) -> GatewaySettings:
-    """Returns the settings of each gateway. Requires settings without problems."""
-    import msgspec.structs
-
-    from orchestrator.gateway.settings import GatewaySettings
-
-    names = [field.name for field in msgspec.structs.fields(GatewaySettings)]
-    return GatewaySettings(**{name: settings[name] for name in names})
 
 
 def store_settings(settings: Settings, root: Path) -> StoreSettings:

@@ -15,7 +15,17 @@ BY_HEADER = "x-corewright-by"  # the operator, recorded in the journal
 LONGEST_WAIT_S = 30.0  # of one long poll
 
 
-class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
+class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of `up` that the daemon passes to the controller."""
+
+    drain_s: float = DRAIN_S  # at the shutdown of the fleet
+    config: tuple[dict[str, Any], ...] = ()  # the settings of this `up`: name, value, origin
+    allowed_sources: tuple[str, ...] | None = None  # folders and s3:// prefixes that a spec may read; None: any
+    store: StoreSettings | None = None  # artifact store of each host; None: without a limit, in the home
+    data_plane: Literal["unix", "tcp"] = "unix"  # tcp: between all hosts, emulated ones too
+
+
+class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     """Fixed for the life of a fleet (an `up`)."""
 
     fleet: str
@@ -27,12 +37,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     admin_port: int
     cpus: tuple[int, ...]  # of this machine, for planning
     instance: str | None  # of this machine, when it has Neuron devices
-    drain_s: float = DRAIN_S  # at the shutdown of the fleet
     daemon_pid: int = 0
-    config: tuple[dict[str, Any], ...] = ()  # the settings of this `up`: name, value, origin
-    allowed_sources: tuple[str, ...] | None = None  # folders and s3:// prefixes that a spec may read; None: any
-    store: StoreSettings | None = None  # artifact store of each host; None: without a limit, in the home
-    data_plane: Literal["unix", "tcp"] = "unix"  # tcp: between all hosts, emulated ones too
     log_format: Literal["text", "json"] = "text"
     gateway: Credentials | None = None  # of the data plane between hosts
     replica: Credentials | None = None

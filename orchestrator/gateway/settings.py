@@ -10,8 +10,8 @@ import msgspec
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one gateway. Every limit is per gateway. Sizes in bytes, times in seconds."""
 
-    host: str
-    port: int
+    host: str = "127.0.0.1"
+    port: int = 8080
     home: str  # folder of keys, logs and sockets
     gateways: int = 1  # processes that share the port
     gateway_spare: bool = True  # one more, which replaces a dead gateway at once

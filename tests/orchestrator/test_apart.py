@@ -107,7 +107,7 @@ def daemon(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Daemon:
     home.prepare()
     settings = GatewaySettings(host="127.0.0.1", port=free_port(), home=str(home.path))
     said: list[str] = []
-    made = Daemon(home, UpOptions(settings), ("version: 1", "f.yaml", "/"), "f", (), None, said.append)
+    made = Daemon(home, UpOptions(gateway=settings), ("version: 1", "f.yaml", "/"), "f", (), None, said.append)
     made.said = said  # type: ignore[attr-defined]
     return made
 
@@ -208,7 +208,7 @@ def test_progress_that_cannot_be_written_ends_no_fleet() -> None:
     """The output of `up` may be a file on a full disk."""
     settings = GatewaySettings(host="127.0.0.1", port=free_port(), home="/h")
     with Path("/dev/full").open("w", buffering=1) as output:
-        daemon = Daemon(Home(Path("/h")), UpOptions(settings), ("", "", ""), "n", (), None, _line_to(output))
+        daemon = Daemon(Home(Path("/h")), UpOptions(gateway=settings), ("", "", ""), "n", (), None, _line_to(output))
         daemon._report("m/0 ready")
         with contextlib.suppress(OSError):
             output.close()

@@ -25,7 +25,7 @@ from orchestrator.access.source_policy import SourcePolicy, allowed_by_setting, 
 from orchestrator.api.operator_protocol import Refused
 from orchestrator.cli import up as up_module
 from orchestrator.cli.main import run
-from orchestrator.daemon.settings import SETTINGS, gateway_settings, resolve
+from orchestrator.daemon.settings import SETTINGS, resolve
 from orchestrator.fleet.controller_settings import ADMIN_PATH
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import is_loopback
@@ -71,7 +71,7 @@ def test_the_page_names_the_ports_where_ray_shows_metrics_to_all() -> None:
 
 def test_every_field_of_a_gateways_settings_can_be_set(tmp_path: Path) -> None:
     """With the defaults of the struct, so that none is said twice in two ways."""
-    plain = gateway_settings(resolve({}, {"COREWRIGHT_HOME": str(tmp_path)}))
+    plain = resolve({}, {"COREWRIGHT_HOME": str(tmp_path)}).fill(GatewaySettings)
     assert plain == GatewaySettings(host="127.0.0.1", port=8080, home=str(tmp_path))
 
 
@@ -168,9 +168,9 @@ def test_flags_are_for_what_a_user_types() -> None:
 
     commands: Any = get_command(main.app)
     options = {option for parameter in commands.commands["up"].params for option in parameter.opts}
-    expected = {setting.flag or "--" + setting.name.replace("_", "-") for setting in SETTINGS if setting.has_flag}
+    expected = {setting.option.partition("/")[0] for setting in SETTINGS if setting.option}
     assert expected <= options
-    hidden = {"--" + setting.name.replace("_", "-") for setting in SETTINGS if not setting.has_flag}
+    hidden = {"--" + setting.name.replace("_", "-") for setting in SETTINGS if not setting.option}
     assert hidden & options == set()
 
 

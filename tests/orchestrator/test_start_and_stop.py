@@ -157,7 +157,7 @@ def daemon(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start
         with progress.open("a") as file:
             file.write(line + "\n")
 
-    made = Started(Home(home), UpOptions(gateway), ("", "f", "/"), "demo", (), None, write)
+    made = Started(Home(home), UpOptions(gateway=gateway), ("", "f", "/"), "demo", (), None, write)
     made.progress = progress
     replica = {"id": "a/0", "state": "loading", "cores": "0-1", "fetch": None, "reason": None}
     waiting = {"name": "b", "state": "failed", "wanted": 1, "reason": "no room", "preparing": [], "replicas": []}
