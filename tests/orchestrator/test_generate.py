@@ -28,7 +28,7 @@ from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.serving import generate_once
 from workers.serving.generate_once import End, Job, Piece, Reply, Trouble
-from workers.text.tokenizer import load_tokenizer
+from workers.text.tokenizer import TemplateInput, load_tokenizer
 
 SPEC = """\
 hosts: {emulate: inf2.24xlarge}
@@ -168,7 +168,7 @@ def test_sampling_is_as_it_was_asked_for(spec: str) -> None:
     request = generate_once._request(job, tokenizer, 64)
 
     assert (request.max_tokens, request.temperature, request.top_k, request.top_p) == (7, 0.5, 9, 0.8)
-    assert request.prompt_ids == tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+    assert request.prompt_ids == tokenizer.apply_chat_template(TemplateInput([{"role": "user", "content": "Hi"}]))
 
 
 @pytest.mark.parametrize(("template", "raw"), [(CHAT_TEMPLATE, False), (CHAT_TEMPLATE, True), (None, False)])
@@ -181,7 +181,9 @@ def test_a_prompt_is_a_chat_where_there_is_a_template(template: str | None, raw:
 
     chat = template is not None and not raw
     assert ids == (
-        tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]) if chat else tokenizer.encode("Hi")
+        tokenizer.apply_chat_template(TemplateInput([{"role": "user", "content": "Hi"}]))
+        if chat
+        else tokenizer.encode("Hi")
     )
 
 

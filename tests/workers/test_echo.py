@@ -111,12 +111,12 @@ import sys
 from workers.batching.batcher import Batcher
 from workers.engines.echo import EchoEngine
 from workers.messages.requests import GenerateRequest
-from workers.text.tokenizer import load_tokenizer
+from workers.text.tokenizer import TemplateInput, load_tokenizer
 engine = EchoEngine(2, 64)
 engine.load()
 tokenizer = load_tokenizer("echo", None)
 batcher = Batcher(engine, tokenizer, lambda events: None)
-prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+prompt = tokenizer.apply_chat_template(TemplateInput([{"role": "user", "content": "hi"}]))
 batcher.submit(GenerateRequest(id="a", prompt_ids=prompt, max_tokens=4, temperature=0.7, stop=["x"]))
 while batcher.step():
     pass

@@ -15,6 +15,7 @@ from workers.text.tokenizer import (
     ChatTemplateError,
     NoChatTemplate,
     NoToolsInTemplate,
+    TemplateInput,
     Tokenizer,
     load_tokenizer,
 )
@@ -50,14 +51,14 @@ def test_ids_are_those_of_transformers(tmp_path: Path, special: bool) -> None:
 def test_a_prompt_gets_its_special_tokens_and_a_rendered_chat_does_not(hub: Tokenizer) -> None:
     """The template writes the special tokens itself; adding them again would double the BOS."""
     assert hub.encode("hi")[0] == BOS_ID
-    assert hub.apply_chat_template(CHAT).count(BOS_ID) == 1
+    assert hub.apply_chat_template(TemplateInput(CHAT)).count(BOS_ID) == 1
 
 
 def test_a_chat_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     """The same ids as apply_chat_template with the generation prompt."""
     save_tokenizer(tmp_path)
     expected = transformers_tokenizer(tmp_path).apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)
-    assert load_tokenizer("cpu", str(tmp_path)).apply_chat_template(CHAT) == expected["input_ids"]
+    assert load_tokenizer("cpu", str(tmp_path)).apply_chat_template(TemplateInput(CHAT)) == expected["input_ids"]
 
 
 def test_the_vocabulary_counts_added_tokens(hub: Tokenizer) -> None:
@@ -69,7 +70,7 @@ def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
     """It is a 400 of its own kind: this model takes prompts only."""
     save_tokenizer(tmp_path, chat_template=None)
     with pytest.raises(NoChatTemplate, match="chat template"):
-        load_tokenizer("cpu", str(tmp_path)).apply_chat_template(CHAT)
+        load_tokenizer("cpu", str(tmp_path)).apply_chat_template(TemplateInput(CHAT))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_what_the_template_cannot_render_is_a_template_error(
     """The client sees the template's own words, whichever way it failed."""
     save_tokenizer(tmp_path, **({} if template is None else {"chat_template": template}))
     with pytest.raises(ChatTemplateError, match=message):
-        load_tokenizer("cpu", str(tmp_path)).apply_chat_template(messages)
+        load_tokenizer("cpu", str(tmp_path)).apply_chat_template(TemplateInput(messages))
 
 
 @pytest.mark.parametrize("engine", ["cpu", "echo"])
@@ -104,7 +105,7 @@ def test_threads_may_share_a_tokenizer(hub: Tokenizer) -> None:
     def work(number: int) -> tuple[list[int], list[int], str]:
         ids = hub.encode(f"number {number} " * 20)
         stream = hub.stream([BOS_ID], skip_special_tokens=True)
-        return ids, hub.apply_chat_template(CHAT), "".join(map(stream.push, ids)) + stream.flush()
+        return ids, hub.apply_chat_template(TemplateInput(CHAT)), "".join(map(stream.push, ids)) + stream.flush()
 
     expected = [work(number) for number in range(64)]
     with ThreadPoolExecutor(8) as pool:
@@ -158,14 +159,16 @@ def test_echo_tokenizes_to_bytes() -> None:
     """Its ids are the bytes of UTF-8, and a chat is one line for each message."""
     tokenizer = load_tokenizer("echo", None)
     assert tokenizer.encode("aé") == [0x61, 0xC3, 0xA9]
-    assert bytes(tokenizer.apply_chat_template(CHAT[1:])).decode() == "assistant: Hi\nuser: ?\nassistant:"
+    assert (
+        bytes(tokenizer.apply_chat_template(TemplateInput(CHAT[1:]))).decode() == "assistant: Hi\nuser: ?\nassistant:"
+    )
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"content": "x"}, {"role": "user", "content": ["x"]}])
 def test_echo_refuses_messages_that_are_no_text(message: dict[str, object]) -> None:
     """The byte tokenizer keeps the same promise as a template."""
     with pytest.raises(ChatTemplateError):
-        ByteTokenizer().apply_chat_template([message])
+        ByteTokenizer().apply_chat_template(TemplateInput([message]))
 
 
 def test_a_saved_checkpoint_brings_its_tokenizer(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -240,7 +243,7 @@ WITH_TOOLS = (
 def rendered(path: Path, template: str, messages: list[dict[str, object]], *args: object, **more: object) -> str:
     save_tokenizer(path, template)
     tokenizer = load_tokenizer("cpu", str(path))
-    return tokenizer.decode(tokenizer.apply_chat_template(messages, *args, **more))  # type: ignore[arg-type]
+    return tokenizer.decode(tokenizer.apply_chat_template(TemplateInput(messages, *args, **more)))  # type: ignore[arg-type]
 
 
 def test_the_template_is_told_of_tools_and_calls(tmp_path: Path) -> None:
@@ -260,8 +263,8 @@ def test_a_template_that_knows_no_tools_refuses_them(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, "{# tools #}no tools{{ messages[0].content }}")
     for tokenizer in (load_tokenizer("cpu", str(tmp_path)), ByteTokenizer()):
         with pytest.raises(NoToolsInTemplate, match="does not support tools"):
-            tokenizer.apply_chat_template(CHAT, TOOLS)
-        assert tokenizer.apply_chat_template(CHAT, [])
+            tokenizer.apply_chat_template(TemplateInput(CHAT, TOOLS))
+        assert tokenizer.apply_chat_template(TemplateInput(CHAT, []))
 
 
 def test_a_model_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
@@ -273,7 +276,7 @@ def test_a_model_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = load_tokenizer("cpu", str(tmp_path))
 
-    assert [tokenizer.decode(tokenizer.apply_chat_template(CHAT, tools)) for tools in (None, TOOLS)] == [
+    assert [tokenizer.decode(tokenizer.apply_chat_template(TemplateInput(CHAT, tools))) for tools in (None, TOOLS)] == [
         "plain",
         "1 tools",
     ]
@@ -295,8 +298,11 @@ def test_the_last_message_can_be_gone_on_with(tmp_path: Path) -> None:
     assert rendered(tmp_path, WITH_TOOLS, chat, continue_final_message=True) == "<user>Hi<assistant>Well,"
     assert rendered(tmp_path, WITH_TOOLS, chat[:1], add_generation_prompt=False) == "<user>Hi"
     byte = ByteTokenizer()
-    assert byte.decode(byte.apply_chat_template(chat, continue_final_message=True)) == "user: Hi\nassistant: Well,"
-    assert byte.decode(byte.apply_chat_template(chat[:1], add_generation_prompt=False)) == "user: Hi\n"
+    assert (
+        byte.decode(byte.apply_chat_template(TemplateInput(chat, continue_final_message=True)))
+        == "user: Hi\nassistant: Well,"
+    )
+    assert byte.decode(byte.apply_chat_template(TemplateInput(chat[:1], add_generation_prompt=False))) == "user: Hi\n"
 
 
 def test_a_developer_is_the_system_where_the_template_knows_none(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from tests.checkpoints import save_tokenizer
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text import tokenizer_process
-from workers.text.tokenizer import ChatTemplateError, PromptTokenizer, TooManyTokens, load_tokenizer
+from workers.text.tokenizer import ChatTemplateError, PromptTokenizer, TemplateInput, TooManyTokens, load_tokenizer
 from workers.text.tokenizer_process import TokenizerFault, load_apart
 
 CHAT = [{"role": "user", "content": "hello there"}]
@@ -95,7 +95,7 @@ def test_a_template_without_end_is_ended(name: str, tmp_path: Path) -> None:
     before = processes()
     began = time.monotonic()
     with pytest.raises((TokenizerFault, ChatTemplateError, TooManyTokens)):
-        tokenizer.apply_chat_template(CHAT, most=1000)
+        tokenizer.apply_chat_template(TemplateInput(CHAT), most=1000)
     assert time.monotonic() - began < SURE_S
     _, alive = psutil.wait_procs([process for process in processes() if process not in before], timeout=SURE_S)
     assert alive == []
@@ -106,7 +106,7 @@ def test_a_template_without_end_is_ended(name: str, tmp_path: Path) -> None:
 def test_a_template_that_asks_for_too_much_is_refused(name: str, tmp_path: Path) -> None:
     template, message = REFUSED[name]
     with pytest.raises(ChatTemplateError, match=message):
-        of_template(tmp_path, template).apply_chat_template(CHAT)
+        of_template(tmp_path, template).apply_chat_template(TemplateInput(CHAT))
 
 
 def split(pattern: str) -> Callable[[dict[str, Any]], None]:
@@ -219,13 +219,17 @@ def test_it_answers_as_the_tokenizer_itself(tmp_path: Path) -> None:
             lambda: tokenizer.encode("Zwölf 🙂", add_special_tokens=False),
             lambda: tokenizer.encode("hello " * 1000, most=5),
             lambda: tokenizer.encode("\ud800"),
-            lambda: tokenizer.apply_chat_template(CHAT),
-            lambda: tokenizer.apply_chat_template(CHAT, template_kwargs={"huge": 10**30}),
-            lambda: tokenizer.apply_chat_template(CHAT, add_generation_prompt=False, most=2),
-            lambda: tokenizer.apply_chat_template(CHAT, continue_final_message=True, add_special_tokens=True),
-            lambda: tokenizer.apply_chat_template([]),
-            lambda: tokenizer.apply_chat_template([{"role": "nobody", "content": ""}]),
-            lambda: tokenizer.apply_chat_template(CHAT, [{"type": "function", "function": {"name": "f"}}]),
+            lambda: tokenizer.apply_chat_template(TemplateInput(CHAT)),
+            lambda: tokenizer.apply_chat_template(TemplateInput(CHAT, template_kwargs={"huge": 10**30})),
+            lambda: tokenizer.apply_chat_template(TemplateInput(CHAT, add_generation_prompt=False), most=2),
+            lambda: tokenizer.apply_chat_template(
+                TemplateInput(CHAT, continue_final_message=True, add_special_tokens=True)
+            ),
+            lambda: tokenizer.apply_chat_template(TemplateInput([])),
+            lambda: tokenizer.apply_chat_template(TemplateInput([{"role": "nobody", "content": ""}])),
+            lambda: tokenizer.apply_chat_template(
+                TemplateInput(CHAT, [{"type": "function", "function": {"name": "f"}}])
+            ),
             lambda: tokenizer.chat_template(False),
             lambda: tokenizer.decode([1, 70, 80, 10**6]),
             lambda: tokenizer.tokens([1, 70, 80, 10**6]),

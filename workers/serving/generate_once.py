@@ -27,7 +27,7 @@ from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure
-from workers.text.tokenizer import ChatTemplateError, NoChatTemplate, Tokenizer, load_tokenizer
+from workers.text.tokenizer import ChatTemplateError, NoChatTemplate, TemplateInput, Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def _prompt_ids(job: Job, tokenizer: Tokenizer) -> list[int]:
         raise _Refused("the prompt is empty")
     if not job.raw:
         try:
-            return tokenizer.apply_chat_template([{"role": "user", "content": job.prompt}])
+            return tokenizer.apply_chat_template(TemplateInput([{"role": "user", "content": job.prompt}]))
         except NoChatTemplate:
             pass
         except ChatTemplateError as error:

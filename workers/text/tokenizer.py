@@ -58,6 +58,17 @@ class NoToolsInTemplate(ChatTemplateError):
     """The chat template does not render tools, so the model could not call one."""
 
 
+class TemplateInput(msgspec.Struct, frozen=True):
+    """A chat to be rendered by the model's template."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # end in the last message, which the answer continues
+    template_kwargs: Mapping[str, Any] | None = None  # further variables of the template
+    add_special_tokens: bool = False  # once more, besides those that the template writes
+
+
 class PromptTokenizer(Protocol):
     """The interface of a tokenizer in a gateway. All methods may be called from several threads at once."""
 
@@ -74,23 +85,11 @@ class PromptTokenizer(Protocol):
         """
         ...
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool = False,
-        most: int | None = None,
-    ) -> list[int]:
+    def apply_chat_template(self, chat: TemplateInput, most: int | None = None) -> list[int]:
         """Returns the ids of a chat, up to where the assistant's answer begins.
 
-        With ``continue_final_message`` they end in the last message, which the answer continues. ``template_kwargs``
-        are further variables of the template. ``add_special_tokens`` adds them once more, besides those that the
-        template writes. Raises ``NoChatTemplate``, or ``ChatTemplateError`` with the template's message;
-        ``NoToolsInTemplate`` for tools that the template would not render. ``most`` is as for ``encode``.
+        Raises ``NoChatTemplate``, or ``ChatTemplateError`` with the template's message; ``NoToolsInTemplate`` for
+        tools that the template would not render. ``most`` is as for ``encode``.
         """
         ...
 
@@ -179,29 +178,19 @@ class ByteTokenizer:
             raise TooManyTokens(len(data), exact=True)
         return list(data)
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool = False,
-        most: int | None = None,
-    ) -> list[int]:
+    def apply_chat_template(self, chat: TemplateInput, most: int | None = None) -> list[int]:
         """Returns one line ``role: content`` for each message, then ``assistant:``. It has no variables."""
-        if tools:
+        if chat.tools:
             raise NoToolsInTemplate(_NO_TOOLS)
         lines = []
-        for message in messages:
+        for message in chat.messages:
             role, content = message.get("role"), message.get("content")
             if not isinstance(role, str) or not isinstance(content, str):
                 raise ChatTemplateError("each message needs a role and a content, both strings")
             lines.append(f"{role}: {content}\n")
-        if continue_final_message:
+        if chat.continue_final_message:
             return self.encode("".join(lines).removesuffix("\n"), most=most)
-        return self.encode("".join(lines) + ("assistant:" if add_generation_prompt else ""), most=most)
+        return self.encode("".join(lines) + ("assistant:" if chat.add_generation_prompt else ""), most=most)
 
     def chat_template(self, tools: bool) -> str | None:
         return None
@@ -295,44 +284,35 @@ class HubTokenizer:
             if count > 2 * most:
                 raise TooManyTokens(most, exact=False)
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool = False,
-        most: int | None = None,
-    ) -> list[int]:
+    def apply_chat_template(self, chat: TemplateInput, most: int | None = None) -> list[int]:
         import jinja2
 
+        tools: list[Any] = [dict(tool) for tool in chat.tools or ()]
         template = self.chat_template(bool(tools))
         if template is None:
             raise NoChatTemplate("this model has no chat template; send a prompt instead of messages")
-        if not messages:
+        if not chat.messages:
             raise ChatTemplateError("messages must not be empty")
         words = _words_in(template)
         if tools and "tools" not in words:
             raise NoToolsInTemplate(_NO_TOOLS)
-        variables = dict(template_kwargs or {})
+        variables = dict(chat.template_kwargs or {})
         if reserved := sorted(variables.keys() & _arguments_of(self._hub.apply_chat_template)):
             raise ChatTemplateError(f"{reserved[0]} is not a variable of chat templates")
         try:
             text: Any = self._hub.apply_chat_template(
-                [_normalized(words, message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
+                [_normalized(words, message) for message in chat.messages],
+                tools=tools or None,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
+                add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
+                continue_final_message=chat.continue_final_message,
                 **variables,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise ChatTemplateError(str(error)) from error
         except (RecursionError, OverflowError, ZeroDivisionError, MemoryError) as error:
             raise ChatTemplateError(f"the chat template cannot be filled in: {type(error).__name__}") from error
-        return self.encode(text, add_special_tokens=add_special_tokens, most=most)
+        return self.encode(text, add_special_tokens=chat.add_special_tokens, most=most)
 
     def chat_template(self, tools: bool) -> str | None:
         """Some models have several by name; like transformers, prefer ``tool_use`` for tools, where it exists."""

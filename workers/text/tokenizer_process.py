@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -38,11 +38,10 @@ from workers.text.tokenizer import (
     ByteTokenizer,
     ChatTemplateError,
     HubTokenizer,
-    Message,
     NoChatTemplate,
     NoToolsInTemplate,
     PromptTokenizer,
-    Tool,
+    TemplateInput,
     TooManyTokens,
     unicode,
 )
@@ -95,28 +94,8 @@ class TokenizerProcess:
     def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
         return cast(list[int], self._call("encode", unicode(text), add_special_tokens, most=most))
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool = False,
-        most: int | None = None,
-    ) -> list[int]:
-        ids = self._call(
-            "apply_chat_template",
-            messages,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-            add_special_tokens=add_special_tokens,
-            most=most,
-        )
-        return cast(list[int], ids)
+    def apply_chat_template(self, chat: TemplateInput, most: int | None = None) -> list[int]:
+        return cast(list[int], self._call("apply_chat_template", chat, most))
 
     def chat_template(self, tools: bool) -> str | None:
         return self._templates[tools]

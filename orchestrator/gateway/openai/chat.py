@@ -8,7 +8,7 @@ from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.protocol import Chat, ChatRequest, NamedTool, TokenizeChatRequest
 from orchestrator.gateway.openai.toolcalls import Format, ToolParser, detect_format, make_parser
 from orchestrator.gateway.openai.toolcalls.formats import FORMATS
-from workers.text.tokenizer import ChatTemplateError, NoChatTemplate, NoToolsInTemplate, PromptTokenizer
+from workers.text.tokenizer import ChatTemplateError, NoChatTemplate, NoToolsInTemplate, PromptTokenizer, TemplateInput
 
 
 def chat_prompt(request: Chat, tokenizer: PromptTokenizer, most: int | None = None) -> list[int]:
@@ -19,15 +19,15 @@ def chat_prompt(request: Chat, tokenizer: PromptTokenizer, most: int | None = No
     forbids = isinstance(request, ChatRequest) and request.calling == "none"
     tools = None if forbids else [tool.for_template() for tool in request.tools or ()]
     try:
-        return tokenizer.apply_chat_template(
+        chat = TemplateInput(
             messages,
             tools or None,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
             template_kwargs=request.chat_template_kwargs,
             add_special_tokens=isinstance(request, TokenizeChatRequest) and bool(request.add_special_tokens),
-            most=most,
         )
+        return tokenizer.apply_chat_template(chat, most)
     except NoChatTemplate as error:
         raise errors.invalid(f"{request.model}: {error}", param="messages", code="no_chat_template") from None
     except NoToolsInTemplate as error:
