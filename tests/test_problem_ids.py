@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.operator import Refused
+from orchestrator.api.refused import Refused
 from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
 from orchestrator.daemon import daemon as daemon_module

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
+import msgspec.structs
 
 from orchestrator.api.openapi import openapi
-from orchestrator.api.operator_protocol import Operations
+from orchestrator.api.operator import Operator
 from orchestrator.api.schemas import (
     EmptyBody,
     EventsQuery,
@@ -26,12 +27,15 @@ from orchestrator.api.schemas import (
     UndoTarget,
 )
 
+Operation = Callable[..., Any]
+Schema = type[msgspec.Struct]
+
 
 @dataclass(frozen=True)
 class AdminRequest:
     """One decoded request."""
 
-    fleet: Operations
+    fleet: Operator
     request_shutdown: Callable[[], Awaitable[None]]
     fields: Any  # an instance of the route's ``schema``
     by: str  # the caller, for the journal
@@ -45,10 +49,21 @@ class AdminRoute:
     path: str
     summary: str
     response: str  # what it contains, for the OpenAPI document
-    call: Callable[[AdminRequest], Any]  # returns the JSON, or an awaitable of it
-    schema: type[msgspec.Struct] = EmptyBody
+    operation: Operation  # a method of Operator with the names of the schema, or a function of the request
+    schema: Schema = EmptyBody
     refusals: tuple[int, ...] = ()  # statuses besides those of every route
     status: int = 200
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the operation
+
+    async def call(self, request: AdminRequest) -> Any:
+        """Returns the JSON. Raises Refused."""
+        if self.operation in OWN:
+            result = self.operation(request)
+        else:
+            by = {"by": request.by} if self.changes else {}
+            arguments = {**msgspec.structs.asdict(request.fields), **by, **self.fixed}
+            result = getattr(request.fleet, self.operation.__name__)(**arguments)
+        return await result if inspect.isawaitable(result) else result
 
     @property
     def changes(self) -> bool:
@@ -56,30 +71,8 @@ class AdminRoute:
         return self.method == "POST" and self.path not in ("/plan", "/explain")
 
 
-def _spec(request: AdminRequest) -> dict[str, Any]:
-    revision = request.fleet.revision(request.fleet.status()["revision"])
-    return {key: revision[key] for key in ("file", "base_dir", "text", "revision")}
-
-
-async def _apply(request: AdminRequest) -> dict[str, Any]:
-    fields, fleet = request.fields, request.fleet
-    return await fleet.apply(
-        fields.text, fields.file, fields.base_dir, by=request.by, check_index=fields.check_index, canary=fields.canary
-    )
-
-
-async def _events(request: AdminRequest) -> dict[str, Any]:
-    fields = request.fields
-    return await request.fleet.events(fields.after, fields.limit, fields.wait_s, fields.model)
-
-
-async def _logs(request: AdminRequest) -> dict[str, Any]:
-    fields = request.fields
-    return await request.fleet.logs(fields.model, fields.replica, fields.offset, fields.wait_s)
-
-
-async def _trace(request: AdminRequest) -> dict[str, Any]:
-    return await request.fleet.trace(request.fields.after, request.fields.limit)
+def _openapi(_: AdminRequest) -> dict[str, Any]:
+    return openapi(ROUTES)
 
 
 async def _down(request: AdminRequest) -> dict[str, Any]:
@@ -87,78 +80,79 @@ async def _down(request: AdminRequest) -> dict[str, Any]:
     return {"stopping": True}
 
 
-CHANGING = (409, 507)  # the fleet's state forbids it; the journal or the audit log cannot be written
+OWN = (_openapi, _down)  # operations without the fleet
+
+
+def _get(
+    path: str, summary: str, response: str, operation: Operation, schema: Schema = EmptyBody, *refusals: int
+) -> AdminRoute:
+    return AdminRoute("GET", path, summary, response, operation, schema, refusals)
+
+
+def _change(
+    path: str,
+    summary: str,
+    response: str,
+    operation: Operation,
+    schema: Schema = EmptyBody,
+    *refusals: int,
+    **fixed: Any,
+) -> AdminRoute:
+    """Returns a route that the fleet's state may forbid (409), or a full disk (507: journal, audit log)."""
+    return AdminRoute("POST", path, summary, response, operation, schema, (*refusals, 409, 507), fixed=fixed)
+
 
 ROUTES: tuple[AdminRoute, ...] = (
-    AdminRoute(
-        "GET", "/status", "Models, replicas and hosts.", "the JSON of `corewright status`", lambda r: r.fleet.status()
+    _get("/status", "Models, replicas and hosts.", "the JSON of `corewright status`", Operator.status),
+    _get("/spec", "The running spec.", "`file`, `base_dir`, `text`, `revision`", Operator.spec),
+    _get(
+        "/rollout", "The progress of the newest revision.", "the JSON of `corewright rollout status`", Operator.rollout
     ),
-    AdminRoute("GET", "/spec", "The running spec.", "`file`, `base_dir`, `text`, `revision`", _spec),
-    AdminRoute(
-        "GET",
-        "/rollout",
-        "The progress of the newest revision.",
-        "the JSON of `corewright rollout status`",
-        lambda r: r.fleet.rollout(),
-    ),
-    AdminRoute(
-        "GET",
+    _get(
         "/revisions",
         "All revisions in the journal, newest first.",
         "the JSON of `corewright rollout history`",
-        lambda r: {"revisions": r.fleet.revisions()},
+        Operator.revisions,
     ),
-    AdminRoute(
-        "GET",
+    _get(
         "/revisions/{number}",
         "One revision.",
         "its row of /revisions, and `text`, `file`, `base_dir`, `plan`",
-        lambda r: r.fleet.revision(r.fields.number),
+        Operator.revision,
         RevisionNumber,
-        (404,),
+        404,
     ),
-    AdminRoute(
-        "GET",
+    _get(
         "/events",
         "Events, oldest first; with `wait_s` the request waits for a new one.",
         "`events`, and `next`, the `after` of the next request",
-        _events,
+        Operator.events,
         EventsQuery,
-        (404,),
+        404,
     ),
-    AdminRoute(
-        "GET",
+    _get(
         "/logs",
         "The last lines of a replica's log, or what follows `offset`.",
         "`replica`, `file`, `offset`, `text`",
-        _logs,
+        Operator.logs,
         LogQuery,
-        (404,),
+        404,
     ),
-    AdminRoute(
-        "GET",
+    _get(
         "/trace",
         "The recorded requests: time, lengths, key and durations, without texts.",
         "`requests`, `next` (the `after` of the next request), `more`, `speeds`",
-        _trace,
+        Operator.trace,
         TraceQuery,
     ),
-    AdminRoute(
-        "GET",
-        "/config",
-        "The settings of this fleet.",
-        "`values`, each with `name`, `value` and `origin`",
-        lambda r: r.fleet.config(),
-    ),
-    AdminRoute(
-        "GET", "/openapi.json", "This API as an OpenAPI 3.1 document.", "the document", lambda _: openapi(ROUTES)
-    ),
+    _get("/config", "The settings of this fleet.", "`values`, each with `name`, `value` and `origin`", Operator.config),
+    _get("/openapi.json", "This API as an OpenAPI 3.1 document.", "the document", _openapi),
     AdminRoute(
         "POST",
         "/plan",
         "Preview an apply; with `defrag`, the moves that free that many contiguous cores.",
         "the JSON of `corewright plan`",
-        lambda r: r.fleet.propose(r.fields.text, r.fields.file, r.fields.base_dir, r.fields.defrag),
+        Operator.propose,
         SpecToPlan,
         (409, 422),
     ),
@@ -167,114 +161,53 @@ ROUTES: tuple[AdminRoute, ...] = (
         "/explain",
         "Explain the placement of a model: why it is there or unplaced, and the remedies.",
         "the JSON of `corewright explain`",
-        lambda r: r.fleet.explain(r.fields.text, r.fields.file, r.fields.base_dir, r.fields.model),
+        Operator.explain,
         SpecToExplain,
         (404, 409, 422),
     ),
-    AdminRoute(
-        "POST",
+    _change(
         "/apply",
         "Make a spec the fleet's new revision.",
         "the JSON of `corewright apply`",
-        _apply,
+        Operator.apply,
         SpecToApply,
-        (*CHANGING, 422),
+        422,
     ),
-    AdminRoute(
-        "POST",
-        "/rollout/undo",
-        "Apply an earlier revision again.",
-        "as `apply`",
-        lambda r: r.fleet.undo(r.fields.to, r.by),
-        UndoTarget,
-        (404, *CHANGING, 422),
-    ),
-    AdminRoute(
-        "POST",
-        "/rollout/pause",
-        "Pause the rollout: start no further replica.",
-        "the rollout",
-        lambda r: r.fleet.pause(r.by),
-        refusals=CHANGING,
-    ),
-    AdminRoute(
-        "POST",
-        "/rollout/resume",
-        "Resume a paused or failed rollout.",
-        "the rollout",
-        lambda r: r.fleet.resume(r.by),
-        refusals=CHANGING,
-    ),
-    AdminRoute(
-        "POST",
-        "/rollout/promote",
-        "End the canary and update every replica.",
-        "the rollout",
-        lambda r: r.fleet.promote(r.by),
-        refusals=CHANGING,
-    ),
-    AdminRoute(
-        "POST",
+    _change("/rollout/undo", "Apply an earlier revision again.", "as `apply`", Operator.undo, UndoTarget, 404, 422),
+    _change("/rollout/pause", "Pause the rollout: start no further replica.", "the rollout", Operator.pause),
+    _change("/rollout/resume", "Resume a paused or failed rollout.", "the rollout", Operator.resume),
+    _change("/rollout/promote", "End the canary and update every replica.", "the rollout", Operator.promote),
+    _change(
         "/rollout/restart",
         "Restart every replica of a model in a new process.",
         "the rollout",
-        lambda r: r.fleet.restart(r.fields.model, r.by),
+        Operator.restart,
         ModelName,
-        (404, *CHANGING),
+        404,
     ),
-    AdminRoute(
-        "POST",
-        "/scale",
-        "Set the number of a model's replicas.",
-        "the change",
-        lambda r: r.fleet.scale(r.fields.model, r.fields.count, r.by),
-        ReplicaCount,
-        (404, *CHANGING),
-    ),
-    AdminRoute(
-        "POST",
-        "/load",
-        "Load a model: start a replica if it has none.",
-        "the change",
-        lambda r: r.fleet.load(r.fields.model, r.by),
-        ModelName,
-        (404, *CHANGING),
-    ),
-    AdminRoute(
-        "POST",
+    _change("/scale", "Set the number of a model's replicas.", "the change", Operator.scale, ReplicaCount, 404),
+    _change("/load", "Load a model: start a replica if it has none.", "the change", Operator.load, ModelName, 404),
+    _change(
         "/unload",
         "Unload a model: stop its replicas until it is loaded again.",
         "the change",
-        lambda r: r.fleet.unload(r.fields.model, r.by),
+        Operator.unload,
         ModelName,
-        (404, *CHANGING),
+        404,
     ),
-    AdminRoute(
-        "POST",
+    _change(
         "/cordon",
         "Exclude a host, or some of its cores, from new placements.",
         "the change",
-        lambda r: r.fleet.cordon(r.fields.host, r.fields.cores, True, r.by),
+        Operator.cordon,
         HostCores,
-        (404, *CHANGING, 422),
+        404,
+        422,
+        on=True,
     ),
-    AdminRoute(
-        "POST",
-        "/uncordon",
-        "Remove a cordon.",
-        "the change",
-        lambda r: r.fleet.cordon(r.fields.host, r.fields.cores, False, r.by),
-        HostCores,
-        (404, *CHANGING, 422),
-    ),
-    AdminRoute(
-        "POST",
-        "/drain",
-        "Drain and cordon a host, or replace a replica.",
-        "the change",
-        lambda r: r.fleet.drain(r.fields.target, r.by),
-        HostOrReplica,
-        (404, *CHANGING),
+    _change("/uncordon", "Remove a cordon.", "the change", Operator.cordon, HostCores, 404, 422, on=False),
+    _change(
+        "/drain", "Drain and cordon a host, or replace a replica.", "the change", Operator.drain, HostOrReplica, 404
     ),
     AdminRoute("POST", "/down", "Drain and stop the fleet.", "202, immediately", _down, refusals=(507,), status=202),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hmac
-import inspect
 import logging
 import re
 import time
@@ -20,7 +19,8 @@ import msgspec
 from orchestrator.access.audit_log import Audit, AuditLine
 from orchestrator.access.keys import ApiKey, KeyFile
 from orchestrator.access.source_policy import allowed_to_keys
-from orchestrator.api.operator_protocol import Operations, Refused
+from orchestrator.api.operator import Operator
+from orchestrator.api.refused import Refused
 from orchestrator.api.routes import ROUTES, AdminRequest, AdminRoute
 from orchestrator.api.schemas import Reason, Refusal, SpecProblem, SpecText, UndoTarget
 from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER, ControllerSettings
@@ -70,7 +70,7 @@ def _refusal(error: ApiError) -> Refusal:
 class AdminApi:
     """Handles the exchanges of the admin API, with the keys and the audit log of the fleet's home."""
 
-    def __init__(self, fleet: Operations, request_shutdown: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, fleet: Operator, request_shutdown: Callable[[], Awaitable[None]]) -> None:
         """``request_shutdown`` asks the daemon to stop the fleet."""
         home = Home(Path(fleet.settings.home))
         self._fleet = fleet
@@ -143,7 +143,7 @@ class AdminApi:
             fields = _body(route, request) if route.method == "POST" else _query(route, request, values)
             call = AdminRequest(self._fleet, self._request_shutdown, fields, _by(request, key))
             if not route.changes:
-                return _json(await _call(route, await _check(call, key)))
+                return _json(await route.call(await _check(call, key)))
             caller = "fleet token" if key is None else f"key {key.id} {key.name}"
             action = f"{route.method} {route.path}"
             line = await asyncio.to_thread(audit.begin, caller, action, msgspec.to_builtins(fields), by=call.by)
@@ -152,7 +152,7 @@ class AdminApi:
         revision, status = None, route.status
         outcome: bytes | ApiError
         try:
-            result = await _call(route, await _check(call, key))
+            result = await route.call(await _check(call, key))
             if isinstance(result, dict) and isinstance(result.get("revision"), int):
                 revision = result["revision"]
             outcome = _json(result)
@@ -164,11 +164,6 @@ class AdminApi:
             raise
         await _finish(audit, line, str(status), revision)
         return outcome
-
-
-async def _call(route: AdminRoute, request: AdminRequest) -> Any:
-    result = route.call(request)
-    return await result if inspect.isawaitable(result) else result
 
 
 async def _finish(audit: Audit, line: AuditLine, status: str, revision: int | None) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from orchestrator.api.operator_protocol import Refused
+from orchestrator.api.refused import Refused
 from orchestrator.cli.client import AdminClient
 from orchestrator.cli.plan import cores_text, move_lines, text_of
 from orchestrator.process.failure import Failed

@@ -13,7 +13,7 @@ from ray import serve
 from ray.util.metrics import Gauge
 
 from orchestrator.api.operator import Operator
-from orchestrator.api.operator_protocol import Refused
+from orchestrator.api.refused import Refused
 from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.control.controller import Controller
 from orchestrator.control.controller_metrics import CORE_STATES

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.api.operator_protocol import Refused
+from orchestrator.api.refused import Refused
 from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.daemon.settings import resolve
 from orchestrator.fleet.controller_settings import ControllerSettings
@@ -341,7 +341,7 @@ EVENTS = [
 
 
 class FakeFleet:
-    """Plays ``Operations``: answers what it is given, and keeps what it was asked in ``calls``."""
+    """Plays ``Operator``: answers what it is given, and keeps what it was asked in ``calls``."""
 
     def __init__(self, home: str = "/nowhere") -> None:
         self.settings = ControllerSettings(
@@ -407,8 +407,11 @@ class FakeFleet:
     def rollout(self) -> dict[str, Any]:
         return self.rollouts.pop(0) if len(self.rollouts) > 1 else self.rollouts[0]
 
-    def revisions(self) -> list[dict[str, Any]]:
-        return self.history
+    def revisions(self) -> dict[str, Any]:
+        return {"revisions": self.history}
+
+    def spec(self) -> dict[str, Any]:
+        return {"file": "old.yaml", "base_dir": "/specs", "text": SPEC, "revision": 3}
 
     def revision(self, number: int | None) -> dict[str, Any]:
         for row in self.history:

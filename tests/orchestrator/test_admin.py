@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
 import time
 from collections.abc import Iterator
@@ -17,11 +18,12 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from orchestrator.api import server as module
 from orchestrator.api.openapi import openapi
-from orchestrator.api.operator_protocol import Operations, Refused
-from orchestrator.api.routes import ROUTES
+from orchestrator.api.operator import Operator
+from orchestrator.api.refused import Refused
+from orchestrator.api.routes import OWN, ROUTES, AdminRoute
 from orchestrator.api.server import MAX_BODY_BYTES, MAX_CONNECTIONS
 from orchestrator.fleet.controller_settings import ADMIN_PATH
-from tests.orchestrator.fakefleet import EVENTS, LOG, REVISIONS, SPEC, TOKEN, FakeFleet, LiveAdmin, bad_spec, event
+from tests.orchestrator.fakefleet import EVENTS, LOG, SPEC, TOKEN, FakeFleet, LiveAdmin, bad_spec, event
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.hostile import Wire
 
@@ -82,8 +84,8 @@ def test_every_post_is_tried() -> None:
 
 
 def test_every_verb_of_the_fleet_has_a_route(admin: LiveAdmin, http: httpx.Client) -> None:
-    """Asking each route once reaches every method of Operations."""
-    verbs = {name for name in vars(Operations) if not name.startswith("_")}
+    """Asking each route once reaches every operation."""
+    verbs = {name for name, member in inspect.getmembers(Operator, callable) if not name.startswith("_")}
     reached: set[str] = set()
     for verb in verbs:
         real = getattr(admin.fleet, verb)
@@ -102,11 +104,19 @@ def test_every_verb_of_the_fleet_has_a_route(admin: LiveAdmin, http: httpx.Clien
     assert reached == verbs
 
 
+@pytest.mark.parametrize("route", [route for route in ROUTES if route.operation not in OWN], ids=lambda r: r.path)
+def test_a_route_passes_what_its_operation_takes(route: AdminRoute) -> None:
+    """The fields of its schema are the parameters, besides the caller and what is fixed."""
+    passed = {*route.schema.__struct_fields__, *route.fixed, *(["by"] if route.changes else [])}
+    optional = {"cause"}  # which only `up --watch` sets
+    assert passed == inspect.signature(route.operation).parameters.keys() - {"self"} - optional
+
+
 def test_what_a_get_gives(admin: LiveAdmin, http: httpx.Client) -> None:
     """The fleet's own words."""
     assert http.get("status").json() == admin.fleet.status()
     assert http.get("rollout").json() == admin.fleet.rollout()
-    assert http.get("revisions").json() == {"revisions": REVISIONS}
+    assert http.get("revisions").json() == admin.fleet.revisions()
     assert http.get("revisions/2").json()["text"] == SPEC
     assert http.get("events", params={"after": 5, "limit": 2}).json() == {"events": EVENTS[1:3], "next": 9}
     log = http.get("logs", params={"model": "chat", "replica": 1, "offset": 4}).json()
@@ -290,7 +300,7 @@ def test_the_played_fleet_tells_what_a_real_one_tells(tmp_path: Path) -> None:
             "plan": await fleet.propose(new, "new.yaml", "/specs"),
             "apply": await fleet.apply(new, "new.yaml", "/specs", by="me"),
             "rollout": fleet.rollout(),
-            "revisions": fleet.revisions(),
+            "revisions": fleet.revisions()["revisions"],
             "revision": fleet.revision(2),
             "scale": await fleet.scale("chat", 1, "me"),
             "load": await fleet.load("chat", "me"),

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.api.operator_protocol import Refused
+from orchestrator.api.refused import Refused
 from orchestrator.cli import client as cli_client
 from orchestrator.cli.main import run
 from orchestrator.cli.plan import model_lines

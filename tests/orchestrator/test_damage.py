@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.operator_protocol import Refused
+from orchestrator.api.refused import Refused
 from orchestrator.fleet.progress_text import hold_text
 from orchestrator.fleet.replica_states import State
 from orchestrator.records.journal import Journal, JournalUnwritable

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.operator_protocol import Refused
+from orchestrator.api.refused import Refused
 from tests.orchestrator.fakefleet import EXPLAINED, WINDOW
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.operator_protocol import Refused
+from orchestrator.api.refused import Refused
 from orchestrator.fleet.replica_states import ModelState, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal import Journal, JournalUnwritable
@@ -111,7 +111,7 @@ def test_a_plan_tells_create_update_replace_and_delete_apart(tmp_path: Path) -> 
             "idle_gone": "delete",
         }
         await played.apply(second)
-        (row,) = [row for row in played.operator.revisions() if row["revision"] == 2]
+        (row,) = [row for row in played.operator.revisions()["revisions"] if row["revision"] == 2]
         assert row["changes"] == (
             "live: update; new_process: replace by surge; created: create; idle_created: create; idle_changed: update; "
             "gone: delete; idle_gone: delete"
@@ -308,7 +308,7 @@ def test_a_broken_version_is_rolled_back_and_the_old_one_serves_on(tmp_path: Pat
         assert {key: played.replica("a/0")[key] for key in ("pid", "epoch", "version")} == {
             key: good[key] for key in ("pid", "epoch", "version")
         }
-        history = played.operator.revisions()
+        history = played.operator.revisions()["revisions"]
         assert [(row["revision"], row["cause"], row["state"]) for row in history] == [
             (3, "rollback", "complete"),
             (2, "apply", "rolled_back"),
@@ -580,7 +580,9 @@ def test_a_rollback_spares_what_others_have_applied_since(tmp_path: Path) -> Non
             key: before[key] for key in ("pid", "version")
         }
         assert [replica["version"] for replica in played.ready("b")] == [new]
-        rows = [(row["revision"], row["cause"], row["of"], row["state"]) for row in played.operator.revisions()]
+        rows = [
+            (row["revision"], row["cause"], row["of"], row["state"]) for row in played.operator.revisions()["revisions"]
+        ]
         assert rows[:2] == [(4, "rollback", None, "complete"), (3, "apply", None, "rolled_back")]
         told = [event.message for event in played.journal.events() if event.reason == "RolledBack"]
         assert told == ["revision 4 is revision 3 without the changes of 2"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.operator_protocol import Refused
+from orchestrator.api.refused import Refused
 from orchestrator.gateway.telemetry.exposition import page
 from orchestrator.scaling.autoscaler import FleetNow, History, Targets
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow

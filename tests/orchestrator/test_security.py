@@ -22,7 +22,7 @@ import pytest
 from orchestrator.access.audit_log import Audit
 from orchestrator.access.keys import KeyFile
 from orchestrator.access.source_policy import SourcePolicy, allowed_by_setting, allowed_to_keys, interpreters_of
-from orchestrator.api.operator_protocol import Refused
+from orchestrator.api.refused import Refused
 from orchestrator.cli import up as up_module
 from orchestrator.cli.main import run
 from orchestrator.daemon.settings import SETTINGS, resolve

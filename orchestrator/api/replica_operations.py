@@ -1,0 +1,130 @@
+"""The operations beside the spec: scale, load, unload, cordon and drain."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from orchestrator.api.fleet_operation import exclusive, missing_object
+from orchestrator.api.refused import Refused
+from orchestrator.api.rollout_operations import RolloutOperations
+from orchestrator.fleet.replica_states import State
+from orchestrator.records.journal_records import Cordon, Scale
+from orchestrator.rollout.rollout_step import compute_goal
+from orchestrator.state.quarantine import clear
+from placements.facts.core_range import CoreRange
+
+
+class ReplicaOperations(RolloutOperations):
+    """Manual changes of replicas and hosts."""
+
+    @exclusive
+    async def scale(self, model: str, count: int | None, by: str) -> dict[str, Any]:
+        """Sets the number of replicas, which can be below the spec's ``min``; None: back to the spec."""
+        return await self._scale(model, count, by)
+
+    async def _scale(self, model: str, count: int | None, by: str) -> dict[str, Any]:
+        self._refuse_on_hold()
+        spec = self._model(model)
+        if count is not None and count > spec.replicas.max:
+            what = f"{model}: {count} replicas are more than the spec's max of {spec.replicas.max}"
+            raise Refused("scale-over-max", what, "raise replicas.max in the spec and apply it")
+        before = self._state.desired_count(spec)
+        await self._write(Scale(model=model, count=count, by=by))
+        self._state.woken.discard(model)
+        self._controller.scaler.end_manual_scaling(spec, before if count is None else 0)
+        wanted = self._state.desired_count(spec)
+        target = "as in the spec" if count is None else str(count)
+        self._state.records.event("info", "Scaled", f"{target} by {by}", model=model)
+        self._controller.wake_up()
+        return {"model": model, "scaled": count, "wanted": wanted}
+
+    @exclusive
+    async def load(self, model: str, by: str) -> dict[str, Any]:
+        self._refuse_on_hold()
+        spec = self._model(model)
+        if wanted := self._state.desired_count(spec):
+            return {"model": model, "scaled": None, "wanted": wanted}
+        return await self._scale(model, None if spec.replicas.min else 1, by)
+
+    @exclusive
+    async def unload(self, model: str, by: str) -> dict[str, Any]:
+        """Stops all replicas until ``load``; requests do not start one."""
+        self._refuse_on_hold()
+        spec = self._model(model)
+        await self._write(Scale(model=model, count=None, by=by, sleep=True))
+        self._state.woken.discard(model)
+        self._controller.scaler.end_manual_scaling(spec, 0)
+        self._state.records.event(
+            "info", "Unloaded", f"by {by}: nothing starts it until `corewright load`", model=model
+        )
+        self._controller.wake_up()
+        return {"model": model, "scaled": 0, "wanted": 0}
+
+    @exclusive
+    async def cordon(self, host: str, cores: str | None, on: bool, by: str) -> dict[str, Any]:
+        """Excludes the host, or these of its cores, from new placements; ``on`` false removes the cordon."""
+        chosen = self._cores_of(host, cores)
+        if chosen is not None and not on and self._state.records.state.cordons.get(host) == "whole":
+            what = f"{host} is cordoned as a whole: single cores cannot be uncordoned"
+            raise Refused("cordoned-whole", what, f"run corewright uncordon {host}, then cordon the other cores")
+        await self._write(Cordon(host=host, cores=chosen, on=on, by=by))
+        which = "the host" if cores is None else f"cores {cores}"
+        self._state.records.event("info", "Cordoned" if on else "Uncordoned", f"{which} by {by}", host=host)
+        if not on:
+            clear(self._state, host, chosen)
+        self._controller.wake_up()
+        return self._host_status(host)
+
+    @exclusive
+    async def drain(self, target: str, by: str) -> dict[str, Any]:
+        """Moves the replicas of a host elsewhere and cordons it; or replaces one replica, given by its id."""
+        self._refuse_frozen("drain")
+        if any(host.name == target for host in self._state.hosts):
+            self._refuse_without_room(target)
+            await self._write(Cordon(host=target, cores=None, on=True, by=by, drain=True))
+            self._state.records.event("info", "HostDraining", f"by {by}: its replicas move to other hosts", host=target)
+            self._controller.wake_up()
+            return self._host_status(target)
+        view = self._state.views.get(target)
+        if view is None:
+            targets = ", ".join([host.name for host in self._state.hosts] + sorted(self._state.views))
+            what = f"there is no host or replica {target}"
+            raise Refused("target-unknown", what, f"hosts and replicas: {targets}", status=404)
+        await self._replace(view, by)
+        await self._set_rollout("progressing", f"{view.id} is replaced, by {by}", "RolloutRestarted")
+        return {"replica": view.id, "epoch": view.epoch}
+
+    def _refuse_without_room(self, host: str) -> None:
+        """Refuses to drain a host whose ready replicas do not fit on the others."""
+        situation = self._state.situation()
+        every = frozenset(
+            core for candidate in self._state.hosts if candidate.name == host for core in range(candidate.cores)
+        )
+        staying = tuple(view for view in situation.views if view.host != host)
+        blocked = {**situation.blocked, host: every}
+        goal = compute_goal(dataclasses.replace(situation, views=staying, blocked=blocked))
+        served = {view.model for view in situation.views if view.host == host and view.state is State.READY}
+        missing = [problem.what for group in goal.plan.unplaced if group.model in served for problem in group.problems]
+        if missing:
+            what = f"{host} cannot be drained: {'; '.join(dict.fromkeys(missing))}"
+            raise Refused("drain-no-room", what, "scale down or unload a model first")
+
+    def _cores_of(self, host: str, cores: str | None) -> list[int] | None:
+        machine = next((candidate for candidate in self._state.hosts if candidate.name == host), None)
+        if machine is None:
+            raise missing_object("host-unknown", host, [candidate.name for candidate in self._state.hosts])
+        if cores is None:
+            return None
+        try:
+            chosen = CoreRange.parse(cores)
+        except ValueError as error:
+            raise Refused("bad-range", str(error), "use a core or a range, like 3 or 4-7", status=422) from None
+        if chosen.last >= machine.cores:
+            what = f"{cores} is not on {host}, which has the cores 0-{machine.cores - 1}"
+            raise Refused("bad-range", what, "corewright get hosts lists the hosts", status=422)
+        return list(chosen)
+
+    def _host_status(self, name: str) -> dict[str, Any]:
+        status: dict[str, Any] = next(host for host in self._controller.status()["hosts"] if host["name"] == name)
+        return status

@@ -1,0 +1,157 @@
+"""The operations on revisions and rollouts: the history, pause, resume, promote and restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.api.fleet_operation import FleetOperation, exclusive
+from orchestrator.api.refused import Refused
+from orchestrator.control.status import rollout
+from orchestrator.fleet.snapshot import ReplicaView
+from orchestrator.records.journal_records import Replace, Revision, RolloutState
+from orchestrator.rollout.changes import Action
+from orchestrator.rollout.rollout_step import compute_goal
+
+ROLLOUT_STATUS = "corewright rollout status shows the rollout"
+
+
+class RolloutOperations(FleetOperation):
+    """The revisions of a fleet, and the rollout of the newest one."""
+
+    def rollout(self) -> dict[str, Any]:
+        """Returns {revision, state, reason, since, models: [{model, strategy, wanted, updated, ready, old, state}]}."""
+        try:
+            undone = self._previous_revision()
+        except Refused:
+            undone = None
+        return {**rollout(self._state), "undo": undone}
+
+    def revisions(self) -> dict[str, Any]:
+        """Returns {revisions: [{revision, at, by, cause, of, state, changes}]}, newest first."""
+        journal = self._state.records.state
+        newest_first = sorted(journal.revisions, reverse=True)
+        return {"revisions": [self._revision_row(journal.revisions[number]) for number in newest_first]}
+
+    def revision(self, number: int | None) -> dict[str, Any]:
+        """Returns one revision with its ``text``, ``file``, ``base_dir`` and ``plan``; None: the one that ``undo``
+        applies by default."""
+        revision = self._revision(self._previous_revision() if number is None else number)
+        extra = {"text": revision.text, "file": revision.file, "base_dir": revision.base_dir, "plan": revision.plan}
+        return {**self._revision_row(revision), **extra}
+
+    def spec(self) -> dict[str, Any]:
+        """Returns the ``file``, ``base_dir``, ``text`` and number of the running revision."""
+        revision = self.revision(self._state.current.number)
+        return {key: revision[key] for key in ("file", "base_dir", "text", "revision")}
+
+    def _revision(self, number: int) -> Revision:
+        revisions = self._state.records.state.revisions
+        if number == self._state.current.number:
+            return revisions.get(number, self._state.current.revision)
+        if number not in revisions:
+            what = f"there is no revision {number}"
+            hint = f"existing revisions: {min(revisions)} to {max(revisions)}" if revisions else "the journal has none"
+            raise Refused("revision-unknown", what, hint, status=404)
+        return revisions[number]
+
+    def _revision_row(self, revision: Revision) -> dict[str, Any]:
+        journal = self._state.records.state
+        outcome = journal.outcomes.get(revision.number)
+        if revision.number == self._state.current.number:
+            state = self._state.rollout_state()[0]
+        else:
+            state = outcome.state if outcome is not None and outcome.state != "progressing" else "superseded"  # type: ignore[assignment]
+        return {
+            "revision": revision.number,
+            "at": round(revision.at, 3),
+            "by": revision.by,
+            "cause": revision.cause,
+            "of": revision.of,
+            "state": state,
+            "reason": outcome.reason if outcome is not None else "",
+            "changes": changes_text(revision.plan) if revision.plan else "",
+        }
+
+    def _previous_revision(self) -> int:
+        """Returns the newest earlier revision of this fleet with another text: the newest complete one, else the newest
+        that did not fail."""
+        journal = self._state.records.state
+        earlier = [
+            revision
+            for number, revision in sorted(journal.revisions.items(), reverse=True)
+            if number < self._state.current.number
+            and revision.fleet == self.settings.fleet
+            and revision.text != self._state.current.revision.text
+        ]
+        outcomes = {revision.number: journal.outcomes.get(revision.number) for revision in earlier}
+        ends = {number: outcome.state if outcome is not None else "" for number, outcome in outcomes.items()}
+        for revision in earlier:
+            if ends[revision.number] == "complete":
+                return revision.number
+        earlier = [revision for revision in earlier if ends[revision.number] not in ("failed", "rolled_back")]
+        if not earlier:
+            what = f"no revision before {self._state.current.number} differs from it and did not fail"
+            hint = "choose one of corewright rollout history: corewright rollout undo --to REVISION"
+            raise Refused("nothing-to-undo", what, hint)
+        return earlier[0].number
+
+    @exclusive
+    async def pause(self, by: str) -> dict[str, Any]:
+        self._refuse_on_hold()
+        now, _ = self._state.rollout_state()
+        if now not in ("progressing", "canary"):
+            raise Refused("rollout-not-running", f"the rollout is {now}: there is nothing to pause", ROLLOUT_STATUS)
+        return await self._set_rollout("paused", f"by {by}", "RolloutPaused")
+
+    @exclusive
+    async def resume(self, by: str) -> dict[str, Any]:
+        self._refuse_on_hold()
+        now, _ = self._state.rollout_state()
+        if now not in ("paused", "failed"):
+            raise Refused("rollout-not-paused", f"the rollout is {now}: there is nothing to resume", ROLLOUT_STATUS)
+        self._controller.reset_failures()
+        return await self._set_rollout("progressing", f"resumed by {by}", "RolloutResumed")
+
+    @exclusive
+    async def promote(self, by: str) -> dict[str, Any]:
+        """Ends the canary: the rollout continues with every replica."""
+        self._refuse_on_hold()
+        if not self._state.in_canary:
+            raise Refused("no-canary", "there is no canary", "start one: corewright apply --canary SHARE SPEC")
+        return await self._set_rollout("progressing", f"promoted by {by}", "CanaryPromoted", promoted=True)
+
+    async def _set_rollout(self, rollout_state: Any, reason: str, event: str, promoted: bool = False) -> dict[str, Any]:
+        number = self._state.current.number
+        await self._write(RolloutState(revision=number, state=rollout_state, reason=reason, promoted=promoted))
+        self._state.restart_progress()
+        self._state.goal = compute_goal(self._state.situation())  # so that the response shows the new rollout
+        self._state.records.event("info", event, f"revision {number}, {reason}")
+        self._controller.wake_up()
+        return self.rollout()
+
+    @exclusive
+    async def restart(self, model: str, by: str) -> dict[str, Any]:
+        """Replaces every replica of a model with a new process, as an update would."""
+        self._model(model)
+        self._refuse_frozen("restart")
+        for view in self._state.replicas_of(model):
+            await self._replace(view, by)
+        self._state.refresh_source(model)
+        return await self._set_rollout("progressing", f"restart of {model} by {by}", "RolloutRestarted")
+
+    async def _replace(self, view: ReplicaView, by: str) -> None:
+        await self._write(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by=by))
+        self._state.records.event("info", "Replacing", f"by {by}: with a new process", view=view)
+
+
+def changes_text(proposal: dict[str, Any]) -> str:
+    """Returns the changes in one line, like "chat: replace by surge; code: update"."""
+    actions = [
+        (model, model.get("action", model["tag"])) for model in proposal["models"]
+    ]  # older records have only the tag
+    parts = [
+        f"{model['model']}: {action}" + (f" by {model['strategy']}" if model["strategy"] else "")
+        for model, action in actions
+        if action != Action.NONE.value
+    ]
+    return "; ".join(parts) or "nothing changes"
