@@ -65,9 +65,9 @@ def first_token_at(replica: SimReplica, request: SimRequest) -> float:
     """When it would come, if the request were sent there now."""
     played = copy.copy(replica)
     played._waiting = deque(replica._waiting)
-    played._reading = list(replica._reading)
+    played.prefill = list(replica.prefill)
     played._ends = list(replica._ends)
     played.send(request, request.arrived_at)
     while request not in played.began:
         played.advance(played.due)
-    return played._base
+    return played.base

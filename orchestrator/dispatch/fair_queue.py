@@ -47,22 +47,22 @@ class FairQueue(Generic[W]):
         self.max_bytes = max_bytes
         self.order: Order = order
         self.bytes = 0
-        self._count = 0
+        self.count = 0  # of waiting requests
         self._weights: dict[str, float] = {}
         self._classes: dict[int, FairOrder[W] | DeadlineOrder[W]] = {}
-        self._urgent: list[int] = []  # the priorities with waiting requests, in order
+        self.urgent: list[int] = []  # the priorities with waiting requests, in order
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __iter__(self) -> Iterator[W]:
         """Yields the waiting requests in no particular order."""
-        return chain.from_iterable(list(self._classes[priority]) for priority in list(self._urgent))
+        return chain.from_iterable(list(self._classes[priority]) for priority in list(self.urgent))
 
     @property
     def tenants(self) -> int:
         """The tenants with waiting requests; one that waits with two priorities counts twice."""
-        return sum(self._classes[priority].tenants for priority in self._urgent)
+        return sum(self._classes[priority].tenants for priority in self.urgent)
 
     def set_weight(self, tenant: str, weight: float) -> None:
         """Sets the tenant's share, relative to the default of 1.0. Earlier charges stay. Raises ValueError."""
@@ -74,20 +74,20 @@ class FairQueue(Generic[W]):
 
     def refusal(self, item: W) -> QueueFull | None:
         """Returns why ``item`` does not fit into the queue; None when it does."""
-        if self._count >= self.max_count:
-            return QueueFull("count", self._count, 1, self.max_count)
+        if self.count >= self.max_count:
+            return QueueFull("count", self.count, 1, self.max_count)
         if self.bytes + item.size > self.max_bytes:
             return QueueFull("bytes", self.bytes, item.size, self.max_bytes)
         return None
 
     def push(self, item: W) -> None:
         """Adds ``item``. Raises QueueFull."""
-        if self._count >= self.max_count or self.bytes + item.size > self.max_bytes:
+        if self.count >= self.max_count or self.bytes + item.size > self.max_bytes:
             full = self.refusal(item)
             assert full is not None
             raise full
         self._class(item.priority).push(item)
-        self._count += 1
+        self.count += 1
         self.bytes += item.size
 
     def pass_by(self, item: W) -> None:
@@ -101,20 +101,20 @@ class FairQueue(Generic[W]):
         """Returns a popped ``item`` that got no slot to the head of its priority and tenant, regardless of the limits.
         The caller takes its charge back: ``charge`` with the same tokens, negative."""
         self._class(item.priority).put_back(item)
-        self._count += 1
+        self.count += 1
         self.bytes += item.size
 
     def peek(self) -> W | None:
-        return self._classes[self._urgent[0]].peek() if self._count else None
+        return self._classes[self.urgent[0]].peek() if self.count else None
 
     def pop(self) -> W:
         """Removes and returns the next request. Raises IndexError when the queue is empty."""
-        if not self._count:
+        if not self.count:
             raise IndexError("the queue is empty")
-        priority = self._urgent[0]
+        priority = self.urgent[0]
         group = self._classes[priority]
         item = group.pop()
-        self._count -= 1
+        self.count -= 1
         self.bytes -= item.size
         if not group.count:
             self._settle(priority, group)
@@ -125,7 +125,7 @@ class FairQueue(Generic[W]):
         group = self._classes.get(item.priority)
         if group is None or not group.remove(item):
             return False
-        self._count -= 1
+        self.count -= 1
         self.bytes -= item.size
         if not group.count:
             self._settle(item.priority, group)
@@ -141,11 +141,11 @@ class FairQueue(Generic[W]):
         """
         evicted: list[W] = []
         while self.refusal(item) is not None:
-            lowest = self._urgent[-1] if self._urgent else item.priority
+            lowest = self.urgent[-1] if self.urgent else item.priority
             victim = None
             if lowest > item.priority:  # 1
                 victim = self._classes[lowest].last()
-            elif lowest == item.priority and self._urgent:  # 2
+            elif lowest == item.priority and self.urgent:  # 2
                 victim = self._classes[lowest].greediest(item)
             if victim is None:
                 break
@@ -176,7 +176,7 @@ class FairQueue(Generic[W]):
         In fair order a request of another tenant counts if that tenant's counter, plus the mean charge for each request
         before it, does not exceed what the item's tenant will have by then.
         """
-        more_urgent = self._urgent[: bisect_left(self._urgent, item.priority)]
+        more_urgent = self.urgent[: bisect_left(self.urgent, item.priority)]
         ahead = sum(self._classes[priority].count for priority in more_urgent)
         group = self._classes.get(item.priority)
         return ahead + (0 if group is None else group.ahead_of(item))
@@ -191,7 +191,7 @@ class FairQueue(Generic[W]):
 
     def clear(self) -> list[W]:
         """Removes and returns all requests, in order."""
-        return [self.pop() for _ in range(self._count)]
+        return [self.pop() for _ in range(self.count)]
 
     # Inside
 
@@ -201,7 +201,7 @@ class FairQueue(Generic[W]):
         if group is None:
             group = self._classes[priority] = self._new_class()
         if not group.count:
-            insort(self._urgent, priority)
+            insort(self.urgent, priority)
         return group
 
     def _new_class(self) -> FairOrder[W] | DeadlineOrder[W]:
@@ -213,10 +213,10 @@ class FairQueue(Generic[W]):
     def _settle(self, priority: int, group: FairOrder[W] | DeadlineOrder[W]) -> None:
         """Unmarks a priority that has become empty."""
         if not group.count:
-            del self._urgent[bisect_left(self._urgent, priority)]
+            del self.urgent[bisect_left(self.urgent, priority)]
 
     def _restore(self, item: W) -> None:
         """Returns an item that was removed from the end to the end."""
         self._class(item.priority).restore(item)
-        self._count += 1
+        self.count += 1
         self.bytes += item.size

@@ -16,12 +16,8 @@ class Headroom:
     """
 
     def __init__(self) -> None:
+        self.mixed = False  # requests of several priorities have arrived recently
         self._classes: dict[int, _Class] = {}
-
-    @property
-    def mixed(self) -> bool:
-        """True when requests of several priorities have arrived recently."""
-        return len(self._classes) > 1
 
     @property
     def present(self) -> int:
@@ -36,6 +32,7 @@ class Headroom:
             if len(self._classes) >= MOST_CLASSES:
                 return False
             group = self._classes[priority] = _Class(now)
+            self.mixed = len(self._classes) > 1
         elif now >= group.window_end:
             group.turn(now)
         group.now = present = group.now + 1
@@ -49,12 +46,12 @@ class Headroom:
         if now >= group.window_end:
             group.turn(now)
         group.now -= 1
-        if len(self._classes) > 1:
+        if self.mixed:
             self._forget(now)
 
     def reserved(self, priority: int, slots: int, now: float) -> int:
         """Returns how many of the model's ``slots`` a request of the priority must leave free."""
-        if len(self._classes) < 2:
+        if not self.mixed:
             return 0
         missing = sum(group.missing(now) for other, group in self._classes.items() if other < priority)
         return min(missing, slots // 2)
@@ -62,6 +59,7 @@ class Headroom:
     def _forget(self, now: float) -> None:
         for priority in [p for p, group in self._classes.items() if not group.now and not group.missing(now)]:
             del self._classes[priority]
+        self.mixed = len(self._classes) > 1
 
 
 class _Class:

@@ -7,7 +7,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
+
+import msgspec
 
 REMEMBERED = 1024  # most idle tenants, and most priorities, whose counters are kept
 RECENT = 1024  # the mean charge of a request is taken over about this many requests
@@ -15,38 +17,15 @@ PACE_COUNT = 8  # requests of a tenant that must have left before their pace is 
 PACE_S = 60.0  # after this time the older half is dropped: the replicas may have changed
 
 
-class QueuedRequest(Protocol):
-    """A waiting request. While it waits, only its size may change, and `FairQueue.bytes` with it."""
+class QueuedRequest(msgspec.Struct, eq=False):
+    """A request that may wait. While it waits, only its prompt may change, and `FairQueue.bytes` with it."""
 
-    @property
-    def tenant(self) -> str:
-        """The id of the API key, or "" without keys."""
-        ...
-
-    @property
-    def priority(self) -> int:
-        """Lower goes first; the default is 0, as in vLLM."""
-        ...
-
-    @property
-    def arrived_at(self) -> float:
-        """The arrival time, in monotonic seconds."""
-        ...
-
-    @property
-    def deadline(self) -> float | None:
-        """The latest time for its first token, on the same clock."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Its size in bytes."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of its prompt."""
-        ...
+    tenant: str  # the id of its API key, or "" without keys
+    priority: int  # lower goes first; the default is 0, as in vLLM
+    arrived_at: float  # monotonic seconds
+    deadline: float | None  # the latest time for its first token, on the same clock
+    size: int  # bytes
+    tokens: int  # of its prompt
 
 
 W = TypeVar("W", bound=QueuedRequest)

@@ -67,22 +67,25 @@ def choose(
     5. the earliest last step, by ``stepped_at``: its current step ends soonest, and prompts are read between steps
     6. the most free slots; a tie goes to the first
     """
-    available = [(candidate, free) for candidate in candidates if (free := candidate.free_slots) > 0]
-    if len(available) < 2:
-        return available[0][0] if available else None
-    best: C | None = None
-    lowest: tuple[int, float, float, float, int] = (0, 0.0, 0.0, 0.0, 0)
-    for candidate, free in available:
-        prefilling = candidate.prefilling
-        if best is not None and prefilling > lowest[0]:
-            continue
+    ties: list[C] = []
+    lowest = math.inf
+    for candidate in candidates:
+        if candidate.free_slots > 0:  # 1
+            prefilling = candidate.prefilling
+            if prefilling < lowest:  # 2
+                ties, lowest = [candidate], prefilling
+            elif prefilling == lowest:
+                ties.append(candidate)
+    if len(ties) < 2:
+        return ties[0] if ties else None
+    best, least = ties[0], (math.inf, 0.0, 0.0, 0)
+    for candidate in ties:
         rank = (
-            prefilling,
-            0.0 if affinity is None else -affinity(candidate),
-            candidate.pace,
-            0.0 if stepped_at is None else stepped_at(candidate),
-            -free,
+            0.0 if affinity is None else -affinity(candidate),  # 3
+            candidate.pace,  # 4
+            0.0 if stepped_at is None else stepped_at(candidate),  # 5
+            -candidate.free_slots,  # 6
         )
-        if best is None or rank < lowest:
-            best, lowest = candidate, rank
+        if rank < least:
+            best, least = candidate, rank
     return best

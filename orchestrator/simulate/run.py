@@ -135,10 +135,6 @@ class _Run:
 
     def _tick(self, _: object) -> None:
         self._decide()
-        for queue in self.queues.values():
-            hold_s = queue.model.hold_s
-            if hold_s != math.inf and not queue.replicas and queue.waiting:
-                queue.refuse_older(self.clock.now - hold_s)
         if not self._is_over():
             self.clock.at(self.clock.now + self.policy.tick_s, self._tick)
 
@@ -241,5 +237,4 @@ def _load(queue: SimulatedQueue, seconds: float) -> Load:
     """Returns the load since the last tick and resets the counts."""
     counts, queue.counts = queue.counts, Counts()
     waiting = queue.waiting
-    longest_wait_s = queue.longest_wait_s if waiting else 0.0
-    return counts.load(seconds, waiting=waiting, live=queue.live, longest_wait_s=longest_wait_s)
+    return counts.load(seconds, waiting=waiting, live=queue.live, longest_wait_s=queue.longest_wait_s)

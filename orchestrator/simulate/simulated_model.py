@@ -46,6 +46,8 @@ class SimModel:
     judged_ttft_s: float | None = None  # the objective of a model without objectives
     auto: bool = True  # whether the policy scales it
     buckets: tuple[int, ...] = ()
+    canary: float | None = None  # the share of the requests for the canary version, and the ids of its replicas
+    canaries: tuple[str, ...] = ()
     prefill_tokens: int = 0
 
     @cached_property

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Sequence
 from random import Random
 
-from orchestrator.dispatch.fair_queue import FairQueue
-from orchestrator.dispatch.replica_choice import choose
-from orchestrator.dispatch.wait_prediction import WaitPrediction
+from orchestrator.dispatch.dispatcher import Dispatcher, Refusal
 from orchestrator.scaling.demand_report import Counts
-from orchestrator.simulate.simulated_link import SimLink
+from orchestrator.simulate.simulated_link import SimLink, SimLinks
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_replica import SimReplica
 from orchestrator.simulate.simulated_request import Arrival, SimRequest
@@ -64,55 +61,49 @@ class SimulatedQueue:
         self.measured = Measured()
         self.since = 0.0  # earlier requests are not measured
         self.live = 0
-        self.lines: list[FairQueue[SimRequest]] = [
-            FairQueue(model.max_queue, model.max_queue_bytes, order=model.queue_order) for _ in range(gateways)
-        ]
         self.on_cold: Callable[[], None] | None = None  # a request has arrived without a ready replica
         self.on_empty: Callable[[SimReplica], None] | None = None  # a retired replica has ended its last request
-        self._links: list[list[SimLink]] = [[] for _ in range(gateways)]
+        self._links = [SimLinks() for _ in range(gateways)]
         self._choice = choice
+        self._dispatchers: list[Dispatcher[SimRequest, SimLink]] = [
+            Dispatcher(
+                model, links, self, stepped_at=SimLink.stepped_at, route=None if choice is None else self._alternative
+            )
+            for links in self._links
+        ]
         self._gateway_of = Random(f"gateways {seed} {model.name}").randrange
         self._count = 0
         self._retired: set[SimReplica] = set()
-        self._keys = False  # whether requests with API keys have arrived: without them there is one tenant
         self._ttft_s = model.ttft_s
         if (model.ttft_s, model.tpot_s, model.queue_s) == (None, None, None):
             self._ttft_s = model.judged_ttft_s
-        self._waits = WaitPrediction()
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self.lines))
+        return sum(dispatcher.waiting for dispatcher in self._dispatchers)
 
     @property
     def longest_wait_s(self) -> float:
         """The longest wait of the queued requests."""
-        if self._keys or self.model.queue_order != "fair":
-            earliest = min((request.arrived_at for line in self.lines for request in line), default=math.inf)
-        else:  # the first request has waited the longest
-            firsts = [first for line in self.lines if (first := line.peek()) is not None]
-            earliest = min((first.arrived_at for first in firsts), default=math.inf)
-        return max(0.0, self.clock.now - earliest)
-
-    def set_weight(self, tenant: str, weight: float) -> None:
-        """Sets the weight of an API key in all queues."""
-        for line in self.lines:
-            line.set_weight(tenant, weight)
+        return max(dispatcher.longest_wait_s(self.clock.now) for dispatcher in self._dispatchers)
 
     def add(self, replica: SimReplica) -> None:
         """Adds a ready replica."""
         self.replicas.append(replica)
-        if len(self.lines) > 1:
-            for links in self._links:
-                links.append(SimLink(replica))
-        for gateway in range(len(self.lines)):
-            self._pump(gateway)
+        for gateway, links in enumerate(self._links):
+            links.append(SimLink(replica, gateway, self.clock))
+            links.slots += replica.slots
+        for dispatcher in self._dispatchers:
+            dispatcher.pump(self.clock.now)
 
     def retire(self, replica: SimReplica) -> None:
         """Removes a replica from routing; calls ``on_empty`` after its last request, which may be immediately."""
         self.replicas.remove(replica)
-        for links in self._links:
+        for links, dispatcher in zip(self._links, self._dispatchers, strict=True):
             links[:] = [link for link in links if link.replica is not replica]
+            links.slots -= replica.slots
+            if not links:
+                dispatcher.hold(self.clock.now)
         if replica.live:
             self._retired.add(replica)
         elif self.on_empty is not None:
@@ -121,137 +112,76 @@ class SimulatedQueue:
     def lose(self, requests: Sequence[SimRequest]) -> None:
         """Counts requests that a stopped replica has not answered."""
         self.live -= len(requests)
-        self.measured.lost += sum(1 for request in requests if request.arrived_at >= self.since)
-
-    def refuse_older(self, than: float) -> None:
-        """Refuses queued requests that arrived before ``than``."""
-        for line in self.lines:
-            for request in [request for request in line if request.arrived_at < than]:
-                line.remove(request)
-                self._refuse(request)
+        for request in requests:
+            self._dispatchers[request.gateway].over(request, self.clock.now)
+            self.measured.lost += request.arrived_at >= self.since
 
     def arrive(self, arrival: Arrival) -> None:
-        """Handles one arrival.
-
-        1. the queue is empty, and a replica has a free slot   -> sent immediately
-        2. the queue is full, or the wait would be too long    -> refused
-        3. else                                                -> queued
-        """
+        """Handles one arrival."""
         now = self.clock.now
         self._count += 1
-        request = SimRequest(arrival, self._count, now)
+        request = SimRequest.of(arrival, self._count, now)
         self.counts.arrived += 1
         if now >= self.since:
             self.measured.arrived += 1
-        if arrival.key:
-            self._keys = True
-        lines, gateway = self.lines, 0
-        if len(lines) > 1:
-            request.gateway = gateway = self._gateway_of(len(lines))
-        line = lines[gateway]
-        if not line and self._send_immediately(request, line):
-            return
-        late = self._would_be_late(request, line)
-        if not late and line.refusal(request) is not None:
-            for other in line.make_room(request):
-                self._refuse(other)
-        if late or line.refusal(request) is not None:
-            self._refuse(request)
-        else:
-            line.push(request)
-            if request.deadline is not None:
-                self.clock.at(request.deadline, self._expire, request)
+        dispatchers = self._dispatchers
+        if len(dispatchers) > 1:
+            request.gateway = self._gateway_of(len(dispatchers))
+        refusal = dispatchers[request.gateway].submit(request, 1.0, now)
+        if refusal is not None:
+            self.refuse(request, refusal)
         if not self.replicas and self.on_cold is not None and self.waiting == 1:
             self.on_cold()
 
-    # Inside
+    # Effects of a dispatcher
 
-    def _send_immediately(self, request: SimRequest, line: FairQueue[SimRequest]) -> bool:
-        """Step 1: the queue is empty."""
-        if len(self.lines) > 1:
-            sent = self._send_over_link(request, line)
-        else:
-            replicas, choice = self.replicas, self._choice
-            replica = choose(replicas, None, self._stepped_at) if choice is None else choice(replicas, request)
-            sent = replica is not None
-            if replica is not None:
-                self._send(request, replica, line)
-        if sent and self._keys:
-            line.pass_by(request)
-        return sent
-
-    def _stepped_at(self, replica: SimReplica) -> float:
-        return replica.stepped_at(self.clock.now)
-
-    def _link_stepped_at(self, link: SimLink) -> float:
-        return link.replica.stepped_at(self.clock.now) if link.live else -math.inf
-
-    def _would_be_late(self, request: SimRequest, line: FairQueue[SimRequest]) -> bool:
-        limit = self.model.max_wait_s
-        if limit is None:
+    def send(self, request: SimRequest, link: SimLink) -> bool:
+        """Sends a request as the data plane does: a replica without free slots replies BUSY, and notifies the gateway
+        later. Messages take no time here."""
+        replica = link.replica
+        if replica.live >= replica.slots and self._choice is None:
+            link.free_slots = 0
+            replica.busy.append(link)
             return False
-        request.deadline = request.arrived_at + limit
-        slots = self.model.slots * len(self.replicas)
-        if not slots:
-            return False
-        own_wait_s = line.own_wait_s(request, self.clock.now)
-        running = [math.inf] * min(slots, self.live)
-        return self._waits.until_s(line.ahead_of(request), slots, running, own_wait_s) > limit
+        if request.timer:
+            self._stop_timer(request)
+        request.link = link
+        link.live += 1
+        link.prefilling += 1
+        link.free_slots -= 1
+        self.live += 1
+        due = replica.due
+        replica.send(request, self.clock.now)
+        if replica.due != due:
+            self.clock.at(replica.due, self._advance, replica)
+        return True
 
-    def _expire(self, request: SimRequest) -> None:
-        line = self.lines[request.gateway]
-        if not request.sent_at and line.remove(request):
-            self._refuse(request)
+    def wait(self, request: SimRequest, delay_s: float | None) -> None:
+        if request.timer:
+            self._stop_timer(request)
+        if delay_s is not None:
+            request.timer = self.clock.at(self.clock.now + delay_s, self._waited, request)
 
-    def _refuse(self, request: SimRequest) -> None:
+    def refuse(self, request: SimRequest, refusal: Refusal) -> None:
+        if request.timer:
+            self._stop_timer(request)
         if request.arrived_at >= self.since:
             self.measured.refused += 1
 
-    def _pump(self, gateway: int) -> None:
-        line = self.lines[gateway]
-        if len(self.lines) > 1:
-            while line and self._send_over_link(None, line, gateway):
-                pass
-            return
-        replicas, choice = self.replicas, self._choice
-        while line:
-            if choice is None:
-                replica = choose(replicas, None, self._stepped_at)
-            else:
-                first = line.peek()
-                assert first is not None
-                replica = choice(replicas, first)
-            if replica is None:
-                return
-            self._send(line.pop(), replica, line)
+    # Inside
 
-    def _send_over_link(
-        self, request: SimRequest | None, line: FairQueue[SimRequest], gateway: int | None = None
-    ) -> bool:
-        """Sends ``request``, or the next of the line, as the data plane does: a replica without free slots replies
-        BUSY and notifies the gateway later. Messages take no time here."""
-        if gateway is None:
-            assert request is not None
-            gateway = request.gateway
-        while (link := choose(self._links[gateway], None, self._link_stepped_at)) is not None:
-            replica = link.replica
-            if replica.live < replica.slots:
-                link.live += 1
-                link.prefilling += 1
-                self._send(line.pop() if request is None else request, replica, line)
-                return True
-            link.full = True
-            replica.busy_gateways.append(gateway)
-        return False
+    def _stop_timer(self, request: SimRequest) -> None:
+        self.clock.cancel(request.timer)
+        request.timer = 0
 
-    def _send(self, request: SimRequest, replica: SimReplica, line: FairQueue[SimRequest]) -> None:
-        due = replica.due
-        self.live += 1
-        replica.send(request, self.clock.now)
-        if self._keys:
-            line.charge(request.tenant, request.tokens)
-        if replica.due != due:
-            self.clock.at(replica.due, self._advance, replica)
+    def _waited(self, request: SimRequest) -> None:
+        request.timer = 0
+        self._dispatchers[request.gateway].waited(request, self.clock.now)
+
+    def _alternative(self, request: SimRequest) -> SimLink | None:
+        assert self._choice is not None
+        replica = self._choice(self.replicas, request)
+        return None if replica is None else next(link for link in self._links[0] if link.replica is replica)
 
     def _advance(self, replica: SimReplica) -> None:
         now = self.clock.now
@@ -259,28 +189,28 @@ class SimulatedQueue:
             return
         replica.advance(now)
         due = replica.due
-        if replica.began:
-            self._handle_begun(replica.began, replica, now)
+        for request in replica.began:
+            assert request.link is not None
+            request.link.prefilling -= 1
         if replica.ended:
             self._handle_ended(replica, now)
         if replica.due == due:  # else a request was sent to it, which scheduled its own call
             self.clock.at(due, self._advance, replica)
 
-    def _handle_begun(self, began: list[SimRequest], replica: SimReplica, now: float) -> None:
-        if len(self.lines) > 1:
-            for request in began:
-                self._link(replica, request).prefilling -= 1
-
     def _handle_ended(self, replica: SimReplica, now: float) -> None:
+        """Free slots go first to gateways that received BUSY, in their order; then to those whose requests ended."""
         counts, measured, ended = self.counts, self.measured, replica.ended
         counts.ended += len(ended)
         self.live -= len(ended)
         for request in ended:
-            held = now - request.sent_at
-            counts.slot_s += held
-            self._waits.ended(held)
-            if self._keys:
-                self.lines[request.gateway].charge(request.tenant, 0, request.output_tokens)
+            link, held_s, tokens = request.link, now - request.sent_at, request.output_tokens
+            assert link is not None
+            link.live -= 1
+            link.free_slots = replica.slots - link.live
+            link.tracked.ended(now - request.first_at, tokens - 1)
+            link.pace = link.tracked.value
+            counts.slot_s += held_s
+            self._dispatchers[request.gateway].ended(request, held_s, tokens, now)
             if request.arrived_at >= self.since:
                 self._measure(request, now, measured)
         if replica in self._retired:
@@ -288,10 +218,13 @@ class SimulatedQueue:
                 self._retired.discard(replica)
                 if self.on_empty is not None:
                     self.on_empty(replica)
-        elif len(self.lines) > 1:
-            self._offer_slots(replica)
-        elif self.lines[0]:
-            self._pump(0)
+            return
+        while replica.busy and replica.live < replica.slots:
+            link = replica.busy.popleft()
+            link.free_slots = replica.slots - link.live
+            self._dispatchers[link.gateway].pump(now)
+        for gateway in sorted({request.gateway for request in ended}) if len(self._dispatchers) > 1 else (0,):
+            self._dispatchers[gateway].pump(now)
 
     def _measure(self, request: SimRequest, now: float, measured: Measured) -> None:
         model, arrived_at, tokens = self.model, request.arrived_at, request.output_tokens
@@ -308,21 +241,3 @@ class SimulatedQueue:
             and (model.tpot_s is None or tokens < 2 or now - request.first_at <= model.tpot_s * (tokens - 1))
         ):
             measured.attained += 1
-
-    def _offer_slots(self, replica: SimReplica) -> None:
-        """Free slots go first to gateways that received BUSY, in their order; then to those whose requests ended."""
-        for request in replica.ended:
-            link = self._link(replica, request)
-            link.live -= 1
-            link.full = False
-        while replica.busy_gateways and replica.live < replica.slots:
-            gateway = replica.busy_gateways.popleft()
-            link = next(link for link in self._links[gateway] if link.replica is replica)
-            link.full = False
-            self._pump(gateway)
-        for gateway in sorted({request.gateway for request in replica.ended}):
-            self._pump(gateway)
-
-    def _link(self, replica: SimReplica, request: SimRequest) -> SimLink:
-        """Returns the link of the request's gateway; a new one for a retired replica."""
-        return next((link for link in self._links[request.gateway] if link.replica is replica), SimLink(replica))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from orchestrator.dispatch.dispatcher import Entry
+
+if TYPE_CHECKING:
+    from orchestrator.simulate.simulated_link import SimLink
 
 
 class Arrival(NamedTuple):
@@ -15,36 +20,22 @@ class Arrival(NamedTuple):
     key: str = ""  # the id of the API key; "" without one
 
 
-class SimRequest:
-    """A request as an item of `orchestrator.dispatch.fair_queue.FairQueue`. Times are of the virtual clock.
+class SimRequest(Entry):
+    """A request as the dispatcher sees it. Times are of the virtual clock.
 
     Only the replica uses ``output_tokens``: a router must not, unless it is an oracle.
     """
 
-    __slots__ = (
-        "arrived_at",
-        "deadline",
-        "first_at",
-        "gateway",
-        "number",
-        "output_tokens",
-        "sent_at",
-        "tenant",
-        "tokens",
-    )
-    priority = 0  # not in a trace
+    number: int  # counts the requests of the run
+    output_tokens: int
+    gateway: int = 0
+    link: SimLink | None = None  # once it was sent
+    sent_at: float = 0.0  # to a replica
+    first_at: float = 0.0  # its first token
+    timer: int = 0  # for the end of its wait; 0: none
 
-    def __init__(self, arrival: Arrival, number: int, now: float) -> None:
-        """``number`` counts the requests of the run."""
-        _, _, self.tokens, self.output_tokens, self.tenant = arrival
-        self.number = number
-        self.arrived_at = now
-        self.deadline: float | None = None
-        self.sent_at = 0.0  # to a replica
-        self.first_at = 0.0  # its first token
-        self.gateway = 0
-
-    @property
-    def size(self) -> int:
-        """The bytes of a prompt in ASCII."""
-        return 4 * self.tokens
+    @classmethod
+    def of(cls, arrival: Arrival, number: int, now: float) -> SimRequest:
+        """Returns a new request; its size is that of a prompt in ASCII."""
+        _, _, tokens, output_tokens, key = arrival
+        return cls(key, 0, now, None, 4 * tokens, tokens, number, output_tokens)

@@ -13,24 +13,30 @@ from orchestrator.simulate.simulated_request import Arrival
 class Clock:
     """Runs scheduled calls in the order of their times; at the same time, in the order in which they were scheduled."""
 
-    __slots__ = ("_calls", "_count", "arriving", "now")
+    __slots__ = ("_calls", "_cancelled", "_count", "arriving", "now")
 
     def __init__(self) -> None:
         self.now = 0.0
         self.arriving = True  # whether arrivals remain
         self._calls: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._count = 0
+        self._cancelled: set[int] = set()
 
-    def at(self, time: float, call: Callable[[Any], None], about: Any = None) -> None:
-        """Schedules ``call(about)`` for that time; never, if it is infinite."""
+    def at(self, time: float, call: Callable[[Any], None], about: Any = None) -> int:
+        """Schedules ``call(about)`` for that time; never, if it is infinite. Returns a number for ``cancel``."""
         if time != math.inf:
             self._count += 1
             heappush(self._calls, (time, self._count, call, about))
+        return self._count
+
+    def cancel(self, number: int) -> None:
+        """Cancels a call that has not been made."""
+        self._cancelled.add(number)
 
     def run(self, arrivals: Iterable[Arrival], arrive: Callable[[Arrival], None], until: float = math.inf) -> None:
         """Runs until all arrivals and calls are done, or ``until``. An arrival precedes the calls of the same time.
         Raises ValueError if the arrivals are not in order."""
-        calls, coming = self._calls, iter(arrivals)
+        calls, cancelled, coming = self._calls, self._cancelled, iter(arrivals)
         arrival = next(coming, None)
         self.arriving = arrival is not None
         while True:
@@ -45,7 +51,10 @@ class Clock:
                 if arrival is None:
                     self.arriving = False
             elif calls and calls[0][0] <= until:
-                time, _, call, about = heappop(calls)
+                time, number, call, about = heappop(calls)
+                if cancelled and number in cancelled:
+                    cancelled.discard(number)
+                    continue
                 self.now = time
                 call(about)
             else:

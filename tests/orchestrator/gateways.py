@@ -166,7 +166,9 @@ class LiveGateway:
     def close(self) -> None:
         """Raises AssertionError where a queue without requests counts some."""
         self.http.close()
-        counted = {queue.name: queue._headroom.present - queue.waiting - queue.live for queue in self.queues.values()}
+        counted = {
+            queue.name: queue.dispatcher.headroom.present - queue.waiting - queue.live for queue in self.queues.values()
+        }
         self._server.stop()
         assert not any(counted.values()), counted
         self._home.cleanup()

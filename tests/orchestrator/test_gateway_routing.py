@@ -120,7 +120,7 @@ def test_a_deadline_that_cannot_be_kept_is_refused_at_once(gateway: LiveGateway,
     """What has been measured says how long the wait will be; the answer names it, and when to come again."""
     served = replica(slots=1, stepped=True)
     gateway.serve(routes("m", served))
-    gateway.queue("m")._waits.mean_service_s = 20.0
+    gateway.queue("m").dispatcher.waits.mean_service_s = 20.0
     with filled(gateway, served):
         before = Asked(gateway)
         waiting(gateway, 1)
@@ -137,7 +137,7 @@ def test_a_deadline_that_passes_in_the_queue_ends_the_wait(gateway: LiveGateway,
     """504, and the request takes no slot."""
     served = replica(slots=1, stepped=True)
     gateway.serve(routes("m", served))
-    gateway.queue("m")._waits.mean_service_s = 0.001
+    gateway.queue("m").dispatcher.waits.mean_service_s = 0.001
     with filled(gateway, served):
         late = Asked(gateway, headers={"x-deadline-ms": "300"})
         assert (late.answer().status_code, late.code()) == (504, "deadline_exceeded")
@@ -148,7 +148,7 @@ def test_the_spec_bounds_every_wait(gateway: LiveGateway, replica: Make) -> None
     """`max_wait_s` is a deadline for requests that bring none, and for those that would wait longer."""
     served = replica(slots=1, stepped=True)
     gateway.serve(msgspec.structs.replace(routes("m", served), max_wait_s=0.3))
-    gateway.queue("m")._waits.mean_service_s = 0.001
+    gateway.queue("m").dispatcher.waits.mean_service_s = 0.001
     with filled(gateway, served):
         late = [Asked(gateway), Asked(gateway, headers={"x-deadline-ms": "60000"})]
         assert [one.code() for one in late] == ["deadline_exceeded"] * 2
@@ -363,10 +363,10 @@ def test_an_urgent_request_takes_a_kept_slot_though_the_queue_is_full(replica: M
     gateway = LiveGateway()
     served = replica(slots=2, stepped=True)
     gateway.serve(routes("m", served, max_queue=1))
-    gateway.queue("m")._headroom.add(-1, 0.0)
+    gateway.queue("m").dispatcher.headroom.add(-1, 0.0)
     low = [Asked(gateway, max_tokens=2)]
     until(lambda: gateway.queue("m").live == 1, 10, "the first one has a slot")
-    gateway.queue("m")._headroom.remove(-1, 0.0)
+    gateway.queue("m").dispatcher.headroom.remove(-1, 0.0)
     low.append(Asked(gateway, max_tokens=2))
     waiting(gateway, 1)
     high = Asked(gateway, priority=-1, max_tokens=2)
@@ -393,7 +393,7 @@ def test_a_tenant_whose_requests_never_wait_saves_nothing_up(replica: Make) -> N
         gateway.serve(routes("m", replica()))
         for headers, tokens in ((rare, 1), (much, 50), (rare, 1)):
             assert Asked(gateway, headers=headers, max_tokens=tokens).answer().status_code == 200
-        line = gateway.queue("m")._lines._own
+        line = gateway.queue("m").dispatcher.lines[0]
         assert line.counter(seldom) >= line.counter(often) >= 100
     finally:
         gateway.close()
@@ -410,7 +410,7 @@ def test_a_prompt_for_which_there_was_no_slot_is_not_charged(replica: Make) -> N
         served = replica(slots=1, stepped=True)
         for one in (gateway, other):
             one.serve(routes("m", served))
-        line = gateway.queue("m")._lines._own
+        line = gateway.queue("m").dispatcher.lines[0]
         before = line.counter(first)
         with filled(other, served):
             late = Asked(gateway, headers=own)
@@ -427,11 +427,11 @@ def test_slots_that_are_kept_for_who_is_more_urgent_count_in_the_predicted_wait(
     gateway = LiveGateway()
     served = replica(slots=2, stepped=True)
     gateway.serve(routes("m", served))
-    gateway.queue("m")._waits.mean_service_s = 20.0
-    gateway.queue("m")._headroom.add(-1, 0.0)
+    gateway.queue("m").dispatcher.waits.mean_service_s = 20.0
+    gateway.queue("m").dispatcher.headroom.add(-1, 0.0)
     low = Asked(gateway, max_tokens=2)
     until(lambda: gateway.queue("m").live == 1, 10, "the first one has a slot")
-    gateway.queue("m")._headroom.remove(-1, 0.0)
+    gateway.queue("m").dispatcher.headroom.remove(-1, 0.0)
     refused = Asked(gateway, headers={"x-deadline-ms": "5000"})
     assert (refused.answer().status_code, refused.code()) == (429, "deadline_unreachable")
     served.run_free()
@@ -444,7 +444,7 @@ def test_a_deadline_is_not_refused_behind_an_answer_that_is_almost_over(gateway:
     served = replica(slots=1, stepped=True)
     gateway.serve(routes("m", served))
     queue = gateway.queue("m")
-    queue._waits.mean_service_s = 60.0
+    queue.dispatcher.waits.mean_service_s = 60.0
     for link in queue.links:
         link._pace.value = 0.01
     with filled(gateway, served):

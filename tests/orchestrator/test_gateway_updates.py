@@ -118,7 +118,7 @@ def test_a_prompt_too_long_for_the_new_version_gets_400(gateway: LiveGateway, re
     gateway.serve(version("new", replica(max_len=16), max_len=16))
     assert (long.answer().status_code, long.code()) == (400, "context_length_exceeded")
     assert short.answer().json()["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
-    assert [line.bytes for line in gateway.queue("m")._lines] == [0]
+    assert [line.bytes for line in gateway.queue("m").dispatcher.lines] == [0]
 
 
 def test_a_request_that_a_draining_replica_gives_back_is_read_again(gateway: LiveGateway, replica: Make) -> None:

@@ -165,7 +165,7 @@ def test_an_answer_that_is_made_again_has_its_logprobs_once(
 
 
 def _produced(gateway: LiveGateway) -> int:
-    return sum(ticket.produced for link in gateway.queue("m").links for ticket in link.tickets)
+    return sum(ticket.produced for link in gateway.queue("m").links for ticket, _ in link.progress)
 
 
 def test_a_request_whose_link_broke_is_not_sent_to_the_next_replica(

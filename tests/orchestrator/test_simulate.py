@@ -159,7 +159,7 @@ def test_a_replica_takes_its_steps_as_the_batcher_does(sends: list[tuple[int, in
     simulator does: prompts that join each other among them."""
     model = SimModel("m", slots=slots, step_s=0.125, prefill_base_s=0.0625, buckets=BUCKETS, prefill_tokens=BUCKETS[-1])
     requests = [
-        SimRequest(Arrival(0.0, "m", prompt, tokens), i, at / 16 + i / 1024)  # none comes just as a step ends
+        SimRequest.of(Arrival(0.0, "m", prompt, tokens), i, at / 16 + i / 1024)  # none comes just as a step ends
         for i, (at, tokens, prompt) in enumerate(sorted(sends))
     ]
     assert simulated(model, requests) == batched(model, requests)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 import msgspec.structs
 
-from orchestrator.dispatch.fair_queue import FairQueue, QueueFull
-from orchestrator.dispatch.headroom import Headroom
-from orchestrator.dispatch.prefix_index import Sessions, chain
-from orchestrator.dispatch.replica_choice import choose
-from orchestrator.dispatch.wait_prediction import MEAN_SHARE, WaitPrediction, retry_after_s
+from orchestrator.dispatch.dispatcher import Dispatcher, Expired, Full, Refusal, Unreachable
+from orchestrator.dispatch.wait_prediction import MEAN_SHARE, retry_after_s
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.request_builder import RequestLimits
-from orchestrator.gateway.serving.model_line import ModelLine
 from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.replica_link_pool import ReplicaLinks
 from orchestrator.gateway.serving.scheduling_parameters import SchedulingParameters
@@ -30,14 +26,14 @@ from orchestrator.scaling.demand_report import Counts, DemandWindow, RoutingDeci
 from workers.messages.credentials import Credentials
 from workers.messages.requests import GenerateRequest
 
-LEAST_PREFIX = 0.25  # share of a prompt that must be cached for its replica to be preferred
 EXPECTED_TOKENS = 256.0  # assumed length of an answer until one has ended
 
 _PLAIN = SchedulingParameters()
 
 
 class ModelQueue:
-    """The requests of one model and the links to its replicas. Owned by the gateway's event loop."""
+    """The requests of one model and the links to its replicas. Owned by the gateway's event loop. What gets which slot
+    is decided by its ``dispatcher``."""
 
     def __init__(
         self,
@@ -60,17 +56,15 @@ class ModelQueue:
         self._wake = wake
         self._retried = retried
         self._read_again = read_again
-        self._reading = False  # outdated tickets are being tokenized again
         self._news = asyncio.Event()  # set when the routes are replaced
         self._closed = False
-        self._lines = ModelLine(routes)
-        self._waits = WaitPrediction()
-        self._headroom = Headroom()
-        self._sessions: Sessions[str] = Sessions()
         self._counts = Counts()
         self._sample: RoutingDecision | None = None  # the first since the last report
         self._links = ReplicaLinks(
             routes, self._link, credentials=credentials, on_open=self._changed, on_unusable=self._unusable
+        )
+        self.dispatcher: Dispatcher[Ticket, ReplicaLink] = Dispatcher(
+            routes, self._links, self, stepped_at=attrgetter("stepped_at")
         )
         self.mean_answer = EXPECTED_TOKENS  # tokens; an exponential average
 
@@ -81,7 +75,7 @@ class ModelQueue:
 
     @property
     def waiting(self) -> int:
-        return self._lines.waiting
+        return self.dispatcher.waiting
 
     @property
     def live(self) -> int:
@@ -129,24 +123,15 @@ class ModelQueue:
         ticket = ticket_for(request, sink, self, terms)
         ticket.tokenizer = routes.tokenizer
         ticket.x_request_id = x_request_id or request.id
-        ticket.cold = not usable
-        ticket.held_since = ticket.arrived_at if ticket.cold else None
+        if not usable:
+            ticket.cold = True
+            ticket.held_since = ticket.arrived_at
         if trace is not None:
             ticket.trace = trace
             trace.queued()
-        line = self._lines.enter(ticket)
-        ticket.over = not self._headroom.add(ticket.priority, ticket.arrived_at)
-        if routes.max_wait_s is not None:
-            latest = ticket.arrived_at + routes.max_wait_s
-            ticket.deadline = latest if ticket.deadline is None else min(ticket.deadline, latest)
-        first = line.peek()  # 1, 2
-        is_next = first is None or ticket.priority < first.priority
-        if not (is_next and self._send_now(ticket)):
-            try:
-                self._enqueue(ticket, line)
-            except ApiError:
-                self._over(ticket, ticket.arrived_at)
-                raise
+        refusal = self.dispatcher.submit(ticket, terms.weight, ticket.arrived_at)  # 1, 2
+        if refusal is not None:
+            raise self._error(refusal)
         if loads and state is ModelState.UNLOADED:  # 2
             self._wake(self.name)
         return ticket
@@ -156,12 +141,12 @@ class ModelQueue:
         self.routes = routes
         self._news.set()
         self._news = asyncio.Event()
-        self._lines.update(routes, self._links.tickets)
+        self.dispatcher.update(routes)
         self._links.update(routes)
-        self._look_for_outdated(self._lines.tickets)
-        self._pump()
+        self._look_for_outdated(self.dispatcher.entries)
+        self.dispatcher.pump(time.monotonic())
         if not routes.replicas:
-            self._hold_waiting()
+            self.dispatcher.hold(time.monotonic())
         unloaded = routes.state is ModelState.UNLOADED
         if routes.loads_on_request and unloaded and self.waiting:
             self._wake(self.name)  # the controller may have been restarted since the last call
@@ -183,10 +168,8 @@ class ModelQueue:
     def report(self) -> tuple[DemandWindow, RoutingDecision | None]:
         """Returns the demand since the last call, and the routing decision of one request."""
         now = time.monotonic()
-        oldest = min((ticket.arrived_at for ticket in self._lines.tickets), default=now)
-        demand = self._counts.demand(
-            self.name, waiting=self.waiting, live=self.live, longest_wait_s=round(now - oldest, 3)
-        )
+        longest_wait_s = round(self.dispatcher.longest_wait_s(now), 3)
+        demand = self._counts.demand(self.name, waiting=self.waiting, live=self.live, longest_wait_s=longest_wait_s)
         decision, self._sample = self._sample, None
         self._counts = Counts()
         return demand, decision
@@ -196,13 +179,13 @@ class ModelQueue:
     def outdated(self) -> list[Ticket]:
         """Returns the waiting tickets that must be tokenized again, earliest first: the routes have changed tokenizer
         or template, or have shorter slots. They stay in their lines, and get no slot before `Ticket.renew`."""
-        return sorted(filter(self._is_outdated, self._lines.tickets), key=lambda ticket: ticket.arrived_at)
+        return sorted(filter(self._is_outdated, self.dispatcher.entries), key=lambda ticket: ticket.arrived_at)
 
     def pump(self) -> None:
         """Sends requests to free slots, after the outdated ones were tokenized again."""
-        self._reading = False
-        self._look_for_outdated(self._lines.tickets)
-        self._pump()
+        self.dispatcher.blocked = None
+        self._look_for_outdated(self.dispatcher.entries)
+        self.dispatcher.pump(time.monotonic())
 
     async def other_routes(self, than: ModelRoutes, within_s: float) -> bool:
         """Waits for other routes than those that the caller used, while an update holds requests. Returns False if none
@@ -223,8 +206,8 @@ class ModelQueue:
         return ticket.tokenizer != routes.tokenizer or ticket.tokens + ticket.request.max_tokens > routes.max_len
 
     def _look_for_outdated(self, tickets: Iterable[Ticket]) -> None:
-        if not self._reading and any(map(self._is_outdated, tickets)):
-            self._reading = True
+        if self.dispatcher.blocked is None and any(map(self._is_outdated, tickets)):
+            self.dispatcher.blocked = self._is_outdated
             self._read_again(self)
 
     # TicketOwner
@@ -233,79 +216,50 @@ class ModelQueue:
         if ticket.link is not None:
             ticket.link.cancel(ticket)
             return
-        self._lines.of(ticket).remove(ticket)
-        self._over(ticket, time.monotonic())
+        ticket.stop_timer()
+        self.dispatcher.withdraw(ticket, time.monotonic())
 
     def on_renewed(self, ticket: Ticket, growth: int) -> None:
         ticket.tokenizer = self.routes.tokenizer
-        self._lines.of(ticket).bytes += growth
+        self.dispatcher.resized(ticket, growth)
 
     def on_began(self, ticket: Ticket, now: float) -> None:
         self._counts.first_tokens += 1
         self._counts.prefill_s += now - ticket.sent_at
 
-    # Waiting
+    # Effects of the dispatcher
 
-    def _enqueue(self, ticket: Ticket, line: FairQueue[Ticket]) -> None:
-        """Adds the ticket to the line. Raises ApiError 429."""
-        now = ticket.arrived_at
-        own_wait_s = line.own_wait_s(ticket, now) if self.slots else 0.0
-        if ticket.deadline is not None and self.slots:
-            reserved = self._headroom.reserved(ticket.priority, self.slots, now)
-            wait_s = self._predicted_wait_s(line.ahead_of(ticket) + reserved, own_wait_s)
-            allowed_s = ticket.deadline - now
-            if wait_s > allowed_s:
-                raise errors.deadline_unreachable(self.name, wait_s, allowed_s, retry_after_s(wait_s, allowed_s))
-        full = line.refusal(ticket)
-        for victim in line.make_room(ticket) if full is not None else ():
-            self._over(victim, now)
-            victim.fail(self._full(line, str(full)))
-        try:
-            line.push(ticket)
-        except QueueFull as error:
-            raise self._full(line, str(error)) from None
-        self._pump()
-        self._wait_on(ticket, now)
-
-    def _wait_on(self, ticket: Ticket, now: float) -> None:
-        """Starts the wait of a ticket that did not get a slot at once."""
-        if ticket.link is None and not ticket.left:
-            if not self.routes.replicas and ticket.held_since is None:
-                ticket.held_since = now
-            self._start_timer(ticket, now)
-            ticket.sink.on_wait()
-
-    def _start_timer(self, ticket: Ticket, now: float) -> None:
-        """Starts the timer for the end of a wait: the deadline, and for a model without replicas ``hold_s``."""
-        if ticket.link is not None or ticket.left:
-            return
+    def send(self, ticket: Ticket, link: ReplicaLink) -> bool:
         if ticket.timer is not None:
-            ticket.timer.cancel()
-            ticket.timer = None
-        until = [] if ticket.deadline is None else [ticket.deadline]
-        if ticket.held_since is not None:
-            until.append(ticket.held_since + self.routes.hold_s)
-        if until:
-            delay = max(0.0, min(until) - now)
-            ticket.timer = asyncio.get_running_loop().call_later(delay, self._waited_enough, ticket)
+            ticket.stop_timer()
+        if ticket.terms.explains or self._sample is None:
+            self._explain(ticket, link)
+        link.send(ticket)
+        return True
 
-    def _waited_enough(self, ticket: Ticket) -> None:
-        now = time.monotonic()
+    def wait(self, ticket: Ticket, delay_s: float | None) -> None:
+        ticket.stop_timer()
+        if delay_s is not None:
+            ticket.timer = asyncio.get_running_loop().call_later(delay_s, self._waited, ticket)
+        ticket.sink.on_wait()
+
+    def refuse(self, ticket: Ticket, refusal: Refusal) -> None:
+        ticket.stop_timer()
+        ticket.fail(self._error(refusal))
+
+    def _waited(self, ticket: Ticket) -> None:
         ticket.timer = None
-        if ticket.link is not None or ticket.left:
-            return
-        late = ticket.deadline is not None and now >= ticket.deadline - 0.001
-        if not late and self.routes.replicas:  # no longer held: it waits for a slot as the others do
-            ticket.held_since = None
-            self._start_timer(ticket, now)
-            return
-        self._lines.of(ticket).remove(ticket)
-        self._over(ticket, now)
-        waited_s = now - ticket.arrived_at
-        if late:
-            ticket.fail(errors.deadline_exceeded(self.name, waited_s))
-        else:
-            ticket.fail(self._not_started(waited_s))
+        self.dispatcher.waited(ticket, time.monotonic())
+
+    def _error(self, refusal: Refusal) -> ApiError:
+        if isinstance(refusal, Full):
+            next_place_s = self.dispatcher.next_place_s(refusal.waiting)
+            return errors.queue_full(self.name, str(refusal.cause), retry_after_s(next_place_s))
+        if isinstance(refusal, Unreachable):
+            return errors.deadline_unreachable(self.name, *refusal, retry_after_s(*refusal))
+        if isinstance(refusal, Expired):
+            return errors.deadline_exceeded(self.name, refusal.waited_s)
+        return self._not_started(refusal.waited_s)
 
     def _not_started(self, waited_s: float) -> ApiError:
         """Returns the error of a request that was held for ``hold_s``."""
@@ -316,38 +270,6 @@ class ModelQueue:
             return errors.model_unavailable(self.name, "failed" if failed else "loading", cause)
         cause = f"no replica was started in {waited_s:.0f} s" + (f", {routes.reason}" if routes.reason else "")
         return errors.model_unavailable(self.name, routes.state.value, cause)
-
-    def _hold_waiting(self) -> None:
-        """Holds the waiting requests from now on, as if they had just arrived: the last replica is gone."""
-        now = time.monotonic()
-        for ticket in self._lines.tickets:
-            if ticket.held_since is None:
-                ticket.held_since = now
-                self._start_timer(ticket, now)
-
-    def _predicted_wait_s(self, ahead: int, own_wait_s: float = 0.0) -> float:
-        """Returns the predicted wait of a request with ``ahead`` others before it."""
-        held = [
-            (ticket.request.max_tokens - ticket.produced) * link.pace if link.pace else math.inf
-            for link in self._links
-            for ticket in link.tickets
-        ]
-        return self._waits.until_s(ahead, self.slots, held, own_wait_s)
-
-    def _full(self, line: FairQueue[Ticket], cause: str) -> ApiError:
-        """Returns the error for a full line, to be retried when the next place is free."""
-        last = len(line)
-        wait_s = self._predicted_wait_s(last) - self._predicted_wait_s(last - 1) if last and self.slots else math.inf
-        return errors.queue_full(self.name, cause, retry_after_s(wait_s))
-
-    def _over(self, ticket: Ticket, now: float) -> None:
-        """Cleans up after a ticket that has left the lines and slots; may be called more than once."""
-        if ticket.timer is not None:
-            ticket.timer.cancel()
-            ticket.timer = None
-        if not ticket.over:
-            ticket.over = True
-            self._headroom.remove(ticket.priority, now)
 
     # Callbacks of links
 
@@ -370,19 +292,18 @@ class ModelQueue:
     def _changed(self) -> None:
         """Handles a link that has opened, or whose replica has a free slot again."""
         self._links.forget()
-        self._pump()
+        self.dispatcher.pump(time.monotonic())
 
     def _ended(self, ticket: Ticket, held_s: float) -> None:
         """Handles a request that ended after ``held_s`` in its slot."""
-        if ticket.produced and not ticket.left:  # refused and cancelled requests would bias the means
-            self._waits.ended(held_s)
+        answered = ticket.produced > 0 and not ticket.left
+        if answered:
             self.mean_answer += MEAN_SHARE * (ticket.produced - self.mean_answer)
         self._counts.ended += 1
         self._counts.slot_s += held_s
-        if ticket.charged >= 0:
-            self._lines.charge(ticket)
-        self._over(ticket, ticket.sent_at + held_s)
-        self._pump()
+        now = ticket.sent_at + held_s
+        self.dispatcher.ended(ticket, held_s, ticket.produced, now, answered)
+        self.dispatcher.pump(now)
 
     def _lost(self, link: ReplicaLink, tickets: list[Ticket]) -> None:
         if link.closed.is_set():
@@ -391,107 +312,26 @@ class ModelQueue:
         for ticket in reversed(tickets):
             # The request that broke the link would break the next one too, and which one it was is unknown.
             if ticket.can_retry and not link.broken and not self._closed:
-                self._lines.refund_answer(ticket)
                 ticket.restart()
                 self._retried(self.name, "lost" if link.closed.is_set() else "draining")
-                self._lines.of(ticket).put_back(ticket)
+                self.dispatcher.put_back(ticket, lost=True)
             else:
-                self._over(ticket, now)
+                self.dispatcher.over(ticket, now)
                 ticket.fail(errors.replica_lost(self.name))
         self._look_for_outdated(tickets)
-        self._pump()
-        for ticket in tickets:
-            self._wait_on(ticket, now)
+        self.dispatcher.resume(tickets, now)
 
     def _requeue(self, ticket: Ticket) -> None:
         """Returns a ticket to the head of its line: another gateway has taken the slot."""
+        now = time.monotonic()
         if self._closed or ticket.left:
-            self._over(ticket, time.monotonic())
+            self.dispatcher.over(ticket, now)
             ticket.fail(errors.replica_lost(self.name))
         else:
-            self._lines.refund_prompt(ticket)
             ticket.requeue()
-            self._lines.of(ticket).put_back(ticket)
+            self.dispatcher.put_back(ticket, lost=False)
             self._look_for_outdated((ticket,))
-            self._pump()
-            self._wait_on(ticket, time.monotonic())
-
-    # To a slot
-
-    def _pump(self) -> None:
-        for line in self._lines.filled:
-            self._pump_line(line)
-
-    def _pump_line(self, line: FairQueue[Ticket]) -> None:
-        if line.tenants > 1:  # the tokens of live requests decide which tenant is next
-            for live in self._links.tickets:
-                self._lines.charge(live)
-        while (ticket := line.peek()) is not None:
-            if self._reading and self._is_outdated(ticket):
-                return
-            link = self._link_for(ticket)
-            if link is None:
-                return  # the rest of the line is not more urgent
-            line.pop()
-            self._send(ticket, link)
-
-    def _send_now(self, ticket: Ticket) -> bool:
-        """Sends a ticket that is next in line; returns False when it must wait."""
-        link = self._link_for(ticket)
-        if link is None:
-            return False
-        if self._lines.shared:
-            self._lines.of(ticket).pass_by(ticket)
-        self._send(ticket, link)
-        return True
-
-    def _link_for(self, ticket: Ticket) -> ReplicaLink | None:
-        """Returns the link for a ticket; None while it must wait."""
-        links: Iterable[ReplicaLink] = self._links
-        if self.routes.canary is not None:
-            links = self._links.of_version(ticket.canary) or self._links.of_version(not ticket.canary)
-        affinity = self._affinity(ticket) if ticket.terms.session or self._links.prefix_block else None
-        link = choose(links, affinity, _stepped_at)
-        if link is None:
-            return None
-        if self._headroom.mixed:
-            free = sum(link.free_slots for link in links)
-            slots = free + sum(link.live for link in links)
-            if free <= self._headroom.reserved(ticket.priority, slots, time.monotonic()):
-                return None  # half of the slots are taken: retried when one is free again
-        if affinity is not None and affinity(link):
-            ticket.affinity = "prefix" if ticket.chain else "session"
-        return link
-
-    def _affinity(self, ticket: Ticket) -> Callable[[ReplicaLink], float] | None:
-        """Returns the affinity of the ticket to a replica, by cached prefix and last session; None without either."""
-        session = ticket.terms.session
-        home = self._sessions.get(session, ticket.arrived_at) if session else None
-        block = self._links.prefix_block
-        if block and ticket.chain is None:
-            ticket.chain = chain(ticket.request.prompt_ids, block)
-        if home is None and not ticket.chain:
-            return None
-
-        def affinity(link: ReplicaLink) -> float:
-            share = link.prefixes.share(ticket.chain) if link.prefixes is not None and ticket.chain else 0.0
-            return max(share if share >= LEAST_PREFIX else 0.0, LEAST_PREFIX if link.route.id == home else 0.0)
-
-        return affinity
-
-    def _send(self, ticket: Ticket, link: ReplicaLink) -> None:
-        if ticket.timer is not None:
-            ticket.timer.cancel()
-            ticket.timer = None
-        if self._lines.shared:
-            self._lines.charge_prompt(ticket)
-        if ticket.terms.session:
-            self._sessions.put(ticket.terms.session, link.route.id, ticket.arrived_at)
-        if ticket.terms.explains or self._sample is None:
-            self._explain(ticket, link)
-        if link.prefixes is not None and ticket.chain:
-            link.prefixes.add(ticket.chain)
-        link.send(ticket)
+            self.dispatcher.resume((ticket,), now)
 
     def _explain(self, ticket: Ticket, link: ReplicaLink) -> None:
         """Records the routing decision."""
@@ -511,12 +351,6 @@ class ModelQueue:
             self._sample = ticket.decision
 
     def _fail_waiting(self, error: ApiError) -> None:
-        now = time.monotonic()
-        for line in self._lines:
-            for ticket in line.clear():
-                self._over(ticket, now)
-                ticket.fail(error)
-
-
-def _stepped_at(link: ReplicaLink) -> float:
-    return link.stepped_at
+        for ticket in self.dispatcher.clear(time.monotonic()):
+            ticket.stop_timer()
+            ticket.fail(error)

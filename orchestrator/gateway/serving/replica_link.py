@@ -49,6 +49,7 @@ class ReplicaLink(asyncio.Protocol):
         answer: all of them when the connection ends, one when a draining replica refuses it. ``on_busy`` gets a request
         whose slot another gateway has taken. ``later`` calls at the end of the event loop's turn."""
         self.route = route
+        self.id = route.id
         self.replica = int(route.id.rpartition("/")[2])  # its number, for metrics
         self.welcome: Welcome | None = None
         self._hello = Hello(gateway, token, route.epoch)
@@ -95,9 +96,16 @@ class ReplicaLink(asyncio.Protocol):
         return self._pace.value
 
     @property
-    def tickets(self) -> Iterable[Ticket]:
-        """The requests at the replica."""
-        return self._live.values()
+    def progress(self) -> Iterable[tuple[Ticket, int]]:
+        """The requests at the replica, with the tokens that each has so far."""
+        return [(ticket, ticket.produced) for ticket in self._live.values()]
+
+    @property
+    def bounds(self) -> list[float]:
+        """The seconds until each request is over at the latest, by its tokens and the pace; infinite without a pace."""
+        if not self.pace:
+            return [math.inf] * len(self._live)
+        return [(ticket.request.max_tokens - ticket.produced) * self.pace for ticket in self._live.values()]
 
     @property
     def kv_tokens(self) -> int:

@@ -13,7 +13,6 @@ from orchestrator.fleet.route_table import ModelRoutes, Route
 from orchestrator.gateway.openai.request_builder import RequestLimits
 from orchestrator.gateway.serving.dial import open_link
 from orchestrator.gateway.serving.replica_link import ReplicaLink
-from orchestrator.gateway.serving.ticket import Ticket
 from workers.messages.credentials import Credentials
 
 log = logging.getLogger(__name__)
@@ -55,11 +54,6 @@ class ReplicaLinks:
         return iter(self._links.values())
 
     @property
-    def tickets(self) -> Iterator[Ticket]:
-        """The requests at the replicas."""
-        return (ticket for link in self for ticket in link.tickets)
-
-    @property
     def live(self) -> int:
         return sum(link.live for link in self)
 
@@ -69,6 +63,11 @@ class ReplicaLinks:
         if self._slots is None:
             self._slots = sum(link.welcome.slots for link in self if link.welcome is not None)
         return self._slots
+
+    @property
+    def routed(self) -> bool:
+        """Whether the routes have replicas."""
+        return bool(self._routes.replicas)
 
     @property
     def usable(self) -> bool:
@@ -112,10 +111,6 @@ class ReplicaLinks:
             blocks = [link.welcome.prefix_block for link in self if link.welcome is not None]
             self._prefix_block = max(blocks, default=0)
         return self._prefix_block
-
-    def of_version(self, canary: bool) -> list[ReplicaLink]:
-        """Returns the links to the canary version, or to the other one."""
-        return [link for link in self if (link.route.id in self._routes.canaries) is canary]
 
     def update(self, routes: ModelRoutes) -> None:
         """Opens links to new replicas and retires those of removed ones."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec.structs
 
+from orchestrator.dispatch.dispatcher import Entry
 from orchestrator.gateway.openai.errors import ApiError, invalid
 from orchestrator.gateway.serving.scheduling_parameters import SchedulingParameters
 from workers.messages.requests import GenerateRequest, TokenEvent
@@ -15,7 +16,6 @@ from workers.messages.wire import Submit, WireError, encode
 if TYPE_CHECKING:
     import asyncio
 
-    from orchestrator.dispatch.prefix_index import Chain
     from orchestrator.gateway.serving.replica_link import ReplicaLink
     from orchestrator.gateway.telemetry.gateway_metrics import ModelMetrics
     from orchestrator.gateway.telemetry.request_spans import TraceHandle
@@ -59,8 +59,8 @@ class TicketOwner(Protocol):
 _PLAIN = SchedulingParameters()
 
 
-class Ticket(msgspec.Struct, eq=False):
-    """A request as ``orchestrator.dispatch.queue_orders.QueuedRequest``, made by ``ticket_for``.
+class Ticket(Entry):
+    """A request in the gateway, made by ``ticket_for``.
 
     Events that the sink has not taken can be thrown away, and the request sent to another replica. Once an event is
     taken, the request fails with its replica. All times are monotonic seconds, 0 before they are set."""
@@ -70,19 +70,8 @@ class Ticket(msgspec.Struct, eq=False):
     _owner: TicketOwner
     terms: SchedulingParameters
     frame: bytes
-    arrived_at: float
-    tenant: str
-    priority: int
-    deadline: float | None  # latest time to leave the queue
-    size: int  # bytes
-    tokens: int
     timer: asyncio.TimerHandle | None = None  # for the end of its wait
     cold: bool = False  # no replica was ready when it arrived
-    held_since: float | None = None  # monotonic; since then it waits for a first replica, at most hold_s
-    charged: int = -1  # tokens of the answer that its tenant was charged for; -1 before the prompt is charged
-    carried: int = -1  # the part of ``charged`` that was charged to earlier lines
-    chain: Chain | None = None  # digests of its prompt's blocks, where an engine caches prefixes
-    affinity: str = ""  # why its replica was preferred: session or prefix
     decision: RoutingDecision | None = None  # if requested by the client or sampled
     sent_at: float = 0.0
     first_at: float = 0.0
@@ -94,10 +83,8 @@ class Ticket(msgspec.Struct, eq=False):
     link: ReplicaLink | None = None
     x_request_id: str = ""  # its id for the client and in the log; ``id`` is the replica's
     tokenizer: str = ""  # key of the tokenizer of its prompt
-    canary: bool = False  # it goes to the canary version
     left: bool = False  # the client no longer waits for it
-    over: bool = False  # it has left the lines and slots, or was never counted
-    events: list[TokenEvent] = []
+    events: list[TokenEvent] = msgspec.field(default_factory=list)
     trace: TraceHandle | None = None
     touched: bool = False  # its sink must be notified of events
     _taken: bool = False
@@ -127,9 +114,14 @@ class Ticket(msgspec.Struct, eq=False):
         """Replaces the request of a waiting ticket. Raises ApiError for a request that no frame can hold."""
         before, self.frame = self.size, _framed(request)
         self.request = request
+        self.prompt_ids = request.prompt_ids
         self.size, self.tokens = len(self.frame), len(request.prompt_ids)
-        self.chain = None
         self._owner.on_renewed(self, self.size - before)
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     def requeue(self) -> None:
         """Returns the ticket to the queue: the replica had no slot for it."""
@@ -155,7 +147,6 @@ class Ticket(msgspec.Struct, eq=False):
         self.requeue()
         self.events.clear()
         self.produced = self.counted = 0
-        self.charged, self.carried = min(self.charged, 0), min(self.carried, 0)
         self.metrics = None
         self.first_at = self.last_at = 0.0
 
@@ -181,9 +172,12 @@ def ticket_for(
 ) -> Ticket:
     """Returns the ticket of a new request. Raises ApiError for a request that no frame can hold."""
     frame, now = _framed(request), time.monotonic()
-    tenant, priority, deadline = terms.tenant, terms.priority, terms.deadline
-    size, tokens = len(frame), len(request.prompt_ids)
-    return Ticket(request, sink, owner, terms, frame, now, tenant, priority, deadline, size, tokens)
+    prompt = request.prompt_ids
+    ticket = Ticket(
+        terms.tenant, terms.priority, now, terms.deadline, len(frame), len(prompt), request, sink, owner, terms, frame
+    )
+    ticket.session, ticket.prompt_ids = terms.session, prompt
+    return ticket
 
 
 def _framed(request: GenerateRequest) -> bytes:
