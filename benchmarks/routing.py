@@ -2,7 +2,7 @@
 
     .venv/bin/python -m benchmarks.routing
 
-Production's is `orchestrator.dispatch.fair_queue.FairQueue`, from which a request leaves for the slot that
+Production's is `orchestrator.dispatch.dispatcher.Dispatcher`: a request leaves its line for the slot that
 `orchestrator.dispatch.replica_choice.choose` names; with two gateways each has half of the requests and a line of its
 own, and a replica refuses (BUSY) what it has no slot for and promises the next one, as the data plane does. The others
 are in routing_parts/rivals.py, written from their definitions. Replicas are static slots whose prefill stops their

@@ -18,6 +18,8 @@ class Arrival(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     key: str = ""  # the id of the API key; "" without one
+    priority: int = 0
+    session: str = ""
 
 
 class SimRequest(Entry):
@@ -37,5 +39,8 @@ class SimRequest(Entry):
     @classmethod
     def of(cls, arrival: Arrival, number: int, now: float) -> SimRequest:
         """Returns a new request; its size is that of a prompt in ASCII."""
-        _, _, tokens, output_tokens, key = arrival
-        return cls(key, 0, now, None, 4 * tokens, tokens, number, output_tokens)
+        _, _, tokens, output_tokens, key, priority, session = arrival
+        request = cls(key, priority, now, None, 4 * tokens, tokens, number, output_tokens)
+        if session:
+            request.session = session
+        return request

@@ -183,6 +183,10 @@ def test_what_waits_behind_an_outdated_request_keeps_its_turn(gateway: LiveGatew
             asked.append(Asked(gateway, prompt=prompt))
             waiting(gateway, number)
         gateway.controller.set(version("new", served))
-        until(lambda: not gateway.queue("m")._reading and gateway.queue("m").routes.source == "new", 10, "all are read")
+        until(
+            lambda: gateway.queue("m").dispatcher.blocked is None and gateway.queue("m").routes.source == "new",
+            10,
+            "all are read",
+        )
     assert [one.answer().status_code for one in asked] == [200] * 3
     assert given == ["newa", "newb", "newc"]

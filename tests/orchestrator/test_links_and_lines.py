@@ -1,4 +1,4 @@
-"""What a model's queue is made of: the links to its replicas, and the lines in which requests wait."""
+"""The links of a model's queue to its replicas, and its lines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving import replica_link_pool as links_of
-from orchestrator.gateway.serving.model_line import ModelLine
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.replica_link_pool import ReplicaLinks
-from orchestrator.gateway.serving.scheduling_parameters import SchedulingParameters
-from orchestrator.gateway.serving.ticket import Ticket, ticket_for
+from orchestrator.gateway.serving.ticket import Ticket
 from tests.orchestrator.gateways import routes
 from workers.messages.requests import GenerateRequest
 
@@ -115,45 +113,14 @@ class Nobody:
     def on_began(self, ticket: Ticket, now: float) -> None: ...
 
 
-def ticket(tenant: str) -> Ticket:
-    return ticket_for(
-        GenerateRequest(id="r", prompt_ids=[1] * 50, max_tokens=200), Nobody(), Nobody(), SchedulingParameters(tenant)
-    )
-
-
-@pytest.mark.parametrize("lost", [True, False])
-def test_what_lines_that_are_no_more_were_charged_is_not_taken_back_from_new_ones(lost: bool) -> None:
-    """Else its tenant would begin there with a head start that it has not earned."""
-    lines = ModelLine(WITH)
-    live = ticket("a")
-    for entered in (live, ticket("b")):
-        lines.enter(entered)
-    lines.charge_prompt(live)
-    live.produced = 100
-    lines.charge(live)
-    lines.update(msgspec.structs.replace(WITH, canary=0.0), [live])
-    live.produced = 130
-    lines.charge(live)
-    (line, _) = lines
-    before = line.counter("a")
-    if lost:
-        lines.refund_answer(live)
-        live.restart()
-        assert (before > 0, line.counter("a")) == (True, 0.0)
-    else:
-        lines.refund_prompt(live)
-        assert line.counter("a") == before
-    assert live.carried <= live.charged
-
-
 async def test_a_full_canary_line_says_when_its_own_next_place_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when one of the other line is."""
     there = msgspec.structs.replace(WITHOUT, canary=1.0, max_queue=1)
     queue = ModelQueue(there, gateway="g", token="t", credentials=None, wake=lambda name: None)
     queue.update(there)
     asked: list[int] = []
-    monkeypatch.setattr(ModelQueue, "slots", 1)
-    monkeypatch.setattr(queue, "_predicted_wait_s", lambda ahead, own_wait_s=0.0: asked.append(ahead) or 1.0)
+    monkeypatch.setattr(ReplicaLinks, "slots", 1)
+    monkeypatch.setattr(queue.dispatcher, "predicted_wait_s", lambda ahead, own_wait_s=0.0: asked.append(ahead) or 1.0)
     request = GenerateRequest(id="r", prompt_ids=[1], max_tokens=1)
     queue.submit(request, Nobody())
     with pytest.raises(ApiError):

@@ -85,8 +85,8 @@ def test_affinity_is_not_asked_where_it_cannot_count() -> None:
         asked.append(replica.name)
         return 0.0
 
-    choose([Replica("a"), Replica("b", 0), Replica("c", 1, 1)], speaks_for)
-    assert asked == ["a"]
+    choose([Replica("a"), Replica("b", 0), Replica("c", 1, 1), Replica("d")], speaks_for)
+    assert asked == ["a", "d"]
 
 
 def test_noise_does_not_tell_equal_replicas_apart() -> None:
