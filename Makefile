@@ -6,6 +6,7 @@
 # make demo-check  start the demo, ask every model, stop
 # make venv        only the environment
 
+unexport PYTHONDONTWRITEBYTECODE # each process of the tests would compile every module anew
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
@@ -58,6 +59,7 @@ test-live: venv
 
 test-long: venv chromium
 	$(BIN)/pytest -m "$(LONG)" $(PYTEST_ARGS)
+	EXAMPLES=300 $(BIN)/pytest -m "not ($(LONG))" tests/properties $(PYTEST_ARGS)
 
 bench-check: venv
 	$(BIN)/python -m benchmarks.check --base $(BASE)

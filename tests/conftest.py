@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 
+from tests import doubles
 from tests.doubles import neuron as neuron
 from tests.s3 import s3_proxy as s3_proxy
 from tests.s3 import s3_server as s3_server
@@ -21,6 +22,10 @@ os.environ.update(
     AWS_CONFIG_FILE=os.devnull,
     AWS_SHARED_CREDENTIALS_FILE=os.devnull,
 )
+# No server of the world is spoken to, so clients need not read the certificates of all of them (30 ms for each client).
+os.environ["SSL_CERT_DIR"] = tempfile.mkdtemp(prefix="cw-certs-")
+atexit.register(shutil.rmtree, os.environ["SSL_CERT_DIR"], ignore_errors=True)
+os.environ.pop("SSL_CERT_FILE", None)
 # Nor does one write into the compiler's cache of the machine that it runs on.
 os.environ["NEURON_COMPILE_CACHE_URL"] = tempfile.mkdtemp(prefix="cw-neffs-")
 atexit.register(shutil.rmtree, os.environ["NEURON_COMPILE_CACHE_URL"], ignore_errors=True)
@@ -34,7 +39,11 @@ VERSIONED = frozenset({"test_transformers_neuronx", "test_neuronx_distributed", 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of what does not change from day to day are slow ones."""
+    unchanged = doubles.digest() == doubles.DIGEST.read_text().strip()
     for item in items:
+        if unchanged and item.path.parent == doubles.DIGEST.parent and item.path.stem != "test_digest":
+            item.add_marker(pytest.mark.slow)
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         version = parameters.get("version")
         if item.path.stem in VERSIONED and version is not None and version not in EVERYDAY_VERSIONS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -27,17 +28,23 @@ HEAVY_ALLOWED = {
 }
 
 
+@cache
 def sources(package: str) -> list[Path]:
     found = [path for path in (ROOT / package).rglob("*.py") if "examples" not in path.parts]
     assert found
     return found
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path, *, anywhere: bool = True) -> set[str]:
     """The top-level names that a file imports; not ``anywhere``: only what importing the file itself loads."""
-    tree = ast.parse(path.read_text())
     names: set[str] = set()
-    queue: list[ast.AST] = [tree]
+    queue: list[ast.AST] = [tree_of(path)]
     while queue:
         node = queue.pop()
         if isinstance(node, ast.Import):
@@ -46,8 +53,8 @@ def imports(path: Path, *, anywhere: bool = True) -> set[str]:
             names.add(node.module.split(".")[0])
         typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         lazy = not anywhere and (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or typing_only)
-        if not lazy:
-            queue.extend(ast.iter_child_nodes(node))
+        if not lazy and isinstance(node, ast.stmt | ast.excepthandler | ast.match_case | ast.Module):
+            queue.extend(ast.iter_child_nodes(node))  # an expression has no import in it
     return names
 
 
@@ -206,10 +213,11 @@ def room_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
+@cache
 def own_imports(path: Path) -> set[str]:
     """The modules of this project that a file imports, wherever in it."""
     modules: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -5,6 +5,7 @@ They refuse what the real ones refuse and silently do wrong what the real ones s
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -17,8 +18,19 @@ from typing import Any
 
 import pytest
 
-PACKAGES = Path(__file__).parent / "packages"
+FOLDER = Path(__file__).parent
+PACKAGES = FOLDER / "packages"
+DIGEST = FOLDER / "digest.txt"  # of what this folder's own tests have passed with; while it holds, they are slow tests
 PLAYED = ("transformers_neuronx", "neuronx_distributed_inference", "neuronx_distributed", "torch_neuronx")
+
+
+def digest() -> str:
+    """The stand-ins, their tests, and the recorded contracts, in one SHA-256."""
+    files = [*FOLDER.rglob("*.py"), FOLDER.parent / "contracts.py", *(FOLDER.parent / "contracts").iterdir()]
+    total = hashlib.sha256()
+    for path in sorted(files):
+        total.update(f"{path.relative_to(FOLDER.parent)}\0".encode() + path.read_bytes())
+    return total.hexdigest()
 
 
 @dataclass(frozen=True)

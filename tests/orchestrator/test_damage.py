@@ -25,7 +25,7 @@ models:
   sleeper: {tp_degree: 1, replicas: {min: 0, max: 1}}
 """
 TWO = ONE.replace("max_batch: 4, replicas: 2", "max_batch: 8, replicas: 3").replace("old:", "new:")
-HOUR_S = 3600.0
+LONG_S = 600.0  # many passes of the controller
 
 
 def damaged(path: Path, number: int) -> None:
@@ -82,7 +82,7 @@ def test_nothing_is_done_on_an_older_revision(tmp_path: Path, lost: int) -> None
     """Replicas of the lost one serve, a model that only it has is routed, and one that dies is not started again."""
 
     async def story(played: Played) -> None:
-        await passes(played, HOUR_S)
+        await passes(played, LONG_S)
         assert idle(played.cluster)
         table = played.controller.routes()
         assert {model.name: len(model.replicas) for model in table.models} == {"a": 3, "old": 0, "sleeper": 0, "new": 1}
@@ -90,7 +90,7 @@ def test_nothing_is_done_on_an_older_revision(tmp_path: Path, lost: int) -> None
         await played.controller.wake("sleeper")
         victim = played.ready("a")[0]["id"]
         await played.cluster.find(victim).die("killed")
-        await passes(played, HOUR_S)
+        await passes(played, LONG_S)
         assert idle(played.cluster)
         reasons = [event.reason for event in played.journal.events()]
         assert not {"Woken", "UpdateStrategy", "MakingRoom"} & set(reasons[reasons.index("ActionsHeld") :])
@@ -124,7 +124,7 @@ def test_an_apply_of_the_lost_spec_ends_the_hold_and_drains_nothing(tmp_path: Pa
         assert hold_text(played.controller.status()) == ""
         victim = played.ready("a")[0]["id"]
         await played.cluster.find(victim).die("killed")
-        await played.until(lambda: played.replica(victim)["restarts"], "it is started again", HOUR_S)
+        await played.until(lambda: played.replica(victim)["restarts"], "it is started again", LONG_S)
 
     play(tmp_path, story)
 
@@ -150,7 +150,7 @@ def test_a_hold_outlives_the_controllers_next_restart(tmp_path: Path) -> None:
         journal = Journal(tmp_path / "journal")
         async with Played(tmp_path, played.cluster, ONE, journal=journal, restarted=True) as second:
             await second.controller.settled()
-            await passes(second, HOUR_S)
+            await passes(second, LONG_S)
             assert idle(second.cluster)
             assert hold_text(second.controller.status())
             assert sum(event.reason == "JournalDamaged" for event in journal.events()) == 1
@@ -213,9 +213,9 @@ def test_a_replica_that_drained_drains_on_only_after_the_hold(tmp_path: Path) ->
         journal = Journal(path)
         async with Played(tmp_path, cluster, ONE, journal=journal) as played:
             await played.settled()
-            cluster.drain_s = HOUR_S
+            cluster.drain_s = LONG_S
             await played.apply(ONE.replace("max_batch: 4", "max_batch: 8"))
-            await played.until(lambda: cluster.drained, "one drains", HOUR_S)
+            await played.until(lambda: cluster.drained, "one drains", LONG_S)
         journal.close()
         damaged(path, 2)
         for replica in cluster.living():
@@ -225,7 +225,7 @@ def test_a_replica_that_drained_drains_on_only_after_the_hold(tmp_path: Path) ->
         cluster.started.clear()
         journal = Journal(path)
         async with Played(tmp_path, cluster, ONE, journal=journal, restarted=True) as played:
-            await passes(played, HOUR_S)
+            await passes(played, LONG_S)
             assert idle(cluster)
             cluster.drain_s = 0.0
             await played.apply(ONE)
@@ -258,7 +258,7 @@ def test_on_a_full_disk_the_fleet_is_held_all_the_same(tmp_path: Path) -> None:
 
         journal.append = full  # type: ignore[method-assign]
         async with Played(tmp_path, cluster, ONE, journal=journal, restarted=True) as played:
-            await passes(played, HOUR_S)
+            await passes(played, LONG_S)
             assert idle(cluster)
             journal.append = append  # type: ignore[method-assign]
             await passes(played, 5.0)

@@ -282,6 +282,7 @@ def test_the_running_fleet_is_asked(
     assert "error: fleet-unreachable" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # a test of the stand-ins
 @pytest.mark.parametrize("engine", ["nxd-inference", "transformers-neuronx"])
 def test_the_stand_ins_have_no_drift(engine: str, machine: Machine, neuron: Neuron) -> None:
     """They are called as the recorded packages are."""

@@ -138,7 +138,7 @@ views = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=300)
 @given(seen=st.lists(views, max_size=4), planned=st.lists(st.tuples(st.sampled_from("ab"), ranges), max_size=3))
 def test_from_any_fleet_the_plan_is_reached_and_no_core_is_held_twice_by_a_start(
     seen: list[ReplicaView], planned: list[tuple[str, CoreRange]]

@@ -317,7 +317,7 @@ def written(format: str, calls: list[tuple[str, Any]], escaped: bool) -> str:
 
 @pytest.mark.parametrize("format", ["hermes", "llama3", "mistral"])
 @given(calls=CALLS, cuts=CUTS, escaped=st.booleans(), streamed=st.booleans(), before=st.sampled_from(["", "Well. "]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_however_it_is_cut_the_calls_are_those_that_were_written(
     format: str, calls: list[tuple[str, Any]], cuts: list[int], escaped: bool, streamed: bool, before: str
 ) -> None:
@@ -330,7 +330,7 @@ def test_however_it_is_cut_the_calls_are_those_that_were_written(
 @pytest.mark.parametrize("format", ["hermes", "llama3", "mistral"])
 @pytest.mark.parametrize("calling", ["auto", "required"])
 @given(data=st.data(), cuts=CUTS, streamed=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_text_is_read_alike_however_it_is_cut(
     format: str, calling: str, data: st.DataObject, cuts: list[int], streamed: bool
 ) -> None:
@@ -348,7 +348,7 @@ def test_any_text_is_read_alike_however_it_is_cut(
 @pytest.mark.parametrize("format", ["hermes", "llama3", "mistral"])
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])), cuts=CUTS)
 @example(text="  a {b} [c] <d>  ", cuts=[1, 2, 3])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_ordinary_text_comes_through_unharmed(format: str, text: str, cuts: list[int]) -> None:
     """Blanks at its ends among it."""
     assert read(format, text, cuts) == (text, [])

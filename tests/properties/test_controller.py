@@ -32,7 +32,7 @@ from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.messages.status import Failure, Phase, Reaction
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("EXAMPLES", "25"))
 HOSTS = 2
 LOAD_S = 7.0
 FETCH_S = 40.0

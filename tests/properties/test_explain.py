@@ -136,7 +136,7 @@ OUSTING = Spec(  # a greater degree of the first would fit, and cost the second 
 )
 
 
-@settings(max_examples=int(os.environ.get("EXAMPLES", "60")), deadline=None)
+@settings(max_examples=int(os.environ.get("EXAMPLES", "30")), deadline=None)
 @given(cases())
 @example(Case(FULL, {}))
 @example(Case(OUSTING, {"a": LLAMA_2_7B}))
@@ -166,7 +166,7 @@ def test_every_suggestion_works_when_it_is_planned_anew(case: Case) -> None:
         assert len(equals) <= trial.moves
 
 
-@settings(max_examples=int(os.environ.get("EXAMPLES", "60")), deadline=None)
+@settings(max_examples=int(os.environ.get("EXAMPLES", "30")), deadline=None)
 @given(cases())
 def test_an_explanation_names_a_constraint_if_and_only_if_one_fails(case: Case) -> None:
     """And its JSON can be written."""

@@ -182,7 +182,7 @@ def free_windows(case: Case, drawn: Plan, tp: int) -> list[tuple[Host, CoreRange
 
 
 quick = settings(
-    max_examples=int(os.environ.get("EXAMPLES", "40")), deadline=None, derandomize="EXAMPLES" not in os.environ
+    max_examples=int(os.environ.get("EXAMPLES", "25")), deadline=None, derandomize="EXAMPLES" not in os.environ
 )
 
 

@@ -91,15 +91,19 @@ class Served:
 SLOWEST = {"mistral-window", "mixtral", "gptj", "gpt_neox"}  # they run with the long tests
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(one, marks=[pytest.mark.slow] if one in SLOWEST else []) for one in FAMILIES],
-)
+def everyday(*families: str) -> Any:
+    """Parametrizes with every family; the others are slow tests."""
+    marked = [pytest.param(one, marks=[] if one in families else [pytest.mark.slow]) for one in FAMILIES]
+    return pytest.mark.parametrize("family", marked, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def family(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> tuple[Path, Reference]:
     path = checkpoint(request.param)
     return path, Reference(path)
 
 
+@everyday(*set(FAMILIES) - SLOWEST)
 def test_16_ragged_requests_through_4_slots_equal_generate(family: tuple[Path, Reference], tmp_path: Path) -> None:
     """Token for token, with an EOS that ends some of them early, while requests arrive and others are cancelled."""
     path, generate = family
@@ -147,6 +151,7 @@ def test_16_ragged_requests_through_4_slots_equal_generate(family: tuple[Path, R
         assert served.text(str(number)) == whole[shared:]
 
 
+@everyday("llama", "gpt2")  # what is drawn from is compared of all families by the test above
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.8, 0.9), (1.4, 0.5)])
 def test_a_seeded_request_equals_generate_under_that_seed(
     family: tuple[Path, Reference], temperature: float, top_p: float
@@ -180,6 +185,7 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_batch(checkpoint: Checkpoin
     assert served.ids("among others") == served.ids("alone")
 
 
+@everyday("llama")
 def test_a_stop_string_cuts_the_text_of_a_model(family: tuple[Path, Reference]) -> None:
     """The text ends before the first occurrence, also when it begins in the middle of a token."""
     path, generate = family
@@ -305,6 +311,7 @@ def test_a_window_hides_what_lies_behind_it(checkpoint: Checkpoints, family_name
     assert served.ids("sees all") != served.ids("3")
 
 
+@everyday("llama", "gpt2", "bloom", "opt")  # rotary, learned, none, and learned with an offset
 @pytest.mark.parametrize("chunk", [1, 7, 32])
 def test_a_prompt_in_chunks_gives_what_the_whole_gives(family: tuple[Path, Reference], chunk: int) -> None:
     """Prompts of all lengths around a multiple of the chunk, together; then their answers, token for token."""

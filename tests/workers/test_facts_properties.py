@@ -132,7 +132,7 @@ def test_any_damage_to_a_sample_is_read_without_raising(listing: Any, line: Any,
     whole_path(json.dumps(listing), json.dumps(line), FILES, visible)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(hostile(NEURON_LS), hostile(MONITOR))
 def test_any_value_of_a_key_is_read_without_raising(listing: Any, line: Any) -> None:
     """Too large, negative, half a surrogate pair, another type: under each key that the tools have."""

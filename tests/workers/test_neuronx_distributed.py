@@ -191,6 +191,7 @@ def test_the_packages_padding_never_hides_the_end_of_a_prompt(
             assert int((filled == filled.max()).nonzero()[0]) == int(real) - 1
 
 
+@pytest.mark.slow  # a test of the tests above
 @pytest.mark.parametrize(
     ("mutant", "sampling"),
     [(mutant, "host") for mutant in nxdi_mutants.HOST] + [(mutant, "device") for mutant in nxdi_mutants.DEVICE],
@@ -208,6 +209,7 @@ def test_a_mistaken_adapter_does_not_pass(
     assert not passes(mutant, sampling, sources("llama"), expected("llama"), tmp_path)
 
 
+@pytest.mark.slow  # a test of the tests above
 @pytest.mark.parametrize("sampling", ["host", "device"])
 def test_the_adapter_itself_passes_what_its_mutants_do_not(
     sampling: str,
@@ -668,6 +670,7 @@ def test_a_killed_compiler_leaves_no_failure_that_sticks(
     assert served(opened(sources("llama"), tmp_path), [("1", [7, 8, 9], 3, False)])
 
 
+@pytest.mark.compile
 def test_a_graph_that_the_compiler_cannot_compile_fails_again(
     neuron: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from workers.batching.sampling import start_sampling as start
 from workers.messages.requests import GenerateRequest
 
 LARGE = 5000  # ids: above FULL_UP_TO, and no multiple of the blocks
-DRAWS = 4000
+DRAWS = 2000
 
 
 def request(prompt: Sequence[int] = (1,), max_tokens: int = 64, **rest: Any) -> GenerateRequest:

@@ -176,18 +176,21 @@ def equals_the_cpu_engine(kind: type[TransformersNeuronxEngine], source: Path, *
         return False
 
 
+@pytest.mark.slow  # a test of the tests above
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_the_adapter_itself_passes_the_check_of_the_mutants(checkpoint: Checkpoints, family: str) -> None:
     """So that what the mutants fail is the fault and not the check."""
     assert equals_the_cpu_engine(TransformersNeuronxEngine, checkpoint(family), **BUCKETS)
 
 
+@pytest.mark.slow  # a test of the tests above
 @pytest.mark.parametrize("kind", tnx_mutants.CONTINUOUS_ROWS, ids=lambda kind: kind.__name__)
 def test_a_mutant_of_continuous_batching_is_found(checkpoint: Checkpoints, kind: type[Any]) -> None:
     """The check that the adapter passes fails with this fault."""
     assert not equals_the_cpu_engine(tnx_mutants.with_rows(kind), checkpoint("llama"), **BUCKETS)
 
 
+@pytest.mark.slow  # a test of the tests above
 @pytest.mark.parametrize("kind", tnx_mutants.LOCK_STEP_ROWS, ids=lambda kind: kind.__name__)
 def test_a_mutant_of_lock_step_batches_is_found(checkpoint: Checkpoints, kind: type[Any]) -> None:
     """The check that the adapter passes fails with this fault."""
@@ -269,8 +272,14 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return get
 
 
-@pytest.mark.parametrize(("k", "version"), [*((k, VERSIONS[0]) for k in (1, 2, 3, 4)), (2, VERSIONS[1])])
-@pytest.mark.parametrize(("family", "slots"), [("llama", 3), ("llama", 5), ("llama", 1), ("gpt2", 1)])
+@pytest.mark.parametrize(
+    ("family", "slots", "k", "version"),
+    [
+        *(("llama", 3, k, VERSIONS[0]) for k in (1, 2, 3, 4)),
+        *((family, slots, 2, VERSIONS[0]) for family, slots in (("llama", 5), ("llama", 1), ("gpt2", 1))),
+        ("llama", 3, 2, VERSIONS[1]),
+    ],
+)
 def test_a_draft_changes_no_token(
     checkpoint: Checkpoints,
     stranger: Checkpoints,

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 VERSION_OF = {
     "transformers_neuronx": "NEURON_DOUBLE_TNX_VERSION",
     "neuronx_distributed_inference": "NEURON_DOUBLE_NXDI_VERSION",
@@ -78,5 +79,27 @@ def bound(dotted: str) -> Callable[[F], F]:
         with contextlib.suppress(LookupError):
             checked.__signature__ = recorded(package, dotted, version(package))  # type: ignore[attr-defined]
         return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def plays(name: str, *methods: str) -> Callable[[C], C]:
+    """Decorates a class that has these methods itself or from a base: each is bound as that of ``name``, and gets its
+    arguments by name, so that one function serves classes whose signatures differ."""
+
+    def by_name(dotted: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            given = dict(
+                recorded(name.split(".")[0], dotted, version(name.split(".")[0])).bind(*args, **kwargs).arguments
+            )
+            return function(given.pop("self"), **given.pop("kwargs", {}), **given)
+
+        return bound(dotted)(called)
+
+    def decorate(cls: C) -> C:
+        for method in methods:
+            setattr(cls, method, by_name(f"{name}.{method}", getattr(cls, method)))
+        return cls
 
     return decorate

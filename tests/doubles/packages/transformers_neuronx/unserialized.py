@@ -9,6 +9,8 @@ import torch
 from transformers_neuronx import base, sampling
 from transformers_neuronx.module import PretrainedModel
 
+CALLS = ("__init__", "to_neuron", "reset", "forward", "sample")
+
 
 class _Life(base.NeuronModelBase):
     """Their insides: no context graph, no quantization, no padding of heads."""
@@ -22,28 +24,66 @@ class UnserializedModel(PretrainedModel):
     """No ``save`` and ``load``; prompts go token by token."""
 
     sees_first_only = False
+    positions_key = ""  # of the config, where a call names no ``n_positions``
 
-    def _setup(self, config: Any, n_positions: Any, **how: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        batch_size: Any = 1,
+        amp: str = "f32",
+        tp_degree: int = 2,
+        unroll: Any = None,
+        init_n_active_tokens: Any = None,
+        neuron_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if "context_length_estimate" in kwargs:
+            raise KeyError("context_length_estimate")  # there is no context graph
+        self._check(config, unroll)
+        n_positions = kwargs.get("n_positions", getattr(config, self.positions_key))
         assert isinstance(n_positions, int), "n_positions must be an int"
-        assert "context_length_estimate" not in how, "there is no context graph"
         self._life = _Life()
         self._life.sees_first_only = self.sees_first_only
-        self._life._setup(config, n_positions=n_positions, context_length_estimate=0, **how)
+        self._life._setup(
+            config,
+            n_positions=n_positions,
+            context_length_estimate=0,
+            batch_size=batch_size,
+            amp=amp,
+            tp_degree=tp_degree,
+            unroll=unroll,
+            neuron_config=neuron_config,
+        )
         self.config, self.neuron_config = config, self._life.neuron_config
         self.tp_degree, self.batch_sizes = self._life.tp_degree, self._life.batch_sizes
 
-    def _to_device(self) -> None:
+    def _check(self, config: Any, unroll: Any) -> None:
+        """Raises AssertionError for a model that the class cannot compute."""
+
+    def to_neuron(self) -> None:
         self._life._checkpoint_path = self._checkpoint_path
         self._life._to_device()
 
-    def _step(self, input_ids: torch.Tensor, cache_offset: Any, start_ids: Any) -> torch.Tensor:
+    def reset(self) -> None:
+        """Positions are always given here, so there is nothing to go back to; it is counted, for tests."""
+        self.resets = getattr(self, "resets", 0) + 1
+
+    def forward(self, input_ids: torch.Tensor, cache_offset: Any, start_ids: Any = None) -> torch.Tensor:
+        """``cache_offset``: the position of each token, ``[width]``."""
         return self._life._static(input_ids, cache_offset, start_ids)
 
-    def _sample(
-        self, input_ids: torch.Tensor, sequence_length: int, start_ids: Any, top_k: int, streamer: Any
+    def sample(
+        self,
+        input_ids: torch.Tensor,
+        sequence_length: int,
+        start_ids: Any = None,
+        top_k: int = 50,
+        streamer: Any = None,
     ) -> torch.Tensor:
+        """Always up to ``sequence_length`` tokens in all."""
         eos = self.config.eos_token_id
         return sampling.simple_sample(self, input_ids, start_ids, sequence_length, eos, top_k, streamer)
 
     def _sample_step(self, input_ids: torch.Tensor, cache_ids: Any, start_ids: Any) -> torch.Tensor:
-        return self._step(input_ids, cache_ids, start_ids)
+        return self._life._static(input_ids, cache_ids, start_ids)

@@ -1,71 +1,19 @@
 """The stand-in of ``GPTNeoXForSampling``."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import torch
-from neuron_double.bound import bound
+from neuron_double.bound import plays
 
 from transformers_neuronx.as_computed import check_rotary
-from transformers_neuronx.unserialized import UnserializedModel
-
-NAME = "transformers_neuronx.gptneox.model.GPTNeoXForSampling."
+from transformers_neuronx.unserialized import CALLS, UnserializedModel
 
 
+@plays("transformers_neuronx.gptneox.model.GPTNeoXForSampling", *CALLS)
 class GPTNeoXForSampling(UnserializedModel):
     model_types = ("gpt_neox",)
+    positions_key = "max_position_embeddings"
 
-    @bound(NAME + "__init__")
-    def __init__(
-        self,
-        config: Any,
-        batch_size: Any = 1,
-        amp: str = "f32",
-        tp_degree: int = 2,
-        unroll: Any = None,
-        init_n_active_tokens: Any = None,
-        neuron_config: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__()
-        if "context_length_estimate" in kwargs:
-            raise KeyError("context_length_estimate")
+    def _check(self, config: Any, unroll: Any) -> None:
         check_rotary(config)
         assert config.use_parallel_residual, "only models with use_parallel_residual are supported"
         assert unroll is None, "unroll must be None"
-        self._setup(
-            config,
-            kwargs.get("n_positions", config.max_position_embeddings),
-            batch_size=batch_size,
-            amp=amp,
-            tp_degree=tp_degree,
-            unroll=unroll,
-            neuron_config=neuron_config,
-        )
-
-    @bound(NAME + "to_neuron")
-    def to_neuron(self) -> None:
-        self._to_device()
-
-    @bound(NAME + "reset")
-    def reset(self) -> None:
-        """Positions are always given here, so there is nothing to go back to; it is counted, for tests."""
-        self.resets = getattr(self, "resets", 0) + 1
-
-    @bound(NAME + "forward")
-    def forward(self, input_ids: torch.Tensor, cache_offset: Any, start_ids: Any = None) -> torch.Tensor:
-        """``cache_offset``: the position of each token, ``[width]``."""
-        return self._step(input_ids, cache_offset, start_ids)
-
-    @bound(NAME + "sample")
-    def sample(
-        self,
-        input_ids: torch.Tensor,
-        sequence_length: int,
-        start_ids: Any = None,
-        top_k: int = 50,
-        streamer: Any = None,
-    ) -> Any:
-        """Always up to ``sequence_length`` tokens in all."""
-        return self._sample(input_ids, sequence_length, start_ids, top_k, streamer)
