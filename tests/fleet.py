@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -27,7 +28,7 @@ COREWRIGHT = Path(sys.executable).with_name("corewright")
 def until(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
     """Read the world again until ``condition`` gives something true; fail after the deadline."""
     deadline = time.monotonic() + deadline_s
-    pause = 0.01
+    pause = 0.001
     while True:
         found = condition()
         if found:
@@ -36,6 +37,16 @@ def until(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
             raise AssertionError(f"not within {deadline_s:.0f} s: {what}")
         time.sleep(pause)
         pause = min(pause * 2, 0.2)
+
+
+async def until_async(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
+    """``until``, while the event loop goes on."""
+    deadline = time.monotonic() + deadline_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {deadline_s:.0f} s: {what}")
+        await asyncio.sleep(0.002)
+    return value
 
 
 class LiveFleet:

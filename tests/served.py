@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import workers
 from orchestrator.process.version import corewright_version
+from tests.fleet import until
 from workers.batching.batcher import Batcher
 from workers.engines.echo import EchoEngine
 from workers.messages.credentials import Credentials
@@ -90,14 +90,11 @@ class Served:
         return len(self.batcher._cancelled)
 
     def turn(self, deadline_s: float = 10.0) -> None:
-        """Let one step end, and wait until it has. Raises RuntimeError when none does."""
+        """Let one step end, and wait until it has."""
         assert isinstance(self._engine, SteppedEcho)
-        before, until = self.batcher.stats.steps, time.monotonic() + deadline_s
+        before = self.batcher.stats.steps
         self._engine.turns.release()
-        while self.batcher.stats.steps == before:
-            if time.monotonic() > until:
-                raise RuntimeError("no step has ended")
-            time.sleep(0.001)
+        until(lambda: self.batcher.stats.steps != before, deadline_s, "a step has ended")
 
     def run_free(self) -> None:
         """No step waits for a turn any more."""

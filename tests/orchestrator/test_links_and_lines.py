@@ -16,6 +16,7 @@ from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.replica_link_pool import ReplicaLinks
 from orchestrator.gateway.serving.ticket import Ticket
+from tests.fleet import until_async
 from tests.orchestrator.gateways import routes
 from workers.messages.requests import GenerateRequest
 
@@ -64,13 +65,8 @@ def kept(there: ModelRoutes) -> ReplicaLinks:
     return ReplicaLinks(there, make, credentials=None, on_open=lambda: None, on_unusable=lambda: None)
 
 
-async def within_a_second(dialled: Dialled, count: int) -> int:
-    """How many links were opened, at the latest after a second; it stops at ``count``."""
-    for _ in range(100):
-        if len(dialled.opened) >= count:
-            break
-        await asyncio.sleep(0.01)
-    return len(dialled.opened)
+async def links_open(dialled: Dialled, count: int) -> None:
+    await until_async(lambda: len(dialled.opened) == count, 10, f"{count} links were opened")
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -80,13 +76,13 @@ async def test_a_route_that_comes_back_at_once_gets_a_link(turns: int, monkeypat
     monkeypatch.setattr(links_of, "open_link", dialled)
     links = kept(WITHOUT)
     links.update(WITH)
-    assert await within_a_second(dialled, 1) == 1
+    await links_open(dialled, 1)
     links.update(WITHOUT)
     links.lost(cast("ReplicaLink", dialled.opened[0]))
     for _ in range(turns):
         await asyncio.sleep(0)
     links.update(WITH)
-    assert await within_a_second(dialled, 2) == 2
+    await links_open(dialled, 2)
     await links.stop()
 
 
@@ -98,7 +94,7 @@ async def test_a_link_that_fails_as_nothing_should_is_told_and_opened_again(
     monkeypatch.setattr(links_of, "open_link", dialled)
     links = kept(WITHOUT)
     links.update(WITH)
-    assert await within_a_second(dialled, 1) == 1
+    await links_open(dialled, 1)
     assert "the task of the link to m/0 failed" in caplog.text
     await links.stop()
 

@@ -18,6 +18,7 @@ import pytest
 from orchestrator.process import logs
 from orchestrator.process.logs import Access, LogFile, Logs, access_log, redacted
 
+ROOT = Path(__file__).parents[2]
 KEY = "cw-1a2b3c4d-" + "Zz9_-" * 8 + "abc"
 log = logging.getLogger("orchestrator.something")
 
@@ -316,10 +317,9 @@ def test_a_stuck_disk_delays_nobody_and_fills_no_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(logs, "MOST_WAITING", 10)
     disk = Stuck()
     writer = Logs([disk], "json", prompts=False, wall=time.time)  # type: ignore[list-item]
-    began = time.monotonic()
     for _ in range(5000):
         writer.access(access())
-    took = time.monotonic() - began
+    assert disk.text == []  # all came back, and nothing was written
     disk.goes_on.set()
     writer.flush(10.0)
     writer.access(access())
@@ -327,27 +327,28 @@ def test_a_stuck_disk_delays_nobody_and_fills_no_memory(monkeypatch: pytest.Monk
 
     told = [json.loads(line)["message"] for text in disk.text for line in text.splitlines()]
     lost = [int(message.split()[0]) for message in told if "were dropped" in message]
-    assert took < 5.0
     assert sum(lost) + len(told) - len(lost) == 5001
     assert sum(lost) > 4000
 
 
 def test_the_line_of_a_request_costs_next_to_nothing(file: Path) -> None:
-    """Below 10 us for who serves; the best of several runs, since the machine is shared."""
+    """Below 10 us of the serving thread's CPU time, in the best of several runs."""
     writer = logs.set_up(file, "json", stderr=False)
     record = access()
 
     def run() -> float:
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(200):
             access_log(record)
-        took = (time.perf_counter() - began) / 200 * 1e6
+        took = (time.thread_time() - began) / 200 * 1e6
         writer.flush(10.0)
         return took
 
     assert min(run() for _ in range(10)) < 10.0
 
 
-def test_nothing_is_written_where_no_log_was_set_up() -> None:
-    """A test, or a command: the call is there all the same."""
-    access_log(access())
+def test_nothing_is_written_where_no_log_was_set_up(tmp_path: Path) -> None:
+    """A test, or a command: the call is there all the same. In a process of its own, which has set up none."""
+    line = "from tests.orchestrator.test_logs import access, access_log; access_log(access())"
+    ran = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, check=True)
+    assert (ran.stdout, ran.stderr) == (b"", b"")

@@ -382,9 +382,7 @@ async def test_a_gateway_that_is_hung_or_dead_does_not_hold_up_the_scrape(tmp_pa
     dead = await asyncio.start_unix_server(lambda reader, writer: None, str(tmp_path / "8"))
     dead.close()
     try:
-        began = time.monotonic()
-        assert await peer.fetch() == {}
-        assert time.monotonic() - began < 2.0
+        assert await asyncio.wait_for(peer.fetch(), 2.0) == {}
     finally:
         hung.close()
         await peer.leave()
@@ -416,13 +414,13 @@ async def test_a_gateway_takes_the_number_of_one_that_is_gone(tmp_path: Path) ->
     ],
 )
 def test_counting_costs_next_to_nothing(what: str, call: Callable[[ModelMetrics], None], most_us: float) -> None:
-    """The best of several runs, since the machine is shared; three times as much as is promised fails."""
+    """CPU time, the best of several runs; three times as much as is promised fails."""
     metrics = GatewayMetrics().model("chat", 0)
 
     def run() -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(5000):
             call(metrics)
-        return (time.perf_counter() - began) / 5000 * 1e6
+        return (time.process_time() - began) / 5000 * 1e6
 
     assert min(run() for _ in range(10)) < 3 * most_us, what

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from orchestrator.gateway.serving import tokenizer_threads as module
 from orchestrator.gateway.serving.tokenizer_threads import TokenizerThreads
 from orchestrator.process.home import Home
 from tests.checkpoints import save_tokenizer
-from tests.fleet import until
+from tests.fleet import until, until_async
 from tests.orchestrator.gateways import LiveGateway, routes
 
 PER_MINUTE = 10_000
@@ -154,19 +153,12 @@ class Jobs:
         return work
 
 
-async def until_async(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.001)
-
-
 async def test_one_key_never_has_all_threads() -> None:
     jobs, threads = Jobs(), TokenizerThreads(3)
     flood = [asyncio.create_task(threads.run("a", 1, jobs.of("a"))) for _ in range(20)]
-    await until_async(lambda: len(jobs.running) == 2)
+    await until_async(lambda: len(jobs.running) == 2, 10, "two threads work for a")
     other = asyncio.create_task(threads.run("b", 1, jobs.of("b")))
-    await until_async(lambda: "b" in jobs.running)
+    await until_async(lambda: "b" in jobs.running, 10, "the third works for b")
     jobs.free.set()
     assert await other == "b"
     assert await asyncio.gather(*flood) == ["a"] * 20
@@ -177,11 +169,11 @@ async def test_a_thread_stays_taken_until_its_work_has_ended() -> None:
     """A client that goes away and comes again does not get a further thread each time."""
     jobs, threads = Jobs(), TokenizerThreads(2)
     gone = asyncio.create_task(threads.run("a", 1, jobs.of("gone")))
-    await until_async(lambda: jobs.running == ["gone"])
+    await until_async(lambda: jobs.running == ["gone"], 10, "its work has begun")
     gone.cancel()
     back = asyncio.create_task(threads.run("a", 1, jobs.of("back")))
     other = asyncio.create_task(threads.run("b", 1, jobs.of("other")))
-    await until_async(lambda: jobs.running == ["gone", "other"])
+    await until_async(lambda: jobs.running == ["gone", "other"], 10, "the other has the second thread")
     jobs.free.set()
     assert (await back, await other) == ("back", "other")
     assert gone.cancelled()
@@ -221,7 +213,7 @@ async def test_what_waits_has_a_limit_and_gives_it_back(
     monkeypatch.setattr(module, limit, 100)
     jobs, threads = Jobs(), TokenizerThreads(2)
     first = asyncio.create_task(threads.run("a", 60, jobs.of("a")))
-    await until_async(lambda: jobs.running == ["a"])
+    await until_async(lambda: jobs.running == ["a"], 10, "the first works")
     with pytest.raises(ApiError) as refused:
         await threads.run("a", 60, jobs.of("a"))
     assert (refused.value.status, refused.value.retry_after_s) == (status, 1)

@@ -219,7 +219,7 @@ def test_a_traceparent_is_read_as_w3c_says(text: str, valid: bool) -> None:
 
 
 def test_a_request_that_is_not_traced_costs_next_to_nothing() -> None:
-    """Neither in the gateway, by the sampler or the caller's word, nor in the replica: the best of several runs."""
+    """Neither in the gateway, by the sampler or the caller's word, nor in the replica: CPU time, in the best run."""
     tracing = RequestTracing(Kept(ParentBased(TraceIdRatioBased(0.0))).sink)
     replica = ReplicaTracing(Kept().sink, Taken(), model="chat", replica=0)
     events = [TokenEvent(id=str(i), token_ids=[1]) for i in range(8)]
@@ -227,10 +227,10 @@ def test_a_request_that_is_not_traced_costs_next_to_nothing() -> None:
 
     def cost(call: Any) -> float:
         def run() -> float:
-            began = time.perf_counter()
+            began = time.thread_time()
             for _ in range(500):
                 call()
-            return (time.perf_counter() - began) / 500 * 1e6
+            return (time.thread_time() - began) / 500 * 1e6
 
         return min(run() for _ in range(10))
 

@@ -252,9 +252,7 @@ def test_a_socket_that_was_removed_is_made_again(served: Served, monkeypatch: py
         served.path.unlink()
         if folder_too:
             served.path.parent.rmdir()
-        deadline = time.monotonic() + 10
-        while not served.path.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(served.path.exists, 10, "there is a socket again")
         after = Client(served.path)
         assert isinstance(after.receive(), Welcome)
         for client, id in ((before, f"a{folder_too}"), (after, f"b{folder_too}")):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fleet import until
 from tests.workers.test_facts_sysfs import FILES, write
 from workers.host import host_facts
 from workers.host.facts.reading import (
@@ -92,10 +93,7 @@ def test_a_hanging_tool_is_ended_with_its_children(tmp_path: Path) -> None:
     assert output.problem is not None
     assert "no complete output within 1 s" in output.problem
     child = int((tmp_path / "child").read_text())
-    until = time.monotonic() + 10.0
-    while host_facts.process_start(child) is not None and time.monotonic() < until:
-        time.sleep(0.01)  # the kernel ends a killed process in its own time
-    assert host_facts.process_start(child) is None
+    until(lambda: host_facts.process_start(child) is None, 10.0, "the kernel has ended it")
 
 
 def test_a_program_that_cannot_be_started_is_a_problem(tmp_path: Path) -> None:

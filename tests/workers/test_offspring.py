@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
+from tests.fleet import until
 from tests.workers import nxdi_traffic, tnx_runs
 from workers.host import host_facts, process_tree
 from workers.host.lifetime import process_start
@@ -69,10 +70,7 @@ def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 def told(file: Path, count: int) -> list[psutil.Process]:
     """The processes whose pids stand in ``file``, once there are ``count``."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not file.exists() or len(file.read_text().split()) < count:
-        assert time.monotonic() < deadline, "no compiler was started"
-        time.sleep(0.02)
+    until(lambda: file.exists() and len(file.read_text().split()) >= count, DEADLINE_S, "compilers were started")
     return [psutil.Process(int(pid)) for pid in file.read_text().split()]
 
 

@@ -23,6 +23,7 @@ from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.fleet import until
 from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, FaultProxy, S3Server, s3_environment
 from workers.artifacts.fetch import assembly as assembling
 from workers.artifacts.fetch.assembly import Assembly
@@ -413,9 +414,7 @@ def killed(play: Play, tmp_path: Path) -> Path:
         for fault in held:
             assert fault.reached.wait(DEADLINE_S)
         (ledger,) = (tmp_path / WORK).glob("*.ranges")
-        deadline = time.monotonic() + DEADLINE_S
-        while ledger.read_text().count("\n") < 8 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: ledger.read_text().count("\n") >= 8, DEADLINE_S, "seven ranges are whole")
         fetching.kill()
     play.proxy.heal()
     play.proxy.forget()
