@@ -59,8 +59,8 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nobody_is_asked(monkeypatch, tmp_path)
 
 
-def test_a_replica_is_fetched_for_before_its_process_is_asked_for(tmp_path: Path) -> None:
-    """Meanwhile the status tells how far it is, and its start deadline does not run; then it loads the folder."""
+def test_artifacts_are_fetched_before_the_process_is_requested(tmp_path: Path) -> None:
+    """The status shows the progress, and the start deadline does not run; then the replica loads the folder."""
     cluster = FakeCluster()
     cluster.fetch_s, cluster.load_s = 150.0, 15.0
 
@@ -92,8 +92,8 @@ def test_a_replica_is_fetched_for_before_its_process_is_asked_for(tmp_path: Path
     play(tmp_path, cluster, spec(), story)
 
 
-def test_a_fetch_that_fails_is_tried_again_and_one_without_hope_is_not(tmp_path: Path) -> None:
-    """The cause is the replica's, with its id; no process was ever asked for."""
+def test_a_failed_fetch_is_retried_unless_its_error_is_permanent(tmp_path: Path) -> None:
+    """The cause is that of the replica, with its id; no process is requested."""
     cluster = FakeCluster()
     cluster.unfetchable["s3://models/one"] = Failure("s3-unreachable", "nobody answers")
 
@@ -108,8 +108,8 @@ def test_a_fetch_that_fails_is_tried_again_and_one_without_hope_is_not(tmp_path:
     play(tmp_path, cluster, spec(), story)
 
 
-def test_a_fetch_that_nobody_wants_any_more_is_stopped(tmp_path: Path) -> None:
-    """By an unload, or by its deadline, after which it is tried again."""
+def test_a_fetch_without_a_waiting_replica_is_stopped(tmp_path: Path) -> None:
+    """By an unload, or by its deadline, after which it is retried."""
     cluster = FakeCluster()
     cluster.fetch_s = 1000.0
 
@@ -125,8 +125,8 @@ def test_a_fetch_that_nobody_wants_any_more_is_stopped(tmp_path: Path) -> None:
     play(tmp_path, cluster, spec(), story)
 
 
-def test_cores_that_another_takes_during_the_fetch_are_not_started_on(tmp_path: Path) -> None:
-    """It is seen as taken although a replica waits for it, and the replica goes elsewhere: nothing has failed."""
+def test_cores_taken_by_another_process_during_a_fetch_are_not_used(tmp_path: Path) -> None:
+    """They are detected while the replica waits, and the replica starts elsewhere without a failure."""
     cluster = FakeCluster()
     cluster.fetch_s = 30.0
 
@@ -145,10 +145,10 @@ def test_cores_that_another_takes_during_the_fetch_are_not_started_on(tmp_path: 
 
 @pytest.mark.parametrize("tells", [False, True])
 @pytest.mark.parametrize("strategy", ["in_place", "hold", "surge"])
-def test_the_old_replica_serves_until_the_new_ones_artifacts_are_there(
+def test_the_old_replica_serves_until_the_new_artifacts_are_complete(
     tmp_path: Path, strategy: str, tells: bool
 ) -> None:
-    """An update on a full host: nothing is taken down for a model that is still on its way."""
+    """An update on a full host stops nothing for a model that is still being fetched."""
     cluster = FakeCluster()
     cluster.load_s, cluster.tells = 5.0, tells
     degree = 8 if strategy == "surge" else 24
@@ -170,8 +170,8 @@ def test_the_old_replica_serves_until_the_new_ones_artifacts_are_there(
     play(tmp_path, cluster, spec(degree=degree, strategy=strategy), story)
 
 
-def test_an_update_whose_artifacts_cannot_be_had_is_rolled_back_and_nothing_old_goes(tmp_path: Path) -> None:
-    """As many failures as failed starts would be; the status tells of them meanwhile."""
+def test_an_update_with_unavailable_artifacts_is_rolled_back_without_an_interruption(tmp_path: Path) -> None:
+    """After as many failures as failed starts; the status reports them meanwhile."""
     cluster = FakeCluster()
     cluster.unfetchable["s3://models/two"] = Failure("s3-denied", "no s3:GetObject")
 
@@ -189,8 +189,8 @@ def test_an_update_whose_artifacts_cannot_be_had_is_rolled_back_and_nothing_old_
     play(tmp_path, cluster, spec(degree=24), story)
 
 
-def test_an_update_that_is_undone_stops_its_fetch(tmp_path: Path) -> None:
-    """What has arrived stays in the store; the old replica never heard of it."""
+def test_undoing_an_update_stops_its_fetch(tmp_path: Path) -> None:
+    """Fetched files stay in the store; the old replica is not affected."""
     cluster = FakeCluster()
 
     async def story(played: Played) -> None:
@@ -206,8 +206,8 @@ def test_an_update_that_is_undone_stops_its_fetch(tmp_path: Path) -> None:
     play(tmp_path, cluster, spec(degree=24), story)
 
 
-def test_replicas_of_one_version_load_the_same_until_somebody_restarts_them(tmp_path: Path) -> None:
-    """The source has new content: a replica that is started again does not get it, one that is replaced does."""
+def test_replicas_of_one_version_load_the_same_content_until_a_manual_restart(tmp_path: Path) -> None:
+    """The source has new content: a restarted replica does not load it, a replaced one does."""
     cluster = FakeCluster()
 
     async def story(played: Played) -> None:
@@ -223,8 +223,8 @@ def test_replicas_of_one_version_load_the_same_until_somebody_restarts_them(tmp_
     play(tmp_path, cluster, spec(degree=24), story)
 
 
-def test_other_content_of_one_version_is_told(tmp_path: Path) -> None:
-    """What a version loaded first is gone from the host, and the source has something else by now."""
+def test_changed_content_of_a_version_is_reported(tmp_path: Path) -> None:
+    """The content that the version loaded first is gone from the host, and the source has changed."""
     cluster = FakeCluster()
 
     async def story(played: Played) -> None:
@@ -239,8 +239,8 @@ def test_other_content_of_one_version_is_told(tmp_path: Path) -> None:
     play(tmp_path, cluster, spec(), story)
 
 
-def test_a_controller_that_comes_back_in_mid_fetch_goes_on_with_it(tmp_path: Path) -> None:
-    """Its replica gets the next epoch, and starts once everything is there."""
+def test_a_restarted_controller_resumes_a_fetch(tmp_path: Path) -> None:
+    """Its replica gets the next epoch, and starts once all files have arrived."""
     cluster = FakeCluster()
     cluster.fetch_s = 100.0
 
@@ -255,8 +255,8 @@ def test_a_controller_that_comes_back_in_mid_fetch_goes_on_with_it(tmp_path: Pat
     play(tmp_path, cluster, spec(), story)
 
 
-def test_what_can_be_compiled_ahead_is_compiled_before_a_core_is_claimed(tmp_path: Path) -> None:
-    """With the reason as an event; its time has a deadline of its own, and does not count to the start."""
+def test_a_model_is_compiled_ahead_before_a_core_is_claimed(tmp_path: Path) -> None:
+    """The event has the reason; compiling has its own deadline and does not count towards the start."""
     cluster = FakeCluster()
     cluster.compile_s = 150.0
 
@@ -278,8 +278,8 @@ def test_what_can_be_compiled_ahead_is_compiled_before_a_core_is_claimed(tmp_pat
     play(tmp_path, cluster, spec("./m", compiles=True), begun)
 
 
-def test_a_compiler_that_fails_fails_the_start_unless_only_a_device_could_do_it(tmp_path: Path) -> None:
-    """What needs a device is compiled by the start itself."""
+def test_a_failed_compilation_fails_the_start_unless_it_needs_a_device(tmp_path: Path) -> None:
+    """Graphs that need a device are compiled by the start itself."""
     cluster = FakeCluster()
     cluster.uncompilable = Failure("compile-failed", "the compiler crashed")
 
@@ -311,8 +311,8 @@ def test_an_update_in_place_is_compiled_while_the_old_replica_serves(tmp_path: P
     play(tmp_path, cluster, spec(degree=24, compiles=True, strategy="in_place"), story)
 
 
-def test_of_equal_hosts_the_one_that_holds_the_model_gets_its_replica(tmp_path: Path) -> None:
-    """It starts without a transfer."""
+def test_among_equal_hosts_the_one_with_the_model_is_chosen(tmp_path: Path) -> None:
+    """The replica starts without a transfer."""
     cluster = FakeCluster()
     cluster.store["inf2.48xlarge/1"] = {"s3://models/one@1"}
 
@@ -325,8 +325,8 @@ def test_of_equal_hosts_the_one_that_holds_the_model_gets_its_replica(tmp_path: 
     play(tmp_path, cluster, spec(hosts=2), story)
 
 
-def test_a_replica_that_had_served_is_started_again_without_asking_what_it_would_compile(tmp_path: Path) -> None:
-    """That takes the engine's package some seconds, in which nobody serves."""
+def test_a_replica_that_has_served_restarts_without_a_compile_check(tmp_path: Path) -> None:
+    """The check takes the engine's package some seconds, during which the model does not serve."""
     cluster = FakeCluster()
 
     async def story(played: Played) -> None:
@@ -354,9 +354,10 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_a_process_is_started_while_the_last_seconds_of_its_model_arrive(tmp_path: Path) -> None:
-    """Not sooner than it needs. Its start is shorter by what it does before it wants weights, and is told as if it had
-    begun when all was there; until then the status tells how far the fetch is."""
+def test_a_process_starts_during_the_last_seconds_of_its_fetch(tmp_path: Path) -> None:
+    """Not earlier than needed. Its start time counts from the end of the fetch; until then the status shows the
+    progress of the fetch.
+    """
     took = {}
     for tells in (False, True):
         cluster = arriving()
@@ -381,8 +382,8 @@ def test_a_process_is_started_while_the_last_seconds_of_its_model_arrive(tmp_pat
 
 
 @pytest.mark.parametrize("more", ["    engine_options: {compile: true}\n", "    trust_remote_code: true\n"])
-def test_who_could_not_wait_for_files_is_started_when_all_is_there(tmp_path: Path, more: str) -> None:
-    """A compiler ahead of the start, and code of the checkpoint, which reads what it likes."""
+def test_a_start_that_cannot_wait_for_files_follows_the_fetch(tmp_path: Path, more: str) -> None:
+    """A compilation ahead of the start, and code of a checkpoint, which may read any file."""
     cluster = arriving()
 
     async def story(played: Played) -> None:
@@ -392,8 +393,8 @@ def test_who_could_not_wait_for_files_is_started_when_all_is_there(tmp_path: Pat
     play(tmp_path, cluster, spec() + more, story)
 
 
-def test_a_fetch_that_breaks_fails_the_replica_that_waits_for_it(tmp_path: Path) -> None:
-    """With the cause of the fetch. Its process is ended before the next one is asked for, which goes on with it."""
+def test_a_broken_fetch_fails_the_waiting_replica(tmp_path: Path) -> None:
+    """With the cause of the fetch. Its process ends before the next one, which resumes the fetch, is requested."""
     cluster = arriving()
     cluster.stall_s, cluster.broken_fetch = 50.0, Failure("s3-unreachable", "nobody answers")
 
@@ -410,8 +411,8 @@ def test_a_fetch_that_breaks_fails_the_replica_that_waits_for_it(tmp_path: Path)
     play(tmp_path, cluster, spec(), story)
 
 
-def test_a_fetch_that_slows_down_is_waited_for_and_not_counted_to_the_start(tmp_path: Path) -> None:
-    """However long, within the deadline of the fetch: `start_s` is 20 here. Nobody is started beside it."""
+def test_a_slow_fetch_does_not_count_towards_the_start(tmp_path: Path) -> None:
+    """Within the fetch deadline: `start_s` is 20 here. No second process is started."""
     cluster = arriving()
     cluster.stall_s = 90.0
 
@@ -425,8 +426,8 @@ def test_a_fetch_that_slows_down_is_waited_for_and_not_counted_to_the_start(tmp_
     play(tmp_path, cluster, spec(), story)
 
 
-def test_a_replica_is_ready_when_its_fetch_is_heard_to_have_ended(tmp_path: Path) -> None:
-    """Not sooner, though its process says so: only then is it known what all others of its version load."""
+def test_a_replica_is_ready_only_after_its_fetch_has_ended(tmp_path: Path) -> None:
+    """Even if its process reports ready earlier, since only then the content of the version is known."""
     cluster = arriving()
     cluster.tidy_s = 15.0
 
@@ -443,7 +444,7 @@ def test_a_replica_is_ready_when_its_fetch_is_heard_to_have_ended(tmp_path: Path
 
 
 def test_a_fetch_that_never_ends_is_ended_by_its_own_deadline(tmp_path: Path) -> None:
-    """`fetch_s` is 200 here, and what a process waits for counts to it from the beginning."""
+    """`fetch_s` is 200 here, and includes the time in which the process waits."""
     cluster = arriving()
     cluster.stall_s = 1e6
 
@@ -457,8 +458,7 @@ def test_a_fetch_that_never_ends_is_ended_by_its_own_deadline(tmp_path: Path) ->
     play(tmp_path, cluster, spec(), story)
 
 
-def test_a_replica_that_is_not_wanted_any_more_lets_its_fetch_go(tmp_path: Path) -> None:
-    """Its process and its fetch end."""
+def test_removing_a_replica_stops_its_process_and_its_fetch(tmp_path: Path) -> None:
     cluster = arriving()
     cluster.stall_s = 1e6
 
@@ -471,8 +471,7 @@ def test_a_replica_that_is_not_wanted_any_more_lets_its_fetch_go(tmp_path: Path)
     play(tmp_path, cluster, spec(), story)
 
 
-def test_a_process_that_dies_while_it_waits_is_started_again(tmp_path: Path) -> None:
-    """After the fetch, which is asked for again."""
+def test_a_process_that_dies_while_it_waits_restarts_after_the_fetch(tmp_path: Path) -> None:
     cluster = arriving()
 
     async def story(played: Played) -> None:
@@ -485,8 +484,8 @@ def test_a_process_that_dies_while_it_waits_is_started_again(tmp_path: Path) -> 
     play(tmp_path, cluster, spec(), story)
 
 
-def test_a_controller_that_comes_back_asks_for_what_its_replica_waits_for(tmp_path: Path) -> None:
-    """The replica of its predecessor gets the rest, and is the only one."""
+def test_a_restarted_controller_requests_the_files_that_its_replica_waits_for(tmp_path: Path) -> None:
+    """The replica of the former controller gets the rest, and no second one is started."""
     cluster = arriving()
     cluster.stall_s = 30.0
 
@@ -504,8 +503,8 @@ def test_a_controller_that_comes_back_asks_for_what_its_replica_waits_for(tmp_pa
     play(tmp_path, cluster, spec(), story)
 
 
-def test_of_a_model_and_its_draft_both_must_be_nearly_there(tmp_path: Path) -> None:
-    """The draft comes last: only its rest may be waited for."""
+def test_a_model_and_its_draft_must_both_be_almost_complete(tmp_path: Path) -> None:
+    """The draft is fetched last; a process waits only for the rest of the draft."""
     cluster = arriving(50.0)
 
     async def story(played: Played) -> None:
@@ -561,10 +560,10 @@ class Heard:
         ([(900, 0), (600, 100), (600, 100), (600, 100)], []),  # it stands still
     ],
 )
-def test_how_long_the_rest_takes_is_told_by_what_came_over_the_network(
+def test_the_remaining_time_is_estimated_from_network_traffic(
     told: list[tuple[int, int]], early: list[tuple[float, float]]
 ) -> None:
-    """And not before that was seen for a while; once."""
+    """Not before some time of measurement."""
     heard = Heard()
 
     async def story() -> None:
@@ -575,8 +574,8 @@ def test_how_long_the_rest_takes_is_told_by_what_came_over_the_network(
     assert heard.early == early
 
 
-def test_the_lead_of_a_process_is_no_longer_than_its_last_start() -> None:
-    """Where that is known; and there is none for an engine that does not wait for files."""
+def test_a_process_starts_ahead_by_at_most_its_last_start_time() -> None:
+    """If that is known; an engine that does not wait for files never starts ahead."""
     assert lead_of(CONFIG, None) == PROCESS_S
     assert lead_of(CONFIG, 2.0) == 2.0
     assert lead_of(CONFIG, 60.0) == PROCESS_S
@@ -591,8 +590,7 @@ def fetch(**told: Any) -> dict[str, Any]:
     return {**plain, "bytes_per_s": None, "left_s": None, "trouble": None, **told}
 
 
-def test_a_fetch_is_told_in_words() -> None:
-    """What nobody knows yet is left out."""
+def test_a_fetch_is_described_with_the_known_figures() -> None:
     known = fetch(bytes=1_200_000_000, total=13_500_000_000, bytes_per_s=210_000_000, left_s=58.2)
     assert fetch_text(known) == "fetching s3://models/one: 1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"
     assert fetch_text(fetch(phase="listing")) == "listing s3://models/one"
@@ -600,8 +598,8 @@ def test_a_fetch_is_told_in_words() -> None:
     assert fetch_text(away) == "listing s3://models/one: no answer for 12 s (ConnectTimeoutError)"
 
 
-def test_up_tells_a_fetch_by_phases_and_tenths() -> None:
-    """And by phases: a line a second would hide what else happens."""
+def test_up_reports_a_fetch_by_phases_and_tenths() -> None:
+    """A line each second would hide other events."""
     plain = {"id": "m/0", "state": "fetching", "cores": "0-7", "reason": None}
     told = [("listing", 100), ("fetching", 100), ("fetching", 150), ("fetching", 200), ("verifying", 200)]
     lines = [_progress({**plain, "fetch": fetch(phase=phase, bytes=done, total=1000)}) for phase, done in told]
@@ -618,8 +616,8 @@ def test_up_tells_a_fetch_by_phases_and_tenths() -> None:
     assert _progress({**plain, "fetch": None})[1] == "m/0 fetching on cores 0-7"
 
 
-def test_the_status_tells_what_an_update_waits_for() -> None:
-    """With its cause, and how far the fetch is."""
+def test_the_status_shows_what_an_update_waits_for() -> None:
+    """With its cause and the progress of the fetch."""
     status = copy.deepcopy(STATUS)
     status["models"][0]["replicas"][1]["fetch"] = fetch()
     status["models"][0]["preparing"] = [{"host": HOST, "state": "failed", "failures": 2, "reason": "s3-denied: no"}]
@@ -634,8 +632,8 @@ UNLOADABLE = Failure("weights-broken", "model.safetensors is cut off")
 
 
 @pytest.mark.parametrize("strategy", ["in_place", "hold"])
-def test_an_update_that_cannot_be_loaded_is_rolled_back_and_nothing_old_goes(tmp_path: Path, strategy: str) -> None:
-    """A local source, on a full host: what shows without cores fails the update while the old replica serves."""
+def test_an_update_that_cannot_be_loaded_is_rolled_back_without_an_interruption(tmp_path: Path, strategy: str) -> None:
+    """A local source on a full host: errors that show without cores fail the update while the old replica serves."""
     cluster = FakeCluster()
     folder = str(stub_checkpoint(tmp_path))
 
@@ -655,8 +653,8 @@ def test_an_update_that_cannot_be_loaded_is_rolled_back_and_nothing_old_goes(tmp
     play(tmp_path, cluster, spec(folder, degree=24, strategy=strategy), story)
 
 
-def test_a_check_that_ends_in_time_lets_the_update_go_on(tmp_path: Path) -> None:
-    """The status says what it waits for; the old replica serves until then."""
+def test_an_update_continues_after_a_check_that_ends_in_time(tmp_path: Path) -> None:
+    """The status shows what it waits for; the old replica serves until then."""
     cluster = FakeCluster()
     folder = str(stub_checkpoint(tmp_path))
 
@@ -685,8 +683,8 @@ models:
 """
 
 
-def test_no_replica_of_another_model_is_lent_to_an_update_that_cannot_be_loaded(tmp_path: Path) -> None:
-    """Borrow ends the lender first: it stays, and serves."""
+def test_an_update_that_cannot_be_loaded_borrows_no_replica(tmp_path: Path) -> None:
+    """Borrow stops the lender first; here it stays and serves."""
     cluster = FakeCluster()
     stub_checkpoint(tmp_path)
 

@@ -57,8 +57,8 @@ def now() -> float:
 # Updates
 
 
-def test_a_preparation_that_fails_waits_longer_each_time() -> None:
-    """Then seldom; one that would only fail again waits for ever."""
+def test_pauses_grow_after_each_failed_preparation() -> None:
+    """Up to a maximum; a permanent error is not retried."""
     one, pauses = Preparation("m", "v", "h"), list[float]()
     assert one.retry_at == 0.0
     for _ in range(BREAKER_AFTER):
@@ -68,8 +68,8 @@ def test_a_preparation_that_fails_waits_longer_each_time() -> None:
     assert one.failed(Failure("pickle-refused", "pickled"), 10.0, stopped=True).retry_at == float("inf")
 
 
-def test_an_update_that_only_another_spec_mends_is_tried_once(tmp_path: Path) -> None:
-    """The others as often as starts are."""
+def test_an_update_with_a_permanent_error_is_tried_once(tmp_path: Path) -> None:
+    """Other updates are tried as often as starts."""
     failed = {}
     for reaction in (Reaction.STOP, Reaction.RETRY):
         cluster = FakeCluster()
@@ -85,8 +85,8 @@ def test_an_update_that_only_another_spec_mends_is_tried_once(tmp_path: Path) ->
     assert failed[Reaction.STOP] == 1 < failed[Reaction.RETRY]
 
 
-def test_an_update_waits_no_longer_for_its_artifacts_than_the_spec_says(tmp_path: Path) -> None:
-    """20 s to be fetched, and with 20 s to be compiled 40 s in all; the old replica serves."""
+def test_an_update_waits_for_its_artifacts_up_to_the_deadlines_of_the_spec(tmp_path: Path) -> None:
+    """20 s to fetch, and 40 s in all with 20 s to compile; the old replica serves."""
     cluster = FakeCluster()
 
     async def story(played: Played) -> None:
@@ -105,8 +105,8 @@ def test_an_update_waits_no_longer_for_its_artifacts_than_the_spec_says(tmp_path
     play(tmp_path, cluster, shorter(spec(degree=24)), story)
 
 
-def test_a_replica_loads_what_was_made_ready_for_it(tmp_path: Path) -> None:
-    """Also where the source has other content by the time the old one is gone."""
+def test_a_replica_loads_the_artifacts_that_were_prepared_for_it(tmp_path: Path) -> None:
+    """Even if the source has changed before the old replica stops."""
     cluster = FakeCluster()
     cluster.drain_s = 15.0
 
@@ -134,8 +134,8 @@ class Asked(FakeCluster):
         return await super().foresee(config)
 
 
-def test_an_engine_is_asked_once_what_an_update_would_compile(tmp_path: Path) -> None:
-    """And not again when the old replica is gone, and nobody serves."""
+def test_the_compile_check_of_an_update_runs_once(tmp_path: Path) -> None:
+    """It does not run again when the old replica has stopped and the model does not serve."""
     cluster = Asked()
 
     async def story(played: Played) -> None:
@@ -181,8 +181,8 @@ class Claimed(FakeCluster):
         await replica.die("killed")
 
 
-def test_the_cores_of_a_replica_that_starts_are_no_strangers(tmp_path: Path) -> None:
-    """Its process holds them before it could tell its pid."""
+def test_the_cores_of_a_starting_replica_are_not_foreign(tmp_path: Path) -> None:
+    """Its process holds them before its pid is known."""
     cluster = Claimed()
 
     async def story(played: Played) -> None:
@@ -194,8 +194,8 @@ def test_the_cores_of_a_replica_that_starts_are_no_strangers(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("late_s", "quarantined"), [(STALE_S - 10.0, False), (STALE_S + 30.0, True)])
-def test_the_tools_may_tell_of_a_dead_replica_for_a_while(tmp_path: Path, late_s: float, quarantined: bool) -> None:
-    """Not for ever: then it is somebody who holds its cores."""
+def test_the_tools_may_report_a_dead_replica_for_a_while(tmp_path: Path, late_s: float, quarantined: bool) -> None:
+    """After that its process counts as a foreign owner of the cores."""
     cluster = Claimed(late_s)
     cluster.start_s = 0.0
 
@@ -210,8 +210,8 @@ def test_the_tools_may_tell_of_a_dead_replica_for_a_while(tmp_path: Path, late_s
     play(tmp_path, cluster, spec(), story)
 
 
-def test_a_host_that_has_fetched_a_model_is_known_to_hold_it_at_once(tmp_path: Path) -> None:
-    """The next replica had better go there."""
+def test_a_host_that_has_fetched_a_model_is_preferred_at_once(tmp_path: Path) -> None:
+    """For the next replica."""
     cluster = FakeCluster()
     cluster.fetch_s = 5.0
 
@@ -224,8 +224,8 @@ def test_a_host_that_has_fetched_a_model_is_known_to_hold_it_at_once(tmp_path: P
     play(tmp_path, cluster, spec(), story)
 
 
-def test_who_holds_a_broken_core_for_a_while_does_not_mend_it(tmp_path: Path) -> None:
-    """A controller that is started again knows still what is broken."""
+def test_a_foreign_owner_does_not_clear_the_fault_of_a_core(tmp_path: Path) -> None:
+    """A restarted controller still knows which cores are faulty."""
 
     async def live() -> None:
         journal, cluster = Journal(None, clock=now), FakeCluster()
@@ -281,8 +281,8 @@ def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Looked:
     return Looked(tmp_path / "compiled", tmp_path / "there")
 
 
-def test_what_lies_elsewhere_is_brought_before_a_start(looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start would not look there; with it on this host nothing is missing."""
+def test_remote_artifacts_are_fetched_before_a_start(looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start itself does not look for them; afterwards nothing is missing on this host."""
     assert looked.foreseen(monkeypatch, True) == ["model: this model has not been compiled"]
     with entry(looked.home.parent / "another host", MANIFEST) as made:
         (made.path / "a.neff").write_text("NEFF")
@@ -294,8 +294,7 @@ def test_what_lies_elsewhere_is_brought_before_a_start(looked: Looked, monkeypat
     assert looked.foreseen(monkeypatch, True) == []
 
 
-def test_what_only_a_start_compiles_is_not_waited_for(looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody can do it ahead."""
+def test_graphs_that_only_a_start_compiles_are_not_waited_for(looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
     assert looked.foreseen(monkeypatch, False) == []
 
 
@@ -311,10 +310,10 @@ LLAMA = {
 }
 
 
-def test_what_only_a_start_compiles_is_no_failure(
+def test_graphs_that_only_a_start_compiles_are_not_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`compile` says so, starts no compiler for it, and ends with 0."""
+    """`compile` reports them, starts no compiler, and exits with 0."""
     asked: list[str] = []
 
     def answers(command: str, one: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Reply]:
@@ -344,21 +343,20 @@ def placed(wish: Spec, **held: str) -> list[tuple[str, str]]:
 H0, H1 = "inf2.48xlarge/0", "inf2.48xlarge/1"
 
 
-def test_a_host_of_another_type_is_not_chosen_for_what_it_holds() -> None:
-    """It would be another number of cores, or slower ones: only equals are exchanged."""
+def test_a_host_of_another_type_is_not_preferred_for_its_artifacts() -> None:
+    """It would change the number or the speed of cores: only equal hosts are exchanged."""
     kinds = ("inf2.48xlarge", "trn1.32xlarge")
     wish = Spec(models=(model("x", 2),), hosts=tuple(HostsSpec(instance=kind) for kind in kinds))
     (plain,) = placed(wish)
     assert [placed(wish, x=f"{kind}/0") for kind in kinds] == [[plain]] * 2
 
 
-def test_replicas_are_kept_apart_though_one_host_holds_their_model() -> None:
-    """`spread` counts more."""
+def test_spread_takes_precedence_over_stored_artifacts() -> None:
     assert placed(spec_of(model("x", 8, replicas=2, spread="host"), count=2), x=H1) == [("x/0", H0), ("x/1", H1)]
 
 
-def test_no_replica_loses_what_its_host_holds_to_another() -> None:
-    """Nor its pin: an exchange must bring one of the two nearer."""
+def test_a_replica_does_not_lose_a_host_with_its_model_to_another() -> None:
+    """Nor its pin: an exchange must benefit one of the two."""
     full = spec_of(model("x", 24), model("y", 24), count=2)
     assert placed(full, x=H0, y=H0) == [("x/0", H0), ("y/0", H1)]
     pinned = spec_of(model("x", 24, f"{H0}:0-23"), model("y", 24), count=2)
@@ -393,10 +391,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     ("outcomes", "code"),
     [(("hit", "hit"), 0), (("hit", "compile"), 1), (("compile", "hit"), 1), (("hit", "fail"), 1)],
 )
-def test_verify_fails_where_one_model_would_not_start_without_a_compilation(
+def test_verify_fails_if_a_model_would_compile_at_its_start(
     tmp_path: Path, cache: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, outcomes: tuple[Any, Any], code: int
 ) -> None:
-    """Whichever it is; and weights are read only where somebody says so."""
+    """For any of the models; weights are read only with `--read`."""
     read: list[bool] = []
 
     def told(one: ReplicaConfig, **options: Any) -> list[Verdict]:
@@ -411,10 +409,10 @@ def test_verify_fails_where_one_model_would_not_start_without_a_compilation(
 
 
 @pytest.mark.parametrize(("problem", "code"), [("", 0), ("s3-denied: no s3:GetObject", 1)])
-def test_warm_fails_where_not_all_came(
+def test_warm_fails_if_a_set_could_not_be_fetched(
     tmp_path: Path, cache: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, problem: str, code: int
 ) -> None:
-    """With what came and why the rest did not."""
+    """It reports the fetched sets, and why the others are missing."""
     monkeypatch.setattr(warming, "warm", lambda one, *_: Warmed(bytes=7, problem=problem if one.model == "a" else ""))
     found, answer = cache("warm", str(tmp_path / "spec.yaml"))
     assert (found, [one["problem"] for one in answer["models"]]) == (code, [problem, ""])
@@ -423,7 +421,7 @@ def test_warm_fails_where_not_all_came(
 def test_a_dry_run_of_prune_removes_nothing(
     tmp_path: Path, cache: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither graphs nor artifacts nor models; without one models go only where that is asked for."""
+    """Neither graphs nor artifacts nor models; unused models are removed with `--models` only."""
     home = tmp_path / "home"
     store = Store(home / "store", grace_s=0.0)
     monkeypatch.setattr(cache_commands, "_store", lambda _: store)
@@ -443,8 +441,8 @@ def test_a_dry_run_of_prune_removes_nothing(
     assert (cache("prune", "--models")[0], left()) == (0, [False, False, False])
 
 
-def test_no_more_are_compiled_at_once_than_somebody_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much memory there is."""
+def test_concurrent_compilations_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if there is enough memory for more."""
     at_once: list[int] = []
 
     def spied(waiting: Sequence[Any], running: Collection[Any], **limits: Any) -> tuple[Any, ...]:
@@ -471,8 +469,8 @@ def test_no_more_are_compiled_at_once_than_somebody_wants(tmp_path: Path, monkey
     assert (one_by_one, max(at_once)) == (1, 2)
 
 
-def test_what_the_engine_does_not_take_is_no_hit(looked: Looked) -> None:
-    """An entry may be all that its record says, and hold no NEFF."""
+def test_an_entry_that_the_engine_rejects_is_not_a_hit(looked: Looked) -> None:
+    """An entry may match its record and still have no NEFF."""
     with entry(looked.home, MANIFEST) as made:
         made.finish()
     wanted = Wanted(
@@ -499,8 +497,8 @@ class Deaf(FakeCluster):
         return await super().held_cores(claims, host)
 
 
-def test_a_host_that_does_not_tell_who_holds_its_cores_is_told_once(tmp_path: Path) -> None:
-    """Not in each round; when it has answered meanwhile, again."""
+def test_a_host_that_does_not_report_core_owners_is_logged_once(tmp_path: Path) -> None:
+    """Not in each round; again after it has reported in between."""
     cluster = Deaf()
 
     async def story(played: Played) -> None:

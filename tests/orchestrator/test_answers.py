@@ -44,8 +44,8 @@ def asked(body: dict[str, Any]) -> list[GenerateRequest]:
     return requests_for(read, prompts, LIMITS, 16, iter("abcdefgh"))
 
 
-def test_chat_logprobs_have_openais_shape() -> None:
-    """content: token, logprob, bytes and the top ones, each with its own."""
+def test_chat_logprobs_have_openais_format() -> None:
+    """content: token, logprob, bytes and the top tokens, each with the same fields."""
     choice = Choice(0, [1, 2])
 
     body = whole(True, (choice, [event("a", 5), event("é", 6, FinishReason.STOP)]))
@@ -63,8 +63,8 @@ def test_chat_logprobs_have_openais_shape() -> None:
     }
 
 
-def test_completion_logprobs_have_their_own_shape_with_offsets() -> None:
-    """tokens, token_logprobs, top_logprobs and text_offset, which goes on behind an echoed prompt."""
+def test_completion_logprobs_have_openais_format_with_offsets() -> None:
+    """tokens, token_logprobs, top_logprobs and text_offset, which continues after an echoed prompt."""
     choice = Choice(0, [1, 2], echo="pre")
 
     body = whole(False, (choice, [event("ab", 5), event("c", 6, FinishReason.LENGTH)]))
@@ -80,8 +80,8 @@ def test_completion_logprobs_have_their_own_shape_with_offsets() -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_usage_counts_each_prompt_once_and_every_choices_tokens(chat: bool) -> None:
-    """Two choices of one prompt: its tokens once, the answers' tokens twice."""
+def test_usage_counts_each_prompt_once_and_the_tokens_of_every_choice(chat: bool) -> None:
+    """Two choices of one prompt: its tokens once, the output tokens of both."""
     prompt = [1, 2, 3]
     choices = [Choice(0, prompt), Choice(1, prompt)]
 
@@ -91,8 +91,8 @@ def test_usage_counts_each_prompt_once_and_every_choices_tokens(chat: bool) -> N
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
 
-def test_n_choices_of_each_prompt_have_seeds_of_their_own() -> None:
-    """Prompt by prompt, choice by choice; each can be had again by its own seed."""
+def test_n_choices_of_each_prompt_have_separate_seeds() -> None:
+    """Each choice can be reproduced with its own seed."""
     requests = asked({"n": 2, "seed": 7})
 
     assert [(request.prompt_ids, request.seed) for request in requests] == [
@@ -104,7 +104,7 @@ def test_n_choices_of_each_prompt_have_seeds_of_their_own() -> None:
 
 
 def test_every_sampling_parameter_reaches_the_replica() -> None:
-    """What the body says is what the request holds; what it leaves out is neutral."""
+    """The request has the values of the body, and neutral values for missing fields."""
     fields = {
         "max_tokens": 9,
         "min_tokens": 2,

@@ -65,8 +65,8 @@ def started(work: str) -> tuple[subprocess.Popen[str], int]:
         ("os.fork() or time.sleep(1); return 0", "Ended(marks=b'a', code=0)"),
     ],
 )
-def test_the_parent_hears_how_the_child_has_ended(work: str, ended: str) -> None:
-    """In every way that a process can end."""
+def test_the_parent_gets_the_exit_status_of_the_child(work: str, ended: str) -> None:
+    """For every way in which a process can end."""
     process, child = started(work)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -79,7 +79,7 @@ def test_the_parent_hears_how_the_child_has_ended(work: str, ended: str) -> None
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("group", [False, True])
 def test_a_signal_reaches_the_child_once(number: signal.Signals, group: bool) -> None:
-    """Whether it comes to the process alone or, as Ctrl-C, to all in its process group."""
+    """Sent to the process alone or, as with Ctrl-C, to its process group."""
     process, _ = started(f"{WAIT}time.sleep(0.2); return 10 * len(got) + (got[0] == {int(number)})")
     if group:
         os.killpg(process.pid, number)
@@ -126,10 +126,10 @@ def ends(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, ended: Ended) -> int:
 
 @pytest.mark.parametrize("ready", [False, True])
 @pytest.mark.parametrize(("code", "how"), [(1, "exit code 1"), (-9, "SIGKILL"), (0, "exit code 0")])
-def test_an_end_without_a_word_is_told_and_leaves_nothing(
+def test_an_unexpected_end_is_reported_and_leaves_nothing(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, ready: bool, code: int, how: str
 ) -> None:
-    """On the terminal, in the audit log, and as an exit code that has systemd start it again."""
+    """On the terminal, in the audit log, and with an exit code that makes systemd restart it."""
     assert ends(daemon, monkeypatch, Ended(READY if ready else b"", code)) == 1
     assert any("error: up-died: " in line and how in line for line in daemon.said)  # type: ignore[attr-defined]
     last = Audit(daemon._home.audit).entries(10)[-1]
@@ -139,10 +139,10 @@ def test_an_end_without_a_word_is_told_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(("code", "given"), [(0, 0), (1, 1), (-9, 1)])
-def test_an_end_that_the_child_has_reported_is_told_once(
+def test_an_end_that_the_child_has_reported_is_not_reported_again(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, code: int, given: int
 ) -> None:
-    """Ray may end it while Ray is shut down; what is left is removed then too."""
+    """Ray may kill it while Ray shuts down; leftovers are removed then, too."""
     marks = READY + REPORTED + (GONE if code >= 0 else b"")
     assert ends(daemon, monkeypatch, Ended(marks, code)) == given
     assert daemon.said == []  # type: ignore[attr-defined]
@@ -150,8 +150,10 @@ def test_an_end_that_the_child_has_reported_is_told_once(
     assert daemon._home.record_file.exists() is (code >= 0)  # which a child that left nothing has removed
 
 
-def test_a_failure_is_told_and_audited_before_ray_is_shut_down(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's own end of the process must not swallow it."""
+def test_a_failure_is_reported_and_audited_before_ray_shuts_down(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Because Ray may end the process during the shutdown."""
 
     class Swallowed(BaseException):
         pass
@@ -175,7 +177,7 @@ def test_a_failure_is_told_and_audited_before_ray_is_shut_down(daemon: Daemon, m
 
 
 def test_a_raylet_may_stall_for_half_a_minute() -> None:
-    """All nodes are on one machine, where a stall is no lost host. The least time is that of the timeouts."""
+    """All nodes are on one machine, where a stall is not a lost host. The minimum is that of the timeouts."""
     checks, timeout_ms = HEALTH_CHECKS["health_check_failure_threshold"], HEALTH_CHECKS["health_check_timeout_ms"]
     least_ms = checks * timeout_ms + (checks - 1) * HEALTH_CHECKS["health_check_period_ms"]
     assert least_ms >= 30_000
@@ -199,12 +201,12 @@ os._exit(10 + ended.code if os.getpid() == caller else 1)
 
 
 def test_a_full_disk_makes_no_second_copy_of_the_caller() -> None:
-    """The child ends where its output cannot be written, and the parent has its exit code."""
+    """The child ends if its output cannot be written, and the parent gets its exit code."""
     process = subprocess.run([sys.executable, "-c", FULL_DISK], check=False, capture_output=True)
     assert process.returncode == 11
 
 
-def test_progress_that_cannot_be_written_ends_no_fleet() -> None:
+def test_unwritable_progress_output_does_not_end_the_fleet() -> None:
     """The output of `up` may be a file on a full disk."""
     settings = GatewaySettings(host="127.0.0.1", port=free_port(), home="/h")
     with Path("/dev/full").open("w", buffering=1) as output:

@@ -26,7 +26,7 @@ def audit(tmp_path: Path) -> Audit:
 
 
 def test_an_action_is_written_before_and_after(audit: Audit) -> None:
-    """Two lines of JSON, told as one action; only its user can read them."""
+    """As two lines of JSON that are shown as one action; only its user can read them."""
     line = audit.begin("key 0123abcd ops", "POST /scale", {"model": "chat", "count": 3}, by="ada@wright (key ops)")
     assert [entry.status for entry in audit.entries(9)] == [None]
     audit.finish(line, "200", 7)
@@ -39,8 +39,8 @@ def test_an_action_is_written_before_and_after(audit: Audit) -> None:
     assert audit.path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_spec_is_told_by_its_digest(audit: Audit) -> None:
-    """Its text could hold anything; the revision holds it. What is long is cut."""
+def test_a_spec_is_logged_by_its_digest(audit: Audit) -> None:
+    """Its text could contain anything, and is in the revision. Long values are cut."""
     audit.begin("fleet token", "POST /apply", {"text": "models: secret", "file": "f" * 1000, "canary": None})
     (entry,) = audit.entries(1)
     assert entry.arguments.keys() == {"spec", "file"}
@@ -49,8 +49,8 @@ def test_a_spec_is_told_by_its_digest(audit: Audit) -> None:
     assert "secret" not in audit.path.read_text()
 
 
-def test_a_key_that_is_pasted_for_a_name_is_not_kept(audit: Audit) -> None:
-    """Whatever the argument: the log is kept for long, and read by others."""
+def test_a_key_pasted_as_a_name_is_not_logged(audit: Audit) -> None:
+    """In any argument, since others read the log."""
     key = f"cw-0123abcd-{'x' * 43}"
     audit.begin("fleet token", "POST /load", {"model": key, "names": [f"Bearer {key}"]})
 
@@ -62,8 +62,8 @@ def full(*_: object) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_without_room_nothing_is_done(audit: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no half line is left behind."""
+def test_without_disk_space_no_action_runs(audit: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no incomplete line is left behind."""
     audit.begin("up", "up", {})
     before, done = audit.path.read_bytes(), []
     monkeypatch.setattr(audit_module.os, "fsync", full)
@@ -73,8 +73,8 @@ def test_without_room_nothing_is_done(audit: Audit, monkeypatch: pytest.MonkeyPa
     assert (done, audit.path.read_bytes()) == ([], before)
 
 
-def test_a_part_of_a_line_is_taken_back(audit: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a file system writes it that fills up in the midst of it."""
+def test_an_incompletely_written_line_is_removed(audit: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that fills up during the write."""
     audit.begin("up", "up", {})
     before, write = audit.path.read_bytes(), os.write
     writes = iter((lambda file, data: write(file, data[:10]), full))
@@ -84,8 +84,7 @@ def test_a_part_of_a_line_is_taken_back(audit: Audit, monkeypatch: pytest.Monkey
     assert audit.path.read_bytes() == before
 
 
-def test_what_fails_is_told_with_its_id(audit: Audit) -> None:
-    """And the failure goes on to whoever asked."""
+def test_a_failure_is_logged_with_its_id_and_raised(audit: Audit) -> None:
     with pytest.raises(Failed), recorded(audit, "command", "keys revoke", {}, by="me"):
         raise Failed("key-unknown", "", "")
     with recorded(audit, "command", "keys create", {}, by="me"):
@@ -93,8 +92,8 @@ def test_what_fails_is_told_with_its_id(audit: Audit) -> None:
     assert [entry.status for entry in audit.entries(9)] == ["key-unknown", "done"]
 
 
-def test_a_line_that_a_crash_cut_off_spoils_no_other(audit: Audit) -> None:
-    """The next one begins on a line of its own."""
+def test_a_line_cut_off_by_a_crash_does_not_affect_others(audit: Audit) -> None:
+    """The next one starts on a new line."""
     audit.begin("up", "up", {})
     with audit.path.open("ab") as file:
         file.write(b'{"at": 1, "req')
@@ -103,7 +102,7 @@ def test_a_line_that_a_crash_cut_off_spoils_no_other(audit: Audit) -> None:
 
 
 def test_a_link_is_not_followed(audit: Audit, tmp_path: Path) -> None:
-    """Nobody has the daemon write into another file."""
+    """The daemon cannot be made to write to another file."""
     (tmp_path / "victim").write_text("")
     audit.path.symlink_to(tmp_path / "victim")
     with pytest.raises(Failed):
@@ -111,8 +110,8 @@ def test_a_link_is_not_followed(audit: Audit, tmp_path: Path) -> None:
     assert (tmp_path / "victim").read_text() == ""
 
 
-def test_a_log_that_has_grown_is_set_aside(tmp_path: Path) -> None:
-    """A few are kept, the oldest go, and what is kept is told in order."""
+def test_a_large_log_is_rotated(tmp_path: Path) -> None:
+    """A few old files are kept, and are shown in order."""
     audit = Audit(tmp_path / "audit.log", max_bytes=400)
     for number in range(60):
         audit.finish(audit.begin("up", f"a{number}", {}), "done")
@@ -133,8 +132,8 @@ for number in range(100):
 """
 
 
-def test_several_writers_lose_nothing(audit: Audit) -> None:
-    """Also while the log is set aside under them."""
+def test_several_writers_lose_no_lines(audit: Audit) -> None:
+    """Also while the log is rotated."""
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(audit.path), who]) for who in ("a", "b")]
     assert [writer.wait(60) for writer in writers] == [0, 0]
     told = [(entry.who, entry.action, entry.status) for entry in audit.entries(1000)]
@@ -142,7 +141,7 @@ def test_several_writers_lose_nothing(audit: Audit) -> None:
 
 
 def test_a_writer_waits_for_another(audit: Audit) -> None:
-    """Also one that sets the log aside: what it has in hand is then written into the new one."""
+    """Also for one that rotates the log: the line then goes to the new file."""
     audit.begin("up", "first", {})
     held = os.open(audit.path, os.O_RDWR)
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -157,10 +156,10 @@ def test_a_writer_waits_for_another(audit: Audit) -> None:
     assert [entry.action for entry in audit.entries(9)] == ["first", "second"]
 
 
-def test_the_commands_are_written_down(
+def test_commands_are_audited_without_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What they made and what was refused; without the key."""
+    """Created keys and rejected commands are logged, without the key itself."""
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     assert run(["audit"]) == 0
     assert capsys.readouterr().out == "nothing yet\n"
@@ -182,10 +181,9 @@ def test_the_commands_are_written_down(
     assert "keys create  done" in capsys.readouterr().out
 
 
-def test_a_key_is_not_made_when_it_cannot_be_told(
+def test_a_key_is_not_created_if_it_cannot_be_audited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No key without a line."""
     home = Home(tmp_path)
     home.audit.mkdir()
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path))

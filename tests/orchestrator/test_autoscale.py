@@ -52,22 +52,21 @@ def decide(history: History, *models: ModelNow, now: float = 1000.0, hosts: int 
     return autoscale(history, FleetNow(models, (HOST,) * hosts), now)
 
 
-def test_a_model_whose_slots_do_not_suffice_grows_by_one_and_says_why() -> None:
-    """Growth is one replica at a time, and its reason has the numbers."""
+def test_a_model_without_enough_slots_grows_by_one_replica_with_a_reason() -> None:
+    """The reason has the numbers."""
     targets = decide(busy({"chat": 1.0}), chat(target=1))
     assert targets.counts == {"chat": 2}
     assert "1 to 2: 1.00 requests per second of" in targets.reasons["chat"]
     assert "on 8 free cores" in targets.reasons["chat"]
 
 
-def test_an_idle_replica_stays_while_nobody_needs_its_cores() -> None:
-    """Cores that nobody asks for are kept warm."""
+def test_an_idle_replica_stays_until_its_cores_are_needed() -> None:
     history = busy({"chat": 0.0}, 300.0, busy({"chat": 1.0}), 600.0)
     assert decide(history, chat(target=3, max=3, idle_s=900.0), now=900.0).counts == {"chat": 3}
 
 
-def test_an_idle_model_gives_its_cores_to_one_that_serves_more_there() -> None:
-    """An idle replica ends as soon as another model serves more on its cores, with a reason for both."""
+def test_an_idle_model_loses_its_cores_to_one_that_serves_more_there() -> None:
+    """Both changes have a reason."""
     history = busy({"chat": 0.0, "code": 2.0}, 600.0, busy({"chat": 0.2, "code": 2.0}, 60.0), 60.0)
     targets = decide(history, chat(target=1), chat("code", target=2, cores=8))
     assert targets.counts == {"chat": 0, "code": 3}
@@ -76,26 +75,25 @@ def test_an_idle_model_gives_its_cores_to_one_that_serves_more_there() -> None:
 
 
 def test_a_replica_stays_for_twice_its_load_time() -> None:
-    """Nobody gets the cores of a replica that has just become ready."""
+    """A replica that has just become ready is not removed for another model."""
     history = busy({"chat": 0.0, "code": 2.0})
     kept = decide(history, chat(target=1, since=950.0), chat("code", target=2))
     assert kept.counts == {"chat": 1, "code": 2}
     assert kept.reasons["code"].startswith("held back: no cores that serve less elsewhere")
 
 
-def test_a_replica_that_starts_costs_nobody_its_start() -> None:
-    """What loads is not ended for another model."""
+def test_a_loading_replica_is_not_removed_for_another_model() -> None:
     history = busy({"chat": 0.0, "code": 2.0})
     assert decide(history, chat(target=1, starting=1), chat("code", target=2)).counts == {"chat": 1, "code": 2}
 
 
-def test_two_models_with_the_same_demand_do_not_take_each_other_s_cores() -> None:
-    """What is gained elsewhere must be clearly more than what is lost."""
+def test_two_models_with_equal_demand_do_not_take_cores_from_each_other() -> None:
+    """The gain must clearly exceed the loss."""
     history = busy({"chat": 0.3, "code": 0.3})
     assert decide(history, chat(target=1), chat("code", target=2)).counts == {"chat": 1, "code": 2}
 
 
-def test_at_most_two_replicas_end_for_others_in_one_decision() -> None:
+def test_at_most_two_replicas_are_removed_for_others_in_one_decision() -> None:
     """A large change takes several decisions."""
     idle = [chat(f"idle-{i}", target=1) for i in range(6)]
     eager = [chat(f"eager-{i}", target=0) for i in range(6)]
@@ -113,9 +111,10 @@ def test_the_first_request_wakes_a_model_at_zero() -> None:
     assert "started for waiting requests" in targets.reasons["chat"]
 
 
-def test_requests_that_each_give_up_wait_together() -> None:
-    """Where each is refused after 20 s, a model that serves none for five minutes still goes before the second replicas
-    of others; one that was served meanwhile, or that nobody asks any more, does not."""
+def test_requests_that_gave_up_count_as_one_long_wait() -> None:
+    """If each is rejected after 20 s, a model without replicas for five minutes still comes before second replicas of
+    others; a model that was served meanwhile, or has no more requests, does not.
+    """
     history = busy({"hot": 1.0, "cold": 0.0}, 300.0)
     models = chat("hot", target=3), chat("cold", target=0, since=None, first_ready_at=None)
     first_woken = None
@@ -136,8 +135,8 @@ def test_requests_that_each_give_up_wait_together() -> None:
     assert silent.unserved_s("cold", 750.0) == 0.0
 
 
-def test_a_model_that_wakes_does_not_jump_to_its_max() -> None:
-    """While none of its replicas is ready, the first burst's samples start two of them at most."""
+def test_a_starting_model_does_not_jump_to_its_max() -> None:
+    """While none of its replicas is ready, the first burst starts at most two of them."""
     history, target = History(), 0
     for tick in range(1, 7):
         history = history.after(5.0 * tick, {"chat": Load(5.0, arrived=100, waiting=100 * tick)})
@@ -146,8 +145,8 @@ def test_a_model_that_wakes_does_not_jump_to_its_max() -> None:
     assert target == 2
 
 
-def test_a_model_nobody_asks_goes_to_zero_after_its_idle_time() -> None:
-    """Only requests count, and the clock starts when a replica was ready first."""
+def test_a_model_without_requests_scales_to_zero_after_its_idle_time() -> None:
+    """Only requests count, and the time starts with its first ready replica."""
     model = chat(target=1, idle_s=600.0, first_ready_at=500.0)
     assert decide(History(), model, now=1000.0).counts == {"chat": 1}
     gone = decide(History(), model, now=1101.0)
@@ -155,13 +154,13 @@ def test_a_model_nobody_asks_goes_to_zero_after_its_idle_time() -> None:
     assert gone.reasons["chat"] == "1 to 0: no request for 601 s (idle_s 600)"
 
 
-def test_a_model_with_a_min_never_goes_to_zero() -> None:
-    """Idle time is for models of min 0."""
+def test_a_model_with_a_min_never_scales_to_zero() -> None:
+    """Idle time applies to models with min 0."""
     assert decide(History(), chat(target=2, min=1, idle_s=60.0), now=5000.0).counts["chat"] == 2
 
 
-def test_what_somebody_has_scaled_by_hand_stays() -> None:
-    """An override goes over demand, idle time and min."""
+def test_a_manual_scale_overrides_the_autoscaler() -> None:
+    """It takes precedence over demand, idle time and min."""
     history = busy({"chat": 3.0})
     assert decide(history, chat(target=1, min=2, override=1)).counts == {"chat": 1}
     assert decide(History(), chat(target=1, override=1, idle_s=1.0), now=5000.0).counts == {"chat": 1}
@@ -174,28 +173,28 @@ def test_a_schedule_that_raises_min_starts_replicas() -> None:
     assert decide(busy({"chat": 3.0}), chat(target=3, max=1)).counts == {"chat": 1}
 
 
-def test_a_higher_priority_takes_what_it_needs_from_a_lower_one() -> None:
-    """Strictly: even where the lower one would serve more there, and even below its min."""
+def test_a_higher_priority_takes_needed_cores_from_a_lower_one() -> None:
+    """Strictly: even if the lower one would serve more there, and even below its min."""
     history = busy({"vip": 1.0, "bulk": 3.0})
     targets = decide(history, chat("vip", target=1, priority=1), chat("bulk", target=2, min=2))
     assert targets.counts == {"vip": 2, "bulk": 1}
 
 
-def test_a_lower_priority_gets_only_what_a_higher_one_does_not_need() -> None:
-    """A flood of a lower priority costs a higher one none of the replicas that its load does not fit without."""
+def test_a_lower_priority_gets_only_spare_cores_of_a_higher_one() -> None:
+    """Its overload never costs a higher priority a replica that its load needs."""
     history = busy({"vip": 0.5, "bulk": 9.0})
     targets = decide(history, chat("vip", target=2, priority=1), chat("bulk", target=1))
     assert targets.counts["vip"] >= 2
 
 
-def test_a_min_goes_before_what_others_of_the_priority_have_beyond_theirs() -> None:
-    """A model without its min gets cores from one above its own, whatever that one serves."""
+def test_a_min_precedes_replicas_beyond_the_min_of_equal_priority() -> None:
+    """A model below its min gets cores from one above its own, whatever that one serves."""
     targets = decide(busy({"code": 3.0}), chat(target=0, min=1), chat("code", target=3))
     assert targets.counts == {"chat": 1, "code": 2}
 
 
-def test_cores_that_cost_are_taken_only_where_it_pays() -> None:
-    """On a host with a price a replica starts only for requests that are worth it, and it ends first."""
+def test_priced_cores_are_used_only_if_they_pay_off() -> None:
+    """A replica on a priced host starts only if its requests are worth it, and is removed first."""
     history = busy({"chat": 1.0})
     places = ((0, 0), (0, 8), (0, 16))
     hosts = (HOST, (24, 2.0))
@@ -213,32 +212,32 @@ def test_cores_that_cost_are_taken_only_where_it_pays() -> None:
     assert count(paid, busy({"chat": 0.05})) == 3
 
 
-def test_room_in_pieces_is_no_room() -> None:
-    """Cores that are free but not in a row take no replica: the target waits."""
+def test_scattered_free_cores_are_not_room() -> None:
+    """Free cores that are not contiguous hold no replica: the target waits."""
     small = [chat(f"small-{i}", target=1, cores=4, min=1, max=1, places=((0, 8 * i),)) for i in range(3)]
     targets = decide(busy({"chat": 1.0}), chat(target=0), *small)
     assert targets.counts["chat"] == 0
     assert targets.reasons["chat"].startswith("held back")
 
 
-def test_a_model_that_the_planner_finds_no_room_for_does_not_grow_further() -> None:
-    """What the planner could not place counts."""
+def test_a_model_without_room_does_not_grow_further() -> None:
+    """As reported by the planner."""
     assert decide(busy({"chat": 3.0}), chat(target=2, reachable=1), hosts=2).counts == {"chat": 2}
 
 
-def test_when_a_host_is_lost_the_targets_fit_what_is_left() -> None:
-    """Cut from the lowest priority, what is beyond min first."""
+def test_after_the_loss_of_a_host_the_targets_fit_the_rest() -> None:
+    """They are cut from the lowest priority, beyond min first."""
     targets = decide(History(), chat("a", target=2, min=1), chat("b", target=2, min=1, priority=1), chat("c", target=2))
     assert targets.counts == {"a": 1, "b": 2, "c": 0}
 
 
-def test_models_without_cores_share_none() -> None:
-    """A model on the CPU grows whatever the cores are."""
+def test_models_without_cores_do_not_compete_for_cores() -> None:
+    """A model on the CPU grows regardless of the cores."""
     assert decide(busy({"chat": 1.0}), chat(target=1, cores=0), hosts=0).counts == {"chat": 2}
 
 
-def test_a_steady_burst_is_told_from_noise() -> None:
-    """A short average is believed as far as it is off the longer ones by more than chance."""
+def test_a_steady_burst_is_distinguished_from_noise() -> None:
+    """A short average counts as far as its difference from the longer ones exceeds chance."""
     quiet = busy({"chat": 0.2}, 1800.0)
     once = quiet.after(1805.0, {"chat": Load(5.0, arrived=4)}).forecast("chat")
     often = busy({"chat": 3.0}, 60.0, quiet, 1800.0).forecast("chat")
@@ -280,8 +279,8 @@ def test_the_idle_time_begins_when_the_last_answer_ends() -> None:
     assert decide(history, model, now=1405.0).counts == {"chat": 0}
 
 
-def test_a_long_load_is_no_idle_time_for_the_request_that_asked_for_it() -> None:
-    """The clock starts at the first ready replica, although the last request came before."""
+def test_a_long_load_is_not_idle_time_for_its_request() -> None:
+    """The time starts with the first ready replica, although the last request came earlier."""
     history = History().after(100.0, {"chat": Load(5.0, arrived=1)})
     model = chat(target=1, idle_s=600.0, first_ready_at=500.0)
     assert decide(history, model, now=1099.0).counts == {"chat": 1}
@@ -289,22 +288,22 @@ def test_a_long_load_is_no_idle_time_for_the_request_that_asked_for_it() -> None
 
 
 def test_a_replica_that_loads_fast_stays_for_its_warm_up() -> None:
-    """30 s at least: what is measured until then tells of its start."""
+    """At least 30 s: until then measurements reflect its start."""
     history = busy({"chat": 0.0, "code": 2.0})
     young, old = chat(target=1, load_s=5.0, since=971.0), chat(target=1, load_s=5.0, since=970.0)
     assert decide(history, young, chat("code", target=2)).counts == {"chat": 1, "code": 2}
     assert decide(history, old, chat("code", target=2)).counts == {"chat": 0, "code": 3}
 
 
-def test_cores_move_for_more_than_two_and_a_half_times_what_they_served() -> None:
-    """A model that would serve somewhat more on another's cores does not get them."""
+def test_cores_move_for_more_than_two_and_a_half_times_their_value() -> None:
+    """A model that would serve slightly more on another's cores does not get them."""
     models = (chat(target=1), chat("code", target=2))
     assert decide(busy({"chat": 0.4, "code": 1.0}), *models).counts == {"chat": 1, "code": 2}
     assert decide(busy({"chat": 0.1, "code": 1.0}), *models).counts == {"chat": 0, "code": 3}
 
 
-def test_what_takes_long_to_load_gets_no_cores_for_a_gain_that_is_less_by_then() -> None:
-    """The same demand: while a replica loads it serves nothing, and what it replaces would have."""
+def test_a_long_load_reduces_the_gain_of_moved_cores() -> None:
+    """With the same demand: while a replica loads it serves nothing, and the replaced one would have served."""
     history = busy({"chat": 0.2, "code": 1.5})
     fast, slow = (chat("code", target=2, load_s=load_s) for load_s in (1.0, 60.0))
     assert decide(history, chat(target=1), fast).counts == {"chat": 0, "code": 3}
@@ -312,7 +311,7 @@ def test_what_takes_long_to_load_gets_no_cores_for_a_gain_that_is_less_by_then()
 
 
 def test_a_higher_priority_gives_up_a_replica_only_if_its_load_fits_on_one_fewer() -> None:
-    """The test on N-1: what has no load to spare keeps what it has, though it asks for no more."""
+    """The N-1 test: a model without spare capacity keeps its replicas, even if it does not need more."""
     vip, bulk = chat("vip", target=2, priority=1), chat("bulk", target=1)
     assert decide(busy({"vip": 0.1, "bulk": 1.5}), vip, bulk).counts == {"vip": 1, "bulk": 2}
     assert decide(busy({"vip": 0.25, "bulk": 1.5}), vip, bulk).counts == {"vip": 2, "bulk": 1}
@@ -325,8 +324,8 @@ def waited(seconds: float) -> History:
     return busy({"chat": 0.0, "code": 2.0}).after(605.0, {"chat": waits, "code": served})
 
 
-def test_after_a_minute_of_waiting_the_first_replica_goes_before_a_second_one_of_others() -> None:
-    """Whatever those serve; but not before the only one of another."""
+def test_after_a_minute_of_waiting_a_first_replica_precedes_second_replicas() -> None:
+    """Whatever those serve, but not before the only replica of another model."""
     model = chat(target=0)
     assert decide(waited(59.0), model, chat("code", target=3), now=605.0).counts == {"chat": 0, "code": 3}
     assert decide(waited(61.0), model, chat("code", target=3), now=605.0).counts == {"chat": 1, "code": 2}
@@ -334,8 +333,7 @@ def test_after_a_minute_of_waiting_the_first_replica_goes_before_a_second_one_of
     assert alone.counts == {"chat": 0, "code": 1}
 
 
-def test_the_last_replica_of_a_model_that_requests_wait_for_does_not_end_for_a_second_one() -> None:
-    """Whatever the other would serve there."""
+def test_the_last_replica_of_a_model_with_waiting_requests_is_not_removed_for_a_second_one() -> None:
     history = busy({"chat": 0.0, "code": 3.0})
     served = Load(5.0, arrived=15, ended=15, slot_s=120.0)
     models = (chat(target=1), chat("code", target=2))
@@ -353,16 +351,16 @@ def on_paid(history: History, model: ModelNow) -> int:
     return autoscale(history, FleetNow((model,), (HOST, (24, 2.0))), 1000.0).counts["chat"]
 
 
-def test_without_a_worth_cores_that_cost_are_taken_and_kept_only_while_the_load_needs_them() -> None:
-    """What fits on the hosts without a price starts nothing there; what does not keeps what it has."""
+def test_without_a_worth_priced_cores_are_used_only_while_the_load_needs_them() -> None:
+    """A load that fits on hosts without a price starts no replica there; otherwise the model keeps what it has."""
     full, paid = chat(target=3, places=PLACES), chat(target=4, places=(*PLACES, (1, 0)))
     assert decide(busy({"chat": 0.9}), full, hosts=2).counts["chat"] == 4
     assert on_paid(busy({"chat": 0.9}), full) == 3
     assert on_paid(busy({"chat": 1.2}), paid) == 4
 
 
-def test_nothing_is_to_spare_while_requests_wait() -> None:
-    """Cores that cost are not given back then, whatever the forecast says."""
+def test_no_capacity_is_spare_while_requests_wait() -> None:
+    """Priced cores are not given up then, whatever the forecast."""
     paid = chat(target=4, places=(*PLACES, (1, 0)))
     quiet = busy({"chat": 0.05})
     assert on_paid(quiet.after(605.0, {"chat": Load(5.0)}), paid) == 3
@@ -381,50 +379,49 @@ def test_a_replica_that_costs_ends_when_it_is_clearly_not_worth_it() -> None:
     assert on_paid(history, full) == 3
 
 
-def test_what_a_model_asked_for_at_its_busiest_is_remembered_for_an_hour() -> None:
-    """It is part of the forecast when the averages have forgotten, and fades."""
+def test_the_peak_demand_of_a_model_is_remembered_for_an_hour() -> None:
+    """It is part of the forecast after the averages have decayed, and decays, too."""
     burst = busy({"chat": 3.0}, 300.0)
     assert busy({"chat": 0.0}, 600.0, burst, 300.0).forecast("chat").rates[-1] > 2.0
     assert busy({"chat": 0.0}, 7200.0, burst, 300.0).forecast("chat").rates[-1] < 0.5
 
 
-def test_with_an_objective_for_each_token_only_four_fifths_of_the_slots_count() -> None:
-    """Each prompt that is read stops the tokens of the others."""
+def test_with_a_tpot_objective_only_80_percent_of_the_slots_count() -> None:
+    """Each prefill stalls the tokens of the other requests."""
     guess = busy({"chat": 1.0}).forecast("chat")
     assert ServiceCapacity(guess, 5, 5.0, True, RULES).of(3) == ServiceCapacity(guess, 4, 5.0, False, RULES).of(3)
 
 
 def test_a_load_fits_if_that_of_the_last_minutes_would() -> None:
-    """Not that of the hour: a burst that is under way is not spread over it."""
+    """Not that of the last hour: a current burst is not averaged over it."""
     burst = busy({"chat": 4.0}, 60.0, busy({"chat": 0.1}, 3600.0), 3600.0).forecast("chat")
     worth = ServiceCapacity(burst, 4, 5.0, False, RULES)
     assert not worth.fits(math.ceil(burst.rates[3] * burst.service_s / 4) + 1)
     assert worth.fits(math.ceil(burst.rates[0] * burst.service_s / 4) + 2)
 
 
-def test_the_gain_of_a_replica_is_the_best_mean_of_the_next_ones() -> None:
-    """Where the first of several serves nothing in time yet, the model still grows."""
+def test_the_gain_of_a_replica_is_the_best_mean_of_the_next_replicas() -> None:
+    """The model still grows if the first of several serves nothing in time."""
     worth = ServiceCapacity(busy({"chat": 4.0}).forecast("chat"), 4, 5.0, False, RULES)
     assert worth.gain(5, 9) == pytest.approx((worth.of(9) - worth.of(5)) / 4)
     assert worth.gain(5, 9) > 2 * worth.gain(5, 6)
 
 
-def test_who_may_wait_longer_waits_more_seldom_too_long() -> None:
-    """The part of the requests that is late falls with the slack."""
+def test_a_longer_allowed_wait_reduces_the_fraction_of_late_requests() -> None:
     late = [delayed(10.0, 1.0, 16.0, 8.0, slack) for slack in (0.0, 2.0, 10.0)]
     assert late == sorted(late, reverse=True)
     assert late[1] < late[0] / 2
 
 
-def test_of_lower_priorities_those_above_their_min_end_first() -> None:
-    """Even where one at its min serves nothing."""
+def test_among_lower_priorities_replicas_above_min_are_removed_first() -> None:
+    """Even if one at its min serves nothing."""
     models = (chat("vip", target=1, priority=1), chat("least", target=1, min=1), chat("bulk", target=1))
     counts = decide(busy({"vip": 1.0, "bulk": 0.3}), *models).counts
     assert counts == {"vip": 2, "least": 1, "bulk": 0}
 
 
-def test_the_min_of_a_lower_priority_goes_only_for_a_load_that_does_not_fit() -> None:
-    """What would merely be better with one more takes what is above min, and no min."""
+def test_the_min_of_a_lower_priority_is_removed_only_for_a_load_that_does_not_fit() -> None:
+    """A mere improvement takes replicas above min only."""
     vip, history = chat("vip", target=2, priority=1), busy({"vip": 0.5})
     assert decide(history, vip, chat("least", target=1, min=1)).counts == {"vip": 2, "least": 1}
     assert decide(history, vip, chat("least", target=1, min=0)).counts == {"vip": 3, "least": 0}
@@ -432,21 +429,21 @@ def test_the_min_of_a_lower_priority_goes_only_for_a_load_that_does_not_fit() ->
 
 
 def test_free_cores_go_to_the_model_that_serves_more_there() -> None:
-    """One replica fits, and the name of the other comes first."""
+    """One replica fits, and the other model's name comes first."""
     counts = decide(busy({"first": 6.0, "second": 1.0}), chat("first", target=1), chat("second", target=1)).counts
     assert counts == {"first": 1, "second": 2}
 
 
-def test_only_a_request_starts_a_model_again_that_went_to_zero() -> None:
-    """What is left of the forecast does not, though the cores are free."""
+def test_only_a_request_restarts_a_model_that_scaled_to_zero() -> None:
+    """A decaying forecast does not, even if cores are free."""
     history = busy({"chat": 0.0}, 605.0, busy({"chat": 3.0}, 600.0), 600.0)
     assert decide(history, chat(target=0, idle_s=600.0), now=1205.0).counts == {"chat": 0}
     asked = history.after(1210.0, {"chat": Load(5.0, arrived=1, waiting=1)})
     assert decide(asked, chat(target=0, idle_s=600.0), now=1210.0).counts == {"chat": 1}
 
 
-def test_a_replica_that_waits_for_its_cores_is_not_ended_and_one_given_up_is() -> None:
-    """The first has not had its time yet, and the other has had it."""
+def test_a_replica_that_waits_for_cores_is_not_removed_but_a_given_up_one_is() -> None:
+    """The former has not had its time yet, the latter has."""
     history = busy({"chat": 0.0, "code": 2.0})
     waits = replace(chat(target=1), ready=0, since=None)
     assert decide(history, waits, chat("code", target=2)).counts == {"chat": 1, "code": 2}
@@ -454,8 +451,8 @@ def test_a_replica_that_waits_for_its_cores_is_not_ended_and_one_given_up_is() -
     assert decide(history, failed, chat("code", target=2)).counts == {"chat": 0, "code": 3}
 
 
-def test_the_shorter_objective_counts_and_of_ttft_what_reading_leaves() -> None:
-    """The same load needs a replica more where requests may wait less."""
+def test_the_shorter_objective_counts_minus_the_prefill_time_for_ttft() -> None:
+    """The same load needs one more replica if requests may wait less."""
     history = busy({"chat": 0.75})
 
     def count(objectives: Objectives, prefill_s: float = 0.1) -> int:
@@ -473,12 +470,12 @@ def test_a_model_that_loads_for_longer_than_the_horizon_grows_too() -> None:
 
 
 def test_a_replica_that_would_serve_less_than_one_request_is_not_started() -> None:
-    """Nor a second one for a few requests an hour, though the cores are free."""
+    """Nor a second one for a few requests an hour, even if cores are free."""
     assert decide(busy({"chat": 0.005}, 3600.0), chat(target=1)).counts == {"chat": 1}
 
 
-def test_long_waits_take_no_cores_for_a_second_replica() -> None:
-    """Only a model without any goes before the others."""
+def test_long_waits_get_cores_for_a_first_replica_only() -> None:
+    """Only a model without replicas precedes the others."""
     served = Load(5.0, arrived=3, ended=3, slot_s=24.0)
     waits = Load(5.0, arrived=2, ended=2, slot_s=16.0, waiting=1, longest_wait_s=90.0)
     late = busy({"chat": 0.4, "code": 0.6}).after(605.0, {"chat": waits, "code": served})
