@@ -70,21 +70,20 @@ def problem(answer: httpx.Response) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("path", "body", "call"), ASKED, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_post_asks_the_fleet(
+def test_a_post_passes_every_field_and_the_caller_to_the_fleet(
     path: str, body: dict[str, Any], call: tuple[Any, ...], admin: LiveAdmin, http: httpx.Client
 ) -> None:
-    """With every field of the body, and who asks."""
     assert http.post(path, json=body).status_code == 200
     assert admin.fleet.calls == [call]
 
 
-def test_every_post_is_tried() -> None:
-    """But `down`, which has a test of its own."""
+def test_every_post_route_calls_its_operation() -> None:
+    """Except `down`, which has a separate test."""
     assert {f"/{path}" for path, _, _ in ASKED} == {r.path for r in ROUTES if r.method == "POST"} - {"/down"}
 
 
-def test_every_verb_of_the_fleet_has_a_route(admin: LiveAdmin, http: httpx.Client) -> None:
-    """Asking each route once reaches every operation."""
+def test_every_operation_has_a_route(admin: LiveAdmin, http: httpx.Client) -> None:
+    """One call of each route reaches every method of Operations."""
     verbs = {name for name, member in inspect.getmembers(Operator, callable) if not name.startswith("_")}
     reached: set[str] = set()
     for verb in verbs:
@@ -112,8 +111,7 @@ def test_a_route_passes_what_its_operation_takes(route: AdminRoute) -> None:
     assert passed == inspect.signature(route.operation).parameters.keys() - {"self"} - optional
 
 
-def test_what_a_get_gives(admin: LiveAdmin, http: httpx.Client) -> None:
-    """The fleet's own words."""
+def test_a_get_returns_the_fleets_response_unchanged(admin: LiveAdmin, http: httpx.Client) -> None:
     assert http.get("status").json() == admin.fleet.status()
     assert http.get("rollout").json() == admin.fleet.rollout()
     assert http.get("revisions").json() == admin.fleet.revisions()
@@ -124,20 +122,20 @@ def test_what_a_get_gives(admin: LiveAdmin, http: httpx.Client) -> None:
     assert http.get("config").json() == admin.fleet.config()
 
 
-def test_the_spec_is_the_running_revisions(admin: LiveAdmin, http: httpx.Client) -> None:
-    """With its number, which is the index of an `apply` that shall change no other."""
+def test_the_spec_route_returns_the_running_revision(admin: LiveAdmin, http: httpx.Client) -> None:
+    """With its index, for a conditional `apply`."""
     assert http.get("spec").json() == {"file": "old.yaml", "base_dir": "/specs", "text": SPEC, "revision": 3}
 
 
-def test_down_tells_the_daemon(admin: LiveAdmin, http: httpx.Client) -> None:
-    """At once, with 202."""
+def test_down_notifies_the_daemon_at_once(admin: LiveAdmin, http: httpx.Client) -> None:
+    """The response is 202."""
     assert http.post("down").status_code == 202
     assert admin.downs == 1
 
 
 @pytest.mark.parametrize("token", ["", "Bearer wrong", TOKEN, f"bearer {TOKEN}x"])
-def test_nothing_is_told_without_the_token(token: str, admin: LiveAdmin) -> None:
-    """Not even which routes there are."""
+def test_without_the_token_every_route_is_401(token: str, admin: LiveAdmin) -> None:
+    """A client without a token cannot discover routes."""
     for method, path in [*((route.method, route.path) for route in ROUTES), ("GET", "/nope"), ("PUT", "/status")]:
         answer = httpx.request(method, f"{admin.url}{ADMIN_PATH}{path}", headers={"authorization": token})
         assert problem(answer) == (401, "invalid_token")
@@ -165,10 +163,10 @@ def test_nothing_is_told_without_the_token(token: str, admin: LiveAdmin) -> None
         ("load", "", "model"),
     ],
 )
-def test_a_body_that_is_not_understood_is_refused(
+def test_an_invalid_body_is_rejected_with_the_field(
     path: str, body: str, says: str, admin: LiveAdmin, http: httpx.Client
 ) -> None:
-    """With the place of what is wrong, and the fleet is not asked."""
+    """The fleet is not called."""
     answer = http.post(path, content=body.encode(errors="surrogateescape"))
     assert problem(answer) == (400, "invalid_request")
     assert says in answer.json()["error"]["message"]
@@ -190,8 +188,7 @@ def test_a_body_that_is_not_understood_is_refused(
         ("status?x=1", "x"),
     ],
 )
-def test_a_query_that_is_not_understood_is_refused(path: str, says: str, http: httpx.Client) -> None:
-    """As a body is."""
+def test_an_invalid_query_is_rejected_like_a_body(path: str, says: str, http: httpx.Client) -> None:
     answer = http.get(path)
     assert problem(answer) == (400, "invalid_request")
     assert says in answer.json()["error"]["message"]
@@ -203,8 +200,8 @@ def test_the_content_type_does_not_matter(admin: LiveAdmin, http: httpx.Client) 
     assert http.post("load", content='{"model": "chat"}', headers=headers).status_code == 200
 
 
-def test_a_body_may_have_8_mib(admin: LiveAdmin, http: httpx.Client) -> None:
-    """And not a byte more."""
+def test_a_body_is_limited_to_8_mib(admin: LiveAdmin, http: httpx.Client) -> None:
+    """One byte more is rejected."""
     frame = '{"model": ""}'
     assert http.post("load", content=frame.replace('""', f'"{"x" * (MAX_BODY_BYTES - len(frame))}"')).status_code == 200
     assert problem(http.post("load", content=b" " * (MAX_BODY_BYTES + 1))) == (413, "body_too_large")
@@ -219,8 +216,8 @@ def test_an_unknown_route_and_a_wrong_method_are_json_too(http: httpx.Client) ->
     assert "GET" in wrong.headers["allow"]
 
 
-def test_a_refusal_carries_its_status_and_the_specs_problems(admin: LiveAdmin, http: httpx.Client) -> None:
-    """The controller's id is the code."""
+def test_a_rejection_has_its_status_and_the_problems_of_the_spec(admin: LiveAdmin, http: httpx.Client) -> None:
+    """The code is the controller's id."""
     admin.fleet.refusal = bad_spec()
     answer = http.post("apply", json=SENT)
     assert problem(answer) == (422, "spec-invalid")
@@ -231,8 +228,8 @@ def test_a_refusal_carries_its_status_and_the_specs_problems(admin: LiveAdmin, h
     assert answer.json()["error"]["hint"] == "make room"
 
 
-def test_a_bug_is_a_500_and_not_the_end(admin: LiveAdmin, http: httpx.Client) -> None:
-    """Its text stays in the log."""
+def test_a_bug_is_a_500_and_the_api_continues(admin: LiveAdmin, http: httpx.Client) -> None:
+    """The details are in the log only."""
     admin.fleet.refusal = ZeroDivisionError("secret")
     answer = http.post("load", json={"model": "chat"})
     assert problem(answer) == (500, "internal_error")
@@ -244,15 +241,14 @@ def test_a_bug_is_a_500_and_not_the_end(admin: LiveAdmin, http: httpx.Client) ->
 @pytest.mark.parametrize(
     ("given", "by"), [(None, "admin"), ("", "admin"), ("ada@wright", "ada@wright"), ("a" * 500, "a" * 200)]
 )
-def test_who_asks_is_told_to_the_fleet(given: str | None, by: str, admin: LiveAdmin) -> None:
-    """From a header, whose length is bounded."""
+def test_the_callers_name_is_passed_to_the_fleet(given: str | None, by: str, admin: LiveAdmin) -> None:
+    """It comes from a header of bounded length."""
     headers = {"authorization": f"Bearer {TOKEN}"} | ({} if given is None else {"x-corewright-by": given})
     httpx.post(f"{admin.url}{ADMIN_PATH}/rollout/pause", headers=headers)
     assert admin.fleet.calls == [("pause", by)]
 
 
-def test_a_question_for_events_waits_for_the_next_one(admin: LiveAdmin, http: httpx.Client) -> None:
-    """And no longer."""
+def test_a_request_for_events_waits_for_the_next_event(admin: LiveAdmin, http: httpx.Client) -> None:
     answers: list[dict[str, Any]] = []
     asking = threading.Thread(
         target=lambda: answers.append(http.get("events", params={"after": 12, "wait_s": 15}).json())
@@ -267,8 +263,8 @@ def test_a_question_for_events_waits_for_the_next_one(admin: LiveAdmin, http: ht
     assert answers[0]["next"] == 13
 
 
-def test_a_question_for_events_ends_with_its_time(http: httpx.Client) -> None:
-    """Nothing came: an empty page, and the same place to ask from."""
+def test_a_request_for_events_ends_at_its_timeout(http: httpx.Client) -> None:
+    """It returns an empty page with an unchanged cursor."""
     assert http.get("events", params={"after": 12, "wait_s": 0.05}).json() == {"events": [], "next": 12}
 
 
@@ -288,8 +284,8 @@ def keys(value: Any) -> Any:
     return None
 
 
-def test_the_played_fleet_tells_what_a_real_one_tells(tmp_path: Path) -> None:
-    """The same keys: else every test of the command line would prove nothing."""
+def test_the_fake_fleet_returns_the_keys_of_a_real_one(tmp_path: Path) -> None:
+    """Otherwise the tests of the command line would prove nothing."""
     text = SPEC.replace("chat: {engine: echo, tp_degree: 8, replicas: 2}", "chat: {engine: echo, cores: ['0']}")
     asked = text.replace("512", "1024").replace("small: {", "small: {tp_degree: 2, ")
 
@@ -338,8 +334,8 @@ def test_the_document_is_valid_openapi(http: httpx.Client) -> None:
     assert served["openapi"].startswith("3.1")
 
 
-def test_the_document_has_every_route_and_no_other() -> None:
-    """With a summary, an answer, and the refusals."""
+def test_the_openapi_document_has_exactly_the_routes() -> None:
+    """Each with a summary, a response and its errors."""
     told = {
         (method.upper(), path.removeprefix(ADMIN_PATH))
         for path, operations in openapi(ROUTES)["paths"].items()
@@ -353,8 +349,8 @@ def test_the_document_has_every_route_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(("path", "body", "call"), ASKED, ids=lambda value: value if isinstance(value, str) else "")
-def test_the_documents_schema_takes_what_the_api_takes(path: str, body: dict[str, Any], call: Any) -> None:
-    """And refuses a field that it does not know."""
+def test_the_documents_schema_accepts_what_the_api_accepts(path: str, body: dict[str, Any], call: Any) -> None:
+    """It rejects an unknown field."""
     document = openapi(ROUTES)
     schema = document["paths"][f"{ADMIN_PATH}/{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     judge = Draft202012Validator({**schema, "components": document["components"]})
@@ -363,7 +359,7 @@ def test_the_documents_schema_takes_what_the_api_takes(path: str, body: dict[str
 
 
 def test_a_trace_is_read_page_by_page(http: httpx.Client) -> None:
-    """Each page tells where the next begins; a place that no page told, or too large a page, is refused."""
+    """Each page has the cursor of the next; an unknown cursor or too large a page is rejected."""
     first = http.get("trace", params={"limit": 1}).json()
     second = http.get("trace", params={"limit": 1, "after": first["next"]}).json()
     assert [page["requests"][0]["prompt_tokens"] for page in (first, second)] == [10, 20]
@@ -387,7 +383,7 @@ def test_an_endless_header_is_refused(admin: LiveAdmin) -> None:
 
 
 def test_a_query_of_many_fields_is_refused(admin: LiveAdmin) -> None:
-    """To compare 30,000 fields with each other took 28 s."""
+    """Comparing 30,000 fields with each other took 28 s."""
     fields = "&".join(f"f{number}=" for number in range(30_000))
     with Wire(admin.port) as wire:
         wire.offer(asking("GET", f"events?{fields}"))
@@ -430,8 +426,8 @@ def test_the_time_to_the_first_request_is_bounded(monkeypatch: pytest.MonkeyPatc
         admin.close()
 
 
-def test_a_change_goes_on_when_its_client_is_gone(admin: LiveAdmin) -> None:
-    """It is in the audit log, and half of it would be worse than all of it."""
+def test_a_change_continues_after_its_client_disconnects(admin: LiveAdmin) -> None:
+    """It is in the audit log, and must not be left half done."""
     began, ended, goes_on = threading.Event(), threading.Event(), asyncio.Event()
 
     async def load(model: str, by: str) -> dict[str, Any]:
