@@ -482,8 +482,8 @@ def test_long_waits_get_cores_for_a_first_replica_only() -> None:
     assert decide(late, chat(target=1), chat("code", target=2)).counts == {"chat": 1, "code": 2}
 
 
-def test_cores_that_are_promised_to_a_min_are_nobody_else_s() -> None:
-    """The planner may find room for it by moving others: who grows meanwhile leaves so many cores free."""
+def test_cores_reserved_for_a_min_are_not_used_for_growth() -> None:
+    """The planner may find room for it by moving others: a growing model leaves that many cores free."""
     scattered = [chat(f"small-{i}", target=1, cores=4, min=1, max=1, places=((0, 8 * i),)) for i in range(3)]
     eager = [chat(f"eager-{i}", target=0, cores=4) for i in range(2)]
     targets = decide(busy({"eager-0": 1.0, "eager-1": 1.0}), chat(target=1, min=1), *scattered, *eager)
@@ -491,8 +491,8 @@ def test_cores_that_are_promised_to_a_min_are_nobody_else_s() -> None:
     assert sum(targets.counts[one.name] for one in eager) == 1
 
 
-def test_cores_of_others_that_cost_are_taken_only_where_it_pays() -> None:
-    """A higher priority takes none that it would not start on if they were free."""
+def test_priced_cores_of_others_are_taken_only_if_they_pay_off() -> None:
+    """A higher priority takes none on which it would not start if they were free."""
     bulk = chat("bulk", target=1, places=((1, 0),))
     vip = chat("vip", target=3, priority=1, places=PLACES)
 
@@ -504,15 +504,17 @@ def test_cores_of_others_that_cost_are_taken_only_where_it_pays() -> None:
     assert counts(500.0) == {"vip": 4, "bulk": 0}
 
 
-def test_a_replica_that_costs_has_its_least_time_too() -> None:
-    """What was measured before it served tells nothing of its worth."""
+def test_a_priced_replica_has_a_minimum_lifetime_too() -> None:
+    """Measurements from before it served do not show its worth."""
     paid = chat(target=4, places=(*PLACES, (1, 0)), worth_per_1000=0.1)
     assert on_paid(busy({"chat": 1.0}), replace(paid, since=950.0)) == 4
     assert on_paid(busy({"chat": 1.0}), replace(paid, since=900.0)) == 3
 
 
-def test_whose_min_finds_no_cores_is_decided_by_priority() -> None:
-    """Twelve cores are free in pieces: the planner may find room for one of two, and it is the more important one."""
+def test_priority_decides_which_min_gets_scarce_cores() -> None:
+    """Twelve cores are free in pieces: the planner may find room for one of two models, and it is the more important
+    one.
+    """
     small = chat(target=1, cores=4, min=1, max=1, priority=2)
     scattered = [replace(small, name=f"small-{i}", places=((0, 8 * i),)) for i in range(3)]
     models = (chat("a", target=1, min=1), chat("z", target=1, min=1, priority=1))
@@ -520,7 +522,7 @@ def test_whose_min_finds_no_cores_is_decided_by_priority() -> None:
     assert (counts["a"], counts["z"]) == (0, 1)
 
 
-def test_what_is_promised_to_a_min_is_not_taken_together_with_a_lower_priority_s_cores() -> None:
+def test_cores_reserved_for_a_min_are_not_combined_with_those_of_a_lower_priority() -> None:
     """Four free cores and four of a lower priority are room for eight only if the min keeps its eight."""
     scattered = [chat(f"small-{i}", target=1, cores=4, min=1, max=1, priority=3, places=((0, 8 * i),)) for i in (1, 2)]
     third = chat("small-3", target=1, cores=4, min=1, max=1, priority=3, places=((0, 20),))
@@ -531,28 +533,28 @@ def test_what_is_promised_to_a_min_is_not_taken_together_with_a_lower_priority_s
     assert counts["vip"] == 0
 
 
-def test_cores_that_nobody_may_use_are_no_room() -> None:
-    """Nor together with those of others beside them."""
+def test_unusable_cores_are_not_room() -> None:
+    """Nor together with neighbouring cores of other models."""
     idle = chat(target=1, places=((0, 0),))
     fleet = FleetNow((idle, chat("large", target=0, cores=16)), ((16, 0.0),), (frozenset(range(8, 16)),))
     assert autoscale(busy({"chat": 0.0, "large": 3.0}), fleet, 1000.0).counts == {"chat": 1, "large": 0}
 
 
-def test_where_a_spell_of_work_begins_or_ends_is_no_burst() -> None:
-    """Demand that is steady within each spell counts as hardly burstier than Poisson arrivals."""
+def test_the_start_or_end_of_a_busy_period_is_not_a_burst() -> None:
+    """Steady demand within each busy period counts as hardly burstier than Poisson arrivals."""
     spells = busy({"chat": 0.0}, 300.0, busy({"chat": 1.0}, 300.0), 300.0)
     assert busy({"chat": 1.0}, 300.0, spells, 600.0).forecast("chat").dispersion < 1.5
 
 
-def test_small_replicas_start_several_at_once_and_large_ones_one() -> None:
-    """As many as 8 cores hold: a spell of work onto small replicas would else be over before there are enough."""
+def test_several_small_replicas_start_at_once_but_only_one_large_one() -> None:
+    """As many as 8 cores hold: otherwise a busy period on small replicas would be over before there are enough."""
     history = busy({"chat": 4.0})
     grown = {cores: decide(history, chat(target=2, cores=cores), hosts=4).counts["chat"] - 2 for cores in (1, 2, 4, 8)}
     assert grown == {1: 6, 2: 4, 4: 2, 8: 1}
 
 
-def test_of_an_idle_model_only_what_comes_until_it_is_loaded_again_is_lost() -> None:
-    """Fast to load, it gives its cores up where a slow one keeps them, and where it has a request just now."""
+def test_the_loss_of_an_idle_model_is_limited_by_its_load_time() -> None:
+    """A model that loads fast gives up cores that a slow one keeps, and that it keeps itself while it has a request."""
     code = Load(5.0, arrived=5, ended=5, slot_s=40.0)
     history = busy({"chat": 0.3, "code": 1.0}, 600.0)
     idle = history.after(605.0, {"chat": Load(5.0), "code": code})

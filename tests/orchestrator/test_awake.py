@@ -57,8 +57,8 @@ def play(cluster: FakeCluster, story: Callable[[Played], Coroutine[Any, Any, Non
 
 
 @given(parts=st.lists(st.tuples(steps, st.floats(LATE_S + 0.001, 1e6)), max_size=6))
-def test_the_clock_counts_what_the_loop_ran_and_no_pause(parts: list[tuple[list[float], float]]) -> None:
-    """Whatever the order of short steps and pauses."""
+def test_the_clock_counts_the_run_time_of_the_loop_without_pauses(parts: list[tuple[list[float], float]]) -> None:
+    """For any order of short steps and pauses."""
     raw = Raw()
     clock, ran = AwakeClock(raw), 100.0
     for passed, paused in parts:
@@ -84,8 +84,8 @@ views = st.builds(
 
 @settings(max_examples=500)
 @given(view=views, since_pause=st.floats(0.0, 2 * AGAIN_S))
-def test_no_deadline_ends_anything_shortly_after_a_pause(view: ReplicaView, since_pause: float) -> None:
-    """The same snapshot without a pause, or later, is decided as ever."""
+def test_no_deadline_expires_shortly_after_a_pause(view: ReplicaView, since_pause: float) -> None:
+    """The same snapshot without a pause, or later, is decided as usual."""
     target = ReplicaTarget("m", 0, "h", CoreRange(0, 1), "", Placement("m", 0, "h", CoreRange(0, 1), threads=1))
     now = 1000.0
 
@@ -109,7 +109,7 @@ def test_no_deadline_ends_anything_shortly_after_a_pause(view: ReplicaView, sinc
     loading=st.booleans(),
     stepping=st.booleans(),
 )
-def test_whatever_pauses_come_no_healthy_replica_is_ended(
+def test_no_sequence_of_pauses_ends_a_healthy_replica(
     story: list[tuple[float, float]], loading: bool, stepping: bool
 ) -> None:
     """The replicas measure their steps and loads by clocks that count the pauses."""
@@ -140,8 +140,8 @@ def test_whatever_pauses_come_no_healthy_replica_is_ended(
     play(cluster, befall)
 
 
-def test_a_step_that_hangs_is_found_although_the_controller_was_paused(tmp_path: Path) -> None:
-    """Its deadline counts on after the pause."""
+def test_a_hanging_step_is_detected_although_the_controller_was_paused(tmp_path: Path) -> None:
+    """Its deadline continues after the pause."""
     cluster = FakeCluster()
 
     async def story(fleet: Played) -> None:
@@ -160,8 +160,8 @@ def test_a_step_that_hangs_is_found_although_the_controller_was_paused(tmp_path:
     play(cluster, story)
 
 
-def test_a_drain_that_a_pause_interrupts_goes_on() -> None:
-    """The replica's own clock says that the time is over; its requests have had no time."""
+def test_a_drain_continues_after_a_pause() -> None:
+    """The replica's own clock is past the deadline, but its requests had no time to end."""
 
     class Drains(FakeCluster):
         async def drain(self, name: str, timeout_s: float) -> bool:
@@ -207,8 +207,8 @@ def test_a_call_is_late_by_the_time_that_the_loop_ran(paused: float) -> None:
     virtually(live)
 
 
-def test_a_replica_measures_no_longer_than_the_controller_was_awake() -> None:
-    """Its own clock counts the pause, which must count against neither of its deadlines."""
+def test_a_replica_measures_only_the_time_in_which_the_controller_ran() -> None:
+    """Its own clock counts the pause, which must not count towards either of its deadlines."""
     view = ReplicaView("m", 0, 1, "h", None, State.LOADING, 0.0, heard=100.0, step_s=1.0, compile_s=2.0)
     status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=1, started=0.0, step_s=61.0, compile_s=62.0)
     heard = _with_status(view, status, 103.0)

@@ -64,8 +64,8 @@ def closed(requests: int, concurrency: int = 1) -> Load:
 # What is measured is what the server did
 
 
-async def test_times_are_those_of_the_server() -> None:
-    """Each chunk is seen after it was written and before the next one was: both sides share a clock and a loop."""
+async def test_times_match_those_of_the_server() -> None:
+    """Each chunk is received after it was written and before the next one was: both sides share a clock and a loop."""
 
     async def play(exchange: Exchange) -> None:
         await whole(exchange, GAPS)
@@ -85,15 +85,15 @@ async def test_times_are_those_of_the_server() -> None:
         assert one.e2e_s >= sum(GAPS)
 
 
-async def test_connections_are_kept() -> None:
-    """One for each request under way, not one for each request."""
+async def test_connections_are_reused() -> None:
+    """There is one for each concurrent request, not one for each request."""
     found, server = await served(whole, closed(12, concurrency=3))
     assert all(one.ok for one in found.measured)
     assert server.connections <= 4  # one of the search for the target is used again
 
 
-async def test_an_idle_connection_that_the_server_ends_costs_no_request() -> None:
-    """It is made anew."""
+async def test_an_idle_connection_closed_by_the_server_costs_no_request() -> None:
+    """It is opened again."""
 
     async def play(exchange: Exchange) -> None:
         await whole(exchange)
@@ -104,8 +104,8 @@ async def test_an_idle_connection_that_the_server_ends_costs_no_request() -> Non
     assert server.connections >= 5
 
 
-async def test_an_open_loop_sends_at_its_times_whatever_the_server_does() -> None:
-    """Nothing waits for an answer: all are under way when the first is answered."""
+async def test_an_open_loop_sends_on_schedule_regardless_of_the_server() -> None:
+    """All requests are in flight when the first is answered."""
     all_here = asyncio.Event()
 
     async def play(exchange: Exchange) -> None:
@@ -124,8 +124,8 @@ async def test_an_open_loop_sends_at_its_times_whatever_the_server_does() -> Non
     assert all(one.sent >= one.due - 0.002 for one in found.measured)
 
 
-async def test_a_closed_loop_has_never_more_under_way_than_its_concurrency() -> None:
-    """And always that many while there are requests left."""
+async def test_a_closed_loop_never_exceeds_its_concurrency() -> None:
+    """And always reaches it while requests are left."""
     now, most = 0, 0
 
     async def play(exchange: Exchange) -> None:
@@ -139,8 +139,8 @@ async def test_a_closed_loop_has_never_more_under_way_than_its_concurrency() -> 
     assert (most, len(found.measured)) == (4, 20)
 
 
-async def test_a_duration_ends_a_load_and_waits_for_what_runs() -> None:
-    """No answer is thrown away."""
+async def test_a_duration_ends_a_load_after_the_running_requests() -> None:
+    """No answer is discarded."""
 
     async def play(exchange: Exchange) -> None:
         await whole(exchange, (0.05,))
@@ -214,8 +214,8 @@ async def dies(exchange: Exchange) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_a_failure_is_counted_and_the_others_are_measured(play: Play, kind: str) -> None:
-    """Every second request fails in its way; none hangs, and the figures are those of the others."""
+async def test_failures_are_counted_and_the_other_requests_measured(play: Play, kind: str) -> None:
+    """Every second request fails in a different way; none hangs, and the figures are those of the others."""
 
     async def half(exchange: Exchange) -> None:
         number = next(numbers)
@@ -228,8 +228,8 @@ async def test_a_failure_is_counted_and_the_others_are_measured(play: Play, kind
     assert data["ttft_ms"]["count"] == 3
 
 
-async def test_a_server_that_is_gone_is_counted_too() -> None:
-    """It ends between two requests."""
+async def test_a_server_that_exits_is_counted_as_failures() -> None:
+    """It exits between two requests."""
     async with playing() as server, target_of(server) as target:
         target.client.origin = Origin("127.0.0.1", 1, False, "")
         target.client.close()
@@ -269,8 +269,8 @@ def refusing(*names: str) -> Play:
     ],
     ids=",".join,
 )
-async def test_what_a_server_refuses_is_left_out_and_told(names: tuple[str, ...]) -> None:
-    """No more than that, where a single field is to blame."""
+async def test_fields_that_a_server_rejects_are_omitted_and_reported(names: tuple[str, ...]) -> None:
+    """Only the field that causes the rejection."""
     told: list[str] = []
     async with playing(refusing(*names)) as server, target_of(server, say=told.append) as target:
         found = await serve(target, closed(2), Lengths.parse("30:4"), None, quiet)
@@ -281,8 +281,8 @@ async def test_what_a_server_refuses_is_left_out_and_told(names: tuple[str, ...]
     assert len(found.refused) == len(told) == len(names)
 
 
-async def test_texts_are_as_long_as_the_server_counts() -> None:
-    """Without token ids: one token for each word here, and one for the beginning."""
+async def test_texts_have_the_requested_length_as_counted_by_the_server() -> None:
+    """Without token ids: one token for each word here, and one for the start."""
     async with playing(refusing("token_ids")) as server, target_of(server) as target:
         prompt, tokens = await target.exact_prompt(0, 77)
         assert tokens == 77
@@ -291,8 +291,8 @@ async def test_texts_are_as_long_as_the_server_counts() -> None:
         assert prompt_tokens(server.seen[-1].asked) == 50
 
 
-async def test_a_chat_is_as_long_as_the_server_counts_with_its_template() -> None:
-    """By `/tokenize` where there is one."""
+async def test_a_chat_has_the_requested_length_including_its_template() -> None:
+    """By `/tokenize` if the server has it."""
 
     async def play(exchange: Exchange) -> None:
         if exchange.path == "/tokenize":
@@ -306,8 +306,8 @@ async def test_a_chat_is_as_long_as_the_server_counts_with_its_template() -> Non
     assert [exchange.path for exchange in server.seen].count("/tokenize") >= 3
 
 
-async def test_a_text_is_searched_for_where_words_differ_in_their_tokens() -> None:
-    """Every seventh word beyond the hundredth has two: a line through two measurements misses."""
+async def test_a_text_is_searched_for_if_words_differ_in_their_tokens() -> None:
+    """Every seventh word beyond the hundredth has two tokens: a line through two measurements misses."""
 
     async def play(exchange: Exchange) -> None:
         words = prompt_tokens(exchange.asked)
@@ -324,7 +324,7 @@ async def test_a_text_is_searched_for_where_words_differ_in_their_tokens() -> No
             assert abs(tokens - wanted) <= 1
 
 
-async def test_a_text_that_cannot_be_exact_comes_near_and_says_so() -> None:
+async def test_a_text_without_an_exact_length_is_close_and_reported() -> None:
     """Three tokens for each word."""
 
     async def play(exchange: Exchange) -> None:
@@ -342,8 +342,9 @@ async def test_a_text_that_cannot_be_exact_comes_near_and_says_so() -> None:
     ("models", "model", "id"),
     [([], None, "bench-model-unknown"), (["a", "b"], None, "bench-model-unknown"), (["a"], "b", "bench-model-unknown")],
 )
-async def test_a_model_that_is_not_clear_is_told(models: list[str], model: str | None, id: str) -> None:
-    """With those that there are."""
+async def test_an_ambiguous_model_is_reported_with_the_available_models(
+    models: list[str], model: str | None, id: str
+) -> None:
     async with playing(models=[{"id": name} for name in models]) as server:
         with pytest.raises(Failed) as failed:
             async with target_of(server, model=model):
@@ -351,9 +352,7 @@ async def test_a_model_that_is_not_clear_is_told(models: list[str], model: str |
     assert failed.value.problem.id == id
 
 
-async def test_a_key_is_sent_and_its_refusal_told() -> None:
-    """As a bearer token."""
-
+async def test_a_key_is_sent_as_a_bearer_token_and_its_rejection_reported() -> None:
     async def play(exchange: Exchange) -> None:
         if exchange.headers.get("authorization") == "Bearer right":
             await whole(exchange)
@@ -370,8 +369,8 @@ async def test_a_key_is_sent_and_its_refusal_told() -> None:
     assert "401: who are you" in failed.value.problem.what
 
 
-async def test_a_servers_certificate_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the authorities of SSL_CERT_FILE, when that is set."""
+async def test_a_servers_certificate_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the authorities of SSL_CERT_FILE, if it is set."""
     authority = Authority(tmp_path)
     pair = authority.sign("server")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -388,8 +387,8 @@ async def test_a_servers_certificate_is_checked(tmp_path: Path, monkeypatch: pyt
     assert [one.error for one in found.measured] == [None] * 4
 
 
-async def test_a_server_that_counts_no_tokens_is_told() -> None:
-    """A text's length is not known then."""
+async def test_a_server_that_counts_no_tokens_is_an_error() -> None:
+    """The length of a text is unknown then."""
 
     async def play(exchange: Exchange) -> None:
         if exchange.asked.get("stream"):
@@ -414,8 +413,8 @@ async def swept(play: Play, length: int = 16, batches: tuple[int, ...] = (1, 3))
         return await sweep(target, length, batches, 2, quiet), server
 
 
-async def test_a_sweep_sends_exactly_the_wanted_lengths() -> None:
-    """A quarter, a half, three quarters; each with what is missing to the whole."""
+async def test_a_sweep_sends_exactly_the_requested_lengths() -> None:
+    """A quarter, a half, three quarters, each with the rest as output."""
     found, server = await swept(whole)
     sent = [(len(exchange.asked["prompt"]), exchange.asked["max_tokens"]) for exchange in server.seen]
     assert sent == [pair for batch in (1, 3) for pair in [(4, 12), (8, 8), (12, 4)] for _ in range(2 * batch)]
@@ -425,8 +424,8 @@ async def test_a_sweep_sends_exactly_the_wanted_lengths() -> None:
     assert [cell.output_tokens for cell in found.cells] == [12, 8, 4, 12, 8, 4]
 
 
-async def test_a_batchs_latency_is_that_of_its_slowest() -> None:
-    """From before the first request was read until after the last answer was written."""
+async def test_the_latency_of_a_batch_is_that_of_its_slowest_request() -> None:
+    """From before the first request is read until after the last answer is written."""
 
     async def play(exchange: Exchange) -> None:
         await whole(exchange, (0.04 if len(server_seen) % 3 == 0 else 0.0,))
@@ -445,8 +444,8 @@ async def test_a_batchs_latency_is_that_of_its_slowest() -> None:
             assert max(took, 0.04) <= each.latency_s <= took + SOON_S / 10
 
 
-async def test_answers_that_end_early_are_told_with_what_came() -> None:
-    """The rate is that of the tokens that really came."""
+async def test_answers_that_end_early_are_counted_with_their_actual_tokens() -> None:
+    """The rate is that of the received tokens."""
 
     async def play(exchange: Exchange) -> None:
         exchange.begin()
@@ -509,7 +508,7 @@ def test_serving_prints_data_on_stdout_and_progress_on_stderr(
 
 @pytest.mark.parametrize("command", ["latency", "throughput"])
 def test_a_sweep_has_a_table_and_yaml(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both commands give the same data."""
+    """With the same data in both."""
     with in_background() as url:
         given = ["bench", command, "--url", url, "--length", "16", "--rounds", "1", "--batch", "1,2"]
         assert run(given) == 0
@@ -523,8 +522,8 @@ def test_a_sweep_has_a_table_and_yaml(command: str, capsys: pytest.CaptureFixtur
     ]
 
 
-def test_a_run_in_which_everything_fails_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the counts on stdout all the same."""
+def test_a_run_with_failures_only_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """The counts are still printed to stdout."""
     asked = itertools.count()
 
     async def play(exchange: Exchange) -> None:
@@ -548,7 +547,7 @@ def test_a_run_in_which_everything_fails_exits_with_1(capsys: pytest.CaptureFixt
         (["latency", "--url", "http://h", "--api-key", "a\nb"], 64, "--api-key"),
     ],
 )
-def test_what_cannot_be_measured_is_told(
+def test_an_impossible_measurement_is_reported(
     arguments: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is sent."""
@@ -556,7 +555,7 @@ def test_what_cannot_be_measured_is_told(
     assert told in capsys.readouterr().err
 
 
-def test_a_page_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_page_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The folder does not exist."""
     with in_background() as url:
         given = ["--url", url, "--concurrency", "1", "--requests", "1", "--lengths", "8:4"]
@@ -564,8 +563,8 @@ def test_a_page_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.Ca
     assert "bench-page-unwritable" in capsys.readouterr().err
 
 
-def test_nothing_heavy_is_loaded() -> None:
-    """The client measures from its first moment on: neither Ray nor torch, and no web server."""
+def test_the_client_imports_nothing_heavy() -> None:
+    """It measures from its start on: no Ray, no torch and no web server."""
     script = (
         "import sys, orchestrator.cli.main as m\n"
         "m.run(['bench', 'serving', '--url', 'http://127.0.0.1:1'])\n"
@@ -594,10 +593,10 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(dict.fromkeys(keys)) == ["Bearer ours", "Bearer theirs", "Bearer given"]
 
 
-def test_a_gateway_takes_everything_and_its_answers_are_whole(
+def test_a_gateway_accepts_every_field_and_returns_complete_answers(
     gateway: LiveGateway, replica: Callable[..., Served], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The running fleet's own address is the default; token ids, ignore_eos, min_tokens and usage are all taken."""
+    """The running fleet's address is the default; token ids, ignore_eos, min_tokens and usage are all accepted."""
     gateway.serve(routes("parrot", replica(slots=4)))
     given = ["--url", gateway.url, "--concurrency", "6", "--requests", "20", "--max-len", "200"]
     assert run(["bench", "serving", *given, "-o", "json"]) == 0
@@ -635,15 +634,15 @@ def running(record: FleetRecord, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def test_the_fleets_own_address_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `up` has written it down."""
+    """As written by `up`."""
     with in_background() as url, running(record_of(url), monkeypatch):
         assert run(["bench", "latency", "--length", "8", "--rounds", "1"]) == 0
 
 
-def test_a_fleet_that_listens_everywhere_is_asked_by_the_name_of_its_certificate(
+def test_a_fleet_on_all_addresses_is_reached_by_the_name_of_its_certificate(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On loopback: here that name may lead elsewhere, or nowhere."""
+    """On loopback: here that name may resolve to another address, or to none."""
     authority = Authority(tmp_path)
     pair = authority.sign("server", hosts=["fleet.example"])
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

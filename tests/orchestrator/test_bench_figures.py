@@ -56,8 +56,8 @@ def test_arrivals_are_the_seeds() -> None:
 
 @settings(deadline=None)
 @given(rate=st.floats(0.1, 1000), requests=st.integers(1, 200), duration=st.floats(0.01, 20), seed=st.integers(0, 99))
-def test_arrivals_keep_both_bounds(rate: float, requests: int, duration: float, seed: int) -> None:
-    """In order, from 0 on, as many as were asked for unless the time is over."""
+def test_arrivals_respect_both_bounds(rate: float, requests: int, duration: float, seed: int) -> None:
+    """In order, from 0 on, as many as requested unless the time is over."""
     times = poisson(rate, requests, duration, seed)
     assert times[0] == 0.0
     assert list(times) == sorted(times)
@@ -77,8 +77,8 @@ def test_gaps_between_arrivals_are_exponential() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(None, None, 1, None), (1.0, 1, 1, None), (1.0, None, None, None)])
-def test_a_load_that_is_none_is_refused(wrong: tuple[float | None, int | None, int | None, float | None]) -> None:
-    """Neither or both of rate and concurrency; without an end."""
+def test_an_invalid_load_is_rejected(wrong: tuple[float | None, int | None, int | None, float | None]) -> None:
+    """Neither or both of rate and concurrency; a load without an end."""
     with pytest.raises(ValueError, match="a load needs"):
         Load(*wrong)
 
@@ -86,8 +86,8 @@ def test_a_load_that_is_none_is_refused(wrong: tuple[float | None, int | None, i
 # Lengths and prompts
 
 
-def test_the_chat_lengths_are_near_what_is_published_of_the_trace() -> None:
-    """Splitwise tells medians of 1,020 prompt and 129 output tokens; the whole trace's means are 1,155 and 211."""
+def test_the_chat_lengths_are_close_to_the_published_trace() -> None:
+    """Splitwise reports medians of 1,020 prompt and 129 output tokens; the whole trace's means are 1,155 and 211."""
     pairs = Lengths.parse("chat").pairs
     prompts, outputs = [prompt for prompt, _ in pairs], [output for _, output in pairs]
     assert len(pairs) == 239
@@ -109,7 +109,7 @@ def test_lengths_are_cut_to_fit(max_len: int) -> None:
     assert cut.capped == kept.count(False)
 
 
-def test_a_number_draws_the_same_pair_each_time() -> None:
+def test_a_number_always_draws_the_same_pair() -> None:
     """And all pairs are drawn in the long run."""
     chat = Lengths.parse("chat")
     drawn = [chat.at(i, 5) for i in range(4000)]
@@ -118,16 +118,15 @@ def test_a_number_draws_the_same_pair_each_time() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["", "code", "12", "12:", ":5", "0:5", "5:0", "-1:5", "1.5:5", "1:99999999999"])
-def test_lengths_that_are_none_are_refused(wrong: str) -> None:
-    """With what may stand there."""
+def test_invalid_lengths_are_rejected_with_the_valid_forms(wrong: str) -> None:
     with pytest.raises(ValueError, match=r"PROMPT:OUTPUT|at least 1"):
         Lengths.parse(wrong)
 
 
 @settings(deadline=None)
 @given(index=st.integers(0, 10**6), tokens=st.integers(1, 300_000))
-def test_a_prompt_has_exactly_the_wanted_number_of_ids(index: int, tokens: int) -> None:
-    """All of them ordinary ones."""
+def test_a_prompt_has_exactly_the_requested_number_of_ids(index: int, tokens: int) -> None:
+    """None of them are special tokens."""
     ids = PROMPTS.ids(index, tokens)
     assert len(ids) == tokens
     assert FIRST_ID <= min(ids) <= max(ids) <= LAST_ID
@@ -136,8 +135,8 @@ def test_a_prompt_has_exactly_the_wanted_number_of_ids(index: int, tokens: int) 
 PROMPTS = Prompts(0)
 
 
-def test_prompts_share_no_beginning() -> None:
-    """A prefix cache would answer them otherwise."""
+def test_prompts_share_no_prefix() -> None:
+    """A prefix cache would falsify the measurement."""
     assert len({tuple(PROMPTS.ids(i, 16)) for i in range(500)}) > 495
     assert len({PROMPTS.text(i, 16) for i in range(500)}) == 500
     assert PROMPTS.text(3, 16) == Prompts(0).text(3, 16)
@@ -156,8 +155,8 @@ def test_a_scale_is_the_line_through_two_measurements() -> None:
 # Statistics
 
 
-def test_percentiles_by_hand() -> None:
-    """Between the values in proportion: the 90th of 1 to 11 lies on 10, of 1 to 4 at 3.7."""
+def test_percentiles_are_interpolated_linearly() -> None:
+    """The 90th of 1 to 11 is 10, of 1 to 4 it is 3.7."""
     assert percentile(range(1, 12), 90) == 10
     assert percentile([4, 1, 3, 2], 90) == pytest.approx(3.7)
     assert percentile([7], 99) == 7
@@ -171,8 +170,8 @@ def test_percentiles_by_hand() -> None:
 
 @settings(deadline=None)
 @given(st.lists(numbers, min_size=1, max_size=60), st.floats(0, 100))
-def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
-    """Its default way; never outside of the values."""
+def test_percentiles_equal_numpys(values: list[float], percent: float) -> None:
+    """With its default method; never outside of the values."""
     found = percentile(values, percent)
     assert found == pytest.approx(float(np.percentile(values, percent)), rel=1e-9, abs=1e-6)
     assert min(values) <= found <= max(values)
@@ -214,7 +213,7 @@ def test_several_tokens_in_a_chunk_shorten_the_mean_but_not_the_gaps() -> None:
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
-    """Nor has one without any."""
+    """Nor has an empty one."""
     assert one((10.2,)).tpot_s is None
     assert one((10.2,)).gaps_s == ()
     assert (one(()).ttft_s, one(()).e2e_s, one(()).tpot_s) == (None, None, None)
@@ -229,8 +228,8 @@ def test_errors_are_counted_by_kind() -> None:
 # Goodput
 
 
-def test_an_objective_by_hand() -> None:
-    """TTFT 200 ms, TPOT 200 ms, E2E 800 ms of one answer, and one that failed."""
+def test_an_objective_is_applied_to_every_figure() -> None:
+    """TTFT 200 ms, TPOT 200 ms, E2E 800 ms of one answer, and a failed request."""
     measured = [one((10.2, 10.3, 10.5, 10.8)), one((10.2,), error="broken")]
     assert Slo.parse("ttft=201,itl=201,e2e=801").share(measured) == 0.5
     assert Slo.parse("ttft=199").share(measured) == 0.0
@@ -244,8 +243,7 @@ def test_an_objective_by_hand() -> None:
 @pytest.mark.parametrize(
     "wrong", ["", "ttft", "ttft=", "ttft=x", "ttft=0", "ttft=-1", "ttft=inf", "p=1", "itl=1,tpot=2"]
 )
-def test_an_objective_that_is_none_is_refused(wrong: str) -> None:
-    """With what may stand there."""
+def test_an_invalid_objective_is_rejected_with_the_valid_forms(wrong: str) -> None:
     with pytest.raises(ValueError, match="is not an objective"):
         Slo.parse(wrong)
 
@@ -297,8 +295,7 @@ def test_an_answer_is_read() -> None:
     assert (found.prompt_tokens, found.output_tokens) == (3, 5)
 
 
-def test_without_usage_tokens_are_chunks() -> None:
-    """Nothing else tells how many there were."""
+def test_without_usage_chunks_are_counted_as_tokens() -> None:
     assert read('{"choices": [{"text": "a"}]}', '{"choices": [{"text": "b"}]}', "[DONE]").output_tokens == 2
 
 
@@ -319,8 +316,7 @@ def test_without_usage_tokens_are_chunks() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_each_failure_has_its_kind(found: Measured, kind: str, what: str) -> None:
-    """And the server's own words."""
+def test_each_failure_has_its_kind_and_the_servers_message(found: Measured, kind: str, what: str) -> None:
     assert found.error == kind
     assert what in found.what
 
@@ -329,8 +325,8 @@ def test_each_failure_has_its_kind(found: Measured, kind: str, what: str) -> Non
 @given(
     st.lists(st.binary(max_size=40) | st.sampled_from([b'{"choices":[null]}', b'{"usage":{"a":"\xff"}}']), max_size=4)
 )
-def test_whatever_a_server_sends_is_a_failure_and_no_exception(events: list[bytes]) -> None:
-    """Also what is no JSON, no UTF-8 or of other types."""
+def test_any_bytes_from_a_server_are_a_failure_and_not_an_exception(events: list[bytes]) -> None:
+    """Also invalid JSON, invalid UTF-8 and wrong types."""
     answer = Answer(0.0, 200, True, [(1.0, data) for data in events], ended=2.0)
     assert not measured(answer, due=0.0, prompt=1, output=1).ok
 
@@ -338,8 +334,8 @@ def test_whatever_a_server_sends_is_a_failure_and_no_exception(events: list[byte
 # Requests
 
 
-def test_a_request_has_the_fields_that_the_server_takes() -> None:
-    """All of them at first."""
+def test_a_request_has_the_fields_that_the_server_accepts() -> None:
+    """Initially all of them."""
     full = json.loads(Dialect().body("m", [1, 2], 5))
     assert full == {
         "model": "m",
@@ -365,14 +361,14 @@ def test_a_request_has_the_fields_that_the_server_takes() -> None:
         ("http://[::1]:80", "http://[::1]"),
     ],
 )
-def test_an_address_goes_with_or_without_its_version(url: str, told: str) -> None:
-    """A path before it stays."""
+def test_an_address_works_with_or_without_its_version(url: str, told: str) -> None:
+    """A path before it is kept."""
     assert Origin.parse(url).url == told
 
 
 @pytest.mark.parametrize("url", ["h:80", "ftp://h", "http://", "http://h:x", "http://h:99999", "http://h\r\nx: y/"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
-    """Nothing of it gets into a header."""
+def test_an_invalid_address_is_rejected(url: str) -> None:
+    """No part of it gets into a header."""
     with pytest.raises(ValueError):
         Origin.parse(url)
 
@@ -429,7 +425,7 @@ def test_the_table_of_a_run() -> None:
     assert text == golden("bench-serving", text)
 
 
-def test_a_client_that_was_too_slow_says_so() -> None:
+def test_a_client_that_was_too_slow_is_reported() -> None:
     """The figures are then its own, not the server's."""
     slow = ClientLoad(0.97, 0.030, 0.2)
     text = serving_text(serving_data(run_of(one((10.2,)), client=slow)))
@@ -437,7 +433,7 @@ def test_a_client_that_was_too_slow_says_so() -> None:
     assert "may have been" not in serving_text(serving_data(RUN))
 
 
-def test_a_run_in_which_everything_failed_has_a_table_and_a_page() -> None:
+def test_a_run_with_failures_only_has_a_table_and_a_page() -> None:
     """Without figures."""
     run = run_of(one((), error="connect", what="refused"))
     data = serving_data(run)
@@ -481,7 +477,7 @@ def test_the_cells_of_a_sweep_by_hand() -> None:
     assert SWEEP.cells[5].latency_s is None
 
 
-def test_the_pages_own_rows_come_out_of_its_own_definition() -> None:
+def test_the_pages_rows_follow_from_its_definition() -> None:
     """Its "7B - latency": 6.7 s from 256 to 1024 tokens are 153 t/s there, and 115 output tokens/s."""
     each = one(tuple(10.1 + i / 1000 for i in range(768)), prompt_tokens=256)
     found = Cell(25, 256, 768, 1, (Round((each,), 6.7),))
@@ -491,13 +487,13 @@ def test_the_pages_own_rows_come_out_of_its_own_definition() -> None:
 
 @pytest.mark.parametrize(("name", "table"), [("bench-latency", latency_text), ("bench-throughput", throughput_text)])
 def test_the_tables_of_a_sweep(name: str, table: object) -> None:
-    """With what really came, where that is something else."""
+    """With the received tokens if they differ from the requested ones."""
     text = table(SWEEP) + "\n"  # type: ignore[operator]
     assert text == golden(name, text)
 
 
-def test_the_page_is_whole_and_loads_nothing() -> None:
-    """Well-formed plots for light and dark, no script, no address but the server's own in its text."""
+def test_the_page_is_well_formed_and_loads_nothing() -> None:
+    """Plots for light and dark, no script, no address except the server's own in its text."""
     text = page(RUN, serving_data(RUN))
     plots = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert len(plots) == 6
@@ -508,8 +504,8 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
     assert text.count('class="cross"') == 2
 
 
-def test_the_page_escapes_what_a_server_says() -> None:
-    """Its words and its model's name are no HTML."""
+def test_the_page_escapes_text_from_the_server() -> None:
+    """Its messages and its model's name are not HTML."""
     run = replace(run_of(one((), error="http-500", what="<script>x</script>")), model="<b>")
     text = page(run, serving_data(run))
     assert "<script" not in text
@@ -520,8 +516,8 @@ def test_the_page_escapes_what_a_server_says() -> None:
 @example([5e-324], None)
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1e7), max_size=300), st.none() | st.floats(0.001, 1e6))
-def test_every_plot_is_within_its_frame(values: list[float], bound: float | None) -> None:
-    """Whatever is drawn."""
+def test_every_plot_stays_within_its_frame(values: list[float], bound: float | None) -> None:
+    """For any data."""
     measured = [one((10.0 + value / 1e3,)).since(10.0) for value in values]
     for plot in (distribution(values, bound), scatter(measured, 1.0, bound), bars(*rates(measured, 1.0))):
         ElementTree.fromstring(plot)
@@ -541,7 +537,7 @@ def test_rates_count_every_token_once() -> None:
 
 @settings(deadline=None)
 @given(st.floats(1e-6, 1e9))
-def test_ticks_are_few_and_within(top: float) -> None:
+def test_ticks_are_few_and_within_the_range(top: float) -> None:
     """From 0 on."""
     found = ticks(top)
     assert found[0] == 0

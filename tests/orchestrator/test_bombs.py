@@ -55,9 +55,10 @@ def outcome(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-def test_bad_folders_cost_other_models_nothing(gateway: LiveGateway, caplog: pytest.LogCaptureFixture) -> None:
-    """While the chats of four bad models fail by their deadline, each with a status of its own and without a traceback,
-    a good one tokenizes."""
+def test_bad_folders_do_not_affect_other_models(gateway: LiveGateway, caplog: pytest.LogCaptureFixture) -> None:
+    """While the chats of four bad models fail by their deadline, each with its own status and without a traceback, a
+    good model tokenizes.
+    """
     bad = {
         "endless": (500, "tokenizer_failed"),
         "memory": (400, "chat_template_failed"),

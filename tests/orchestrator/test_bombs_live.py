@@ -57,9 +57,10 @@ def chat(live: LiveFleet, model: str) -> httpx.Response:
     return httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=60)
 
 
-def test_bad_folders_leave_the_fleet_and_its_good_model_as_they_were(live: LiveFleet, folders: Path) -> None:
-    """What cannot load is refused by each command with its id; what fails in use is a 500 of its own model; the end of
-    the fleet ends the processes of tokenizers too."""
+def test_bad_folders_do_not_affect_the_fleet_and_its_good_model(live: LiveFleet, folders: Path) -> None:
+    """A model that cannot load is rejected by each command with its id; one that fails in use gets a 500; the end of
+    the fleet also ends the tokenizer processes.
+    """
     live.wait_ready()
     until(lambda: chat(live, "good").status_code == 200, 120, "the good model answers")
     bad = folders / "bad.yaml"

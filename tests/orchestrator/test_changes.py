@@ -52,7 +52,7 @@ NXDI = "engines: {nxd-inference: {python: PATH}}\n"
 def test_another_interpreter_restarts_the_models_of_its_engine(
     engine: Engine, before: str, after: str, found: tuple[Tag, list[str]]
 ) -> None:
-    """And no others; the same path written otherwise is the same."""
+    """And no others; the same path in another notation is equal."""
     assert changed(before, after, engine) == [found]
 
 
@@ -68,8 +68,8 @@ def test_the_interpreter_is_a_part_of_the_version() -> None:
 @pytest.mark.parametrize(
     ("engine", "tag"), [("auto", Tag.RECOMPILE), ("nxd-inference", Tag.RECOMPILE), ("cpu", Tag.RESTART)]
 )
-def test_another_shape_is_compiled_anew_where_something_is_compiled(engine: Engine, tag: Tag) -> None:
-    """`auto` that is not resolved stands for an engine of Neuron devices."""
+def test_another_shape_is_a_recompile_on_engines_that_compile(engine: Engine, tag: Tag) -> None:
+    """An unresolved `auto` counts as a Neuron engine."""
     specs = [read(f"models: {{a: {{source: ./a, max_batch: {n}}}}}\n") for n in (2, 4)]
     (change,) = difference(*specs, {"a": engine})
     assert change.tag is tag
@@ -129,15 +129,15 @@ def configured(fields: dict[str, object]) -> tuple[ModelSpec, ReplicaConfig]:
 
 
 def test_every_field_of_a_model_has_a_reach() -> None:
-    """A new field without one would be taken for nothing that changes."""
+    """Otherwise a new field would count as without effect."""
     assert REACHES.keys() == ModelSpec.model_fields.keys() - {"name", "base_dir", "broken"}
     assert REACHES.keys() == OTHERWISE.keys()
     assert all(sum(isinstance(one, Reach) for one in ModelSpec.model_fields[name].metadata) == 1 for name in REACHES)
 
 
 @pytest.mark.parametrize("field", OTHERWISE)
-def test_a_replica_is_told_of_each_field_that_means_a_new_process(field: str) -> None:
-    """And the version changes with it; what only reaches the planner or the gateway changes neither."""
+def test_a_replica_gets_each_field_that_needs_a_new_process(field: str) -> None:
+    """And the version changes with it; fields that only reach the planner or the gateway change neither."""
     (before, told_before), (after, told_after) = configured({}), configured({field: OTHERWISE[field]})
     live = REACHES[field] is Reach.LIVE
 

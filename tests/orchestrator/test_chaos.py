@@ -443,7 +443,7 @@ def settle(chaos: Chaos, load: Load, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_after_two_hundred_random_events_the_fleet_is_as_its_spec_says(tmp_path: Path) -> None:
+def test_after_two_hundred_random_events_the_fleet_matches_its_spec(tmp_path: Path) -> None:
     """Echo replicas on two hosts, 8 clients: each request has its exact answer or a documented error in time."""
     fleet = LiveFleet(BASE)
     try:
@@ -462,8 +462,8 @@ def test_after_two_hundred_random_events_the_fleet_is_as_its_spec_says(tmp_path:
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
-def test_cpu_engines_answer_as_alone_through_twenty_random_events(tmp_path: Path) -> None:
-    """Real models at temperature 0: what they answer among deaths and updates is what each answers alone."""
+def test_cpu_engines_give_the_same_answers_through_twenty_random_events(tmp_path: Path) -> None:
+    """Real models at temperature 0: their answers among deaths and updates are those without events."""
     fleet = LiveFleet(CPU_BASE)
     try:
         fleet.wait_ready()

@@ -85,8 +85,8 @@ def apply(fleet: LiveFleet, text: str) -> subprocess.CompletedProcess[str]:
         return fleet.corewright("apply", spec.name, "--yes")
 
 
-def test_a_full_disk_refuses_changes_and_ends_nothing(fleet: LiveFleet, disk: Path) -> None:
-    """Whatever is written to the home, `up`'s own output too; after there is space again the change is made."""
+def test_a_full_disk_rejects_changes_and_ends_nothing(fleet: LiveFleet, disk: Path) -> None:
+    """For every write to the home, and the output of `up`; once there is space again, the change succeeds."""
     with full(disk):
         before = fleet.status()
         host = before["hosts"][0]["name"]
@@ -108,8 +108,8 @@ def test_a_full_disk_refuses_changes_and_ends_nothing(fleet: LiveFleet, disk: Pa
     assert fleet.process.poll() is None, fleet.output()
 
 
-def test_ray_without_its_gcs_ends_the_fleet_with_a_word_and_leaves_nothing(fleet: LiveFleet) -> None:
-    """What is under way is answered to its end. Runs last."""
+def test_ray_without_its_gcs_ends_the_fleet_with_a_report_and_leaves_nothing(fleet: LiveFleet) -> None:
+    """Running requests are completed. Runs last."""
     (gcs,) = [pid for pid in fleet.processes() if psutil.Process(pid).name() == "gcs_server"]
     lines: list[str] = []
 

@@ -87,7 +87,7 @@ def test_version_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_valid_spec_with_warnings_exits_0(good: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Warnings are told and do not fail; sources that are not on disk are one."""
+    """Warnings, such as for sources that are not on disk, are reported but do not fail."""
     assert run(["validate", good, "-o", "json"]) == 0
 
     problems = data(capsys)["problems"]
@@ -97,7 +97,7 @@ def test_a_valid_spec_with_warnings_exits_0(good: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(("command", "code"), [(["validate"], 0), (["plan"], 2)])
-def test_a_missing_folder_is_an_error_but_offline(
+def test_a_missing_folder_is_an_error_unless_offline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], code: int
 ) -> None:
     """On emulated hosts, which are this machine; with `--offline` it is a warning that nothing was checked."""
@@ -110,8 +110,8 @@ def test_a_missing_folder_is_an_error_but_offline(
     assert (told[1], told[1, "ids"]) == (code, [("checkpoint-unreadable", "warning")])
 
 
-def test_a_bad_spec_exits_1_with_every_problem_at_its_place(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """All errors come at once, each with file, line and column."""
+def test_a_bad_spec_exits_1_with_every_problem_and_its_place(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """All errors at once, each with file, line and column."""
     assert run(["validate", bad, "-o", "json"]) == 1
 
     errors = {problem["id"]: problem["where"] for problem in data(capsys)["problems"] if problem["severity"] == "error"}
@@ -120,7 +120,7 @@ def test_a_bad_spec_exits_1_with_every_problem_at_its_place(bad: str, capsys: py
 
 
 def test_problems_go_to_stderr_and_the_verdict_to_stdout(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """For a person the problems are on stderr, uncoloured without a terminal."""
+    """In the table format, uncoloured without a terminal."""
     assert run(["validate", bad]) == 1
 
     captured = capsys.readouterr()
@@ -129,8 +129,8 @@ def test_problems_go_to_stderr_and_the_verdict_to_stdout(bad: str, capsys: pytes
     assert captured.out.startswith(f"{bad}: ")
 
 
-def test_plan_of_an_empty_fleet_is_all_changes(good: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a fleet every placement is a change: exit code 2, and the JSON is stable."""
+def test_a_plan_for_an_empty_fleet_consists_of_changes(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a fleet every placement is a change: exit code 2, and stable JSON."""
     assert run(["plan", good, "-o", "json"]) == 2
 
     plan = data(capsys)
@@ -144,8 +144,10 @@ def test_plan_of_an_empty_fleet_is_all_changes(good: str, capsys: pytest.Capture
     assert plan["placements"][1]["cores"] == plan["placements"][1]["env"]["NEURON_RT_VISIBLE_CORES"] == "8"
 
 
-def test_plan_of_a_bad_spec_has_its_problems_and_no_placements(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 1; the JSON is on stdout all the same."""
+def test_the_plan_of_a_bad_spec_has_its_problems_and_no_placements(
+    bad: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1; the JSON is still on stdout."""
     assert run(["plan", bad, "-o", "json"]) == 1
 
     plan = data(capsys)
@@ -153,8 +155,8 @@ def test_plan_of_a_bad_spec_has_its_problems_and_no_placements(bad: str, capsys:
     assert "pin-overlap" in {problem["id"] for problem in plan["problems"]}
 
 
-def test_plan_that_leaves_something_unplaced_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What does not fit is named with the constraint and the numbers."""
+def test_a_plan_with_unplaced_replicas_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the constraint and the numbers for each."""
     (tmp_path / "full.yaml").write_text(
         "hosts: {instance: inf2.48xlarge}\nmodels:\n  a: {source: org/a, tp_degree: 8, replicas: 4}\n"
     )
@@ -182,8 +184,8 @@ def test_a_plan_names_the_models_that_may_be_without_a_replica(
     assert "no replicas until the first request (min: 0): hot, cold\n" in capsys.readouterr().out
 
 
-def test_a_plan_says_what_it_takes(good: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Threads and environments beside the core map and the replicas; not when it is to be brief."""
+def test_a_plan_shows_its_resources(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Threads and environments beside the core map and the replicas, except in the brief form."""
     assert run(["plan", good]) == 2
     long = capsys.readouterr().out
     assert run(["plan", good, "--brief"]) == 2
@@ -199,8 +201,8 @@ def test_a_plan_says_what_it_takes(good: str, capsys: pytest.CaptureFixture[str]
     )
 
 
-def test_a_plan_of_thousands_is_no_thousand_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hosts that look alike share a picture, and fifty replicas are listed."""
+def test_a_plan_of_thousands_of_replicas_is_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Identical hosts share a map, and fifty replicas are listed."""
     hosts = "hosts: {instance: inf2.48xlarge, count: 500}\n"
     (tmp_path / "many.yaml").write_text(f"{hosts}models:\n  a: {{source: org/a, tp_degree: 8, replicas: 1000}}\n")
     assert run(["plan", str(tmp_path / "many.yaml")]) == 2
@@ -210,8 +212,8 @@ def test_a_plan_of_thousands_is_no_thousand_lines(tmp_path: Path, capsys: pytest
     assert "hosts, inf2.48xlarge/" in out
 
 
-def test_explain_says_what_would_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From a spec alone; the exit code is 1 for a model without all that its `min` asks for."""
+def test_explain_suggests_remedies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a spec without a fleet; the exit code is 1 for a model below its `min`."""
     (tmp_path / "full.yaml").write_text(
         "hosts: {instance: inf2.48xlarge}\nmodels:\n"
         "  a: {source: org/a, tp_degree: 8, replicas: 4}\n  b: {source: org/b, priority: 1}\n"
@@ -224,8 +226,8 @@ def test_explain_says_what_would_help(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith("b: 1 of 1 replica has a place (min 1, priority 1)\n")
 
 
-def test_a_plan_that_fails_says_so_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With how many replicas have no place; of many rows theirs come first."""
+def test_a_failed_plan_has_a_summary_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the number of unplaced replicas; their rows come first."""
     fields = "{source: org/a, replicas: 60}"
     (tmp_path / "many.yaml").write_text(f"hosts: {{instance: inf2.48xlarge}}\nmodels: {{a: {fields}}}\n")
     assert run(["plan", str(tmp_path / "many.yaml")]) == 1
@@ -237,7 +239,7 @@ def test_a_plan_that_fails_says_so_at_its_end(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_an_explanation_fits_into_80_columns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Hints stand below what they are for; where only the file is wrong nobody says that nothing would help."""
+    """Hints are below what they apply to; if only the file is wrong, no missing remedy is reported."""
     text = (
         "hosts: [{instance: inf2.48xlarge}, {instance: trn1.32xlarge}]\nmodels:\n  a: {source: org/a, replicas: 70}\n"
     )
@@ -261,8 +263,8 @@ def test_explain_works_where_the_spec_has_errors(bad: str, capsys: pytest.Captur
     assert "model-unknown" in capsys.readouterr().err
 
 
-def test_a_window_is_looked_for_in_the_plan_of_a_spec(good: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing has to move for one that is free; one that cannot be is an error."""
+def test_a_window_is_searched_for_in_the_plan_of_a_spec(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A free window needs no moves; an impossible one is an error."""
     assert run(["plan", good, "--defrag", "12", "-o", "json"]) == 0
     told = data(capsys)
     assert (told["window"], told["moves"]) == ({"host": "inf2.48xlarge/0", "cores": "12-23"}, [])
@@ -270,8 +272,7 @@ def test_a_window_is_looked_for_in_the_plan_of_a_spec(good: str, capsys: pytest.
     assert "no-window" in capsys.readouterr().err
 
 
-def test_the_schema_of_a_spec_can_be_had(capsys: pytest.CaptureFixture[str]) -> None:
-    """As JSON."""
+def test_the_schema_of_a_spec_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["schema"]) == 0
     assert data(capsys) == json_schema()
 
@@ -285,8 +286,8 @@ def test_yaml_output_is_the_json_as_yaml(good: str, capsys: pytest.CaptureFixtur
     assert yaml.safe_load(capsys.readouterr().out) == as_json
 
 
-def test_a_spec_comes_from_standard_input_too(good: str) -> None:
-    """`-` is standard input."""
+def test_a_spec_is_read_from_standard_input(good: str) -> None:
+    """With `-`."""
     result = subprocess.run(
         [sys.executable, "-m", "orchestrator.cli.main", "validate", "-"], input=GOOD, capture_output=True, text=True
     )
@@ -317,8 +318,8 @@ def test_wrong_usage_exits_64(arguments: list[str], capsys: pytest.CaptureFixtur
     assert "Error" in capsys.readouterr().err
 
 
-def test_a_wrong_choice_is_told_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    """In plain words, whatever reads the command line."""
+def test_an_invalid_choice_is_reported_with_the_valid_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    """In plain words, regardless of the command-line library."""
     assert run(["get", "placements"]) == 64
 
     said = capsys.readouterr().err
@@ -354,14 +355,16 @@ ABOUT_A_FLEET = [
 
 
 @pytest.mark.parametrize("command", [command.split() for command in ABOUT_A_FLEET], ids=" ".join)
-def test_commands_about_a_fleet_say_that_there_is_none(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 1 and the id `no-fleet`."""
+def test_without_a_fleet_its_commands_fail_with_no_fleet(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1."""
     assert run(command) == 1
     assert "error: no-fleet" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_read_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not a traceback."""
+def test_an_unreadable_file_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a traceback."""
     assert run(["validate", "/no/such/spec.yaml"]) == 1
     assert "spec-unreadable: /no/such/spec.yaml cannot be read: No such file" in capsys.readouterr().err
 
@@ -374,8 +377,8 @@ def test_up_refuses_to_listen_to_the_network(good: str, capsys: pytest.CaptureFi
     assert "corewright keys create" in told
 
 
-def test_up_starts_nothing_of_a_bad_spec(bad: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every problem is told, and nothing is made or started."""
+def test_up_starts_nothing_for_a_bad_spec(bad: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every problem is reported, and nothing is created or started."""
     assert run(["up", bad]) == 1
 
     captured = capsys.readouterr()
@@ -384,8 +387,8 @@ def test_up_starts_nothing_of_a_bad_spec(bad: str, home: Path, capsys: pytest.Ca
     assert not home.exists()
 
 
-def test_up_says_what_this_version_cannot_start(good: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another machine is a clear error of `up`, not of `validate`."""
+def test_up_rejects_what_this_version_cannot_start(good: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another machine is an error of `up`, not of `validate`."""
     assert run(["up", good]) == 1
 
     told = capsys.readouterr().err
@@ -468,10 +471,10 @@ def test_a_command_prints_exactly_this(
 
 
 @pytest.mark.parametrize("command", [c for c, _ in SHOWN if c.split()[0] != "logs"])
-def test_a_command_has_a_json_and_a_yaml_form(
+def test_a_command_has_equal_json_and_yaml_output(
     command: str, fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which hold the same, alone on stdout."""
+    """Without anything else on stdout."""
     run([*command.split(), "-o", "json"])
     as_json = data(capsys)
     run([*command.split(), "-o", "yaml"])
@@ -500,10 +503,10 @@ def test_a_command_has_a_json_and_a_yaml_form(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_command_asks_the_fleet_in_its_users_name(
+def test_a_command_sends_the_name_of_its_user(
     command: str, call: tuple[Any, ...], says: str, fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And says in a line what was done."""
+    """And prints one line about the change."""
     assert run(command.split()) == 0
     assert fleet.fleet.calls == [(*call, f"{getpass.getuser()}@{socket.gethostname()}")]
     assert capsys.readouterr().out.startswith(says)
@@ -531,23 +534,26 @@ def test_a_command_asks_the_fleet_in_its_users_name(
         "config",
     ],
 )
-def test_wrong_usage_asks_nothing(command: str, fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_sends_no_request(
+    command: str, fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit code 64."""
     assert run(command.split()) == 64
     assert fleet.fleet.calls == []
 
 
 @pytest.mark.parametrize("command", ["get models nope", "get replicas chat", "get hosts nope", "describe nope"])
-def test_what_the_fleet_has_not_is_an_error(command: str, fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
-    """That names what it has."""
+def test_an_unknown_name_is_an_error_with_the_known_names(
+    command: str, fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(command.split()) == 1
     told = capsys.readouterr().err
     assert "not-in-fleet" in told
     assert "it has" in told
 
 
-def test_a_fleet_of_another_version_is_shown_too(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
-    """Keys that it does not tell are dashes."""
+def test_a_fleet_of_another_version_is_shown(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys that it does not send are dashes."""
     status = fleet.fleet.told_status
     for key in ("index", "revision", "conditions"):
         del status[key]
@@ -565,8 +571,8 @@ def test_a_fleet_of_another_version_is_shown_too(fleet: LiveAdmin, capsys: pytes
 # apply, plan, diff
 
 
-def test_plan_shows_what_the_controller_says(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """To the letter, in JSON; it is told the text, the file's name and its folder."""
+def test_plan_shows_the_controllers_plan(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unchanged in JSON; the request has the text, the file's name and its folder."""
     assert run(["plan", new, "-o", "json"]) == 2
     assert data(capsys) == fleet.fleet.told_plan
     assert fleet.fleet.calls == [("propose", Path(new).read_text(), new, str(Path.cwd()))]
@@ -581,7 +587,7 @@ OTHER_HOSTS = Refused(
 def test_a_spec_for_other_hosts_is_planned_without_the_running_fleet(
     command: str, fleet: LiveAdmin, good: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line says so; the answer is the one of `--offline`, which does not ask the fleet."""
+    """One line reports it; the output is that of `--offline`, without a request to the fleet."""
     fleet.fleet.refusal = OTHER_HOSTS
     code = run([*command.split(), good])
     found = capsys.readouterr()
@@ -596,10 +602,10 @@ def test_a_spec_for_other_hosts_is_planned_without_the_running_fleet(
 
 
 @pytest.mark.parametrize("command", ["apply", "apply --dry-run", "diff"])
-def test_what_is_about_the_running_fleet_stays_refused_for_other_hosts(
+def test_commands_about_the_running_fleet_still_reject_other_hosts(
     command: str, fleet: LiveAdmin, good: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A preview that left the fleet out would show what cannot happen."""
+    """A preview without the fleet would show an impossible result."""
     fleet.fleet.refusal = OTHER_HOSTS
     assert run([*command.split(), good]) == 1
     assert "error: hosts-changed" in capsys.readouterr().err
@@ -613,10 +619,10 @@ def test_plan_without_changes_exits_0(fleet: LiveAdmin, new: str, capsys: pytest
 
 
 @pytest.mark.parametrize("severity", ["error", "warning"])
-def test_plan_says_what_has_no_place(
+def test_plan_reports_replicas_without_a_place(
     severity: str, fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once, and exits with 1 when `min` asks for it."""
+    """Once, and exits with 1 if they are within `min`."""
     what = "chat/2 needs 8 contiguous cores, the longest free run on inf2.48xlarge/0 is 7 (16-22)"
     problem = {"id": "no-room", "severity": severity, "where": "", "what": what, "hint": ""}
     fleet.fleet.told_plan["unplaced"] = [{"model": "chat", "replica": 2, "problems": [problem]}]
@@ -627,7 +633,7 @@ def test_plan_says_what_has_no_place(
 @pytest.mark.parametrize(
     "command", ["plan new.yaml -o json", "apply new.yaml", "apply new.yaml --dry-run", "diff new.yaml"]
 )
-def test_a_spec_that_the_fleet_refuses_is_shown_with_its_problems(
+def test_a_spec_that_the_fleet_rejects_is_shown_with_its_problems(
     command: str, fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 1."""
@@ -637,16 +643,16 @@ def test_a_spec_that_the_fleet_refuses_is_shown_with_its_problems(
     assert "pin-overlap" in (printed.out if "json" in command else printed.err)
 
 
-def test_apply_hands_on_its_conditions(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The index that the plan gave, and the canary's share."""
+def test_apply_sends_its_conditions(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The index of the plan, and the canary's share."""
     assert run(["apply", new, "--check-index", "41", "--canary", "0.25", "-o", "json"]) == 0
     assert data(capsys).keys() == {"changed", "revision", "index", "plan"}
     (call,) = fleet.fleet.calls
     assert (call[0], *call[5:]) == ("apply", "apply", 41, 0.25)
 
 
-def test_apply_says_that_nothing_changed(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 0 all the same."""
+def test_apply_reports_that_nothing_changed(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With exit code 0."""
     fleet.fleet.changed = False
     assert run(["apply", new]) == 0
     assert capsys.readouterr().out == "nothing to do: revision 3 is the same spec\n"
@@ -662,10 +668,10 @@ def test_a_dry_run_applies_nothing_and_compares_the_index(
     assert {call[0] for call in fleet.fleet.calls} == {"propose"}
 
 
-def test_a_refusal_is_shown_with_its_id_and_hint(
+def test_a_rejection_is_shown_with_its_id_and_hint(
     fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As every other problem is."""
+    """Like every other problem."""
     fleet.fleet.refusal = Refused("index-changed", "the fleet's index is 43, not 41", "review the new plan")
     assert run(["apply", new, "--check-index", "41"]) == 1
     told = "error: index-changed: the fleet's index is 43, not 41\n    hint: review the new plan\n"
@@ -699,7 +705,7 @@ def test_a_deletion_or_a_predicted_outage_is_confirmed_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What it would do stands before the question. No changes nothing; yes applies just what was shown."""
+    """The changes are shown before the question. No changes nothing; yes applies exactly what was shown."""
     fleet.fleet.told_plan["models"].append(model)
     verb = command.split()[-1 if "undo" in command else 0]
     for name in ("orchestrator.cli.output.on_terminal", "orchestrator.cli.apply.on_terminal"):
@@ -726,7 +732,7 @@ def test_a_deletion_or_a_predicted_outage_is_confirmed_on_a_terminal(
 def test_a_change_without_a_risk_is_not_confirmed(
     fleet: LiveAdmin, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a terminal too; nor is any change off a terminal."""
+    """On a terminal; without a terminal no change is confirmed."""
     fleet.fleet.told_plan["models"].append(GONE)
     assert run(["apply", new]) == 0
     fleet.fleet.told_plan["models"].pop()
@@ -747,8 +753,8 @@ def test_the_removal_of_an_idle_model_is_a_change(
     assert "\nmodels: 1 to delete; replicas: no changes\n" in out
 
 
-def test_undo_reports_what_it_will_do_and_what_it_did(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
-    """The revision that it applies again, the changes, and the revision that this made."""
+def test_undo_reports_its_changes_before_and_after(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
+    """The revision that it applies again, the changes, and the new revision."""
     assert run(["rollout", "undo", "--to", "1"]) == 0
     assert [call[0] for call in fleet.fleet.calls] == ["propose", "undo"]
     assert fleet.fleet.calls[-1][1] == 1
@@ -758,8 +764,8 @@ def test_undo_reports_what_it_will_do_and_what_it_did(fleet: LiveAdmin, capsys: 
     assert lines[-1] == "revision 4 (index 50) is revision 1 again"
 
 
-def test_promote_reports_what_it_will_do_and_what_it_did(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
-    """The replicas that the canary leaves to replace; then the rollout as it goes on."""
+def test_promote_reports_its_changes_before_and_after(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
+    """The replicas left to replace, then the progress of the rollout."""
     fleet.fleet.rollouts = [rollout_in("canary", canary=0.25, reason="waits"), ROLLOUT]
     assert run(["rollout", "promote"]) == 0
     assert capsys.readouterr().out.startswith(
@@ -798,18 +804,17 @@ def test_waiting_ends_with_the_rollout(
     assert "Failed" not in printed.err  # it was before the apply
 
 
-def test_waiting_gives_up_at_its_time(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """And says that the rollout goes on."""
+def test_waiting_ends_at_its_timeout(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And reports that the rollout continues."""
     assert run(["apply", new, "--wait", "--timeout", "0.1"]) == 1
     told = capsys.readouterr().err
     assert "rollout-late" in told
     assert "the rollout continues" in told
 
 
-def test_waiting_ends_when_another_revision_takes_over(
+def test_waiting_ends_when_another_revision_replaces_the_awaited_one(
     fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Someone else has applied meanwhile."""
     fleet.fleet.rollouts = [ROLLOUT, rollout_in("progressing", revision=4)]
     fleet.tell(event(43, "Applied", "by bob@wright"))
     assert run(["apply", new, "--wait", "-o", "json"]) == 1
@@ -818,7 +823,7 @@ def test_waiting_ends_when_another_revision_takes_over(
     assert printed.out == ""
 
 
-def test_waiting_tells_of_a_rollback(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_reports_a_rollback(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The controller has applied the old revision again, as a new one."""
     fleet.fleet.rollouts = [ROLLOUT, rollout_in("complete", revision=4)]
     fleet.fleet.history[0].update(state="rolled_back", reason="chat/2 failed 3 times")
@@ -827,7 +832,7 @@ def test_waiting_tells_of_a_rollback(fleet: LiveAdmin, new: str, capsys: pytest.
     assert "revision 3: rolled back: chat/2 failed 3 times; replaced by revision 4\n" in capsys.readouterr().out
 
 
-def test_a_rolled_back_revision_is_not_shown_with_the_models_of_the_one_after(
+def test_a_rolled_back_revision_is_not_shown_with_the_models_of_the_next(
     fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The header and the table are about one revision."""
@@ -876,34 +881,34 @@ def interrupted(fleet: LiveAdmin, arguments: list[str], says: str) -> tuple[int,
         process.kill()
 
 
-def test_ctrl_c_leaves_the_rollout_going(fleet: LiveAdmin, new: str) -> None:
-    """And says so; 130."""
+def test_ctrl_c_does_not_stop_the_rollout(fleet: LiveAdmin, new: str) -> None:
+    """The command reports this, and exits with 130."""
     code, _, err = interrupted(fleet, ["apply", str(Path(new).absolute()), "--wait"], "revision 3")
     assert code == 130
     assert err.endswith("the rollout continues: see `corewright rollout status`\n")
     assert "Traceback" not in err
 
 
-def test_followed_events_come_as_they_happen_until_ctrl_c(fleet: LiveAdmin) -> None:
-    """Which is no failure; in JSON each is one line."""
+def test_followed_events_are_printed_until_ctrl_c(fleet: LiveAdmin) -> None:
+    """Which is not a failure; in JSON each event is one line."""
     threading.Timer(1.0, lambda: fleet.tell(event(13, "Ready", "serves", model="chat"))).start()
     code, out, err = interrupted(fleet, ["events", "-f", "-o", "json"], '"seq": 13')
     assert (code, err) == (0, "")
     assert [json.loads(line)["seq"] for line in out.splitlines()] == [5, 8, 9, 12, 13]
 
 
-def test_a_followed_log_goes_on_until_ctrl_c(fleet: LiveAdmin) -> None:
-    """From the byte that was shown last, of the replica that was shown."""
+def test_a_followed_log_is_printed_until_ctrl_c(fleet: LiveAdmin) -> None:
+    """From the last printed byte, of the same replica."""
     code, out, err = interrupted(fleet, ["logs", "chat", "--replica", "1", "-f"], "ready")
     assert (code, err) == (0, "")
     assert out == LOG.decode()
     assert ("logs", "chat", 1, len(LOG), 30.0) in fleet.fleet.calls
 
 
-def test_following_outlives_a_restart_of_the_controller(
+def test_following_survives_a_restart_of_the_controller(
     fleet: LiveAdmin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its API is away for a moment; the third question is answered."""
+    """Its API is unavailable for a moment; the third request succeeds."""
     real, failures = cli_client.AdminClient.get, [1, 2]
 
     def get(self: Any, path: str, query: Any = None) -> Any:
@@ -918,7 +923,7 @@ def test_following_outlives_a_restart_of_the_controller(
     assert client.get_with_retries("rollout")["state"] == "complete"
 
 
-def test_all_events_are_shown_however_many(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_events_are_shown_for_any_number(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
     """Page after page; without --since the last 20."""
     fleet.fleet.told_events = [event(number, "Tick", "t", model="chat") for number in range(1, 2502)]
     assert run(["events", "--since", "1", "-o", "json"]) == 0
@@ -930,8 +935,8 @@ def test_all_events_are_shown_however_many(fleet: LiveAdmin, capsys: pytest.Capt
 # Settings
 
 
-def test_a_setting_comes_from_the_flag_the_environment_the_file_the_default(home: Path) -> None:
-    """In this order; each tells where it is from."""
+def test_a_setting_comes_from_option_environment_file_or_default(home: Path) -> None:
+    """In this order; each shows its origin."""
     home.mkdir()
     (home / "config.yaml").write_text("port: 1\nhost: localhost\nwatch: yes\ndrain_s: 5\n")
     environ = {"COREWRIGHT_HOME": str(home), "COREWRIGHT_PORT": "2", "COREWRIGHT_HOST": "::1", "COREWRIGHT_WATCH": ""}
@@ -964,10 +969,10 @@ def test_a_setting_comes_from_the_flag_the_environment_the_file_the_default(home
         ("port: [\n", "yaml-syntax", ":"),
     ],
 )
-def test_a_wrong_settings_file_stops_up_at_its_line(
+def test_an_invalid_settings_file_stops_up_with_its_line(
     text: str, id: str, place: str, good: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And `config view` says the same."""
+    """`config view` reports the same."""
     home.mkdir()
     (home / "config.yaml").write_text(text)
     for command in (["up", good], ["config", "view"]):
@@ -995,10 +1000,9 @@ def test_an_empty_settings_file_sets_nothing(text: str, home: Path) -> None:
         ("COREWRIGHT_DRAIN_S", "inf"),
     ],
 )
-def test_a_wrong_variable_is_named(
+def test_an_invalid_variable_is_reported_with_the_valid_values(
     name: str, value: str, good: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With what it should be."""
     monkeypatch.setenv(name, value)
     assert run(["up", good]) == 1
     told = capsys.readouterr().err
@@ -1021,7 +1025,7 @@ def test_standard_input_is_not_watched(capsys: pytest.CaptureFixture[str]) -> No
     assert "watch-needs-file" in capsys.readouterr().err
 
 
-def test_config_view_has_no_fleet_when_none_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_view_has_no_fleet_if_none_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Null, and exit code 0."""
     assert run(["config", "view", "-o", "json"]) == 0
     told = data(capsys)
@@ -1029,16 +1033,16 @@ def test_config_view_has_no_fleet_when_none_runs(capsys: pytest.CaptureFixture[s
     assert [value["name"] for value in told["shell"]] == [setting.name for setting in SETTINGS]
 
 
-def test_down_waits_for_the_daemons_end(fleet: LiveAdmin, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With an address from the environment it only asks."""
+def test_down_waits_for_the_daemon_to_end(fleet: LiveAdmin, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With an address from the environment it only sends the request."""
     assert run(["down"]) == 0
     assert fleet.downs == 1
 
 
-def test_down_of_this_homes_fleet_gives_up_after_its_drain(
+def test_down_of_this_homes_fleet_times_out_after_its_drain(
     fleet: LiveAdmin, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The drain of the running fleet, and some to spare."""
+    """The drain of the running fleet plus a margin."""
     monkeypatch.delenv("COREWRIGHT_URL")
     Home(home).prepare()
     started = this_host.process_start(os.getpid())
@@ -1063,8 +1067,8 @@ def test_down_of_this_homes_fleet_gives_up_after_its_drain(
         Home(home).forget_fleet()
 
 
-def test_a_changed_mapping_is_told_by_its_keys() -> None:
-    """Of `scaling` what differs only; how many replicas are wanted is no field of the spec."""
+def test_a_changed_mapping_is_shown_by_its_keys() -> None:
+    """Only the changed keys of `scaling`; the number of wanted replicas is not a field of the spec."""
     model = {
         "model": "m",
         "tag": "reconfigure",

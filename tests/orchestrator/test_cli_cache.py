@@ -84,8 +84,9 @@ def compiled(home: Path, **manifest: Any) -> Path:
     return found.path
 
 
-def test_ls_tells_states(home: Path, tmp_path: Path, run: Callable[..., tuple[int, Any]]) -> None:
-    """Of every graph and of every folder of artifacts."""
+def test_ls_shows_the_state_of_every_graph_and_entry(
+    home: Path, tmp_path: Path, run: Callable[..., tuple[int, Any]]
+) -> None:
     finished(tmp_path / "neffs")
     graph(tmp_path / "neffs", "2" * 20, **{"model.log": "neuronx-cc failed with 70"})
     whole, damaged = compiled(home), compiled(home, lnc=2)
@@ -106,8 +107,8 @@ def test_ls_tells_states(home: Path, tmp_path: Path, run: Callable[..., tuple[in
     assert told["models"] == []
 
 
-def test_ls_of_a_spec_that_is_none_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody is told that its caches are empty."""
+def test_ls_of_an_invalid_spec_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Instead of showing its caches as empty."""
     assert cli.run(["cache", "ls", str(tmp_path / "nope.yaml")]) == 1
     assert "spec-unreadable" in capsys.readouterr().err
     (tmp_path / "bad.yaml").write_text("models: {x: {engine: cpu}}")
@@ -115,14 +116,14 @@ def test_ls_of_a_spec_that_is_none_fails(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("command", ["ls", "prune", "retry"])
-def test_a_cache_that_is_not_there_is_told(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is not an empty one."""
+def test_a_missing_cache_is_reported(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not shown as empty."""
     assert cli.run(["cache", command, "--cache", "nonsense"]) == 1
     assert "neff-cache-unreadable: nonsense is not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
-def test_ls_tells_what_was_pushed(
+def test_ls_shows_pushed_artifacts(
     kind: str,
     home: Path,
     tmp_path: Path,
@@ -130,7 +131,7 @@ def test_ls_tells_what_was_pushed(
     run: Callable[..., tuple[int, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whole sets, and what an upload that died has left, in a folder and in S3."""
+    """Complete sets, and the leftovers of a killed upload, in a folder and in S3."""
     for name, value in s3_server.env.items():
         monkeypatch.setenv(name, value)
     place = s3_server.bucket() if kind == "s3" else str(tmp_path / "shared")
@@ -153,10 +154,10 @@ def test_ls_tells_what_was_pushed(
     assert all(one["bytes"] > 0 for one in found)
 
 
-def test_a_set_that_was_compiled_of_a_fetched_model_names_its_source(
+def test_a_set_compiled_from_a_fetched_model_shows_its_source(
     home: Path, tmp_path: Path, run: Callable[..., tuple[int, Any]]
 ) -> None:
-    """And not the folder of the store that it was fetched to."""
+    """Not the folder of the store to which it was fetched."""
     artifact = Store(home / "store").get(FakeRemote({"config.json": b"{}"}, source="s3://models/chat"))
     with entry(home / "compiled", {"engine": "cpu"}) as made:
         made.finish(artifact.folder)
@@ -164,10 +165,10 @@ def test_a_set_that_was_compiled_of_a_fetched_model_names_its_source(
     assert [one["source"] for one in told["compiled"]] == ["s3://models/chat"]
 
 
-def test_a_dry_run_tells_which_models_go(
+def test_a_dry_run_lists_the_models_to_remove(
     home: Path, run: Callable[..., tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that go then, and none that somebody uses."""
+    """All that would be removed, and none in use."""
     store = Store(home / "store", grace_s=0.0)
     monkeypatch.setattr(StoreSettings, "open", lambda _: store)
     idle, used = (store.get(FakeRemote({"config.json": name}, source=f"s3://models/{name!r}")) for name in (b"a", b"b"))
@@ -179,10 +180,10 @@ def test_a_dry_run_tells_which_models_go(
     assert [Path(one.folder).is_dir() for one in (idle, used)] == [False, True]
 
 
-def test_a_wrong_setting_of_something_else_stops_no_command(
+def test_an_invalid_unrelated_setting_stops_no_command(
     home: Path, run: Callable[..., tuple[int, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One of the store does, and its place is named once."""
+    """An invalid setting of the store does, and its place is reported once."""
     monkeypatch.setenv("COREWRIGHT_PORT", "none")
     assert run("ls")[0] == 0
     monkeypatch.setenv("COREWRIGHT_STORE_BYTES", "none")
@@ -190,8 +191,7 @@ def test_a_wrong_setting_of_something_else_stops_no_command(
     assert "error: setting-wrong: COREWRIGHT_STORE_BYTES: store_bytes must be" in capsys.readouterr().err
 
 
-def test_ls_shows_a_table(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For people."""
+def test_ls_prints_a_table(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finished(tmp_path / "neffs")
     compiled(home)
     assert cli.run(["cache", "ls"]) == 0
@@ -200,7 +200,7 @@ def test_ls_shows_a_table(home: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "/models/chat" in told
 
 
-def test_retry_forgets_failures(tmp_path: Path, home: Path, run: Callable[..., tuple[int, Any]]) -> None:
+def test_retry_removes_failures(tmp_path: Path, home: Path, run: Callable[..., tuple[int, Any]]) -> None:
     """And the audit log has it."""
     failed = graph(tmp_path / "neffs", **{"model.log": "neuronx-cc failed with 70"})
     code, told = run("retry", "--dry-run")
@@ -211,10 +211,10 @@ def test_retry_forgets_failures(tmp_path: Path, home: Path, run: Callable[..., t
     assert run("retry")[1]["removed"] == []
 
 
-def test_the_error_of_a_cached_failure_names_the_command_that_mends_it(
+def test_the_error_of_a_cached_failure_has_the_command_that_fixes_it(
     tmp_path: Path, run: Callable[..., tuple[int, Any]]
 ) -> None:
-    """As it is to be typed: it forgets that graph in that cache, and no other."""
+    """Ready to run: it removes that graph in that cache, and no other."""
     cache = tmp_path / "fleet"
     failed, other = (graph(cache, key, **{"model.log": "neuronx-cc failed with 70"}) for key in ("1" * 20, "2" * 20))
     told = fault_of(None, [f"ERROR: Got a cached failed neff at {failed}/model.neff. Will skip compilation"])
@@ -226,15 +226,15 @@ def test_the_error_of_a_cached_failure_names_the_command_that_mends_it(
     assert (failed.exists(), other.exists()) == (False, True)
 
 
-def test_a_cached_failure_without_a_place_still_names_the_command() -> None:
+def test_a_cached_failure_without_a_known_cache_has_the_command_too() -> None:
     """For all of this host's caches."""
     told = fault_of(None, ["Got a cached failed neff."])
     assert told is not None
     assert "`corewright cache retry`" in told.hint
 
 
-def test_prune_removes_what_is_of_no_use(tmp_path: Path, home: Path, run: Callable[..., tuple[int, Any]]) -> None:
-    """Unfinished, damaged and old; not what somebody holds, nor what is good."""
+def test_prune_removes_unusable_entries(tmp_path: Path, home: Path, run: Callable[..., tuple[int, Any]]) -> None:
+    """Unfinished, damaged and old ones; not those in use, nor valid ones."""
     good, old, damaged, unfinished, held = (compiled(home, lnc=lnc) for lnc in range(5))
     (damaged / "a.neff").unlink()
     (unfinished / MANIFEST).unlink()
@@ -249,13 +249,13 @@ def test_prune_removes_what_is_of_no_use(tmp_path: Path, home: Path, run: Callab
     assert [path.exists() for path in (good, old, damaged, unfinished, held)] == [True, False, False, False, True]
 
 
-def test_prune_leaves_s3_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Other hosts need what is there."""
+def test_prune_does_not_change_s3(capsys: pytest.CaptureFixture[str]) -> None:
+    """Other hosts need its content."""
     assert cli.run(["cache", "prune", "--cache", "s3://neffs/chat"]) == 1
     assert "cache-elsewhere" in capsys.readouterr().err
 
 
-def test_verify_of_what_compiles_nothing_is_a_hit(tmp_path: Path, run: Callable[..., tuple[int, Any]]) -> None:
+def test_verify_is_a_hit_if_nothing_is_compiled(tmp_path: Path, run: Callable[..., tuple[int, Any]]) -> None:
     """Exit code 0."""
     (tmp_path / "spec.yaml").write_text(ECHO)
     code, told = run("verify", str(tmp_path / "spec.yaml"))
@@ -263,10 +263,10 @@ def test_verify_of_what_compiles_nothing_is_a_hit(tmp_path: Path, run: Callable[
     assert [(one["model"], one["outcome"]) for one in told["models"]] == [("parrot", "hit")]
 
 
-def test_a_source_that_cannot_be_asked_is_what_verify_tells(
+def test_verify_reports_an_unreachable_source(
     tmp_path: Path, run: Callable[..., tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not that there is no such folder."""
+    """Not a missing folder."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fields = "source: me/chat, engine: cpu, engine_options: {compile: true}"
     (tmp_path / "spec.yaml").write_text(f"hosts: {{instance: inf2.xlarge}}\nmodels: {{chat: {{{fields}}}}}\n")
@@ -278,10 +278,8 @@ def test_a_source_that_cannot_be_asked_is_what_verify_tells(
     )
 
 
-def test_a_cached_failure_of_a_models_own_cache_names_the_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`cache retry` alone would not look there; it does look into this host's own."""
+def test_a_cached_failure_in_a_models_own_cache_has_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cache retry` alone would not search there; it does search this host's own caches."""
     from orchestrator.cli import cache
     from orchestrator.starts.offline_configs import OfflineConfig
 
@@ -295,8 +293,8 @@ def test_a_cached_failure_of_a_models_own_cache_names_the_place(
     assert cache._reason(of, dataclasses.replace(told, place=str(tmp_path / "neffs"))) == reason
 
 
-def test_the_compiler_is_told_its_target_in_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the machine has not the devices that the spec names; an emulated host is the machine."""
+def test_every_command_sets_the_target_of_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the machine does not have the spec's devices; an emulated host is the machine."""
     from orchestrator.process.home import Home
     from orchestrator.revisions.spec_file import load
     from orchestrator.starts.offline_configs import configs
@@ -318,8 +316,7 @@ def test_the_compiler_is_told_its_target_in_every_command(tmp_path: Path, monkey
     assert told == ["trn1", "trn1", None, None]
 
 
-def test_a_model_that_the_spec_does_not_have_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With those that it has."""
+def test_an_unknown_model_is_reported_with_the_known_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "spec.yaml").write_text(ECHO)
     assert cli.run(["cache", "verify", str(tmp_path / "spec.yaml"), "--model", "chat"]) == 1
     assert "it has parrot" in capsys.readouterr().err
@@ -367,14 +364,14 @@ def compile_ahead(spec: Path, home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_interpreter_of_the_engine_is_asked_and_another_host_is_warmed(
+def test_the_engines_interpreter_is_queried_and_another_host_is_warmed(
     tmp_path: Path,
     home: Path,
     neuron: Callable[..., Path],
     run: Callable[..., tuple[int, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its compiler is the one that counts, no core is claimed by asking, and what was compiled comes from S3."""
+    """Its compiler version counts, the query claims no core, and compiled artifacts come from S3."""
     with S3Server() as server:
         for name, value in server.env.items():
             monkeypatch.setenv(name, value)
@@ -396,14 +393,14 @@ def test_the_interpreter_of_the_engine_is_asked_and_another_host_is_warmed(
 
 
 @pytest.mark.slow
-def test_what_was_compiled_without_devices_is_what_verify_and_warm_look_for(
+def test_artifacts_compiled_without_devices_are_found_by_verify_and_warm(
     tmp_path: Path,
     neuron: Callable[..., Path],
     run: Callable[..., tuple[int, Any]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On a machine that only builds: as `compile` has made it and pushed it, another machine gets it."""
+    """On a build machine: what `compile` has created and pushed is fetched by another machine."""
     spec = neuron(more=f"neff_cache: {tmp_path}/shared")
     spec.write_text(spec.read_text().replace("{emulate: inf2.xlarge}", "{instance: inf2.xlarge}"))
     assert cli.run(["compile", str(spec), "--push"]) == 0
@@ -417,7 +414,7 @@ def test_what_was_compiled_without_devices_is_what_verify_and_warm_look_for(
 
 
 @pytest.mark.slow
-def test_the_weights_of_what_is_compiled_already_are_not_fetched(
+def test_the_weights_of_compiled_models_are_not_fetched(
     tmp_path: Path,
     neuron: Callable[..., Path],
     s3_server: S3Server,
@@ -425,8 +422,9 @@ def test_the_weights_of_what_is_compiled_already_are_not_fetched(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By another machine that compiles the same spec, nor by this one again. Where it is gone by the time that it is
-    brought, they are fetched after all, and it is compiled."""
+    """By another machine that compiles the same spec, nor by this one again. If the artifacts are gone before they are
+    fetched, the weights are fetched and compiled.
+    """
     checkpoint = {f"llama/{file.name}": file.read_bytes() for file in (tmp_path / "llama").iterdir()}
     source, weights = f"{s3_server.bucket(files=checkpoint)}/llama", "llama/model.safetensors"
     spec = neuron(more=f"neff_cache: {tmp_path}/shared")
@@ -456,7 +454,7 @@ def test_the_weights_of_what_is_compiled_already_are_not_fetched(
 
 
 @pytest.mark.slow
-def test_a_warm_that_finds_nothing_leaves_nothing(
+def test_a_warm_without_a_result_leaves_nothing(
     tmp_path: Path, home: Path, neuron: Callable[..., Path], run: Callable[..., tuple[int, Any]]
 ) -> None:
     """No unfinished set that `ls` would show."""

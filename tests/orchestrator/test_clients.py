@@ -111,8 +111,8 @@ def deltas(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("model", list(CALLS))
-def test_calls_are_told_in_openais_shape(place: Place, model: str) -> None:
-    """Whole: the text before them is content, or null; each call has an id, a name and JSON arguments."""
+def test_tool_calls_have_openais_format(place: Place, model: str) -> None:
+    """Unstreamed: the text before them is content, or null; each call has an id, a name and JSON arguments."""
     response = chat(place, model, tools=TOOLS)
 
     (choice,) = msgspec.json.decode(response.content, type=ChatCompletion).choices
@@ -129,7 +129,7 @@ def test_calls_are_told_in_openais_shape(place: Place, model: str) -> None:
 
 
 @pytest.mark.parametrize("model", list(CALLS))
-def test_streamed_calls_joined_are_the_whole_ones(place: Place, model: str) -> None:
+def test_joined_streamed_calls_equal_unstreamed_ones(place: Place, model: str) -> None:
     """The id and the name come first and once; then the arguments, in more than one piece."""
     chunks = deltas(chat(place, model, tools=TOOLS, stream=True))
 
@@ -148,7 +148,7 @@ def test_streamed_calls_joined_are_the_whole_ones(place: Place, model: str) -> N
 
 
 def test_without_tools_the_same_text_is_text(place: Place) -> None:
-    """And with `tool_choice: none`, which does not tell the model of the tools."""
+    """And with `tool_choice: none`, which hides the tools from the model."""
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         message = chat(place, "hermes", **fields).json()["choices"][0]
         assert message["message"] == {"role": "assistant", "content": CALLS["hermes"]}
@@ -156,7 +156,7 @@ def test_without_tools_the_same_text_is_text(place: Place) -> None:
         assert MARKS["hermes"] not in place.engines["hermes"].prompts[-1]
 
 
-def test_at_most_one_call_where_parallel_ones_are_not_wanted(place: Place) -> None:
+def test_without_parallel_calls_there_is_at_most_one_call(place: Place) -> None:
     """`parallel_tool_calls: false` keeps the first."""
     message = chat(place, "mistral", tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
@@ -177,8 +177,8 @@ def test_the_calls_and_their_results_go_back_to_the_template(place: Place) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", "now", "get_weather"])
-def test_a_forced_call_comes_from_any_model(place: Place, choice: str, stream: bool) -> None:
-    """A model of random weights: the guide alone makes it a call of the tools, whose arguments keep their schema."""
+def test_a_forced_call_works_with_any_model(place: Place, choice: str, stream: bool) -> None:
+    """A model of random weights: the guide alone makes it a call of the tools, whose arguments match their schema."""
     pytest.importorskip("llguidance")
     named: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
 
@@ -244,10 +244,10 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str, str]] = [
 
 
 @pytest.mark.parametrize(("model", "fields", "code", "param", "says"), REFUSALS)
-def test_what_cannot_be_is_refused_with_a_reason(
+def test_an_impossible_request_is_rejected_with_a_reason(
     place: Place, model: str, fields: dict[str, Any], code: str | None, param: str, says: str
 ) -> None:
-    """400 in OpenAI's shape."""
+    """400 in OpenAI's format."""
     response = chat(place, model, **fields)
 
     error = msgspec.json.decode(response.content, type=ErrorAnswer).error
@@ -255,8 +255,8 @@ def test_what_cannot_be_is_refused_with_a_reason(
     assert says in error.message
 
 
-def test_a_model_whose_calls_cannot_be_read_says_so(place: Place) -> None:
-    """With `tool_parser: none`; a forced call needs none."""
+def test_a_model_whose_calls_cannot_be_parsed_rejects_tools(place: Place) -> None:
+    """With `tool_parser: none`; a forced call needs no parser."""
     table_of = place.gateway.controller.table.models
     silenced = [msgspec.structs.replace(one, tool_parser="none") if one.name == "hermes" else one for one in table_of]
     place.gateway.serve(*silenced)
@@ -288,8 +288,8 @@ def test_an_alias_is_a_name_of_the_model(place: Place) -> None:
         assert msgspec.json.decode(answer.content, type=TextCompletion).model == name
 
 
-def test_tokens_of_a_prompt_and_back(place: Place) -> None:
-    """In vLLM's shapes: the count, the model's length, the tokens, their words where asked; and the text again."""
+def test_a_prompt_is_tokenized_and_detokenized(place: Place) -> None:
+    """In vLLM's format: the count, the model's length, the tokens, their texts if requested; and the text again."""
     answer = post(place, "/tokenize", model="hermes", prompt="Grüß Gott")
     told = msgspec.json.decode(answer.content, type=Tokenized)
     assert (told.count, told.max_model_len, told.token_strs) == (len(told.tokens), 4096, None)
@@ -302,8 +302,8 @@ def test_tokens_of_a_prompt_and_back(place: Place) -> None:
     assert "".join(plain["token_strs"]) == "Hi"
 
 
-def test_tokens_of_a_chat_are_the_prompt_that_it_would_be(place: Place) -> None:
-    """With its tools, so that a client can count before it asks."""
+def test_the_tokens_of_a_chat_are_those_of_its_prompt(place: Place) -> None:
+    """With its tools, so that a client can count before it sends a request."""
     told = post(place, "/tokenize", model="hermes", messages=HELLO, tools=TOOLS).json()
     text = post(place, "/detokenize", model="hermes", tokens=told["tokens"]).json()["prompt"]
 
@@ -326,8 +326,10 @@ def test_tokens_of_a_chat_are_the_prompt_that_it_would_be(place: Place) -> None:
         ("/detokenize", {"model": "echo", "tokens": "x"}, "tokens"),
     ],
 )
-def test_a_mistake_in_them_is_400_with_the_field(place: Place, path: str, body: dict[str, Any], param: str) -> None:
-    """In OpenAI's shape, and a model that is not there 404."""
+def test_an_invalid_tokenize_request_is_400_with_the_field(
+    place: Place, path: str, body: dict[str, Any], param: str
+) -> None:
+    """In OpenAI's format; an unknown model is 404."""
     response = post(place, path, **body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert post(place, path, **{**body, "model": "zzz"}).status_code in (400, 404)
@@ -336,8 +338,8 @@ def test_a_mistake_in_them_is_400_with_the_field(place: Place, path: str, body: 
 # The OpenAPI document
 
 
-def test_the_document_tells_of_the_routes_that_there_are(place: Place) -> None:
-    """Each answers, and has no other method; one that it does not tell of is not there."""
+def test_the_openapi_document_lists_exactly_the_routes(place: Place) -> None:
+    """Each responds, and has no other method; an unlisted one does not exist."""
     told = place.gateway.http.get("/openapi.json").json()
     assert told == openapi(needs_key=False)
     for path, methods in told["paths"].items():
@@ -431,8 +433,10 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveGate
     replica.close()
 
 
-def test_openai_tells_a_wrong_key_from_one_for_another_model(guarded: tuple[LiveGateway, dict[str, str]]) -> None:
-    """401 and 403 are classes of their own."""
+def test_openai_distinguishes_a_wrong_key_from_one_for_another_model(
+    guarded: tuple[LiveGateway, dict[str, str]],
+) -> None:
+    """401 and 403 are separate classes."""
     import openai
 
     gateway, keys = guarded
@@ -454,7 +458,7 @@ def curl(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_curl_gets_answers_streams_and_headers(place: Place) -> None:
-    """As a person types it; its id comes back, and who answered is told."""
+    """As typed in a shell; the request id is returned, and so is the replica."""
     body = json.dumps({"model": "echo", "prompt": "x", "max_tokens": 4})
     json_type = ("-H", "content-type: application/json")
     found = curl(f"{place.url}/completions", "-i", "-H", "x-request-id: mine", *json_type, "-d", body)
@@ -578,7 +582,7 @@ def litellm_python() -> Path:
 @pytest.mark.slow  # it makes an environment, and its import takes seconds
 @pytest.mark.timeout(500)
 def test_litellm_completes_streams_and_calls(place: Place, litellm_python: Path) -> None:
-    """Also async; its exceptions are those of the errors. It may not ask the network for anything."""
+    """Also async; its exceptions match the errors. It must not use the network."""
     environment = {
         "PATH": os.environ["PATH"],
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",

@@ -47,8 +47,8 @@ JOBS = st.lists(st.floats(0.1, 200), min_size=1, max_size=12).map(
 
 
 @given(JOBS, st.floats(1, 300), st.integers(1, 8), st.integers(0, 12))
-def test_what_is_begun_fits_and_somebody_always_works(jobs: list[Job], memory_gib: float, most: int, at: int) -> None:
-    """Needs stay within the memory unless a single one is above it, and never does nobody work while jobs wait."""
+def test_compilations_fit_into_memory_and_never_idle(jobs: list[Job], memory_gib: float, most: int, at: int) -> None:
+    """Their needs stay within the memory unless a single one exceeds it, and a job always runs while jobs wait."""
     running, waiting = jobs[:at][:most], jobs[at:]
     if sum(one.need_gib for one in running) > memory_gib:
         running = running[:1]
@@ -61,8 +61,8 @@ def test_what_is_begun_fits_and_somebody_always_works(jobs: list[Job], memory_gi
 
 
 @given(JOBS, st.floats(1, 300), st.integers(1, 8))
-def test_all_are_begun_in_the_end(jobs: list[Job], memory_gib: float, most: int) -> None:
-    """Whichever ends first."""
+def test_all_compilations_start_eventually(jobs: list[Job], memory_gib: float, most: int) -> None:
+    """In any order of ends."""
     waiting, running, rounds = list(jobs), list[Job](), 0
     while waiting or running:
         for one in startable(waiting, running, memory_gib=memory_gib, jobs=most):
@@ -73,8 +73,8 @@ def test_all_are_begun_in_the_end(jobs: list[Job], memory_gib: float, most: int)
     assert rounds == len(jobs)
 
 
-def test_a_small_one_passes_one_that_does_not_fit() -> None:
-    """The memory that is left is not left idle."""
+def test_a_small_compilation_overtakes_one_that_does_not_fit() -> None:
+    """Free memory is used."""
     found = startable([job("large", 64), job("small", 8)], [job("runs", 64)], memory_gib=100, jobs=8)
     assert [one.models for one in found] == [("small",)]
 
@@ -185,7 +185,7 @@ def compiled(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return code, json.loads(output.out or "{}"), output.err
 
 
-def test_models_that_look_for_the_same_are_compiled_once(
+def test_models_with_the_same_manifest_are_compiled_once(
     played: Played, spec: Callable[[dict[str, str]], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They share a row."""
@@ -199,10 +199,10 @@ def test_models_that_look_for_the_same_are_compiled_once(
     ]
 
 
-def test_a_failure_keeps_no_other_from_being_compiled(
+def test_a_failure_does_not_stop_other_compilations(
     played: Played, spec: Callable[[dict[str, str]], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is told with its id and its model, and the command fails."""
+    """It is reported with its id and its model, and the command fails."""
     played.failures["x"] = Failure("compiler-killed", "no memory", "take a larger host")
     code, told, said = compiled(capsys, spec({"x": "source: ./a", "z": "source: ./b"}))
     assert code == 1
@@ -210,10 +210,10 @@ def test_a_failure_keeps_no_other_from_being_compiled(
     assert "compiler-killed: x: no memory" in said
 
 
-def test_only_the_models_that_are_named_are_compiled(
+def test_only_the_named_models_are_compiled(
     played: Played, spec: Callable[[dict[str, str]], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that the spec has not is refused."""
+    """A name that the spec does not have is rejected."""
     path = spec({"x": "source: ./a", "z": "source: ./b"})
     assert compiled(capsys, path, "--model", "z")[0] == 0
     assert played.compiled == ["z"]
@@ -221,10 +221,10 @@ def test_only_the_models_that_are_named_are_compiled(
     assert (code, "model-unknown" in said) == (1, True)
 
 
-def test_as_many_are_compiled_at_once_as_fit(
+def test_as_many_compilations_run_at_once_as_fit(
     played: Played, spec: Callable[[dict[str, str]], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both where there is room, one after the other where there is none or where somebody wants it."""
+    """Both if there is room, one after the other if there is not or by request."""
     path = spec({"x": "source: ./a", "z": "source: ./b"})
     played.gate = threading.Barrier(2)
     assert compiled(capsys, path, "--memory-gb", "100")[0] == 0
@@ -238,18 +238,18 @@ def test_as_many_are_compiled_at_once_as_fit(
     assert "it is compiled alone" not in compiled(capsys, path, "--memory-gb", "1")[2]
 
 
-def test_who_waits_says_for_what(
+def test_a_waiting_compilation_shows_its_reason(
     played: Played, spec: Callable[[dict[str, str]], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For memory, or for its turn where no more are to be compiled at once."""
+    """Memory, or the limit of concurrent compilations."""
     path = spec({"x": "source: ./a", "z": "source: ./b"})
     said = compiled(capsys, path, "--memory-gb", "100", "--jobs", "1")[2]
     assert ("z: waiting for its turn" in said, "waiting for memory" in said) == (True, False)
     assert "z: waiting for memory" in compiled(capsys, path, "--memory-gb", "5")[2]
 
 
-def test_what_is_complete_takes_no_memory_of_others(played: Played, spec: Callable[[dict[str, str]], str]) -> None:
-    """A set that is only looked at and sent is no compiler."""
+def test_a_complete_set_uses_no_memory_budget(played: Played, spec: Callable[[dict[str, str]], str]) -> None:
+    """A set that is only verified and pushed needs no compiler."""
     played.complete = {"x"}
     home = Home.from_environment()
     file = load(spec({"x": "source: ./a", "z": "source: ./b"}))
@@ -257,7 +257,7 @@ def test_what_is_complete_takes_no_memory_of_others(played: Played, spec: Callab
     assert [(one.models, one.need_gib > 0) for one in jobs] == [(("x",), False), (("z",), True)]
 
 
-def test_an_interpreter_that_does_not_answer_in_time_is_told_so(
+def test_an_interpreter_that_times_out_is_reported_as_such(
     spec: Callable[[dict[str, str]], str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -274,10 +274,12 @@ def test_an_interpreter_that_does_not_answer_in_time_is_told_so(
     assert "did not predict the artifacts of x within 0 s" in said
 
 
-def test_a_model_without_a_replica_has_a_place_for_all_commands(
+def test_a_model_without_replicas_is_planned_by_all_commands(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if it were alone: of min 0, and beside others that fill the host. Where it is pinned, each target counts."""
+    """As if it were the only model: with min 0, and beside others that fill the host. If it is pinned, each target
+    counts.
+    """
     monkeypatch.delenv(neuron_target.OVERRIDE, raising=False)
     (tmp_path / "spec.yaml").write_text(
         "hosts: [{instance: inf2.xlarge}, {instance: trn2.48xlarge}]\n"
@@ -304,7 +306,7 @@ def test_a_model_that_fits_nowhere_fails_in_all_commands(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With the same id: what `compile` does not compile, `cache verify` does not call a hit."""
+    """With the same id: `cache verify` reports no hit for what `compile` does not compile."""
     path = spec({"x": "source: ./a"})
     empty = offline_configs.plan(load(path).spec.model_copy(update={"models": ()}), load(path).hosts)  # type: ignore[union-attr]
     monkeypatch.setattr(offline_configs, "plan", lambda *_: empty)
@@ -345,8 +347,9 @@ def several(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> st
 def test_a_model_on_hosts_of_several_targets_is_compiled_for_each(
     played: Played, several: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once for inf2 and trn1, whose code is the same, and once for trn2, together with the model that is there alone.
-    Each compile has a log of its own."""
+    """Once for inf2 and trn1, whose code is the same, and once for trn2, together with the model that is only there.
+    Each compilation has a separate log.
+    """
     code, told, said = compiled(capsys, several)
     assert code == 0, said
     assert sorted(map(str, played.targets)) == ["trn1", "trn2"]
@@ -358,10 +361,10 @@ def test_a_model_on_hosts_of_several_targets_is_compiled_for_each(
     assert "wide for trn1: done" in said
 
 
-def test_a_machine_with_devices_compiles_for_others_too(
+def test_a_machine_with_devices_compiles_for_other_targets(
     played: Played, several: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The compiler is told a target where it is not that of the machine. One that the user has set holds for all."""
+    """The compiler gets a target if it is not that of the machine. A target set by the user applies to all."""
     monkeypatch.setattr(this_host, "instance_type", lambda: "trn1.32xlarge")
     assert compiled(capsys, several)[0] == 0
     assert sorted(map(str, played.targets)) == ["None", "trn2"]
@@ -372,17 +375,17 @@ def test_a_machine_with_devices_compiles_for_others_too(
     assert [one["models"] for one in told["models"]] == [["wide", "narrow"]]
 
 
-def test_a_cache_that_gave_no_answer_is_told(
+def test_an_unresponsive_cache_is_reported(
     played: Played, spec: Callable[[dict[str, str]], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once for a model, though each of its sets was looked for; what was compiled counts."""
+    """Once for a model, though each of its sets was looked up; compiled sets count."""
     played.warnings = ["the cache at s3://neffs does not answer"] * 2
     code, told, said = compiled(capsys, spec({"x": "source: ./a"}))
     assert (code, told["models"][0]["warnings"]) == (0, ["the cache at s3://neffs does not answer"])
     assert said.count("x: the cache at s3://neffs does not answer") == 1
 
 
-def test_progress_is_lines_where_there_is_no_terminal(
+def test_progress_is_printed_as_lines_without_a_terminal(
     played: Played, spec: Callable[[dict[str, str]], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each step once, and nothing of it on stdout."""
@@ -390,10 +393,10 @@ def test_progress_is_lines_where_there_is_no_terminal(
     assert said.splitlines() == ["x: checking what is compiled", "x: compiling graph 2 of 2", "x: done"]
 
 
-def test_what_is_pushed_needs_a_place(
+def test_push_needs_a_place(
     played: Played, spec: Callable[[dict[str, str]], str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A neff_cache of one of the models at least."""
+    """A neff_cache of at least one of the models."""
     code, _, said = compiled(capsys, spec({"x": "source: ./a"}), "--push")
     assert (code, "push-nowhere" in said, played.compiled) == (1, True, [])
     path = spec({"x": f"source: ./a, neff_cache: {tmp_path / 'neffs'}", "z": "source: ./b"})
@@ -403,7 +406,7 @@ def test_what_is_pushed_needs_a_place(
 
 
 @pytest.mark.parametrize("place", ["/proc/nowhere", "s3://nowhere/neffs"])
-def test_a_place_that_cannot_be_pushed_to_is_told_before_anything_is_compiled(
+def test_a_place_that_cannot_be_pushed_to_is_reported_before_anything_is_compiled(
     place: str,
     played: Played,
     spec: Callable[[dict[str, str]], str],
@@ -419,10 +422,10 @@ def test_a_place_that_cannot_be_pushed_to_is_told_before_anything_is_compiled(
     assert "neff-cache-unwritable" in said or "s3-no-bucket" in said
 
 
-def test_what_is_not_pushed_is_compiled_none_the_less(
+def test_a_failed_push_does_not_fail_the_compilation(
     played: Played, spec: Callable[[dict[str, str]], str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The result says so; why it was not sent stands beside it, and the command fails."""
+    """The result is compiled; the reason is shown beside it, and the command fails."""
     played.unsent = [Failure("s3-denied", "s3:PutObject is not allowed", "ask for it")]
     path = spec({"x": f"source: ./a, neff_cache: {tmp_path / 'neffs'}"})
     code, told, said = compiled(capsys, path, "--push")
@@ -431,13 +434,13 @@ def test_what_is_not_pushed_is_compiled_none_the_less(
     assert "s3-denied: x is compiled but not pushed: s3:PutObject is not allowed" in said
 
 
-def test_the_hub_is_asked_first_and_the_table_outlives_it(
+def test_the_hub_is_checked_first_and_its_failure_loses_no_result(
     played: Played,
     spec: Callable[[dict[str, str]], str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A token that is refused costs no hours, and a hub that goes away later no result."""
+    """A rejected token costs no hours, and a hub that becomes unreachable later costs no result."""
 
     def refused(*_: Any) -> Any:
         raise Failed("hub-push-failed", "the hub refuses me/neffs with 401", "log in")
@@ -456,7 +459,7 @@ def test_the_hub_is_asked_first_and_the_table_outlives_it(
 
 
 def test_a_spec_with_errors_is_not_compiled(played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its problems are told."""
+    """Its problems are reported."""
     (tmp_path / "bad.yaml").write_text("models: {x: {engine: cpu}}")
     code, _, said = compiled(capsys, str(tmp_path / "bad.yaml"))
     assert (code, "nothing was compiled" in said, played.compiled) == (1, True, [])
@@ -465,7 +468,7 @@ def test_a_spec_with_errors_is_not_compiled(played: Played, tmp_path: Path, caps
 def test_ctrl_c_ends_the_compilers(
     spec: Callable[[dict[str, str]], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The one who looks on leaves, and every process is told to end before the command does."""
+    """Every process is stopped before the command exits."""
     began, ended = threading.Event(), []
 
     def answers(command: str, one: ReplicaConfig, stop: threading.Event, *_: Any, **__: Any) -> Iterator[Reply]:
@@ -498,10 +501,10 @@ def test_ctrl_c_ends_the_compilers(
     assert ended == ["x"]
 
 
-def test_a_compile_that_was_ended_says_so(
+def test_an_ended_compilation_is_a_failure(
     played: Played, spec: Callable[[dict[str, str]], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is a failure like another: what it made does not count."""
+    """Its results are discarded."""
     played.stopped = True
     code, told, said = compiled(capsys, spec({"x": "source: ./a"}))
     assert (code, told["models"][0]["failure"]["id"]) == (1, "compile-stopped")

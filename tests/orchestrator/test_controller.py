@@ -40,7 +40,7 @@ async def test_every_min_replica_is_started_on_its_cores(tmp_path: Path) -> None
 
 
 async def test_leased_free_and_quarantined_cores_are_all_cores(tmp_path: Path) -> None:
-    """The three numbers of a host add up to its cores, with a core that a stranger holds counted once."""
+    """The three numbers of a host add up to its cores, with a core of a foreign process counted once."""
     cluster = FakeCluster()
     cluster.held = {23: 4711}
     async with running(tmp_path, cluster) as fleet:
@@ -52,8 +52,8 @@ async def test_leased_free_and_quarantined_cores_are_all_cores(tmp_path: Path) -
         assert host["leased"] + host["free"] + host["quarantined"] == host["cores"] == 24
 
 
-async def test_a_dead_replica_comes_back_on_the_same_cores_with_the_next_epoch(tmp_path: Path) -> None:
-    """Its process is confirmed dead first; the others are not touched."""
+async def test_a_dead_replica_restarts_on_the_same_cores_with_the_next_epoch(tmp_path: Path) -> None:
+    """The death of its process is confirmed first; the others are not affected."""
     async with running(tmp_path) as fleet:
         await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
 
@@ -68,8 +68,8 @@ async def test_a_dead_replica_comes_back_on_the_same_cores_with_the_next_epoch(t
         assert fleet.replica("a/0")["restarts"] == 0
 
 
-async def test_requests_may_wait_for_a_replica_that_died_in_service(tmp_path: Path) -> None:
-    """A model whose only replica died is loading, not failed: the gateway keeps what can still be answered."""
+async def test_requests_wait_for_a_replica_that_died_in_service(tmp_path: Path) -> None:
+    """A model whose only replica died is loading, not failed: the gateway keeps requests that can still be answered."""
     async with running(tmp_path) as fleet:
         await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
         said: list[str] = []
@@ -86,7 +86,7 @@ async def test_requests_may_wait_for_a_replica_that_died_in_service(tmp_path: Pa
 
 
 async def test_a_replica_that_cannot_start_shows_its_cause_and_its_last_log_lines(tmp_path: Path) -> None:
-    """The cause comes with its remedy, the log lines with it; the other models serve."""
+    """The cause comes with its remedy; the other models serve."""
     cluster = FakeCluster()
     cluster.loads = False
     async with running(tmp_path, cluster) as fleet:
@@ -106,7 +106,7 @@ async def test_a_replica_that_cannot_start_shows_its_cause_and_its_last_log_line
 
 
 async def test_a_failed_replica_has_no_requests(tmp_path: Path) -> None:
-    """What it last told of its slots and its queue is not true of it any more."""
+    """Its last report of slots and queue no longer applies."""
     async with running(tmp_path) as fleet:
         await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
         await fleet.cluster.find("a/0").tell(live=3, waiting=1, version=5)
@@ -118,8 +118,8 @@ async def test_a_failed_replica_has_no_requests(tmp_path: Path) -> None:
         assert (fleet.replica("a/0")["live"], fleet.replica("a/0")["waiting"]) == (0, 0)
 
 
-async def test_a_start_that_ray_refuses_is_a_failure_with_its_cause(tmp_path: Path) -> None:
-    """An effect that raises does not leave the replica pending for ever."""
+async def test_a_start_that_ray_rejects_is_a_failure_with_its_cause(tmp_path: Path) -> None:
+    """An effect that raises does not leave the replica pending forever."""
     cluster = FakeCluster()
     cluster.refuses_start = ValueError("no such resource nc0")
     async with running(tmp_path, cluster) as fleet:
@@ -140,8 +140,8 @@ async def test_a_model_with_min_0_is_started_by_the_first_request(tmp_path: Path
         assert [route.id for route in fleet.controller.routes().models[2].replicas] == ["c/0"]
 
 
-async def test_a_restarted_controller_adopts_the_living_replicas(tmp_path: Path) -> None:
-    """Nothing is started again, the routes are the same, and the next start has the next epoch."""
+async def test_a_restarted_controller_adopts_the_live_replicas(tmp_path: Path) -> None:
+    """Nothing is restarted, the routes are the same, and the next start has the next epoch."""
     cluster = FakeCluster()
     async with running(tmp_path, cluster) as first:
         await first.until(lambda: first.controller.status()["ready"], "ready")
@@ -158,8 +158,8 @@ async def test_a_restarted_controller_adopts_the_living_replicas(tmp_path: Path)
         assert cluster.started[-1].epoch == 2
 
 
-async def test_shutdown_drains_and_ends_every_replica(tmp_path: Path) -> None:
-    """Nothing is begun meanwhile, and nothing is left."""
+async def test_shutdown_drains_and_stops_every_replica(tmp_path: Path) -> None:
+    """Nothing is started meanwhile, and nothing is left."""
     async with running(tmp_path) as fleet:
         await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
 
@@ -171,8 +171,8 @@ async def test_shutdown_drains_and_ends_every_replica(tmp_path: Path) -> None:
         assert all(not model.replicas for model in fleet.controller.routes().models)
 
 
-async def test_a_core_that_a_stranger_holds_is_not_given_to_a_replica(tmp_path: Path) -> None:
-    """The planner places elsewhere what is not pinned, and a pinned replica waits with the reason."""
+async def test_a_core_of_a_foreign_process_is_not_assigned_to_a_replica(tmp_path: Path) -> None:
+    """The planner places unpinned replicas elsewhere, and a pinned one waits with the reason."""
     cluster = FakeCluster()
     cluster.held = {8: 4711, 3: 4711}
     async with running(tmp_path, cluster) as fleet:
@@ -187,8 +187,8 @@ async def test_a_core_that_a_stranger_holds_is_not_given_to_a_replica(tmp_path: 
         await fleet.until(lambda: fleet.replica("a/0").get("state") == "ready", "placed when the core is free")
 
 
-async def test_what_an_old_epoch_says_is_not_heard(tmp_path: Path) -> None:
-    """A late word of a replaced start does not change the state of its successor."""
+async def test_reports_of_an_old_epoch_are_ignored(tmp_path: Path) -> None:
+    """A late report of a replaced start does not change the state of its successor."""
     async with running(tmp_path) as fleet:
         await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
         cluster = fleet.cluster
@@ -208,7 +208,7 @@ async def test_what_an_old_epoch_says_is_not_heard(tmp_path: Path) -> None:
 
 
 async def test_the_cause_and_the_log_stay_until_the_replica_is_ready(tmp_path: Path) -> None:
-    """While the next start is under way, `status` still says why the last one failed."""
+    """During the next start, `status` still shows why the last one failed."""
     cluster = FakeCluster()
     cluster.loads = False
     async with running(tmp_path, cluster) as fleet:
@@ -225,8 +225,8 @@ async def test_the_cause_and_the_log_stay_until_the_replica_is_ready(tmp_path: P
         assert (fleet.replica("a/0")["reason"], fleet.replica("a/0")["log"]) == (None, [])
 
 
-async def test_nobody_is_told_routes_before_the_living_replicas_are_adopted(tmp_path: Path) -> None:
-    """A restarted controller says nothing rather than something untrue."""
+async def test_no_routes_are_published_before_the_live_replicas_are_adopted(tmp_path: Path) -> None:
+    """A restarted controller publishes nothing rather than wrong routes."""
     async with running(tmp_path) as first:
         await first.until(lambda: first.controller.status()["ready"], "ready")
         cluster = first.cluster
@@ -243,8 +243,8 @@ async def test_nobody_is_told_routes_before_the_living_replicas_are_adopted(tmp_
     task.cancel()
 
 
-async def test_a_replica_that_did_not_answer_is_started_with_the_next_epoch(tmp_path: Path) -> None:
-    """Its name is never used twice, although nothing of it could be adopted."""
+async def test_an_unresponsive_replica_is_restarted_with_the_next_epoch(tmp_path: Path) -> None:
+    """Its name is never used twice, although it could not be adopted."""
     cluster = FakeCluster()
     cluster.unadoptable = {"a/0": 4}
     async with running(tmp_path, cluster) as fleet:

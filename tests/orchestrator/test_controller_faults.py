@@ -48,8 +48,8 @@ class DeafLogs(FakeCluster):
         raise UNREADABLE
 
 
-def test_a_log_that_cannot_be_read_holds_no_cores(tmp_path: Path) -> None:
-    """The dead replica is started again, and its host is asked once for each death."""
+def test_an_unreadable_log_holds_no_cores(tmp_path: Path) -> None:
+    """The dead replica is restarted, and its host is queried once for each death."""
     cluster = DeafLogs()
 
     async def story(fleet: Played) -> None:
@@ -61,8 +61,8 @@ def test_a_log_that_cannot_be_read_holds_no_cores(tmp_path: Path) -> None:
     play(tmp_path, cluster, story)
 
 
-def test_last_words_that_cannot_be_read_hide_no_death(tmp_path: Path) -> None:
-    """The engines of AWS's packages leave words behind; without them a death is a death all the same."""
+def test_unreadable_last_words_do_not_hide_a_death(tmp_path: Path) -> None:
+    """AWS's engines leave messages behind; a death counts without them, too."""
     cluster = DeafLogs()
 
     async def story(fleet: Played) -> None:
@@ -86,8 +86,8 @@ class NotStillDead(FakeCluster):
         return False
 
 
-def test_a_process_that_does_not_die_is_asked_for_once_a_second(tmp_path: Path) -> None:
-    """And not as fast as the host answers."""
+def test_the_death_of_a_process_is_checked_once_a_second(tmp_path: Path) -> None:
+    """And not as fast as the host responds."""
     cluster = NotStillDead()
 
     async def story(fleet: Played) -> None:
@@ -112,8 +112,8 @@ class OneBadAnswer(FakeCluster):
         return await super().watch(name, seen)
 
 
-def test_a_replica_is_followed_again_after_an_unforeseen_error(tmp_path: Path) -> None:
-    """Its death afterwards is seen."""
+def test_a_replica_is_watched_again_after_an_unexpected_error(tmp_path: Path) -> None:
+    """Its later death is detected."""
     cluster = OneBadAnswer()
 
     async def story(fleet: Played) -> None:
@@ -135,8 +135,8 @@ class SlowStarts(FakeCluster):
         await super().start(config)
 
 
-def test_a_process_that_was_told_to_stop_while_it_was_asked_for_is_ended(tmp_path: Path) -> None:
-    """Else it would hold cores, and nobody would know it."""
+def test_a_process_that_is_stopped_while_it_is_requested_is_ended(tmp_path: Path) -> None:
+    """Otherwise it would hold cores unnoticed."""
     cluster = SlowStarts()
 
     async def story(fleet: Played) -> None:

@@ -23,7 +23,7 @@ from orchestrator.process.home import Home
     ],
 )
 def test_an_error_on_a_thread_ends_the_fleet(raised: Exception, id: str, what: str) -> None:
-    """A fleet that nobody narrates or watches any more must not look alive."""
+    """A fleet that is no longer monitored must not look alive."""
 
     def work() -> None:
         raise raised
@@ -33,8 +33,8 @@ def test_an_error_on_a_thread_ends_the_fleet(raised: Exception, id: str, what: s
     assert [(one.problem.id, one.problem.what) for one in told] == [(id, what)]
 
 
-def test_a_thread_that_ends_in_order_ends_nothing() -> None:
-    """Nor does the end of the fleet, which they all see."""
+def test_a_thread_that_ends_normally_ends_nothing() -> None:
+    """Nor does the end of the fleet, which all threads see."""
     told: list[Failed] = []
     watched(lambda: None, told.append)
     assert told == []
@@ -57,10 +57,10 @@ class Absence:
 
 
 @pytest.mark.parametrize("pauses", [{}, {2: 3600.0}, {2: 60.0, 9: 60.0}])
-def test_a_pause_of_up_is_no_absence_of_the_controller(
+def test_a_pause_of_up_is_not_an_absence_of_the_controller(
     monkeypatch: pytest.MonkeyPatch, pauses: dict[int, float]
 ) -> None:
-    """It is called as often as without the pause, up to what one long gap counts, before the fleet is given up."""
+    """It is called as often as without the pause, up to the length of one long gap, before the fleet is given up."""
     daemon = Daemon.__new__(Daemon)
     daemon._ending, daemon._status_version = False, 0
     daemon._home = Home(Path("/nowhere"))

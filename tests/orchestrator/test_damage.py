@@ -79,7 +79,7 @@ def idle(cluster: FakeCluster) -> bool:
 
 @pytest.mark.parametrize("lost", [1, 2], ids=["every revision", "the newest revision"])
 def test_nothing_is_done_on_an_older_revision(tmp_path: Path, lost: int) -> None:
-    """Replicas of the lost one serve, a model that only it has is routed, and one that dies is not started again."""
+    """Replicas of the lost revision serve, a model that only it has is routed, and one that dies is not restarted."""
 
     async def story(played: Played) -> None:
         await passes(played, LONG_S)
@@ -113,8 +113,8 @@ def test_a_hold_is_an_error_event_and_a_condition(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_an_apply_of_the_lost_spec_ends_the_hold_and_drains_nothing(tmp_path: Path) -> None:
-    """The replicas are what it says already. Its number is a new one."""
+def test_applying_the_lost_spec_ends_the_hold_and_drains_nothing(tmp_path: Path) -> None:
+    """The replicas match it already. Its number is a new one."""
 
     async def story(played: Played) -> None:
         answer = await played.apply(TWO)
@@ -131,7 +131,7 @@ def test_an_apply_of_the_lost_spec_ends_the_hold_and_drains_nothing(tmp_path: Pa
 
 @pytest.mark.parametrize("verb", ["apply", "undo"])
 def test_the_older_revision_can_be_accepted(tmp_path: Path, verb: str) -> None:
-    """By an apply of a spec that says the same, or by its number; then the fleet follows it."""
+    """By an apply of an equal spec, or by its number; the fleet then follows it."""
 
     async def story(played: Played) -> None:
         await (played.apply(ONE) if verb == "apply" else played.operator.undo(1, "tester"))
@@ -180,8 +180,8 @@ def test_a_hold_outlives_the_controllers_next_restart(tmp_path: Path) -> None:
     ],
     ids=["scale", "load", "unload", "restart", "drain", "pause", "resume", "promote"],
 )
-def test_wishes_are_refused_while_nobody_knows_the_revision(tmp_path: Path, verb: Callable[[Any], Any]) -> None:
-    """`plan` answers, and names what an apply would do."""
+def test_changes_are_rejected_while_the_revision_is_unknown(tmp_path: Path, verb: Callable[[Any], Any]) -> None:
+    """`plan` works, and shows what an apply would do."""
 
     async def story(played: Played) -> None:
         with pytest.raises(Refused) as refused:
@@ -193,7 +193,7 @@ def test_wishes_are_refused_while_nobody_knows_the_revision(tmp_path: Path, verb
     play(tmp_path, story)
 
 
-def test_the_next_up_is_the_operators_word(tmp_path: Path) -> None:
+def test_the_next_up_ends_the_hold(tmp_path: Path) -> None:
     """It reports the damage, and holds nothing."""
 
     async def story(played: Played) -> None:
@@ -205,8 +205,8 @@ def test_the_next_up_is_the_operators_word(tmp_path: Path) -> None:
     play(tmp_path, story, fleet="next")
 
 
-def test_a_replica_that_drained_drains_on_only_after_the_hold(tmp_path: Path) -> None:
-    """It takes no cores from anybody meanwhile."""
+def test_a_draining_replica_continues_only_after_the_hold(tmp_path: Path) -> None:
+    """Its cores are not used meanwhile."""
 
     async def main() -> None:
         cluster, path = FakeCluster(), tmp_path / "journal"
@@ -235,8 +235,8 @@ def test_a_replica_that_drained_drains_on_only_after_the_hold(tmp_path: Path) ->
     virtually(main)
 
 
-def test_on_a_full_disk_the_fleet_is_held_all_the_same(tmp_path: Path) -> None:
-    """The record that says so waits for room with the others, and is written before the next revision."""
+def test_on_a_full_disk_the_fleet_is_held_too(tmp_path: Path) -> None:
+    """The record of the hold is pending with the others, and is written before the next revision."""
 
     async def main() -> None:
         cluster, path = FakeCluster(), tmp_path / "journal"

@@ -112,12 +112,12 @@ def in_log(page: Page, text: str) -> Locator:
     return shown
 
 
-def test_the_login_is_the_fleets_own_token(fleet: LiveFleet, page: Page) -> None:
-    """Without the token of the home the dashboard tells nothing."""
+def test_the_dashboard_requires_the_fleets_token(fleet: LiveFleet, page: Page) -> None:
+    """Without the token of the home it shows nothing."""
     assert httpx.get(f"{address(fleet)}/api/v0/actors").status_code == 401
 
 
-def test_the_actors_tab_names_the_models_and_their_cores(fleet: LiveFleet, page: Page, pictures: Path) -> None:
+def test_the_actors_tab_shows_the_models_and_their_cores(fleet: LiveFleet, page: Page, pictures: Path) -> None:
     """Each replica has a row with its model in the class, its name and its cores."""
     visit(page, fleet, "actors")
     for id, cores in CORES.items():
@@ -129,7 +129,7 @@ def test_the_actors_tab_names_the_models_and_their_cores(fleet: LiveFleet, page:
     page.screenshot(path=pictures / "ray-dashboard-actors.png")
 
 
-def test_an_actors_page_says_where_its_log_is(fleet: LiveFleet, page: Page, pictures: Path) -> None:
+def test_an_actors_page_shows_the_path_of_its_log(fleet: LiveFleet, page: Page, pictures: Path) -> None:
     """The page of one replica has its cores, its process, and the name under which the Logs tab shows its log."""
     visit(page, fleet, "actors")
     row_of(page, "helpdesk/1@nc").get_by_role("link").first.click()
@@ -162,7 +162,7 @@ def test_the_serve_tab_shows_the_gateway_healthy(fleet: LiveFleet, page: Page, p
     page.screenshot(path=pictures / "ray-dashboard-serve.png")
 
 
-def test_the_cluster_tab_has_the_cores_and_the_processes(fleet: LiveFleet, page: Page, pictures: Path) -> None:
+def test_the_cluster_tab_shows_the_cores_and_the_processes(fleet: LiveFleet, page: Page, pictures: Path) -> None:
     """Each core is a resource of its host, in use or free, and each process has its model in its title."""
     visit(page, fleet, "cluster")
     host = row_of(page, "corewright-host")
@@ -176,7 +176,7 @@ def test_the_cluster_tab_has_the_cores_and_the_processes(fleet: LiveFleet, page:
 
 
 def test_process_titles_name_the_model(fleet: LiveFleet) -> None:
-    """`ps` and `top` say whose a process is."""
+    """In `ps` and `top`."""
     for id in CORES:
         title = " ".join(psutil.Process(fleet.replica(id)["pid"]).cmdline())
         assert title.startswith(f"ray::Replica[{id.partition('/')[0]}]")
@@ -201,7 +201,7 @@ def exported(fleet: LiveFleet) -> dict[tuple[str, str, str], float]:
 
 
 def test_prometheus_finds_every_metric_of_every_replica(fleet: LiveFleet) -> None:
-    """Gauges are there for idle replicas too, and counters grow with the work."""
+    """Gauges exist for idle replicas too, and counters grow with the work."""
     answer = fleet.http.post("/v1/completions", json={"model": "assistant", "prompt": "What", "max_tokens": 4})
     answer.raise_for_status()
     produced = answer.json()["usage"]["completion_tokens"]
@@ -217,7 +217,7 @@ def test_prometheus_finds_every_metric_of_every_replica(fleet: LiveFleet) -> Non
 
 
 def test_prometheus_finds_the_cores_of_each_host_by_state(fleet: LiveFleet) -> None:
-    """What is leased, free, quarantined and reserved is together every core of the host."""
+    """Leased, free, quarantined and reserved cores add up to every core of the host."""
 
     def cores() -> dict[str, float]:
         return {key[2]: value for key, value in exported(fleet).items() if key[0] == "ray_corewright_cores"}
@@ -241,7 +241,7 @@ def ray_command(fleet: LiveFleet, *arguments: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("how", ["its process", "ray kill-actor"])
-def test_a_replica_killed_there_comes_back(fleet: LiveFleet, page: Page, pictures: Path, how: str) -> None:
+def test_a_replica_killed_there_restarts(fleet: LiveFleet, page: Page, pictures: Path, how: str) -> None:
     """By the pid of its row, or by Ray's own command: a new actor on the same cores, and the old one is shown dead."""
     before = fleet.replica("helpdesk/0")
     if how == "its process":

@@ -47,8 +47,8 @@ def play(tmp_path: Path, story: Callable[[Played, FakeCluster], Coroutine[Any, A
     virtually(live)
 
 
-def test_a_replica_serves_until_what_takes_its_cores_is_fetched(tmp_path: Path) -> None:
-    """A model of higher priority comes to a full host: its fetch is shown, and nobody drains before it is over."""
+def test_a_replica_serves_until_the_model_that_takes_its_cores_is_fetched(tmp_path: Path) -> None:
+    """A model of higher priority joins a full host: its fetch is shown, and no replica drains before it is complete."""
 
     async def story(played: Played, cluster: FakeCluster) -> None:
         await played.apply(HIGH)
@@ -65,8 +65,8 @@ def test_a_replica_serves_until_what_takes_its_cores_is_fetched(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("source", ["s3://models/high", "FOLDER"])
-def test_a_replica_serves_on_while_what_would_take_its_cores_cannot_be_loaded(tmp_path: Path, source: str) -> None:
-    """It is on its host, and a check without cores says why it would not start."""
+def test_a_replica_serves_while_the_model_that_takes_its_cores_cannot_be_loaded(tmp_path: Path, source: str) -> None:
+    """The model is on its host, and a check without cores shows why it would not start."""
 
     async def story(played: Played, cluster: FakeCluster) -> None:
         cluster.fetch_s = 0.0
@@ -80,8 +80,8 @@ def test_a_replica_serves_on_while_what_would_take_its_cores_cannot_be_loaded(tm
     play(tmp_path, story)
 
 
-def test_a_replica_serves_on_while_what_would_take_its_cores_cannot_be_had(tmp_path: Path) -> None:
-    """And goes when it can be had at last."""
+def test_a_replica_serves_while_the_model_that_takes_its_cores_cannot_be_fetched(tmp_path: Path) -> None:
+    """It stops once the model can be fetched."""
 
     async def story(played: Played, cluster: FakeCluster) -> None:
         cluster.unfetchable["s3://models/high"] = Failure("s3-unreachable", "nobody answers")
@@ -95,9 +95,7 @@ def test_a_replica_serves_on_while_what_would_take_its_cores_cannot_be_had(tmp_p
     play(tmp_path, story)
 
 
-def test_nobody_waits_for_a_model_that_needs_nothing(tmp_path: Path) -> None:
-    """It takes the cores at once."""
-
+def test_a_model_that_needs_no_preparation_takes_the_cores_at_once(tmp_path: Path) -> None:
     async def story(played: Played, cluster: FakeCluster) -> None:
         await played.apply(LOCAL)
         await played.until(lambda: played.ready("high"), "it is there", 30.0)
@@ -106,8 +104,8 @@ def test_nobody_waits_for_a_model_that_needs_nothing(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_replica_that_was_told_to_go_does_not_stay_for_another_s_fetch(tmp_path: Path) -> None:
-    """Unloaded by hand, it ends although what takes its cores is still to be fetched."""
+def test_an_unloaded_replica_does_not_stay_for_the_fetch_of_another(tmp_path: Path) -> None:
+    """It stops although the model that takes its cores is still being fetched."""
 
     async def story(played: Played, cluster: FakeCluster) -> None:
         await played.apply(HIGH)

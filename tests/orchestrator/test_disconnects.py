@@ -168,10 +168,10 @@ def go_away(
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("form", EACH)
-def test_a_client_that_goes_away_frees_its_slots_within_two_steps(
+def test_a_disconnected_client_frees_its_slots_within_two_steps(
     plain: LiveGateway, served: Served, form: str, stream: bool, phase: str, leave: Callable[[Wire], None]
 ) -> None:
-    """On every route, streamed or not, queued, in prefill or in decode, gone politely or not."""
+    """On every route, streamed or not, queued, in prefill or in decode, with or without a clean close."""
     go_away(plain, served, form, stream, phase, leave)
 
 
@@ -179,7 +179,7 @@ def test_a_client_that_goes_away_frees_its_slots_within_two_steps(
 @pytest.mark.parametrize("leave", [fin, rst, shutdown])
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-def test_so_does_one_that_speaks_tls(
+def test_a_disconnected_tls_client_frees_its_slots(
     secure: LiveGateway,
     served: Served,
     authority: Authority,
@@ -187,13 +187,12 @@ def test_so_does_one_that_speaks_tls(
     phase: str,
     leave: Callable[[Wire], None],
 ) -> None:
-    """Whether it says goodbye in TLS, in TCP, or not at all."""
+    """With a close in TLS, in TCP, or without one."""
     tls = ssl.create_default_context(cafile=str(authority.file))
     go_away(secure, served, "completion n=3", stream, phase, leave, tls)
 
 
-def test_one_that_had_asked_for_more_is_gone_as_well(plain: LiveGateway, served: Served) -> None:
-    """Requests that it had sent behind the one that runs are never begun."""
+def test_pipelined_requests_of_a_disconnected_client_are_never_started(plain: LiveGateway, served: Served) -> None:
     plain.serve(routes("m", served))
     with Wire(plain.port) as wire:
         wire.send(post({"model": "m", "prompt": "x", "max_tokens": 500}) * 10)
@@ -204,8 +203,8 @@ def test_one_that_had_asked_for_more_is_gone_as_well(plain: LiveGateway, served:
     assert served.batcher.stats.steps <= 2
 
 
-def test_one_that_goes_while_its_prompt_is_read_leaves_nothing(plain: LiveGateway, served: Served) -> None:
-    """A long prompt is tokenized beside the event loop: what comes of it for a client that is gone is thrown away."""
+def test_a_client_that_disconnects_during_tokenization_leaves_nothing(plain: LiveGateway, served: Served) -> None:
+    """A long prompt is tokenized beside the event loop; its result is discarded."""
     plain.serve(routes("m", served))
     for _ in range(50):
         with Wire(plain.port) as wire:

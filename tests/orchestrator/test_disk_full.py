@@ -115,7 +115,7 @@ def test_a_file_of_the_home_is_not_opened_without_inodes(kind: str, disk: Disk) 
 
 
 @pytest.mark.parametrize("kind", [*WRITES, *OPENS])
-def test_a_read_only_home_is_named(kind: str, disk: Disk) -> None:
+def test_a_read_only_home_is_reported(kind: str, disk: Disk) -> None:
     name, write = {**WRITES, **OPENS}[kind]
     disk.home.prepare()
     disk.remount("ro")
@@ -123,7 +123,7 @@ def test_a_read_only_home_is_named(kind: str, disk: Disk) -> None:
         write(disk.home)
 
 
-def test_a_home_that_cannot_be_made_is_named_with_a_remedy(disk: Disk) -> None:
+def test_a_home_that_cannot_be_created_is_reported_with_a_remedy(disk: Disk) -> None:
     disk.remount("ro")
     with pytest.raises(Failed, match="home cannot be created: Read-only file system") as failed:
         disk.home.prepare()
@@ -144,8 +144,8 @@ def _append_until_refused(journal: Journal) -> int:
     raise AssertionError("the disk has never been full")
 
 
-def test_a_record_that_a_full_disk_refuses_is_nowhere_and_the_next_one_is_kept(disk: Disk) -> None:
-    """Neither in memory nor in the file; with space again the same journal goes on."""
+def test_a_record_rejected_by_a_full_disk_is_dropped_and_the_next_one_is_kept(disk: Disk) -> None:
+    """Neither in memory nor in the file; with space again the same journal continues."""
     disk.home.prepare()
     journal = Journal(disk.home.journal)
     disk.fill()
@@ -160,7 +160,7 @@ def test_a_record_that_a_full_disk_refuses_is_nowhere_and_the_next_one_is_kept(d
     again.close()
 
 
-def test_a_journal_that_has_no_room_to_be_made_shorter_goes_on_and_is_made_shorter_later(disk: Disk) -> None:
+def test_a_journal_without_space_for_compaction_continues_and_compacts_later(disk: Disk) -> None:
     disk.home.prepare()
     journal = Journal(disk.home.journal, most_bytes=20_000)
     while disk.home.journal.stat().st_size < 19_900:
