@@ -33,14 +33,14 @@ def _to_free(packer: Packer, tenant: Tenant, near: frozenset[int]) -> bool:
     old_host = tenant.host
     packer.begin()
     packer.remove(tenant)
-    own_rank = packer.free_rank(old_host, tenant.size)
+    own_rank = packer.free.rank(old_host, tenant.size)
     kind = packer.spaces[old_host].kind
     ranks = [
         rank
         for host in sorted(near)
         if packer.spaces[host].kind == kind
         and packer.admits(tenant, host)
-        and (rank := packer.free_rank(host, tenant.size)) is not None
+        and (rank := packer.free.rank(host, tenant.size)) is not None
     ]
     best = min(ranks, default=None)
     if best is None or own_rank is None or best[:2] > own_rank[:2]:

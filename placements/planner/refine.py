@@ -63,7 +63,7 @@ def _refill(packer: Packer, missing: list[Tenant], random: Random, movable: Sequ
     remaining = []
     for *_, tenant in pool:
         random.shuffle(hosts)
-        spot = _spot_on(packer, tenant, hosts) or packer.free_spot(tenant) or packer.odd_spot(tenant)
+        spot = _spot_on(packer, tenant, hosts) or packer.free.spot(tenant) or packer.free.odd_spot(tenant)
         if spot is None:
             remaining.append(tenant)
         else:
@@ -115,7 +115,7 @@ def move_fewer(packer: Packer) -> None:
     Does nothing with many hosts, where each try gains little.
     """
     away = [other for space in packer.spaces for other in space.tenants if _is_away(other)]
-    if not away or packer.large:
+    if not away or packer.prices.large:
         return
     random = Random(0)
     for _ in range(min(300, MOVE_TRIES // len(packer.spaces))):

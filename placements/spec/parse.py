@@ -4,281 +4,23 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from placements.facts.engines import DTYPES, ENGINES, NAMED_ENGINES, Engine
-from placements.facts.topology import DEGREES, LNC_CHOICES, TOPOLOGIES
+from placements.facts.engines import NAMED_ENGINES, Engine
+from placements.facts.topology import DEGREES, TOPOLOGIES
+from placements.spec.field_type import MAPPING, TEXT, keys_at, type_at
+from placements.spec.other_names import OTHER_FIELDS, OTHER_VALUES, converted
 from placements.spec.problems import Problem, has_errors, in_order
-from placements.spec.schema import (
-    GROUP_QUERY_ATTENTIONS,
-    MAX_HOSTS,
-    NAME,
-    NAME_RULE,
-    OPTLEVELS,
-    OWN_FIELDS,
-    QUANTIZATIONS,
-    QUEUE_ORDERS,
-    SAMPLINGS,
-    STRATEGIES,
-    TOOL_PARSERS,
-    Buckets,
-    Compiler,
-    Deadlines,
-    Draft,
-    EngineSettings,
-    HostsSpec,
-    ModelSpec,
-    Objectives,
-    Replicas,
-    Reserve,
-    Scaling,
-    Schedule,
-    Spec,
-    Spread,
-    Update,
-)
+from placements.spec.schema import MAX_HOSTS, NAME, NAME_RULE, EngineSettings, HostsSpec, ModelSpec, Spec
 from placements.spec.source_positions import Path, SourcePosition, SourcePositions
 from placements.spec.yaml_tree import BROKEN, MAX_CHARACTERS, Tree, read
 
 _M = TypeVar("_M", bound=BaseModel)
-
-_TOP = ("version", "name", "hosts", "engines", "defaults", "models")
-_HOSTS = tuple(HostsSpec.model_fields)
-_RESERVE = tuple(Reserve.model_fields)
-_MODEL = tuple(key for key in ModelSpec.model_fields if key not in ("name", "base_dir", "broken"))
-_NESTED: Mapping[str, tuple[str, ...]] = {
-    "replicas": tuple(Replicas.model_fields),
-    "draft": tuple(Draft.model_fields),
-    "update": tuple(Update.model_fields),
-    "deadlines": tuple(Deadlines.model_fields),
-    "spread": tuple(Spread.model_fields),
-    "buckets": tuple(Buckets.model_fields),
-    "compiler": tuple(Compiler.model_fields),
-    "objectives": tuple(Objectives.model_fields),
-    "scaling": tuple(Scaling.model_fields),
-}
-_SCHEDULE = tuple(Schedule.model_fields)
-_SETTINGS = tuple(EngineSettings.model_fields)
-_DEFAULTS = tuple(key for key in _MODEL if key not in OWN_FIELDS)
-
-_ALIASES: Mapping[str, tuple[str, ...]] = {
-    "tp_degree": ("tp", "tensor_parallel", "tensor_parallel_degree", "tensor_parallel_size", "num_cores", "tp_size"),
-    "max_batch": ("batch", "batch_size", "max_batch_size", "max_rolling_batch_size", "max_num_seqs", "slots"),
-    "max_len": ("n_positions", "max_model_len", "max_length", "max_seq_len", "seq_len", "sequence_length", "context"),
-    "source": ("model", "model_id", "model_path", "path", "checkpoint", "hf_model_id", "uri", "url"),
-    "revision": ("rev", "commit", "branch", "git_revision", "model_revision", "hf_revision"),
-    "trust_remote_code": ("remote_code", "allow_remote_code", "hf_trust_remote_code"),
-    "dtype": ("amp", "torch_dtype", "precision", "data_type", "auto_cast_type"),
-    "neff_cache": ("cache", "compile_cache", "compiled_graph_path", "neuron_compile_cache_url", "neffs"),
-    "cores": ("core", "pins", "pin", "core_range", "visible_cores", "neuron_rt_visible_cores"),
-    "replicas": ("replica", "num_replicas", "instances"),
-    "engine": ("backend", "runtime", "model_loader"),
-    "max_queue": ("queue", "queue_size", "max_queue_size"),
-    "max_queue_bytes": ("queue_bytes", "max_queue_size_bytes"),
-    "max_wait_s": ("queue_timeout", "max_wait", "max_wait_time", "queue_deadline_s", "request_timeout_s"),
-    "queue_order": ("queue_policy", "queue_discipline", "scheduling_policy"),
-    "objectives": ("slo", "slos", "objective", "targets", "service_level_objectives"),
-    "ttft_ms": ("ttft", "time_to_first_token_ms", "first_token_ms"),
-    "tpot_ms": ("tpot", "itl_ms", "itl", "time_per_output_token_ms"),
-    "queue_ms": ("queue_time_ms", "wait_ms"),
-    "scaling": ("autoscaling", "autoscaling_config", "autoscale", "autoscaler"),
-    "auto": ("enabled", "automatic"),
-    "max_swap_s": ("hold_s",),  # its name until two fields had that one
-    "idle_s": ("idle", "idle_timeout", "idle_timeout_s", "ttl", "scale_to_zero_after", "keep_alive"),
-    "schedules": ("schedule", "cron", "crons", "timers"),
-    "timezone": ("tz", "time_zone", "zone"),
-    "start": ("begin", "from"),
-    "end": ("stop", "until", "to"),
-    "worth_per_1000": ("worth", "value_per_1000"),
-    "price_per_core_hour": ("price", "cost", "core_price", "price_per_core"),
-    "aliases": ("alias", "served_model_name", "served_model_names", "model_alias"),
-    "tool_parser": ("tool_call_parser", "tool_calls", "tools"),
-    "threads": ("omp", "omp_num_threads", "num_threads"),
-    "models": ("model",),
-    "hosts": ("host", "nodes", "machines"),
-    "defaults": ("default",),
-    "instance": ("instance_type", "type"),
-    "emulate": ("emulated", "emulation"),
-    "reserve": ("reserved",),
-    "draft": ("draft_model", "speculative", "speculation", "assistant", "speculative_model", "speculative_config"),
-    "k": ("num_speculative_tokens", "speculation_length", "num_assistant_tokens", "tokens"),
-    "count": ("num", "number", "replicas"),
-    "vcpus": ("cpus", "vcpu", "cpu"),
-    "min": ("minimum", "min_replicas"),
-    "max": ("maximum", "max_replicas"),
-    "lnc": (
-        "logical_nc_config",
-        "neuron_logical_nc_config",
-        "neuron_rt_virtual_core_size",
-        "virtual_core_size",
-        "logical_cores",
-    ),
-    "memory_gib": ("memory", "ram", "ram_gib", "mem", "memory_gb"),
-    "spread": ("anti_affinity", "antiaffinity", "pod_anti_affinity", "max_per_host", "max_per_node"),
-    "host": ("hosts", "node", "max_per_host", "max_per_node", "per_host", "hostname"),
-    "host_memory_gib": ("host_memory", "memory", "memory_gib", "ram", "ram_gib", "host_ram_gib"),
-    "quantize": (
-        "quantization",
-        "quant",
-        "quantized",
-        "quantization_dtype",
-        "quant_dtype",
-        "neuron_quant",
-        "neuron_quant_dtype",
-        "load_in_8bit",
-        "int8",
-    ),
-    "group_query_attention": ("gqa", "grouped_query_attention", "gqa_sharding", "kv_sharding"),
-    "quantize_kv": (
-        "kv_cache_quant",
-        "kv_quant",
-        "kv_cache_dtype",
-        "kv_dtype",
-        "quantize_kv_cache",
-        "kv_cache_quantization",
-    ),
-    "buckets": ("bucket", "bucketing", "bucket_sizes"),
-    "prefill": (
-        "context",
-        "context_length_estimate",
-        "context_encoding_buckets",
-        "context_length_buckets",
-        "neuron_context_length_estimate",
-        "prompt",
-    ),
-    "decode": ("token", "token_generation_buckets", "token_gen_buckets", "n_positions", "generation", "kv"),
-    "sampling": ("on_device_sampling", "on_device_generation", "sample_on_device", "device_sampling", "sampler"),
-    "fuse_qkv": ("fused_qkv", "qkv_fused", "fuse_qkv_weights"),
-    "compiler": ("compile", "neuronx_cc", "compiler_options", "compiler_args"),
-    "optlevel": ("opt_level", "optimize_level", "neuron_optimize_level", "optimization_level"),
-    "flags": ("cc_flags", "neuron_cc_flags", "args", "options"),
-    "workers": ("compilation_worker_count", "compile_workers", "num_workers", "jobs"),
-    "engines": ("interpreters", "engine_settings", "environments"),
-    "python": ("interpreter", "python_path", "executable"),
-    "transformers-neuronx": ("tnx", "transformers_neuronx", "transformers_neuron"),
-    "nxd-inference": ("nxdi", "nxd_inference", "neuronx_distributed_inference", "neuronx_distributed", "nxd"),
-    "optimum-neuron": ("optimum", "optimum_neuron"),
-    "torch-neuronx": ("torch_neuronx", "torch_neuron"),
-}
-_MEANT: Mapping[tuple[str, bool], object] = {
-    **{(key, True): "int8" for key in ("load_in_8bit", "quantized", "neuron_quant", "int8")},
-    **{(key, False): None for key in ("load_in_8bit", "quantized", "neuron_quant", "int8")},
-    **{(key, True): "fp8" for key in ("kv_cache_quant", "kv_quant")},
-    **{(key, False): None for key in ("kv_cache_quant", "kv_quant")},
-    **{(key, True): "device" for key in ("on_device_sampling", "on_device_generation", "sample_on_device")},
-    **{(key, False): "host" for key in ("on_device_sampling", "on_device_generation", "sample_on_device")},
-    **{(key, True): "host" for key in ("anti_affinity", "antiaffinity")},
-    **{(key, False): None for key in ("anti_affinity", "antiaffinity")},
-}
-"""(Key of another tool, boolean) -> the value of the field that replaces it."""
-
-_VALUE_ALIASES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "f16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "f32": "fp32",
-    "float": "fp32",
-    "tnx": "transformers-neuronx",
-    "transformers_neuronx": "transformers-neuronx",
-    "nxdi": "nxd-inference",
-    "neuronx-distributed-inference": "nxd-inference",
-    "optimum": "optimum-neuron",
-    "torch-neuron": "torch-neuronx",
-    "hf": "cpu",
-    "transformers": "cpu",
-    **dict.fromkeys(("f8", "float8", "f8e4m3", "f8e4m3fn", "float8_e4m3", "float8_e4m3fn"), "fp8"),
-    "on_device": "device",
-    **dict.fromkeys(("static_int8", "s8", "i8", "8bit", "w8", "int8_weights", "dynamic_int8"), "int8"),
-    **{mode.replace("-", "_"): mode for mode in GROUP_QUERY_ATTENTIONS},
-    "replicate-to-tp-degree": "replicated-heads",
-    **dict.fromkeys(("llama3_json", "llama4_json", "llama", "llama-3"), "llama3"),
-    **dict.fromkeys(("qwen", "qwen2", "qwen3", "qwen25"), "hermes"),
-}
-
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "engine": ENGINES,
-    "dtype": DTYPES,
-    "strategy": STRATEGIES,
-    "queue_order": QUEUE_ORDERS,
-    "tool_parser": TOOL_PARSERS,
-    "version": ("1",),
-    "quantize": QUANTIZATIONS,
-    "quantize_kv": QUANTIZATIONS,
-    "sampling": SAMPLINGS,
-    "optlevel": tuple(map(str, OPTLEVELS)),
-    "group_query_attention": GROUP_QUERY_ATTENTIONS,
-    "lnc": tuple(map(str, LNC_CHOICES)),
-}
-
-_WHOLE, _TEXT, _MAPPING, _SECONDS = "a whole number", "text", "a mapping", "seconds, or a duration like 10m or 1h30m"
-_GIB = "a number of GiB"
-_LENGTHS = "a list of whole numbers, like [128, 512]"
-_WANTS: Mapping[str, str] = {
-    "name": _TEXT,
-    "source": _TEXT,
-    "engine": "one of " + ", ".join(ENGINES),
-    "dtype": "one of " + ", ".join(DTYPES),
-    "cores": 'a list of ranges, like ["0-7"]',
-    "aliases": "a list of names, like [gpt-4o]",
-    "tool_parser": "one of " + ", ".join(TOOL_PARSERS),
-    "replicas": "a whole number, or {min: 1, max: 2}",
-    "neff_cache": _TEXT,
-    "threads": "share, lmi or a whole number from 1 to 1024",
-    "allow_head_padding": "true or false",
-    "allow_degrees": "a list of whole numbers, like [6]",
-    "hbm_overhead_gib": _GIB,
-    "host_memory_gib": _GIB,
-    "memory_gib": _GIB,
-    "spread": "host, or a mapping like {host: 2}",
-    "quantize": "int8 or fp8",
-    "quantize_kv": "int8 or fp8",
-    "buckets": "a mapping, like {prefill: [128, 512], decode: [512, 2048]}",
-    "prefill": _LENGTHS,
-    "decode": _LENGTHS,
-    "sampling": "host or device",
-    "fuse_qkv": "true or false",
-    "compiler": "a mapping, like {optlevel: 1}",
-    "optlevel": "1, 2 or 3",
-    "flags": _TEXT,
-    "python": "a path, like ~/envs/nxdi/bin/python",
-    "engines": "a mapping from engines to settings, like {nxd-inference: {python: ~/envs/nxdi/bin/python}}",
-    "group_query_attention": "one of " + ", ".join(GROUP_QUERY_ATTENTIONS),
-    "lnc": "1 or 2",
-    "allow_pickle": "true or false",
-    "trust_remote_code": "true or false",
-    "revision": "a branch, tag or commit",
-    "draft": "a mapping with a source, like {source: ./models/draft, k: 4}",
-    "engine_options": "a mapping from option names to values",
-    "update": "a mapping, like {strategy: surge}",
-    "deadlines": "a mapping, like {start_s: 600}",
-    "strategy": "one of " + ", ".join(STRATEGIES),
-    "rollback": "true or false",
-    **dict.fromkeys(("hold_s", "max_swap_s", "progress_deadline_s", "start_s", "fetch_s", "compile_s"), _SECONDS),
-    **dict.fromkeys(("step_s", "drain_s", "max_wait_s", "idle_s"), _SECONDS),
-    **dict.fromkeys(("ttft_ms", "tpot_ms", "queue_ms"), "a number of milliseconds"),
-    **dict.fromkeys(("start", "end"), 'a cron expression, like "0 8 * * MON-FRI"'),
-    "timezone": "a time zone, like Europe/Berlin",
-    "objectives": "a mapping, like {ttft_ms: 500}",
-    "scaling": "a mapping, like {idle_s: 600}",
-    "schedules": 'a list, like [{start: "0 8 * * *", end: "0 18 * * *", min: 2}]',
-    "auto": "true or false",
-    "queue_order": "one of " + ", ".join(QUEUE_ORDERS),
-    "worth_per_1000": "a number",
-    "price_per_core_hour": "a number",
-    "instance": _TEXT,
-    "emulate": _TEXT,
-    "reserve": "a mapping, like {vcpus: 8, cores: [23]}",
-    "hosts": "a mapping, like {instance: inf2.48xlarge}, or a list of them",
-    "defaults": _MAPPING,
-    "models": "a mapping from model names to their fields",
-}
 
 
 @dataclass(frozen=True)
@@ -345,9 +87,9 @@ class _Reader:
 
     def spec(self) -> Spec | None:
         if not isinstance(self._tree.value, dict):
-            self._wrong_type((), "the spec", _MAPPING)
+            self._wrong_type((), "the spec", MAPPING)
             return None
-        top = self._known(self._tree.value, _TOP, ())
+        top: dict[str, Any] = self._known(self._tree.value, ())
         broken = {key for key, value in top.items() if value is BROKEN}
         plain: dict[str, Any] = {key: top[key] for key in ("version", "name") if key in top}
         head = self._validated(Spec, plain, (), broken)
@@ -373,7 +115,7 @@ class _Reader:
             return ()
         if value == []:
             hint = "list at least one type, or remove hosts to use this machine"
-            self._report("wrong-type", path, "hosts is an empty list; it must be " + _WANTS["hosts"], hint)
+            self._report("wrong-type", path, "hosts is an empty list; it must be " + type_at(path).wanted, hint)
         items = [((*path, i), item) for i, item in enumerate(value)] if isinstance(value, list) else [(path, value)]
         entries = [self._hosts_of(item, where) for where, item in items]
         hosts = [entry for entry in entries if entry is not None]
@@ -401,30 +143,27 @@ class _Reader:
     def _hosts_of(self, value: Any, path: Path) -> HostsSpec | None:
         if not isinstance(value, dict):
             if value is not BROKEN:
-                self._wrong_type(path, _label(path), _WANTS["hosts"] if len(path) == 1 else _HOSTS_ITEM)
+                self._wrong_type(path)
             return None
-        values = self._known(value, _HOSTS, path)
-        if isinstance(values.get("reserve"), dict):
-            values["reserve"] = self._known(values["reserve"], _RESERVE, (*path, "reserve"))
-        missing: set[str] = {key for key, value in values.items() if value is BROKEN}
+        missing: set[str] = {key for key, inner in value.items() if inner is BROKEN}
         for key in ("instance", "emulate"):
-            name = values.get(key)
+            name = value.get(key)
             if isinstance(name, str) and name not in TOPOLOGIES:
                 self._unknown_instance((*path, key), key, name)
                 missing.add(key)
-        types = [key for key in ("instance", "emulate") if key in values]
+        types = [key for key in ("instance", "emulate") if key in value]
         if len(types) != 1:
             label = _label(path)
             what = f"{label} has both instance and emulate" if types else f"{label} has no instance type"
             hint = "keep one of the two" if types else "add instance: inf2.48xlarge, or emulate: inf2.48xlarge"
             self._report("hosts-ambiguous", path, what, hint)
             missing.add("instance")
-        hosts = self._validated(HostsSpec, values, path, missing)
+        hosts = self._validated(HostsSpec, value, path, missing)
         if missing or hosts is None:
             return None
         name = hosts.instance or hosts.emulate
         if name is None:  # a key without a value
-            self._wrong_type((*path, types[0]), _label((*path, types[0])), "an instance type")
+            self._wrong_type((*path, types[0]), wanted="an instance type")
             return None
         if hosts.lnc is not None and TOPOLOGIES[name].lnc is None:
             what = f"lnc is {hosts.lnc}, but {name} does not support it; only trn2 does"
@@ -448,18 +187,18 @@ class _Reader:
         if value is None or value is BROKEN:
             return {}
         if not isinstance(value, dict):
-            self._wrong_type(("engines",), "engines", _WANTS["engines"])
+            self._wrong_type(("engines",))
             broken.add("engines")
             return {}
         settings_by_engine: dict[Engine, EngineSettings] = {}
-        for name, fields in self._known(value, NAMED_ENGINES, ("engines",)).items():
-            path: Path = ("engines", name)
+        for name in [engine for engine in NAMED_ENGINES if engine in value]:
+            fields, path = value[name], ("engines", name)
             if isinstance(fields, dict):
-                settings = self._validated(EngineSettings, self._known(fields, _SETTINGS, path), path, broken)
+                settings = self._validated(EngineSettings, fields, path, broken)
                 if settings is not None:
-                    settings_by_engine[next(engine for engine in NAMED_ENGINES if engine == name)] = settings
+                    settings_by_engine[name] = settings
             elif fields is not BROKEN:
-                self._wrong_type(path, f"engines.{name}", "a mapping, like {python: ~/envs/nxdi/bin/python}")
+                self._wrong_type(path, f"engines.{name}")
                 broken.add("engines")
         return settings_by_engine
 
@@ -479,7 +218,7 @@ class _Reader:
             what = "the spec lists no models"
             self._report("missing-key", path, what, "add models: {NAME: {source: ...}}")
         else:
-            self._wrong_type(("models",), "models", _WANTS["models"])
+            self._wrong_type(("models",))
         return ()
 
     def _defaults(self, top: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
@@ -487,16 +226,14 @@ class _Reader:
         if value is None or value is BROKEN:
             return {}, set()
         if not isinstance(value, dict):
-            self._wrong_type(("defaults",), "defaults", _WANTS["defaults"])
+            self._wrong_type(("defaults",))
             return {}, set()
-        values = self._known(value, _DEFAULTS, ("defaults",))
         broken: set[str] = set()
-        self._nested_keys(values, ("defaults",))
-        self._validated(ModelSpec, {**values, "name": "defaults", "source": "./"}, ("defaults",), broken)
+        self._validated(ModelSpec, {**value, "name": "defaults", "source": "./"}, ("defaults",), broken)
         for key_path, place in self._tree.places.items():
             if key_path[:1] == ("defaults",) and len(key_path) > 1:
                 self._defaults_places.setdefault(str(key_path[1]), []).append((key_path[2:], place))
-        return {key: value for key, value in values.items() if key not in broken}, broken
+        return {key: inner for key, inner in value.items() if key not in broken}, broken
 
     def _model(self, name: str, fields: Any, defaults: dict[str, Any], broken_defaults: set[str]) -> ModelSpec | None:
         path: Path = ("models", name)
@@ -507,17 +244,15 @@ class _Reader:
         if fields is BROKEN:
             return None
         if not isinstance(fields, dict):
-            self._wrong_type(path, f'model "{_short(name)}"', "a mapping, like {source: ./models/tiny}")
+            self._wrong_type(path, f'model "{_short(name)}"')
             return None
-        own = self._known(fields, _MODEL, path)
-        self._nested_keys(own, path)
-        for key in defaults.keys() - own.keys():
+        for key in defaults.keys() - fields.keys():
             self._inherit(path, key)
-        values = {**defaults, **own, "name": name if usable else "model", "base_dir": self._base_dir}
-        broken = broken_defaults - own.keys()
-        if "source" not in own and values.get("engine") == "echo":
+        values = {**defaults, **fields, "name": name if usable else "model", "base_dir": self._base_dir}
+        broken = broken_defaults - fields.keys()
+        if "source" not in fields and values.get("engine") == "echo":
             values["source"] = "echo"  # it has no checkpoint
-        elif "source" not in own:
+        elif "source" not in fields:
             self._report("missing-key", path, f'model "{_short(name)}" has no source', _SOURCE_HINT)
             broken.add("source")
         if broken & {"source"}:
@@ -534,20 +269,20 @@ class _Reader:
             where = (*path, key, *suffix)
             self._tree.places[where] = place
 
-    def _nested_keys(self, values: dict[str, Any], path: Path) -> None:
-        for key, allowed in _NESTED.items():
-            if isinstance(values.get(key), dict):
-                values[key] = self._known(values[key], allowed, (*path, key))
-        scaling = values.get("scaling")
-        if isinstance(scaling, dict) and isinstance(scaling.get("schedules"), list):
-            inside: Path = (*path, "scaling", "schedules")
-            scaling["schedules"] = [
-                self._known(item, _SCHEDULE, (*inside, i)) if isinstance(item, dict) else item
-                for i, item in enumerate(scaling["schedules"])
-            ]
+    def _known(self, value: Any, path: Path) -> Any:
+        """Returns the value without unknown keys, in all mappings in it.
 
-    def _known(self, values: dict[str, Any], allowed: tuple[str, ...], path: Path) -> dict[str, Any]:
-        """Returns the known keys. Reports the others, and reads a misspelt key as the one that it probably means."""
+        Reports these keys, and reads a misspelt key as the one that it probably means.
+        """
+        if isinstance(value, list):
+            return [self._known(item, (*path, i)) if isinstance(item, dict) else item for i, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        allowed = keys_at(path)
+        known = value if allowed is None else self._known_keys(value, allowed, path)
+        return {key: self._known(inner, (*path, key)) for key, inner in known.items()}
+
+    def _known_keys(self, values: dict[str, Any], allowed: tuple[str, ...], path: Path) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key, value in values.items():
             if key in allowed:
@@ -559,7 +294,7 @@ class _Reader:
             hint = hint or _nearest_keys(key, allowed)
             self._report("unknown-key", where, f'"{_short(key)}" is not a known key{_of(path)}', hint)
             if meant and meant not in values and meant not in result:
-                result[meant] = _as_meant(key, meant, value)
+                result[meant] = converted(_plain(key), meant, value)
                 for known in [known for known in _paths(where, value) if known in self._tree.places]:
                     renamed = (*path, meant, *known[len(where) :])
                     self._tree.places[renamed] = self._tree.places[known]
@@ -623,81 +358,54 @@ class _Reader:
         return where
 
     def _explain_one(self, error: ErrorDetails, where: Path) -> None:
-        label = _label(where)
-        field = next((str(part) for part in reversed(where) if isinstance(part, str)), "")
-        written = self._tree.written.get(where)
+        label, field, written = _label(where), type_at(where), self._tree.written.get(where)
         shown = _shown(written.text, written.kind, written.plain) if written else "empty"
-        kind, context = error["type"], error.get("ctx", {})
+        kind, context, choices = error["type"], error.get("ctx", {}), field.choices
         if kind == "value_error":
-            id = {
-                "cores": "bad-range",
-                "source": "bad-source",
-                "neff_cache": "bad-source",
-                "revision": "bad-revision",
-                "name": "bad-name",
-                "aliases": "bad-name",
-                "start": "bad-cron",
-                "end": "bad-cron",
-                "timezone": "unknown-timezone",
-            }
             what = str(context.get("error", error["msg"]))
-            self._report(id.get(field, "wrong-type"), where, f"{label}: {what}", _VALUE_HINTS.get(field, ""))
+            self._report(field.reported.id, where, f"{label}: {what}", field.reported.hint)
         elif kind in _BOUNDS:
-            word = _BOUNDS[kind]
-            bound = next(iter(context.values()), "")
-            hint = _degrees(self._hosts_read) if field == "tp_degree" else _BOUND_HINTS.get(field, "")
-            self._report("out-of-range", where, f"{label} is {shown}; it must be {word} {bound}", hint)
+            hint = _degrees(self._hosts_read) if label == "tp_degree" else field.reported.bound_hint
+            what = f"{label} is {shown}; it must be {_BOUNDS[kind]} {next(iter(context.values()), '')}"
+            self._report("out-of-range", where, what, hint)
         elif (
             kind == "literal_error"
-            and field in _CHOICES
+            and choices
             and written
             and written.kind in ("text", "a number")
-            and (written.plain or str(error["input"]) not in _CHOICES[field])
+            and (written.plain or str(error["input"]) not in choices)
         ):
-            text = str(error["input"])
-            close = _VALUE_ALIASES.get(text.lower()) or next(
-                iter(difflib.get_close_matches(text.lower(), _CHOICES[field], 1)), ""
-            )
-            close = close if close in _CHOICES[field] else ""
-            choices = (
-                " or ".join(_CHOICES[field]) if len(_CHOICES[field]) < 3 else "one of " + ", ".join(_CHOICES[field])
-            )
-            self._report(
-                "unknown-value",
-                where,
-                f"{label} is {shown}; it must be {choices}",
-                _did_you_mean([close] if close else []),
-            )
+            text = str(error["input"]).lower()
+            close = OTHER_VALUES.get(text) or next(iter(difflib.get_close_matches(text, choices, 1)), "")
+            hint = _did_you_mean([close] if close in choices else [])
+            self._report("unknown-value", where, f"{label} is {shown}; it must be {field.wanted}", hint)
         else:
-            self._wrong_type(where, label, _wanted(where, field))
+            self._wrong_type(where)
 
-    def _wrong_type(self, where: Path, label: str, expected: str) -> None:
+    def _wrong_type(self, where: Path, label: str = "", wanted: str = "") -> None:
+        label, wanted = label or _label(where), wanted or type_at(where).wanted
         written = self._tree.written.get(where)
         if written is None or written.kind == "empty":
-            self._report("wrong-type", where, f"{label} is empty; it must be {expected}", "")
+            self._report("wrong-type", where, f"{label} is empty; it must be {wanted}", "")
             return
         shown = _shown(written.text, written.kind, written.plain)
         if (
             written.plain
             and written.kind in ("a boolean", "a number")
-            and expected in (_TEXT, _WANTS["engine"], _WANTS["dtype"], _WANTS["strategy"], _WANTS["revision"])
+            and (wanted == TEXT or where[-1:] in _OFTEN_UNQUOTED)
         ):
             reading = "a number"
             if written.kind == "a boolean":
                 reading = "true" if written.text.lower() in ("on", "yes", "true") else "false"
-            what = f"{label} is {written.text}, which YAML reads as {reading}; it must be {expected}"
+            what = f"{label} is {written.text}, which YAML reads as {reading}; it must be {wanted}"
             self._report("yaml-unquoted", where, what, f'write "{written.text}" in quotes')
             return
         hint = ""
-        if (
-            written.kind == "text"
-            and not written.plain
-            and expected.startswith(("a whole number", _WANTS["lnc"], _WANTS["optlevel"]))
-        ):
+        if written.kind == "text" and not written.plain and wanted.startswith(("a whole number", "1")):
             hint = "write the number without quotes"
         if where == ("models",) and written.kind == "a list":
             hint = "write each model as NAME: {source: ...} instead of a list item"
-        self._report("wrong-type", where, f"{label} is {shown}, {written.kind}; it must be {expected}", hint)
+        self._report("wrong-type", where, f"{label} is {shown}, {written.kind}; it must be {wanted}", hint)
 
     def _report(self, id: str, path: Path, what: str, hint: str) -> None:
         self._tree.report(id, self._nearest(path), what, hint)
@@ -716,24 +424,14 @@ def _holds_broken(value: Any) -> bool:
     return any(_holds_broken(item) for item in value) if isinstance(value, list) else value is BROKEN
 
 
-_HOSTS_ITEM = "a mapping, like {instance: inf2.48xlarge, count: 2}"
+_MODEL, _HOSTS = (frozenset(keys_at(path) or ()) for path in (("models", ""), ("hosts",)))
+_OFTEN_UNQUOTED = (("engine",), ("dtype",), ("strategy",), ("revision",))
 _SOURCE_HINT = "add source: ./path, s3://bucket/prefix or a hub id"
 _BOUNDS = {
     "greater_than_equal": "at least",
     "less_than_equal": "at most",
     "greater_than": "more than",
     "less_than": "less than",
-}
-_BOUND_HINTS = {
-    "replicas": "to start a model on its first request, write replicas: {min: 0, max: 1}",
-    "max": "to start a model on its first request, write replicas: {min: 0, max: 1}",
-}
-_VALUE_HINTS = {
-    "start": 'write it like "0 8 * * MON-FRI"',
-    "end": 'write it like "0 18 * * MON-FRI"',
-    "timezone": "use a name of the IANA database, like Europe/Berlin or UTC",
-    "cores": 'write "0-7", or "inf2.48xlarge/0:0-7" to name the host as well',
-    "source": "a source is a path, s3://bucket/prefix or a hub id like org/model",
 }
 
 
@@ -753,21 +451,6 @@ def _label(path: Path) -> str:
     for part in parts:
         label += f"[{part}]" if isinstance(part, int) else f".{part}" if label else part
     return label or "the spec"
-
-
-_ITEMS = {
-    "cores": 'a range, like "0-7"',
-    "aliases": "a name",
-    "schedules": 'a mapping with a start and an end, like {start: "0 8 * * *", end: "0 18 * * *", min: 2}',
-}
-
-
-def _wanted(where: Path, field: str) -> str:
-    if isinstance(where[-1] if where else "", int):
-        return _ITEMS.get(field, _WHOLE)
-    if where[:1] == ("hosts",) and field == "cores":
-        return 'a list of core ids, like [20, "22-23"]'
-    return _WANTS.get(field, _WHOLE)
 
 
 def _shown(text: str, kind: str, plain: bool) -> str:
@@ -793,19 +476,9 @@ def _plain(key: str) -> str:
 def _meant(key: str, allowed: tuple[str, ...]) -> str | None:
     plain = _plain(key)
     for known in allowed:
-        if plain == known or plain in _ALIASES.get(known, ()):
+        if plain == known or plain in OTHER_FIELDS.get(known, ()):
             return known
     return next(iter(difflib.get_close_matches(plain, allowed, 1, 0.7)), None)
-
-
-def _as_meant(key: str, meant: str, value: Any) -> Any:
-    """Converts the value of a key of another tool to the value of the field that replaces it."""
-    plain = _plain(key)
-    if isinstance(value, bool):
-        return _MEANT.get((plain, value), value)
-    if meant == "spread" and isinstance(value, int):
-        return {"host": value}
-    return value
 
 
 def _nearest_keys(key: str, allowed: tuple[str, ...]) -> str:

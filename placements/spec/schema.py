@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 from zoneinfo import ZoneInfo
 
 from cronsim import CronSim, CronSimError
@@ -63,6 +63,16 @@ Strategy = Literal["auto", "surge", "in_place", "borrow", "hold"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 QueueOrder = Literal["fair", "deadline"]
 QUEUE_ORDERS: tuple[QueueOrder, ...] = get_args(QueueOrder)
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Metadata of a type: how `parse` reports a value that it cannot read. "" where the type itself says enough."""
+
+    wanted: str = ""  # what the value must be, in words
+    id: str = "wrong-type"  # of a value that a validator rejects
+    hint: str = ""  # for such a value
+    bound_hint: str = ""  # for a number out of range
 
 
 @dataclass(frozen=True, order=True)
@@ -176,6 +186,19 @@ def _interpreter(value: str) -> str:
     return value
 
 
+_UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
+_DURATION = "(?=[0-9])" + "".join(rf"([0-9]{{1,9}}(\.[0-9]{{1,3}})?{unit})?" for unit in _UNITS)
+_DURATION_TEXT = re.compile(_DURATION)
+
+
+def _seconds(value: object) -> object:
+    """Parses a duration: "1h30m" -> 5400.0. Returns other values unchanged, for the field's type to reject."""
+    match = _DURATION_TEXT.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    return sum(float(part[:-1]) * _UNITS[part[-1]] for part in match.groups()[::2] if part)
+
+
 def _or(known: tuple[int, ...]) -> str:
     return " or ".join(filter(None, (", ".join(map(str, known[:-1])), str(known[-1]))))
 
@@ -191,12 +214,43 @@ def _choice(*known: int) -> BeforeValidator:
     return BeforeValidator(judge)
 
 
-Name = Annotated[str, AfterValidator(_name)]
-HubRevision = Annotated[str, AfterValidator(_revision)]
+_RANGE_HINT = 'write "0-7", or "inf2.48xlarge/0:0-7" to name the host as well'
+_SOURCE_HINT = "a source is a path, s3://bucket/prefix or a hub id like org/model"
+_START_ON_REQUEST = "to start a model on its first request, write replicas: {min: 0, max: 1}"
+
+_T = TypeVar("_T")
+Name = Annotated[str, AfterValidator(_name), Reported(id="bad-name")]
+Alias = Annotated[str, AfterValidator(_alias), Reported("a name", id="bad-name")]
+Source = Annotated[str, AfterValidator(_source), Reported(id="bad-source", hint=_SOURCE_HINT)]
+Location = Annotated[str, AfterValidator(_location), Reported(id="bad-source")]
+HubRevision = Annotated[str, AfterValidator(_revision), Reported("a branch, tag or commit", id="bad-revision")]
+Interpreter = Annotated[str, AfterValidator(_interpreter), Reported("a path, like ~/envs/nxdi/bin/python")]
+Zone = Annotated[
+    str,
+    AfterValidator(_zone),
+    Reported(
+        "a time zone, like Europe/Berlin",
+        id="unknown-timezone",
+        hint="use a name of the IANA database, like Europe/Berlin or UTC",
+    ),
+]
+Cron = Annotated[str, AfterValidator(_cron)]
+_CRON_WANTED = 'a cron expression, like "0 8 * * MON-FRI"'
 Count = Annotated[int, Field(strict=True)]
+Seconds = Annotated[
+    _T, BeforeValidator(_seconds), Reported("seconds, or a duration like 10m or 1h30m")
+]  # `Seconds[float]`
+Milliseconds = Annotated[float, Reported("a number of milliseconds")]
+Gib = Annotated[float, Reported("a number of GiB")]
+Lengths = Annotated[
+    tuple[Annotated[StrictInt, Field(ge=1, le=1 << 24)], ...],
+    Field(strict=False),
+    Reported("a list of whole numbers, like [128, 512]"),
+]
 PinField = Annotated[
     Pin,
     BeforeValidator(_pin),
+    Reported('a range, like "0-7"', id="bad-range", hint=_RANGE_HINT),
     PlainSerializer(str),
     WithJsonSchema(
         {
@@ -210,6 +264,7 @@ PinField = Annotated[
 ReservedCores = Annotated[
     tuple[int, ...],
     BeforeValidator(_reserved),
+    Reported('a list of core ids, like [20, "22-23"]', id="bad-range", hint=_RANGE_HINT),
     WithJsonSchema(
         {
             "type": "array",
@@ -229,51 +284,26 @@ def _words(type_: str, **more: Any) -> dict[str, Any]:
     return {TYPE_IN_WORDS: type_, **more}
 
 
-_UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
-_DURATION = "(?=[0-9])" + "".join(rf"([0-9]{{1,9}}(\.[0-9]{{1,3}})?{unit})?" for unit in _UNITS)
-_DURATION_TEXT = re.compile(_DURATION)
-
-
-def _seconds(value: object) -> object:
-    """Parses a duration: "1h30m" -> 5400.0. Returns other values unchanged, for the field's type to reject."""
-    match = _DURATION_TEXT.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        return value
-    return sum(float(part[:-1]) * _UNITS[part[-1]] for part in match.groups()[::2] if part)
-
-
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _durations(cls, value: Any) -> Any:
-        """{"idle_s": "10m"} -> {"idle_s": 600.0}."""
-        if not isinstance(value, Mapping):
-            return value
-        return {key: _seconds(item) if str(key).endswith("_s") else item for key, item in value.items()}
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True, use_attribute_docstrings=True
+    )
+    wanted: ClassVar[str] = "a mapping"  # in problems
 
 
 class Replicas(_Frozen):
     """The bounds of a model's replicas. ``max`` defaults to ``min``, at least 1; ``min`` to 1.
 
-    That min does not exceed max is a rule of `checks`, so that it can be told beside all other findings.
+    That min does not exceed max is a rule of `checks`, so that it can be reported beside all other findings.
     """
 
-    min: int = Field(
-        1,
-        ge=0,
-        le=1000,
-        description="The least replicas, unless `scale`, `load`, `unload` or a schedule sets another number. With 0, "
-        "the first request starts one.",
-    )
-    max: int = Field(
-        1,
-        ge=1,
-        le=1000,
-        description="The most replicas. Unset: `min`, at least 1. Replicas beyond `min` start automatically with the "
-        "load, unless `scaling.auto` is false; `scale` is limited by it too.",
-    )
+    wanted = "a whole number, or {min: 1, max: 2}"
+    min: Annotated[int, Field(ge=0, le=1000)] = 1
+    """The least replicas, unless `scale`, `load`, `unload` or a schedule sets another number. With 0, the first request
+    starts one."""
+    max: Annotated[int, Field(ge=1, le=1000), Reported(bound_hint=_START_ON_REQUEST)] = 1
+    """The most replicas. Unset: `min`, at least 1. Replicas beyond `min` start automatically with the load, unless
+    `scaling.auto` is false; `scale` is limited by it too."""
 
     @model_validator(mode="before")
     @classmethod
@@ -289,31 +319,21 @@ class Replicas(_Frozen):
 class Reserve(_Frozen):
     """Resources reserved for the system. ``vcpus`` None: 4 % of the host, at least 1; 0 on emulated hosts."""
 
-    vcpus: int | None = Field(
-        None,
-        ge=0,
-        le=4096,
-        description="vCPUs reserved for the system, the first ones. Unset: 4 %, rounded up, at least 1; on emulated "
-        "hosts 0.",
-    )
-    memory_gib: float = Field(
-        0.0,
-        ge=0,
-        le=1 << 20,
-        description="GiB of host memory reserved for the system. No effect on emulated hosts, which share the "
-        "machine's memory.",
-    )
-    cores: ReservedCores = Field(
-        (),
-        description='NeuronCores that replicas do not use, like `[20, "22-23"]`.',
-        json_schema_extra=_words("list of core ids and ranges"),
-    )
+    wanted = "a mapping, like {vcpus: 8, cores: [23]}"
+    vcpus: Annotated[int, Field(ge=0, le=4096)] | None = None
+    """vCPUs reserved for the system, the first ones. Unset: 4 %, rounded up, at least 1; on emulated hosts 0."""
+    memory_gib: Annotated[Gib, Field(ge=0, le=1 << 20)] = 0.0
+    """GiB of host memory reserved for the system. No effect on emulated hosts, which share the machine's memory."""
+    cores: ReservedCores = Field((), json_schema_extra=_words("list of core ids and ranges"))
+    """NeuronCores that replicas do not use, like `[20, "22-23"]`."""
 
 
 class Spread(_Frozen):
     """At most ``host`` replicas of the model on one host. ``spread: host`` means one on each."""
 
-    host: int = Field(1, ge=1, le=1000, description="The most replicas of the model on one host.")
+    wanted = "host, or a mapping like {host: 2}"
+    host: Annotated[int, Field(ge=1, le=1000)] = 1
+    """The most replicas of the model on one host."""
 
     @model_validator(mode="before")
     @classmethod
@@ -325,228 +345,154 @@ class Spread(_Frozen):
 class Draft(_Frozen):
     """A smaller model of the same vocabulary, which proposes ``k`` tokens for each step of its model."""
 
-    source: Annotated[str, AfterValidator(_source)] = Field(
-        description="A smaller model with the same vocabulary: a path, an S3 URL or a hub id, like `source` above."
-    )
-    k: int = Field(4, ge=1, le=16, description="Tokens that it proposes for each step.")
-    revision: HubRevision | None = Field(
-        None, description="The branch, tag or commit of a hub id, like `revision` of the model."
-    )
+    wanted = "a mapping with a source, like {source: ./models/draft, k: 4}"
+    source: Source
+    """A smaller model with the same vocabulary: a path, an S3 URL or a hub id, like `source` above."""
+    k: Annotated[int, Field(ge=1, le=16)] = 4
+    """Tokens that it proposes for each step."""
+    revision: HubRevision | None = None
+    """The branch, tag or commit of a hub id, like `revision` of the model."""
 
 
 class Buckets(_Frozen):
     """The lengths that a Neuron engine compiles, in tokens, ascending."""
 
-    prefill: tuple[Annotated[StrictInt, Field(ge=1, le=1 << 24)], ...] = Field(
-        (),
-        strict=False,
-        description="Prompt lengths. The longest is the longest prompt. Unset: 128, 256 and so on, the last `max_len`.",
-    )
-    decode: tuple[Annotated[StrictInt, Field(ge=1, le=1 << 24)], ...] = Field(
-        (),
-        strict=False,
-        description="KV cache lengths. The longest is `max_len`. Unset: 128, 256 and so on, the last `max_len`.",
-    )
+    wanted = "a mapping, like {prefill: [128, 512], decode: [512, 2048]}"
+    prefill: Lengths = ()
+    """Prompt lengths. The longest is the longest prompt. Unset: 128, 256 and so on, the last `max_len`."""
+    decode: Lengths = ()
+    """KV cache lengths. The longest is `max_len`. Unset: 128, 256 and so on, the last `max_len`."""
 
 
 class Compiler(_Frozen):
     """Options of neuronx-cc for a model."""
 
-    optlevel: Annotated[Literal[1, 2, 3] | None, _choice(*OPTLEVELS)] = Field(
-        None, description="1 compiles fastest, 3 generates the fastest code. Unset: the compiler's default, 2."
-    )
-    flags: str = Field("", description="More flags for neuronx-cc, as in `NEURON_CC_FLAGS`.")
-    workers: int | None = Field(
-        None,
-        ge=1,
-        le=1024,
-        description="Graphs that are compiled in parallel; each needs host memory. Unset: all graphs.",
-    )
+    wanted = "a mapping, like {optlevel: 1}"
+    optlevel: Annotated[Literal[1, 2, 3] | None, _choice(*OPTLEVELS)] = None
+    """1 compiles fastest, 3 generates the fastest code. Unset: the compiler's default, 2."""
+    flags: str = ""
+    """More flags for neuronx-cc, as in `NEURON_CC_FLAGS`."""
+    workers: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Graphs that are compiled in parallel; each needs host memory. Unset: all graphs."""
 
 
 class Update(_Frozen):
     """How a model's processes are replaced when the spec changes."""
 
-    strategy: Strategy = Field(
-        "auto",
-        description="How a new replica gets its cores. `auto` selects the strategy with the least predicted "
-        "interruption.",
-    )
-    max_swap_s: float = Field(
-        30.0,
-        ge=0,
-        le=3600,
-        description="The longest predicted swap, in seconds, for which `auto` selects `hold`. `scaling.hold_s` limits "
-        "the wait of requests then.",
-    )
-    progress_deadline_s: float = Field(
-        900.0,
-        gt=0,
-        le=86_400,
-        description="Seconds without progress after which the update fails. Progress is a new replica that becomes "
-        "ready or an old one that stops. The start of a new replica, within its `deadlines`, does not count.",
-    )
-    rollback: bool = Field(
-        True, description="Roll back to the last complete revision automatically if the update fails."
-    )
-    max_failures: int = Field(
-        3, ge=1, le=100, description="Consecutive failures of a new replica after which the update fails."
-    )
+    wanted = "a mapping, like {strategy: surge}"
+    strategy: Strategy = "auto"
+    """How a new replica gets its cores. `auto` selects the strategy with the least predicted interruption."""
+    max_swap_s: Seconds[Annotated[float, Field(ge=0, le=3600)]] = 30.0
+    """The longest predicted swap, in seconds, for which `auto` selects `hold`. `scaling.hold_s` limits the wait of
+    requests then."""
+    progress_deadline_s: Seconds[Annotated[float, Field(gt=0, le=86_400)]] = 900.0
+    """Seconds without progress after which the update fails. Progress is a new replica that becomes ready or an old one
+    that stops. The start of a new replica, within its `deadlines`, does not count."""
+    rollback: bool = True
+    """Roll back to the last complete revision automatically if the update fails."""
+    max_failures: Annotated[int, Field(ge=1, le=100)] = 3
+    """Consecutive failures of a new replica after which the update fails."""
 
 
 class Deadlines(_Frozen):
     """Deadlines of a replica, in seconds."""
 
-    start_s: float = Field(
-        900.0,
-        gt=0,
-        le=86_400,
-        description="Seconds from a replica's start to its first generation, without the time to fetch and compile. "
-        "Then it fails with `start-deadline`.",
-    )
-    fetch_s: float = Field(
-        14_400.0,
-        gt=0,
-        le=604_800,
-        description="Seconds to fetch its artifacts to its host, in addition to `start_s`. Then it fails with "
-        "`fetch-deadline`. Partial downloads are kept.",
-    )
-    compile_s: float = Field(
-        14_400.0,
-        gt=0,
-        le=604_800,
-        description="Seconds to compile, or to wait for another replica that compiles the same, in addition to "
-        "`start_s`. Then it fails with `compile-deadline`.",
-    )
-    step_s: float = Field(
-        120.0, gt=0, le=86_400, description="Seconds for one step of the engine. Then it fails with `step-stuck`."
-    )
-    drain_s: float = Field(
-        300.0,
-        ge=0,
-        le=86_400,
-        description="Seconds to drain a replica that is replaced, moved or removed. Requests that still run are then "
-        "aborted.",
-    )
+    wanted = "a mapping, like {start_s: 600}"
+    start_s: Seconds[Annotated[float, Field(gt=0, le=86_400)]] = 900.0
+    """Seconds from a replica's start to its first generation, without the time to fetch and compile. Then it fails with
+    `start-deadline`."""
+    fetch_s: Seconds[Annotated[float, Field(gt=0, le=604_800)]] = 14_400.0
+    """Seconds to fetch its artifacts to its host, in addition to `start_s`. Then it fails with `fetch-deadline`.
+    Partial downloads are kept."""
+    compile_s: Seconds[Annotated[float, Field(gt=0, le=604_800)]] = 14_400.0
+    """Seconds to compile, or to wait for another replica that compiles the same, in addition to `start_s`. Then it
+    fails with `compile-deadline`."""
+    step_s: Seconds[Annotated[float, Field(gt=0, le=86_400)]] = 120.0
+    """Seconds for one step of the engine. Then it fails with `step-stuck`."""
+    drain_s: Seconds[Annotated[float, Field(ge=0, le=86_400)]] = 300.0
+    """Seconds to drain a replica that is replaced, moved or removed. Requests that still run are then aborted."""
 
 
 class Objectives(_Frozen):
     """Latency objectives of a model's requests, in milliseconds."""
 
-    ttft_ms: float | None = Field(
-        None,
-        gt=0,
-        le=86_400_000,
-        description="Milliseconds until the first token. Later requests count as late, and the autoscaler minimizes "
-        "them.",
-    )
-    tpot_ms: float | None = Field(None, gt=0, le=86_400_000, description="Milliseconds between tokens.")
-    queue_ms: float | None = Field(
-        None, gt=0, le=86_400_000, description="Milliseconds that a request may wait for a slot."
-    )
+    wanted = "a mapping, like {ttft_ms: 500}"
+    ttft_ms: Annotated[Milliseconds, Field(gt=0, le=86_400_000)] | None = None
+    """Milliseconds until the first token. Later requests count as late, and the autoscaler minimizes them."""
+    tpot_ms: Annotated[Milliseconds, Field(gt=0, le=86_400_000)] | None = None
+    """Milliseconds between tokens."""
+    queue_ms: Annotated[Milliseconds, Field(gt=0, le=86_400_000)] | None = None
+    """Milliseconds that a request may wait for a slot."""
 
 
 class Schedule(_Frozen):
     """Other bounds of a model's replicas from each ``start`` to the next ``end``."""
 
-    start: Annotated[str, AfterValidator(_cron)] = Field(
-        description="When it begins: a cron expression of five fields, like `0 8 * * MON-FRI`."
-    )
-    end: Annotated[str, AfterValidator(_cron)] = Field(
-        description="When it ends: a cron expression of five fields, like `0 18 * * MON-FRI`."
-    )
-    timezone: Annotated[str, AfterValidator(_zone)] = Field(
-        "UTC", description="The time zone of `start` and `end`, like `Europe/Berlin`."
-    )
-    min: int | None = Field(
-        None, ge=0, le=1000, description="The least replicas during the schedule. Unset: `replicas.min`."
-    )
-    max: int | None = Field(
-        None, ge=0, le=1000, description="The most replicas during the schedule. Unset: `replicas.max`."
-    )
+    wanted = 'a mapping with a start and an end, like {start: "0 8 * * *", end: "0 18 * * *", min: 2}'
+    start: Annotated[Cron, Reported(_CRON_WANTED, id="bad-cron", hint='write it like "0 8 * * MON-FRI"')]
+    """When it begins: a cron expression of five fields, like `0 8 * * MON-FRI`."""
+    end: Annotated[Cron, Reported(_CRON_WANTED, id="bad-cron", hint='write it like "0 18 * * MON-FRI"')]
+    """When it ends: a cron expression of five fields, like `0 18 * * MON-FRI`."""
+    timezone: Zone = "UTC"
+    """The time zone of `start` and `end`, like `Europe/Berlin`."""
+    min: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """The least replicas during the schedule. Unset: `replicas.min`."""
+    max: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """The most replicas during the schedule. Unset: `replicas.max`."""
 
 
 class Scaling(_Frozen):
     """Automatic scaling of a model's replicas."""
 
-    auto: bool = Field(
-        True,
-        description="Whether the number of replicas follows the load, between `replicas.min` and `replicas.max`. With "
-        "false, `min` replicas run; the first request still starts a model with `min: 0`.",
-    )
-    idle_s: float = Field(
-        600.0,
-        ge=0,
-        le=31_536_000,
-        description="Seconds without an inference request after which a model with `min: 0` scales to zero, counted "
-        "from when its first replica was ready.",
-    )
-    hold_s: float = Field(
-        300.0,
-        ge=0,
-        le=86_400,
-        description="The most seconds that a request waits for a model without a ready replica: one with `min: 0` that "
-        "it starts, or one whose replica an update swaps with `hold`.",
-    )
-    schedules: tuple[Schedule, ...] = Field(
-        (),
-        strict=False,
-        description="Other bounds on a schedule. See Schedules.",
-        json_schema_extra=_words("list of mappings"),
-    )
-    worth_per_1000: float | None = Field(
-        None,
-        ge=0,
-        le=1_000_000_000,
-        description="The value of 1000 requests, in the currency of `hosts.price_per_core_hour`. A replica beyond "
-        "`min` then starts only on a host where its value exceeds the cost of its cores. Unset: on priced hosts it "
-        "starts only if the load exceeds the running replicas.",
-    )
+    wanted = "a mapping, like {idle_s: 600}"
+    auto: bool = True
+    """Whether the number of replicas follows the load, between `replicas.min` and `replicas.max`. With false, `min`
+    replicas run; the first request still starts a model with `min: 0`."""
+    idle_s: Seconds[Annotated[float, Field(ge=0, le=31_536_000)]] = 600.0
+    """Seconds without an inference request after which a model with `min: 0` scales to zero, counted from when its
+    first replica was ready."""
+    hold_s: Seconds[Annotated[float, Field(ge=0, le=86_400)]] = 300.0
+    """The most seconds that a request waits for a model without a ready replica: one with `min: 0` that it starts, or
+    one whose replica an update swaps with `hold`."""
+    schedules: Annotated[
+        tuple[Schedule, ...],
+        Reported('a list, like [{start: "0 8 * * *", end: "0 18 * * *", min: 2}]'),
+    ] = Field((), strict=False, json_schema_extra=_words("list of mappings"))
+    """Other bounds on a schedule. See Schedules."""
+    worth_per_1000: Annotated[float, Field(ge=0, le=1_000_000_000)] | None = None
+    """The value of 1000 requests, in the currency of `hosts.price_per_core_hour`. A replica beyond `min` then starts
+    only on a host where its value exceeds the cost of its cores. Unset: on priced hosts it starts only if the load
+    exceeds the running replicas."""
 
 
 class EngineSettings(_Frozen):
     """Settings of one engine on every host."""
 
-    python: Annotated[str, AfterValidator(_interpreter)] | None = Field(
-        None,
-        description="The Python interpreter of its replicas: a path, relative to the spec file. It must have the "
-        "fleet's Ray version and Python minor version. Unset: the fleet's interpreter.",
-    )
+    wanted = "a mapping, like {python: ~/envs/nxdi/bin/python}"
+    python: Interpreter | None = None
+    """The Python interpreter of its replicas: a path, relative to the spec file. It must have the fleet's Ray version
+    and Python minor version. Unset: the fleet's interpreter."""
 
 
 class HostsSpec(_Frozen):
     """Machines of one type: ``instance`` for real ones, or ``emulate``; exactly one of the two."""
 
-    instance: str | None = Field(
-        None,
-        description="The type of real machines. Plans use a table of facts and need no machine. `up` starts only on a "
-        "machine of this type.",
-        json_schema_extra=_words("an instance type", enum=[*TOPOLOGIES, None]),
-    )
-    emulate: str | None = Field(
-        None,
-        description="The type whose cores are emulated on this machine, with its real CPUs and memory.",
-        json_schema_extra=_words("an instance type", enum=[*TOPOLOGIES, None]),
-    )
-    count: int = Field(
-        1,
-        ge=1,
-        le=MAX_HOSTS,
-        description="The number of machines. Emulated hosts share this machine's CPUs evenly, and `up` starts a Ray "
-        "node for each. `up` serves one real machine.",
-    )
-    lnc: Annotated[Literal[1, 2] | None, _choice(1, 2)] = Field(
-        None,
-        description="Physical cores in one logical NeuronCore, configurable on trn2 only. With 1 there are twice as "
-        "many cores, each with half of the HBM. Unset: 2.",
-    )
-    reserve: Reserve = Field(Reserve(), description="Resources of each host reserved for the system.")
-    price_per_core_hour: float = Field(
-        0.0,
-        ge=0,
-        le=1_000_000,
-        description="The price of one core hour, in any currency. 0: a fixed cost.",
-    )
+    wanted = "a mapping, like {instance: inf2.48xlarge, count: 2}"
+    instance: str | None = Field(None, json_schema_extra=_words("an instance type", enum=[*TOPOLOGIES, None]))
+    """The type of real machines. Plans use a table of facts and need no machine. `up` starts only on a machine of this
+    type."""
+    emulate: str | None = Field(None, json_schema_extra=_words("an instance type", enum=[*TOPOLOGIES, None]))
+    """The type whose cores are emulated on this machine, with its real CPUs and memory."""
+    count: Annotated[int, Field(ge=1, le=MAX_HOSTS)] = 1
+    """The number of machines. Emulated hosts share this machine's CPUs evenly, and `up` starts a Ray node for each.
+    `up` serves one real machine."""
+    lnc: Annotated[Literal[1, 2] | None, _choice(1, 2)] = None
+    """Physical cores in one logical NeuronCore, configurable on trn2 only. With 1 there are twice as many cores, each
+    with half of the HBM. Unset: 2."""
+    reserve: Reserve = Reserve()
+    """Resources of each host reserved for the system."""
+    price_per_core_hour: Annotated[float, Field(ge=0, le=1_000_000)] = 0.0
+    """The price of one core hour, in any currency. 0: a fixed cost."""
 
 
 class Reach(Enum):
@@ -557,7 +503,6 @@ class Reach(Enum):
     SHAPE = "shape"  # the same, and compiled graphs
 
 
-_T = TypeVar("_T")
 Live = Annotated[_T, Reach.LIVE]
 Process = Annotated[_T, Reach.PROCESS]
 Shape = Annotated[_T, Reach.SHAPE]
@@ -566,186 +511,122 @@ Shape = Annotated[_T, Reach.SHAPE]
 class ModelSpec(_Frozen):
     """One model of the fleet. Each field except its name is `Live`, `Process` or `Shape`."""
 
+    wanted = "a mapping, like {source: ./models/tiny}"
     name: Name
-    source: Shape[Annotated[str, AfterValidator(_source)]] = Field(
-        description="The checkpoint: a path, which begins with `/`, `./`, `../` or `~` and is relative to the spec "
-        "file; `s3://bucket/prefix`; or an id of the Hugging Face Hub. The echo engine needs none. See "
-        "[artifacts.md](artifacts.md)."
+    source: Shape[Source]
+    """The checkpoint: a path, which begins with `/`, `./`, `../` or `~` and is relative to the spec file;
+    `s3://bucket/prefix`; or an id of the Hugging Face Hub. The echo engine needs none. See
+    [artifacts.md](artifacts.md)."""
+    revision: Process[HubRevision | None] = None
+    """The branch, tag or commit of a hub id. A branch is resolved when the spec is applied, and every replica gets that
+    commit. Unset: `main`. Not in `defaults`."""
+    engine: Shape[Engine] = "auto"
+    """The engine. `auto` is `cpu` on an emulated host; on a real one it is the installed Neuron engine that serves the
+    model. `up` does not start `optimum-neuron` and `torch-neuronx`. See Engines."""
+    dtype: Shape[Dtype | None] = None
+    """The type of the weights and the KV cache. Unset: `fp32` for `cpu` and `echo`, else `bf16`."""
+    tp_degree: Shape[Annotated[int, Field(ge=1, le=128)]] = 1
+    """The tensor-parallel degree: the cores of one replica. See Degrees."""
+    max_batch: Shape[Annotated[int, Field(ge=1, le=1024)]] = 4
+    """Slots: the requests that one replica processes concurrently. The KV cache of every slot is allocated at the
+    start."""
+    max_len: Shape[Annotated[int, Field(ge=2, le=1 << 24)] | None] = None
+    """Tokens of one slot, prompt and answer together. Unset: 2048, or the checkpoint's positions if fewer."""
+    cores: Live[Annotated[tuple[PinField, ...], Reported('a list of ranges, like ["0-7"]')]] = Field(
+        (), strict=False, json_schema_extra=_words("list of core ranges")
     )
-    revision: Process[HubRevision | None] = Field(
-        None,
-        description="The branch, tag or commit of a hub id. A branch is resolved when the spec is applied, and every "
-        "replica gets that commit. Unset: `main`. Not in `defaults`.",
+    """Pins, one range for each replica in order: `"0-7"` on any host, `"inf2.48xlarge/0:0-7"` on that host. Replicas
+    beyond the pins are placed automatically. Pins beyond the replicas, up to twice `replicas.max`, stay free for
+    updates."""
+    replicas: Live[Annotated[Replicas, Reported(bound_hint=_START_ON_REQUEST)]] = Field(
+        Replicas(), json_schema_extra=_words("whole number, 1 to 1000, or a mapping")
     )
-    engine: Shape[Engine] = Field(
-        "auto",
-        description="The engine. `auto` is `cpu` on an emulated host; on a real one it is the installed Neuron engine "
-        "that serves the model. `up` does not start `optimum-neuron` and `torch-neuronx`. See Engines.",
+    """`2` means `{min: 2, max: 2}`."""
+    neff_cache: Process[Location | None] = Field(None, json_schema_extra=_words("a path or `s3://...`"))
+    """The Neuron compiler's cache, as in `NEURON_COMPILE_CACHE_URL`. Unset: the compiler's default folder. See
+    Compiler."""
+    priority: Live[Annotated[int, Field(ge=-1_000_000, le=1_000_000)]] = 0
+    """When cores are short, models with a higher priority get them first."""
+    max_queue: Live[Annotated[int, Field(ge=0, le=1_000_000)]] = 256
+    """The most requests that wait for a slot. Further requests get 429."""
+    max_queue_bytes: Live[Annotated[int, Field(ge=0, le=1 << 40)]] = 256 * 2**20
+    """The most bytes of all requests that wait for a slot. Further requests get 429."""
+    max_wait_s: Live[Seconds[Annotated[float, Field(gt=0, le=86_400)]] | None] = None
+    """The most seconds that a request waits for its first token. A request with a longer predicted wait gets 429 at
+    once. Unset: no limit."""
+    queue_order: Live[QueueOrder] = "fair"
+    """The order of waiting requests of the same priority. `fair`: fair shares of tokens among API keys, by weight;
+    `deadline`: earliest deadline first."""
+    objectives: Live[Objectives] = Objectives()
+    """Latency objectives, the targets of the autoscaler. See Scaling."""
+    scaling: Live[Scaling] = Scaling()
+    """Automatic scaling of the replicas. See Scaling."""
+    aliases: Live[Annotated[tuple[Alias, ...], Reported("a list of names, like [gpt-4o]")]] = Field(
+        (), strict=False, json_schema_extra=_words("list of names")
     )
-    dtype: Shape[Dtype | None] = Field(
-        None,
-        description="The type of the weights and the KV cache. Unset: `fp32` for `cpu` and `echo`, else `bf16`.",
-    )
-    tp_degree: Shape[int] = Field(
-        1, ge=1, le=128, description="The tensor-parallel degree: the cores of one replica. See Degrees."
-    )
-    max_batch: Shape[int] = Field(
-        4,
-        ge=1,
-        le=1024,
-        description="Slots: the requests that one replica processes concurrently. The KV cache of every slot is "
-        "allocated at the start.",
-    )
-    max_len: Shape[int | None] = Field(
-        None,
-        ge=2,
-        le=1 << 24,
-        description="Tokens of one slot, prompt and answer together. Unset: 2048, or the checkpoint's positions if "
-        "fewer.",
-    )
-    cores: Live[tuple[PinField, ...]] = Field(
-        (),
-        strict=False,
-        description='Pins, one range for each replica in order: `"0-7"` on any host, `"inf2.48xlarge/0:0-7"` on that '
-        "host. Replicas beyond the pins are placed automatically. Pins beyond the replicas, up to twice "
-        "`replicas.max`, stay free for updates.",
-        json_schema_extra=_words("list of core ranges"),
-    )
-    replicas: Live[Replicas] = Field(
-        Replicas(),
-        description="`2` means `{min: 2, max: 2}`.",
-        json_schema_extra=_words("whole number, 1 to 1000, or a mapping"),
-    )
-    neff_cache: Process[Annotated[str, AfterValidator(_location)] | None] = Field(
-        None,
-        description="The Neuron compiler's cache, as in `NEURON_COMPILE_CACHE_URL`. Unset: the compiler's default "
-        "folder. See Compiler.",
-        json_schema_extra=_words("a path or `s3://...`"),
-    )
-    priority: Live[int] = Field(
-        0,
-        ge=-1_000_000,
-        le=1_000_000,
-        description="When cores are short, models with a higher priority get them first.",
-    )
-    max_queue: Live[int] = Field(
-        256, ge=0, le=1_000_000, description="The most requests that wait for a slot. Further requests get 429."
-    )
-    max_queue_bytes: Live[int] = Field(
-        256 * 2**20,
-        ge=0,
-        le=1 << 40,
-        description="The most bytes of all requests that wait for a slot. Further requests get 429.",
-    )
-    max_wait_s: Live[float | None] = Field(
-        None,
-        gt=0,
-        le=86_400,
-        description="The most seconds that a request waits for its first token. A request with a longer predicted wait "
-        "gets 429 at once. Unset: no limit.",
-    )
-    queue_order: Live[QueueOrder] = Field(
-        "fair",
-        description="The order of waiting requests of the same priority. `fair`: fair shares of tokens among API keys, "
-        "by weight; `deadline`: earliest deadline first.",
-    )
-    objectives: Live[Objectives] = Field(
-        Objectives(), description="Latency objectives, the targets of the autoscaler. See Scaling."
-    )
-    scaling: Live[Scaling] = Field(Scaling(), description="Automatic scaling of the replicas. See Scaling.")
-    aliases: Live[tuple[Annotated[str, AfterValidator(_alias)], ...]] = Field(
-        (),
-        strict=False,
-        description="Other names that clients may send as `model`, such as `gpt-4o` or `org/model`. Each must be "
-        "unique among all names and aliases. Not in `defaults`.",
-        json_schema_extra=_words("list of names"),
-    )
-    tool_parser: Live[ToolParser] = Field(
-        "auto",
-        description="The format of the model's tool calls. `auto` detects it from the chat template; `none` disables "
-        "tools. See Tools.",
-    )
-    threads: Process[Literal["share", "lmi"] | Annotated[StrictInt, Field(ge=1, le=1024)]] = Field(
-        "share", description="CPU threads of a replica. See Threads."
-    )
-    allow_head_padding: Live[bool] = Field(
-        False,
-        description="Accept a `tp_degree` that does not divide the attention heads, for an engine that pads them with "
-        "zeros.",
-    )
-    allow_degrees: Live[tuple[Annotated[StrictInt, Field(ge=1, le=128)], ...]] = Field(
-        (), strict=False, description="Additional tensor-parallel degrees to accept."
-    )
-    hbm_overhead_gib: Live[float | None] = Field(
-        None,
-        ge=0,
-        le=1024,
-        description="HBM in GiB that a replica needs on each core in addition to weights and KV cache. Unset: an "
-        "estimate. See Memory.",
-    )
-    allow_pickle: Process[bool] = Field(
-        False,
-        description="Read `pytorch_model.bin` if a checkpoint, or that of the draft, has no safetensors. A pickle can "
-        "hold code: it is read with torch's `weights_only`, which runs none, but use only sources that you trust. On "
-        "the engines `cpu` and `transformers-neuronx`.",
-    )
-    trust_remote_code: Process[bool] = Field(
-        False,
-        description="Run the Python code of a checkpoint, named in the `auto_map` of its `config.json`, and that of "
-        "the draft, with all permissions of the replica. With false, such code is neither fetched nor run. On the "
-        "engine `cpu`. See [artifacts.md](artifacts.md#code-in-a-checkpoint).",
-    )
-    draft: Shape[Draft | None] = Field(
-        None,
-        description="Speculative decoding. Greedy answers are the same, token for token, as without it. On `cpu` and "
-        "the Neuron engines; not in `defaults`.",
-    )
-    update: Live[Update] = Field(Update(), description="How replicas are replaced when the spec changes. See Updates.")
-    deadlines: Live[Deadlines] = Field(
-        Deadlines(), description="Deadlines of replicas. A change applies to running replicas at once."
-    )
-    spread: Live[Spread | None] = Field(
-        None,
-        description="Spreads the replicas of the model: `host` places each on another host, `{host: 2}` at most two on "
-        "one. Unset: no limit.",
-        json_schema_extra=_words("`host`, or a mapping"),
-    )
-    host_memory_gib: Live[float | None] = Field(
-        None,
-        ge=0,
-        le=1 << 20,
-        description="Host memory in GiB that one replica needs while it loads. Unset: an estimate. See Memory.",
-    )
-    quantize: Shape[Quantization | None] = Field(
-        None, description="One-byte weights on the cores. On the Neuron engines. Unset: the `dtype`."
-    )
-    quantize_kv: Shape[Quantization | None] = Field(
-        None,
-        description="A one-byte KV cache: `fp8`. On the Neuron engines. Unset: the `dtype`.",
-    )
-    buckets: Shape[Buckets] = Field(Buckets(), description="Compiled lengths. On the Neuron engines. See Buckets.")
-    sampling: Shape[Sampling] = Field(
-        "host",
-        description="Where tokens are sampled. `device` is faster, and supports `temperature`, `top_p` and `top_k` "
-        "only. On the Neuron engines.",
-    )
-    fuse_qkv: Shape[bool | None] = Field(
-        None, description="One matrix for query, key and value. On the Neuron engines. Unset: the engine's default."
-    )
-    compiler: Shape[Compiler] = Field(Compiler(), description="Compiler options. On the Neuron engines.")
-    group_query_attention: Shape[GroupQueryAttention | None] = Field(
-        None,
-        description="How the KV heads are divided among the cores. On the engine `transformers-neuronx`. Unset: the "
-        "engine's default. See Memory.",
-    )
-    engine_options: Shape[dict[str, Any]] = Field(
-        {},
-        description="Options that only one engine has. `cpu`: `prefill_chunk`, a whole number, how many tokens of a "
-        "prompt go through the model together (unset: all); `prefix_cache`, true or false (the default): a prompt that "
-        "begins with what a slot still holds is read from there on only; `compile`, true or false (the default): each "
-        "bucket is compiled, by torch.compile. `echo`: `step_ms`, the milliseconds that each "
-        "step takes. The Neuron engines: by the packages' own names. See Options.",
-    )
+    """Other names that clients may send as `model`, such as `gpt-4o` or `org/model`. Each must be unique among all
+    names and aliases. Not in `defaults`."""
+    tool_parser: Live[ToolParser] = "auto"
+    """The format of the model's tool calls. `auto` detects it from the chat template; `none` disables tools. See
+    Tools."""
+    threads: Process[
+        Annotated[
+            Literal["share", "lmi"] | Annotated[StrictInt, Field(ge=1, le=1024)],
+            Reported("share, lmi or a whole number from 1 to 1024"),
+        ]
+    ] = "share"
+    """CPU threads of a replica. See Threads."""
+    allow_head_padding: Live[bool] = False
+    """Accept a `tp_degree` that does not divide the attention heads, for an engine that pads them with zeros."""
+    allow_degrees: Live[
+        Annotated[tuple[Annotated[StrictInt, Field(ge=1, le=128)], ...], Reported("a list of whole numbers, like [6]")]
+    ] = Field((), strict=False)
+    """Additional tensor-parallel degrees to accept."""
+    hbm_overhead_gib: Live[Annotated[Gib, Field(ge=0, le=1024)] | None] = None
+    """HBM in GiB that a replica needs on each core in addition to weights and KV cache. Unset: an estimate. See
+    Memory."""
+    allow_pickle: Process[bool] = False
+    """Read `pytorch_model.bin` if a checkpoint, or that of the draft, has no safetensors. A pickle can hold code: it is
+    read with torch's `weights_only`, which runs none, but use only sources that you trust. On the engines `cpu` and
+    `transformers-neuronx`."""
+    trust_remote_code: Process[bool] = False
+    """Run the Python code of a checkpoint, named in the `auto_map` of its `config.json`, and that of the draft, with
+    all permissions of the replica. With false, such code is neither fetched nor run. On the engine `cpu`. See
+    [artifacts.md](artifacts.md#code-in-a-checkpoint)."""
+    draft: Shape[Draft | None] = None
+    """Speculative decoding. Greedy answers are the same, token for token, as without it. On `cpu` and the Neuron
+    engines; not in `defaults`."""
+    update: Live[Update] = Update()
+    """How replicas are replaced when the spec changes. See Updates."""
+    deadlines: Live[Deadlines] = Deadlines()
+    """Deadlines of replicas. A change applies to running replicas at once."""
+    spread: Live[Spread | None] = Field(None, json_schema_extra=_words("`host`, or a mapping"))
+    """Spreads the replicas of the model: `host` places each on another host, `{host: 2}` at most two on one. Unset: no
+    limit."""
+    host_memory_gib: Live[Annotated[Gib, Field(ge=0, le=1 << 20)] | None] = None
+    """Host memory in GiB that one replica needs while it loads. Unset: an estimate. See Memory."""
+    quantize: Shape[Quantization | None] = None
+    """One-byte weights on the cores. On the Neuron engines. Unset: the `dtype`."""
+    quantize_kv: Shape[Quantization | None] = None
+    """A one-byte KV cache: `fp8`. On the Neuron engines. Unset: the `dtype`."""
+    buckets: Shape[Buckets] = Buckets()
+    """Compiled lengths. On the Neuron engines. See Buckets."""
+    sampling: Shape[Sampling] = "host"
+    """Where tokens are sampled. `device` is faster, and supports `temperature`, `top_p` and `top_k` only. On the Neuron
+    engines."""
+    fuse_qkv: Shape[bool | None] = None
+    """One matrix for query, key and value. On the Neuron engines. Unset: the engine's default."""
+    compiler: Shape[Compiler] = Compiler()
+    """Compiler options. On the Neuron engines."""
+    group_query_attention: Shape[GroupQueryAttention | None] = None
+    """How the KV heads are divided among the cores. On the engine `transformers-neuronx`. Unset: the engine's default.
+    See Memory."""
+    engine_options: Shape[Annotated[dict[str, Any], Reported("a mapping from option names to values")]] = {}
+    """Options that only one engine has. `cpu`: `prefill_chunk`, a whole number, how many tokens of a prompt go through
+    the model together (unset: all); `prefix_cache`, true or false (the default): a prompt that begins with what a slot
+    still holds is read from there on only; `compile`, true or false (the default): each bucket is compiled, by
+    torch.compile. `echo`: `step_ms`, the milliseconds that each step takes. The Neuron engines: by the packages' own
+    names. See Options."""
     base_dir: str = Field(".", exclude=True)  # relative sources begin here
     broken: frozenset[str] = Field(frozenset(), exclude=True, repr=False)  # fields that could not be read
 
@@ -838,22 +719,20 @@ def _ordered(value: object) -> object:
 class Spec(_Frozen):
     """A whole spec file. The positions of its keys are not part of its value."""
 
-    version: Annotated[Literal[1], _choice(1)] = Field(1, description="The version of the schema.")
-    name: Name = Field("fleet", description="The fleet's name, shown in `status`.")
-    hosts: tuple[HostsSpec, ...] = Field(
-        (),  # see `hosts_for`
-        description="The machines; a list for machines of several types. Unset: this machine if its instance type is "
-        "known, else one emulated inf2.48xlarge. See Hosts.",
-    )
-    engines: dict[Engine, EngineSettings] = Field(
-        {},
-        description="Settings by engine: `python` is the interpreter of its replicas. See Engines.",
-        json_schema_extra=_words("a mapping from engines to settings"),
-    )
-    models: tuple[ModelSpec, ...] = Field(
-        (),
-        description="The models by name, at least one. Clients send the name as `model`.",
-    )
+    version: Annotated[Literal[1], _choice(1)] = 1
+    """The version of the schema."""
+    name: Name = "fleet"
+    """The fleet's name, shown in `status`."""
+    hosts: tuple[HostsSpec, ...] = ()
+    """The machines; a list for machines of several types. Unset: this machine if its instance type is known, else one
+    emulated inf2.48xlarge. See Hosts."""
+    engines: Annotated[
+        dict[Engine, EngineSettings],
+        Reported("a mapping from engines to settings, like {nxd-inference: {python: ~/envs/nxdi/bin/python}}"),
+    ] = Field({}, json_schema_extra=_words("a mapping from engines to settings"))
+    """Settings by engine: `python` is the interpreter of its replicas. See Engines."""
+    models: tuple[ModelSpec, ...] = ()
+    """The models by name, at least one. Clients send the name as `model`."""
     base_dir: str = Field(".", exclude=True)
     places: SourcePositions = Field(SourcePositions(), exclude=True, repr=False)
     broken: frozenset[str] = Field(frozenset(), exclude=True, repr=False)  # top-level keys that could not be read
@@ -913,23 +792,23 @@ def json_schema() -> dict[str, Any]:
     defaults = {key: value for key, value in fields.items() if key not in OWN_FIELDS}
     one = {"$ref": "#/$defs/Hosts"}
     name = {"type": "string", "pattern": f"^{NAME.pattern}$"}
-    told = {key: {"description": field.description} for key, field in Spec.model_fields.items()}
-    return {
+    described = {key: {"description": field.description} for key, field in Spec.model_fields.items()}
+    schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "corewright spec",
         "type": "object",
         "additionalProperties": False,
         "required": ["models"],
         "properties": {
-            "version": {**told["version"], "const": 1, "default": 1},
-            "name": {**told["name"], **name, **_words("a name"), "default": "fleet"},
+            "version": {**described["version"], "const": 1, "default": 1},
+            "name": {**described["name"], **name, **_words("a name"), "default": "fleet"},
             "hosts": {
-                **told["hosts"],
+                **described["hosts"],
                 **_words("a mapping, or a list of mappings"),
                 "anyOf": [one, {"type": "array", "minItems": 1, "items": one}],
             },
             "engines": {
-                **told["engines"],
+                **described["engines"],
                 **_words("a mapping from engines to settings"),
                 "type": ["object", "null"],
                 "additionalProperties": False,
@@ -944,7 +823,7 @@ def json_schema() -> dict[str, Any]:
                 "properties": defaults,
             },
             "models": {
-                **told["models"],
+                **described["models"],
                 "type": "object",
                 "minProperties": 1,
                 "propertyNames": name,
@@ -956,3 +835,13 @@ def json_schema() -> dict[str, Any]:
             "Model": {"type": "object", "additionalProperties": False, "properties": fields},
         },
     }
+    return {key: _on_one_line(value) for key, value in schema.items()}
+
+
+def _on_one_line(schema: Any, key: str = "") -> Any:
+    """Returns the schema with each description on one line."""
+    if isinstance(schema, dict):
+        return {name: _on_one_line(value, name) for name, value in schema.items()}
+    if isinstance(schema, list):
+        return [_on_one_line(item) for item in schema]
+    return " ".join(schema.split()) if key == "description" else schema

@@ -156,7 +156,7 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
             model("compiler: {optlevel: 4}"),
             "unknown-value",
             "3:16",
-            "compiler.optlevel is 4; it must be one of 1, 2, 3",
+            "compiler.optlevel is 4; it must be 1, 2 or 3",
         ),
         (model('compiler: {optlevel: "2"}'), "wrong-type", "3:16", "it must be 1, 2 or 3"),
         (model("compiler: {optlevel: true}"), "wrong-type", "3:16", "it must be 1, 2 or 3"),
