@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
-from workers.batching.batcher import BatcherStats
+from workers.batching.batcher_stats import BatcherStats
 from workers.messages.metric_family import Histogram, MetricFamily, Point, by_label, gauge
 from workers.messages.status import ReplicaStatus
 from workers.serving.replica_metrics import METRICS, Kind

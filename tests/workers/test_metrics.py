@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from workers.batching.batcher import BatcherStats
+from workers.batching.batcher_stats import BatcherStats
 from workers.serving.replica_metrics import METRICS, REFRESH_S, Kind, Metric, Sink, StepMetrics
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "observability" / "ray-dashboard-grafana.json"

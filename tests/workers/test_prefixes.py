@@ -191,7 +191,7 @@ class PromptsBeginWithWhatIsThere(RuleBasedStateMachine):
 
     @invariant()
     def slots_hold_what_is_told_of_them(self) -> None:
-        told = self.batcher._prefixes
+        told = self.batcher._slots.prefixes
         assert told is not None
         for slot, kv in enumerate(self.engine.kv):
             assert kv[: len(told.held(slot))] == told.held(slot)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.workers.test_facts_reading import tool
-from workers.batching.batcher import BatcherStats
+from workers.batching.batcher_stats import BatcherStats
 from workers.host import host_facts
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus

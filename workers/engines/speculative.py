@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec, PrefixEngine, VerifyingEngine
 
@@ -21,6 +21,7 @@ class SpeculativeEngine:
         self._target = target
         self._draft = draft
         self._k = k
+        self._prefixes: PrefixEngine  # the target, where it reuses prefixes; set by ``load``
 
     @property
     def spec(self) -> EngineSpec:
@@ -35,6 +36,9 @@ class SpeculativeEngine:
             self._draft.load()
         except EngineLoadError as error:
             raise EngineLoadError(error.id, f"the draft model: {error.what}", error.hint) from error
+        if self._target.spec.prefix_block:
+            assert isinstance(self._target, PrefixEngine)
+            self._prefixes = self._target
         own, other = self._target.spec.vocab_size, self._draft.spec.vocab_size
         if own != other:
             raise EngineLoadError(
@@ -48,12 +52,12 @@ class SpeculativeEngine:
         return self._target.prefill(slots, prompts)
 
     def copy_prefix(self, source: int, slot: int, count: int) -> None:
-        cast(PrefixEngine, self._target).copy_prefix(source, slot, count)
+        self._prefixes.copy_prefix(source, slot, count)
 
     def prefill_from(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Any:
         """The draft engine processes whole prompts: its KV cache lacks tokens of steps without a draft."""
         self._draft.prefill(slots, prompts)
-        return cast(PrefixEngine, self._target).prefill_from(slots, prompts, starts)
+        return self._prefixes.prefill_from(slots, prompts, starts)
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
         return self._target.decode(slots, tokens, positions)

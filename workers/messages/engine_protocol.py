@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 LOADS_ARRIVING: frozenset[str] = frozenset({"cpu"})
 """The engines whose ``load`` may run while the checkpoint is still being fetched: they wait for each file before they
@@ -80,6 +80,7 @@ class VerifyingEngine(GenerateEngine, Protocol):
         ...
 
 
+@runtime_checkable
 class PrefixEngine(GenerateEngine, Protocol):
     """An engine that can reuse the beginning of a prompt from a slot. ``spec.keeps_idle_slots`` is True.
 
@@ -96,6 +97,7 @@ class PrefixEngine(GenerateEngine, Protocol):
         ...
 
 
+@runtime_checkable
 class DraftingEngine(VerifyingEngine, Protocol):
     """An engine that also guesses its next tokens, at a lower cost than a step of its own."""
 
@@ -123,6 +125,7 @@ class DeviceSampling:
     temperature: float = 1.0  # above 0
 
 
+@runtime_checkable
 class SamplingEngine(GenerateEngine, Protocol):
     """An engine that samples tokens itself, by the parameters last set for the slot. ``spec.returns`` is "tokens"."""
 
@@ -131,6 +134,7 @@ class SamplingEngine(GenerateEngine, Protocol):
         ...
 
 
+@runtime_checkable
 class RunEngine(GenerateEngine, Protocol):
     """An engine that speculates within its own step. Greedy; ``spec.returns`` is "tokens"."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from workers.batching.batcher import BatcherStats
+from workers.batching.batcher_stats import BatcherStats
 
 log = logging.getLogger(__name__)
 

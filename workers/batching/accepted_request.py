@@ -1,0 +1,104 @@
+"""A request that a batcher has accepted, from its prompt to the last event of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from workers.batching.sampling import Sampling
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
+from workers.text.detokenizer import AnswerText
+
+
+@dataclass(eq=False)
+class AcceptedRequest:
+    """A request and the progress of its answer."""
+
+    request: GenerateRequest
+    answer: AnswerText
+    sampler: Sampling | None  # None where the engine samples
+    ending_ids: frozenset[int]  # not before min_tokens
+    produced: int = 0
+    last_token: int = -1
+    token_before_last: int = -1
+    ids: list[int] = field(default_factory=list)  # of the answer
+    start: int = 0  # prompt tokens that the slot already holds before the prefill
+
+    @property
+    def last_two(self) -> tuple[int, int]:
+        """The tokens at the last two positions; before the second answer token, the first is the prompt's last."""
+        return self.token_before_last, self.last_token
+
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """Returns whether every token is just the argmax of the logits. Constant for the life of the request."""
+        sampler = self.sampler
+        if sampler is None or self.request.logprobs is not None:
+            return False
+        return sampler.generator is None and sampler.penalties is None and sampler.guide is None
+
+    @property
+    def position(self) -> int:
+        """The number of tokens in the slot's KV cache: all but the last, which the next decode writes there."""
+        return len(self.request.prompt_ids) + self.produced - 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Returns whether the guide allows no further token."""
+        return self.sampler is not None and self.sampler.guide is not None and self.sampler.guide.ended
+
+    def advance(self, token: int | None, logprobs: TokenLogprobs | None = None) -> TokenEvent:
+        """Append the engine's next token. Returns the client's event, with a finish if the answer ends."""
+        request = self.request
+        if token is None:
+            if self.sampler is None:
+                return self.end(FinishReason.ERROR, "the engine returned no token")
+            by_guide = self.sampler.guide is not None and self.sampler.guide.error is not None  # the client's schema
+            return self.end(FinishReason.INVALID if by_guide else FinishReason.ERROR, self.sampler.error)
+        self.token_before_last = self.last_token if self.produced else request.prompt_ids[-1]
+        self.produced += 1
+        self.last_token = token
+        self.ids.append(token)
+        text: str
+        finish: FinishReason | None
+        if token in self.ending_ids and (self.produced > request.min_tokens or self.is_complete):
+            text, finish = self.answer.finish(), FinishReason.STOP
+        else:
+            text, finish = self._grow(token)
+        return TokenEvent(
+            id=request.id,
+            text=text,
+            token_ids=[token],
+            logprobs=[] if logprobs is None else [logprobs],
+            finish=finish,
+        )
+
+    def advance_all(self, tokens: Sequence[int | None]) -> TokenEvent:
+        """Like ``advance``, for as many of ``tokens`` as the answer takes; returns one event for all."""
+        events = []
+        for token in tokens:
+            events.append(self.advance(token))
+            if events[-1].finish is not None:
+                break
+        return TokenEvent(
+            id=self.request.id,
+            text="".join(event.text for event in events),
+            token_ids=[id for event in events for id in event.token_ids],
+            finish=events[-1].finish,
+            error=events[-1].error,
+        )
+
+    def _grow(self, token: int) -> tuple[str, FinishReason | None]:
+        """Returns the text that ``token`` adds, and the finish if the answer ends for another reason than its id."""
+        text = self.answer.push(token)
+        if self.answer.stopped:
+            return text, FinishReason.STOP
+        if self.is_complete:
+            return text + self.answer.finish(), FinishReason.STOP
+        if self.produced >= self.request.max_tokens:
+            text += self.answer.finish()
+            return text, FinishReason.STOP if self.answer.stopped else FinishReason.LENGTH
+        return text, None
+
+    def end(self, finish: FinishReason, error: str | None = None) -> TokenEvent:
+        return TokenEvent(id=self.request.id, finish=finish, error=error)
