@@ -16,11 +16,9 @@ from orchestrator.api.fleet_queries import FleetQueries
 from orchestrator.api.refused import Refused
 from orchestrator.api.replica_operations import ReplicaOperations
 from orchestrator.api.rollout_operations import changes_text
-from orchestrator.api.spec_preview import SpecPreview
+from orchestrator.api.spec_preview import Outlook, SpecPreview
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from orchestrator.revisions.spec_file import SpecFile
-from orchestrator.rollout.rollout_step import compute_goal
-from orchestrator.rollout.update_strategy import choose_strategy
 
 
 class Operator(SpecPreview, ReplicaOperations, FleetQueries):
@@ -59,7 +57,8 @@ class Operator(SpecPreview, ReplicaOperations, FleetQueries):
         if check_index is not None and check_index != index:
             what = f"the fleet's index is {index}, not {check_index}: the fleet has changed since the plan"
             raise Refused("index-changed", what, "run corewright plan SPEC again")
-        proposal = self._proposal(spec_file, generation)
+        outlook = await self._outlook(generation)
+        proposal = await self._proposal(spec_file, generation, outlook)
         revision = generation.revision
         same = (revision.text, revision.base_dir) == (state.current.revision.text, state.current.revision.base_dir)
         is_current = (
@@ -67,30 +66,29 @@ class Operator(SpecPreview, ReplicaOperations, FleetQueries):
         )
         if same and revision.canary is None and is_current:
             return {"changed": False, "revision": state.current.number, "index": index, "plan": proposal}
-        self._refuse_impossible(proposal, generation)
+        _refuse_impossible(outlook, generation)
         summary = {"models": proposal["models"], "changes": proposal["changes"]}
         revision = msgspec.structs.replace(revision, number=state.next_number, plan=summary)
         revision = await self._write(revision)
-        state.install(dataclasses.replace(generation, revision=revision))
+        state.install(dataclasses.replace(generation, revision=revision), outlook.first)
         self._controller.renew_deadlines()
         state.records.event("info", "Applied", f"revision {revision.number} by {revision.by}, {changes_text(proposal)}")
         self._controller.wake_up()
         return {"changed": True, "revision": revision.number, "index": state.records.state.index, "plan": proposal}
 
-    def _refuse_impossible(self, proposal: dict[str, Any], generation: ResolvedRevision) -> None:
-        for model in proposal["models"]:
-            if not model["possible"]:
-                what = f"{model['model']}: update.strategy is {model['strategy']}, and {model['why']}"
-                raise Refused("update-impossible", what, "update: {strategy: auto}")
-        if generation.revision.canary is None:
-            return
-        situation = self._situation(generation)
-        for name, step in compute_goal(situation).steps.items():
-            desired = situation.desired_models[name]
-            if step.old and not desired.mixes:
-                what = f"{name}: the tokenizer changes, so the two versions cannot share requests"
-                raise Refused("canary-impossible", what, "apply without --canary")
-            if step.old and choose_strategy(situation, name).strategy not in ("surge", "borrow") and desired.count < 2:
-                why = choose_strategy(situation, name).why
-                what = f"{name}: there is no room for a canary beside its only replica: {why}"
-                raise Refused("canary-impossible", what, "apply without --canary, or free some cores")
+
+def _refuse_impossible(outlook: Outlook, generation: ResolvedRevision) -> None:
+    for name, choice in outlook.choices.items():
+        if not choice.possible:
+            what = f"{name}: update.strategy is {choice.strategy}, and {choice.why}"
+            raise Refused("update-impossible", what, "update: {strategy: auto}")
+    if generation.revision.canary is None:
+        return
+    for name, choice in outlook.choices.items():
+        desired = outlook.situation.desired_models[name]
+        if not desired.mixes:
+            what = f"{name}: the tokenizer changes, so the two versions cannot share requests"
+            raise Refused("canary-impossible", what, "apply without --canary")
+        if choice.strategy not in ("surge", "borrow") and desired.count < 2:
+            what = f"{name}: there is no room for a canary beside its only replica: {choice.why}"
+            raise Refused("canary-impossible", what, "apply without --canary, or free some cores")

@@ -81,7 +81,7 @@ class ReplicaOperations(RolloutOperations):
         """Moves the replicas of a host elsewhere and cordons it; or replaces one replica, given by its id."""
         self._refuse_frozen("drain")
         if any(host.name == target for host in self._state.hosts):
-            self._refuse_without_room(target)
+            await self._refuse_without_room(target)
             await self._write(Cordon(host=target, cores=None, on=True, by=by, drain=True))
             self._state.records.event("info", "HostDraining", f"by {by}: its replicas move to other hosts", host=target)
             self._controller.wake_up()
@@ -95,7 +95,7 @@ class ReplicaOperations(RolloutOperations):
         await self._set_rollout("progressing", f"{view.id} is replaced, by {by}", "RolloutRestarted")
         return {"replica": view.id, "epoch": view.epoch}
 
-    def _refuse_without_room(self, host: str) -> None:
+    async def _refuse_without_room(self, host: str) -> None:
         """Refuses to drain a host whose ready replicas do not fit on the others."""
         situation = self._state.situation()
         every = frozenset(
@@ -103,7 +103,7 @@ class ReplicaOperations(RolloutOperations):
         )
         staying = tuple(view for view in situation.views if view.host != host)
         blocked = {**situation.blocked, host: every}
-        goal = compute_goal(dataclasses.replace(situation, views=staying, blocked=blocked))
+        goal = await self._state.in_thread(compute_goal, dataclasses.replace(situation, views=staying, blocked=blocked))
         served = {view.model for view in situation.views if view.host == host and view.state is State.READY}
         missing = [problem.what for group in goal.plan.unplaced if group.model in served for problem in group.problems]
         if missing:

@@ -124,7 +124,8 @@ class RolloutOperations(FleetOperation):
         number = self._state.current.number
         await self._write(RolloutState(revision=number, state=rollout_state, reason=reason, promoted=promoted))
         self._state.restart_progress()
-        self._state.goal = compute_goal(self._state.situation())  # so that the response shows the new rollout
+        # so that the response shows the new rollout
+        self._state.goal = await self._state.in_thread(compute_goal, self._state.situation())
         self._state.records.event("info", event, f"revision {number}, {reason}")
         self._controller.wake_up()
         return self.rollout()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,16 +20,28 @@ from orchestrator.revisions.spec_file import SpecFile, examine, start_problems
 from orchestrator.rollout.changes import Action, Tag, difference, replica_changes
 from orchestrator.rollout.defragmentation import defragmentation
 from orchestrator.rollout.relocation import load_times, traffic
-from orchestrator.rollout.rollout_step import DesiredModel, Goal, Situation, compute_goal
-from orchestrator.rollout.update_strategy import choose_strategy
+from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
+from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from placements.explain.explain import explain
 from placements.explain.remedies import Question
 from placements.facts.plural import counted
-from placements.planner.ledger import Ledger, ledger
+from placements.planner.ledger import ledger
 from placements.planner.plan import plan
 from placements.spec.problems import has_errors
 
 VALIDATE = "corewright validate SPEC shows the problems"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The effects of installing a revision."""
+
+    index: int  # of the journal, before them
+    situation: Situation  # with the chosen strategies
+    choices: Mapping[str, UpdateStrategy]  # of models with old replicas
+    first: Goal  # before the choices
+    next: Goal
+    settled: Goal  # after the rollout: only new versions, and whatever fits stays where it is
 
 
 class SpecPreview(FleetOperation):
@@ -37,7 +51,9 @@ class SpecPreview(FleetOperation):
         """Previews an apply: placements, unplaced, moves, problems, changes by replica, models, hosts, memory, index,
         revision. With ``defrag``: the moves that free that many contiguous cores."""
         spec_file, generation = await self._read(text, file, base_dir, by="", cause="apply")
-        return self._proposal(spec_file, generation) if defrag is None else self._defragmentation(spec_file, defrag)
+        if defrag is not None:
+            return await self._defragmentation(spec_file, defrag)
+        return await self._proposal(spec_file, generation, await self._outlook(generation))
 
     async def explain(self, text: str, file: str, base_dir: str, model: str) -> dict[str, Any]:
         """Explains the placement of a model of that spec: why it is there or unplaced, and the remedies."""
@@ -68,18 +84,17 @@ class SpecPreview(FleetOperation):
         explanation = await self._state.in_thread(explain, question, spec_file.problems)
         return {"index": state.records.state.index, "revision": state.current.number, **explanation.as_dict()}
 
-    def _defragmentation(self, spec_file: SpecFile, cores: int) -> dict[str, Any]:
+    async def _defragmentation(self, spec_file: SpecFile, cores: int) -> dict[str, Any]:
         state = self._state
         assert spec_file.spec is not None
         situation = state.situation()
-        moves = defragmentation(
+        moves = await state.in_thread(
+            partial(defragmentation, quarantined=self._quarantined(), cordoned=self._cordoned()),
             spec_file.spec,
             state.living_hosts,
             spec_file.checkpoints,
             self._running(),
             cores,
-            quarantined=self._quarantined(),
-            cordoned=self._cordoned(),
             load_s=load_times(situation),
             traffic=traffic(situation),
         )
@@ -106,7 +121,7 @@ class SpecPreview(FleetOperation):
             count = sum(problem.severity == "error" for problem in problems)
             what = f"{file} has {counted(count, 'error')}: nothing was applied"
             raise Refused("spec-invalid", what, VALIDATE, status=422, problems=problems)
-        empty_fleet = plan(spec_file.spec, spec_file.hosts, spec_file.checkpoints)
+        empty_fleet = await state.in_thread(plan, spec_file.spec, spec_file.hosts, spec_file.checkpoints)
         missing = [problem for group in empty_fleet.unplaced if group.required for problem in group.problems]
         if missing:
             what = f"{file} does not fit even on an empty fleet"
@@ -135,18 +150,25 @@ class SpecPreview(FleetOperation):
                 "hosts-changed", what, "restart the fleet with corewright down and up, which starts its nodes"
             )
 
-    def _proposal(self, spec_file: SpecFile, generation: ResolvedRevision) -> dict[str, Any]:
+    async def _outlook(self, generation: ResolvedRevision) -> Outlook:
         """Returns the effects of installing the generation now."""
-        state = self._state
-        situation = self._situation(generation)
-        first = compute_goal(situation)
-        choices = {name: choose_strategy(situation, name) for name, step in first.steps.items() if step.old}
-        for name, chosen in choices.items():
-            desired = dataclasses.replace(
-                situation.desired_models[name], strategy=chosen.strategy, lender=chosen.lender
-            )
-            situation = situation.with_desired(desired)
-        first_step, settled = compute_goal(situation), self._settled(situation)
+        index, situation = self._state.records.state.index, self._state.situation_after(generation)
+        outlook: Outlook = await self._state.in_thread(_outlook, index, situation)
+        return outlook
+
+    async def _proposal(self, spec_file: SpecFile, generation: ResolvedRevision, outlook: Outlook) -> dict[str, Any]:
+        """Returns the effects of installing the generation now, as the admin API does."""
+        state, situation, choices, settled = self._state, outlook.situation, outlook.choices, outlook.settled
+        accounts = await state.in_thread(
+            ledger,
+            spec_file.spec,
+            state.living_hosts,
+            settled.plan,
+            spec_file.checkpoints,
+            spec_file.drafts,
+            self._quarantined(),
+            self._cordoned(),
+        )
         models = []
         for change in difference(state.current.spec, generation.spec, generation.engines):
             choice = choices.get(change.model)
@@ -172,58 +194,32 @@ class SpecPreview(FleetOperation):
                 }
             )
         return {
-            "index": state.records.state.index,
+            "index": outlook.index,
             "revision": state.current.number,
             **settled.plan.as_dict(),
             "problems": [problem.as_dict() for problem in (*spec_file.problems, *settled.plan.problems)],
-            "changes": replica_changes(first_step, list(state.views.values()), settled),
+            "changes": replica_changes(outlook.next, list(state.views.values()), settled),
             "models": models,
-            **self._ledger(spec_file, settled).as_dict(),
+            **accounts.as_dict(),
         }
 
-    def _ledger(self, spec_file: SpecFile, settled: Goal) -> Ledger:
-        state = self._state
-        assert spec_file.spec is not None
-        return ledger(
-            spec_file.spec,
-            state.living_hosts,
-            settled.plan,
-            spec_file.checkpoints,
-            spec_file.drafts,
-            self._quarantined(),
-            self._cordoned(),
-        )
 
-    def _situation(self, generation: ResolvedRevision) -> Situation:
-        """Returns the situation of the fleet right after the generation is installed."""
-        state = self._state
-        now = state.situation()
-        desired_models = {}
-        for model in generation.spec.models:
-            desired_models[model.name] = DesiredModel(
-                model,
-                state.desired_count(model),
-                generation.versions[model.name],
-                mixes=state.mixes(generation, model),
-                canary=generation.revision.canary is not None,
-            )
-        return dataclasses.replace(
-            now, spec=generation.spec, checkpoints=generation.checkpoints, desired_models=desired_models
-        )
-
-    def _settled(self, situation: Situation) -> Goal:
-        """Returns the goal after the rollout: only new versions, and whatever fits stays where it is."""
-        views = tuple(
-            dataclasses.replace(view, version=situation.desired_models[view.model].version)
-            for view in situation.views
-            if view.model in situation.desired_models and view.state not in (State.DRAINING, State.STOPPING)
-        )
-        desired_models = {
-            name: dataclasses.replace(desired, canary=False) for name, desired in situation.desired_models.items()
-        }
-        return compute_goal(
-            dataclasses.replace(situation, views=views, desired_models=desired_models, replaced=frozenset())
-        )
+def _outlook(index: int, situation: Situation) -> Outlook:
+    first = compute_goal(situation)
+    choices = {name: choose_strategy(situation, name) for name, step in first.steps.items() if step.old}
+    for name, chosen in choices.items():
+        desired = situation.desired_models[name]
+        situation = situation.with_desired(dataclasses.replace(desired, strategy=chosen.strategy, lender=chosen.lender))
+    views = tuple(
+        dataclasses.replace(view, version=situation.desired_models[view.model].version)
+        for view in situation.views
+        if view.model in situation.desired_models and view.state not in (State.DRAINING, State.STOPPING)
+    )
+    desired_models = {
+        name: dataclasses.replace(desired, canary=False) for name, desired in situation.desired_models.items()
+    }
+    settled = dataclasses.replace(situation, views=views, desired_models=desired_models, replaced=frozenset())
+    return Outlook(index, situation, choices, first, compute_goal(situation), compute_goal(settled))
 
 
 def _machines(hosts: Any) -> list[tuple[str, int, bool]]:

@@ -119,7 +119,7 @@ class Controller:
     async def run(self) -> None:
         """Run until ``shutdown``."""
         await self._adopt()
-        self.state.update_goal()
+        await self.state.update_goal()
         await self.publish()
         self._settled.set()
         while not self._closing:
@@ -151,7 +151,7 @@ class Controller:
             if state.hold is None:
                 await self._decide()
             else:
-                state.update_goal()
+                await state.update_goal()
         await state.records.durable()
         await self.publish()
 
@@ -159,13 +159,15 @@ class Controller:
         """Compute the desired state and start the actions that lead to it."""
         state = self.state
         self._scale()
-        goal = state.update_goal()
+        goal = await state.update_goal()
         rollback = state.follow_rollout()
         self._counters.rollout(state.current.number, state.rollout_state()[0])
         if rollback is not None:
-            state.roll_back(await state.in_thread(state.narrow_rollback, rollback))
+            await state.roll_back(await state.in_thread(state.narrow_rollback, rollback))
             self.renew_deadlines()
-            goal = state.update_goal()
+            goal = await state.update_goal()
+        if self._closing:
+            return
         observed = Observed(self._clock(), dict(state.views), self._resumed())
         if observed.resumed != self._resumed_at:
             self._resumed_at = observed.resumed

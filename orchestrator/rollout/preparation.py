@@ -11,7 +11,7 @@ from typing import Protocol
 from orchestrator.fleet.effects import ClusterClient, Fetched, PartialFetch
 from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
-from orchestrator.rollout.rollout_step import ReplicaTarget, Situation, compute_goal
+from orchestrator.rollout.rollout_step import Goal, ReplicaTarget, Situation
 from placements.facts.engines import Engine, needs_neuron
 from placements.spec.schema import ModelSpec
 from workers.artifacts.fetch.artifact_fetcher import wanted_by
@@ -179,9 +179,8 @@ class Preparation:
         return replace(self, failures=self.failures + 1, reason=str(failure), stopped=stopped, since=now)
 
 
-def upcoming_targets(situation: Situation, name: str) -> tuple[ReplicaTarget, ...]:
-    """Returns the replicas that the next step of a model's update would start in place of old ones."""
-    goal = compute_goal(situation.with_desired(replace(situation.desired_models[name], awaited=False)))
+def upcoming_targets(situation: Situation, goal: Goal, name: str) -> tuple[ReplicaTarget, ...]:
+    """Returns the replicas that the next step of a model's update starts in place of old ones, by its ``goal``."""
     ends = (State.DRAINING, State.STOPPING)
     existing = {
         (view.id, view.host, view.cores, view.version)

@@ -311,6 +311,23 @@ class FleetState:
             self._models_held(),
         )
 
+    def situation_after(self, generation: ResolvedRevision) -> Situation:
+        """Returns the situation right after the installation of another revision."""
+        desired_models = {
+            model.name: DesiredModel(
+                model,
+                self.desired_count(model),
+                generation.versions[model.name],
+                mixes=self.mixes(generation, model),
+                canary=generation.revision.canary is not None,
+            )
+            for model in generation.spec.models
+        }
+        now = self.situation()
+        return dataclasses.replace(
+            now, spec=generation.spec, checkpoints=generation.checkpoints, desired_models=desired_models
+        )
+
     def sources(self, model: ModelSpec) -> frozenset[str]:
         """Returns the remote sources of the model and its draft."""
         if not takes_long(model, self.current.engines[model.name]):
@@ -375,16 +392,30 @@ class FleetState:
             blocked[host] = blocked.get(host, frozenset()) | cores
         return blocked
 
-    def update_goal(self) -> Goal:
-        """Compute the desired state. A model with old replicas gets its update strategy here, until it is settled."""
+    async def update_goal(self) -> Goal:
+        """Compute the desired state, again if cores or a ready replica that it counts on are lost meanwhile."""
+        while True:
+            blocked, ready = self.blocked(), self._ready_processes()
+            again = await self._update_goal()
+            if not again and blocked == self.blocked() and ready <= self._ready_processes():
+                return self.goal
+
+    def _ready_processes(self) -> set[tuple[str, int]]:
+        return {(view.id, view.epoch) for view in self.views.values() if view.state is State.READY}
+
+    async def _update_goal(self) -> bool:
+        """Compute the desired state. A model with old replicas gets its update strategy here, until it is settled.
+
+        Returns whether it must be computed again.
+        """
         situation = self.situation()
-        goal = compute_goal(situation)
+        goal = await self.in_thread(compute_goal, situation)
         if self.hold is not None:  # not acted upon: routes and status show it
             self.goal = goal
-            return goal
+            return False
         undecided = [name for name, step in goal.steps.items() if step.old and self._needs_strategy(name, step, goal)]
         for name in undecided:
-            strategy = choose_strategy(situation, name)
+            strategy = await self.in_thread(choose_strategy, situation, name)
             if strategy != self.strategies.get(name):
                 outage = (
                     "an outage of unknown length"
@@ -405,14 +436,12 @@ class FleetState:
             del self.strategies[name]
         if undecided:
             situation = self.situation()
-            goal = compute_goal(situation)
-        self.goal = self._with_awaited(situation, goal)
+            goal = await self.in_thread(compute_goal, situation)
+        self.goal = await self._with_awaited(situation, goal)
         self._report_lost_replicas()
-        if self._update_relocation():
-            return self.update_goal()
-        return self.goal
+        return await self._update_relocation()
 
-    def _with_awaited(self, situation: Situation, goal: Goal) -> Goal:
+    async def _with_awaited(self, situation: Situation, goal: Goal) -> Goal:
         """Returns the goal in which old replicas stay until the hosts of their successors are prepared."""
         self.upcoming = ()
         awaited = situation
@@ -420,11 +449,12 @@ class FleetState:
             strategy = self.strategies.get(name)
             if not step.old or strategy is None or strategy.strategy == "surge" or self.frozen:
                 continue
-            missing = tuple(new for new in upcoming_targets(situation, name) if not self.preparation(new).done)
+            missing = tuple(new for new in upcoming_targets(situation, goal, name) if not self.preparation(new).done)
             if missing:
                 self.upcoming += missing
                 awaited = awaited.with_desired(dataclasses.replace(awaited.desired_models[name], awaited=True))
-        goal = goal if awaited is situation else compute_goal(awaited)
+        if awaited is not situation:
+            goal = await self.in_thread(compute_goal, awaited)
         if self.frozen:
             return goal
         planned = Counter(target.model for target in goal.targets)
@@ -464,7 +494,7 @@ class FleetState:
             self.records.event("warning", "FormerVersionLost", f"{count} lost: {detail}", model=name)
         self._lost_former = set(lost)
 
-    def _update_relocation(self) -> bool:
+    async def _update_relocation(self) -> bool:
         """Start or end a relocation. Returns whether the goal must be computed again."""
         now = self.clock()
         if self.relocation is not None:
@@ -481,7 +511,7 @@ class FleetState:
         missing = tuple((unplaced.model, unplaced.replica) for unplaced in self.goal.plan.unplaced)
         if not missing or (placements, missing) == self._unrelocatable:
             return False
-        relocation = find_relocation(self.situation(), self.goal)
+        relocation = await self.in_thread(find_relocation, self.situation(), self.goal)
         if relocation is None:
             self._unrelocatable = (placements, missing)
             return False
@@ -645,8 +675,9 @@ class FleetState:
             rollback if narrower is None else dataclasses.replace(rollback, to=narrower[0], undone=tuple(narrower[1]))
         )
 
-    def roll_back(self, rollback: Rollback) -> None:
+    async def roll_back(self, rollback: Rollback) -> None:
         """Make the earlier revision current again. Its record is written first: it alone suffices after a crash."""
+        goal = await self.in_thread(compute_goal, self.situation_after(rollback.to))
         failed, before = self.current.number, rollback.to.revision
         canary = self.current.revision.canary if rollback.undone and self.in_canary else None
         revision = msgspec.structs.replace(
@@ -668,10 +699,10 @@ class FleetState:
             f"revision {failed} without the changes of {undone}" if undone else f"revision {before.number} again"
         )
         self.records.event("warning", "RolledBack", f"revision {revision.number} is {description}")
-        self.install(dataclasses.replace(rollback.to, revision=revision))
+        self.install(dataclasses.replace(rollback.to, revision=revision), goal)
 
-    def install(self, generation: ResolvedRevision) -> None:
-        """Make an applied revision the current one."""
+    def install(self, generation: ResolvedRevision, goal: Goal) -> None:
+        """Make an applied revision the current one; ``goal`` is that of `situation_after`."""
         if self.records.state.completed == self.current.number:
             self.stable = self.current
         self.current = generation
@@ -684,7 +715,7 @@ class FleetState:
         self.preparations = {key: preparation for key, preparation in self.preparations.items() if key[:2] in versions}
         self._unpin([key for key in self.pins if key not in used])
         self.compiled_on = {key for key in self.compiled_on if key[:2] in used}
-        self.goal = compute_goal(self.situation())  # the previous goal describes the previous revision
+        self.goal = goal  # the previous one describes the previous revision
         self.restart_progress()
         names = {model.name for model in generation.spec.models}
         self.woken &= names

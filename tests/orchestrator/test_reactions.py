@@ -187,7 +187,7 @@ def test_a_stopped_replica_is_tried_again_when_somebody_asks(ask: str, tmp_path:
                 await fleet.operator.restart("a", "tester")
             else:
                 await fleet.operator.drain("a/0", "tester")
-            await fleet.until(lambda: fleet.ready("a"), "ready", 60.0)
+            await fleet.until(lambda: len(fleet.ready("a")) == len(fleet.model("a")["replicas"]) > 0, "ready", 60.0)
             return {replica["stopped"] for replica in fleet.model("a")["replicas"]}
 
     assert virtually(play) == {False}

@@ -151,7 +151,7 @@ class World:
             await asyncio.sleep(700.0)
             self.check()
         state = self.played.controller.state
-        goal = state.update_goal()
+        goal = await state.update_goal()
         observed = Observed(state.clock(), dict(state.views))
         assert reconcile(goal.targets, observed, state.replaced()) == []
         assert {view.state for view in state.views.values()} <= {State.READY}

@@ -1,0 +1,105 @@
+"""The controller plans beside its event loop, and does not act upon a plan that has become wrong meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.fleet.replica_states import State
+from orchestrator.rollout.rollout_step import Situation, compute_goal
+from orchestrator.state import fleet_state
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from workers.messages.status import Failure, Phase, Reaction
+
+DEADLINE_S = 20.0
+SPEC = """\
+version: 1
+hosts: {emulate: inf2.48xlarge}
+models:
+  m: {engine: echo, tp_degree: %d, max_batch: %d, replicas: {min: %d, max: 2}}
+"""
+
+
+def test_the_loop_goes_on_while_a_plan_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, planned = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert planned.wait(DEADLINE_S), "the event loop waited for the plan"
+        return compute_goal(*args)
+
+    async def main() -> None:
+        async with Played(tmp_path, FakeCluster(), SPEC % (2, 4, 1), in_thread=asyncio.to_thread) as played:
+            await played.settled(DEADLINE_S)
+            monkeypatch.setattr(fleet_state, "compute_goal", slow)
+            played.controller.wake_up()
+            assert await asyncio.to_thread(begun.wait, DEADLINE_S)
+            assert [len(model.replicas) for model in played.controller.routes().models] == [1]
+            planned.set()
+            await played.settled(DEADLINE_S)
+
+    asyncio.run(main())
+
+
+class Interrupted:
+    """Runs each function at once; while the first plan is made for which ``due`` holds, ``event`` happens."""
+
+    def __init__(self, due: Callable[[Situation], bool], event: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.due, self.event, self.happened = due, event, False
+
+    async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        result = function(*args)
+        if function is compute_goal and not self.happened and self.due(*args):
+            self.happened = True
+            await self.event()
+            for _ in range(9):
+                await asyncio.sleep(0)
+        return result
+
+
+def test_cores_that_fail_while_a_plan_is_made_are_not_used(tmp_path: Path) -> None:
+    """The other core of the device was free when the plan began."""
+    cluster = FakeCluster()
+    cluster.load_s = 100.0
+
+    async def fail() -> None:
+        failure = Failure("device-failed", "it is broken", reaction=Reaction.QUARANTINE)
+        await cluster.find("m/0").tell(phase=Phase.FAILED, failure=failure)
+
+    async def main() -> None:
+        thread = Interrupted(lambda situation: situation.desired_models["m"].count == 2, fail)
+        async with Played(tmp_path, cluster, SPEC % (1, 4, 1), in_thread=thread) as played:
+            await played.until(lambda: played.replica("m/0").get("state") == "loading", "it loads")
+            await played.operator.scale("m", 2, "tester")
+            await played.settled()
+        assert thread.happened
+        assert not {0, 1} & {core for config in cluster.started[1:] for core in config.cores}
+
+    virtually(main)
+
+
+def test_the_old_replica_stays_if_the_new_one_fails_while_its_end_is_planned(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+
+    async def main() -> None:
+        def ready(situation: Situation) -> bool:
+            return [view.state for view in situation.views] == [State.READY, State.READY]
+
+        async def fail() -> None:
+            await next(replica for replica in cluster.living() if replica.config is cluster.started[1]).die("killed")
+
+        thread = Interrupted(ready, fail)
+        async with Played(tmp_path, cluster, SPEC % (2, 4, 1), in_thread=thread) as played:
+            await played.settled()
+            await played.apply(SPEC % (2, 8, 1))
+            await played.until(lambda: thread.happened, "both were ready")
+            await played.until(lambda: len(cluster.started) == 3, "the new one starts again")
+            assert cluster.drained == []
+            await played.settled()
+
+    virtually(main)
