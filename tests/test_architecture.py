@@ -145,7 +145,6 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.process",
         "orchestrator.records",
         "orchestrator.revisions",
-        "orchestrator.rollout",
         "orchestrator.state",
     },
     "orchestrator.compiling": {"orchestrator.process", "orchestrator.revisions", "orchestrator.starts"},

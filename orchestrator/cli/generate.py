@@ -132,9 +132,9 @@ def _fetch(config: ReplicaConfig, home: Home, resources: contextlib.ExitStack) -
 
 def _compile(config: ReplicaConfig) -> None:
     """Before the model claims a core, get its graphs from ``neff_cache`` or compile them. Raises Failed."""
-    from orchestrator.rollout.preparation import NEEDS_DEVICE
     from workers.artifacts.fetch.progress import Progress
     from workers.compiling import prefetch
+    from workers.compiling.build import NEEDS_DEVICE
 
     if not prefetch.compiles(config):
         return

@@ -23,16 +23,26 @@ from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.control.scaling_loop import Scaler
 from orchestrator.control.status import Conditions, route_table, status
-from orchestrator.fleet.effects import ClusterClient, Fetched, ReplicaDied, actor_name
+from orchestrator.control.update_prefetch import UpdatePrefetch
+from orchestrator.fleet.effects import ClusterClient, ReplicaDied, actor_name
 from orchestrator.fleet.replica_states import AHEAD, STARTING, Signal, State, advance
 from orchestrator.fleet.route_table import RouteTable
-from orchestrator.fleet.snapshot import SETTLED_S, Observed, ReplicaView
+from orchestrator.fleet.snapshot import SETTLED_S, EarlyStart, Observed, ReplicaView
 from orchestrator.process.home import Home
 from orchestrator.revisions.config_builder import replica_config
 from orchestrator.rollout.rollout_step import ReplicaTarget
 from orchestrator.scaling.demand_report import DemandReport
-from orchestrator.starts.start_pipeline import StartEffects, StartPipeline
-from orchestrator.starts.update_prefetch import UpdatePrefetch
+from orchestrator.starts.early_start import lead_of
+from orchestrator.starts.start_pipeline import (
+    Arriving,
+    Compiling,
+    Failed,
+    Fetching,
+    Ready,
+    Resolved,
+    StartEvent,
+    StartPipeline,
+)
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.quarantine import on_failure
 from placements.facts.core_range import CoreRange
@@ -80,7 +90,8 @@ class Controller:
         self._counters = ControllerCounters()
         self._statuses: dict[str, tuple[int, ReplicaStatus]] = {}  # epoch and last status, by replica
         self._releasing: set[str] = set()  # replicas that are being released
-        self._followed: dict[str, int] = {}  # epoch of each replica that a task follows
+        self._preparing: dict[str, asyncio.Task[None]] = {}  # preparations of starts, by replica
+        self._followed: dict[str, asyncio.Task[None]] = {}  # tasks that prepare, start or watch a replica
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -90,29 +101,7 @@ class Controller:
         self._closing = False
         self._settled = asyncio.Event()  # set once surviving replicas are adopted
         self._hosts = HostWatch(state, cluster, self._home, self._counters)
-        self._starts = StartPipeline(
-            self.state,
-            cluster,
-            StartEffects(
-                view=self._view,
-                store_view=self._store_view,
-                signal=self._signal,
-                fail=self._fail,
-                apply_last_status=self._apply_last_status,
-                fetched=self._fetched,
-                spawn=self._spawn,
-                wake=self._wake.set,
-            ),
-        )
-        self._prefetch = UpdatePrefetch(
-            self.state,
-            cluster,
-            config_of=self._config_of,
-            log_of=lambda model: self._home.logs / f"compile-{model}.log",
-            spawn=self._spawn,
-            fetched=self._fetched,
-            wake=self._wake.set,
-        )
+        self._prefetch = UpdatePrefetch(state, cluster, self._home, self._hosts, self._wake.set)
 
     # The loop
 
@@ -138,10 +127,7 @@ class Controller:
             tick.cancel()
 
     async def _round(self) -> None:
-        await self._hosts.update()
-        fetching = self._prefetch.hosts | self._starts.hosts
-        await asyncio.gather(self._hosts.update_held_sources(), self._hosts.update_fetches(fetching))
-        self._starts.update_progress()
+        await asyncio.gather(self._hosts.update(), self._hosts.update_held_sources())
         if self._closing:
             return
         state = self.state
@@ -287,9 +273,11 @@ class Controller:
             state.records.event("info", "Adopted", f"epoch {config.epoch}, pid {status.pid}", view=state.views[id])
             if phase is State.DRAINING and state.hold is None:
                 self._spawn(self._drain(state.views[id]))
-            if phase is State.LOADING and self._starts.lead_s(config) is not None and any(wanted_by(config)):
-                self._starts.resume_fetch(id, config)
-            self._track(id, config.epoch, self._follow(id, config.epoch))
+            if phase is State.LOADING and lead_of(config, None) is not None and any(wanted_by(config)):
+                now = self._clock()  # the controller that requested its fetch is gone
+                self._store_view(dataclasses.replace(state.views[id], early=EarlyStart(now, now)))
+                self._preparing[id] = self._spawn(self._prepare(id, config, has_process=True))
+            self._track(id, self._follow(id, config.epoch))
 
     # Actions
 
@@ -348,20 +336,16 @@ class Controller:
         state.records.decision("start", view, "planned" if previous is None else "started again")
         self._counters.started(view, again=previous is not None)
         if target.placement is not None:
-            config = msgspec.structs.replace(self._config_of(target), epoch=epoch)
+            revision = state.revision_of_version(target.model, target.version)
+            config = replica_config(revision, target.placement, self._home, self.settings)
+            config = msgspec.structs.replace(config, epoch=epoch)
         else:  # an older version that continues to serve
             config = msgspec.structs.replace(state.configs[target.id], epoch=epoch)
         config = msgspec.structs.replace(config, socket=str(self._socket(target, epoch)))
         state.configs[target.id] = config
         state.views[target.id] = dataclasses.replace(view, socket=config.socket)
         state.records.event("info", "Starting", f"epoch {epoch} on {target.host}, cores {target.cores}", view=view)
-        self._track(target.id, epoch, self._start_and_follow(target.id, config))
-
-    def _config_of(self, target: ReplicaTarget) -> ReplicaConfig:
-        """Returns the configuration of a newly placed replica, without its epoch and its socket."""
-        assert target.placement is not None
-        generation = self.state.revision_of_version(target.model, target.version)
-        return replica_config(generation, target.placement, self._home, self.settings)
+        self._preparing[target.id] = self._track(target.id, self._prepare(target.id, config))
 
     def _socket(self, target: ReplicaTarget, epoch: int) -> Path:
         """Returns a path without the model's name, since socket paths are limited and names may be long."""
@@ -386,71 +370,112 @@ class Controller:
         model = self.state.current.spec.model(name)
         return Deadlines() if model is None else model.deadlines
 
-    async def _start_and_follow(self, id: str, config: ReplicaConfig) -> None:
+    async def _prepare(self, id: str, config: ReplicaConfig, *, has_process: bool = False) -> None:
+        """Fold the events of a start's preparation into the state; a signal to another state cancels it."""
+        pipeline = StartPipeline(self.state, self._cluster, config, has_process=has_process)
         try:
-            ready = await self._starts.prepare_start(id, config)
-            view, arriving = self._view(id, config.epoch), self._starts.is_fetching(id)
-            if ready is None or view is None or view.state not in STARTING:
-                return  # it was stopped meanwhile
-            if isinstance(ready, Failure):
-                self._fail(view, ready)
-                return
-            if not arriving:
-                self.state.pin(ready)
+            async with contextlib.aclosing(pipeline.events()) as events:
+                async for event in events:
+                    view = self._view(id, config.epoch)
+                    if view is None or view.state not in STARTING:
+                        return
+                    self._fold(view, event)
+        except Exception as error:
+            log.exception("%s could not be started", id)
+            self._fail_start(id, config.epoch, error)
+
+    def _fold(self, view: ReplicaView, event: StartEvent) -> None:
+        self._hosts.count_fetch(view.model, event)
+        if event.note is not None:
+            self.state.records.event(*event.note, view=view)
+        if isinstance(event, Fetching) and event.status is None:
+            self._signal(view, Signal.FETCH)
+        elif isinstance(event, Fetching):
+            self._store_view(dataclasses.replace(view, fetch=event.status))
+        elif isinstance(event, Resolved):
+            self.state.configs[view.id] = event.config
+        elif isinstance(event, Compiling):
+            self._signal(view, Signal.COMPILE)
+        elif isinstance(event, Arriving):
+            now = self._clock()
+            self._launch(view, event.config, EarlyStart(view.since, now + event.lead_s))
+        elif isinstance(event, Ready):
+            self._end_early_start(view, event.config) if view.early is not None else self._launch(view, event.config)
+        elif isinstance(event, Failed):
+            self._fail(view, event.failure)
+        elif event.phase and view.state is State.FETCHING:
+            self._signal(view, Signal.FETCHED)
+
+    def _launch(self, view: ReplicaView, config: ReplicaConfig, early: EarlyStart | None = None) -> None:
+        """Start the process of a prepared replica; with ``early``, before its fetch has ended."""
+        self.state.configs[view.id] = config
+        if early is None:
+            self.state.pin(config)
+        fetch = None if early is None else view.fetch
+        if view.state in AHEAD:
+            view = self._signal(view, Signal.FETCHED if view.state is State.FETCHING else Signal.COMPILED)
+        # the time so far does not count as start: waiting for fetches and compiles, and asking the engine
+        aside_s = self._clock() - view.begun
+        self._store_view(dataclasses.replace(view, aside_s=aside_s, fetch=fetch, early=early))
+        self._track(view.id, self._start_process(view.id, config))
+
+    def _end_early_start(self, view: ReplicaView, config: ReplicaConfig) -> None:
+        """Note the end of the fetch that a process waits for: all replicas of the version load this content."""
+        loaded = self.state.configs[view.id]
+        if (config.origin, config.draft_origin) != (loaded.origin, loaded.draft_origin):
+            message = "the fetched files are not those that the process loads: the source has changed"
+            self._fail(view, Failure("fetch-ended", message))
+            return
+        view = self._store_view(dataclasses.replace(view, aside_s=view.aside(self._clock()), fetch=None, early=None))
+        self.state.pin(config)
+        epoch, status = self._statuses.get(view.id, (None, None))
+        if status is not None and epoch == view.epoch:  # it was held back
+            self._apply_status(view, status)
+        self._wake.set()
+
+    async def _start_process(self, id: str, config: ReplicaConfig) -> None:
+        try:
             await self.state.records.durable()
             view = self._view(id, config.epoch)
             if view is None or view.state not in STARTING:
                 return
-            self.state.configs[id] = ready
-            fetched_until = view.since + view.deadlines.fetch_s
-            fetch = view.fetch if arriving else None
-            if view.state in AHEAD:
-                view = self._signal(view, Signal.FETCHED if view.state is State.FETCHING else Signal.COMPILED)
             foreign = self.state.foreign_cores.get(config.host, {}).keys() & set(config.cores)
             if foreign:  # meanwhile; the next round places it elsewhere
                 self._signal(view, Signal.STOP, f"core {min(foreign)} was taken by another process before its start")
                 return
-            # the time so far does not count as start: waiting for fetches and compiles, and asking the engine
-            now = self._clock()
-            self._store_view(dataclasses.replace(view, asked=True, aside_s=now - view.begun, fetch=fetch))
-            if arriving:
-                self._starts.await_fetch(id, ready, view, fetched_until)
-            await self._cluster.start(ready)
+            self._store_view(dataclasses.replace(view, asked=True))
+            await self._cluster.start(config)
             view = self._view(id, config.epoch)
             if view is None or view.state is State.STOPPING:  # its stop may have preceded its process
                 await self._cluster.end(actor_name(config.model, config.replica, config.epoch), None, None, config.host)
         except Exception as error:
             log.exception("%s could not be started", id)
-            view = self._view(id, config.epoch)
-            if view is not None:
-                self._fail(view, Failure("start-failed", f"{type(error).__name__}: {error}"))
+            self._fail_start(id, config.epoch, error)
         else:
             await self._follow(id, config.epoch)
 
-    def _fetched(self, model: str, fetch: Fetched | None) -> None:
-        """Count a fetch; None: it failed."""
-        if fetch is None:
-            self._counters.not_fetched(model)
-            return
-        self._counters.fetched(model, fetch.moved, fetch.seconds)
-        self._hosts.fetched()
+    def _fail_start(self, id: str, epoch: int, error: Exception) -> None:
+        view = self._view(id, epoch)
+        if view is not None:
+            self._fail(view, Failure("start-failed", f"{type(error).__name__}: {error}"))
 
-    def _track(self, id: str, epoch: int, work: Coroutine[Any, Any, None]) -> None:
+    def _track(self, id: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a task that follows the replica, and note its end."""
-        self._followed[id] = epoch
+        task = self._followed[id] = self._spawn(work)
 
         def over(_: object) -> None:
-            if self._followed.get(id) == epoch:
+            if self._followed.get(id) is task:
                 del self._followed[id]
 
-        self._spawn(work).add_done_callback(over)
+        task.add_done_callback(over)
+        return task
 
     def _restart_followers(self) -> None:
         """Restart failed follower tasks: without one, the death of a replica would go unnoticed."""
         for id, view in self.state.views.items():
             lives = view.state in (State.PENDING, State.LOADING, State.READY, State.DRAINING)
-            if lives and not view.gone and self._followed.get(id) != view.epoch:
-                self._track(id, view.epoch, self._follow(id, view.epoch))
+            if lives and not view.gone and id not in self._followed:
+                self._track(id, self._follow(id, view.epoch))
 
     async def _follow(self, id: str, epoch: int) -> None:
         """Turn a replica's status reports into signals until it stops."""
@@ -502,17 +527,12 @@ class Controller:
         view = self.state.views.get(id)
         return view if view is not None and view.epoch == epoch else None
 
-    def _apply_last_status(self, id: str, epoch: int) -> None:
-        last = self._statuses.get(id)
-        if last is not None and last[0] == epoch:
-            self._apply_status(self.state.views[id], last[1])
-
     def _apply_status(self, view: ReplicaView, status: ReplicaStatus) -> None:
         view = self._store_view(dataclasses.replace(view, pid=status.pid, started=status.started))
         if view.state is State.PENDING:
             view = self._signal(view, Signal.STARTED)
         if status.phase is Phase.READY and view.state is State.LOADING:
-            if view.id in self._starts.arriving:
+            if view.early is not None:
                 return  # its status is applied again when its fetch ends
             load_s = round(self._clock() - view.begun - view.aside(self._clock()), 3)
             self._store_view(dataclasses.replace(view, load_s=load_s, socket=status.address or view.socket))
@@ -538,17 +558,18 @@ class Controller:
         if state is before.state:
             return before
         now = self._clock()
-        aside_s = before.aside(now)
+        early = before.early if state is State.LOADING else None
         after = dataclasses.replace(
             before,
             state=state,
             since=now,
             reason=reason or before.reason,
-            aside_s=aside_s,
+            aside_s=before.aside(now) if early is None else before.aside_s,
             fetch=before.fetch if state is State.LOADING else None,
+            early=early,
         )
-        if state not in STARTING:
-            self._starts.cancel(view.id)
+        if state not in STARTING and (preparation := self._preparing.pop(view.id, None)) is not None:
+            preparation.cancel()
         if state is State.READY:  # only now the last failure is resolved
             after = dataclasses.replace(after, served=True, log=(), reason=None)
             self.state.compiled_on.add((after.model, after.version, after.host))

@@ -1,28 +1,24 @@
-"""Observes the hosts in each round: lost hosts, owners of cores, stored sources and fetches."""
+"""Observes the hosts in each round: lost hosts, owners of cores and stored sources."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-from collections.abc import Collection
 
 from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.fleet.effects import ClusterClient, CoreOwner
-from orchestrator.fleet.replica_states import State
 from orchestrator.process.home import Home
 from orchestrator.records.journal_records import Quarantine
+from orchestrator.starts.start_pipeline import Failed, Fetched, StartEvent
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.quarantine import expire
 from placements.facts.topology import Host
-from workers.artifacts.fetch.artifact_fetcher import wanted_by
-from workers.artifacts.fetch.progress import FetchStatus
 
 log = logging.getLogger(__name__)
 
 STALE_S = 30.0  # the Neuron tools' report of core owners is at most this old
 HELD_S = 60.0  # between two queries for stored remote sources, unless something was fetched
-REPLY_S = 1.0  # deadline of a host's reply about stored sources or fetches, while a round waits
+REPLY_S = 1.0  # deadline of the hosts' replies about stored sources, while a round waits
 
 
 class HostWatch:
@@ -41,9 +37,13 @@ class HostWatch:
         """Remember a dead replica's pid, which the tools may still report for a while."""
         self._former[pid] = self._state.clock()
 
-    def fetched(self) -> None:
-        """Query stored sources in the next round, since a fetch has completed."""
-        self._held_until = float("-inf")
+    def count_fetch(self, model: str, event: StartEvent) -> None:
+        """Count the end of a fetch; a completed one changes what its host stores."""
+        if isinstance(event, Fetched):
+            self._counters.fetched(model, event.moved, event.seconds)
+            self._held_until = float("-inf")
+        elif isinstance(event, Failed) and event.fetching:
+            self._counters.not_fetched(model)
 
     async def update(self) -> None:
         """Update the lost hosts, and quarantine cores that foreign processes hold."""
@@ -118,24 +118,3 @@ class HostWatch:
             state.held = await asyncio.wait_for(self._cluster.held_sources(sources), REPLY_S)
         except Exception:  # it is only a preference
             log.warning("the hosts do not report which sources they store", exc_info=True)
-
-    async def update_fetches(self, also: Collection[str]) -> None:
-        """Update the progress of fetches for replicas, and on the hosts ``also``, for the status."""
-        state = self._state
-        fetching = [view for view in state.views.values() if view.state is State.FETCHING]
-        hosts = sorted({view.host for view in fetching} | set(also))
-        statuses = await asyncio.gather(*(self._fetches_on(host) for host in hosts))
-        state.fetches = dict(zip(hosts, statuses, strict=True))
-        for view in fetching:
-            sources = {origin.source for origin in wanted_by(state.configs[view.id]) if origin is not None}
-            own = [status for status in state.fetches[view.host] if status.source in sources]
-            current = state.views.get(view.id)
-            if own and current is not None and (current.epoch, current.state) == (view.epoch, State.FETCHING):
-                state.views[view.id] = dataclasses.replace(current, fetch=own[0])
-
-    async def _fetches_on(self, host: str) -> tuple[FetchStatus, ...]:
-        try:
-            return tuple(await asyncio.wait_for(self._cluster.progress(host), REPLY_S))
-        except Exception:  # the fetch continues
-            log.debug("%s does not report its fetches", host, exc_info=True)
-            return ()

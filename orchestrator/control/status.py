@@ -350,9 +350,16 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
         "cordoned": "all" if cordoned == "whole" else ranges(cordoned),
         "draining": host.name in state.records.state.drains,
         "quarantine": [{"core": core, **_quarantine_cause(why)} for core, why in sorted(withheld.items())],
-        "fetches": [_fetch(fetch) for fetch in state.fetches.get(host.name, ())],
+        "fetches": _fetches_on(state, host.name),
         "leases": [{"replica": id, "cores": str(cores)} for id, cores in sorted(leases.items())],
     }
+
+
+def _fetches_on(state: FleetState, host: str) -> list[dict[str, Any]]:
+    """Returns the progress of the host's fetches. Those of a source may be shared, and are shown once."""
+    fetches = [view.fetch for view in state.views.values() if view.host == host and view.fetch is not None]
+    fetches += [status for (_, _, name), status in state.fetches.items() if name == host]
+    return [_fetch(status) for status in {status.source: status for status in fetches}.values()]
 
 
 def _fetch(status: FetchStatus) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
 from workers.messages.metric_family import MetricFamily
@@ -45,29 +46,6 @@ class Survivor:
     status: ReplicaStatus
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """A completed fetch: everything that a replica loads is on its host."""
-
-    config: ReplicaConfig  # for the process
-    bytes: int  # in total
-    moved: int = 0  # bytes that came over the network
-    seconds: float = 0.0
-    warning: str = ""  # set if the content may be outdated
-
-
-@dataclass(frozen=True)
-class PartialFetch:
-    """A fetch in progress whose last artifact arrives in a folder that can be loaded meanwhile."""
-
-    config: ReplicaConfig  # for a process that starts now
-    left: int  # remaining bytes
-    moved: int  # bytes that came over the network so far
-
-
-OnPartialFetch = Callable[[PartialFetch], None]
-
-
 def actor_name(model: str, replica: int, epoch: int) -> str:
     """Returns a name that is unique for each start, so that a dying actor is not mistaken for its successor."""
     return f"{model}/{replica}.{epoch}"
@@ -79,17 +57,9 @@ class ClusterClient(Protocol):
     ``name`` is an ``actor_name``; ``host`` is the planner's name of a host, by default the controller's own.
     """
 
-    async def fetch(self, config: ReplicaConfig, arrives: OnPartialFetch | None = None) -> Fetched | Failure:
-        """Fetch remote artifacts of the replica to ``config.host``. Concurrent fetches of an artifact are shared; one
-        whose callers have all cancelled is stopped.
-
-        ``arrives`` is called repeatedly while only the last artifact is missing, if it arrives in the folder that it
-        is loaded from, with exactly the content that ``config`` requests. Raises HostLost.
-        """
-        ...
-
-    async def progress(self, host: str) -> Sequence[FetchStatus]:
-        """Returns the progress of each fetch on the host."""
+    def fetch(self, wanted: WantedArtifact, host: str) -> AsyncGenerator[FetchStatus | FetchedArtifact | Failure, None]:
+        """Fetch an artifact to the host; yield its status until its outcome. Concurrent fetches of an artifact are
+        shared; one whose callers have all closed the generator is stopped. Raises HostLost."""
         ...
 
     async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
@@ -108,8 +78,8 @@ class ClusterClient(Protocol):
         ...
 
     async def compile(self, config: ReplicaConfig) -> Failure | None:
-        """Compile ahead what ``foresee`` returns, on its host in a separate process. Shared and cancelled like
-        ``fetch``. Raises HostLost."""
+        """Compile ahead what ``foresee`` returns, on its host in a separate process. Shared like ``fetch``,
+        and stopped when all callers are cancelled. Raises HostLost."""
         ...
 
     async def start(self, config: ReplicaConfig) -> None:

@@ -22,6 +22,14 @@ BREAKER_PAUSE_S = 600.0
 
 
 @dataclass(frozen=True)
+class EarlyStart:
+    """A process that was started before its fetch has ended. Times are on the snapshot's clock."""
+
+    fetch_since: float  # when the fetch began
+    waits_since: float  # from then on, the process only waits for the fetch
+
+
+@dataclass(frozen=True)
 class ReplicaView:
     """One start of one replica, as the controller last observed it."""
 
@@ -47,6 +55,7 @@ class ReplicaView:
     stopped: bool = False  # its failure is permanent: it is not restarted before an operator acts
     aside_s: float = 0.0  # fetching and compiling ahead in this start, before this state
     fetch: FetchStatus | None = None  # progress while it is fetching
+    early: EarlyStart | None = None  # until the fetch has ended
     load_s: float | None = None  # from ``begun`` to its first generation, without ``aside_s``; of the last ready
     # start
     live: int = 0  # requests in slots
@@ -83,15 +92,19 @@ class ReplicaView:
             return f"start-deadline: its needs were not determined within {here_s:.0f} s" if late else None
         if self.compile_s > self.deadlines.compile_s:
             return f"compile-deadline: it has compiled for more than {self.deadlines.compile_s:.0f} s"
-        aside_s = self.aside_s + self.compile_s
+        if self.early is not None and now - self.early.fetch_since > self.deadlines.fetch_s:
+            fetch_s = self.deadlines.fetch_s
+            return f"fetch-deadline: the fetch did not end within {fetch_s:.0f} s, while its process waits"
+        aside_s = self.aside(now) + self.compile_s
         if now - self.begun - aside_s > self.deadlines.start_s:
             beside = f", {aside_s:.0f} s of fetching and compiling not counted" if aside_s else ""
             return f"start-deadline: not ready after {self.deadlines.start_s:.0f} s{beside}"
         return None
 
     def aside(self, now: float) -> float:
-        """Returns ``aside_s`` including the current state."""
-        return self.aside_s + (now - self.since if self.state in AHEAD else 0.0)
+        """Returns ``aside_s`` including the current state, and the time that its process waits for the fetch."""
+        waits_s = 0.0 if self.early is None else max(0.0, now - self.early.waits_since)
+        return self.aside_s + waits_s + (now - self.since if self.state in AHEAD else 0.0)
 
     def touches(self, cores: frozenset[int]) -> bool:
         """Returns whether the replica is on any of these cores."""

@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 import msgspec.structs
 import ray
 
-from workers.artifacts.fetch.artifact_fetcher import ArrivingArtifact, ArtifactFetcher, FetchedArtifact, WantedArtifact
+from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.fetch.single_flight import SingleFlight
 from workers.artifacts.store.manifest import Artifact
@@ -58,7 +58,6 @@ class HostActor:
     def __init__(self, store: StoreSettings) -> None:
         self._store = store.open()
         self._fetcher = ArtifactFetcher(self._store)
-        self._copies = store.memory is not None  # fetched artifacts are loaded from a copy in memory
         self._fetches: SingleFlight[FetchedArtifact] = SingleFlight()
         self._compiler = CompileService()
         self._counted: tuple[str, ...] = ()  # flights whose bytes were reported
@@ -70,33 +69,28 @@ class HostActor:
         self._endings = this_host.Endings()
 
     @_long
-    def fetch(
-        self, waiter: str, wanted: WantedArtifact, wait_s: float
-    ) -> FetchedArtifact | ArrivingArtifact | Failure | None:
-        """See `SingleFlight.join`. ArrivingArtifact: in progress and loadable meanwhile; None: in progress. The moved
-        bytes are reported to only one waiter."""
+    def fetch(self, waiter: str, wanted: WantedArtifact, wait_s: float) -> FetchedArtifact | Failure | FetchStatus:
+        """See `SingleFlight.join`. The moved bytes are reported to only one waiter."""
         ended = self._fetches.join(waiter, wanted, wanted.source, partial(self._fetcher, wanted), wait_s)
         if isinstance(ended, FetchedArtifact):
             with self._lock:
                 counted = ended.flight in self._counted
                 self._counted = (*self._counted[-RECENT:], ended.flight)
             return msgspec.structs.replace(ended, moved=0) if counted else ended
-        if ended is None and not self._copies and (progress := self._fetches.progress_of(wanted)) is not None:
-            return self._fetcher.arriving(wanted, progress)
         return ended
 
     @_long
-    def compile(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Built | Failure | None:
+    def compile(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Built | Failure | FetchStatus:
         """Compile ahead, with the parameters of ``fetch``. The host's memory limits the concurrency."""
         return self._compiler.compile(waiter, config, wait_s)
 
     @_long
-    def foresee(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Foreseen | Failure | None:
+    def foresee(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Foreseen | Failure | FetchStatus:
         """Predict what a start compiles, with the parameters of ``fetch``."""
         return self._compiler.foresee(waiter, config, wait_s)
 
     @_long
-    def check(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Checked | Failure | None:
+    def check(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Checked | Failure | FetchStatus:
         """Check what a start needs without cores, with the parameters of ``fetch``."""
         return self._compiler.check(waiter, config, wait_s)
 
@@ -104,9 +98,6 @@ class HostActor:
         """Stop the waiter's waits for fetches and compiles."""
         self._fetches.leave(waiter)
         self._compiler.leave(waiter)
-
-    def progress(self) -> list[FetchStatus]:
-        return self._fetches.progress()
 
     def stored_sources(self, sources: Collection[str]) -> frozenset[str]:
         """Returns the sources that are completely stored."""

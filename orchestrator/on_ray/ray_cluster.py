@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec.structs
@@ -17,10 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.fleet.effects import (
     CoreOwner,
-    Fetched,
     HostLost,
-    OnPartialFetch,
-    PartialFetch,
     ReplicaDied,
     Survivor,
     actor_name,
@@ -28,14 +24,7 @@ from orchestrator.fleet.effects import (
 from orchestrator.on_ray.host_actor import HostActor
 from orchestrator.on_ray.ray_nodes import NAMESPACE, RayNode, host_labels, ray_nodes
 from orchestrator.process.awake_clock import AwakeClock
-from workers.artifacts.fetch.artifact_fetcher import (
-    ArrivingArtifact,
-    FetchedArtifact,
-    WantedArtifact,
-    early_start_config,
-    wanted_by,
-    with_folders,
-)
+from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.host.interpreter import Interpreter
@@ -52,12 +41,12 @@ CALL_DEADLINE_S = 10.0  # a call takes a millisecond: no reply within this time 
 ADOPT_S = 3.0  # deadline of a live replica's description, while no requests are accepted
 CONFIRM_DEATH_S = 10.0
 LONG_S = 2.0  # one poll of a long operation
+FETCH_S = 0.5  # the same of a fetch, whose progress is reported
 UNKNOWN_ENDS = (
     "its process ended without an error: killed by a signal (out of memory?), or crashed",
     "the connection to its process was closed",
 )
 BY_SIGKILL = "was killed by SIGKILL"
-SOON_S = 0.5  # the same, if its progress is reported meanwhile
 
 
 class RayCluster:
@@ -82,34 +71,8 @@ class RayCluster:
             if node.alive:
                 self._host_actor(node)  # before the first call
 
-    async def fetch(self, config: ReplicaConfig, arrives: OnPartialFetch | None = None) -> Fetched | Failure:
-        began = time.monotonic()
-        artifacts = wanted_by(config)
-        landed: list[FetchedArtifact | None] = []
-
-        def goes_on(going: ArrivingArtifact) -> None:
-            now = early_start_config(config, artifacts, landed, going)
-            if arrives is not None and now is not None:
-                arrives(PartialFetch(now, going.left, going.moved))
-
-        for wanted in artifacts:
-            heard = None if arrives is None else goes_on
-            ended = None if wanted is None else await self._wait_for(config.host, "fetch", wanted, heard)
-            if isinstance(ended, Failure):
-                return ended
-            landed.append(ended)
-        results = [result for result in landed if result is not None]
-        return Fetched(
-            with_folders(config, artifacts, (landed[0], landed[1])),
-            bytes=sum(result.bytes for result in results),
-            moved=sum(result.moved for result in results),
-            seconds=time.monotonic() - began,
-            warning="; ".join(result.warning for result in results if result.warning),
-        )
-
-    async def progress(self, host: str) -> Sequence[FetchStatus]:
-        statuses: list[FetchStatus] = await self._call(host, "progress")
-        return statuses
+    def fetch(self, wanted: WantedArtifact, host: str) -> AsyncGenerator[FetchStatus | FetchedArtifact | Failure, None]:
+        return self._replies(host, "fetch", wanted, FETCH_S)
 
     async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
         async def held_by(host: str) -> frozenset[str]:
@@ -123,11 +86,11 @@ class RayCluster:
         return dict(zip(hosts, await asyncio.gather(*map(held_by, hosts)), strict=True))
 
     async def check(self, config: ReplicaConfig) -> Failure | None:
-        ended = await self._wait_for(config.host, "check", config)
+        ended = await self._outcome(config.host, "check", config)
         return ended if isinstance(ended, Failure) else None
 
     async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
-        prediction = await self._wait_for(config.host, "foresee", config)
+        prediction = await self._outcome(config.host, "foresee", config)
         trouble = prediction.what if isinstance(prediction, Failure) else prediction.trouble
         if trouble:
             return Failure("foresee-failed", f"cannot predict what {config.model} would compile: {trouble}")
@@ -135,30 +98,29 @@ class RayCluster:
         return missing
 
     async def compile(self, config: ReplicaConfig) -> Failure | None:
-        ended = await self._wait_for(config.host, "compile", config)
+        ended = await self._outcome(config.host, "compile", config)
         return ended if isinstance(ended, Failure) else None
 
-    async def _wait_for(
-        self,
-        host: str,
-        operation: str,
-        about: WantedArtifact | ReplicaConfig,
-        goes_on: Callable[[ArrivingArtifact], None] | None = None,
-    ) -> Any:
-        """Poll a host until the operation ends: a restarted host actor resumes it."""
-        waiter, each_s = secrets.token_hex(8), LONG_S if goes_on is None else SOON_S
+    async def _outcome(self, host: str, operation: str, config: ReplicaConfig) -> Any:
+        return [reply async for reply in self._replies(host, operation, config, LONG_S)][-1]
+
+    async def _replies(
+        self, host: str, operation: str, about: WantedArtifact | ReplicaConfig, each_s: float
+    ) -> AsyncGenerator[Any, None]:
+        """Poll a host until the operation ends, and yield its status until its outcome.
+
+        A restarted host actor resumes the operation. A streaming generator of Ray would not: its retry skips as many
+        items as were consumed, so the outcome can be lost. It also continues after its consumer has died.
+        """
+        waiter, ended = secrets.token_hex(8), False
         try:
-            while (ended := await self._call(host, operation, waiter, about, each_s)) is None or isinstance(
-                ended, ArrivingArtifact
-            ):
-                if ended is not None and goes_on is not None:
-                    goes_on(ended)
-        except asyncio.CancelledError:
-            node = self._node_of(host)
-            if node is not None and node.alive:
+            while not ended:
+                reply = await self._call(host, operation, waiter, about, each_s)
+                ended = not isinstance(reply, FetchStatus)
+                yield reply
+        finally:
+            if not ended and (node := self._node_of(host)) is not None and node.alive:
                 self._host_actor(node).stop_waiting.remote(waiter)
-            raise
-        return ended
 
     async def start(self, config: ReplicaConfig) -> None:
         node = self._node_of(config.host)

@@ -23,7 +23,7 @@ from orchestrator.records.journal_fold import failed_cores
 from orchestrator.records.journal_records import Pin, Replace, RolloutState, Target
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from orchestrator.revisions.rollback import revert_changes
-from orchestrator.rollout.preparation import Preparation, takes_long, upcoming_targets
+from orchestrator.rollout.preparation import Key, Preparation, takes_long, upcoming_targets
 from orchestrator.rollout.relocation import Relocation, find_relocation
 from orchestrator.rollout.rollout_step import (
     DesiredModel,
@@ -110,7 +110,7 @@ class FleetState:
             (pin.model, pin.version): (pin.origin, pin.draft_origin) for pin in past.pins.values()
         }
         self.source_refreshes: Counter[str] = Counter()  # by model, how often its source was refreshed
-        self.fetches: Mapping[str, tuple[FetchStatus, ...]] = {}  # by host, fetches in progress
+        self.fetches: dict[Key, FetchStatus] = {}  # of preparations in progress
         self.held: Mapping[str, frozenset[str]] = {}  # by host, the remote sources that are complete there
         self.goal = Goal()
         self._lost_former: set[str] = set()  # models that lost replicas of their former version

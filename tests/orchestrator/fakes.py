@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import platform
 import sys
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -17,10 +18,7 @@ from orchestrator.control.controller import Controller
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import (
     CoreOwner,
-    Fetched,
     HostLost,
-    OnPartialFetch,
-    PartialFetch,
     ReplicaDied,
     Survivor,
     actor_name,
@@ -29,13 +27,7 @@ from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.records.journal import Journal
 from orchestrator.state.record_writer import InThread, RecordWriter
 from orchestrator.state.resumption import resume_fleet
-from workers.artifacts.fetch.artifact_fetcher import (
-    ArrivingArtifact,
-    FetchedArtifact,
-    early_start_config,
-    wanted_by,
-    with_folders,
-)
+from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact, wanted_by
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
 from workers.host.lifetime import since_boot
@@ -182,60 +174,48 @@ class FakeCluster:
     def living(self) -> list[FakeReplica]:
         return [replica for replica in self.replicas.values() if replica.dead is None]
 
-    async def fetch(self, config: ReplicaConfig, arrives: OnPartialFetch | None = None) -> Fetched | Failure:
-        both, moved = wanted_by(config), 0
-        landed: list[FetchedArtifact | None] = []
-        for wanted in both:
-            if wanted is None:
-                landed.append(None)
-                continue
-            here, now = self.store.setdefault(config.host, set()), self.contents.get(wanted.source, "1")
-            content = wanted.artifact if f"{wanted.source}@{wanted.artifact}" in here else now
-            if f"{wanted.source}@{content}" not in here:
-                if wanted.source in self.unfetchable:
-                    return self.unfetchable[wanted.source]
-                folder = f"/store/{wanted.source}@{content}"
+    async def fetch(
+        self, wanted: WantedArtifact, host: str
+    ) -> AsyncGenerator[FetchStatus | FetchedArtifact | Failure, None]:
+        here, now = self.store.setdefault(host, set()), self.contents.get(wanted.source, "1")
+        pinned, moved = wanted.artifact.rpartition("@")[2], 0  # a key is the name of a folder
+        content = pinned if f"{wanted.source}@{pinned}" in here else now
+        folder = f"/store/{wanted.source}@{content}"
+        if f"{wanted.source}@{content}" not in here:
+            if wanted.source in self.unfetchable:
+                yield self.unfetchable[wanted.source]
+                return
+            async with aclosing(self._transfer(host, wanted.source, folder)) as statuses:
+                async for status in statuses:
+                    yield status
+            if self.broken_fetch is not None:
+                yield self.broken_fetch
+                return
+            here.add(f"{wanted.source}@{content}")
+            moved = SIZE
+            if self.tidy_s:
+                await asyncio.sleep(self.tidy_s)
+        yield FetchedArtifact(folder=folder, artifact=Path(folder).name, bytes=SIZE, moved=moved)
 
-                def told(moved: int, folder: str = folder, artifact: str = content) -> None:
-                    left = SIZE - moved
-                    going = ArrivingArtifact(folder=folder, artifact=artifact, bytes=SIZE, left=left, moved=moved)
-                    soon = early_start_config(config, both, landed, going)
-                    if arrives is not None and soon is not None:
-                        arrives(PartialFetch(soon, left, moved))
-
-                await self._transfer(config.host, wanted.source, told)
-                if self.broken_fetch is not None:
-                    return self.broken_fetch
-                here.add(f"{wanted.source}@{content}")
-                moved += SIZE
-                if self.tidy_s:
-                    await asyncio.sleep(self.tidy_s)
-            landed.append(FetchedArtifact(folder=f"/store/{wanted.source}@{content}", artifact=content, bytes=SIZE))
-        return Fetched(
-            with_folders(config, both, (landed[0], landed[1])), bytes=SIZE, moved=moved, seconds=self.fetch_s
-        )
-
-    async def _transfer(self, host: str, source: str, told: Callable[[int], None]) -> None:
+    async def _transfer(self, host: str, source: str, folder: str) -> AsyncGenerator[FetchStatus, None]:
         self.fetches.append((host, source))
         self.fetching.append((host, source))
+        whole = False
         try:
+            yield FetchStatus(source=source, phase="fetching", done=30, total=SIZE, rate=10.0)
             parts = 100 if self.tells else 1
             for part in range(1, parts):
                 await asyncio.sleep(self.fetch_s / parts)
-                told(part * SIZE // parts)
+                done = part * SIZE // parts
+                yield FetchStatus(
+                    source=source, phase="fetching", done=done, total=SIZE, moved=done, rate=10.0, folder=folder
+                )
             await asyncio.sleep(self.fetch_s / parts + self.stall_s)
-        except asyncio.CancelledError:
-            self.stopped_fetches.append((host, source))
-            raise
+            whole = True
         finally:
             self.fetching.remove((host, source))
-
-    async def progress(self, host: str) -> Sequence[FetchStatus]:
-        return [
-            FetchStatus(source=source, phase="fetching", done=30, total=100, rate=10.0)
-            for there, source in self.fetching
-            if there == host
-        ]
+            if not whole:
+                self.stopped_fetches.append((host, source))
 
     async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
         return {
@@ -459,6 +439,7 @@ class Played:
         self._running.cancel()
         if self._beating is not None:
             self._beating.cancel()
+        self.controller._prefetch.stop()
         for task in (*self.controller._tasks, self.controller.state.records._writing):  # a dead process has none
             if task is not None:
                 task.cancel()

@@ -6,19 +6,18 @@ controller is played, and asks the actors of two hosts, which run in this proces
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from pathlib import Path
 
 import pytest
 
-from orchestrator.fleet.effects import Fetched, OnPartialFetch
 from orchestrator.on_ray.host_actor import HostActor
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakes import FakeCluster, Played, play
 from tests.s3 import FaultProxy, S3Server
-from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact, wanted_by, with_folders
+from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
+from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.store.store_settings import StoreSettings
-from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 
 DEADLINE_S = 60.0
@@ -48,12 +47,10 @@ class OnTwoHosts(FakeCluster):
         self.store.setdefault(host, set()).add(landed.folder)
         return landed
 
-    async def fetch(self, config: ReplicaConfig, arrives: OnPartialFetch | None = None) -> Fetched | Failure:
-        both = wanted_by(config)
-        assert both[0] is not None
-        landed = self.bring(config.host, both[0])
-        told = with_folders(config, both, (landed, None))
-        return Fetched(told, bytes=landed.bytes, moved=landed.moved, seconds=landed.seconds)
+    async def fetch(
+        self, wanted: WantedArtifact, host: str
+    ) -> AsyncGenerator[FetchStatus | FetchedArtifact | Failure, None]:
+        yield self.bring(host, wanted)
 
     async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
         return {host: actor.stored_sources(list(sources)) for host, actor in self.actors.items()}

@@ -15,7 +15,6 @@ from tests.s3 import FaultProxy, S3Server
 from tests.workers.fake_remote import DEADLINE_S, FakeRemote
 from workers.artifacts.fetch import retry_policy
 from workers.artifacts.fetch.artifact_fetcher import (
-    ArrivingArtifact,
     ArtifactFetcher,
     FetchedArtifact,
     WantedArtifact,
@@ -23,7 +22,7 @@ from workers.artifacts.fetch.artifact_fetcher import (
     wanted_by,
     with_folders,
 )
-from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.sources.listing import Listing, SourceError
 from workers.artifacts.sources.open_source import Selected
 from workers.artifacts.store.store import Store
@@ -131,7 +130,7 @@ def test_what_is_meant_and_is_not_here_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_arrives_is_told_while_it_comes_from_its_source(tmp_path: Path) -> None:
-    """With the folder and the key that it will have; neither before nor after, and not to others that wait for it."""
+    """With the folder that it will have, named by its key; neither before nor after."""
     reached, go_on = threading.Event(), threading.Event()
 
     def before(name: str) -> None:
@@ -142,26 +141,24 @@ def test_what_arrives_is_told_while_it_comes_from_its_source(tmp_path: Path) -> 
 
     store, wanted, progress = Store(tmp_path), WantedArtifact(source=SOURCE), Progress(SOURCE)
     bringing = ArtifactFetcher(store, lambda *_: FakeRemote(FILES, SOURCE, before=before))
-    assert bringing.arriving(wanted, progress) is None
+    assert progress.status().folder == ""
     with ThreadPoolExecutor(1) as pool:
         fetch = pool.submit(bringing, wanted, progress, threading.Event())
         assert reached.wait(DEADLINE_S)
-        told = bringing.arriving(wanted, progress)
-        assert told is not None
-        assert (told.bytes, told.left, told.moved) == (7002, 7000, 2)
+        told = progress.status()
+        assert (told.total, told.done, told.moved) == (7002, 2, 2)
         assert Path(told.folder) == store.growing(SOURCE)
-        assert bringing.arriving(WantedArtifact(source=SOURCE, artifact=told.artifact), progress) is None
         go_on.set()
         landed = fetch.result(DEADLINE_S)
-    assert (landed.folder, landed.artifact, landed.bytes) == (told.folder, told.artifact, told.bytes)
-    assert bringing.arriving(wanted, progress) is None
+    assert (landed.folder, landed.artifact, landed.bytes) == (told.folder, Path(told.folder).name, told.total)
+    assert progress.status().folder == ""
 
 
 def test_a_replica_can_be_told_of_the_last_that_arrives_and_of_what_is_meant_only() -> None:
     """While its draft is still to come, or other content than its version has, there is nothing to tell."""
     both = msgspec.structs.replace(CONFIG, source=SOURCE, draft_source="s3://models/draft")
     wanted = wanted_by(both)
-    going = ArrivingArtifact(folder="/store/k2", artifact="k2", bytes=10, left=5, moved=5)
+    going = FetchStatus(source="", phase="fetching", done=5, total=10, moved=5, folder="/store/k2")
     model = FetchedArtifact(folder="/store/k1", artifact="k1", bytes=10)
     assert early_start_config(both, wanted, [], going) is None
     told = early_start_config(both, wanted, [model], going)

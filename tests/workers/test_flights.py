@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.fetch.single_flight import LEASE_S, SingleFlight
 from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.messages.status import Failure, Reaction
@@ -37,30 +37,26 @@ class Played:
 
 def asked(
     flights: SingleFlight[str], who: str, work: Callable[[Progress, threading.Event], str]
-) -> str | Failure | None:
+) -> str | Failure | FetchStatus:
     return flights.join(who, "key", "s3://models/one", work, DEADLINE_S)
 
 
 def test_what_several_wait_for_is_done_once_and_each_hears_of_its_end() -> None:
     """Who asks later begins anew."""
     work, flights = Played(), SingleFlight[str]()
-    told: list[str | Failure | None] = []
+    told: list[str | Failure | FetchStatus] = []
     threads = [threading.Thread(target=lambda who=who: told.append(asked(flights, who, work))) for who in ("a", "b")]
     for thread in threads:
         thread.start()
     assert work.running.wait(DEADLINE_S)
-    assert flights.join("a", "key", "s3://models/one", work, 0.0) is None
-    assert [(one.source, one.phase) for one in flights.progress()] == [("s3://models/one", "fetching")]
-    progress = flights.progress_of("key")
-    assert progress is not None
-    assert progress.status().phase == "fetching"
+    status = flights.join("a", "key", "s3://models/one", work, 0.0)
+    assert isinstance(status, FetchStatus)
+    assert (status.source, status.phase) == ("s3://models/one", "fetching")
     work.go_on.set()
     for thread in threads:
         thread.join(DEADLINE_S)
 
     assert told == ["end 1", "end 1"]
-    assert flights.progress() == []
-    assert flights.progress_of("key") is None
     assert asked(flights, "c", work) == "end 2"
 
 
@@ -68,9 +64,9 @@ def test_what_nobody_waits_for_any_more_is_stopped() -> None:
     """Not before the last one has left."""
     work, flights = Played(), SingleFlight[str]()
     for who in ("a", "b"):
-        assert flights.join(who, "key", "one", work, 0.0) is None
+        assert isinstance(flights.join(who, "key", "one", work, 0.0), FetchStatus)
     assert work.running.wait(DEADLINE_S)
-    told: list[str | Failure | None] = []
+    told: list[str | Failure | FetchStatus] = []
     late = threading.Thread(target=lambda: told.append(asked(flights, "b", work)))
     late.start()
     flights.leave("a")
@@ -85,9 +81,9 @@ def test_who_does_not_ask_again_has_gone() -> None:
     """As a controller that was killed; one that asks in time goes on waiting for the same."""
     now = [0.0]
     work, flights = Played(), SingleFlight[str](clock=lambda: now[0])
-    assert flights.join("a", "key", "one", work, 0.0) is None
+    assert isinstance(flights.join("a", "key", "one", work, 0.0), FetchStatus)
     now[0] = LEASE_S - 1
-    assert flights.join("a", "key", "one", work, 0.0) is None
+    assert isinstance(flights.join("a", "key", "one", work, 0.0), FetchStatus)
     now[0] = 2 * LEASE_S - 2
     flights.drop_expired_waiters()
     assert (work.begun, work.stopped.is_set()) == (1, False)

@@ -14,7 +14,7 @@ from orchestrator.revisions.spec_file import load
 from placements.resources.memory import PROCESS_GIB, host_memory
 from tests.checkpoints import make_checkpoint
 from tests.workers.tnx_runs import config
-from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.sources.listing import Stopped
 from workers.compiling import prefetch
 from workers.compiling.build import Built
@@ -82,7 +82,7 @@ def test_models_that_start_together_do_not_wait_for_each_others_imports(played: 
     """As many looks at once as are allowed, and one for all that wait for the same."""
     workshop = CompileService(looks=2)
     for waiter, name in [("1", "a"), ("2", "a"), ("3", "b"), ("4", "c")]:
-        assert workshop.foresee(waiter, model(name), 0.0) is None
+        assert isinstance(workshop.foresee(waiter, model(name), 0.0), FetchStatus)
     with played._changed:
         assert played._changed.wait_for(lambda: len(played.running) == 2, DEADLINE_S)
     played.end("a", "b", "c")
@@ -103,10 +103,10 @@ def test_compiles_of_a_host_stay_within_its_memory(played: Played) -> None:
     workshop = CompileService(
         MemoryGate(lambda: 100.0 - sum(needs[name] for name in played.running)), need=lambda of: needs[of.model]
     )
-    assert workshop.compile("1", model("a"), 0.0) is None
+    assert isinstance(workshop.compile("1", model("a"), 0.0), FetchStatus)
     played.until("a")
-    assert workshop.compile("2", model("b"), 0.0) is None
-    assert workshop.compile("3", model("c"), 0.0) is None
+    assert isinstance(workshop.compile("2", model("b"), 0.0), FetchStatus)
+    assert isinstance(workshop.compile("3", model("c"), 0.0), FetchStatus)
     played.until("a", "c")
     played.end("a")
     played.until("b", "c")

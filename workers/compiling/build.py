@@ -41,6 +41,7 @@ from workers.text.tokenizer import load_tokenizer
 log = logging.getLogger(__name__)
 
 GONE = "weights-missing"  # error of ``compile`` without ``make`` for missing artifacts
+NEEDS_DEVICE = "compile-needs-device"  # error of ``compile`` for graphs that only a start on its cores can compile
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,9 +154,7 @@ def compile_all(config: ReplicaConfig, tell: Tell, push: bool = False, make: boo
     for unit in units:
         if unit.make is None:
             message = f"{config.engine} can compile {unit.source} only on its cores, when a replica starts"
-            raise EngineLoadError(
-                "compile-needs-device", message, "start a replica: the engine's cache keeps the result"
-            )
+            raise EngineLoadError(NEEDS_DEVICE, message, "start a replica: the engine's cache keeps the result")
         if unit.kept:
             _provide(config, unit if make else replace(unit, make=_no_weights(unit)), tell, push, done)
     wanted = [_wanted(config, unit) for unit in units]

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.fetch.single_flight import SingleFlight
 from workers.artifacts.sources.listing import Stopped
 from workers.compiling import prefetch
@@ -40,8 +40,8 @@ class CompileService:
         self._looks = threading.BoundedSemaphore(looks or looks_at_once(len(host_facts.usable_cpus())))
         self._need = need
 
-    def compile(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Built | Failure | None:
-        """Compiles missing artifacts; None: still running after ``wait_s``. See `SingleFlight.join`."""
+    def compile(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Built | Failure | FetchStatus:
+        """Compiles missing artifacts; FetchStatus: still running after ``wait_s``. See `SingleFlight.join`."""
 
         def work(progress: Progress, stop: threading.Event) -> Built | Failure:
             need = self._need(config)
@@ -51,8 +51,8 @@ class CompileService:
 
         return self._compiles.join(waiter, prefetch.build_key(config), config.model, work, wait_s)
 
-    def foresee(self, waiter: str, config: ReplicaConfig, wait_s: float) -> prefetch.Foreseen | Failure | None:
-        """Predicts what a start of ``config`` would compile, in a process of its own; None as in `compile`."""
+    def foresee(self, waiter: str, config: ReplicaConfig, wait_s: float) -> prefetch.Foreseen | Failure | FetchStatus:
+        """Predicts what a start of ``config`` would compile, in a process of its own; FetchStatus as in `compile`."""
 
         def work(_: Progress, stop: threading.Event) -> prefetch.Foreseen:
             with self._looks:
@@ -62,8 +62,8 @@ class CompileService:
 
         return self._foresights.join(waiter, prefetch.build_key(config), config.model, work, wait_s)
 
-    def check(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Checked | Failure | None:
-        """Checks whether a start of ``config`` could load its files; None as in `compile`."""
+    def check(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Checked | Failure | FetchStatus:
+        """Checks whether a start of ``config`` could load its files; FetchStatus as in `compile`."""
 
         def work(_: Progress, stop: threading.Event) -> Checked | Failure:
             with self._looks:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from placements.spec.schema import source_kind
-from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.hub import is_offline
 from workers.artifacts.sources.listing import Listing, Remote, SourceError
@@ -42,21 +42,6 @@ class FetchedArtifact(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     warning: str = ""  # why it may differ from the source's current content
     flight: str = ""  # the id of the fetch, which several callers may share
-
-
-class ArrivingArtifact(msgspec.Struct, frozen=True, kw_only=True):
-    """An artifact that is being fetched into a folder that can be loaded from meanwhile (arrival.py)."""
-
-    folder: str
-    artifact: str  # the key of the listed content
-    bytes: int
-    left: int  # remaining bytes
-    moved: int  # bytes transferred over the network so far
-
-    @property
-    def landed(self) -> FetchedArtifact:
-        """The same artifact as it will be when the fetch has finished."""
-        return FetchedArtifact(folder=self.folder, artifact=self.artifact, bytes=self.bytes)
 
 
 def wanted_by(config: ReplicaConfig) -> tuple[WantedArtifact | None, WantedArtifact | None]:
@@ -102,17 +87,18 @@ def early_start_config(
     config: ReplicaConfig,
     wanted: tuple[WantedArtifact | None, WantedArtifact | None],
     landed: Sequence[FetchedArtifact | None],
-    going: ArrivingArtifact,
+    status: FetchStatus,
 ) -> ReplicaConfig | None:
-    """Returns the config of an early start: as ``with_folders``, while ``going`` is still being fetched.
+    """Returns the config of an early start: as ``with_folders``, while one artifact is still being fetched.
 
-    ``going`` is the artifact of ``wanted`` that follows those that have ``landed``. None: another one must be fetched
-    after it, or it is not the exact content that is wanted.
+    ``status`` is of the artifact of ``wanted`` that follows those that have ``landed``. None: it cannot be loaded yet,
+    another one must be fetched after it, or it is not the exact content that is wanted.
     """
     now, *later = wanted[len(landed) :]
-    if now is None or any(later) or now.artifact not in ("", going.artifact):
+    arriving = FetchedArtifact(folder=status.folder, artifact=Path(status.folder).name, bytes=status.total)
+    if now is None or any(later) or not status.folder or now.artifact not in ("", arriving.artifact):
         return None
-    model, draft = (*landed, going.landed, None)[:2]
+    model, draft = (*landed, arriving, None)[:2]
     return with_folders(config, wanted, (model, draft))
 
 
@@ -127,7 +113,6 @@ class ArtifactFetcher:
         """``opener`` opens the source of an artifact with a retry policy; None: `open_remote`."""
         self._store = store
         self._open = opener or _open
-        self._going: dict[WantedArtifact, Path] = {}  # running fetches and their folders
 
     def __call__(self, wanted: WantedArtifact, progress: Progress, stop: threading.Event) -> FetchedArtifact:
         """Returns the artifact from the store, after fetching it if needed. Raises SourceError and Stopped.
@@ -138,9 +123,7 @@ class ArtifactFetcher:
         3. If the source is unavailable: the store's newest version, with a warning.
         """
         began, warning = time.monotonic(), ""
-        remote: Remote = _TrackedRemote(
-            self._open(wanted, RetryPolicy(on_silence=progress.report_silence)), self._going, wanted
-        )
+        remote = self._open(wanted, RetryPolicy(on_silence=progress.report_silence))
         stored = self._stored(wanted.artifact or self._offline_key(wanted), remote)
         try:
             artifact = self._store.get(stored or remote, progress, stop)  # 1, 2
@@ -158,19 +141,6 @@ class ArtifactFetcher:
             seconds=time.monotonic() - began,
             warning=warning,
             flight=secrets.token_hex(8),
-        )
-
-    def arriving(self, wanted: WantedArtifact, progress: Progress) -> ArrivingArtifact | None:
-        """Returns the artifact that the call with this ``progress`` is fetching, if loading can begin; else None.
-
-        A fetch of the same artifact by another process does not count, since its rate is unknown.
-        """
-        folder, status = self._going.get(wanted), progress.status()
-        if folder is None or status.phase != "fetching" or not status.total:
-            return None
-        remaining = max(0, status.total - status.done)
-        return ArrivingArtifact(
-            folder=str(folder), artifact=folder.name, bytes=status.total, left=remaining, moved=progress.moved
         )
 
     def _offline_key(self, wanted: WantedArtifact) -> str:
@@ -193,26 +163,6 @@ def _open(wanted: WantedArtifact, retry_policy: RetryPolicy) -> Remote:
         trust_remote_code=wanted.trust_remote_code,
         retry_policy=retry_policy,
     )
-
-
-class _TrackedRemote:
-    """A source that records the folder it is being fetched into."""
-
-    def __init__(self, remote: Remote, going: dict[WantedArtifact, Path], wanted: WantedArtifact) -> None:
-        self._remote = remote
-        self._going = going
-        self._wanted = wanted
-
-    def listing(self) -> Listing:
-        return self._remote.listing()
-
-    def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
-        self._going[self._wanted] = folder
-        try:
-            self._remote.fetch(listing, folder, progress, stop)
-        finally:
-            if self._going.get(self._wanted) == folder:  # a later fetch of the same source may have other content
-                del self._going[self._wanted]
 
 
 class _StoredListing:

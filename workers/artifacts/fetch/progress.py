@@ -34,9 +34,11 @@ class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):
     phase: str  # waiting (for another fetch of the same), listing, fetching, verifying, copying, done, failed
     done: int = 0  # bytes on this host, those of earlier attempts included
     total: int = 0  # bytes; 0: not known yet
+    moved: int = 0  # bytes transferred over the network, discarded ones included
     rate: float = 0.0  # bytes per second over the last ten seconds
     seconds: float = 0.0  # since the start
     trouble: str = ""  # how long the source has not answered, and why; empty: the source answers
+    folder: str = ""  # from which it can be loaded meanwhile (arrival.py), named by the key of its content; empty: none
 
     @property
     def left_s(self) -> float | None:
@@ -59,11 +61,14 @@ class Progress:
         self._total = 0
         self._samples: deque[tuple[float, int]] = deque([(self._began, 0)])
         self.digests: dict[str, str] = {}  # by file name: content digests computed during the transfer
-        self.moved = 0  # bytes transferred over the network, discarded ones included
+        self.moved = 0  # as `FetchStatus.moved`
+        self.folder = ""  # as `FetchStatus.folder`, in the phase `fetching`
 
     def enter(self, phase: str) -> None:
         with self._lock:
             self._phase, self._silence = phase, None
+            if phase != "fetching":
+                self.folder = ""
 
     def report_silence(self, silent_s: float, why: str) -> None:
         """Records that one attempt has had no answer for ``silent_s`` seconds; 0: it has one again.
@@ -106,7 +111,9 @@ class Progress:
                 phase=self._phase,
                 done=self._done,
                 total=self._total,
+                moved=self.moved,
                 rate=rate if self._phase == "fetching" else 0.0,
                 seconds=now - self._began,
                 trouble="" if self._silence is None else _silence_text(now - self._silence[0], self._silence[1]),
+                folder=self.folder if self._total else "",
             )

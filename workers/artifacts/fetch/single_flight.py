@@ -44,8 +44,10 @@ class SingleFlight(Generic[End]):
         self._changed = threading.Condition()
         self._watching = False
 
-    def join(self, waiter: str, key: Hashable, name: str, work: Work[End], wait_s: float) -> End | Failure | None:
-        """Returns the outcome of job ``key``; None: still running after ``wait_s``, so call again.
+    def join(
+        self, waiter: str, key: Hashable, name: str, work: Work[End], wait_s: float
+    ) -> End | Failure | FetchStatus:
+        """Returns the outcome of job ``key``; its status if it still runs after ``wait_s``, so call again.
 
         Starts ``work`` if the key has no waiters yet. Each waiter gets the outcome once; a later call starts anew.
         """
@@ -55,8 +57,9 @@ class SingleFlight(Generic[End]):
                 flight = self._begin(key, name, work)
             flight.waiters[waiter] = self._clock()
             self._changed.wait_for(lambda: flight.outcome is not None, wait_s)
-            if flight.outcome is not None:
-                self._leave(waiter, key, flight)
+            if flight.outcome is None:
+                return flight.progress.status()
+            self._leave(waiter, key, flight)
             return flight.outcome
 
     def leave(self, waiter: str) -> None:
@@ -65,17 +68,6 @@ class SingleFlight(Generic[End]):
             for key, flight in list(self._flights.items()):
                 if waiter in flight.waiters:
                     self._leave(waiter, key, flight)
-
-    def progress(self) -> list[FetchStatus]:
-        """Returns the status of each running job."""
-        with self._changed:
-            return [flight.progress.status() for flight in self._flights.values() if flight.outcome is None]
-
-    def progress_of(self, key: Hashable) -> Progress | None:
-        """Returns the progress of job ``key``; None: it is not running."""
-        with self._changed:
-            flight = self._flights.get(key)
-            return None if flight is None or flight.outcome is not None else flight.progress
 
     def _begin(self, key: Hashable, name: str, work: Work[End]) -> _Flight[End]:
         flight: _Flight[End] = _Flight(Progress(name))

@@ -237,6 +237,7 @@ class Store:
             seeds = self._begin(folder, listing, stop)
             with Digests(folder, (file.name for file in listing.files), transfer_digests, stop) as digests:
                 progress.enter("fetching")
+                progress.folder = "" if self._memory is not None else str(folder)  # else its copy is loaded
                 self._transfer(folder, listing, remote, progress, stop)
                 progress.enter("verifying")
                 _tidy(folder, listing)
