@@ -15,13 +15,26 @@ from orchestrator.simulate.virtual_clock import Clock
 class SimLink:
     """The requests of one gateway on a replica (see `orchestrator.gateway.serving.replica_link`)."""
 
-    __slots__ = ("clock", "free_slots", "gateway", "id", "live", "pace", "prefilling", "prefixes", "replica", "tracked")
+    __slots__ = (
+        "clock",
+        "free_slots",
+        "gateway",
+        "id",
+        "idle",
+        "live",
+        "pace",
+        "prefilling",
+        "prefixes",
+        "replica",
+        "tracked",
+    )
 
     def __init__(self, replica: SimReplica, gateway: int, clock: Clock) -> None:
         self.replica = replica
         self.gateway = gateway
         self.clock = clock
         self.id = str(replica.index)
+        self.idle = True  # it has had no token since it had no request
         self.live = 0
         self.prefilling = 0  # requests without a token
         self.free_slots = replica.slots  # 0 between a BUSY and the next free slot
@@ -30,8 +43,8 @@ class SimLink:
         self.prefixes: PrefixIndex | None = None  # prompts have no tokens here
 
     def stepped_at(self) -> float:
-        """Returns the end of the replica's last step, as the gateway sees it by the tokens; -inf without requests."""
-        if not self.live:
+        """Returns the end of the replica's last step, as the gateway sees it by the tokens; -inf while it is idle."""
+        if self.idle:
             return -math.inf
         replica = self.replica
         base, step_s = replica.base, replica.step_s

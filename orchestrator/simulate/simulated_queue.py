@@ -192,6 +192,7 @@ class SimulatedQueue:
         for request in replica.began:
             assert request.link is not None
             request.link.prefilling -= 1
+            request.link.idle = False
         if replica.ended:
             self._handle_ended(replica, now)
         if replica.due == due:  # else a request was sent to it, which scheduled its own call
@@ -206,6 +207,7 @@ class SimulatedQueue:
             link, held_s, tokens = request.link, now - request.sent_at, request.output_tokens
             assert link is not None
             link.live -= 1
+            link.idle = not link.live
             link.free_slots = replica.slots - link.live
             link.tracked.ended(now - request.first_at, tokens - 1)
             link.pace = link.tracked.value

@@ -294,15 +294,16 @@ class ModelQueue:
         self._links.forget()
         self.dispatcher.pump(time.monotonic())
 
-    def _ended(self, ticket: Ticket, held_s: float) -> None:
-        """Handles a request that ended after ``held_s`` in its slot."""
-        answered = ticket.produced > 0 and not ticket.left
-        if answered:
-            self.mean_answer += MEAN_SHARE * (ticket.produced - self.mean_answer)
-        self._counts.ended += 1
-        self._counts.slot_s += held_s
-        now = ticket.sent_at + held_s
-        self.dispatcher.ended(ticket, held_s, ticket.produced, now, answered)
+    def _ended(self, tickets: list[Ticket], now: float) -> None:
+        """Handles the requests that ended in one step."""
+        for ticket in tickets:
+            held_s = now - ticket.sent_at
+            answered = ticket.produced > 0 and not ticket.left
+            if answered:
+                self.mean_answer += MEAN_SHARE * (ticket.produced - self.mean_answer)
+            self._counts.ended += 1
+            self._counts.slot_s += held_s
+            self.dispatcher.ended(ticket, held_s, ticket.produced, now, answered)
         self.dispatcher.pump(now)
 
     def _lost(self, link: ReplicaLink, tickets: list[Ticket]) -> None:

@@ -39,13 +39,13 @@ class ReplicaLink(asyncio.Protocol):
         gateway: str,
         token: str,
         on_change: Callable[[], None],
-        on_ended: Callable[[Ticket, float], None],
+        on_ended: Callable[[list[Ticket], float], None],
         on_lost: Callable[[ReplicaLink, list[Ticket]], None],
         on_busy: Callable[[Ticket], None],
         later: Callable[[Callable[[], None]], object],
     ) -> None:
-        """``on_change`` is called at the Welcome, and when another gateway has freed a slot; ``on_ended`` with a
-        request that is over and the seconds in its slot. ``on_lost`` gets the requests that the replica will not
+        """``on_change`` is called at the Welcome, and when another gateway has freed a slot; ``on_ended`` with the
+        requests that ended in a step, and the time. ``on_lost`` gets the requests that the replica will not
         answer: all of them when the connection ends, one when a draining replica refuses it. ``on_busy`` gets a request
         whose slot another gateway has taken. ``later`` calls at the end of the event loop's turn."""
         self.route = route
@@ -204,6 +204,7 @@ class ReplicaLink(asyncio.Protocol):
 
     def _deliver(self, step: Step) -> None:
         busy: list[Ticket] = []
+        ended: list[Ticket] = []
         for event in step.events:
             ticket = self._live.get(event.id)
             if ticket is None:
@@ -229,18 +230,17 @@ class ReplicaLink(asyncio.Protocol):
                 if not ticket.touched:
                     self._touch(ticket)
             self._full = False  # its slot is free
-            self._measure(ticket, time.monotonic())
+            ended.append(ticket)
+        if ended:
+            now = time.monotonic()
+            for ticket in ended:
+                if ticket.produced > 1 and ticket.first_at:
+                    self._pace.ended(now - ticket.first_at, ticket.produced - 1)
+            self.stepped_at = now if self._live else NEVER
+            self._on_ended(ended, now)
         for ticket in reversed(busy):  # each goes to the head of the queue: this keeps their order
             self._on_busy(ticket)
         self._hang_up_when_idle()
-
-    def _measure(self, ticket: Ticket, now: float) -> None:
-        """Updates the replica's pace with a request that is over."""
-        if ticket.produced > 1 and ticket.first_at:
-            self._pace.ended(now - ticket.first_at, ticket.produced - 1)
-        if not self._live:
-            self.stepped_at = NEVER
-        self._on_ended(ticket, now - ticket.sent_at)
 
     def _touch(self, ticket: Ticket) -> None:
         """Marks a ticket with new events in this read."""
@@ -254,7 +254,7 @@ class ReplicaLink(asyncio.Protocol):
             return
         touched, self._touched = self._touched, []
         now = time.monotonic()
-        if self._live:
+        if len(self._live) > len(self._unstarted):
             self.stepped_at = now
         for ticket in touched:
             ticket.touched = False
