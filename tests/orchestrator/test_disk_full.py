@@ -181,7 +181,7 @@ def test_a_journal_without_space_for_compaction_continues_and_compacts_later(dis
 
 
 def test_a_journal_opens_on_a_full_disk(disk: Disk) -> None:
-    """Also one whose last record a crash has cut: a controller that is started again finds its replicas."""
+    """Also one whose last record was cut off by a crash: a restarted controller finds its replicas."""
     disk.home.prepare()
     journal = Journal(disk.home.journal)
     _scaled(journal, 1)

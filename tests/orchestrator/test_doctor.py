@@ -91,18 +91,18 @@ def with_second(**changes: Any) -> tuple[InterpreterReading, ...]:
     return (WELL.interpreters[0], dataclasses.replace(WELL.interpreters[1], **changes))
 
 
-def test_a_machine_that_is_well_has_no_finding() -> None:
-    """Devices as the instance type has them, nobody on the cores, interpreters that agree, engines as recorded."""
+def test_a_healthy_machine_has_no_findings() -> None:
+    """Devices match the instance type, no foreign process uses cores, interpreters agree, engines are as recorded."""
     assert found() == []
 
 
-def test_a_laptop_is_well() -> None:
-    """Without Neuron devices there is nothing to find fault with."""
+def test_a_laptop_has_no_findings() -> None:
+    """Without Neuron devices."""
     assert found(dev=(), facts=facts(instance_type=None, devices=(), versions=Versions()), spec=None) == []
 
 
-def test_a_package_of_the_same_name_elsewhere_is_found() -> None:
-    """`workers` is a common word; the replicas would import the other one."""
+def test_a_foreign_package_of_the_same_name_is_reported() -> None:
+    """`workers` is a common word; the replicas would import the other package."""
     folders = {**OWN.folders, "workers": "/home/ada/project/workers"}
     own = InterpreterReading(msgspec.structs.replace(OWN, folders=folders))
     assert found(interpreters=(own,)) == [("package-elsewhere", "error", "")]
@@ -110,53 +110,51 @@ def test_a_package_of_the_same_name_elsewhere_is_found() -> None:
 
 @pytest.mark.parametrize(("beside", "told"), [("4.47.1", []), ("5.0.0", ["rotary-misread"])])
 def test_a_transformers_that_hides_rope_theta_is_a_warning(beside: str, told: list[str]) -> None:
-    """Beside transformers-neuronx, where a model needs that engine."""
+    """Beside transformers-neuronx, if a model needs that engine."""
     tnx = msgspec.structs.replace(OWN, packages={"transformers-neuronx": "0.13.380", "transformers": beside})
     seen = (WELL.interpreters[0], InterpreterReading(tnx, ("transformers-neuronx",), "fleet.yaml:4:27"))
     assert found(interpreters=seen) == [(id, "warning", "fleet.yaml:4:27") for id in told]
 
 
 @pytest.mark.parametrize(("dev", "listed"), [(range(5), 5), (range(6), 5)], ids=["instance", "neuron-ls"])
-def test_missing_devices_are_found(dev: range, listed: int) -> None:
+def test_missing_devices_are_reported(dev: range, listed: int) -> None:
     """Fewer in /dev than the instance type has, or than neuron-ls lists."""
     assert found(dev=tuple(dev), facts=facts(devices=DEVICES[:listed])) == [("devices-differ", "warning", "")]
 
 
-def test_what_could_not_be_read_is_found() -> None:
-    """With the remedy that the reader names."""
+def test_unreadable_facts_are_reported_with_the_readers_remedy() -> None:
     told = "neuron-ls: found neither in /opt/aws/neuron/bin nor on PATH; install aws-neuronx-tools"
     (problem,) = report(dataclasses.replace(WELL, facts=facts(problems=(told,)))).problems
     assert (problem.id, problem.hint) == ("host-unread", "install aws-neuronx-tools")
 
 
-def test_a_strangers_process_on_the_cores_is_found() -> None:
-    """With a fleet that does not know it, and with a spec that means to use the machine."""
+def test_a_foreign_process_on_the_cores_is_reported() -> None:
+    """With a fleet that does not have the process, and with a spec for the machine."""
     expected = [("cores-foreign", "warning", "")]
     assert found(facts=facts(processes=(HOLDER,))) == expected
     fleet = dataclasses.replace(FLEET, replicas=())
     assert found(facts=facts(processes=(HOLDER,)), fleet=fleet, spec=None) == expected
 
 
-def test_a_replica_on_its_cores_is_well() -> None:
+def test_a_replica_on_its_cores_is_not_reported() -> None:
     """Its pid is the fleet's."""
     assert found(facts=facts(processes=(HOLDER,)), fleet=FLEET) == []
 
 
-def test_a_process_is_no_finding_where_nothing_is_to_run() -> None:
-    """Without fleet and spec it is only listed."""
+def test_a_process_is_only_listed_without_a_fleet_and_a_spec() -> None:
     seen = dataclasses.replace(WELL, facts=facts(processes=(HOLDER,)), spec=None)
     drawn = report(seen)
     assert drawn.problems == ()
     assert [held["cores"] for held in drawn.as_dict()["held"]] == ["4-7"]
 
 
-def test_a_replica_that_holds_no_cores_is_found() -> None:
-    """It says that it is ready, and neuron-ls shows its process on no device."""
+def test_a_replica_without_cores_is_reported() -> None:
+    """It is ready, but neuron-ls shows its process on no device."""
     assert found(fleet=FLEET) == [("cores-unheld", "warning", "")]
 
 
-def test_emulated_cores_are_not_looked_for_on_the_machine() -> None:
-    """They are locks: no tool of Neuron shows them, and whoever has real cores is in nobody's way."""
+def test_emulated_cores_are_not_searched_for_on_the_machine() -> None:
+    """They are locks: no Neuron tool shows them, and processes on real cores do not conflict with them."""
     assert found(fleet=dataclasses.replace(FLEET, emulated=True)) == []
     assert found(emulates=True, facts=facts(processes=(HOLDER,))) == []
 
@@ -171,21 +169,21 @@ def test_emulated_cores_are_not_looked_for_on_the_machine() -> None:
         ({"packages": {}}, "engine-not-installed"),
     ],
 )
-def test_an_interpreter_that_will_not_do_is_found(changes: dict[str, Any], id: str) -> None:
+def test_an_unsuitable_interpreter_is_reported(changes: dict[str, Any], id: str) -> None:
     """At its place in the spec, before a core is claimed."""
     changed = msgspec.structs.replace(NXD, **changes)
     assert found(interpreters=with_second(interpreter=changed, drifts=())) == [(id, "error", "fleet.yaml:4:27")]
 
 
-def test_engine_auto_without_any_engine_is_found() -> None:
-    """Neither in the command's own interpreter nor in one that the spec names."""
+def test_engine_auto_without_an_installed_engine_is_reported() -> None:
+    """Neither in the command's own interpreter nor in those of the spec."""
     own = dataclasses.replace(WELL.interpreters[0], needed_for=("auto",))
     assert found(interpreters=(own,)) == [("engine-not-installed", "error", "")]
     assert found(interpreters=(own, WELL.interpreters[1])) == []
 
 
-def test_drift_is_found_where_an_engine_is_to_run() -> None:
-    """In one finding for each engine; the report as data holds every line."""
+def test_drift_is_reported_for_engines_in_use() -> None:
+    """In one finding for each engine; the JSON report has every line."""
     changes = tuple(Change(f"f{index}", "(a)", "(b)") for index in range(5))
     drifts = (dataclasses.replace(NXD_DRIFT, changed=changes),)
     interpreters = with_second(drifts=drifts)
@@ -194,7 +192,7 @@ def test_drift_is_found_where_an_engine_is_to_run() -> None:
     assert found(interpreters=with_second(drifts=drifts, needed_for=())) == []
 
 
-def test_an_engine_that_does_not_run_on_this_machine_is_found() -> None:
+def test_an_engine_that_does_not_run_on_this_machine_is_reported() -> None:
     """NxD Inference 0.9 needs Trainium 2."""
     drift = dataclasses.replace(NXD_DRIFT, installed="0.9.1", recorded="0.9")
     assert found(interpreters=with_second(drifts=(drift,))) == [
@@ -207,12 +205,11 @@ def shown() -> Report:
     return report(dataclasses.replace(WELL, facts=facts(processes=(HOLDER,)), fleet=FLEET))
 
 
-def test_the_documents_example_is_what_is_printed() -> None:
-    """To the letter."""
+def test_the_documented_example_is_the_printed_report() -> None:
     assert f"```text\n{text(shown())}\n```" in PAGE.read_text()
 
 
-def test_the_data_of_a_report_has_the_keys_that_are_documented() -> None:
+def test_the_report_has_the_documented_keys() -> None:
     """As the table of `corewright doctor` lists them."""
     section = PAGE.read_text().partition("### `corewright doctor`")[2].partition("\n### ")[0]
     for key in shown().as_dict():
@@ -261,10 +258,10 @@ def test_a_whole_machine_is_read(
     assert [one["python"] for one in told["interpreters"]] == [sys.executable, str(other)]
 
 
-def test_the_running_fleet_is_asked(
+def test_the_running_fleet_is_queried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its name is told; one that does not answer is a finding, and the rest is examined all the same."""
+    """Its name is shown; an unresponsive fleet is a finding, and the rest is checked all the same."""
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path))
     monkeypatch.setattr(doctor_command, "_interpreters", lambda file: list(WELL.interpreters[:1]))
     monkeypatch.setattr(doctor_command.orchestrator, "__file__", f"{FOLDER}/orchestrator/__init__.py")
@@ -285,5 +282,5 @@ def test_the_running_fleet_is_asked(
 @pytest.mark.slow  # a test of the stand-ins
 @pytest.mark.parametrize("engine", ["nxd-inference", "transformers-neuronx"])
 def test_the_stand_ins_have_no_drift(engine: str, machine: Machine, neuron: Neuron) -> None:
-    """They are called as the recorded packages are."""
+    """They have the signatures of the recorded packages."""
     assert doctor_command._drift(str(machine.python), engine, "?").lines() == []

@@ -33,10 +33,10 @@ models:
 
 
 @pytest.mark.parametrize("copies", [False, True])
-def test_a_host_tells_of_what_can_be_loaded_while_it_arrives(
+def test_a_host_reports_artifacts_that_can_be_loaded_while_they_arrive(
     tmp_path: Path, s3_server: S3Server, s3_proxy: FaultProxy, copies: bool
 ) -> None:
-    """With its folder and its key, which are what lands; not where it is copied into memory to be loaded from there."""
+    """With the final folder and key; not if they are copied into memory and loaded from there."""
     source = s3_server.bucket(files={"m/config.json": b"{}", "m/model.safetensors": b"w" * 2**20}) + "/m"
     held = s3_proxy.hold("m/model.safetensors", 2**19)
     memory = str(tmp_path / "memory") if copies else None
@@ -116,10 +116,10 @@ def answer(fleet: LiveFleet) -> str:
 
 
 @pytest.mark.live
-def test_a_replica_loads_while_the_rest_arrives_and_serves_when_it_is_whole(
+def test_a_replica_loads_during_the_fetch_and_serves_when_it_is_complete(
     arriving: tuple[LiveFleet, Fault], home: Path, s3_proxy: FaultProxy, checkpoint: dict[str, bytes]
 ) -> None:
-    """Its process is there, the status tells how far the fetch is, and nothing is transferred twice."""
+    """Its process exists, the status shows the progress of the fetch, and nothing is transferred twice."""
     fleet, last = arriving
     pid = loading(fleet)["pid"]
     until(lambda: fleet.replica("m/0")["fetch"], DEADLINE_S, "its fetch is told while it loads")
@@ -138,10 +138,10 @@ def test_a_replica_loads_while_the_rest_arrives_and_serves_when_it_is_whole(
 
 
 @pytest.mark.soak
-def test_who_fetches_may_die_while_a_replica_waits(
+def test_the_fetching_process_may_die_while_a_replica_waits(
     arriving: tuple[LiveFleet, Fault], home: Path, s3_proxy: FaultProxy, checkpoint: dict[str, bytes]
 ) -> None:
-    """The host's actor, and the controller after it: what is left is fetched for the same process, and it serves."""
+    """The host's actor, and the controller after it: the rest is fetched for the same process, and it serves."""
     fleet, last = arriving
     pid = loading(fleet)["pid"]
     again = s3_proxy.hold(WEIGHTS, len(checkpoint[WEIGHTS]) - 2**18)

@@ -31,7 +31,7 @@ models:
 
 @pytest.mark.live
 def test_down_drains_a_running_stream_and_leaves_nothing(home: Path) -> None:
-    """`down` lets a live stream end, then every process, socket and claim is gone; `up` exits with 0."""
+    """`down` waits for the stream, then every process, socket and claim is removed; `up` exits with 0."""
     fleet = LiveFleet(SPEC, home=home).wait_ready()
     stream = Streamed(fleet, "beta", "last words", 400)
     assert stream.begun.wait(20)
@@ -49,7 +49,7 @@ def test_down_drains_a_running_stream_and_leaves_nothing(home: Path) -> None:
 
 
 @pytest.mark.live
-def test_after_kill_9_of_the_daemon_the_next_up_removes_what_is_left(home: Path) -> None:
+def test_after_kill_9_of_the_daemon_the_next_up_removes_the_leftovers(home: Path) -> None:
     """Within 10 s of the next `up` no process and no claim of the old fleet is left, and the new one becomes ready."""
     first = LiveFleet(SPEC, home=home).wait_ready()
     old = [psutil.Process(pid) for pid in first.processes()]
@@ -70,8 +70,8 @@ def test_after_kill_9_of_the_daemon_the_next_up_removes_what_is_left(home: Path)
 
 
 @pytest.mark.live
-def test_a_replica_that_cannot_start_shows_why_while_others_serve(home: Path, tmp_path: Path) -> None:
-    """Weights that are not those of their config.json are named in `status` with the last log lines."""
+def test_a_replica_that_cannot_start_shows_the_reason_while_others_serve(home: Path, tmp_path: Path) -> None:
+    """`status` reports weights that do not match their config.json, with the last log lines."""
     live = LiveFleet(
         "hosts: {emulate: inf2.xlarge}\n"
         "models:\n"
@@ -105,7 +105,7 @@ def test_a_replica_that_cannot_start_shows_why_while_others_serve(home: Path, tm
 
 @pytest.mark.live
 def test_a_second_signal_ends_at_once(home: Path) -> None:
-    """With a stream that would keep the drain busy, the second signal ends the fleet within seconds, and wholly."""
+    """With a stream that would prolong the drain, the second signal ends the fleet within seconds, completely."""
     live = LiveFleet(SPEC, home=home).wait_ready()
     stream = Streamed(live, "beta", "never ends", 4000)
     assert stream.begun.wait(20)
@@ -123,10 +123,9 @@ def test_a_second_signal_ends_at_once(home: Path) -> None:
 
 
 @pytest.mark.live
-def test_a_signal_while_the_fleet_starts_ends_it_and_leaves_nothing(home: Path, tmp_path: Path) -> None:
-    """Ctrl-C before ready: exit code 1, no process, no record.
-
-    It never gets ready, for one of its models does not come up.
+def test_a_signal_during_the_start_of_the_fleet_ends_it_and_leaves_nothing(home: Path, tmp_path: Path) -> None:
+    """Ctrl-C before ready: exit code 1, no process, no record. The fleet never becomes ready, since one model does not
+    start.
     """
     gone = f"  gone: {{source: {stub_checkpoint(tmp_path / 'weightless')}, engine: cpu, engine_options: {{}}}}\n"
     live = LiveFleet(SPEC + gone, home=home)

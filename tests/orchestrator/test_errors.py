@@ -223,7 +223,7 @@ def leftovers(gateway: LiveGateway) -> dict[str, int]:
 
 @pytest.mark.parametrize(("route", "body", "status", "code", "param", "says"), MATRIX)
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
-def test_a_mistake_is_answered_by_status_code_parameter_and_words(
+def test_an_invalid_request_gets_status_code_parameter_and_message(
     served: LiveGateway,
     route: str,
     body: Any,
@@ -233,7 +233,7 @@ def test_a_mistake_is_answered_by_status_code_parameter_and_words(
     says: str,
     stream: bool,
 ) -> None:
-    """One error object in OpenAI's shape, the same whether or not a stream was asked for."""
+    """One error object in OpenAI's format, with or without streaming."""
     if stream and isinstance(body, dict) and "stream_options" not in body:
         body = {**body, "stream": True}
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -246,8 +246,8 @@ def test_a_mistake_is_answered_by_status_code_parameter_and_words(
     assert says in found["message"]
 
 
-def test_the_whole_matrix_leaves_nothing_behind(served: LiveGateway) -> None:
-    """After every mistake, and hang-ups in queue, prefill and decode: no slot, queue entry, descriptor or thread."""
+def test_invalid_requests_leave_nothing_behind(served: LiveGateway) -> None:
+    """After every error, and disconnects in queue, prefill and decode: no slot, queue entry, descriptor or thread."""
     assert served.http.post(TEXT, json={"model": "m", "prompt": "x", "max_tokens": 2}).status_code == 200
     until(lambda: any((served.home / "traces").glob("*.csv")), 5, "the trace's file is open")
     before = leftovers(served)
@@ -266,7 +266,7 @@ def test_the_whole_matrix_leaves_nothing_behind(served: LiveGateway) -> None:
 
 
 def test_a_body_over_the_limit_is_413(served: LiveGateway) -> None:
-    """The limit is told, and the connection does not wait for the rest."""
+    """The message has the limit, and the connection does not wait for the rest."""
     response = served.http.post(TEXT, content=b"x" * (MAX_BODY + 1))
 
     assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
@@ -290,10 +290,10 @@ def test_a_form_is_415(served: LiveGateway) -> None:
         ("GET", "/v1/models/zzz", 404, "model_not_found"),
     ],
 )
-def test_a_wrong_route_or_method_has_openais_shape(
+def test_a_wrong_route_or_method_has_openais_error_format(
     served: LiveGateway, method: str, path: str, status: int, code: str
 ) -> None:
-    """Even what no handler sees is answered with the error object."""
+    """Also if no handler is called."""
     response = served.http.request(method, path)
 
     assert (response.status_code, error_of(response)["code"]) == (status, code)
@@ -309,8 +309,10 @@ def send_raw(gateway: LiveGateway, **fields: Any) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 @pytest.mark.parametrize("when", ["in the queue", "in prefill", "in decode"])
-def test_a_client_that_leaves_frees_what_it_held(gateway: LiveGateway, replica: Make, when: str, stream: bool) -> None:
-    """Wherever its request is, a hang-up takes it away, and the next request is served."""
+def test_a_disconnected_client_frees_its_resources(
+    gateway: LiveGateway, replica: Make, when: str, stream: bool
+) -> None:
+    """In any state of its request; the next request is served."""
     served = replica(slots=1, step_ms=30)
     gateway.serve(routes("m", served))
     assert gateway.http.post(TEXT, json={"model": "m", "prompt": "x", "max_tokens": 1}).status_code == 200
@@ -337,8 +339,8 @@ def test_a_client_that_leaves_frees_what_it_held(gateway: LiveGateway, replica: 
     until(lambda: leftovers(gateway) == before, 10, "nothing is left")
 
 
-def test_a_client_that_stops_reading_disturbs_no_other(gateway: LiveGateway, replica: Make) -> None:
-    """Its answer is generated and waits; its slot is free when it is done, and others are served meanwhile."""
+def test_a_client_that_stops_reading_does_not_affect_others(gateway: LiveGateway, replica: Make) -> None:
+    """Its answer is generated and buffered; its slot is free at the end, and others are served meanwhile."""
     served = replica(slots=2)
     gateway.serve(routes("m", served))
     silent = send_raw(gateway, stream=True, return_token_ids=True)

@@ -107,7 +107,7 @@ def ask_all(fleet: LiveFleet, model: str, bodies: list[dict[str, Any]]) -> list[
 
 @pytest.mark.parametrize("family", FEW)
 def test_greedy_output_equals_generate_for_each_request_alone(fleet: LiveFleet, family: str) -> None:
-    """16 ragged requests at once through 4 slots; some end by an EOS that does occur."""
+    """16 ragged requests at once through 4 slots; some end with an EOS token."""
     asked = requests(1)
     model = load(fleet.spec.parent / family)
 
@@ -118,7 +118,7 @@ def test_greedy_output_equals_generate_for_each_request_alone(fleet: LiveFleet, 
 
 @pytest.mark.timeout(600)
 def test_one_fleet_of_every_configuration_equals_generate(tmp_path: Path) -> None:
-    """Twelve models on one emulated host, asked all at once, 16 requests each: as each request alone."""
+    """Twelve models on one emulated host, 16 concurrent requests each: the output equals that of each request alone."""
     asked = requests(1)
     with serving(tmp_path, ALL) as live:
         live.wait_ready(ALL_READY_S)
@@ -144,7 +144,7 @@ def check_greedy(answers: list[Any], asked: list[tuple[list[int], int]], model: 
     assert "stop" in reasons
 
 
-def test_ignore_eos_goes_on(fleet: LiveFleet) -> None:
+def test_ignore_eos_continues_to_max_tokens(fleet: LiveFleet) -> None:
     """With `ignore_eos` every answer has exactly `max_tokens` tokens, and still equals generate."""
     asked = requests(1)[:4]
     model = load(fleet.spec.parent / "llama")
@@ -155,8 +155,8 @@ def test_ignore_eos_goes_on(fleet: LiveFleet) -> None:
     assert [answer["token_ids"] for answer in answers] == [generate(model, ids, count, None) for ids, count in asked]
 
 
-def test_a_seed_gives_the_sample_that_generate_gives(fleet: LiveFleet) -> None:
-    """Same seed, same tokens, whatever else is in the batch; and they are transformers' own."""
+def test_a_seed_gives_the_sample_of_generate(fleet: LiveFleet) -> None:
+    """The same seed gives the same tokens in any batch; they are those of transformers."""
     import torch
 
     asked = requests(2)[:8]
@@ -198,8 +198,8 @@ def test_text_in_is_text_out(fleet: LiveFleet) -> None:
     assert answer.usage.prompt_tokens == len(ids)
 
 
-def test_a_prompt_over_the_models_length_is_refused_with_the_numbers(fleet: LiveFleet) -> None:
-    """The running system refuses before the queue, and goes on."""
+def test_a_prompt_over_the_models_length_is_rejected_with_the_numbers(fleet: LiveFleet) -> None:
+    """The running system rejects it before the queue, and continues."""
     long = httpx.post(f"{fleet.url}/v1/completions", json={"model": "bloom", "prompt": [9] * 129})
 
     assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")

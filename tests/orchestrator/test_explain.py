@@ -56,14 +56,14 @@ def test_a_window_is_opened_by_the_fewest_moves(tmp_path: Path) -> None:
     assert {**keys(told), "placements": None} == {**keys(WINDOW), "placements": None}
 
 
-def test_a_window_that_is_free_needs_no_move(tmp_path: Path) -> None:
+def test_a_free_window_needs_no_move(tmp_path: Path) -> None:
     """Of two cores."""
     told = told_by_a_scattered_fleet(tmp_path, LOOSE, "propose", defrag=2)
     assert (told["moves"], told["load_s"], told["problems"]) == ([], 0, [])
 
 
 def test_a_window_that_no_move_opens_is_a_problem(tmp_path: Path) -> None:
-    """Nine cores are free, and twelve are asked for."""
+    """Nine cores are free, and twelve are requested."""
     told = told_by_a_scattered_fleet(tmp_path, LOOSE, "propose", defrag=12)
     assert told["window"] is None
     (problem,) = told["problems"]
@@ -71,8 +71,8 @@ def test_a_window_that_no_move_opens_is_a_problem(tmp_path: Path) -> None:
     assert "most are free on inf2.24xlarge/0, 9" in problem["what"]
 
 
-def test_a_fleet_says_what_keeps_a_new_model_from_a_place(tmp_path: Path) -> None:
-    """Eight cores are free, but not in a row; and which replica would have to move."""
+def test_explain_shows_why_a_new_model_has_no_place(tmp_path: Path) -> None:
+    """Eight cores are free, but not contiguous; and which replica would have to move."""
     told = told_by_a_scattered_fleet(tmp_path, WITH_BIG, "explain", model="big")
     assert told["fits"] is False
     assert told["failed"][0]["id"] == "no-room"
@@ -84,17 +84,15 @@ def test_a_fleet_says_what_keeps_a_new_model_from_a_place(tmp_path: Path) -> Non
     assert keys(first) == keys(EXPLAINED["suggestions"][0])
 
 
-def test_what_runs_is_told_to_stay(tmp_path: Path) -> None:
-    """Of the fleet's own spec."""
+def test_explain_reports_that_running_replicas_stay(tmp_path: Path) -> None:
+    """With the fleet's own spec."""
     told = told_by_a_scattered_fleet(tmp_path, LOOSE, "explain", model="small")
     assert told["fits"] is True
     assert [replica["cores"] for replica in told["replicas"]] == ["1", "6", "10"]
     assert all("it runs there already; running replicas stay" in replica["why"] for replica in told["replicas"])
 
 
-def test_a_cordon_is_named_and_can_be_given_back(tmp_path: Path) -> None:
-    """By the command that does it."""
-
+def test_explain_reports_a_cordon_and_the_command_that_lifts_it(tmp_path: Path) -> None:
     async def story() -> dict[str, Any]:
         async with Played(tmp_path, FakeCluster(), LOOSE) as played:
             await played.settled()
@@ -114,8 +112,9 @@ def test_a_cordon_is_named_and_can_be_given_back(tmp_path: Path) -> None:
         ("[", "small", ("spec-invalid", 422)),
     ],
 )
-def test_what_cannot_be_explained_is_refused(tmp_path: Path, text: str, model: str, refusal: tuple[str, int]) -> None:
-    """With the reason."""
+def test_an_impossible_explanation_is_rejected_with_the_reason(
+    tmp_path: Path, text: str, model: str, refusal: tuple[str, int]
+) -> None:
     with pytest.raises(Refused) as refused:
         told_by_a_scattered_fleet(tmp_path, text, "explain", model=model)
     assert (refused.value.problem.id, refused.value.status) == refusal

@@ -76,9 +76,10 @@ def rolled_back(live: LiveFleet, revision: int) -> bool:
     return bool(status["revision"] == revision and status["rollout"]["state"] == "complete")
 
 
-def test_updates_that_fail_cost_no_request(live: LiveFleet, tmp_path: Path) -> None:
-    """A folder that is missing is refused; a tokenizer that does not load is found before the one replica is drained,
-    which is the process that it was; and while one whose weights only a start finds wrong is held, requests wait."""
+def test_failing_updates_cost_no_request(live: LiveFleet, tmp_path: Path) -> None:
+    """A missing folder is rejected; a tokenizer that does not load is detected before the only replica drains, whose
+    process stays; and with `hold`, requests wait during an update whose weights only fail at the start.
+    """
     pid = live.replica("m/0")["pid"]
     with Clients(live) as clients:
         told = applied(live, "./nowhere")

@@ -276,8 +276,8 @@ def all_broken(status: Any, course: Course) -> bool:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAULTS)
-def test_status_names_each_fault_with_its_cause(course: Course, name: str) -> None:
-    """The id, and a text that names the file, the tensor or the numbers; of the model and of its replica."""
+def test_status_shows_each_fault_with_its_cause(course: Course, name: str) -> None:
+    """The id, and a text with the file, the tensor or the numbers; for the model and its replica."""
     fault, model = FAULTS[name], course.last[name]
     (replica,) = model["replicas"]
     assert (model["state"], replica["state"]) == ("failed", "failed")
@@ -290,7 +290,7 @@ def test_status_names_each_fault_with_its_cause(course: Course, name: str) -> No
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_pauses_double_until_the_breaker_opens(course: Course, name: str) -> None:
-    """1, 2, 4, 8 and 16 seconds, then ten minutes; six starts, so five restarts. Status never says otherwise."""
+    """1, 2, 4, 8 and 16 seconds, then ten minutes; six starts, so five restarts, as in the status."""
     times = course.failed_at[name]
     waited = [later - earlier for earlier, later in pairwise(times)]
     least = [PAUSES[failures] for failures in range(1, BREAKER_AFTER)]
@@ -303,8 +303,8 @@ def test_the_pauses_double_until_the_breaker_opens(course: Course, name: str) ->
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_the_healthy_model_is_not_disturbed(course: Course) -> None:
-    """All the while it answers as ``generate`` does, in the process that it began with."""
+def test_a_healthy_model_is_not_affected(course: Course) -> None:
+    """Meanwhile it answers as ``generate`` does, in the same process."""
     (replica,) = course.last[HEALTHY]["replicas"]
     assert len(course.answers) > 100
     assert [answer for answer in course.answers if answer != course.expected[HEALTHY]] == []
@@ -330,8 +330,8 @@ def test_a_request_gets_503_with_the_cause(course: Course) -> None:
         assert "retry-after" in response.headers
 
 
-def test_an_unknown_model_type_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    """config.json shows it, so `validate` and `up` say it at the place of the source."""
+def test_an_unknown_model_type_is_rejected_before_anything_starts(tmp_path: Path) -> None:
+    """config.json has it, so `validate` and `up` report it at the line of the source."""
     make_checkpoint(tmp_path / "m", "llama")
     edit(tmp_path / "m" / "config.json", model_type="t5")
     text = "hosts: {emulate: inf2.48xlarge}\nmodels:\n  m: {source: ./m, engine: cpu}\n"
@@ -340,8 +340,8 @@ def test_an_unknown_model_type_is_refused_before_anything_starts(tmp_path: Path)
     assert [(problem.id, problem.where) for problem in file.problems] == [("unknown-family", "spec.yaml:3:7")]
 
 
-def test_a_length_beyond_the_positions_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    """As is what config.json shows of memory: a replica need not try."""
+def test_a_length_beyond_the_positions_is_rejected_before_anything_starts(tmp_path: Path) -> None:
+    """Like memory problems that config.json shows."""
     make_checkpoint(tmp_path / "m", "llama")
     text = f"hosts: {{emulate: inf2.48xlarge}}\nmodels:\n  m: {{source: ./m, max_len: {MAX_POSITIONS + 1}}}\n"
     file = examine(text, "spec.yaml", str(tmp_path), this_machine())

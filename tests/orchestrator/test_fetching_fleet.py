@@ -128,8 +128,9 @@ def seen(fleet: LiveFleet, home: Path, told: str) -> list[str]:
 def test_two_replicas_that_start_together_transfer_the_bytes_once(
     home: Path, source: str, s3_proxy: FaultProxy, checkpoint: dict[str, bytes], fleets: list[LiveFleet]
 ) -> None:
-    """Meanwhile the status, `up` and the events tell how far it is, and nothing that is told or kept holds a
-    credential. A replica that dies is started again without S3."""
+    """Meanwhile the status, `up` and the events show the progress, and no output or file has a credential. A replica
+    that dies restarts without S3.
+    """
     held = s3_proxy.hold(WEIGHTS, SPAN + 1000)
     fleet = LiveFleet(SPEC.format(source=source, replicas=2), home=home)
     fleets.append(fleet)
@@ -167,11 +168,12 @@ def test_two_replicas_that_start_together_transfer_the_bytes_once(
     fleet.stop()
 
 
-def test_a_fetch_is_resumed_whoever_is_killed_in_the_middle_of_it(
+def test_a_fetch_resumes_after_the_death_of_any_process(
     home: Path, source: str, s3_proxy: FaultProxy, checkpoint: dict[str, bytes], fleets: list[LiveFleet]
 ) -> None:
-    """The controller: the fetch goes on meanwhile. The host's actor, and `up` with all it has: what had arrived is not
-    fetched again."""
+    """The controller: the fetch continues meanwhile. The host's actor, and `up` with all its processes: what had
+    arrived is not fetched again.
+    """
     held = s3_proxy.hold(WEIGHTS, SPAN + 1000)
     fleet = LiveFleet(SPEC.format(source=source, replicas=1), home=home)
     fleets.append(fleet)
@@ -210,12 +212,12 @@ models:
 """
 
 
-def test_a_fleet_stays_at_the_commit_that_a_branch_had_when_it_was_first_seen(
+def test_a_fleet_keeps_the_commit_that_a_branch_had_at_first(
     home: Path, hub: HubServer, tiny: tuple[dict[str, bytes], dict[str, bytes]], fleets: list[LiveFleet]
 ) -> None:
-    """Though the branch moves: a replica that died, a controller that died, a second replica and a restart by hand
-    get that commit, and none of them transfers a byte. The next fleet gets what the branch is then. No token is to be
-    seen."""
+    """Although the branch moves: a replica that died, a controller that died, a second replica and a manual restart get
+    that commit, and none of them transfers a byte. The next fleet gets the current commit. No token is visible.
+    """
     repo = hub.repos["org/tiny"] = Repo(private=True)
     first = repo.commit(tiny[0], "stable")
     fleet = LiveFleet(HUB, home=home).wait_ready()
@@ -282,8 +284,9 @@ def test_models_are_loaded_from_memory_as_far_as_they_fit(
     monkeypatch: pytest.MonkeyPatch,
     fleets: list[LiveFleet],
 ) -> None:
-    """One of two that are used at once, and never more than the bound; the others from disk. What memory had is lost
-    with the machine's power, and copied anew from the disk, without a question for a byte."""
+    """One of two that are used at once, within the limit; the others from disk. The content of memory is lost with the
+    machine's power, and copied again from the disk without a transfer.
+    """
     files = {f"{name}/{file}": data for name, of in zip(("one", "two"), tiny, strict=True) for file, data in of.items()}
     bucket = s3_server.bucket(files=files | checkpoint)
     bound = max(2**20, int(1.5 * sum(map(len, tiny[0].values()))))
@@ -343,10 +346,10 @@ models:
 """
 
 
-def test_two_hosts_of_one_machine_share_what_is_fetched(
+def test_two_hosts_of_one_machine_share_fetched_artifacts(
     home: Path, source: str, s3_proxy: FaultProxy, checkpoint: dict[str, bytes], fleets: list[LiveFleet]
 ) -> None:
-    """Their actors ask at once, for a replica on each; the bytes come once, and one of the two has waited."""
+    """Their actors fetch at once, for a replica on each; the bytes are transferred once, and one of the two waits."""
     held = s3_proxy.hold(WEIGHTS, SPAN + 1000)
     fleet = LiveFleet(TWO_HOSTS.format(source=source), home=home)
     fleets.append(fleet)

@@ -67,7 +67,7 @@ def wait_ready_again(fleet: LiveFleet, id: str, before: dict[str, Any]) -> dict[
     return found
 
 
-def test_status_tells_models_replicas_and_cores(fleet: LiveFleet) -> None:
+def test_status_shows_models_replicas_and_cores(fleet: LiveFleet) -> None:
     """The documented JSON, with the numbers of the host adding up."""
     status = fleet.status()
 
@@ -142,8 +142,8 @@ print("pending" if waiting else "HELD")
 """
 
 
-def test_ray_gives_no_second_actor_a_core_of_a_replica(fleet: LiveFleet) -> None:
-    """An actor that asks for a leased core stays pending, while one that asks for a free core runs."""
+def test_ray_rejects_a_second_actor_on_a_core_of_a_replica(fleet: LiveFleet) -> None:
+    """An actor that requests a leased core stays pending, while one that requests a free core runs."""
     record = Home(fleet.home).read_record()
     assert record is not None
 
@@ -159,8 +159,8 @@ def test_ray_gives_no_second_actor_a_core_of_a_replica(fleet: LiveFleet) -> None
     assert result.stdout.strip() == "pending", result.stderr
 
 
-def test_a_killed_replica_comes_back_on_its_cores_and_disturbs_no_other(fleet: LiveFleet) -> None:
-    """kill -9: its streams end with an error event, unbegun requests are answered all the same, others go on."""
+def test_a_killed_replica_restarts_on_its_cores_without_affecting_others(fleet: LiveFleet) -> None:
+    """kill -9: its streams end with an error event, requests without output are answered, others continue."""
     before = fleet.replica("alpha/0")
     other = Streamed(fleet, "beta", "undisturbed", 1500)
     broken = Streamed(fleet, "alpha", "broken", 3000)
@@ -183,7 +183,7 @@ def test_a_killed_replica_comes_back_on_its_cores_and_disturbs_no_other(fleet: L
 
 
 def test_a_killed_controller_adopts_the_replicas_and_breaks_no_stream(fleet: LiveFleet) -> None:
-    """The controller is started again by Ray; replicas keep their processes, and a stream its every token."""
+    """Ray restarts the controller; replicas keep their processes, and a stream all its tokens."""
     before = {r["id"]: r["pid"] for model in fleet.status()["models"] for r in model["replicas"]}
     stream = Streamed(fleet, "beta", "unbroken", 1500)
     assert stream.begun.wait(20)
@@ -227,8 +227,8 @@ def test_a_killed_gateway_is_back(fleet: LiveFleet) -> None:
     until(answers, BACK_S, "the gateway answers again")
 
 
-def test_plan_against_the_fleet_tells_what_would_change(fleet: LiveFleet, tmp_path: Path) -> None:
-    """The running spec needs nothing (exit code 0); another one names its changes (2)."""
+def test_plan_against_the_fleet_shows_the_changes(fleet: LiveFleet, tmp_path: Path) -> None:
+    """The running spec has none (exit code 0); another spec has some (2)."""
     other = tmp_path / "other.yaml"
     other.write_text(SPEC.replace("tp_degree: 2, replicas: 2", "tp_degree: 2, replicas: 3"))
 
@@ -249,7 +249,7 @@ def test_a_second_up_in_the_same_home_is_refused(fleet: LiveFleet) -> None:
     assert fleet.http.get("/readyz").status_code == 200
 
 
-def test_a_port_that_is_taken_is_refused(fleet: LiveFleet, tmp_path: Path) -> None:
+def test_a_port_in_use_is_rejected(fleet: LiveFleet, tmp_path: Path) -> None:
     """SO_REUSEPORT must not let a second fleet share the port silently."""
     result = subprocess.run(
         [*fleet.process.args[:3], "--port", str(fleet.port)],  # type: ignore[index]
@@ -265,7 +265,7 @@ def test_a_port_that_is_taken_is_refused(fleet: LiveFleet, tmp_path: Path) -> No
 
 
 def test_the_admin_api_needs_the_token(fleet: LiveFleet) -> None:
-    """Without the token of fleet.json nothing is told or done; the file is the user's own."""
+    """Without the token of fleet.json it does nothing; only the user can read the file."""
     record = Home(fleet.home).read_record()
     assert record is not None
 

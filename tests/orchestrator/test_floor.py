@@ -5,8 +5,8 @@ from __future__ import annotations
 from orchestrator.fleet.core_allocation import CoreAllocation
 
 
-def test_the_cheapest_cores_are_taken_first() -> None:
-    """Whatever the order of the hosts, and none that cost more than may be paid."""
+def test_the_cheapest_cores_are_used_first() -> None:
+    """For any order of the hosts, and none above the maximum price."""
     floor = CoreAllocation(((8, 2.0), (8, 0.0), (8, 1.0)))
     taken = []
     while (place := floor.room(8, most=1.5)) is not None:
@@ -15,23 +15,23 @@ def test_the_cheapest_cores_are_taken_first() -> None:
     assert taken == [(1, 0), (2, 0)]
 
 
-def test_the_fullest_host_is_taken_first() -> None:
-    """So that room in a row stays for larger replicas."""
+def test_the_fullest_host_is_used_first() -> None:
+    """So that contiguous room stays for larger replicas."""
     for fullest in (0, 1):
         floor = CoreAllocation(((24, 0.0), (24, 0.0)))
         assert floor.take(("m", 0), 8, (fullest, 0))
         assert floor.room(8) == (fullest, 8)
 
 
-def test_a_replica_lies_aligned_to_its_size() -> None:
-    """Behind four taken cores the next eight begin at eight."""
+def test_a_replica_is_aligned_to_its_size() -> None:
+    """After four used cores the next eight start at eight."""
     floor = CoreAllocation(((24, 0.0),))
     assert floor.take(("m", 0), 4, (0, 0))
     assert floor.room(8) == (0, 8)
 
 
-def test_cores_that_nobody_may_use_lie_between() -> None:
-    """Beside the usable ones: no room and no window covers one."""
+def test_unusable_cores_are_never_covered() -> None:
+    """By a window or a range, even if the cores beside them are usable."""
     floor = CoreAllocation(((16, 0.0),), (frozenset(range(8, 16)),))
     assert floor.room(16) is None
     assert floor.take(("m", 0), 8, (0, 0))

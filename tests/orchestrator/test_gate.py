@@ -40,10 +40,10 @@ def exchange(method: str = "POST", **headers: str) -> Exchange:
         ("127.0.0.1", True, True, False),
     ],
 )
-def test_a_key_is_demanded_of_the_network_always_and_on_loopback_once_there_is_one(
+def test_a_key_is_required_on_the_network_always_and_on_loopback_once_one_exists(
     tmp_path: Path, host: str, insecure: bool, has_key: bool, demands: bool
 ) -> None:
-    """Only --insecure lets somebody of the network in without a key."""
+    """Only --insecure accepts clients of the network without a key."""
     if has_key:
         KeyFile(tmp_path / "keys.json").create("alice")
 
@@ -61,10 +61,10 @@ def test_a_key_is_demanded_of_the_network_always_and_on_loopback_once_there_is_o
 
 
 @pytest.mark.parametrize(("host", "demands"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_until_the_grace_period_ends_a_key_counts_and_is_not_demanded_on_loopback(
+def test_during_the_grace_period_a_key_counts_but_is_not_required_on_loopback(
     tmp_path: Path, host: str, demands: bool
 ) -> None:
-    """On the network it is demanded all the same."""
+    """On the network it is required all the same."""
     key, text = KeyFile(tmp_path / "keys.json").create("alice", activate_at=time.time() + 3600)
     made = gate(tmp_path, host)
     with_key = exchange(authorization=f"Bearer {text}")
@@ -79,10 +79,10 @@ def test_until_the_grace_period_ends_a_key_counts_and_is_not_demanded_on_loopbac
             assert without.key is None
 
 
-def test_a_grace_period_that_is_over_stays_over_when_the_clock_is_set_back(
+def test_an_ended_grace_period_stays_over_when_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until an operator opens the gateway anew."""
+    """Until an operator opens the gateway again."""
     now = 1_800_000_000.0
     file = KeyFile(tmp_path / "keys.json")
     file.create("alice", activate_at=now + 60, now=now)
@@ -98,7 +98,7 @@ def test_a_grace_period_that_is_over_stays_over_when_the_clock_is_set_back(
     assert not made.demands_keys
 
 
-def test_keys_in_use_are_counted_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_in_use_are_counted_for_any_clock_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wall = time.time()
     _, text = KeyFile(tmp_path / "keys.json").create("alice")
     made = gate(tmp_path)
@@ -118,7 +118,7 @@ def test_a_grace_period_ends_on_open_connections_too(tmp_path: Path, monkeypatch
         made.admit(asked)
 
 
-def test_either_header_shows_the_key(tmp_path: Path) -> None:
+def test_a_key_is_accepted_in_either_header(tmp_path: Path) -> None:
     """As OpenAI's clients send it, and as Anthropic's and Azure's do."""
     _, text = KeyFile(tmp_path / "keys.json").create("alice")
     made = gate(tmp_path)
@@ -130,8 +130,8 @@ def test_either_header_shows_the_key(tmp_path: Path) -> None:
     assert made.in_use(60) == 1
 
 
-def test_two_keys_in_one_request_are_none(tmp_path: Path) -> None:
-    """A header that came twice is joined, so that no proxy and server can disagree on which of them counts."""
+def test_two_keys_in_one_request_are_rejected(tmp_path: Path) -> None:
+    """A header that is sent twice is joined, so that a proxy and the server cannot disagree on which counts."""
     file = KeyFile(tmp_path / "keys.json")
     first, second = file.create("a")[1], file.create("b")[1]
 
@@ -150,10 +150,10 @@ def test_two_keys_in_one_request_are_none(tmp_path: Path) -> None:
         ("null", "localhost:8080", "POST", False),
     ],
 )
-def test_a_script_of_another_origin_asks_nothing(
+def test_a_script_of_another_origin_is_rejected(
     tmp_path: Path, origin: str, host: str, method: str, passes: bool
 ) -> None:
-    """Unless the settings name its origin; only then it is told that it may read."""
+    """Unless the settings have its origin; only then the response allows it to read."""
     made, asked = gate(tmp_path, origins=("https://chat.example",)), exchange(method, origin=origin, host=host)
 
     if passes:
@@ -170,6 +170,6 @@ def test_a_script_of_another_origin_asks_nothing(
     ("host", "name"),
     [("localhost", "localhost"), ("localhost:80", "localhost"), ("[::1]:8080", "::1"), ("[::1]", "::1"), ("", "")],
 )
-def test_a_host_is_read_without_its_port(host: str, name: str) -> None:
-    """IPv6 addresses among them."""
+def test_a_host_header_is_parsed_without_its_port(host: str, name: str) -> None:
+    """Including IPv6 addresses."""
     assert host_name(host) == name

@@ -56,7 +56,7 @@ def events_of(lines: list[str]) -> list[Any]:
 
 
 def test_a_completion_is_the_replicas_text_with_its_usage(gateway: LiveGateway, replica: Make) -> None:
-    """A plain completion has OpenAI's shape, 16 tokens by default, and counts them."""
+    """A plain completion has OpenAI's format, 16 tokens by default, and counts them."""
     gateway.serve(routes("m", replica()))
 
     answer = complete(gateway).json()
@@ -68,15 +68,15 @@ def test_a_completion_is_the_replicas_text_with_its_usage(gateway: LiveGateway, 
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 16, "total_tokens": 21}
 
 
-def test_token_ids_are_taken_as_they_are(gateway: LiveGateway, replica: Make) -> None:
-    """A prompt of ids gives what the same text gives."""
+def test_token_ids_are_accepted_unchanged(gateway: LiveGateway, replica: Make) -> None:
+    """A prompt of ids gives the same answer as its text."""
     gateway.serve(routes("m", replica()))
 
     assert complete(gateway, prompt=list(b"hello")).json()["choices"] == complete(gateway).json()["choices"]
 
 
 def test_a_chat_streams_role_text_finish_and_usage(gateway: LiveGateway, replica: Make) -> None:
-    """A streamed chat has OpenAI's chunks in order, and usage where it was asked for."""
+    """A streamed chat has OpenAI's chunks in order, and usage if requested."""
     gateway.serve(routes("m", replica()))
     body = {
         "model": "m",
@@ -99,7 +99,7 @@ def test_a_chat_streams_role_text_finish_and_usage(gateway: LiveGateway, replica
 
 
 def test_the_openai_client_gets_its_objects(gateway: LiveGateway, replica: Make) -> None:
-    """The official client works against it: models, chat, completions, streamed and not, errors."""
+    """The official client works with it: models, chat, completions, streamed and not, errors."""
     gateway.serve(routes("m", replica()))
     client = OpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0)
 
@@ -128,7 +128,7 @@ def test_a_stop_string_is_not_in_the_text(gateway: LiveGateway, replica: Make) -
 
 
 def test_every_answer_belongs_to_its_request(gateway: LiveGateway, replica: Make) -> None:
-    """64 requests at once through two replicas of 4 slots: each gets its own text."""
+    """64 concurrent requests through two replicas of 4 slots: each gets its own text."""
     gateway.serve(routes("m", replica(), replica()))
     answers: dict[int, str] = {}
 
@@ -148,7 +148,7 @@ def test_every_answer_belongs_to_its_request(gateway: LiveGateway, replica: Make
 
 
 def test_readyz_follows_the_controller(fresh_gateway: LiveGateway, replica: Make) -> None:
-    """Not ready before every model is, ready after and whatever a restarted controller says, not while stopping."""
+    """Not ready before every model is, ready afterwards even during a restart of the controller, not while stopping."""
     gateway = fresh_gateway
     gateway.serve(routes("m"), ready=False)
     until(lambda: gateway.http.get("/readyz").status_code == 503, 5, "not ready")
@@ -180,8 +180,8 @@ def test_the_last_routes_stay_in_force_while_the_controller_is_away(gateway: Liv
 # A model that is down
 
 
-def test_a_model_that_is_down_answers_503_with_retry_after(gateway: LiveGateway) -> None:
-    """A model without replicas says so at once, with its cause."""
+def test_a_model_that_is_down_returns_503_with_retry_after(gateway: LiveGateway) -> None:
+    """At once, with its cause."""
     gateway.serve(routes("m", state=ModelState.FAILED, reason="weights-missing: no safetensors in /models/m"))
 
     response = complete(gateway)
@@ -218,7 +218,7 @@ class Stream:
 
 
 def test_a_full_queue_is_429_with_retry_after(gateway: LiveGateway, replica: Make) -> None:
-    """With one slot taken and one request waiting, the third is refused; the others are not disturbed."""
+    """With one slot in use and one request waiting, the third is rejected; the others are not affected."""
     served = replica(slots=1, step_ms=2)
     gateway.serve(routes("m", served, max_queue=1))
     running = Stream(gateway)
@@ -235,10 +235,10 @@ def test_a_full_queue_is_429_with_retry_after(gateway: LiveGateway, replica: Mak
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_slot_within_two_steps(
+def test_a_disconnected_client_frees_its_slot_within_two_steps(
     gateway: LiveGateway, replica: Make, stream: bool
 ) -> None:
-    """After the hang-up the engine makes at most two more steps for that request."""
+    """After the disconnect the engine makes at most two more steps for that request."""
     served = replica(slots=1, step_ms=150)  # long beside the time that a hang-up takes on a busy machine
     gateway.serve(routes("m", served))
     running = Stream(gateway, stream=stream)
@@ -251,8 +251,8 @@ def test_a_client_that_goes_away_frees_its_slot_within_two_steps(
     assert served.batcher.stats.steps - before <= 2
 
 
-def test_a_client_that_goes_away_leaves_the_queue(gateway: LiveGateway, replica: Make) -> None:
-    """A waiting request whose client is gone is never begun."""
+def test_a_disconnected_client_leaves_the_queue(gateway: LiveGateway, replica: Make) -> None:
+    """A waiting request of a disconnected client is never started."""
     served = replica(slots=1, step_ms=5)
     gateway.serve(routes("m", served))
     running = Stream(gateway)
@@ -267,8 +267,8 @@ def test_a_client_that_goes_away_leaves_the_queue(gateway: LiveGateway, replica:
     until(lambda: served.batcher.stats.live == 0, 5, "the slot is free")
 
 
-def test_a_model_that_is_unloaded_by_hand_refuses_what_waits_for_it(gateway: LiveGateway, replica: Make) -> None:
-    """Nothing will start it: the request that waits gets 503, the one that runs ends in its time."""
+def test_an_unloaded_model_rejects_its_waiting_requests(gateway: LiveGateway, replica: Make) -> None:
+    """Nothing will start it: the waiting request gets 503, the running one is completed."""
     served = replica(slots=1, step_ms=2)
     gateway.serve(routes("m", served))
     running = Stream(gateway, "runs", 300)
@@ -296,8 +296,8 @@ def test_a_lost_replica_ends_a_begun_stream_with_an_error_event(gateway: LiveGat
     assert "[DONE]" not in received
 
 
-def test_what_was_not_begun_is_retried_on_another_replica(gateway: LiveGateway, replica: Make) -> None:
-    """Requests of which nothing was sent get their answer although their replica died."""
+def test_requests_without_output_are_retried_on_another_replica(gateway: LiveGateway, replica: Make) -> None:
+    """They get their answer although their replica died."""
     dying, living = replica(slots=2, step_ms=20), replica(slots=2)
     gateway.serve(routes("m", dying))
     answers: list[httpx.Response] = []
@@ -314,8 +314,8 @@ def test_what_was_not_begun_is_retried_on_another_replica(gateway: LiveGateway, 
     assert [answer.json()["choices"][0]["text"] for answer in answers] == [echo_text("hello", 200)] * 2
 
 
-def test_a_broken_connection_to_a_living_replica_is_opened_again(gateway: LiveGateway, replica: Make) -> None:
-    """A lost link is not a lost replica: as long as the routes name it, it is reached again."""
+def test_a_broken_connection_to_a_live_replica_is_reopened(gateway: LiveGateway, replica: Make) -> None:
+    """A lost link is not a lost replica: as long as the routes have it, it is reconnected."""
     served = replica()
     gateway.serve(routes("m", served))
     served.kill()
@@ -327,8 +327,8 @@ def test_a_broken_connection_to_a_living_replica_is_opened_again(gateway: LiveGa
     assert complete(gateway).status_code == 200
 
 
-def test_a_model_without_replicas_is_woken_and_its_requests_wait(gateway: LiveGateway, replica: Make) -> None:
-    """`min: 0`: the first request asks for a replica, and is answered when there is one."""
+def test_a_model_without_replicas_is_started_and_its_requests_wait(gateway: LiveGateway, replica: Make) -> None:
+    """`min: 0`: the first request starts a replica, and is answered by it."""
     gateway.serve(routes("m", state=ModelState.UNLOADED, holds=True))
     gateway.controller.woken.clear()
     waiting = Stream(gateway, "hello", 3)
@@ -340,8 +340,8 @@ def test_a_model_without_replicas_is_woken_and_its_requests_wait(gateway: LiveGa
     waiting.read_until("[DONE]")
 
 
-def test_requests_that_wait_for_a_load_learn_that_it_failed(gateway: LiveGateway) -> None:
-    """Nobody is left waiting for a model that cannot load."""
+def test_requests_that_wait_for_a_load_get_its_failure(gateway: LiveGateway) -> None:
+    """No request keeps waiting for a model that cannot load."""
     gateway.serve(routes("m", state=ModelState.UNLOADED, holds=True))
     waiting = Stream(gateway, "hello", 3)
     until(lambda: gateway.queue("m").waiting == 1, 5, "one request waits")
@@ -364,7 +364,7 @@ def test_token_ids_are_returned_on_request(gateway: LiveGateway, replica: Make, 
 
 
 def test_a_replica_of_another_version_gets_no_request(gateway: LiveGateway, replica: Make) -> None:
-    """Gateway and replica must be of the same code: another one is not connected, and not asked again and again."""
+    """Gateway and replica must have the same code: another one is not connected, and not retried in a loop."""
     other = replica(version="0.0.1")
     gateway.controller.set(routes("m", other))
 
@@ -381,7 +381,7 @@ def test_a_replica_of_another_version_gets_no_request(gateway: LiveGateway, repl
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_prompts_and_choices_are_answered_in_one(gateway: LiveGateway, replica: Make, stream: bool) -> None:
+def test_several_prompts_and_choices_are_answered_together(gateway: LiveGateway, replica: Make, stream: bool) -> None:
     """A list of prompts with n=2: choices in order, each with its own text, streamed or not."""
     gateway.serve(routes("m", replica()))
     body = {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 6, "stream": stream}
@@ -405,8 +405,8 @@ def test_echo_repeats_the_prompt(gateway: LiveGateway, replica: Make) -> None:
         assert answer["choices"][0]["text"] == "hello" + echo_text("hello", 3)
 
 
-def test_a_refused_choice_takes_the_others_back(gateway: LiveGateway, replica: Make) -> None:
-    """Three choices that do not all fit in the queue are refused together, and none of them runs."""
+def test_a_rejected_choice_cancels_the_others(gateway: LiveGateway, replica: Make) -> None:
+    """Three choices that do not all fit in the queue are rejected together, and none of them runs."""
     served = replica(slots=1, step_ms=5)
     gateway.serve(routes("m", served, max_queue=2))
     with gateway.http.stream("POST", "/v1/completions", json=body(max_tokens=4000, stream=True)):
@@ -419,8 +419,8 @@ def test_a_refused_choice_takes_the_others_back(gateway: LiveGateway, replica: M
     until(lambda: served.batcher.stats.live == 0, 5, "nothing runs")
 
 
-def test_more_choices_than_there_is_room_for_are_refused_at_once(gateway: LiveGateway, replica: Make) -> None:
-    """What can never be answered, with all slots and the whole queue, is the client's mistake."""
+def test_more_choices_than_capacity_are_rejected_at_once(gateway: LiveGateway, replica: Make) -> None:
+    """A request that exceeds all slots and the whole queue can never be answered: it is the client's error."""
     gateway.serve(routes("m", replica(slots=1), max_queue=2))
 
     refused = complete(gateway, n=4)
@@ -431,10 +431,10 @@ def test_more_choices_than_there_is_room_for_are_refused_at_once(gateway: LiveGa
 @pytest.mark.parametrize(
     "field", [{"stop_token_ids": [2**70]}, {"top_k": 2**70}, {"min_tokens": 2**70}, {"no_repeat_ngram_size": 2**70}]
 )
-def test_a_number_that_no_frame_can_hold_is_refused_and_harms_nobody(
+def test_a_number_outside_the_frame_format_is_rejected_without_harm(
     gateway: LiveGateway, replica: Make, field: dict[str, Any]
 ) -> None:
-    """Such a request is the client's mistake; it takes no slot, and a stream beside it keeps its every token."""
+    """It is the client's error; it uses no slot, and a stream beside it keeps all its tokens."""
     gateway.serve(routes("m", replica(slots=1, step_ms=1)))
     beside = Stream(gateway, "beside", 200)
     beside.read_until("data: ")
@@ -445,8 +445,8 @@ def test_a_number_that_no_frame_can_hold_is_refused_and_harms_nobody(
     assert complete(gateway, max_tokens=2).status_code == 200
 
 
-def test_a_draining_replica_gives_a_request_back(gateway: LiveGateway, replica: Make) -> None:
-    """What a draining replica refuses goes to another one: the client sees nothing of it."""
+def test_a_draining_replica_returns_a_request(gateway: LiveGateway, replica: Make) -> None:
+    """Another replica serves it, and the client does not see the retry."""
     draining, other = replica(), replica()
     gateway.serve(routes("m", draining))
     draining.batcher.drain(0.0)
@@ -458,7 +458,7 @@ def test_a_draining_replica_gives_a_request_back(gateway: LiveGateway, replica: 
 
 
 def test_a_replica_that_returns_to_the_routes_is_used_again(gateway: LiveGateway, replica: Make) -> None:
-    """A route that leaves and comes back while a stream is on it serves new requests at once."""
+    """A route that disappears and returns during a stream serves new requests at once."""
     served = replica(slots=2, step_ms=2)
     gateway.serve(routes("m", served))
     stream = Stream(gateway, "hello", 1000)
@@ -471,8 +471,8 @@ def test_a_replica_that_returns_to_the_routes_is_used_again(gateway: LiveGateway
     stream.hang_up()
 
 
-def test_a_woken_model_is_woken_again_when_the_controller_has_forgotten_it(gateway: LiveGateway, replica: Make) -> None:
-    """As long as a request waits for a model that is unloaded, the gateway asks for it."""
+def test_a_started_model_is_requested_again_after_a_controller_restart(gateway: LiveGateway, replica: Make) -> None:
+    """As long as a request waits for a model that is unloaded, the gateway requests it."""
     gateway.serve(routes("m", state=ModelState.UNLOADED, holds=True))
     gateway.controller.woken.clear()
     waiting = Stream(gateway, "hello", 3)
@@ -488,8 +488,8 @@ def test_a_woken_model_is_woken_again_when_the_controller_has_forgotten_it(gatew
 # Who answered, and what the gateway counts
 
 
-def test_an_answer_says_which_replica_gave_it_and_what_the_gateway_added(gateway: LiveGateway, replica: Make) -> None:
-    """The request's id comes back, beside the replica and the gateway's own milliseconds."""
+def test_an_answer_has_its_replica_and_the_gateways_overhead(gateway: LiveGateway, replica: Make) -> None:
+    """The request's id is returned with the replica and the gateway's own milliseconds."""
     gateway.serve(routes("m", replica()))
     body = {"model": "m", "prompt": "hello", "max_tokens": 3}
 
@@ -500,8 +500,8 @@ def test_an_answer_says_which_replica_gave_it_and_what_the_gateway_added(gateway
         assert 0 <= float(answer.headers["x-corewright-overhead-ms"]) < 1000
 
 
-def test_a_model_answers_to_its_aliases(gateway: LiveGateway, replica: Make) -> None:
-    """An alias is listed, and asked for like the model itself."""
+def test_a_model_can_be_requested_by_its_aliases(gateway: LiveGateway, replica: Make) -> None:
+    """An alias is listed, and serves requests like the model's name."""
     served = replica()
     gateway.serve(msgspec.structs.replace(routes("m", served), aliases=["other"]))
 
@@ -515,7 +515,7 @@ def test_a_model_answers_to_its_aliases(gateway: LiveGateway, replica: Make) -> 
 
 
 def test_metrics_count_requests_and_tokens_by_model_and_replica(fresh_gateway: LiveGateway, replica: Make) -> None:
-    """vLLM's names, with what was really asked and answered; a refusal counts as one."""
+    """vLLM's names, with the actual numbers; a rejection counts as one."""
     fresh_gateway.serve(routes("m", replica()))
     for stream in (False, True):
         complete(fresh_gateway, max_tokens=7, stream=stream)
@@ -532,10 +532,8 @@ def test_metrics_count_requests_and_tokens_by_model_and_replica(fresh_gateway: L
     assert 'status="400"' in page
 
 
-def test_a_request_that_goes_to_another_replica_is_counted_with_the_reason(
-    fresh_gateway: LiveGateway, replica: Make
-) -> None:
-    """Of the model, once for each time."""
+def test_a_moved_request_is_counted_with_the_reason(fresh_gateway: LiveGateway, replica: Make) -> None:
+    """For the model, once for each move."""
     dying, living = replica(slots=1, step_ms=20), replica(slots=1)
     fresh_gateway.serve(routes("m", dying))
     answers: list[httpx.Response] = []
@@ -553,10 +551,10 @@ def test_a_request_that_goes_to_another_replica_is_counted_with_the_reason(
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])
-def test_the_line_of_a_request_has_its_prompt_only_where_that_is_wished(
+def test_the_log_line_of_a_request_has_its_prompt_only_if_enabled(
     log_prompts: bool, replica: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the answer; of what asks no model, the body is nowhere."""
+    """And the answer; bodies of other routes are never logged."""
     lines: list[Access] = []
     monkeypatch.setattr(app, "access_log", lines.append)
     live = LiveGateway(log_prompts=log_prompts)
@@ -574,7 +572,7 @@ def test_the_line_of_a_request_has_its_prompt_only_where_that_is_wished(
 
 
 def test_a_gateway_knows_the_routes_before_it_listens(replica: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one has the same port, and answers meanwhile what this one would have to refuse."""
+    """Another gateway on the same port serves requests until then."""
     known: list[bool] = []
     join = app.Gateway.join
 
@@ -602,8 +600,8 @@ def sample(page: str, name: str) -> float:
 # What is no request
 
 
-def test_what_is_no_http_is_told_so_and_ended(gateway: LiveGateway) -> None:
-    """Bytes that no parser takes get one answer, in the shape of every other error."""
+def test_input_that_is_not_http_gets_an_error_and_is_closed(gateway: LiveGateway) -> None:
+    """One response, in the format of every other error."""
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as client:
         client.sendall(b"BREW /pot HTCPCP/1.0\r\n\r\n")
         answer = b"".join(iter(lambda: client.recv(65536), b""))
@@ -620,10 +618,10 @@ def test_a_compressed_body_is_refused(gateway: LiveGateway) -> None:
     assert (refused.status_code, error_of(refused)["code"]) == (415, "unsupported_encoding")
 
 
-def test_bodies_that_are_not_whole_have_a_limit_together(
+def test_incomplete_bodies_have_a_common_limit(
     gateway: LiveGateway, replica: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many clients that hold back the ends of large bodies cannot fill the memory; once gone they count no more."""
+    """Many clients that withhold the ends of large bodies cannot fill the memory; later they count no more."""
     monkeypatch.setattr(connection, "MAX_UNREAD_BYTES", 300_000)
     gateway.serve(routes("m", replica()))
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n"

@@ -17,8 +17,8 @@ def replica_of(asked: Asked) -> str:
     return asked.answer().headers["x-corewright-replica"]
 
 
-def test_a_prompt_goes_where_its_beginning_was_read(gateway: LiveGateway, replica: Make) -> None:
-    """As a preference: a full replica is not waited for; and not for a small part of the prompt."""
+def test_a_prompt_prefers_the_replica_with_its_prefix(gateway: LiveGateway, replica: Make) -> None:
+    """It does not wait for a full replica, and a small common part does not count."""
     first, second = replica(slots=1, stepped=True, prefix_block=4), replica(slots=1, prefix_block=4)
     gateway.serve(routes("m", first, second))
     with filled(gateway, first, prompt="nothing in common"):
@@ -32,8 +32,8 @@ def test_a_prompt_goes_where_its_beginning_was_read(gateway: LiveGateway, replic
     assert replica_of(other) == "m/0"
 
 
-def test_a_request_is_tried_on_three_replicas_and_no_fourth(gateway: LiveGateway, replica: Make) -> None:
-    """Two retries; then its client hears that the replica was lost."""
+def test_a_request_is_tried_on_at_most_three_replicas(gateway: LiveGateway, replica: Make) -> None:
+    """After two retries its client gets the error that the replica was lost."""
     left = [replica(slots=1, stepped=True) for _ in range(4)]
     gateway.serve(routes("m", *left))
     until(lambda: gateway.queue("m").slots == 4, 10, "all are reached")

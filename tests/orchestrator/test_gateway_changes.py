@@ -73,8 +73,9 @@ def secured(served: Served, tmp_path: Path) -> Iterator[Secured]:
 
 @pytest.mark.slow
 def test_certificates_are_replaced_under_load_without_a_failed_request(secured: Secured) -> None:
-    """Five times, the certificate before its key, once half written: clients of open connections and new ones
-    are answered all the while, and new ones see the new certificate."""
+    """Five times, the certificate before its key, once incompletely written: clients on open and new connections are
+    served all the time, and new ones get the new certificate.
+    """
     context = secured.context()
     with Steady(secured.gateway.port, clients=4, tls=lambda: context) as steady:
         for number in range(5):
@@ -107,8 +108,8 @@ def until_seen(secured: Secured, steady: Steady) -> None:
         steady.wait_answered(5)
 
 
-def test_who_has_no_certificate_is_not_answered(secured: Secured) -> None:
-    """With mutual TLS no byte of HTTP is spoken with whom no authority of ours has signed for."""
+def test_a_client_without_a_certificate_gets_no_response(secured: Secured) -> None:
+    """With mutual TLS no HTTP is exchanged with a client without a certificate of our authority."""
     stranger = Authority(secured.authority.folder, "stranger").sign("stranger-client", client=True)
     foreign = secured.context(with_client=False)
     foreign.load_cert_chain(stranger.cert, stranger.key)
@@ -120,8 +121,9 @@ def test_who_has_no_certificate_is_not_answered(secured: Secured) -> None:
 
 @pytest.mark.slow
 def test_keys_are_replaced_under_load_without_a_failed_request(served: Served) -> None:
-    """Twenty keys are created and revoked while others are used: the others never fail, a new one is good within a
-    second, and a revoked one is refused within a second, on new connections and on open ones."""
+    """Twenty keys are created and revoked while others are in use: the others never fail, a new one is valid within a
+    second, and a revoked one is rejected within a second, on new connections and on open ones.
+    """
     gateway = LiveGateway()
     try:
         gateway.serve(routes("m", served))
@@ -156,8 +158,7 @@ def test_keys_are_replaced_under_load_without_a_failed_request(served: Served) -
 
 
 @pytest.mark.slow
-def test_a_stream_outlives_the_certificate_that_it_began_with(secured: Secured, served: Served) -> None:
-    """What is under way ends as it began."""
+def test_a_stream_outlives_the_certificate_of_its_connection(secured: Secured, served: Served) -> None:
     with Wire(secured.gateway.port, tls=secured.context()) as wire:
         wire.send(post({"model": "m", "prompt": "x", "max_tokens": 4000, "stream": True}))
         wire.read_until(b"data: ")

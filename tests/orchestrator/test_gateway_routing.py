@@ -81,8 +81,8 @@ def order_of(gateway: LiveGateway, served: Served, asks: list[dict[str, Any]]) -
     return began
 
 
-def test_an_urgent_request_goes_before_those_that_came_earlier(fresh_gateway: LiveGateway, replica: Make) -> None:
-    """`priority` as vLLM has it: lower goes first, and among equals who came first."""
+def test_an_urgent_request_precedes_earlier_ones(fresh_gateway: LiveGateway, replica: Make) -> None:
+    """`priority` as in vLLM: lower goes first, and equal priorities in order of arrival."""
     gateway = fresh_gateway  # whose queue remembers no other priorities
     served = replica(slots=1, stepped=True)
     gateway.serve(routes("m", served))
@@ -90,8 +90,8 @@ def test_an_urgent_request_goes_before_those_that_came_earlier(fresh_gateway: Li
     assert order_of(gateway, served, asks) == ["c", "b", "d", "a"]
 
 
-def test_the_earliest_deadline_goes_first_where_the_spec_says_so(gateway: LiveGateway, replica: Make) -> None:
-    """`queue_order: deadline`; without a deadline one is last."""
+def test_the_earliest_deadline_goes_first_if_the_spec_selects_it(gateway: LiveGateway, replica: Make) -> None:
+    """`queue_order: deadline`; requests without a deadline come last."""
     served = replica(slots=1, stepped=True)
     gateway.serve(msgspec.structs.replace(routes("m", served), queue_order="deadline"))
     asks = [
@@ -102,8 +102,8 @@ def test_the_earliest_deadline_goes_first_where_the_spec_says_so(gateway: LiveGa
     assert order_of(gateway, served, asks) == ["c", "b", "a"]
 
 
-def test_a_full_queue_makes_room_for_who_is_more_urgent(fresh_gateway: LiveGateway, replica: Make) -> None:
-    """A flood of low priority keeps nobody out: its last request is refused instead."""
+def test_a_full_queue_makes_room_for_more_urgent_requests(fresh_gateway: LiveGateway, replica: Make) -> None:
+    """A flood of low priority cannot starve others: its last request is rejected instead."""
     gateway = fresh_gateway  # whose queue remembers no other priorities
     served = replica(slots=1, stepped=True)
     gateway.serve(routes("m", served, max_queue=1))
@@ -116,8 +116,8 @@ def test_a_full_queue_makes_room_for_who_is_more_urgent(fresh_gateway: LiveGatew
     assert high.answer().status_code == 200
 
 
-def test_a_deadline_that_cannot_be_kept_is_refused_at_once(gateway: LiveGateway, replica: Make) -> None:
-    """What has been measured says how long the wait will be; the answer names it, and when to come again."""
+def test_a_deadline_that_cannot_be_kept_is_rejected_at_once(gateway: LiveGateway, replica: Make) -> None:
+    """The response has the predicted wait, from measurements, and the time of a retry."""
     served = replica(slots=1, stepped=True)
     gateway.serve(routes("m", served))
     gateway.queue("m").dispatcher.waits.mean_service_s = 20.0
@@ -144,8 +144,8 @@ def test_a_deadline_that_passes_in_the_queue_ends_the_wait(gateway: LiveGateway,
         assert gateway.queue("m").waiting == 0
 
 
-def test_the_spec_bounds_every_wait(gateway: LiveGateway, replica: Make) -> None:
-    """`max_wait_s` is a deadline for requests that bring none, and for those that would wait longer."""
+def test_the_spec_limits_every_wait(gateway: LiveGateway, replica: Make) -> None:
+    """`max_wait_s` is a deadline for requests without one, and for those with a longer one."""
     served = replica(slots=1, stepped=True)
     gateway.serve(msgspec.structs.replace(routes("m", served), max_wait_s=0.3))
     gateway.queue("m").dispatcher.waits.mean_service_s = 0.001
@@ -155,14 +155,14 @@ def test_the_spec_bounds_every_wait(gateway: LiveGateway, replica: Make) -> None
 
 
 @pytest.mark.parametrize("given", ["0", "-3", "soon", "nan", "1e12"])
-def test_a_deadline_that_is_none_is_a_clear_error(gateway: LiveGateway, replica: Make, given: str) -> None:
+def test_an_invalid_deadline_is_a_clear_error(gateway: LiveGateway, replica: Make, given: str) -> None:
     gateway.serve(routes("m", replica()))
     refused = Asked(gateway, headers={"x-deadline-ms": given}).answer()
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-deadline-ms")
 
 
-def test_a_request_waits_for_a_model_at_zero_no_longer_than_the_spec_says(gateway: LiveGateway) -> None:
-    """`scaling.hold_s`: then it is 503, as if the model were down, and may come again."""
+def test_a_request_waits_for_a_model_at_zero_up_to_the_specs_limit(gateway: LiveGateway) -> None:
+    """`scaling.hold_s`: after it the response is 503, as if the model were down, with a retry time."""
     gateway.serve(
         msgspec.structs.replace(routes("m", state=ModelState.LOADING, holds=True), hold_s=0.3),
     )
@@ -173,8 +173,8 @@ def test_a_request_waits_for_a_model_at_zero_no_longer_than_the_spec_says(gatewa
 
 
 @pytest.mark.parametrize("reason", [None, "held back: no cores that serve less elsewhere"])
-def test_a_request_for_which_nothing_was_started_is_told_why(gateway: LiveGateway, reason: str | None) -> None:
-    """Nothing loads there: who reads "loading" would look at the wrong thing."""
+def test_a_request_for_which_nothing_was_started_gets_the_reason(gateway: LiveGateway, reason: str | None) -> None:
+    """Since nothing loads, "loading" would be misleading."""
     there = routes("m", state=ModelState.UNLOADED, holds=True, reason=reason)
     gateway.serve(msgspec.structs.replace(there, hold_s=0.3))
     held = Asked(gateway)
@@ -183,8 +183,8 @@ def test_a_request_for_which_nothing_was_started_is_told_why(gateway: LiveGatewa
     assert held.answer().json()["error"]["message"] == f"The model 'm' is unloaded: {why}."
 
 
-def test_a_sample_for_the_events_has_the_id_that_its_client_knows(fresh_gateway: LiveGateway, replica: Make) -> None:
-    """x-request-id, which the log has too; not the number that the replica calls it by."""
+def test_a_sampled_event_has_the_id_that_its_client_knows(fresh_gateway: LiveGateway, replica: Make) -> None:
+    """x-request-id, which the log has too; not the replica's number."""
     gateway = fresh_gateway
     gateway.serve(routes("m", replica()))
     body = {"model": "m", "prompt": "x", "max_tokens": 2}
@@ -198,8 +198,8 @@ def test_a_sample_for_the_events_has_the_id_that_its_client_knows(fresh_gateway:
     assert told() == ["mine-1"]
 
 
-def test_what_waits_when_the_last_replica_goes_is_held_from_then_on(gateway: LiveGateway, replica: Make) -> None:
-    """It came while there was one, and waits no longer for the next than a request that comes now."""
+def test_waiting_requests_are_held_from_the_loss_of_the_last_replica(gateway: LiveGateway, replica: Make) -> None:
+    """They wait no longer for the next replica than a request that arrives now."""
     served = replica(slots=1, stepped=True)
     there = msgspec.structs.replace(routes("m", served), hold_s=0.3)
     gateway.serve(there)
@@ -210,8 +210,8 @@ def test_what_waits_when_the_last_replica_goes_is_held_from_then_on(gateway: Liv
         assert (held.answer().status_code, held.code()) == (503, "model_loading")
 
 
-def test_a_stream_that_waits_gets_comments_and_then_its_answer(replica: Make) -> None:
-    """Proxies cut silent connections; clients of server-sent events skip comments."""
+def test_a_waiting_stream_gets_comments_and_then_its_answer(replica: Make) -> None:
+    """Proxies close silent connections; clients of server-sent events skip comments."""
     gateway = LiveGateway(keep_alive_s=0.05)
     try:
         gateway.serve(routes("m", state=ModelState.UNLOADED, holds=True))
@@ -234,7 +234,7 @@ def test_a_stream_that_waits_gets_comments_and_then_its_answer(replica: Make) ->
 
 
 def test_an_error_ends_a_stream_that_has_waited() -> None:
-    """Its 200 is sent already, so the error comes as an event."""
+    """Its 200 is sent already, so the error is an event."""
     gateway = LiveGateway(keep_alive_s=0.05)
     try:
         gateway.serve(msgspec.structs.replace(routes("m", state=ModelState.LOADING, holds=True), hold_s=0.3))
@@ -246,8 +246,8 @@ def test_an_error_ends_a_stream_that_has_waited() -> None:
         gateway.close()
 
 
-def test_an_answer_tells_on_request_how_it_came_to_its_replica(gateway: LiveGateway, replica: Make) -> None:
-    """The decision record: time in the queue, replicas to choose from, slot, cold or warm."""
+def test_an_answer_has_its_routing_decision_on_request(gateway: LiveGateway, replica: Make) -> None:
+    """The decision record: time in the queue, candidates, slot, cold or warm."""
     gateway.serve(routes("m", replica(slots=2), replica(slots=2)))
     plain = Asked(gateway).answer()
     told = Asked(gateway, headers={"x-corewright-explain": "1"}).answer()
@@ -260,7 +260,7 @@ def test_an_answer_tells_on_request_how_it_came_to_its_replica(gateway: LiveGate
 
 
 def test_a_session_stays_with_its_replica_while_that_has_a_slot(gateway: LiveGateway, replica: Make) -> None:
-    """A preference: where its replica is full, the session goes elsewhere rather than wait."""
+    """A preference: if its replica is full, the session is served elsewhere rather than waiting."""
     first, second = replica(slots=1, stepped=True), replica(slots=1)
     gateway.serve(routes("m", first, second))
     session = {"x-session-id": "s"}
@@ -273,7 +273,7 @@ def test_a_session_stays_with_its_replica_while_that_has_a_slot(gateway: LiveGat
 
 
 def test_two_keys_share_by_their_weights_while_both_wait(replica: Make) -> None:
-    """Tokens 1:3, counted by the gateway's own metrics of who was served."""
+    """Tokens 1:3, as counted by the gateway's own metrics."""
     gateway = LiveGateway()
     try:
         keys = KeyFile(gateway.home / "keys.json")
@@ -305,8 +305,8 @@ def test_two_keys_share_by_their_weights_while_both_wait(replica: Make) -> None:
         gateway.close()
 
 
-def test_the_controller_hears_what_is_asked_of_each_model(gateway: LiveGateway, replica: Make) -> None:
-    """Reports count each request once, and tell what waits and runs now."""
+def test_the_controller_gets_the_demand_of_each_model(gateway: LiveGateway, replica: Make) -> None:
+    """Reports count each request once, with the current waiting and running requests."""
     served = replica(slots=1, stepped=True)
     gateway.controller.reports.clear()
     gateway.serve(routes("m", served, max_queue=1))
@@ -331,8 +331,10 @@ def test_the_controller_hears_what_is_asked_of_each_model(gateway: LiveGateway, 
     assert {decision.replica for decision in sampled} == {"m/0"}
 
 
-def test_what_another_gateway_has_taken_the_slot_of_keeps_its_deadline(gateway: LiveGateway, replica: Make) -> None:
-    """The replica says BUSY, the request waits on, and its time goes on too."""
+def test_a_request_that_lost_its_slot_to_another_gateway_keeps_its_deadline(
+    gateway: LiveGateway, replica: Make
+) -> None:
+    """The replica returns BUSY, the request keeps waiting, and its time continues."""
     other = LiveGateway()
     try:
         served = replica(slots=1, stepped=True)
@@ -346,7 +348,7 @@ def test_what_another_gateway_has_taken_the_slot_of_keeps_its_deadline(gateway: 
 
 
 def test_choices_that_wait_when_their_model_changes_are_counted_once(replica: Make) -> None:
-    """One refusal takes all choices of a request back; what is counted of the queue adds up, which `close` looks at."""
+    """One rejection takes all choices of a request out of the queue; `close` verifies the counts."""
     gateway = LiveGateway()
     served = replica(slots=1, stepped=True)
     gateway.serve(routes("m", served))
@@ -358,8 +360,8 @@ def test_choices_that_wait_when_their_model_changes_are_counted_once(replica: Ma
     gateway.close()
 
 
-def test_an_urgent_request_takes_a_kept_slot_though_the_queue_is_full(replica: Make) -> None:
-    """It needs no place in the queue, so nobody has to leave for it."""
+def test_an_urgent_request_gets_a_reserved_slot_although_the_queue_is_full(replica: Make) -> None:
+    """It needs no place in the queue, so no other request is rejected for it."""
     gateway = LiveGateway()
     served = replica(slots=2, stepped=True)
     gateway.serve(routes("m", served, max_queue=1))
@@ -385,7 +387,7 @@ def keyed(gateway: LiveGateway, *names: str) -> list[tuple[str, dict[str, str]]]
     return [(key.id, {"authorization": f"Bearer {secret}"}) for key, secret in made]
 
 
-def test_a_tenant_whose_requests_never_wait_saves_nothing_up(replica: Make) -> None:
+def test_a_tenant_whose_requests_never_wait_earns_no_credit(replica: Make) -> None:
     """Its counter is lifted when it gets a slot at once, as it is when it waits."""
     gateway = LiveGateway()
     try:
@@ -399,8 +401,8 @@ def test_a_tenant_whose_requests_never_wait_saves_nothing_up(replica: Make) -> N
         gateway.close()
 
 
-def test_a_prompt_for_which_there_was_no_slot_is_not_charged(replica: Make) -> None:
-    """Another gateway was faster: the request waits on, and its tenant owes nothing for that."""
+def test_a_prompt_without_a_slot_is_not_charged(replica: Make) -> None:
+    """Another gateway was faster: the request keeps waiting, and its tenant is not charged for the attempt."""
     gateway, other = LiveGateway(), LiveGateway()
     try:
         (first, own), (_, foreign) = keyed(gateway, "first", "second")
@@ -422,8 +424,8 @@ def test_a_prompt_for_which_there_was_no_slot_is_not_charged(replica: Make) -> N
         other.close()
 
 
-def test_slots_that_are_kept_for_who_is_more_urgent_count_in_the_predicted_wait(replica: Make) -> None:
-    """A free slot that a request will not get does not make its deadline one that can be kept."""
+def test_slots_reserved_for_urgent_requests_count_in_the_predicted_wait(replica: Make) -> None:
+    """A free slot that a request will not get does not shorten its predicted wait."""
     gateway = LiveGateway()
     served = replica(slots=2, stepped=True)
     gateway.serve(routes("m", served))
@@ -439,8 +441,8 @@ def test_slots_that_are_kept_for_who_is_more_urgent_count_in_the_predicted_wait(
     gateway.close()
 
 
-def test_a_deadline_is_not_refused_behind_an_answer_that_is_almost_over(gateway: LiveGateway, replica: Make) -> None:
-    """By the tokens that it may still get and the pace of its replica, whatever requests took on the average."""
+def test_a_deadline_is_not_rejected_behind_an_almost_complete_answer(gateway: LiveGateway, replica: Make) -> None:
+    """By the tokens that it may still get and the pace of its replica, regardless of the mean of requests."""
     served = replica(slots=1, stepped=True)
     gateway.serve(routes("m", served))
     queue = gateway.queue("m")

@@ -76,7 +76,7 @@ def chat(gateway: LiveGateway, body: dict[str, Any], answers: list[httpx.Respons
     return thread
 
 
-def test_a_prompt_that_waits_is_tokenized_for_the_version_that_answers(gateway: LiveGateway, replica: Make) -> None:
+def test_a_waiting_prompt_is_tokenized_for_the_version_that_answers(gateway: LiveGateway, replica: Make) -> None:
     """All choices of all its prompts; usage and echo are those of the new tokens."""
     gateway.serve(version("old"))
     asked = Asked(gateway, prompt=["one", "three"], n=2, echo=True)
@@ -111,7 +111,7 @@ def test_a_chat_that_waits_is_rendered_by_the_new_template(gateway: LiveGateway,
 
 
 def test_a_prompt_too_long_for_the_new_version_gets_400(gateway: LiveGateway, replica: Make) -> None:
-    """What the one that fits may generate follows the new length; the room that both took in the queue is free."""
+    """The maximum output of a fitting prompt follows the new length; the queue space of both is free."""
     gateway.serve(version("old"))
     long, short = Asked(gateway, prompt="x" * 60), Asked(gateway, prompt="x", max_tokens=None)
     waiting(gateway, 2)
@@ -121,7 +121,7 @@ def test_a_prompt_too_long_for_the_new_version_gets_400(gateway: LiveGateway, re
     assert [line.bytes for line in gateway.queue("m").dispatcher.lines] == [0]
 
 
-def test_a_request_that_a_draining_replica_gives_back_is_read_again(gateway: LiveGateway, replica: Make) -> None:
+def test_a_request_returned_by_a_draining_replica_is_tokenized_again(gateway: LiveGateway, replica: Make) -> None:
     """It was sent, had no token, and its replica is lost while the tokenizer changes."""
     before, after = replica(slots=1, stepped=True), replica()
     given = prompts_of(after)
@@ -135,7 +135,7 @@ def test_a_request_that_a_draining_replica_gives_back_is_read_again(gateway: Liv
 
 
 def test_requests_wait_while_starts_of_the_new_version_fail(gateway: LiveGateway, replica: Make) -> None:
-    """Until `scaling.hold_s` is over: the update is rolled back before, and the old version answers."""
+    """Up to `scaling.hold_s`: the update is rolled back earlier, and the old version answers."""
     gateway.serve(version("old"))
     held = Asked(gateway)
     waiting(gateway, 1)
@@ -148,15 +148,15 @@ def test_requests_wait_while_starts_of_the_new_version_fail(gateway: LiveGateway
 
 
 def test_a_request_is_held_no_longer_than_the_spec_says(gateway: LiveGateway) -> None:
-    """`scaling.hold_s`, and the answer has the cause."""
+    """`scaling.hold_s`; the response has the cause."""
     gateway.serve(version("new", state=ModelState.FAILED, reason="weights-broken: cut off", hold_s=0.2))
     held = Asked(gateway)
     assert (held.answer().status_code, held.code()) == (503, "model_unavailable")
     assert "it is not ready after 0 s, weights-broken: cut off" in held.answer().json()["error"]["message"]
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_waited_for(gateway: LiveGateway, replica: Make) -> None:
-    """What came before and what comes meanwhile; where the wait ends without another, 503 names the cause."""
+def test_requests_wait_for_a_tokenizer_that_cannot_be_loaded(gateway: LiveGateway, replica: Make) -> None:
+    """Earlier and new ones; if no other version replaces it in time, 503 has the cause."""
     gateway.serve(version("old"))
     before = Asked(gateway, prompt="before")
     waiting(gateway, 1)
@@ -172,8 +172,8 @@ def test_a_tokenizer_that_cannot_be_loaded_is_waited_for(gateway: LiveGateway, r
     assert Asked(gateway).code() == "tokenizer_unavailable"
 
 
-def test_what_waits_behind_an_outdated_request_keeps_its_turn(gateway: LiveGateway, replica: Make) -> None:
-    """A slot that becomes free while prompts are read again goes to the first that waits."""
+def test_requests_behind_an_outdated_one_keep_their_turn(gateway: LiveGateway, replica: Make) -> None:
+    """A slot that becomes free while prompts are tokenized again goes to the first waiting request."""
     served = replica(slots=1, stepped=True)
     gateway.serve(version("old", served))
     with filled(gateway, served, prompt="first"):

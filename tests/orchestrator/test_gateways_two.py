@@ -67,7 +67,7 @@ class Guard:
 
 @pytest.mark.slow
 def test_two_gateways_share_replicas_and_lose_nothing(replicas: list[Served]) -> None:
-    """Many more clients than slots: every answer is exact, and no replica ever holds more than its slots."""
+    """With many more clients than slots, every answer is exact, and no replica ever exceeds its slots."""
     first = LiveGateway()
     second = LiveGateway(port=first.port)
     try:
@@ -87,7 +87,7 @@ def test_two_gateways_share_replicas_and_lose_nothing(replicas: list[Served]) ->
 
 @pytest.mark.slow
 def test_a_busy_gateway_does_not_starve_the_other(replicas: list[Served]) -> None:
-    """A single client of one gateway waits no longer than some of those that crowd at the other."""
+    """A single client of one gateway waits no longer than some of the many at the other."""
     crowded, quiet = LiveGateway(), LiveGateway()
     try:
         for gateway in (crowded, quiet):
@@ -105,8 +105,8 @@ def test_a_busy_gateway_does_not_starve_the_other(replicas: list[Served]) -> Non
 
 
 @pytest.mark.slow
-def test_a_gateway_that_ends_under_load_refuses_nobody(replicas: list[Served]) -> None:
-    """What it has begun is answered, what comes goes to the other; and so when it is back and the other ends."""
+def test_a_gateway_that_ends_under_load_rejects_no_request(replicas: list[Served]) -> None:
+    """Its started requests are completed, new ones go to the other; the same when it is back and the other ends."""
     first = LiveGateway(models=[routes("m", *replicas)])
     port = first.port
     second = LiveGateway(port=port, models=[routes("m", *replicas)])
@@ -128,10 +128,8 @@ def test_a_gateway_that_ends_under_load_refuses_nobody(replicas: list[Served]) -
         second.close()
 
 
-def test_a_spare_takes_the_port_at_once_whatever_has_become_of_the_files(
-    replicas: list[Served], tmp_path: Path
-) -> None:
-    """It listens as soon as the other is gone, with the certificate that it has read when that was whole."""
+def test_a_spare_takes_the_port_at_once_regardless_of_the_files(replicas: list[Served], tmp_path: Path) -> None:
+    """It listens as soon as the other is gone, with the certificate that it read while the files were valid."""
     authority = Authority(tmp_path)
     pair = authority.sign("server")
     tls = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "home": str(tmp_path / "home")}
@@ -154,8 +152,8 @@ def test_a_spare_takes_the_port_at_once_whatever_has_become_of_the_files(
 
 
 @pytest.mark.parametrize("ticks", range(12))
-async def test_a_queue_ends_whatever_its_links_do_just_then(ticks: int, tmp_path: Path) -> None:
-    """A gateway that stops while it tries to reach a replica that is gone does not go on trying."""
+async def test_a_queue_ends_while_its_links_reconnect(ticks: int, tmp_path: Path) -> None:
+    """A gateway that stops while it reconnects to a lost replica does not keep trying."""
     path = tmp_path / "nobody"
     models = routes("m")
     there = msgspec.structs.replace(models, replicas=[Route("m/0", 1, str(path))])
@@ -226,7 +224,7 @@ def kill(fleet: LiveFleet) -> float:
 @pytest.mark.live
 @pytest.mark.timeout(400)
 def test_one_of_two_gateways_is_killed_and_no_connection_is_refused(fleet_of: list[LiveFleet]) -> None:
-    """Those of the other go on, new ones are taken all the while, and within two seconds there are two again."""
+    """The other's connections continue, new ones are accepted, and within two seconds there are two again."""
     fleet = LiveFleet(SPEC, arguments=("--no-dashboard", "--gateways", "2"), spare=True)
     fleet_of.append(fleet)
     fleet.wait_ready()
@@ -247,7 +245,7 @@ def test_one_of_two_gateways_is_killed_and_no_connection_is_refused(fleet_of: li
 @pytest.mark.live
 @pytest.mark.timeout(400)
 def test_the_only_gateway_is_back_within_two_seconds(fleet_of: list[LiveFleet]) -> None:
-    """From the kill to the next whole answer."""
+    """From the kill to the next complete answer."""
     fleet = LiveFleet(SPEC, spare=True)
     fleet_of.append(fleet)
     fleet.wait_ready()

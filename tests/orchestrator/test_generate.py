@@ -81,10 +81,10 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
 
 @pytest.mark.compile
 @pytest.mark.parametrize("engine", ["transformers-neuronx", "nxd-inference"])
-def test_a_neuron_engine_answers_as_the_cpu_engine(
+def test_a_neuron_engine_answers_like_the_cpu_engine(
     engine: str, spec: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the interpreter that the spec names for it, on the cores of the placement; token for token."""
+    """In the spec's interpreter for it, on the cores of the placement; token for token."""
     make_checkpoint(tmp_path / "model", "llama", eos=None)
     command = [sys.executable, "-m", "orchestrator.cli.main", "generate", spec]
     arguments = ["--prompt", "A slot is one row", "--max-tokens", "8"]
@@ -110,7 +110,7 @@ def test_a_neuron_engine_answers_as_the_cpu_engine(
 
 
 @pytest.mark.compile
-def test_what_another_host_has_compiled_comes_from_the_cache(
+def test_artifacts_compiled_by_another_host_come_from_the_cache(
     spec: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As before the start of a replica: nothing is compiled, and no core is held meanwhile."""
@@ -142,10 +142,10 @@ def test_what_another_host_has_compiled_comes_from_the_cache(
     assert len((machine.state / "compiles.jsonl").read_text().splitlines()) == count
 
 
-def test_a_compile_that_fails_is_the_commands_failure(
+def test_a_failed_compilation_fails_the_command(
     spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By its id; what only a device can compile is left to the load."""
+    """With its id; graphs that only a device can compile are left to the load."""
     make_checkpoint(tmp_path / "model", "llama", eos=None)
     Path(spec).write_text(
         "hosts: {emulate: inf2.24xlarge}\n"
@@ -160,8 +160,8 @@ def test_a_compile_that_fails_is_the_commands_failure(
     assert (code, "compiler-killed" in said, "loading" in said) == (1, True, False)
 
 
-def test_sampling_is_as_it_was_asked_for(spec: str) -> None:
-    """What the command is given reaches the request, and the chat template the prompt."""
+def test_the_options_of_the_command_reach_the_request(spec: str) -> None:
+    """Sampling options reach the request, and the chat template the prompt."""
     tokenizer = load_tokenizer("echo", None)
     job = Job(config=config(), prompt="Hi", max_tokens=7, temperature=0.5, top_k=9, top_p=0.8)
 
@@ -172,8 +172,8 @@ def test_sampling_is_as_it_was_asked_for(spec: str) -> None:
 
 
 @pytest.mark.parametrize(("template", "raw"), [(CHAT_TEMPLATE, False), (CHAT_TEMPLATE, True), (None, False)])
-def test_a_prompt_is_a_chat_where_there_is_a_template(template: str | None, raw: bool, tmp_path: Path) -> None:
-    """Unless it is asked for as it is: a bare question may end a chat model's answer before it begins."""
+def test_a_prompt_is_a_chat_if_the_model_has_a_template(template: str | None, raw: bool, tmp_path: Path) -> None:
+    """Unless a plain prompt is requested: without the template a chat model may end its answer at once."""
     save_tokenizer(tmp_path, template)
     tokenizer = load_tokenizer("cpu", str(tmp_path))
 
@@ -187,8 +187,7 @@ def test_a_prompt_is_a_chat_where_there_is_a_template(template: str | None, raw:
     )
 
 
-def test_a_template_that_refuses_a_prompt_is_told_of(tmp_path: Path) -> None:
-    """With the way around it."""
+def test_a_template_that_rejects_a_prompt_is_reported_with_the_workaround(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, "{{ raise_exception('a system message is needed') }}")
     job = Job(config=config(), prompt="Hi")
 
@@ -196,8 +195,8 @@ def test_a_template_that_refuses_a_prompt_is_told_of(tmp_path: Path) -> None:
         generate_once._request(job, load_tokenizer("cpu", str(tmp_path)), 64)
 
 
-def test_an_answer_ends_where_the_slot_does() -> None:
-    """Without --max-tokens: 128 tokens, or as many as there is room for."""
+def test_an_answer_ends_with_its_slot() -> None:
+    """Without --max-tokens: 128 tokens, or the remaining length."""
     tokenizer = load_tokenizer("echo", None)
     job = Job(config=config(), prompt="Hi", raw=True)
 
@@ -220,7 +219,7 @@ def answering(spec: str, request: pytest.FixtureRequest) -> Iterator[subprocess.
     command.communicate()
 
 
-def test_the_cores_are_held_while_it_answers(answering: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_the_cores_are_held_during_the_answer(answering: subprocess.Popen[bytes], tmp_path: Path) -> None:
     """Those of the placement, by the model's own process."""
     owners = held_cores(claims(tmp_path))
 
@@ -239,7 +238,7 @@ def test_ctrl_c_ends_the_process_too(answering: subprocess.Popen[bytes], tmp_pat
 
 @pytest.mark.parametrize("answering", [3000], indirect=True)
 def test_a_killed_command_leaves_no_process(answering: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """The model's process ends with its parent, at once, in the midst of a step of 3 s."""
+    """The model's process ends with its parent at once, in the middle of a step of 3 s."""
     (owner,) = set(held_cores(claims(tmp_path)).values())
     assert owner is not None
     watched = os.pidfd_open(owner)
@@ -249,8 +248,8 @@ def test_a_killed_command_leaves_no_process(answering: subprocess.Popen[bytes], 
     os.close(watched)
 
 
-def test_cores_of_a_fleet_are_not_taken_from_it(spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The command says which process holds them."""
+def test_cores_in_use_by_a_fleet_are_not_taken(spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The command reports the process that holds them."""
     claim = CoreClaim(claims(tmp_path), [0, 1])
     try:
         code = cli.run(["generate", spec, "parrot", "--prompt", "Hello"])
@@ -276,10 +275,10 @@ def test_cores_of_a_fleet_are_not_taken_from_it(spec: str, tmp_path: Path, capfd
     ],
     ids=["model", "prompt", "length", "checkpoint"],
 )
-def test_what_cannot_be_answered_is_refused(
+def test_an_impossible_request_is_rejected(
     spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    """With an id and a remedy, as everywhere; nothing comes to stdout."""
+    """With an id and a remedy; stdout is empty."""
     code = cli.run(["generate", spec, *arguments])
 
     told = capfd.readouterr()
@@ -288,7 +287,7 @@ def test_what_cannot_be_answered_is_refused(
 
 
 def test_a_spec_with_errors_starts_nothing(spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """They are all told."""
+    """All of them are reported."""
     (tmp_path / "spec.yaml").write_text("models: {parrot: {engine: echo, tp: 2}}\n")
 
     assert cli.run(["generate", spec, "parrot", "--prompt", "x"]) == 1
@@ -297,7 +296,7 @@ def test_a_spec_with_errors_starts_nothing(spec: str, tmp_path: Path, capfd: pyt
 
 
 def test_a_model_without_a_place_starts_nothing(spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The planner says why."""
+    """The planner's reason is reported."""
     (tmp_path / "spec.yaml").write_text(SPEC.replace('tp_degree: 2, cores: ["2-3"]', "tp_degree: 12"))
 
     assert cli.run(["generate", spec, "slow", "--prompt", "x"]) == 1
@@ -305,10 +304,10 @@ def test_a_model_without_a_place_starts_nothing(spec: str, tmp_path: Path, capfd
     assert "slow has no place: nothing was started" in capfd.readouterr().err
 
 
-def test_a_process_that_ends_without_a_word_is_told(
+def test_a_process_that_ends_without_a_report_is_reported(
     spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """How it ended, and where its log is."""
+    """With its exit status and the path of its log."""
     false = tmp_path / "false"
     false.write_text("#!/bin/sh\nkill -9 $$\n")
     false.chmod(0o755)
@@ -378,7 +377,9 @@ def told_by(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list[Re
 
 
 def test_an_engines_own_loop_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the prompt's ids and the sampling; each token is told as it comes, and an EOS ends the answer untold."""
+    """With the prompt's ids and the sampling; each token is streamed, and an EOS ends the answer without being part of
+    it.
+    """
     engine = WithLoop([72, 105])
 
     told = told_by(engine, monkeypatch, max_tokens=5, temperature=0.5, top_k=3)
@@ -392,8 +393,8 @@ def test_an_engines_own_loop_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told_by(engine, monkeypatch) == [Piece("H"), End(2, "stop")]
 
 
-def test_a_loop_that_fails_midway_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has been told cannot be begun anew by steps."""
+def test_a_loop_that_fails_midway_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed tokens cannot be generated again by steps."""
     engine = WithLoop([72])
     answer = engine.generate
 
@@ -410,8 +411,8 @@ def test_a_loop_that_fails_midway_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert trouble.failure.id == "engine-failed"
 
 
-def test_an_engine_whose_loop_cannot_be_used_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so by ValueError before any token; the answer is that of the steps."""
+def test_an_engine_without_a_usable_loop_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises ValueError before any token; the answer is that of the steps."""
     stepped = told_by(EchoEngine(slots=1, max_len=64), monkeypatch, max_tokens=4)
 
     assert stepped[-1] == End(4, "length")
@@ -427,8 +428,10 @@ def test_an_engine_whose_loop_cannot_be_used_is_stepped(monkeypatch: pytest.Monk
         (ZeroDivisionError("of nobody's making"), "load-failed"),
     ],
 )
-def test_a_load_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception, id: str) -> None:
-    """By the id of its cause, that of the Neuron runtime's fault where its words tell one."""
+def test_a_failed_load_is_reported_by_the_id_of_its_cause(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, id: str
+) -> None:
+    """That of the Neuron runtime's fault if its messages show one."""
 
     def load() -> None:
         raise error
@@ -439,8 +442,8 @@ def test_a_load_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, error: Excep
     assert trouble.failure.id == id
 
 
-def test_a_step_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a failure of the engine; what came before it has been told."""
+def test_a_failed_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a failure of the engine, after the tokens before it."""
     engine = EchoEngine(slots=1, max_len=64)
 
     def decode(*_: object) -> object:

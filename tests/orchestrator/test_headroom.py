@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from orchestrator.dispatch.headroom import MOST_CLASSES, WINDOW_S, Headroom
 
 
-def test_nothing_is_kept_where_all_are_equally_urgent() -> None:
-    """Whatever the priority is called."""
+def test_no_slot_is_reserved_if_all_requests_are_equally_urgent() -> None:
+    """For any priority."""
     room = Headroom()
     for now in range(100):
         room.add(7, now)
     assert room.reserved(7, 64, 100) == 0
 
 
-def test_as_many_slots_are_kept_as_more_urgent_requests_were_there_at_once() -> None:
-    """Those that are there now need not be kept room for."""
+def test_as_many_slots_are_reserved_as_more_urgent_requests_ran_at_once() -> None:
+    """Minus those that run now."""
     room = Headroom()
     for _ in range(3):
         room.add(0, 0.0)
@@ -32,8 +32,8 @@ def test_as_many_slots_are_kept_as_more_urgent_requests_were_there_at_once() -> 
     assert room.reserved(-1, 64, 3.0) == 0
 
 
-def test_no_more_than_half_of_the_slots_is_kept() -> None:
-    """What waits should not wait for ever for what may come."""
+def test_at_most_half_of_the_slots_are_reserved() -> None:
+    """Waiting requests must not wait forever for possible ones."""
     room = Headroom()
     for _ in range(30):
         room.add(0, 0.0)
@@ -43,8 +43,8 @@ def test_no_more_than_half_of_the_slots_is_kept() -> None:
     assert [room.reserved(1, slots, 1.0) for slots in (0, 1, 3, 4, 16, 400)] == [0, 0, 1, 2, 8, 30]
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
-    """After one window it still counts, after two it does not."""
+def test_old_demand_is_forgotten() -> None:
+    """It counts after one window, but not after two."""
     room = Headroom()
     room.add(1, 0.0)
     room.add(0, 1.0)
@@ -53,8 +53,8 @@ def test_what_was_long_ago_is_forgotten() -> None:
     assert room.reserved(1, 64, 2.5 * WINDOW_S) == 0
 
 
-def test_clients_that_make_up_priorities_fill_no_memory() -> None:
-    """Only so many are looked at, and those without requests leave."""
+def test_many_invented_priorities_use_bounded_memory() -> None:
+    """Only a limited number is tracked, and those without requests are dropped."""
     room = Headroom()
     for priority in range(10_000):
         if room.add(priority, 0.0):
@@ -66,7 +66,7 @@ def test_clients_that_make_up_priorities_fill_no_memory() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-2, 2), st.booleans(), st.floats(0, 50)), max_size=60), st.integers(0, 64))
-def test_what_is_kept_is_never_negative_and_never_grows_with_urgency(
+def test_the_reservation_is_never_negative_and_never_grows_with_urgency(
     steps: list[tuple[int, bool, float]], slots: int
 ) -> None:
     """A more urgent request has at least as much room as a less urgent one."""

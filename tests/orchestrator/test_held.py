@@ -14,11 +14,11 @@ def artifact(source: str) -> Artifact:
 
 @pytest.mark.parametrize("kept", ["s3://models/one", "s3://models/one/"])
 @pytest.mark.parametrize("asked", ["s3://models/one", "s3://models/one/"])
-def test_a_slash_at_the_end_hides_no_model(kept: str, asked: str) -> None:
-    """It is told as it was asked for, which is how the controller knows it."""
+def test_a_trailing_slash_does_not_hide_a_model(kept: str, asked: str) -> None:
+    """It is reported as it was requested, which is the controller's key."""
     assert sources_among([asked, "s3://models/other"], [artifact(kept)]) == {asked}
 
 
-def test_what_is_not_there_is_not_told() -> None:
-    """Nor what only begins alike."""
+def test_a_missing_model_is_not_reported() -> None:
+    """Nor one with the same prefix."""
     assert sources_among(["s3://models/one"], [artifact("s3://models/one-more")]) == frozenset()

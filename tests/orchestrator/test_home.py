@@ -47,8 +47,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o720, 0o702, 0o777, 0o1777])
-def test_a_home_that_others_can_write_to_is_refused_with_a_remedy(mode: int, home: Home) -> None:
-    """Also with the sticky bit, which stops nobody from adding files."""
+def test_a_home_that_others_can_write_to_is_rejected_with_a_remedy(mode: int, home: Home) -> None:
+    """Also with the sticky bit, which does not prevent adding files."""
     home.path.chmod(mode)
     with pytest.raises(Failed) as failed:
         Home.from_environment()
@@ -59,22 +59,22 @@ def test_a_home_that_others_can_write_to_is_refused_with_a_remedy(mode: int, hom
 
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
 def test_a_home_that_others_can_only_read_is_used(mode: int, home: Home) -> None:
-    """Reading is a matter of each file's mode."""
+    """Read access depends on the mode of each file."""
     home.path.chmod(mode)
     assert Home.from_environment() == home
 
 
-def test_a_home_of_another_user_is_refused(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_of_another_user_is_rejected(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its owner can change everything in it at any time."""
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     with pytest.raises(Failed, match=f"home-unusable: .* belongs to user {home.path.stat().st_uid}"):
         Home.from_environment()
 
 
-def test_a_link_to_a_home_that_others_can_write_to_is_refused(
+def test_a_link_to_a_home_that_others_can_write_to_is_rejected(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder counts, whatever leads to it."""
+    """The target folder counts."""
     home.path.chmod(0o777)
     (tmp_path / "link").symlink_to(home.path)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "link"))
@@ -83,7 +83,7 @@ def test_a_link_to_a_home_that_others_can_write_to_is_refused(
 
 
 def test_settings_of_a_home_that_others_can_write_to_are_not_read(home: Home) -> None:
-    """They name the gateway's address and the folders that models may come from."""
+    """They have the gateway's address and the allowed source folders."""
     (home.path / "config.yaml").write_text("port: 9999\n")
     home.path.chmod(0o777)
     with pytest.raises(Failed, match="home-unusable"):
@@ -95,7 +95,7 @@ def test_settings_of_a_home_that_others_can_write_to_are_not_read(home: Home) ->
     [["status"], ["down"], ["keys", "list"], ["keys", "create", "ann"], ["audit"], ["config", "view"], ["cache", "ls"]],
     ids=" ".join,
 )
-def test_every_command_refuses_a_home_that_others_can_write_to(
+def test_every_command_rejects_a_home_that_others_can_write_to(
     command: list[str], home: Home, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is read or written there."""
@@ -105,7 +105,7 @@ def test_every_command_refuses_a_home_that_others_can_write_to(
     assert list(home.path.iterdir()) == []
 
 
-def test_a_folder_of_the_home_that_others_can_write_to_is_refused_by_up(home: Home) -> None:
+def test_a_folder_of_the_home_that_others_can_write_to_is_rejected_by_up(home: Home) -> None:
     """Logs are written there."""
     home.logs.mkdir()
     home.logs.chmod(0o777)
@@ -124,7 +124,7 @@ def _secure_ray(home: Home) -> None:
 def test_a_planted_file_is_replaced_and_not_written_to(
     name: str, write: Callable[[Home], None], home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the file that a link leads to gets the secret, nor the one whose planter still has it open."""
+    """Neither the target of a link gets the secret, nor a file that its planter still has open."""
     for variable in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(variable, "")  # restored at the end, with what secure_ray sets
         monkeypatch.delenv(variable)
@@ -177,8 +177,8 @@ def test_a_planted_link_is_never_written_through(
     assert theirs.read_text() == "mine"
 
 
-def test_a_log_is_not_cut_through_a_link(home: Home, tmp_path: Path) -> None:
-    """What a planted link leads to keeps its content, however long that is."""
+def test_a_log_is_not_truncated_through_a_link(home: Home, tmp_path: Path) -> None:
+    """The target of a planted link keeps its content, of any length."""
     theirs = tmp_path / "theirs"
     theirs.write_text("mine" * 10)
     (home.path / "x.log").symlink_to(theirs)
@@ -200,8 +200,8 @@ def test_a_draft_left_behind_is_not_written_to(home: Home, tmp_path: Path) -> No
     assert not home.journal.is_symlink()
 
 
-def test_a_fleet_of_an_earlier_boot_is_gone_whatever_process_has_its_pid() -> None:
-    """A process counts its start from the boot, so that another boot may have one with the same pid and start."""
+def test_a_fleet_of_an_earlier_boot_is_gone_whichever_process_has_its_pid() -> None:
+    """The start of a process counts from the boot, so another boot may have a process with the same pid and start."""
     started = process_start(os.getpid())
     assert started is not None
     here = msgspec.structs.replace(RECORD, pid=os.getpid(), started=started)

@@ -82,7 +82,7 @@ asyncio.run(main())
 
 
 def test_up_starts_several_emulated_hosts_and_one_real_machine() -> None:
-    """A count above 1 is refused only where it means machines."""
+    """A count above 1 is rejected for real machines only."""
     many = SPEC.replace("emulate", "instance")
     machine = Machine(cpus=tuple(range(192)), instance="inf2.48xlarge")
     assert start_problems(examine(SPEC, "spec.yaml", "/", Machine(cpus=(0, 1)))) == ()
@@ -92,8 +92,9 @@ def test_up_starts_several_emulated_hosts_and_one_real_machine() -> None:
 
 @pytest.mark.live
 def test_each_host_has_its_raylet_and_its_replicas_and_a_killed_one_is_lost(home: Path) -> None:
-    """Replicas run under their host's raylet with claims of their own. A host without its raylet is lost, its replica's
-    process ended, and `down` leaves nothing."""
+    """Replicas run under their host's raylet with separate claims. A host without its raylet is lost, its replica's
+    process is ended, and `down` leaves nothing.
+    """
     fleet = LiveFleet(SPEC, home=home, secure=True).wait_ready()
     raylets = [fleet.raylet_pid(index) for index in range(3)]
     replicas = {id: fleet.replica(id) for id in HOSTS}
@@ -161,8 +162,8 @@ def answer(driver: subprocess.Popen[str]) -> Any:
 
 
 @pytest.mark.soak
-def test_after_kill_9_of_the_daemon_the_next_up_ends_what_all_raylets_left(home: Path) -> None:
-    """Within 10 s of the next `up` no process of any host is left; the new fleet has all hosts, and ends wholly."""
+def test_after_kill_9_of_the_daemon_the_next_up_ends_the_leftovers_of_all_raylets(home: Path) -> None:
+    """Within 10 s of the next `up` no process of any host is left; the new fleet has all hosts, and ends completely."""
     first = LiveFleet(SPEC, home=home).wait_ready()
     old = [psutil.Process(pid) for pid in first.processes()]
     assert {first.raylet_pid(index) for index in range(3)} <= {process.pid for process in old}

@@ -123,12 +123,12 @@ def big_head(size: int) -> bytes:
     }.values(),
     ids=lambda value: None,
 )
-def test_what_is_over_a_limit_is_refused(gateway: LiveGateway, data: bytes, expected: tuple[int, str]) -> None:
-    """Each limit has its status and code, in OpenAI's shape."""
+def test_requests_over_a_limit_are_rejected(gateway: LiveGateway, data: bytes, expected: tuple[int, str]) -> None:
+    """Each limit has its status and code, in OpenAI's format."""
     assert told(ask(gateway.port, data)) == expected
 
 
-def test_what_is_just_within_the_limits_is_answered(gateway: LiveGateway) -> None:
+def test_requests_just_within_the_limits_are_served(gateway: LiveGateway) -> None:
     """A body of exactly the limit, and headers just below theirs."""
     body = post({**SMALL, "user": ""})
     room = BODY_BYTES - int(body.split(b"content-length: ")[1].split(b"\r\n")[0])
@@ -138,7 +138,7 @@ def test_what_is_just_within_the_limits_is_answered(gateway: LiveGateway) -> Non
 
 
 def test_trailers_are_bounded(gateway: LiveGateway) -> None:
-    """What follows the last chunk is no way around the limits: who goes on is refused, and not listened to."""
+    """They cannot be used to bypass the limits: the client is rejected, and no more is read."""
     with Wire(gateway.port) as wire:
         wire.send(post(b"0\r\n", transfer_encoding="chunked"))
         sent = 0
@@ -152,8 +152,8 @@ def test_trailers_are_bounded(gateway: LiveGateway) -> None:
         assert wire.answer().status == 431
 
 
-def test_trailers_are_no_headers(gateway: LiveGateway) -> None:
-    """What stands behind the body changes neither its type nor the name of the request."""
+def test_trailers_are_not_headers(gateway: LiveGateway) -> None:
+    """They change neither the type of the body nor the name of the request."""
     body = b"%x\r\n%b\r\n0\r\nContent-Type: text/html\r\nX-Request-Id: late\r\n\r\n"
     data = b'{"model": "m", "prompt": "hello"}'
 
@@ -184,8 +184,8 @@ def test_a_chunk_extension_has_an_end(gateway: LiveGateway) -> None:
     ],
     ids=["a byte", "half a head", "half a body", "no body"],
 )
-def test_a_request_that_does_not_come_to_its_end_is_408(gateway: LiveGateway, data: bytes) -> None:
-    """A client that is too slow is told so, and its connection is closed soon."""
+def test_an_incomplete_request_is_408(gateway: LiveGateway, data: bytes) -> None:
+    """A client that is too slow gets the status, and its connection is closed soon."""
     with Wire(gateway.port) as wire:
         began = time.monotonic()
         wire.send(data)
@@ -214,8 +214,8 @@ def test_bytes_that_drop_in_do_not_move_the_deadline(gateway: LiveGateway) -> No
         assert time.monotonic() - began < READ_S + 2
 
 
-def test_a_connection_that_says_nothing_is_closed(gateway: LiveGateway) -> None:
-    """Neither a new connection nor an idle one stays for ever; nothing is said, since nothing was asked."""
+def test_a_silent_connection_is_closed(gateway: LiveGateway) -> None:
+    """Neither a new connection nor an idle one stays forever; no response is sent, since there was no request."""
     with Wire(gateway.port) as silent, Wire(gateway.port) as idle:
         idle.send(request("GET", "/livez"))
         assert idle.answer().status == 200
@@ -223,8 +223,8 @@ def test_a_connection_that_says_nothing_is_closed(gateway: LiveGateway) -> None:
         assert idle.at_end()
 
 
-def test_a_refused_connection_is_gone_soon(opened: Open) -> None:
-    """It lingers so that its client can read why, and not for as long as an answer may take."""
+def test_a_rejected_connection_is_closed_soon(opened: Open) -> None:
+    """It lingers so that its client can read the response, but not as long as an answer may take."""
     gateway = opened(read_s=0.3, write_s=60.0)
     with Wire(gateway.port) as wire:
         wire.send(b"GET /")
@@ -242,7 +242,7 @@ def test_a_long_answer_is_whole(opened: Open) -> None:
     assert answer.status == 200
 
 
-def test_requests_without_a_key_are_counted_and_not_logged_one_by_one(
+def test_requests_without_a_key_are_counted_and_not_logged_individually(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any client could fill the disk with them."""
@@ -263,7 +263,7 @@ def test_requests_without_a_key_are_counted_and_not_logged_one_by_one(
 # Connections
 
 
-def test_no_client_is_late_before_the_gateway_has_read_what_came_during_a_pause(
+def test_no_client_is_late_before_the_gateway_has_read_the_data_of_a_pause(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settled, swept = threading.Event(), threading.Event()
