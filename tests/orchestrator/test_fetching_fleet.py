@@ -128,8 +128,8 @@ def seen(fleet: LiveFleet, home: Path, told: str) -> list[str]:
 def test_two_replicas_that_start_together_transfer_the_bytes_once(
     home: Path, source: str, s3_proxy: FaultProxy, checkpoint: dict[str, bytes], fleets: list[LiveFleet]
 ) -> None:
-    """Meanwhile the status, `up` and the events show the progress, and no output or file has a credential. A replica
-    that dies restarts without S3.
+    """Meanwhile the status, `up` and the events show the progress, and no output or file has a credential. A
+    replica that dies restarts without S3.
     """
     held = s3_proxy.hold(WEIGHTS, SPAN + 1000)
     fleet = LiveFleet(SPEC.format(source=source, replicas=2), home=home)
@@ -284,8 +284,8 @@ def test_models_are_loaded_from_memory_as_far_as_they_fit(
     monkeypatch: pytest.MonkeyPatch,
     fleets: list[LiveFleet],
 ) -> None:
-    """One of two that are used at once, within the limit; the others from disk. The content of memory is lost with the
-    machine's power, and copied again from the disk without a transfer.
+    """One of two that are used at once, within the limit; the others from disk. The content of memory is lost with
+    the machine's power, and copied again from the disk without a transfer.
     """
     files = {f"{name}/{file}": data for name, of in zip(("one", "two"), tiny, strict=True) for file, data in of.items()}
     bucket = s3_server.bucket(files=files | checkpoint)

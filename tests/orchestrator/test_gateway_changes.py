@@ -73,8 +73,8 @@ def secured(served: Served, tmp_path: Path) -> Iterator[Secured]:
 
 @pytest.mark.slow
 def test_certificates_are_replaced_under_load_without_a_failed_request(secured: Secured) -> None:
-    """Five times, the certificate before its key, once incompletely written: clients on open and new connections are
-    served all the time, and new ones get the new certificate.
+    """Five times, the certificate before its key, once incompletely written: clients on open and new connections
+    are served all the time, and new ones get the new certificate.
     """
     context = secured.context()
     with Steady(secured.gateway.port, clients=4, tls=lambda: context) as steady:
@@ -121,8 +121,8 @@ def test_a_client_without_a_certificate_gets_no_response(secured: Secured) -> No
 
 @pytest.mark.slow
 def test_keys_are_replaced_under_load_without_a_failed_request(served: Served) -> None:
-    """Twenty keys are created and revoked while others are in use: the others never fail, a new one is valid within a
-    second, and a revoked one is rejected within a second, on new connections and on open ones.
+    """Twenty keys are created and revoked while others are in use: the others never fail, a new one is valid within
+    a second, and a revoked one is rejected within a second, on new connections and on open ones.
     """
     gateway = LiveGateway()
     try:

@@ -224,7 +224,9 @@ def kill(fleet: LiveFleet) -> float:
 @pytest.mark.live
 @pytest.mark.timeout(400)
 def test_one_of_two_gateways_is_killed_and_no_connection_is_refused(fleet_of: list[LiveFleet]) -> None:
-    """The other's connections continue, new ones are accepted, and within two seconds there are two again."""
+    """The other's connections continue, new ones are accepted all the time, and within two seconds there are two
+    again.
+    """
     fleet = LiveFleet(SPEC, arguments=("--no-dashboard", "--gateways", "2"), spare=True)
     fleet_of.append(fleet)
     fleet.wait_ready()

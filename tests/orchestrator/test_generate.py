@@ -377,8 +377,8 @@ def told_by(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list[Re
 
 
 def test_an_engines_own_loop_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the prompt's ids and the sampling; each token is streamed, and an EOS ends the answer without being part of
-    it.
+    """With the prompt's ids and the sampling; each token is streamed, and an EOS ends the answer without being part
+    of it.
     """
     engine = WithLoop([72, 105])
 
