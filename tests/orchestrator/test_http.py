@@ -277,8 +277,8 @@ def test_no_client_is_late_before_the_gateway_has_read_the_data_of_a_pause(
         assert wire.at_end()
 
 
-def test_a_connection_too_many_is_503(opened: Open) -> None:
-    """Beyond the limit a client is told to come again; where one has gone, the next is served."""
+def test_a_connection_over_the_limit_is_503(opened: Open) -> None:
+    """With a retry time; once another has closed, the next is served."""
     gateway = opened(max_connections=3)
     held = [Wire(gateway.port) for _ in range(3)]
     for wire in held:
@@ -325,8 +325,8 @@ def completion_with(key: str, **fields: Any) -> bytes:
 # HTTP as it may be spoken
 
 
-def test_pipelined_requests_are_answered_in_their_order(gateway: LiveGateway) -> None:
-    """Quick ones wait for slow ones before them, and each answer is its request's own."""
+def test_pipelined_requests_are_answered_in_order(gateway: LiveGateway) -> None:
+    """Fast ones wait for slow ones before them, and each answer belongs to its request."""
     asked = [(f"p{i}", 1 + (i * 37) % 50) for i in range(30)]
     data = b"".join(
         completion(prompt=prompt, max_tokens=count, stream=i % 3 == 0) for i, (prompt, count) in enumerate(asked)
@@ -344,17 +344,17 @@ def test_pipelined_requests_are_answered_in_their_order(gateway: LiveGateway) ->
 
 
 def test_a_hundred_pipelined_requests_are_answered(gateway: LiveGateway) -> None:
-    """Those that are answered at once do not pile up on the stack."""
+    """Immediate responses do not pile up on the stack."""
     with Wire(gateway.port) as wire:
         wire.send(request("GET", "/livez") * 1000)
         assert [wire.answer().status for _ in range(1000)] == [200] * 1000
 
 
 @pytest.mark.parametrize(("bytes_each", "answers"), [(BODY_BYTES // 2, 3), (BODY_BYTES // 2 + 1, 0)])
-def test_the_bodies_of_requests_that_wait_on_one_connection_have_a_limit_together(
+def test_the_bodies_of_pipelined_requests_have_a_common_limit(
     gateway: LiveGateway, bytes_each: int, answers: int
 ) -> None:
-    """That of one body: else a client fills the memory behind one slow request. It is disconnected."""
+    """That of one body: otherwise a client could fill the memory behind one slow request. It is disconnected."""
     first = completion(max_tokens=50)
     waiting = post({**SMALL, "user": ""})
     padding = bytes_each - (len(waiting) - waiting.index(b"\r\n\r\n") - 4)
@@ -368,16 +368,16 @@ def test_the_bodies_of_requests_that_wait_on_one_connection_have_a_limit_togethe
                 wire.answer()
 
 
-def test_a_malformed_request_behind_good_ones_is_answered_after_them(gateway: LiveGateway) -> None:
-    """What is wrong ends the connection, in its turn."""
+def test_a_malformed_request_behind_valid_ones_is_answered_after_them(gateway: LiveGateway) -> None:
+    """It ends the connection, in its turn."""
     with Wire(gateway.port) as wire:
         wire.send(completion(max_tokens=50) + request("GET", "/livez") + b"\x00\x01\r\n\r\n")
         assert [wire.answer().status for _ in range(3)] == [200, 200, 400]
         assert wire.at_end()
 
 
-def test_a_connection_goes_on_after_an_error_of_a_whole_request(gateway: LiveGateway) -> None:
-    """A wrong body costs no connection."""
+def test_a_connection_continues_after_an_error_of_a_complete_request(gateway: LiveGateway) -> None:
+    """An invalid body does not close the connection."""
     with Wire(gateway.port) as wire:
         for data, status in (
             (post(b"{"), 400),
@@ -393,7 +393,9 @@ def test_a_connection_goes_on_after_an_error_of_a_whole_request(gateway: LiveGat
 
 
 def test_http_1_0(gateway: LiveGateway) -> None:
-    """An answer to HTTP/1.0 ends with its connection, unless the client asks to keep it; a stream is not chunked."""
+    """A response to HTTP/1.0 ends with its connection, unless the client requests keep-alive; a stream is not
+    chunked.
+    """
     old = completion(stream=True).replace(b"HTTP/1.1", b"HTTP/1.0")
     with Wire(gateway.port) as wire:
         wire.send(old)
@@ -411,7 +413,7 @@ def test_http_1_0(gateway: LiveGateway) -> None:
 
 
 def test_head_is_get_without_the_body(gateway: LiveGateway) -> None:
-    """The same headers, and nothing behind them; routes that are not for GET say so."""
+    """The same headers without a body; routes without GET reject it."""
     with Wire(gateway.port) as wire:
         for path, status in (("/livez", 200), ("/v1/models", 200), ("/v1/completions", 405), ("/nowhere", 404)):
             wire.send(request("HEAD", path))
@@ -423,7 +425,7 @@ def test_head_is_get_without_the_body(gateway: LiveGateway) -> None:
 
 
 def test_expect_100_continue(gateway: LiveGateway) -> None:
-    """A client that waits for leave to send its body gets it; one whose body is too long is refused at once."""
+    """A client that waits for permission to send its body gets it; one whose body is too long is rejected at once."""
     data = completion()
     head, _, body = data.partition(b"\r\n\r\n")
     with Wire(gateway.port) as wire:
@@ -461,9 +463,10 @@ def test_targets(gateway: LiveGateway, target: str, status: int) -> None:
 
 @pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
 @pytest.mark.parametrize("body", [None, b'{"model": "m", "prompt": "hello", "max_tokens": 3}'])
-def test_an_offer_to_upgrade_is_passed_over(gateway: LiveGateway, upgrade: str, body: bytes | None) -> None:
-    """The request is answered as if nothing had been offered (curl --http2 and Java's client offer it), and either the
-    connection goes on, or its end is announced."""
+def test_an_upgrade_offer_is_ignored(gateway: LiveGateway, upgrade: str, body: bytes | None) -> None:
+    """The request is answered as if it had no offer (curl --http2 and Java's client send it), and either the
+    connection continues, or its end is announced.
+    """
     path, method = ("/v1/completions", "POST") if body else ("/livez", "GET")
     with Wire(gateway.port, deadline_s=5) as wire:
         wire.send(request(method, path, body, Connection="Upgrade, HTTP2-Settings", Upgrade=upgrade))
@@ -476,23 +479,23 @@ def test_an_offer_to_upgrade_is_passed_over(gateway: LiveGateway, upgrade: str, 
             assert wire.answer().status == 200
 
 
-def test_many_offers_to_upgrade_in_one_read(gateway: LiveGateway) -> None:
-    """Pipelined requests that all offer it are answered one after the other."""
+def test_many_upgrade_offers_in_one_read(gateway: LiveGateway) -> None:
+    """Pipelined requests that all have it are answered one after the other."""
     with Wire(gateway.port) as wire:
         wire.send(request("GET", "/livez", Connection="Upgrade", Upgrade="h2c") * 2000)
         assert [wire.answer().status for _ in range(2000)] == [200] * 2000
 
 
-def test_an_offer_to_upgrade_and_a_wish_to_close(gateway: LiveGateway) -> None:
-    """What else stands in Connection holds."""
+def test_an_upgrade_offer_with_connection_close(gateway: LiveGateway) -> None:
+    """The other values of Connection apply."""
     with Wire(gateway.port) as wire:
         wire.send(request("GET", "/livez", Connection="close, Upgrade", Upgrade="h2c"))
         assert wire.answer().headers["connection"] == "close"
         assert wire.at_end()
 
 
-def test_connect_is_refused_and_tunnels_nothing(gateway: LiveGateway) -> None:
-    """The gateway is no proxy."""
+def test_connect_is_rejected(gateway: LiveGateway) -> None:
+    """The gateway is not a proxy."""
     with Wire(gateway.port) as wire:
         wire.send(b"CONNECT localhost:22 HTTP/1.1\r\nhost: localhost\r\n\r\n")
         answer = wire.answer()
@@ -532,8 +535,8 @@ def test_connect_is_refused_and_tunnels_nothing(gateway: LiveGateway) -> None:
     }.values(),
     ids=lambda head: head.encode("unicode_escape").decode(),
 )
-def test_a_request_of_doubtful_length_is_refused_and_ends_its_connection(gateway: LiveGateway, head: str) -> None:
-    """What two servers could read in two ways is read by none: no second request can hide in it."""
+def test_a_request_of_ambiguous_length_is_rejected_and_ends_its_connection(gateway: LiveGateway, head: str) -> None:
+    """Input that two servers could parse in two ways is rejected: no second request can hide in it."""
     hidden = request("GET", "/livez", x_request_id="smuggled")
     with Wire(gateway.port) as wire:
         wire.offer(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + head.encode() + b"\r\n\r\n0\r\n\r\n" + hidden)
@@ -556,8 +559,8 @@ def test_a_request_of_doubtful_length_is_refused_and_ends_its_connection(gateway
         ("1.0", ["a", "b"], 400),
     ],
 )
-def test_a_request_names_one_host(gateway: LiveGateway, version: str, hosts: list[str], status: int) -> None:
-    """RFC 9112, 3.2: two servers in a row must not take a request for two hosts."""
+def test_a_request_has_exactly_one_host(gateway: LiveGateway, version: str, hosts: list[str], status: int) -> None:
+    """RFC 9112, 3.2: two servers in a row must not see different hosts."""
     fields = "".join(f"host: {host}\r\n" for host in hosts)
     with Wire(gateway.port) as wire:
         wire.offer(f"GET /livez HTTP/{version}\r\n{fields}\r\n".encode())
@@ -598,8 +601,8 @@ def test_chunks_in_http_1_0_are_refused(gateway: LiveGateway) -> None:
         post(b"ffffffffffffffffff\r\nhello\r\n0\r\n\r\n", transfer_encoding="chunked"),
     ],
 )
-def test_what_is_not_http_is_400(gateway: LiveGateway, data: bytes) -> None:
-    """Malformed requests get an error that can be read, and the end of the connection."""
+def test_input_that_is_not_http_is_400(gateway: LiveGateway, data: bytes) -> None:
+    """Malformed requests get a readable error, and the connection closes."""
     with Wire(gateway.port) as wire:
         wire.offer(data)
         answer = wire.answer()
@@ -630,29 +633,29 @@ def test_content_types_and_encodings(gateway: LiveGateway, headers: dict[str, st
 
 
 @pytest.mark.parametrize("path", ["/livez", "/nowhere", "/v1/models"])
-def test_a_request_keeps_its_name(gateway: LiveGateway, path: str) -> None:
-    """x-request-id comes back with every answer, errors among them, and once."""
+def test_a_request_keeps_its_id(gateway: LiveGateway, path: str) -> None:
+    """x-request-id is returned with every response, including errors, exactly once."""
     answer = ask(gateway.port, request("GET", path, X_Request_ID="abc-123.Z"))
     assert answer.headers["x-request-id"] == "abc-123.Z"
     assert answer.names.count("x-request-id") == 1
 
 
 @pytest.mark.parametrize("given", ["", "x" * 200, "caf\xe9", "a\tb"])
-def test_a_name_that_no_log_can_hold_is_replaced(gateway: LiveGateway, given: str) -> None:
-    """A name is printable ASCII of at most 128 characters; for any other the gateway has its own."""
+def test_an_id_that_no_log_can_hold_is_replaced(gateway: LiveGateway, given: str) -> None:
+    """An id is printable ASCII of at most 128 characters; for any other the gateway generates one."""
     answer = ask(gateway.port, request("GET", "/livez", x_request_id=given))
     assert answer.status == 200
     assert answer.headers["x-request-id"] not in ("", given)
 
 
-def test_requests_without_names_get_different_ones(gateway: LiveGateway) -> None:
-    """Every answer can be found in the log."""
+def test_requests_without_ids_get_different_ones(gateway: LiveGateway) -> None:
+    """So that every response can be found in the log."""
     names = {ask(gateway.port, request("GET", "/livez")).headers["x-request-id"] for _ in range(5)}
     assert len(names) == 5
 
 
-def test_every_answer_has_one_of_each_header(gateway: LiveGateway) -> None:
-    """No header comes twice, of no kind of answer."""
+def test_every_response_has_each_header_once(gateway: LiveGateway) -> None:
+    """No header is repeated in any kind of response."""
     for data in (completion(), completion(stream=True), request("GET", "/x"), post(b"{"), b"bad\r\n\r\n"):
         answer = ask(gateway.port, data)
         assert len(set(answer.names)) == len(answer.names), answer.names
@@ -661,8 +664,8 @@ def test_every_answer_has_one_of_each_header(gateway: LiveGateway) -> None:
 # Browsers
 
 
-def test_scripts_of_other_origins_are_refused_by_default(gateway: LiveGateway) -> None:
-    """Without CORS settings no page of another origin can use what listens on loopback, not even blindly."""
+def test_scripts_of_other_origins_are_rejected_by_default(gateway: LiveGateway) -> None:
+    """Without CORS settings no page of another origin can use the loopback gateway, not even blindly."""
     foreign = ask(gateway.port, post(SMALL, origin="https://evil.example"))
     asked = ask(
         gateway.port,
@@ -703,8 +706,8 @@ def test_scripts_of_named_origins_are_served(opened: Open) -> None:
     assert told(other)[0] == 403
 
 
-def test_an_origin_is_sent_back_as_one_header(opened: Open) -> None:
-    """With `*` whatever names itself an origin is sent back, and cannot become a header or an answer of its own."""
+def test_an_origin_is_returned_as_one_header(opened: Open) -> None:
+    """With `*` any origin is returned, and cannot become a header or a response of its own."""
     gateway = opened(cors_origins=("*",))
     for origin in ("null", "a b", "x" * 1000, "\xe9\xff", "a\tb", "http://x/\x7f"):
         with Wire(gateway.port) as wire:
@@ -719,7 +722,7 @@ def test_an_origin_is_sent_back_as_one_header(opened: Open) -> None:
 # Keys
 
 
-def test_keys_and_what_they_are_for(opened: Open) -> None:
+def test_keys_are_checked_for_validity_scope_and_model(opened: Open) -> None:
     """Without a key, with a wrong one, an expired one: 401. For another model, or without the scope: 403."""
     gateway = opened()
     keys = keys_of(gateway)
@@ -762,8 +765,8 @@ def test_keys_and_what_they_are_for(opened: Open) -> None:
     assert ask(gateway.port, completion_with(narrow, model="nope")).status == 403  # nor does it learn what there is
 
 
-def test_probes_need_no_key_and_all_else_does(opened: Open) -> None:
-    """Who has no key learns nothing: not which routes there are, nor what a body should hold."""
+def test_probes_need_no_key_but_all_other_routes_do(opened: Open) -> None:
+    """A client without a key cannot discover the routes or the fields of a body."""
     gateway = opened()
     keys_of(gateway).create("one")
     until(lambda: demands(gateway), 5, "keys are demanded")
@@ -785,8 +788,8 @@ def test_probes_need_no_key_and_all_else_does(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("length", ["content_length", "chunked"])
-def test_who_has_no_key_sends_no_long_body(opened: Open, length: str) -> None:
-    """A stranger is refused by the head alone: nothing of the body is waited for, or kept."""
+def test_a_client_without_a_key_cannot_send_a_long_body(opened: Open, length: str) -> None:
+    """It is rejected after its headers: nothing of the body is awaited or stored."""
     gateway = opened()
     _, key = keys_of(gateway).create("one")
     until(lambda: demands(gateway), 5, "keys are demanded")
@@ -802,7 +805,7 @@ def test_who_has_no_key_sends_no_long_body(opened: Open, length: str) -> None:
 
 
 def test_a_key_expires_on_open_connections_too(opened: Open) -> None:
-    """The gateway knows who has used a connection before, and asks again for how long."""
+    """The gateway rechecks the key of a connection for each request."""
     gateway = opened()
     keys = keys_of(gateway)
     keys.create("lasting")
@@ -841,8 +844,8 @@ def test_a_revoked_key_ends_on_open_connections_too(opened: Open) -> None:
     assert demands(gateway)
 
 
-def test_a_stream_that_began_before_its_key_was_revoked_may_end() -> None:
-    """As docs/security.md says. The next request on its connection is refused, as are those on others."""
+def test_a_stream_that_began_before_its_key_was_revoked_is_completed() -> None:
+    """As docs/security.md promises. The next request on its connection is rejected, as are those on others."""
     slow = Served(step_ms=10)
     gateway = LiveGateway()
     try:
@@ -866,8 +869,8 @@ def test_a_stream_that_began_before_its_key_was_revoked_may_end() -> None:
         slow.close()
 
 
-def test_a_broken_or_lost_file_of_keys_opens_nothing(opened: Open) -> None:
-    """The keys that were known stay, and none is demanded less."""
+def test_a_broken_or_lost_key_file_opens_nothing(opened: Open) -> None:
+    """The loaded keys stay, and a key is still required."""
     gateway = opened()
     keys = keys_of(gateway)
     _, key = keys.create("one")
@@ -882,8 +885,8 @@ def test_a_broken_or_lost_file_of_keys_opens_nothing(opened: Open) -> None:
             assert ask(gateway.port, completion_with(key)).status == 200
 
 
-def test_two_keys_in_one_request_are_none(opened: Open) -> None:
-    """A header that is there twice is not read in one of two ways."""
+def test_two_keys_in_one_request_are_rejected(opened: Open) -> None:
+    """A repeated header must not be read in one of two ways."""
     gateway = opened()
     _, key = keys_of(gateway).create("one")
     until(lambda: demands(gateway), 5, "keys are demanded")
@@ -951,16 +954,16 @@ def test_an_odd_field_is_the_clients_mistake(gateway: LiveGateway, fields: dict[
     ],
     ids=lambda body: repr(body[:30]),
 )
-def test_a_body_that_is_no_such_json_is_400(gateway: LiveGateway, body: bytes) -> None:
-    """Wrong encodings, numbers that are none, nests without end."""
+def test_an_invalid_json_body_is_400(gateway: LiveGateway, body: bytes) -> None:
+    """Wrong encodings, invalid numbers, endless nesting."""
     for path in ("/v1/completions", CHAT):
         answer = ask(gateway.port, post(body, path))
         assert answer.status == 400
         assert answer.code
 
 
-def test_an_error_does_not_repeat_all_that_was_sent(opened: Open) -> None:
-    """What is wrong is named by its beginning: an answer is not made large by who asks."""
+def test_an_error_does_not_repeat_the_whole_input(opened: Open) -> None:
+    """The message quotes its beginning: a client cannot enlarge the response."""
     gateway = opened()
     for data in (
         completion(model="\x00" * 1_000_000),
@@ -974,8 +977,8 @@ def test_an_error_does_not_repeat_all_that_was_sent(opened: Open) -> None:
         assert len(answer.body) < 10_000
 
 
-def test_who_has_no_key_writes_no_lines_of_the_log(opened: Open, tmp_path: Path) -> None:
-    """However much is asked: the requests are counted, and one line tells how many there were."""
+def test_a_client_without_a_key_writes_no_log_lines(opened: Open, tmp_path: Path) -> None:
+    """For any number of requests: they are counted, and one line has their number."""
     gateway = opened()
     keys_of(gateway).create("someone")
     until(lambda: demands(gateway), 5, "a key is needed")

@@ -105,7 +105,7 @@ def folder(tmp_path: Path) -> Path:
     return found.path
 
 
-def test_an_entry_is_one_commit_laid_out_as_a_neff_cache(hub: Hub, folder: Path) -> None:
+def test_an_entry_is_one_commit_with_the_layout_of_a_neff_cache(hub: Hub, folder: Path) -> None:
     """In a private repository, with the token of the environment."""
     (place,) = push_to_hub("me/neffs", [folder])
     assert place == f"corewright/compiled/{folder.name}"
@@ -115,17 +115,17 @@ def test_an_entry_is_one_commit_laid_out_as_a_neff_cache(hub: Hub, folder: Path)
     assert hub.made[0].get("private") is True or hub.made[0].get("visibility") == "private"
 
 
-def test_an_entry_that_is_there_stays(hub: Hub, folder: Path) -> None:
-    """Its manifest tells."""
+def test_an_existing_entry_is_not_sent_again(hub: Hub, folder: Path) -> None:
+    """Its manifest identifies it."""
     push_to_hub("me/neffs", [folder])
     push_to_hub("me/neffs", [folder])
     assert len(hub.commits) == 1
 
 
-def test_an_entry_is_held_while_it_is_sent(
+def test_an_entry_is_locked_while_it_is_sent(
     hub: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`cache prune` takes nothing away meanwhile; what it took before is told."""
+    """`cache prune` does not remove it meanwhile; one that was removed before is reported."""
     monkeypatch.setattr(hub, "before_commit", lambda: gone.extend(prune_compiled(tmp_path, -1.0)))
     gone: list[Removed] = []
     push_to_hub("me/neffs", [folder])
@@ -137,8 +137,8 @@ def test_an_entry_is_held_while_it_is_sent(
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_refusal_names_what_is_missing_and_no_token(hub: Hub, folder: Path, status: int) -> None:
-    """The account that may write there."""
+def test_a_rejection_has_the_missing_permission_and_no_token(hub: Hub, folder: Path, status: int) -> None:
+    """Write access of the account."""
     hub.refuses = status
     with pytest.raises(Failed) as caught:
         push_to_hub("me/neffs", [folder])
@@ -148,8 +148,8 @@ def test_a_refusal_names_what_is_missing_and_no_token(hub: Hub, folder: Path, st
     assert TOKEN not in told
 
 
-def test_a_hub_that_is_away_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody listens at that port."""
+def test_an_unreachable_hub_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No server listens at that port."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with pytest.raises(Failed, match="hub-push-failed"):

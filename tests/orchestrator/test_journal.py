@@ -73,7 +73,7 @@ def folded(*records: Record) -> JournalState:
 
 
 def test_a_record_gets_its_number_and_its_time(tmp_path: Path) -> None:
-    """Records count from 1 without gaps, by the given clock, and across restarts."""
+    """Records are numbered from 1 without gaps, with the given clock, and across restarts."""
     journal = Journal(tmp_path / "journal", clock=lambda: 12.5)
     first = journal.append(event("a"))
     journal.close()
@@ -86,7 +86,7 @@ def test_a_record_gets_its_number_and_its_time(tmp_path: Path) -> None:
 
 
 def test_a_record_is_a_line_with_its_checksum(tmp_path: Path) -> None:
-    """The file can be read with a pager, and checked with zlib alone."""
+    """The file can be read with a pager, and verified with zlib alone."""
     journal = Journal(tmp_path / "journal")
     journal.append(revision(1))
     journal.append(event("two\nlines"))
@@ -101,8 +101,8 @@ def test_a_record_is_a_line_with_its_checksum(tmp_path: Path) -> None:
     assert msgspec.json.decode(lines[0][9:])["kind"] == "revision"
 
 
-def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
-    """The journal holds specs and command lines: mode 0600 for each of its files, also for one that was wider."""
+def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
+    """The journal has specs and command lines: mode 0600 for each of its files, also for one with a wider mode."""
     path = tmp_path / "journal"
     path.touch(mode=0o644)
     path.write_bytes(b"torn")
@@ -119,16 +119,16 @@ def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
 # The state
 
 
-def test_the_latest_revision_is_the_current_one_and_the_newest_are_kept() -> None:
-    """History is bounded, and the current revision is always in it."""
+def test_the_latest_revision_is_current_and_the_newest_are_kept() -> None:
+    """History is bounded, and always has the current revision."""
     state = folded(*(revision(number) for number in range(1, KEEP_REVISIONS + 11)))
 
     assert state.revision == KEEP_REVISIONS + 10
     assert list(state.revisions) == list(range(11, KEEP_REVISIONS + 11))
 
 
-def test_a_scale_holds_until_the_spec_decides_again() -> None:
-    """Only models that someone scaled or unloaded by hand are in the state."""
+def test_a_manual_scale_holds_until_the_spec_decides_again() -> None:
+    """Only manually scaled or unloaded models are in the state."""
     state = folded(scale("a", 2), scale("b", 3), scale("c", None, sleep=True), scale("a", None))
 
     assert {model: (by_hand.count, by_hand.sleep) for model, by_hand in state.scales.items()} == {
@@ -150,12 +150,12 @@ def test_a_scale_holds_until_the_spec_decides_again() -> None:
     ],
 )
 def test_cordons_add_up(records: list[Cordon], expected: dict[str, object]) -> None:
-    """Uncordoning a host frees all of it; a host cordoned as a whole stays so whatever is said of its cores."""
+    """Uncordoning a host frees all of it; a host cordoned as a whole stays cordoned whatever happens to its cores."""
     assert folded(*records).cordons == expected
 
 
 def test_a_quarantine_ends_with_its_core_freed() -> None:
-    """A core is in quarantine from the record that says so to the one that takes it back."""
+    """A core is quarantined from the record that starts it to the one that ends it."""
     both = folded(quarantine(3, on=True), quarantine(4, on=True), quarantine(3, on=False))
     none = folded(quarantine(3, on=True), quarantine(3, on=False))
 
@@ -164,7 +164,7 @@ def test_a_quarantine_ends_with_its_core_freed() -> None:
     assert none.quarantines == {}
 
 
-def test_an_epoch_is_never_given_twice() -> None:
+def test_an_epoch_is_never_used_twice() -> None:
     """The last epoch of a replica outlives the replica; only starts count as starts."""
     forget = msgspec.structs.replace(start(0, 2), action="forget")
     adopted = msgspec.structs.replace(start(1, 7), action="stop")
@@ -174,8 +174,8 @@ def test_an_epoch_is_never_given_twice() -> None:
     assert state.starts == {"m/0": 0, "m/1": 0}  # what is forgotten begins anew
 
 
-def test_the_known_epochs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fleet whose models change their names for years keeps the epochs of the replicas it dealt with last."""
+def test_the_stored_epochs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet whose models change their names for years keeps the epochs of its latest replicas."""
     monkeypatch.setattr(module, "KEEP_REPLICAS", 3)
 
     state = folded(start(0, 1), start(1, 1), start(2, 1), start(0, 2), start(3, 1))
@@ -184,8 +184,8 @@ def test_the_known_epochs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state.starts.keys() == state.epochs.keys()
 
 
-def test_the_index_moves_with_what_changes_the_fleet_only() -> None:
-    """`--check-index` does not refuse an apply because something was told, or a rollout went on."""
+def test_the_index_changes_only_with_changes_of_the_fleet() -> None:
+    """`--check-index` does not reject an apply because of an event, or the progress of a rollout."""
     rollout = RolloutState(revision=1, state="complete", reason="all ready")
     state = folded(revision(1), event("a"), rollout)
 
@@ -196,7 +196,7 @@ def test_the_index_moves_with_what_changes_the_fleet_only() -> None:
 
 
 def test_a_state_is_a_value() -> None:
-    """What a reader was given does not change under its hands, nor do records by who wrote them."""
+    """The state of a reader does not change afterwards, nor do written records."""
     journal = Journal(None)
     plan = {"start": 1}
     journal.append(msgspec.structs.replace(revision(1), plan=plan))
@@ -211,7 +211,7 @@ def test_a_state_is_a_value() -> None:
 
 
 def test_a_record_folded_twice_counts_once() -> None:
-    """The number says whether the state holds a record already."""
+    """Its number shows whether the state has the record already."""
     journal = Journal(None)
     record = journal.append(start(0, 1))
 
@@ -221,8 +221,8 @@ def test_a_record_folded_twice_counts_once() -> None:
 # Events
 
 
-def test_events_are_told_on_from_the_last_one_read() -> None:
-    """A reader asks for what came after its last event, page by page, and misses none."""
+def test_events_are_read_from_the_last_read_one_on() -> None:
+    """A reader requests the events after its last one, page by page, and misses none."""
     journal = Journal(None)
     for number in range(5):
         journal.append(event(f"e{number}", model="even" if number % 2 == 0 else "odd"))
@@ -249,8 +249,8 @@ def test_events_are_told_on_from_the_last_one_read() -> None:
     ],
     ids=["type", "no JSON", "literal", "no Unicode"],
 )
-def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, record: Record) -> None:
-    """A bug in the controller shows when it writes, not when its successor reads."""
+def test_an_unreadable_record_is_not_written(tmp_path: Path, record: Record) -> None:
+    """A bug in the controller shows at the write, not when its successor reads."""
     journal = Journal(tmp_path / "journal")
 
     with pytest.raises((TypeError, ValueError)):
@@ -261,8 +261,8 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, record: Reco
     assert b'"kind":"event"' in (tmp_path / "journal").read_bytes()
 
 
-def test_a_command_line_that_is_no_unicode_is_written_with_escapes() -> None:
-    """Whatever took a core, its command line is no reason to fail."""
+def test_a_command_line_that_is_not_unicode_is_written_with_escapes() -> None:
+    """Any command line of a foreign process can be recorded."""
     record = msgspec.structs.replace(quarantine(1, on=True), command="train\udc80")
 
     assert Journal(None).append(record).command == "train\\udc80"
@@ -310,10 +310,8 @@ print(last.seq)
     ],
     ids=["scale", "event", "event, full while compacting"],
 )
-def test_on_a_full_disk_a_record_is_refused_and_nothing_is_left_of_it(
-    tmp_path: Path, kind: str, most_bytes: int, limit: int
-) -> None:
-    """The refused record leaves neither bytes nor state, and once there is space the next one is taken."""
+def test_on_a_full_disk_a_record_is_rejected_completely(tmp_path: Path, kind: str, most_bytes: int, limit: int) -> None:
+    """It leaves neither bytes nor state, and once there is space the next one is accepted."""
     path = tmp_path / "journal"
 
     result = subprocess.run(
@@ -340,8 +338,8 @@ def fails(number: int) -> Callable[..., None]:
     return fail
 
 
-def test_after_a_failed_sync_everything_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel forgets pages that it could not write, so the old file is not to be trusted any more."""
+def test_after_a_failed_sync_the_whole_file_is_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel drops pages that it could not write, so the old file is not reliable."""
     path = tmp_path / "journal"
     journal = Journal(path)
     journal.append(scale("a", 1))
@@ -361,10 +359,10 @@ def test_after_a_failed_sync_everything_is_written_anew(tmp_path: Path, monkeypa
     again.close()
 
 
-def test_a_record_that_could_not_be_taken_back_is_gone_with_the_next(
+def test_a_record_that_could_not_be_removed_is_gone_with_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When even cutting back fails, the next append writes all anew, without it."""
+    """If even truncation fails, the next append rewrites the file without it."""
     path = tmp_path / "journal"
     journal = Journal(path)
     journal.append(scale("a", 1))
@@ -382,8 +380,8 @@ def test_a_record_that_could_not_be_taken_back_is_gone_with_the_next(
     again.close()
 
 
-def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:
-    """A decision of a controller that has let go is not lost in silence."""
+def test_a_closed_journal_accepts_no_records(tmp_path: Path) -> None:
+    """A decision of a controller without the journal is not lost silently."""
     for journal in (Journal(tmp_path / "journal"), Journal(None)):
         journal.close()
         journal.close()
@@ -391,8 +389,8 @@ def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:
             journal.append(event("late"))
 
 
-def test_a_journal_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
-    """The error names the file and the cause, and the lock is free again."""
+def test_a_journal_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
+    """It has the file and the cause, and the lock is free again."""
     path = tmp_path / "journal"
     path.mkdir()
 
@@ -428,7 +426,7 @@ def hold(path: Path) -> subprocess.Popen[str]:
 
 
 def test_two_controllers_cannot_write_one_journal(tmp_path: Path) -> None:
-    """The second is refused and told who has it, also after the file was replaced by compaction."""
+    """The second is rejected with the holder, also after compaction has replaced the file."""
     other = hold(tmp_path / "journal")
     try:
         with pytest.raises(JournalBusy, match=rf"held by another process \(pid {other.pid}\)"):
@@ -439,7 +437,7 @@ def test_two_controllers_cannot_write_one_journal(tmp_path: Path) -> None:
 
 
 def test_a_killed_controllers_journal_is_free_at_once(tmp_path: Path) -> None:
-    """A successor that already waits gets the journal with the death of the former holder, and all that it wrote."""
+    """A waiting successor gets the journal with the death of the former holder, and all of its records."""
     other = hold(tmp_path / "journal")
     os.kill(other.pid, signal.SIGKILL)
     journal = Journal(tmp_path / "journal")
@@ -479,7 +477,7 @@ def folded_lines(*records: Record) -> list[bytes]:
 
 
 def test_a_torn_record_is_cut_off_and_kept_beside_the_journal(tmp_path: Path) -> None:
-    """The last record may be lost; its bytes are kept for whoever wants to know, the newest only."""
+    """The last record may be lost; its bytes are kept for inspection, only the newest ones."""
     path = tmp_path / "journal"
     lines = written(path, scale("a", 1), scale("b", 1))
     (tmp_path / "journal.torn").write_bytes(b"an older one, and longer than the newer one" * 9)
@@ -494,8 +492,10 @@ def test_a_torn_record_is_cut_off_and_kept_beside_the_journal(tmp_path: Path) ->
     journal.close()
 
 
-def test_a_flipped_bit_costs_its_own_record_only(tmp_path: Path) -> None:
-    """Every bit of a record in the middle flipped: at most its neighbour is lost with it, and the loss is told."""
+def test_a_flipped_bit_affects_only_its_own_record(tmp_path: Path) -> None:
+    """Every bit of a record in the middle is flipped: at most its neighbour is lost with it, and the loss is
+    reported.
+    """
     lines = written(tmp_path / "journal", *(scale(name, 1) for name in "abcd"))
     begin, size = len(lines[0]), len(lines[1])
 
@@ -511,8 +511,8 @@ def test_a_flipped_bit_costs_its_own_record_only(tmp_path: Path) -> None:
         assert f"bytes {begin} to" in contents.damage[0]
 
 
-def test_damage_is_told_and_does_not_stop_the_journal(tmp_path: Path) -> None:
-    """The controller starts, says what it has lost, and its next record has a number of its own."""
+def test_damage_is_reported_and_does_not_stop_the_journal(tmp_path: Path) -> None:
+    """The controller starts, reports the loss, and its next record has a new number."""
     path = tmp_path / "journal"
     lines = written(path, *(scale(name, 1) for name in "abcd"))
     path.write_bytes(lines[0] + b"x" + lines[1][1:] + b"y" + lines[2][1:] + lines[3])
@@ -527,8 +527,8 @@ def test_damage_is_told_and_does_not_stop_the_journal(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_whole_last_line_that_is_damaged_is_told(tmp_path: Path) -> None:
-    """A crash leaves a part of a line; a line with its end was on the disk once, so its loss is not silent."""
+def test_a_damaged_complete_last_line_is_reported(tmp_path: Path) -> None:
+    """A crash leaves an incomplete line; a complete line was on the disk, so its loss is reported."""
     path = tmp_path / "journal"
     lines = written(path, scale("a", 1), scale("b", 1))
     path.write_bytes(lines[0] + b"x" + lines[1][1:])
@@ -544,7 +544,7 @@ def test_a_whole_last_line_that_is_damaged_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("followed", [False, True], ids=["last", "with its event"])
 def test_every_flipped_byte_of_the_newest_revision_is_damage(followed: bool) -> None:
-    """Also its newline, and bytes that become one: none looks like a write that was torn."""
+    """Also its newline, and bytes that become one: none looks like a torn write."""
     lines = folded_lines(revision(1), revision(2), *[event("applied")] * followed)
     begin = len(lines[0])
 
@@ -591,15 +591,15 @@ def test_damage_at_the_end_is_seen_until_it_is_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cause", "held"), [("apply", False), ("undo", False), ("watch", False), ("up", False), ("rollback", True)]
 )
-def test_a_hold_ends_with_somebodys_revision(cause: str, held: bool) -> None:
-    """The controller's own rollback is nobody's word."""
+def test_a_hold_ends_with_a_revision_of_an_operator(cause: str, held: bool) -> None:
+    """The controller's own rollback does not end it."""
     state = folded(revision(1), Damage(what="bytes"), msgspec.structs.replace(revision(2), cause=cause))
 
     assert (state.held is not None) is held
 
 
 def test_a_hold_and_its_end_survive_compaction(tmp_path: Path) -> None:
-    """Where the damage itself is gone from the file, too."""
+    """Which removes the damage itself from the file, too."""
     path = tmp_path / "journal"
     lines = written(path, *(scale(name, 1) for name in "abc"))
     path.write_bytes(lines[0] + b"x" + lines[1][1:] + lines[2])
@@ -616,16 +616,16 @@ def test_a_hold_and_its_end_survive_compaction(tmp_path: Path) -> None:
     assert (contents.damage, contents.state.held) == ([], None)
 
 
-def test_the_number_of_a_lost_revision_is_not_given_again() -> None:
-    """Else the new one would have its outcome."""
+def test_the_number_of_a_lost_revision_is_not_reused() -> None:
+    """Otherwise the new one would have its outcome."""
     complete = RolloutState(revision=3, state="complete", reason="all ready")
 
     assert folded(revision(2), complete).next_revision == 4
     assert JournalState().next_revision == 1
 
 
-def test_missing_records_are_told(tmp_path: Path) -> None:
-    """Lines that someone took out of the file leave a gap in the numbers."""
+def test_missing_records_are_reported(tmp_path: Path) -> None:
+    """Lines removed from the file leave a gap in the numbers."""
     lines = written(tmp_path / "journal", *(scale(name, 1) for name in "abcd"))
 
     contents = read(lines[0] + lines[3])
@@ -644,8 +644,10 @@ def test_missing_records_are_told(tmp_path: Path) -> None:
     ],
     ids=["kind", "shape", "no kind", "no record"],
 )
-def test_records_of_a_newer_version_are_skipped_and_told(tmp_path: Path, payload: bytes, kind: str, seq: int) -> None:
-    """After a downgrade the controller starts, and the numbers of what it does not know are not given again."""
+def test_records_of_a_newer_version_are_skipped_and_reported(
+    tmp_path: Path, payload: bytes, kind: str, seq: int
+) -> None:
+    """After a downgrade the controller starts, and the numbers of unknown records are not reused."""
     path = tmp_path / "journal"
     lines = written(path, scale("a", 1))
     strange = b"%08x %b\n" % (zlib.crc32(payload), payload)
@@ -670,8 +672,8 @@ def test_a_later_versions_extra_fields_are_passed_over() -> None:
     assert contents.state.scales["m"].count == 1
 
 
-def test_a_file_of_something_else_is_not_taken_for_a_journal(tmp_path: Path) -> None:
-    """Nothing in it is a record: the journal is empty, says so, and the bytes are kept."""
+def test_another_file_is_not_read_as_a_journal(tmp_path: Path) -> None:
+    """It has no records: the journal is empty and reports it, and the bytes are kept."""
     path = tmp_path / "journal"
     path.write_bytes(b"\x00SQLite format 3\n\n\xff" * 100)
 
@@ -687,7 +689,7 @@ def test_a_file_of_something_else_is_not_taken_for_a_journal(tmp_path: Path) -> 
 
 
 def test_compaction_keeps_state_events_and_numbers(tmp_path: Path) -> None:
-    """However often the file is written anew, a reader sees no difference."""
+    """A reader sees no difference, however often the file is rewritten."""
     path = tmp_path / "journal"
     journal, memory = Journal(path, clock=lambda: 1.0, most_bytes=3000), Journal(None, clock=lambda: 1.0)
     compactions, inode = 0, path.stat().st_ino
@@ -708,8 +710,8 @@ def test_compaction_keeps_state_events_and_numbers(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_compaction_that_fails_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record is in the old file, which stays in use; later it is tried again."""
+def test_a_failed_compaction_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is in the old file, which stays in use; the compaction is retried later."""
     path = tmp_path / "journal"
     journal = Journal(path, most_bytes=1000)
     inode = path.stat().st_ino
@@ -728,8 +730,8 @@ def test_a_compaction_that_fails_costs_nothing(tmp_path: Path, monkeypatch: pyte
     assert read(path.read_bytes()).state.scales["m"].count == 39
 
 
-def test_a_crash_while_compacting_leaves_the_old_file(tmp_path: Path) -> None:
-    """What was half-written beside the journal is nothing, and is cleared away."""
+def test_a_crash_during_compaction_leaves_the_old_file(tmp_path: Path) -> None:
+    """The incomplete new file is ignored and removed."""
     path = tmp_path / "journal"
     written(path, scale("a", 1))
     (tmp_path / "journal.new").write_bytes(b"half")
@@ -764,7 +766,7 @@ def test_ten_thousand_records_stay_bounded(tmp_path: Path) -> None:
 
 
 def test_a_simulated_year_is_fast_and_does_not_grow() -> None:
-    """Without a path: well under 20 us of CPU time for a record (the best of five runs), and memory stops growing."""
+    """Without a path: well under 20 us for a record (the best of five runs), and bounded memory."""
     journal = Journal(None)
     records = [start(number % 12, number) for number in range(100)] + [event("e"), scale("m", 1)] * 450
 

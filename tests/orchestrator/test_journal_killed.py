@@ -59,7 +59,7 @@ def _killed_at(path: Path, step: int) -> bool:
 
 
 def test_a_kill_at_any_step_of_a_compaction_loses_nothing_and_leaves_nothing(tmp_path: Path) -> None:
-    """Of each file operation in turn; a write is cut in its middle."""
+    """At each file operation in turn; a write is cut in its middle."""
     whole = tmp_path / "whole" / "journal"
     whole.parent.mkdir()
     assert not _killed_at(whole, MOST_STEPS * 10)

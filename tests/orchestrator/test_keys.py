@@ -40,8 +40,8 @@ def failed(work: object, *arguments: object, **named: object) -> Failed:
     return found.value
 
 
-def test_a_key_is_known_again_and_by_its_whole_text_only(file: KeyFile) -> None:
-    """Of the form that is documented."""
+def test_a_key_is_recognized_by_its_complete_text_only(file: KeyFile) -> None:
+    """In the documented form."""
     key, text = file.create("ci")
     other, _ = file.create("other")
     ring = file.read()
@@ -56,8 +56,8 @@ _A_KEY: tuple[KeyRing, str] | None = None
 
 
 @given(data=st.data())
-def test_nothing_else_is_a_key(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No text at all, and no change of a key in one place, however small."""
+def test_no_other_text_is_a_key(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No random text, and no key with a change in one place, however small."""
     global _A_KEY
     if _A_KEY is None:
         made = KeyFile(tmp_path_factory.mktemp("keys") / "keys.json")
@@ -76,8 +76,10 @@ def test_nothing_else_is_a_key(data: st.DataObject, tmp_path_factory: pytest.Tem
     assert (ring.authenticate(changed, NOW) is None) == (changed != text)
 
 
-def test_a_digest_is_compared_in_constant_time_also_for_nobody(file: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown id costs the same comparison, so that ids cannot be guessed by the time of an answer."""
+def test_a_digest_is_compared_in_constant_time_also_for_unknown_ids(
+    file: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unknown id costs the same comparison, so that ids cannot be guessed from response times."""
     _, text = file.create("ci")
     ring, compared = file.read(), list[tuple[int, int]]()
 
@@ -93,8 +95,8 @@ def test_a_digest_is_compared_in_constant_time_also_for_nobody(file: KeyFile, mo
     assert compared == [(64, 64), (64, 64)]
 
 
-def test_no_secret_is_in_the_file_and_nobody_else_can_read_it(file: KeyFile) -> None:
-    """Mode 0600, whatever the umask; beside it nothing but the lock."""
+def test_no_secret_is_in_the_file_and_only_its_owner_can_read_it(file: KeyFile) -> None:
+    """Mode 0600 for any umask; beside it only the lock."""
     _, text = file.create("ci")
     kept = file.path.read_text()
     assert text[12:] not in kept
@@ -103,8 +105,8 @@ def test_no_secret_is_in_the_file_and_nobody_else_can_read_it(file: KeyFile) -> 
     assert sorted(path.name for path in file.path.parent.iterdir()) == ["keys.json", "keys.lock"]
 
 
-def test_a_key_that_has_expired_opens_nothing(file: KeyFile) -> None:
-    """From that very second on."""
+def test_an_expired_key_is_rejected(file: KeyFile) -> None:
+    """From its expiry on."""
     key, text = file.create("ci", expires=NOW + 60, now=NOW)
     ring = file.read()
     assert ring.authenticate(text, NOW + 59.9) == key
@@ -112,8 +114,8 @@ def test_a_key_that_has_expired_opens_nothing(file: KeyFile) -> None:
     assert (ring.usable(NOW, "inference"), ring.usable(NOW + 60, "inference")) == (1, 0)
 
 
-def test_a_key_says_what_it_is_for(file: KeyFile) -> None:
-    """Scopes and models; without models it is for all."""
+def test_a_key_has_its_scopes_and_models(file: KeyFile) -> None:
+    """Without models it is for all."""
     ops, _ = file.create("ops", scopes=("admin",))
     one, _ = file.create("one", models=("chat",))
     both, _ = file.create("both", scopes=("admin", "inference"))
@@ -123,8 +125,8 @@ def test_a_key_says_what_it_is_for(file: KeyFile) -> None:
 
 
 @pytest.mark.parametrize("by", ["id", "name"])
-def test_a_revoked_key_opens_nothing(by: str, file: KeyFile) -> None:
-    """By id or by name; the others stay. Without the last one keys are still demanded."""
+def test_a_revoked_key_is_rejected(by: str, file: KeyFile) -> None:
+    """By id or by name; the others stay. Without the last one keys are still required."""
     key, text = file.create("ci")
     kept, other = file.create("other")
     assert file.revoke(getattr(key, by)) == key
@@ -134,19 +136,19 @@ def test_a_revoked_key_opens_nothing(by: str, file: KeyFile) -> None:
     assert (len(file.read()), file.read().requires_key(NOW)) == (0, True)
 
 
-def test_without_a_file_no_key_is_demanded(file: KeyFile) -> None:
-    """Of a home that never had one."""
+def test_without_a_file_no_key_is_required(file: KeyFile) -> None:
+    """In a home that never had one."""
     assert (len(file.read()), file.read().requires_key(NOW)) == (0, False)
 
 
 @pytest.mark.parametrize("name", ["", "-x", "a b", "ä", "a" * 64, "0123abcd", "x\n"])
-def test_a_name_that_is_none_is_refused(name: str, file: KeyFile) -> None:
-    """And one that could be taken for an id."""
+def test_an_invalid_name_is_rejected(name: str, file: KeyFile) -> None:
+    """And one that could be mistaken for an id."""
     assert failed(file.create, name).problem.id == "key-name-wrong"
 
 
-def test_a_name_is_there_once_and_what_is_not_there_is_not_revoked(file: KeyFile) -> None:
-    """With what to do; a whole key that was typed is not repeated."""
+def test_a_name_is_unique_and_an_unknown_one_is_not_revoked(file: KeyFile) -> None:
+    """With the remedy; a complete key as the argument is not repeated."""
     _, text = file.create("ci")
     assert failed(file.create, "ci").problem.id == "key-name-taken"
     assert failed(file.create, "ops", models=("no model",)).problem.id == "key-name-wrong"
@@ -172,8 +174,8 @@ def test_a_name_is_there_once_and_what_is_not_there_is_not_revoked(file: KeyFile
         '"created": 0, "expires": null}]}',
     ],
 )
-def test_a_broken_file_is_told_and_the_last_good_keys_stay(text: str, file: KeyFile) -> None:
-    """Nobody is locked out, and nobody let in, by a slip of an editor; nothing is written over it either."""
+def test_a_broken_file_is_logged_and_the_last_valid_keys_stay(text: str, file: KeyFile) -> None:
+    """An editing error locks no client out, and lets none in; the file is not overwritten either."""
     key, secret = file.create("ci")
     watching = KeyFile(file.path)
     assert watching.current().authenticate(secret, NOW) == key
@@ -187,7 +189,7 @@ def test_a_broken_file_is_told_and_the_last_good_keys_stay(text: str, file: KeyF
 
 
 def test_a_file_that_was_never_read_opens_nothing(file: KeyFile) -> None:
-    """A gateway that starts while the file is broken admits no one, until the file is repaired."""
+    """A gateway that starts while the file is broken rejects all clients until the file is repaired."""
     key, secret = file.create("ci")
     good = file.path.read_bytes()
     file.path.write_bytes(b"[]")
@@ -198,8 +200,8 @@ def test_a_file_that_was_never_read_opens_nothing(file: KeyFile) -> None:
     assert watching.current().authenticate(secret, NOW) == key
 
 
-def test_a_file_that_others_may_write_is_not_trusted(file: KeyFile) -> None:
-    """Whoever can write it can give himself a key."""
+def test_a_file_that_others_can_write_is_not_trusted(file: KeyFile) -> None:
+    """They could create keys for themselves."""
     file.create("ci")
     file.path.chmod(0o622)
     assert failed(file.read).problem.id == "keys-unreadable"
@@ -208,7 +210,7 @@ def test_a_file_that_others_may_write_is_not_trusted(file: KeyFile) -> None:
     assert failed(file.read).problem.id == "keys-unreadable"
 
 
-def test_a_key_that_is_revoked_while_no_file_can_be_opened_ends_soon_after(file: KeyFile) -> None:
+def test_a_key_revoked_while_no_file_can_be_opened_ends_soon_after(file: KeyFile) -> None:
     """The file is read again once there are descriptors, though it has not changed since."""
     key, text = file.create("alice")
     reader = KeyFile(file.path)
@@ -225,8 +227,8 @@ def test_a_key_that_is_revoked_while_no_file_can_be_opened_ends_soon_after(file:
     assert reader.current().authenticate(text, NOW) is None
 
 
-def test_a_file_that_vanishes_opens_nothing(file: KeyFile) -> None:
-    """Who removes it under a gateway does not open the gateway."""
+def test_a_removed_file_opens_nothing(file: KeyFile) -> None:
+    """Removing it under a running gateway does not open the gateway."""
     key, text = file.create("ci")
     watching = KeyFile(file.path)
     watching.current()
@@ -235,8 +237,8 @@ def test_a_file_that_vanishes_opens_nothing(file: KeyFile) -> None:
     assert watching.current().authenticate(text, NOW) == key
 
 
-def test_changes_are_seen_and_nothing_is_read_twice(file: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a restart; an unchanged file costs no reading."""
+def test_changes_are_detected_and_nothing_is_read_twice(file: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a restart; an unchanged file is not read."""
     watching = KeyFile(file.path)
     assert not watching.current().requires_key(NOW)
     _, text = file.create("ci")
@@ -248,14 +250,14 @@ def test_changes_are_seen_and_nothing_is_read_twice(file: KeyFile, monkeypatch: 
     watching.current()
 
 
-def test_a_home_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_home_is_reported(tmp_path: Path) -> None:
     """Nothing is half done."""
     (tmp_path / "file").write_text("")
     assert failed(KeyFile(tmp_path / "file" / "keys.json").create, "ci").problem.id == "keys-unwritable"
 
 
-def test_a_keys_allowance_changes_while_it_lives(file: KeyFile) -> None:
-    """What is not named stays, and the key is the same."""
+def test_a_keys_allowance_changes_without_a_new_key(file: KeyFile) -> None:
+    """Fields that are not given stay, and the key is the same."""
     key, text = file.create("ci", allowance=Allowance(weight=3.0, tokens_per_minute=100))
     assert (key.weight, key.tokens_per_minute, key.requests_per_minute, key.limited) == (3.0, 100, None, True)
     file.create("other")
@@ -281,8 +283,8 @@ def test_a_keys_allowance_changes_while_it_lives(file: KeyFile) -> None:
         {"max_concurrent": 0},
     ],
 )
-def test_an_allowance_out_of_bounds_is_refused(allowance: dict[str, Any], file: KeyFile) -> None:
-    """With the bounds; nothing is made or changed."""
+def test_an_allowance_out_of_range_is_rejected_with_the_range(allowance: dict[str, Any], file: KeyFile) -> None:
+    """Nothing is created or changed."""
     assert failed(file.create, "new", allowance=Allowance(**allowance)).problem.id == "key-limit-wrong"
     key, _ = file.create("ci")
     wrong = failed(file.change, "ci", **allowance)
@@ -290,8 +292,8 @@ def test_an_allowance_out_of_bounds_is_refused(allowance: dict[str, Any], file: 
     assert file.read().keys == (key,)
 
 
-def test_the_file_is_of_the_oldest_version_that_can_hold_it(file: KeyFile) -> None:
-    """An older corewright reads it as long as no key has what it does not know; a later file is told as one."""
+def test_the_file_has_the_oldest_sufficient_version(file: KeyFile) -> None:
+    """An older corewright can read it as long as no key has newer fields; a newer file is reported as such."""
 
     def version() -> int:
         found: int = json.loads(file.path.read_text())["version"]
@@ -312,7 +314,7 @@ def test_the_file_is_of_the_oldest_version_that_can_hold_it(file: KeyFile) -> No
     assert "its version is 4; this corewright reads versions up to 3" in str(failed(file.read))
 
 
-def test_a_file_of_before_there_were_limits_is_read(file: KeyFile) -> None:
+def test_a_file_from_before_limits_is_read(file: KeyFile) -> None:
     """Its keys have none."""
     key = {"id": "0123abcd", "name": "a", "digest": "0" * 64, "scopes": ["inference"], "models": [], "created": 1.0}
     file.path.write_text(json.dumps({"version": 1, "keys": [{**key, "expires": None}]}))
@@ -323,13 +325,12 @@ def test_a_file_of_before_there_were_limits_is_read(file: KeyFile) -> None:
 
 @pytest.mark.parametrize(("text", "limit"), [("1", 1), (" 600 ", 600), ("none", None)])
 def test_a_limit_is_a_number_or_none(text: str, limit: int | None) -> None:
-    """None takes it away."""
+    """None removes it."""
     assert read_limit("--max-concurrent", text) == limit
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "1e3", "unlimited", "١", "1_000", "9" * 13])
-def test_a_limit_that_is_none_is_refused(text: str) -> None:
-    """Of whatever it is made."""
+def test_an_invalid_limit_is_rejected(text: str) -> None:
     assert failed(read_limit, "--max-concurrent", text).problem.id == "key-limit-wrong"
 
 
@@ -338,8 +339,8 @@ def test_a_keys_priority_has_the_bounds_of_a_requests() -> None:
     assert MOST_PRIORITY == protocol.MOST_PRIORITY
 
 
-def test_the_first_key_closes_the_gateway_at_the_time_that_is_given(file: KeyFile) -> None:
-    """Without a time at once; a second key leaves the time as it is, and a later time needs an open gateway."""
+def test_the_first_key_closes_the_gateway_at_the_given_time(file: KeyFile) -> None:
+    """Without a time at once; a second key does not change the time, and a later time needs an open gateway."""
     file.create("ci", activate_at=NOW + 60, now=NOW)
     file.create("other", now=NOW + 1)
     assert [file.read().requires_key(NOW + at) for at in (2, 59.9, 60)] == [False, False, True]
@@ -365,13 +366,13 @@ def test_revoking_never_opens_the_gateway_and_open_does(file: KeyFile) -> None:
     assert file.read().requires_key(NOW)
 
 
-def test_a_home_without_keys_has_nothing_to_open(file: KeyFile) -> None:
-    """A time would close it without anybody having a key."""
+def test_a_home_without_keys_cannot_be_opened(file: KeyFile) -> None:
+    """A time would close it without any key."""
     assert failed(file.open_keyless, NOW + 60).problem.id == "keys-none"
     assert not file.path.exists()
 
 
-def test_an_open_file_that_vanishes_keeps_its_keys(file: KeyFile) -> None:
+def test_a_removed_file_of_an_open_gateway_keeps_its_keys(file: KeyFile) -> None:
     """They keep their limits, and the end of the grace period stays."""
     key, text = file.create("ci", activate_at=NOW + 60, now=NOW)
     watching = KeyFile(file.path)
@@ -394,7 +395,7 @@ for number in range(25):
 
 
 def test_two_writers_lose_nothing(file: KeyFile) -> None:
-    """Each key of both processes is there, whole, and a reader in between finds a good file at any time."""
+    """Each key of both processes is in the file, and a reader in between always finds a valid file."""
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(file.path), who]) for who in ("a", "b")]
     deadline = time.monotonic() + 60
     while any(writer.poll() is None for writer in writers):
@@ -424,14 +425,14 @@ def test_an_expiry_is_a_span_or_a_time(text: str, at: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0d", "soon", "30", "-1d", "1.5d", "99999w", "2020-01-01", "2027-02-30", "٣d"])
-def test_an_expiry_that_is_none_is_refused(text: str) -> None:
-    """What has passed, and what is more than a century away, too."""
+def test_an_invalid_expiry_is_rejected(text: str) -> None:
+    """In the past, or more than a century away, too."""
     assert failed(read_expiry, text, NOW).problem.id == "key-expiry-wrong"
 
 
 @given(st.text(max_size=30))
-def test_any_text_is_an_expiry_or_refused(text: str) -> None:
-    """And never anything else."""
+def test_any_text_is_an_expiry_or_rejected(text: str) -> None:
+    """And never another error."""
     try:
         at, id = read_expiry(text, NOW), None
     except Failed as refused:
@@ -449,10 +450,10 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     return Home(tmp_path / "home")
 
 
-def test_the_commands_make_show_and_revoke_keys_without_a_fleet(
+def test_the_commands_create_show_and_revoke_keys_without_a_fleet(
     at_home: Home, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The key alone is on stdout, once."""
+    """Only the key is on stdout, once."""
     assert run(["keys", "create", "ci", "--model", "chat", "--model", "code", "--expires", "30d"]) == 0
     text = capsys.readouterr().out.strip()
     assert KEY.fullmatch(text)
@@ -472,8 +473,8 @@ def test_the_commands_make_show_and_revoke_keys_without_a_fleet(
     assert [key["name"] for key in json.loads(capsys.readouterr().out)["keys"]] == ["ci"]
 
 
-def test_the_commands_give_a_key_its_limits_and_change_them(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was changed is in the audit log, a limit that was taken away too."""
+def test_the_commands_set_and_change_the_limits_of_a_key(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    """The changes are in the audit log, also removed limits."""
     limits = ["--weight", "3", "--requests-per-minute", "600", "--tokens-per-minute", "100000", "--max-concurrent", "8"]
     assert run(["keys", "create", "ci", *limits, "--priority=-1"]) == 0
     assert run(["keys", "set", "ci", "--tokens-per-minute", "none", "--weight", "0.5"]) == 0
@@ -493,8 +494,8 @@ def test_the_commands_give_a_key_its_limits_and_change_them(at_home: Home, capsy
     assert changed["arguments"] == {"key": "ci", "weight": 0.5, "tokens_per_minute": "none"}
 
 
-def test_what_the_commands_refuse_is_told(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    """With its id, and without making anything."""
+def test_a_rejected_command_is_reported(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    """With its id, and without creating anything."""
     assert run(["keys", "revoke", "nobody"]) == 1
     assert "error: key-unknown: there is no key 'nobody'" in capsys.readouterr().err
     assert not at_home.path.exists()
@@ -548,7 +549,7 @@ def record(home: Home, listens: str) -> None:
     ("answer", "options", "code", "demands"),
     [("n", [], 1, False), ("", [], 1, False), ("y", [], 0, True), ("n", ["--yes"], 0, True)],
 )
-def test_the_first_key_of_a_running_fleet_needs_a_yes(
+def test_the_first_key_of_a_running_fleet_needs_a_confirmation(
     answer: str,
     options: list[str],
     code: int,
@@ -557,7 +558,7 @@ def test_the_first_key_of_a_running_fleet_needs_a_yes(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It shuts every client out that has no key; that is said before, with the way around it."""
+    """It rejects every client without a key; the question says so, with the alternative."""
     Terminal(monkeypatch, answer)
     assert run(["keys", "create", "ci", *options]) == code
     told = capsys.readouterr().err
@@ -567,10 +568,10 @@ def test_the_first_key_of_a_running_fleet_needs_a_yes(
 
 
 @pytest.mark.parametrize("situation", ["no terminal", "a key before", "a grace period", "no fleet", "on the network"])
-def test_a_key_that_shuts_nobody_out_needs_no_yes(
+def test_a_key_that_rejects_no_client_needs_no_confirmation(
     situation: str, at_home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a program is never asked."""
+    """And without a terminal there is no question."""
     if situation != "no fleet":
         record(at_home, "0.0.0.0" if situation == "on the network" else "127.0.0.1")
     if situation == "a key before":
@@ -584,7 +585,7 @@ def test_a_key_that_shuts_nobody_out_needs_no_yes(
 
 
 def test_keys_open_and_close_are_audited_and_shown(running: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the time until which they last."""
+    """With the time until which they apply."""
     file = KeyFile(running.keys)
     file.create("ci")
     assert run(["keys", "open", "--until", "1h"]) == 0
@@ -602,7 +603,7 @@ def test_keys_open_and_close_are_audited_and_shown(running: Home, capsys: pytest
 
 
 def test_a_fleet_on_the_network_is_not_opened(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its gateways would demand keys all the same."""
+    """Its gateways would require keys all the same."""
     record(at_home, "0.0.0.0")
     KeyFile(at_home.keys).create("ci")
     assert run(["keys", "open"]) == 1
@@ -610,7 +611,7 @@ def test_a_fleet_on_the_network_is_not_opened(at_home: Home, capsys: pytest.Capt
     assert KeyFile(at_home.keys).read().requires_key(time.time())
 
 
-def test_revoking_the_last_key_names_the_way_back(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+def test_revoking_the_last_key_shows_how_to_reopen(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     """The gateway stays closed."""
     KeyFile(at_home.keys).create("ci")
     assert run(["keys", "revoke", "ci"]) == 0

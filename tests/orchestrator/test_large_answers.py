@@ -116,10 +116,10 @@ class Posted(threading.Thread):
         self.answer = self._gateway.http.post("/v1/chat/completions", json=body)
 
 
-def test_an_answer_of_many_choices_with_logprobs_disturbs_no_other_one(
+def test_an_answer_of_many_choices_with_logprobs_does_not_delay_others(
     gateway: LiveGateway, replicas: list[LogprobsReplica]
 ) -> None:
-    """It comes whole, of several MiB, in one attempt; the other client of the replica gets all its tokens."""
+    """It is complete, of several MiB, in one attempt; the other client of the replica gets all its tokens."""
     replica = replicas[0]
     serve(gateway, replica)
     large = Posted(gateway, n=16, max_tokens=100, logprobs=True, top_logprobs=20)
@@ -143,10 +143,8 @@ def test_an_answer_of_many_choices_with_logprobs_disturbs_no_other_one(
     assert replica.submitted == 17
 
 
-def test_an_answer_that_is_made_again_has_its_logprobs_once(
-    gateway: LiveGateway, replicas: list[LogprobsReplica]
-) -> None:
-    """What the first replica sent before it was lost is thrown away."""
+def test_a_retried_answer_has_its_logprobs_once(gateway: LiveGateway, replicas: list[LogprobsReplica]) -> None:
+    """Output of the first replica before its loss is discarded."""
     serve(gateway, *replicas)
     large = Posted(gateway, max_tokens=100, logprobs=True, top_logprobs=2)
     until(lambda: sum(replica.submitted for replica in replicas) == 1, 10, "it is sent")
@@ -171,7 +169,7 @@ def _produced(gateway: LiveGateway) -> int:
 def test_a_request_whose_link_broke_is_not_sent_to_the_next_replica(
     gateway: LiveGateway, replicas: list[LogprobsReplica]
 ) -> None:
-    """Where a replica has sent something invalid: it may be this answer, and would break the next link too."""
+    """If a replica has sent invalid data, this answer may be the cause, and would break the next link too."""
     serve(gateway, *replicas)
     asked = Posted(gateway, max_tokens=10)
     until(lambda: sum(replica.submitted for replica in replicas) == 1, 10, "it is sent")
@@ -196,7 +194,7 @@ class Buffered:
         self.aborted = True
 
 
-async def test_a_client_that_goes_on_reading_a_large_answer_is_not_cut() -> None:
+async def test_a_client_that_keeps_reading_a_large_answer_is_not_disconnected() -> None:
     """At each deadline it must have read a part of it, and not all."""
     server = HttpServer(GatewaySettings(host="", port=0, home=""), lambda exchange: None)
     connection, transport = HttpConnection(server), Buffered()

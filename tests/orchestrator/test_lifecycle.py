@@ -15,8 +15,8 @@ from orchestrator.fleet.replica_states import (
 )
 
 
-def test_every_state_is_reached_from_pending_and_can_end() -> None:
-    """No state is without a way in or a way to stopping."""
+def test_every_state_is_reachable_from_pending_and_can_end() -> None:
+    """No state lacks a way in or a way to stopping."""
     reached = {State.PENDING}
     while more := {to for (state, _), to in TRANSITIONS.items() if state in reached} - reached:
         reached |= more
@@ -26,7 +26,7 @@ def test_every_state_is_reached_from_pending_and_can_end() -> None:
         assert (state, Signal.STOP) in TRANSITIONS
 
 
-def test_a_signal_that_cannot_come_is_a_bug() -> None:
+def test_an_impossible_signal_is_a_bug() -> None:
     """A stopping replica does not become ready."""
     with pytest.raises(IllegalTransition, match="a stopping replica cannot take the signal loaded"):
         advance(State.STOPPING, Signal.LOADED)
@@ -45,6 +45,6 @@ def test_a_signal_that_cannot_come_is_a_bug() -> None:
         (0, [State.READY], ModelState.READY),
     ],
 )
-def test_a_model_is_what_its_replicas_make_of_it(wanted: int, states: list[State], expected: ModelState) -> None:
-    """The state of a model follows from the states of its replicas alone."""
+def test_a_models_state_follows_from_its_replicas(wanted: int, states: list[State], expected: ModelState) -> None:
+    """From their states only."""
     assert model_state(wanted, states) is expected

@@ -56,7 +56,7 @@ def told(limits: KeyLimits, of: ApiKey, now: float = NOW) -> dict[str, str]:
 
 
 def test_a_key_without_limits_costs_nothing(gateways: Callable[[], KeyLimits], tmp_path: Path) -> None:
-    """Nothing is counted, told or opened."""
+    """Nothing is counted, sent or opened."""
     limits = gateways()
     assert limits.take(None, 10**9, NOW) is limits.take(key(weight=3.0), 10**9, NOW) is FREE
     FREE.settle(10**9, NOW)
@@ -64,8 +64,8 @@ def test_a_key_without_limits_costs_nothing(gateways: Callable[[], KeyLimits], t
     assert not (tmp_path / "limits").exists()
 
 
-def test_a_client_is_told_its_limits_as_openai_tells_them(gateways: Callable[[], KeyLimits]) -> None:
-    """Of what is limited, and no other."""
+def test_a_client_gets_its_limits_in_openais_headers(gateways: Callable[[], KeyLimits]) -> None:
+    """Only those that are set."""
     limits, ci = gateways(), key(requests_per_minute=600, tokens_per_minute=6000)
     limits.take(ci, 864, NOW)
     assert told(limits, ci) == {
@@ -80,8 +80,8 @@ def test_a_client_is_told_its_limits_as_openai_tells_them(gateways: Callable[[],
     assert told(limits, key(max_concurrent=1)) == {}
 
 
-def test_over_a_limit_is_refused_until_the_time_that_is_told(gateways: Callable[[], KeyLimits]) -> None:
-    """429, with a computed Retry-After; refused requests take nothing."""
+def test_a_request_over_a_limit_is_rejected_until_the_retry_time(gateways: Callable[[], KeyLimits]) -> None:
+    """429, with a computed Retry-After; rejected requests are not charged."""
     limits, ci = gateways(), key(requests_per_minute=600, tokens_per_minute=6000)
     limits.take(ci, 5900, NOW)
     for _ in range(3):
@@ -93,8 +93,8 @@ def test_over_a_limit_is_refused_until_the_time_that_is_told(gateways: Callable[
     assert told(limits, ci, NOW + 4)["x-ratelimit-remaining-requests"] == "599"
 
 
-def test_a_request_that_can_never_pass_is_no_429(gateways: Callable[[], KeyLimits]) -> None:
-    """Which clients would send again and again. Where the client named no number, its bucket is what is reserved."""
+def test_a_request_that_can_never_pass_is_not_429(gateways: Callable[[], KeyLimits]) -> None:
+    """Which clients would retry repeatedly. Without a number from the client, its bucket is reserved."""
     limits, ci = gateways(), key(tokens_per_minute=100)
     refused = refusal(limits, ci, 101)
     assert (refused.status, refused.code, refused.retry_after_s) == (400, "over_rate_limit", None)
@@ -102,8 +102,8 @@ def test_a_request_that_can_never_pass_is_no_429(gateways: Callable[[], KeyLimit
     assert limits.take(ci, 4096, NOW, least=100).reserved == 100
 
 
-def test_what_was_not_used_is_given_back_once(gateways: Callable[[], KeyLimits]) -> None:
-    """And the place with it."""
+def test_unused_tokens_are_returned_once(gateways: Callable[[], KeyLimits]) -> None:
+    """And the place with them."""
     limits, ci = gateways(), key(tokens_per_minute=6000, max_concurrent=1)
     grant = limits.take(ci, 6000, NOW)
     assert refusal(limits, ci).message.startswith("This API key's limit of 1 requests at a time")
@@ -115,7 +115,7 @@ def test_what_was_not_used_is_given_back_once(gateways: Callable[[], KeyLimits])
     assert (refused.status, refused.code, refused.retry_after_s) == (429, "rate_limit_exceeded", 1)
 
 
-def test_one_of_several_that_ends_gives_one_place(gateways: Callable[[], KeyLimits]) -> None:
+def test_the_end_of_one_request_frees_one_place(gateways: Callable[[], KeyLimits]) -> None:
     """The others keep theirs."""
     limits, ci = gateways(), key(max_concurrent=3)
     first, *_ = [limits.take(ci, 1, NOW) for _ in range(3)]
@@ -139,8 +139,8 @@ def test_the_gateways_of_a_fleet_count_together(gateways: Callable[[], KeyLimits
     assert one.take(key("0123abce", requests_per_minute=1), 1, NOW).reserved == 1
 
 
-def test_a_limit_that_is_changed_holds_from_the_next_request_on(gateways: Callable[[], KeyLimits]) -> None:
-    """For what runs too."""
+def test_a_changed_limit_applies_from_the_next_request_on(gateways: Callable[[], KeyLimits]) -> None:
+    """Running requests are counted, too."""
     limits = gateways()
     limits.take(key(max_concurrent=2), 1, NOW)
     assert "limit of 1 requests" in refusal(limits, key(max_concurrent=1)).message
@@ -168,8 +168,8 @@ sys.stdin.read()
 """
 
 
-def test_a_gateway_that_dies_keeps_no_places(gateways: Callable[[], KeyLimits], tmp_path: Path) -> None:
-    """However it dies; while it lives they are its own."""
+def test_a_dead_gateway_keeps_no_places(gateways: Callable[[], KeyLimits], tmp_path: Path) -> None:
+    """For any kind of death; while it lives they are its own."""
     limits, ci = gateways(), key(max_concurrent=2)
     command = [sys.executable, "-c", TAKER, str(tmp_path / "limits")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -183,8 +183,8 @@ def test_a_gateway_that_dies_keeps_no_places(gateways: Callable[[], KeyLimits], 
     assert "2 requests at a time" in refusal(limits, ci, 1, NOW + 0.3).message
 
 
-def test_the_next_gateway_of_a_number_has_not_what_the_last_one_had(gateways: Callable[[], KeyLimits]) -> None:
-    """It is another process, which has begun with nothing."""
+def test_a_new_gateway_does_not_inherit_places(gateways: Callable[[], KeyLimits]) -> None:
+    """It is another process, and starts without requests."""
     one, first, ci = gateways(), gateways(), key(max_concurrent=2)
     one.take(ci, 1, NOW)
     first.take(ci, 1, NOW)
@@ -214,10 +214,10 @@ def broken(file: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["removed", "folder removed", "cut", "ones", "text", "zeros"])
-def test_a_file_that_is_broken_costs_no_request_and_heals(
+def test_a_damaged_file_costs_no_request_and_recovers(
     how: str, gateways: Callable[[], KeyLimits], tmp_path: Path
 ) -> None:
-    """Within a second the gateways count together again; what runs is known to the gateway that has it."""
+    """Within a second the gateways count together again; each gateway knows its running requests."""
     one, other = gateways(), gateways()
     ci = key(requests_per_minute=60, max_concurrent=2)
     running = one.take(ci, 1, NOW)
@@ -235,10 +235,8 @@ def test_a_file_that_is_broken_costs_no_request_and_heals(
     other.take(ci, 1, NOW + 1)
 
 
-def test_a_folder_that_cannot_be_used_leaves_each_gateway_to_itself(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """That is logged once; as soon as it can be used again it is."""
+def test_with_an_unusable_folder_each_gateway_counts_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """This is logged once; the folder is used as soon as possible."""
     (tmp_path / "limits").write_text("")
     one, other = KeyLimits(tmp_path / "limits", 2), KeyLimits(tmp_path / "limits", 2)
     ci = key(requests_per_minute=2, max_concurrent=2)
@@ -256,7 +254,7 @@ def test_a_folder_that_cannot_be_used_leaves_each_gateway_to_itself(
     other.close()
 
 
-def test_a_gateway_waits_for_the_one_that_is_counting(
+def test_a_gateway_waits_for_a_counting_one(
     gateways: Callable[[], KeyLimits], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that no count is lost."""
@@ -276,10 +274,10 @@ def test_a_gateway_waits_for_the_one_that_is_counting(
     assert len(waited) == 1
 
 
-def test_a_gateway_that_was_stopped_in_the_midst_holds_up_nobody(
+def test_a_gateway_stopped_while_counting_delays_no_request(
     gateways: Callable[[], KeyLimits], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A count may be lost, and no request; after the first one nobody even waits."""
+    """A count may be lost, but no request; after the first one none even waits."""
     limits, ci = gateways(), key(requests_per_minute=60)
     limits.take(ci, 1, NOW)
     (file,) = (tmp_path / "limits").glob("counts-*")
@@ -292,11 +290,12 @@ def test_a_gateway_that_was_stopped_in_the_midst_holds_up_nobody(
 
 
 @pytest.mark.parametrize("now", [NOW, 5.0])
-def test_keys_that_share_a_place_in_the_file_are_counted_each_for_itself(
+def test_keys_that_share_a_cell_of_the_file_are_counted_separately(
     now: float, gateways: Callable[[], KeyLimits]
 ) -> None:
-    """As long as no more than eight of them are in use; then one is forgotten, and nobody is refused for it. So soon
-    after the machine's start too."""
+    """As long as at most eight of them are in use; then one is forgotten, and no request is rejected for it. Also
+    soon after the machine's start.
+    """
     limits = gateways()
     same = [f"{n * (counts_module.CELLS - counts_module.PROBES):08x}" for n in range(9)]
     keys = [key(id, requests_per_minute=60) for id in same]
@@ -309,8 +308,8 @@ def test_keys_that_share_a_place_in_the_file_are_counted_each_for_itself(
     assert [told(limits, one, now)["x-ratelimit-remaining-requests"] for one in keys[7:]] == ["53", "59"]
 
 
-def test_what_is_forgotten_makes_room(gateways: Callable[[], KeyLimits], tmp_path: Path) -> None:
-    """A key that has not asked for ten minutes has all its buckets full; the file needs no cell for it."""
+def test_unused_cells_are_reused(gateways: Callable[[], KeyLimits], tmp_path: Path) -> None:
+    """A key without requests for ten minutes has full buckets; the file needs no cell for it."""
     limits = gateways()
     same = [f"{n * (counts_module.CELLS - counts_module.PROBES):08x}" for n in range(20)]
     for number, id in enumerate(same):
@@ -319,8 +318,8 @@ def test_what_is_forgotten_makes_room(gateways: Callable[[], KeyLimits], tmp_pat
     assert file.stat().st_size < 200
 
 
-def test_a_cell_that_another_key_has_by_now_is_left_to_it(gateways: Callable[[], KeyLimits]) -> None:
-    """Who has counted there before looks again."""
+def test_a_cell_taken_by_another_key_is_not_changed(gateways: Callable[[], KeyLimits]) -> None:
+    """The former key searches for a new one."""
     one, other, later = gateways(), gateways(), NOW + 601
     first, second = (
         key(f"{n * (counts_module.CELLS - counts_module.PROBES):08x}", requests_per_minute=60) for n in (0, 1)
@@ -334,8 +333,8 @@ def test_a_cell_that_another_key_has_by_now_is_left_to_it(gateways: Callable[[],
         assert told(limits, second, later)["x-ratelimit-remaining-requests"] == "55"
 
 
-def test_nobody_else_can_read_or_write_the_counts(gateways: Callable[[], KeyLimits], tmp_path: Path) -> None:
-    """They tell who asks how much."""
+def test_other_users_cannot_read_or_write_the_counts(gateways: Callable[[], KeyLimits], tmp_path: Path) -> None:
+    """They show the usage of each key."""
     gateways().take(key(requests_per_minute=1), 1, NOW)
     folder = tmp_path / "limits"
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -356,8 +355,8 @@ print(passed, flush=True)
 """
 
 
-def test_two_gateways_that_race_let_through_what_one_would(tmp_path: Path) -> None:
-    """To the request."""
+def test_two_racing_gateways_accept_as_many_requests_as_one(tmp_path: Path) -> None:
+    """Exactly."""
     command = [sys.executable, "-c", HAMMER, str(tmp_path / "limits")]
     both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for one in both:
@@ -370,8 +369,8 @@ def test_two_gateways_that_race_let_through_what_one_would(tmp_path: Path) -> No
 # Over HTTP
 
 
-def test_a_client_of_a_limited_key_is_told_with_every_answer(replica: Callable[..., Served]) -> None:
-    """Refused ones too; a change of the key holds on the connection that is open. What was reserved comes back."""
+def test_every_response_to_a_limited_key_has_its_limits(replica: Callable[..., Served]) -> None:
+    """Rejections too; a change of the key applies on an open connection. Reserved tokens are returned."""
     live = LiveGateway()
     try:
         keys = KeyFile(Home(live.home).keys)
@@ -403,8 +402,8 @@ def test_a_client_of_a_limited_key_is_told_with_every_answer(replica: Callable[.
         live.close()
 
 
-def test_a_client_that_goes_away_gives_back_its_place(replica: Callable[..., Served]) -> None:
-    """And what it had reserved."""
+def test_a_disconnected_client_frees_its_place(replica: Callable[..., Served]) -> None:
+    """And its reservation."""
     live = LiveGateway()
     try:
         _, text = KeyFile(Home(live.home).keys).create("ci", allowance=Allowance(max_concurrent=1))
@@ -424,8 +423,8 @@ def test_a_client_that_goes_away_gives_back_its_place(replica: Callable[..., Ser
         live.close()
 
 
-def test_the_time_that_is_told_is_never_too_short(gateways: Callable[[], KeyLimits]) -> None:
-    """Whole seconds, rounded up: who comes again just then is let through."""
+def test_the_retry_time_is_never_too_short(gateways: Callable[[], KeyLimits]) -> None:
+    """Whole seconds, rounded up: a retry just then is accepted."""
     limits, ci = gateways(), key(requests_per_minute=7)  # one each 8.57 s
     for _ in range(7):
         limits.take(ci, 1, NOW)

@@ -49,8 +49,10 @@ class Nowhere:
 
 
 @pytest.mark.parametrize(("package", "taken"), [(OWN, True), ("", True), ("/elsewhere/workers", False)])
-def test_a_replica_of_another_corewright_is_refused(package: str, taken: bool) -> None:
-    """By the folder of its code; one in an interpreter of its engine's own names none, and has been looked at."""
+def test_a_replica_of_another_corewright_is_rejected(package: str, taken: bool) -> None:
+    """By the folder of its code; one in the separate interpreter of its engine has no folder, and was checked
+    before.
+    """
     link = ReplicaLink(
         Route("m/0", 1, "/none"),
         gateway="g",
@@ -67,8 +69,8 @@ def test_a_replica_of_another_corewright_is_refused(package: str, taken: bool) -
     assert (link.welcome is not None, link.refused) == (taken, not taken)
 
 
-def test_a_replica_that_has_refused_a_request_gets_no_other_one() -> None:
-    """It is draining, and the routes will say so soon: to ask it again would use up the request's retries."""
+def test_a_replica_that_rejected_a_request_gets_no_other_one() -> None:
+    """It is draining, and the routes will show it soon: another request would use up its retries."""
     lost: list[Ticket] = []
     link = ReplicaLink(
         Route("m/0", 1, "/none"),
@@ -116,8 +118,8 @@ def ticket_of(id: str) -> Ticket:
     return ticket_for(GenerateRequest(id=id, prompt_ids=[1], max_tokens=1), Unread(), Nowhere())
 
 
-def test_requests_for_which_there_was_no_slot_keep_their_order() -> None:
-    """Each goes before all others in the queue: so the last one must go first."""
+def test_requests_without_a_slot_keep_their_order() -> None:
+    """Each returns to the head of the queue, so the last one returns first."""
     queue: list[str] = []
     link = opened(Written(), on_busy=lambda ticket: queue.insert(0, ticket.id))
     for id in ("first", "second", "third"):
@@ -129,8 +131,8 @@ def test_requests_for_which_there_was_no_slot_keep_their_order() -> None:
     assert queue == ["first", "second", "third"]
 
 
-def test_a_traced_request_takes_the_trace_to_its_replica() -> None:
-    """Of the attempt, which names the replica; one that is not traced takes none."""
+def test_a_traced_request_sends_its_trace_to_the_replica() -> None:
+    """That of the attempt, with the replica's name; an untraced request sends none."""
     written = Written()
     link = opened(written)
     traced, other = ticket_of("traced"), ticket_of("other")
@@ -159,7 +161,7 @@ class Failing(Unread):
 
 
 def test_an_answer_that_cannot_be_written_ends_alone() -> None:
-    """Its client gets an error at once; the connection that all share goes on."""
+    """Its client gets an error at once; the shared connection continues."""
     link, sink = opened(Written()), Failing()
     link.send(ticket_for(GenerateRequest(id="bad", prompt_ids=[1], max_tokens=2), sink, Nowhere()))
     good = ticket_of("good")

@@ -70,8 +70,8 @@ async def links_open(dialled: Dialled, count: int) -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_a_route_that_comes_back_at_once_gets_a_link(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever turn of the event loop: also between the end of the task that kept it and what is told of that."""
+async def test_a_route_that_returns_at_once_gets_a_link(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any turn of the event loop: also between the end of its former task and the notification of that end."""
     dialled = Dialled()
     monkeypatch.setattr(links_of, "open_link", dialled)
     links = kept(WITHOUT)
@@ -86,10 +86,10 @@ async def test_a_route_that_comes_back_at_once_gets_a_link(turns: int, monkeypat
     await links.stop()
 
 
-async def test_a_link_that_fails_as_nothing_should_is_told_and_opened_again(
+async def test_a_link_with_an_unexpected_error_is_logged_and_reopened(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A replica without a link would stand idle until the routes change."""
+    """A replica without a link would be idle until the routes change."""
     dialled = Dialled(broken=1)
     monkeypatch.setattr(links_of, "open_link", dialled)
     links = kept(WITHOUT)
@@ -109,8 +109,8 @@ class Nobody:
     def on_began(self, ticket: Ticket, now: float) -> None: ...
 
 
-async def test_a_full_canary_line_says_when_its_own_next_place_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not when one of the other line is."""
+async def test_a_full_canary_line_reports_the_time_of_its_own_next_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the other line."""
     there = msgspec.structs.replace(WITHOUT, canary=1.0, max_queue=1)
     queue = ModelQueue(there, gateway="g", token="t", credentials=None, wake=lambda name: None)
     queue.update(there)

@@ -58,7 +58,7 @@ def objects(log_file: Path, writer: Logs) -> list[dict[str, Any]]:
 
 
 def test_a_request_is_one_json_object(file: Path) -> None:
-    """With who asked for what, how it went, how much it was, and how long it took."""
+    """With caller, route, outcome, amounts and duration."""
     writer = logs.set_up(file, "json", stderr=False, wall=lambda: 1_795_183_685.25)
     access_log(access())
 
@@ -84,7 +84,7 @@ def test_a_request_is_one_json_object(file: Path) -> None:
 
 
 def test_a_request_is_one_line_of_text(file: Path) -> None:
-    """The same, to be read by people."""
+    """With the same content."""
     writer = logs.set_up(file, "text", stderr=False)
     access_log(access())
 
@@ -96,8 +96,8 @@ def test_a_request_is_one_line_of_text(file: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_a_client_cannot_write_lines_of_its_own(file: Path, form: Any) -> None:
-    """Whatever stands in a path or a request id, it is one line, and a value ends where it ends."""
+def test_a_client_cannot_inject_log_lines(file: Path, form: Any) -> None:
+    """Any path or request id is one line, and a value ends where it ends."""
     writer = logs.set_up(file, form, stderr=False)
     access_log(access(path="/a\nERROR b status=500 \x1b[31m\u2028", request_id='x" y\r\n\ud800'))
 
@@ -108,7 +108,7 @@ def test_a_client_cannot_write_lines_of_its_own(file: Path, form: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_prompts_are_written_only_where_that_is_wished(file: Path, form: Any) -> None:
+def test_prompts_are_logged_only_if_enabled(file: Path, form: Any) -> None:
     """Neither the prompt nor the answer, unless `log_prompts` is on."""
     asked = access(prompt="my secret plan", answer="forty-two")
     writer = logs.set_up(file, form, stderr=False)
@@ -125,7 +125,7 @@ def test_prompts_are_written_only_where_that_is_wished(file: Path, form: Any) ->
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_no_key_reaches_the_log_whoever_logs_it(file: Path, form: Any) -> None:
+def test_no_key_reaches_the_log(file: Path, form: Any) -> None:
     """In a message, an argument, an error or a path: the key's id stays, its secret does not."""
     writer = logs.set_up(file, form, stderr=False)
     log.warning("a key: %s, and Authorization: Bearer sk-abcdefgh12345", KEY)
@@ -141,14 +141,14 @@ def test_no_key_reaches_the_log_whoever_logs_it(file: Path, form: Any) -> None:
     assert text.count("cw-1a2b3c4d-***") >= 3
 
 
-def test_redaction_leaves_other_text_alone() -> None:
-    """Names that only look alike, and the id by which an operator finds the key."""
+def test_redaction_does_not_change_other_text() -> None:
+    """Similar names, and the id by which an operator finds the key."""
     for text in ("cw-models are fine", "cw-1a2b3c4d", "the bearer of news", "cw-1a2b3c4d-***", "no"):
         assert redacted(text) == text
 
 
-def test_a_line_is_about_a_request_where_that_is_known(file: Path) -> None:
-    """Given by `extra`, in fields of their own; an error brings its traceback, on the same line."""
+def test_a_line_has_its_request_if_it_is_known(file: Path) -> None:
+    """From `extra`, in separate fields; an error has its traceback, on the same line."""
     writer = logs.set_up(file, "json", stderr=False)
     log.info("sent on", extra={"request_id": "r7", "model": "chat", "replica": "chat/1"})
     try:
@@ -172,8 +172,8 @@ def test_an_argument_is_logged_as_it_was(file: Path) -> None:
     assert lines(file, writer)[0].endswith("it is [1]")
 
 
-def test_a_line_that_is_written_wrong_disturbs_nobody(file: Path) -> None:
-    """It is logged as far as it goes."""
+def test_a_malformed_log_call_raises_nothing(file: Path) -> None:
+    """It is logged as far as possible."""
     writer = logs.set_up(file, "json", stderr=False)
     log.info("%d of %s", "x")
 
@@ -181,7 +181,7 @@ def test_a_line_that_is_written_wrong_disturbs_nobody(file: Path) -> None:
     assert told["message"].startswith("%d of %s (its arguments do not fit: ")
 
 
-def test_an_error_that_nobody_catches_in_a_thread_is_logged(file: Path) -> None:
+def test_an_uncaught_error_in_a_thread_is_logged(file: Path) -> None:
     """With its traceback, and the name of the thread."""
     writer = logs.set_up(file, "json", stderr=False)
 
@@ -197,8 +197,8 @@ def test_an_error_that_nobody_catches_in_a_thread_is_logged(file: Path) -> None:
     assert told["error"].endswith("RuntimeError: nobody saw it")
 
 
-def test_what_ends_a_process_is_its_last_line(tmp_path: Path) -> None:
-    """Written before the process is gone, with all that waited."""
+def test_a_fatal_error_is_the_last_line(tmp_path: Path) -> None:
+    """Written before the process ends, with all pending lines."""
     program = (
         "import logging, sys; from pathlib import Path; from orchestrator.process import logs; "
         "logs.set_up(Path(sys.argv[1]), 'json', stderr=False); "
@@ -212,8 +212,8 @@ def test_what_ends_a_process_is_its_last_line(tmp_path: Path) -> None:
     assert told[-1]["error"].endswith("SystemError: the end")
 
 
-def test_a_log_is_set_aside_before_it_grows_large(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By size, and only so many are kept; no line is lost, and the last ones are in the file itself."""
+def test_a_log_is_rotated_before_it_grows_large(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By size, and only some files are kept; no line is lost, and the last ones are in the file itself."""
     monkeypatch.setattr(logs, "MAX_FILE_BYTES", 2000)
     writer = logs.set_up(file, "text", stderr=False)
     for i in range(300):
@@ -228,8 +228,8 @@ def test_a_log_is_set_aside_before_it_grows_large(file: Path, monkeypatch: pytes
     assert told == list(range(300 - len(told), 300))
 
 
-def test_several_processes_set_a_log_aside_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them goes on in the new file."""
+def test_several_processes_rotate_a_log_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them continues in the new file."""
     monkeypatch.setattr(logs, "MAX_FILE_BYTES", 100)
     first, second = LogFile(file), LogFile(file)
     first.write("x" * 150 + "\n")
@@ -242,8 +242,8 @@ def test_several_processes_set_a_log_aside_once(file: Path, monkeypatch: pytest.
     assert sorted(path.name for path in file.parent.iterdir()) == ["gateway.log", "gateway.log.1"]
 
 
-def test_a_link_is_no_log(tmp_path: Path) -> None:
-    """It would have the fleet write where its link leads."""
+def test_a_link_is_not_used_as_a_log(tmp_path: Path) -> None:
+    """The fleet would write to the link's target."""
     (tmp_path / "x.log").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic links"):
         LogFile(tmp_path / "x.log")
@@ -251,7 +251,7 @@ def test_a_link_is_no_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_long_value_is_cut(file: Path, form: Any) -> None:
-    """A path, a message and a traceback: each line says how long it was."""
+    """A path, a message and a traceback: each line has the original length."""
     writer = logs.set_up(file, form, stderr=False)
     access_log(access(path="/" + "a" * 30_000))
     log.info("%s", "b" * 100_000)
@@ -267,8 +267,8 @@ def test_a_long_value_is_cut(file: Path, form: Any) -> None:
     assert written.count("a" * 100) * 100 < 2 * logs.MAX_FIELD + 200
 
 
-def test_waiting_lines_have_a_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where prompts are logged, a line may have megabytes."""
+def test_pending_lines_have_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With logged prompts, a line may have megabytes."""
     monkeypatch.setattr(logs, "MOST_WAITING_BYTES", 100_000)
     disk = Stuck()
     writer = Logs([disk], "json", prompts=True, wall=time.time)
@@ -285,8 +285,8 @@ def test_waiting_lines_have_a_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) ->
     assert told[-1]["prompt"] == "y"
 
 
-def test_standard_error_gets_no_lines_of_requests(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ray keeps it without a bound; what the process has to say is there."""
+def test_standard_error_gets_no_request_lines(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ray stores it without a limit; only messages of the process are there."""
     writer = logs.set_up(file, "json")
     access_log(access())
     log.info("something")
@@ -312,8 +312,8 @@ class Stuck:
         pass
 
 
-def test_a_stuck_disk_delays_nobody_and_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines that cannot be kept are dropped, and their number is logged."""
+def test_a_stuck_disk_delays_no_request_and_uses_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines beyond the limit are dropped, and their number is logged."""
     monkeypatch.setattr(logs, "MOST_WAITING", 10)
     disk = Stuck()
     writer = Logs([disk], "json", prompts=False, wall=time.time)  # type: ignore[list-item]
@@ -331,8 +331,8 @@ def test_a_stuck_disk_delays_nobody_and_fills_no_memory(monkeypatch: pytest.Monk
     assert sum(lost) > 4000
 
 
-def test_the_line_of_a_request_costs_next_to_nothing(file: Path) -> None:
-    """Below 10 us of the serving thread's CPU time, in the best of several runs."""
+def test_the_line_of_a_request_costs_almost_nothing(file: Path) -> None:
+    """Below 10 us for the serving thread; the best of several runs, since the machine is shared."""
     writer = logs.set_up(file, "json", stderr=False)
     record = access()
 
@@ -347,8 +347,8 @@ def test_the_line_of_a_request_costs_next_to_nothing(file: Path) -> None:
     assert min(run() for _ in range(10)) < 10.0
 
 
-def test_nothing_is_written_where_no_log_was_set_up(tmp_path: Path) -> None:
-    """A test, or a command: the call is there all the same. In a process of its own, which has set up none."""
+def test_without_a_configured_log_nothing_is_written(tmp_path: Path) -> None:
+    """In a test or a command, the calls still work."""
     line = "from tests.orchestrator.test_logs import access, access_log; access_log(access())"
     ran = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, check=True)
     assert (ran.stdout, ran.stderr) == (b"", b"")

@@ -19,8 +19,10 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["s3://models/one", "/models/one"])
-def test_a_long_look_is_no_late_start(tmp_path: Path, source: str) -> None:
-    """To import an engine's package on a busy host takes longer than a start may, and than is left of the fetch."""
+def test_a_long_compile_check_is_not_a_late_start(tmp_path: Path, source: str) -> None:
+    """Importing an engine's package on a busy host takes longer than a start may, and longer than the rest of the
+    fetch.
+    """
     cluster = FakeCluster()
     cluster.fetch_s, cluster.look_s = 100.0, 190.0
 
@@ -31,7 +33,7 @@ def test_a_long_look_is_no_late_start(tmp_path: Path, source: str) -> None:
     play(tmp_path, cluster, spec(source, compiles=True), story)
 
 
-def test_a_look_that_never_ends_is_a_failed_start(tmp_path: Path) -> None:
+def test_an_endless_compile_check_is_a_failed_start(tmp_path: Path) -> None:
     """After ten minutes."""
     cluster = FakeCluster()
     cluster.look_s = 1e9
@@ -43,8 +45,8 @@ def test_a_look_that_never_ends_is_a_failed_start(tmp_path: Path) -> None:
     play(tmp_path, cluster, spec(compiles=True), story)
 
 
-def test_nobody_compiles_on_cores_in_silence(tmp_path: Path) -> None:
-    """Where it cannot be told what a start would compile, an event says so, and the start goes on."""
+def test_a_failed_compile_check_is_an_event(tmp_path: Path) -> None:
+    """It says that compiling on the cores cannot be predicted, and the start continues."""
     cluster = FakeCluster()
     cluster.unforeseeable = Failure("foresee-failed", "what m would compile cannot be told: ImportError")
 
@@ -61,8 +63,8 @@ def test_nobody_compiles_on_cores_in_silence(tmp_path: Path) -> None:
     play(tmp_path, cluster, spec(degree=24, compiles=True), story)
 
 
-def test_what_an_update_compiles_does_not_write_into_the_log_of_who_serves(tmp_path: Path) -> None:
-    """Its last words would be taken for those of the replica."""
+def test_the_compilation_of_an_update_does_not_write_to_the_log_of_the_serving_replica(tmp_path: Path) -> None:
+    """Its last lines would be attributed to the replica."""
     cluster = FakeCluster()
     new = spec("s3://models/two", degree=24, compiles=True)
 
@@ -79,8 +81,8 @@ def test_what_an_update_compiles_does_not_write_into_the_log_of_who_serves(tmp_p
     play(tmp_path, cluster, spec(degree=24, compiles=True), story)
 
 
-def test_a_compile_of_an_update_that_takes_too_long_is_told_as_that(tmp_path: Path) -> None:
-    """The time of the fetch is not counted to it; meanwhile the status says what goes on."""
+def test_a_slow_compilation_of_an_update_is_reported_as_such(tmp_path: Path) -> None:
+    """The time of the fetch does not count towards it; meanwhile the status shows the progress."""
     cluster = FakeCluster()
     new = spec("s3://models/two", degree=24, compiles=True)
 
@@ -100,8 +102,8 @@ def test_a_compile_of_an_update_that_takes_too_long_is_told_as_that(tmp_path: Pa
     play(tmp_path, cluster, spec(degree=24, compiles=True), story)
 
 
-def test_a_look_of_an_update_that_never_ends_is_given_up(tmp_path: Path) -> None:
-    """After ten minutes, as what it is: nothing is still to be fetched. The old replica serves."""
+def test_an_endless_compile_check_of_an_update_is_given_up(tmp_path: Path) -> None:
+    """After ten minutes, reported as a check: nothing is left to fetch. The old replica serves."""
     cluster = FakeCluster()
 
     async def story(played: Played) -> None:

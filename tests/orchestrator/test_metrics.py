@@ -91,7 +91,7 @@ def test_a_request_is_in_vllms_counters_and_histograms() -> None:
     assert found.value("vllm:request_generation_tokens_bucket", **of, le="5.0") == 1
 
 
-def test_gauges_are_what_is_now() -> None:
+def test_gauges_show_the_current_state() -> None:
     """Running by replica, waiting in the queue, and the KV cache by tokens."""
     found = read(GatewayMetrics())
 
@@ -102,8 +102,8 @@ def test_gauges_are_what_is_now() -> None:
     assert found.value("corewright_routed_slots", model="chat", replica="1") == 8
 
 
-def test_everything_that_is_served_is_there_before_its_first_request() -> None:
-    """At zero, so that the first request is an increase and no new series."""
+def test_every_series_exists_before_its_first_request() -> None:
+    """At zero, so that the first request is an increase and not a new series."""
     found = read(GatewayMetrics())
 
     for reason in ("stop", "length", "abort", "error"):
@@ -111,7 +111,7 @@ def test_everything_that_is_served_is_there_before_its_first_request() -> None:
     assert found.value("vllm:e2e_request_latency_seconds_count", model_name="chat", engine="1") == 0
 
 
-def test_vllms_dashboard_finds_every_series_that_it_asks_for() -> None:
+def test_vllms_dashboard_finds_all_its_series() -> None:
     """Each expression selects at least one series, by name and by labels."""
     found = read(counted())
     asked = [selector for line in VLLM_DASHBOARD.strip().splitlines() for selector in selectors(line)]
@@ -134,7 +134,7 @@ def test_vllms_dashboard_finds_every_series_that_it_asks_for() -> None:
     ],
 )
 def test_an_end_has_one_of_vllms_reasons(reason: str, told: str) -> None:
-    """Whatever it is called elsewhere; so the label has few values."""
+    """For every internal reason, so the label has few values."""
     metrics = GatewayMetrics()
     metrics.model("chat", 0).ended(reason, 1, 1, 0.1, 0.0)
     found = read(metrics)
@@ -145,8 +145,8 @@ def test_an_end_has_one_of_vllms_reasons(reason: str, told: str) -> None:
     assert found.value("vllm:request_success_total", **of, finished_reason=told) == 1
 
 
-def test_a_request_that_ends_in_the_queue_has_read_no_prompt() -> None:
-    """It is an abort of the engine `queue`, with its time, and with no tokens."""
+def test_a_request_that_ends_in_the_queue_has_no_prompt_tokens() -> None:
+    """It is an abort of the engine `queue`, with its time."""
     metrics = GatewayMetrics()
     metrics.model("chat", None).ended("cancelled", 100, 0, 4.0, 0.0)
     found = read(metrics)
@@ -158,7 +158,7 @@ def test_a_request_that_ends_in_the_queue_has_read_no_prompt() -> None:
 
 
 def test_several_tokens_of_one_step_share_its_time() -> None:
-    """As many observations as tokens, and together the time of the step."""
+    """As many observations as tokens, which add up to the time of the step."""
     metrics = GatewayMetrics()
     metrics.model("chat", 0).token(0.06, 3)
     found = read(metrics)
@@ -170,8 +170,8 @@ def test_several_tokens_of_one_step_share_its_time() -> None:
     assert found.value("vllm:generation_tokens_total", **of) == 3
 
 
-def test_a_model_that_a_client_made_up_is_no_label() -> None:
-    """Else any client could make series without end."""
+def test_an_unknown_model_is_not_a_label() -> None:
+    """Otherwise a client could create any number of series."""
     metrics = counted()
     metrics.refused("chat", 429, "queue_full")
     metrics.refused("chatt", 404, "model_not_found")
@@ -183,8 +183,8 @@ def test_a_model_that_a_client_made_up_is_no_label() -> None:
     assert {labels["model"] for labels in found.series["corewright_requests_refused_total"]} == {"", "chat"}
 
 
-def test_what_the_gateway_adds_and_knows_of_itself_is_told() -> None:
-    """Overhead, connections, keys by number alone, and when the certificate ends, where there is one."""
+def test_the_gateways_own_metrics_are_exported() -> None:
+    """Overhead, connections, the number of keys, and the expiry of the certificate, if there is one."""
     metrics = counted()
     metrics.overhead(0.0003)
     metrics.retried("chat", "lost")
@@ -199,7 +199,7 @@ def test_what_the_gateway_adds_and_knows_of_itself_is_told() -> None:
 
 
 def test_the_controllers_families_are_on_the_same_page() -> None:
-    """As they came, and one family where two tell of one name."""
+    """Unchanged, and merged if two have the same name."""
     cores = MetricFamily(name="cores", kind="gauge", help="", labels=("host",), points=(Point(("a",), 24.0),))
     other = MetricFamily(name="cores", kind="gauge", help="", labels=("host",), points=(Point(("b",), 2.0),))
     text = counted().render(SNAPSHOT, [cores, other])[0].decode()
@@ -208,8 +208,8 @@ def test_the_controllers_families_are_on_the_same_page() -> None:
     assert (Page.read(text).value("cores", host="a"), Page.read(text).value("cores", host="b")) == (24, 2)
 
 
-def test_openmetrics_is_given_to_who_asks_for_it() -> None:
-    """Both forms are what they say; Prometheus asks for OpenMetrics first."""
+def test_openmetrics_is_sent_if_the_client_accepts_it() -> None:
+    """Both formats are valid; Prometheus prefers OpenMetrics."""
     metrics = counted()
     accept = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.4"
     body, kind = metrics.render(SNAPSHOT, openmetrics=wants_openmetrics(accept))
@@ -245,8 +245,8 @@ def test_openmetrics_is_given_to_who_asks_for_it() -> None:
         ),
     ],
 )
-def test_the_accept_header_decides(accept: str, wanted: bool) -> None:
-    """The text format unless OpenMetrics 1.0 is wanted at least as much; what nobody can read is no wish."""
+def test_the_accept_header_selects_the_format(accept: str, wanted: bool) -> None:
+    """The text format unless OpenMetrics 1.0 has at least the same quality; an unparsable header is ignored."""
     assert wants_openmetrics(accept) is wanted
 
 
@@ -283,8 +283,8 @@ def ask(gateway: GatewayMetrics, requests: int) -> None:
         gateway.model("chat", 0).ended("stop", 1, 1, 0.1, 0.0)
 
 
-def test_no_counter_goes_down_when_a_gateway_dies_and_comes_back() -> None:
-    """Each gateway's series grows, is absent, or begins anew: what Prometheus makes of them is what was asked."""
+def test_no_counter_decreases_when_a_gateway_dies_and_returns() -> None:
+    """Each gateway's series grows, is absent, or restarts: Prometheus computes the actual requests from them."""
     a, b = GatewayMetrics(), GatewayMetrics()
     ask(a, 0)
     ask(b, 0)
@@ -310,8 +310,8 @@ def test_no_counter_goes_down_when_a_gateway_dies_and_comes_back() -> None:
     assert increase([first for first, _ in scrapes]) + increase([second for _, second in scrapes]) == 7 + 10
 
 
-async def test_a_scrape_of_any_gateway_tells_of_all(tmp_path: Path) -> None:
-    """The same series whichever is asked; the controller's are there once, and are no gateway's."""
+async def test_a_scrape_of_any_gateway_has_the_metrics_of_all(tmp_path: Path) -> None:
+    """The same series from each; the controller's are there once, without a gateway label."""
     one, two = counted(), counted()
     two.model("chat", 0).ended("stop", 1, 1, 0.1, 0.0)
     peers = [Peers(tmp_path, lambda metrics=metrics: metrics.families(SNAPSHOT)) for metrics in (one, two)]
@@ -332,8 +332,8 @@ async def test_a_scrape_of_any_gateway_tells_of_all(tmp_path: Path) -> None:
             await peer.leave()
 
 
-async def test_the_only_gateway_of_a_fleet_is_not_named(tmp_path: Path) -> None:
-    """Its series are as those of vLLM's own server."""
+async def test_the_only_gateway_of_a_fleet_has_no_label(tmp_path: Path) -> None:
+    """Its series are like those of vLLM's own server."""
     metrics = counted()
     peers = Peers(tmp_path, lambda: metrics.families(SNAPSHOT))
     await peers.join()
@@ -345,7 +345,7 @@ async def test_the_only_gateway_of_a_fleet_is_not_named(tmp_path: Path) -> None:
 
 
 async def test_the_survivor_of_two_gateways_keeps_its_name(tmp_path: Path) -> None:
-    """Else all of its series would end, and new ones begin, when another one dies."""
+    """Otherwise all of its series would end, and new ones start, when another one dies."""
     metrics = counted()
     first, second = Peers(tmp_path, list), Peers(tmp_path, list)
     await first.join()
@@ -358,8 +358,8 @@ async def test_the_survivor_of_two_gateways_keeps_its_name(tmp_path: Path) -> No
         await second.leave()
 
 
-async def test_only_the_gateway_that_is_scraped_tells_when_it_heard_of_the_controller(tmp_path: Path) -> None:
-    """The others have not asked for long, which is nobody's fault."""
+async def test_only_the_scraped_gateway_exports_the_age_of_the_controllers_values(tmp_path: Path) -> None:
+    """The others have not requested them for long, which is not an error."""
     asleep, scraped = counted(), counted()
     peers = [Peers(tmp_path, lambda: asleep.families(SNAPSHOT, Vitals(controller_age_s=900.0))), Peers(tmp_path, list)]
     for peer in peers:
@@ -374,8 +374,8 @@ async def test_only_the_gateway_that_is_scraped_tells_when_it_heard_of_the_contr
             await peer.leave()
 
 
-async def test_a_gateway_that_is_hung_or_dead_does_not_hold_up_the_scrape(tmp_path: Path) -> None:
-    """Its socket lies there still; the others are told in time."""
+async def test_a_hung_or_dead_gateway_does_not_delay_the_scrape(tmp_path: Path) -> None:
+    """Its socket still exists; the others are scraped in time."""
     peer = Peers(tmp_path, lambda: [gauge("x", "", 1)])
     await peer.join()
     hung = await asyncio.start_unix_server(lambda reader, writer: None, str(tmp_path / "7"))
@@ -388,8 +388,8 @@ async def test_a_gateway_that_is_hung_or_dead_does_not_hold_up_the_scrape(tmp_pa
         await peer.leave()
 
 
-async def test_a_gateway_takes_the_number_of_one_that_is_gone(tmp_path: Path) -> None:
-    """So its series go on, and there are never more of them than gateways."""
+async def test_a_new_gateway_takes_the_number_of_a_dead_one(tmp_path: Path) -> None:
+    """So its series continue, and there are never more series than gateways."""
     first, second = (Peers(tmp_path, list) for _ in range(2))
     await first.join()
     await second.join()
@@ -413,8 +413,8 @@ async def test_a_gateway_takes_the_number_of_one_that_is_gone(tmp_path: Path) ->
         ("an end", lambda m: m.ended("stop", 100, 50, 1.2, 1.1), 4.0),
     ],
 )
-def test_counting_costs_next_to_nothing(what: str, call: Callable[[ModelMetrics], None], most_us: float) -> None:
-    """CPU time, the best of several runs; three times as much as is promised fails."""
+def test_counting_costs_almost_nothing(what: str, call: Callable[[ModelMetrics], None], most_us: float) -> None:
+    """The best of several runs, since the machine is shared; three times the promised cost fails."""
     metrics = GatewayMetrics().model("chat", 0)
 
     def run() -> float:

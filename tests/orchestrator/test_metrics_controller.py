@@ -28,7 +28,7 @@ async def scraped(fleet: Played) -> Page:
 
 
 async def test_the_cores_by_state_are_all_cores(tmp_path: Path) -> None:
-    """Those of all states together are what the host has; a strange one is counted, and a cordoned one apart."""
+    """All states add up to the cores of the host; foreign and cordoned cores are counted separately."""
     cluster = FakeCluster()
     cluster.held = {23: 4711}
     async with Played(tmp_path, cluster, SPEC) as fleet:
@@ -46,7 +46,7 @@ async def test_the_cores_by_state_are_all_cores(tmp_path: Path) -> None:
 
 
 async def test_placements_loads_and_restarts_are_counted(tmp_path: Path) -> None:
-    """Three replicas are placed and loaded; one dies, and its start anew is a retry."""
+    """Three replicas are placed and loaded; one dies, and its restart is a retry."""
     async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
         await fleet.settled()
         before = await scraped(fleet)
