@@ -68,8 +68,8 @@ async def test_placements_loads_and_restarts_are_counted(tmp_path: Path) -> None
         assert after.value("corewright_model_available", model="b") == 1
 
 
-async def test_a_load_that_fails_is_told_by_its_problem(tmp_path: Path) -> None:
-    """With the phase that it failed in, and as given up when it would only fail again."""
+async def test_a_failed_load_is_counted_by_its_problem(tmp_path: Path) -> None:
+    """With its phase, and as given up if the error is permanent."""
     cluster = FakeCluster()
     async with Played(tmp_path, cluster, SPEC) as fleet:
         await fleet.settled()
@@ -114,8 +114,8 @@ async def test_a_rollouts_end_is_counted_once(tmp_path: Path) -> None:
         assert found.value("corewright_condition", type="CoresAddUp") == 1
 
 
-async def test_what_a_replica_counts_goes_on_to_the_page(tmp_path: Path) -> None:
-    """As it told last; of one that is gone nothing is told."""
+async def test_a_replicas_counters_are_exported(tmp_path: Path) -> None:
+    """As last reported; a removed replica has none."""
     async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
         await fleet.settled()
         replica = fleet.cluster.find("b/1")
@@ -144,8 +144,8 @@ def on_real_hosts(fleet: Played) -> None:
     fleet.controller.state.current = dataclasses.replace(generation, hosts=hosts)
 
 
-async def test_devices_are_measured_on_real_hosts_alone(tmp_path: Path) -> None:
-    """Of an emulated host no number is invented; of a real one each says which host it is of."""
+async def test_devices_are_measured_on_real_hosts_only(tmp_path: Path) -> None:
+    """An emulated host has no values; those of a real one have its name."""
     cluster = FakeCluster()
     cluster.devices = [gauge("neuroncore_utilization_ratio", "", 0.5)]
     async with Played(tmp_path, cluster, SPEC) as fleet:
@@ -158,8 +158,8 @@ async def test_devices_are_measured_on_real_hosts_alone(tmp_path: Path) -> None:
         assert real.value("neuroncore_utilization_ratio", host="inf2.48xlarge/0") == 0.5
 
 
-async def test_a_host_that_does_not_answer_holds_nothing_up(tmp_path: Path) -> None:
-    """The rest is told within the deadline of a scrape."""
+async def test_an_unresponsive_host_does_not_delay_the_page(tmp_path: Path) -> None:
+    """The rest is exported within the deadline of a scrape."""
     cluster = FakeCluster()
 
     async def hang(host: str) -> None:

@@ -68,8 +68,8 @@ def scrape(fleet: LiveFleet, accept: str = "") -> Page:
     return Page.read(answer.text)
 
 
-def test_what_was_served_is_counted(fleet: LiveFleet) -> None:
-    """By the gateway as by the replica, which tells within seconds."""
+def test_served_requests_are_counted(fleet: LiveFleet) -> None:
+    """By the gateway and by the replica, which reports within seconds."""
     found = scrape(fleet)
     of = {"model_name": "chat", "engine": "0"}
 
@@ -89,8 +89,8 @@ def test_what_was_served_is_counted(fleet: LiveFleet) -> None:
     until(told, 20.0, "the replica has told what it counts")
 
 
-def test_the_page_has_nothing_that_is_not_described(fleet: LiveFleet) -> None:
-    """And all that is described but what this fleet has none of: devices, a certificate."""
+def test_the_page_has_exactly_the_described_metrics(fleet: LiveFleet) -> None:
+    """Except those that this fleet cannot have: devices, a certificate."""
     rows = documented()
     found = scrape(fleet)
     names = {name + ("_total" if kind == "counter" else "") for name, kind in found.kinds.items()}
@@ -100,7 +100,7 @@ def test_the_page_has_nothing_that_is_not_described(fleet: LiveFleet) -> None:
 
 
 def test_prometheus_gets_openmetrics(fleet: LiveFleet) -> None:
-    """As it asks for it."""
+    """By its Accept header."""
     answer = fleet.http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")
@@ -124,7 +124,7 @@ def test_every_line_of_the_gateways_log_is_json_and_each_request_is_one(fleet: L
 
 
 def test_the_traced_request_is_one_trace_of_both_processes(fleet: LiveFleet, collector: Collector) -> None:
-    """And the others, which nobody wanted traced, are none."""
+    """And untraced requests have no trace."""
     spans: dict[str, str] = {}
 
     def arrived() -> bool:
@@ -149,8 +149,8 @@ def test_the_traced_request_is_one_trace_of_both_processes(fleet: LiveFleet, col
     }
 
 
-def test_what_the_devices_of_a_host_measure_is_on_the_page(tmp_path: Path) -> None:
-    """By the one neuron-monitor that runs for the metrics, which ends with the fleet."""
+def test_device_measurements_of_a_host_are_on_the_page(tmp_path: Path) -> None:
+    """From the only neuron-monitor that runs for the metrics, which ends with the fleet."""
     machine = build_machine(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in machine.env.items():
@@ -186,8 +186,8 @@ def test_what_the_devices_of_a_host_measure_is_on_the_page(tmp_path: Path) -> No
     until(lambda: not watching(), 20.0, "the tool has ended")
 
 
-def test_the_counters_of_two_gateways_are_right_when_one_is_killed() -> None:
-    """Whichever gateway a scrape reaches, Prometheus' sum of increases is what was answered."""
+def test_the_counters_of_two_gateways_are_correct_when_one_is_killed() -> None:
+    """Whichever gateway a scrape reaches, Prometheus' sum of increases is the number of answers."""
     live = LiveFleet(SPEC, arguments=("--no-dashboard", "--gateways", "2"))
     scrapes: list[dict[str, float]] = []
 

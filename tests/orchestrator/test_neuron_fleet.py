@@ -136,7 +136,7 @@ def test_each_model_answers_as_the_cpu_engine_does(fleet: Fleet, model: str) -> 
 
 
 def test_status_names_the_engine_and_its_process_holds_the_cores(fleet: Fleet) -> None:
-    """`auto` has become the engine that is there; the process is of the engine's interpreter, on its own device."""
+    """`auto` is resolved to the installed engine; the process runs the engine's interpreter, on its own device."""
     holders = fleet.holders()
     for model, engine in MODELS.items():
         replica = fleet.only(model)
@@ -148,8 +148,8 @@ def test_status_names_the_engine_and_its_process_holds_the_cores(fleet: Fleet) -
     assert (host["emulated"], host["leased"], host["free"], host["quarantined"]) == (False, 6, 18, 0)
 
 
-def test_a_killed_replica_comes_back_on_the_same_cores(fleet: Fleet) -> None:
-    """Which the runtime frees with the process; what the tools still tell of the old one is not held against them."""
+def test_a_killed_replica_restarts_on_the_same_cores(fleet: Fleet) -> None:
+    """The runtime frees them with the process; stale reports of the tools about the old process are ignored."""
     before = fleet.only("llama")
     os.kill(before["pid"], signal.SIGKILL)
     after = until(
@@ -162,8 +162,8 @@ def test_a_killed_replica_comes_back_on_the_same_cores(fleet: Fleet) -> None:
     assert fleet.host()["quarantined"] == 0
 
 
-def test_a_stranger_on_a_core_is_seen_and_avoided(fleet: Fleet) -> None:
-    """By neuron-ls: its cores go into quarantine with its pid, and come back when it ends."""
+def test_a_foreign_process_on_a_core_is_detected_and_avoided(fleet: Fleet) -> None:
+    """By neuron-ls: its cores are quarantined with its pid, and released when it ends."""
     env = {**os.environ, **fleet.machine.env, "NEURON_RT_VISIBLE_CORES": "20-21"}
     with subprocess.Popen(
         [str(fleet.machine.python), "-c", HOLD], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -179,8 +179,8 @@ def test_a_stranger_on_a_core_is_seen_and_avoided(fleet: Fleet) -> None:
     until(lambda: fleet.host()["quarantined"] == 0, BACK_S, "the cores are free again")
 
 
-def test_an_update_rolls_and_every_request_is_answered(fleet: Fleet) -> None:
-    """The new replica comes up on other cores while the old one serves."""
+def test_a_rolling_update_answers_every_request(fleet: Fleet) -> None:
+    """The new replica starts on other cores while the old one serves."""
     before = fleet.only("qwen2")
     fleet.live.spec.write_text(fleet.live.spec.read_text().replace("./qwen2}", "./qwen2, max_batch: 2}"))
     applied = fleet.live.corewright("apply", str(fleet.live.spec))
@@ -198,8 +198,10 @@ def test_an_update_rolls_and_every_request_is_answered(fleet: Fleet) -> None:
     assert fleet.answers("qwen2") == fleet.expected["qwen2"]
 
 
-def test_bad_memory_quarantines_the_device_and_moves_the_replica(fleet: Fleet) -> None:
-    """A step fails with 1201: its model comes up elsewhere, the others go on, status says why and what helps."""
+def test_faulty_memory_quarantines_the_device_and_moves_the_replica(fleet: Fleet) -> None:
+    """A step fails with 1201: its model starts elsewhere, the others continue, status shows the reason and the
+    remedy.
+    """
     before, others = fleet.only("gpt2"), [fleet.only(model)["pid"] for model in ("llama", "qwen2")]
     first, last = map(int, before["cores"].split("-"))
     fleet.machine.plan({"at": "execute", "status": 1201, "core": first, "times": 1})
@@ -223,6 +225,6 @@ def test_bad_memory_quarantines_the_device_and_moves_the_replica(fleet: Fleet) -
 
 
 def test_a_fleet_that_ends_frees_every_core(fleet: Fleet) -> None:
-    """Nobody holds a device any more."""
+    """No process holds a device any more."""
     assert fleet.live.stop() == 0
     assert fleet.holders() == {}

@@ -61,15 +61,15 @@ def labels_of(selector: Selector, found: Page) -> set[str]:
     return {label for labels in found.series.get(selector.name, ()) for label in labels}
 
 
-def test_every_family_of_the_played_fleet_has_a_series(played: Played) -> None:
-    """Else what follows would check little."""
+def test_every_family_of_the_fake_fleet_has_a_series(played: Played) -> None:
+    """Otherwise the following tests would check little."""
     families, _ = played
     assert [family.name for family in families if not family.points] == []
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_an_alert_asks_for_what_there_is(name: str, played: Played) -> None:
-    """By name and by labels; what it groups by, and what its text tells, are labels of what it selects."""
+def test_an_alert_selects_existing_series(name: str, played: Played) -> None:
+    """By name and by labels; labels that it groups by and that its text uses are labels of what it selects."""
     _, found = played
     rule = ALERTS[name]
     used = selectors(rule["expr"])
@@ -85,8 +85,8 @@ def test_an_alert_asks_for_what_there_is(name: str, played: Played) -> None:
 
 
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
-def test_a_panel_asks_for_what_there_is(panel: dict[str, Any], played: Played) -> None:
-    """For every model and for one; its legend names labels that its series have."""
+def test_a_panel_selects_existing_series(panel: dict[str, Any], played: Played) -> None:
+    """For every model and for one; its legend uses labels that its series have."""
     _, found = played
     for target in panel["targets"]:
         expression = target["expr"]
@@ -98,8 +98,8 @@ def test_a_panel_asks_for_what_there_is(panel: dict[str, Any], played: Played) -
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept & known
 
 
-def test_the_dashboard_shows_every_metric_that_is_no_detail(played: Played) -> None:
-    """What is not shown is listed here, with why."""
+def test_the_dashboard_shows_every_important_metric(played: Played) -> None:
+    """The others are listed here, with the reason."""
     families, _ = played
     unshown = {
         "corewright_routed_slots",  # corewright_slots is shown; this one is for an alert
@@ -132,7 +132,7 @@ def test_the_dashboard_shows_every_metric_that_is_no_detail(played: Played) -> N
 
 
 def test_the_panels_do_not_overlap() -> None:
-    """Each id once, each place once, none beyond 24 columns; and every panel takes the data source chosen."""
+    """Unique ids and places, none beyond 24 columns; and every panel uses the selected data source."""
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
@@ -152,7 +152,7 @@ def test_the_panels_do_not_overlap() -> None:
 
 
 def test_the_dashboards_variables_find_their_values(played: Played) -> None:
-    """The models are asked of a metric that has them."""
+    """The models come from a metric that has them."""
     _, found = played
     query = next(one for one in DASHBOARD["templating"]["list"] if one["name"] == "model")["definition"]
     match = re.fullmatch(r"label_values\((\w+), (\w+)\)", query)
@@ -161,7 +161,7 @@ def test_the_dashboards_variables_find_their_values(played: Played) -> None:
 
 
 def test_each_alert_has_a_runbook_and_each_runbook_an_alert() -> None:
-    """In the same order, at the address that the alert names, with all three parts and the severity."""
+    """In the same order, at the address in the alert, with all three parts and the severity."""
     text = RUNBOOKS.read_text()
     entries = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     assert [entry.partition("\n")[0] for entry in entries] == [rule["alert"] for rule in RULES]
@@ -175,16 +175,16 @@ def test_each_alert_has_a_runbook_and_each_runbook_an_alert() -> None:
         assert remedy.strip().startswith("- ")
 
 
-def test_an_alert_says_what_is_wrong_and_how_bad_it_is() -> None:
-    """Names are each used once; a critical one is worth waking somebody."""
+def test_an_alert_describes_the_problem_and_its_severity() -> None:
+    """Names are unique; a critical alert is worth a page."""
     assert len(ALERTS) == len(RULES)
     for rule in RULES:
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
 
 
-def test_prometheus_is_told_of_the_rules_that_there_are() -> None:
-    """Its configuration is YAML, names the file of the rules, and its example keeps the key in a file."""
+def test_prometheus_loads_the_existing_rules() -> None:
+    """Its configuration is YAML, has the file of the rules, and its example keeps the key in a file."""
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     assert [(DEPLOY / name).is_file() for name in config["rule_files"]] == [True]
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
@@ -209,7 +209,7 @@ def documented() -> dict[str, tuple[str, set[str], str, str]]:
     return rows
 
 
-def test_every_metric_is_described_as_it_is(played: Played) -> None:
+def test_every_metric_is_described_correctly(played: Played) -> None:
     """Name, type and labels are the page's, both ways; unit and meaning are there."""
     families, _ = played
     told = {
@@ -221,8 +221,8 @@ def test_every_metric_is_described_as_it_is(played: Played) -> None:
     assert all(unit and meaning for _, _, unit, meaning in rows.values())
 
 
-def test_the_names_follow_prometheus(played: Played) -> None:
-    """Only counters end in _total, times are seconds and sizes bytes, and what is ours says so."""
+def test_the_names_follow_prometheus_conventions(played: Played) -> None:
+    """Only counters end in _total, times are seconds and sizes bytes, and our own have our prefix."""
     families, _ = played
     for family in families:
         assert not family.name.endswith("_total"), family.name
@@ -232,7 +232,7 @@ def test_the_names_follow_prometheus(played: Played) -> None:
 
 
 def test_no_label_has_many_values(played: Played) -> None:
-    """Labels are of a list that is known: what grows with requests, keys or time is none."""
+    """Labels are of a known list: none grows with requests, keys or time."""
     families, _ = played
     labels = {label for family in families for label in family.labels} - OF_AN_INSTANCE
     assert labels == {
@@ -244,8 +244,8 @@ def test_no_label_has_many_values(played: Played) -> None:
 
 
 @pytest.mark.parametrize("page", [METRICS, RUNBOOKS], ids=lambda page: page.name)
-def test_the_pages_name_commands_and_files_that_there_are(page: Path) -> None:
-    """As all pages must."""
+def test_the_pages_have_existing_commands_and_files(page: Path) -> None:
+    """Like all pages."""
     check_links(page)
     check_commands(page)
 

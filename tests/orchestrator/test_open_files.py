@@ -54,7 +54,7 @@ def _line(process: subprocess.Popen[str]) -> Any:
     return json.loads(process.stdout.readline())
 
 
-def test_a_gateway_with_few_files_refuses_clients_too_many_and_serves_others_after() -> None:
+def test_a_gateway_with_few_files_rejects_excess_clients_and_recovers() -> None:
     """It raises its limit first, and keeps descriptors for its own work."""
     with _child(GATEWAY, FILES) as gateway:
         port = _line(gateway)

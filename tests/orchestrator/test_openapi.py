@@ -64,7 +64,7 @@ def test_the_document_is_openapi_3_1(needs_key: bool) -> None:
     assert json.loads(json.dumps(document)) == document
 
 
-def test_every_route_is_there_with_every_status_that_can_be_answered() -> None:
+def test_every_route_is_listed_with_every_possible_status() -> None:
     """The statuses are those of the errors' module, and no others."""
     told = {(route.method, route.path) for route in ROUTES}
     assert told == {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
@@ -85,7 +85,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("kind", "name"), NUMBERS)
-def test_the_bounds_of_a_number_are_those_that_the_gateway_keeps(kind: str, name: str) -> None:
+def test_the_bounds_of_a_number_are_those_of_the_gateway(kind: str, name: str) -> None:
     """At the bounds themselves, and on both sides of each."""
     bound, (_, plain) = BOUNDS[name], READERS[kind]
     whole = "integer" in str(DOCUMENT["components"]["schemas"][kind]["properties"][name])
@@ -158,12 +158,12 @@ OTHERS: list[tuple[str, dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize(("kind", "fields", "good"), OTHERS)
 def test_the_document_and_the_gateway_agree_on_a_field(kind: str, fields: dict[str, Any], good: bool) -> None:
-    """Both say yes, or both say no."""
+    """Both accept it, or both reject it."""
     body = {**READERS[kind][1], **fields}
 
     assert (says(kind, body), takes(kind, body)) == (good, good)
 
 
-def test_the_admin_api_has_a_document_of_its_own() -> None:
-    """Made by the same rules: no route of one stands in the other."""
+def test_the_admin_api_has_a_separate_document() -> None:
+    """By the same rules: no route is in both."""
     assert not any(path.startswith("/admin") for path in DOCUMENT["paths"])

@@ -45,7 +45,7 @@ def excluded() -> list[Any]:
 
 
 @pytest.mark.parametrize("label", [f"{route.method} {route.path}" for route in ROUTES if route.streams])
-def test_streams_are_as_the_document_says(live: LiveGateway, label: str) -> None:
+def test_streams_match_the_document(live: LiveGateway, label: str) -> None:
     """Each event, where every request asks for a stream."""
     import schemathesis
 
@@ -70,10 +70,9 @@ def test_streams_are_as_the_document_says(live: LiveGateway, label: str) -> None
 
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
 @pytest.mark.parametrize("label", [f"{route.method} {route.path}" for route in ROUTES])
-def test_what_the_document_says_is_what_the_gateway_does(live: LiveGateway, label: str, mode: str) -> None:
-    """No status but those that it names, answers of the named form, every body against it refused, and never a 500.
-
-    Not asked for: that each body that it allows is taken.
+def test_the_gateway_behaves_as_documented(live: LiveGateway, label: str, mode: str) -> None:
+    """Only documented statuses, responses of the documented form, every invalid body rejected, and never a 500. Not
+    required: that each valid body is accepted.
     """
     import schemathesis
 
@@ -93,7 +92,7 @@ def test_what_the_document_says_is_what_the_gateway_does(live: LiveGateway, labe
         pytest.skip("nothing about it can be wrong")
 
 
-def test_nothing_of_it_is_left(live: LiveGateway) -> None:
+def test_the_documented_requests_leave_nothing_behind(live: LiveGateway) -> None:
     """After all of them every slot is free, and the next request is answered."""
     answer = live.http.post("/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": 3})
     assert answer.json()["usage"]["completion_tokens"] == 3

@@ -129,7 +129,9 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_an_apply_by_surge_under_load_fails_no_request(fleet: LiveFleet, admin: Admin, tmp_path: Path) -> None:
-    """Every replica is replaced by a new process while 8 clients ask and 6 long streams run; all answers are exact."""
+    """Every replica is replaced by a new process while 8 clients send requests and 6 long streams run; all answers
+    are exact.
+    """
     before = admin.status()
     streams = [Streamed(fleet, MODELS[i % 3], f"long {i}", 900) for i in range(6)]
     assert all(stream.begun.wait(20) for stream in streams)
@@ -176,11 +178,10 @@ def test_a_frozen_replica_is_noticed_and_replaced(fleet: LiveFleet, admin: Admin
     assert before["pid"] not in fleet.replica_pids()
 
 
-def test_a_core_that_a_stranger_takes_is_quarantined_and_the_replica_goes_elsewhere(
-    fleet: LiveFleet, admin: Admin
-) -> None:
-    """This process takes a core of a replica that has just died. `status` names it, and the replica comes up on other
-    cores; once the core is free again, it counts as free."""
+def test_a_core_taken_by_a_foreign_process_is_quarantined_and_the_replica_moves(fleet: LiveFleet, admin: Admin) -> None:
+    """This process takes a core of a replica that has just died. `status` shows it, and the replica starts on other
+    cores; once the core is free again, it counts as free.
+    """
     before = only(admin, "low")
     host = HOSTS.index(before["host"])
     core = int(before["cores"].partition("-")[0])
@@ -209,8 +210,8 @@ def test_a_core_that_a_stranger_takes_is_quarantined_and_the_replica_goes_elsewh
     assert complete(fleet, "low", max_tokens=3).json()["choices"][0]["text"] == echo_text("hello", 3)
 
 
-def test_on_a_full_disk_nothing_is_applied_and_repairs_go_on(fleet: LiveFleet, admin: Admin) -> None:
-    """An apply is refused, a killed replica comes back; with room again everything is in the journal."""
+def test_on_a_full_disk_nothing_is_applied_but_repairs_continue(fleet: LiveFleet, admin: Admin) -> None:
+    """An apply is rejected, a killed replica restarts; with space again everything is in the journal."""
     before, revision = (
         next(r for r in replicas(admin.status()) if r["id"].startswith("alpha/")),
         admin.status()["revision"],
@@ -250,8 +251,8 @@ def test_on_a_full_disk_nothing_is_applied_and_repairs_go_on(fleet: LiveFleet, a
     assert status == 200, answer
 
 
-def test_the_controller_dies_in_a_rollout_which_goes_on_and_breaks_no_stream(fleet: LiveFleet, admin: Admin) -> None:
-    """kill -9 after the first new replica: open streams are whole, no request fails, the rollout completes."""
+def test_a_rollout_continues_after_the_death_of_the_controller(fleet: LiveFleet, admin: Admin) -> None:
+    """kill -9 after the first new replica: open streams are complete, no request fails, the rollout completes."""
     streams = [Streamed(fleet, MODELS[i % 3], f"open {i}", 1200) for i in range(6)]
     assert all(stream.begun.wait(20) for stream in streams)
     old = fleet.controller_pid()
@@ -304,8 +305,9 @@ def test_lost_revisions_are_held_until_an_operator_applies_a_spec(fleet: LiveFle
 
 
 def test_a_frozen_replica_of_a_dead_controller_is_ended_by_the_next(fleet: LiveFleet, admin: Admin) -> None:
-    """It cannot say what it is, so it is not adopted: its process ends, its cores are not lost, and the next epoch
-    serves. A caller who still means the old epoch is refused by the new process."""
+    """It does not respond, so it is not adopted: its process ends, its cores are not lost, and the next epoch
+    serves. A request for the old epoch is rejected by the new process.
+    """
     before = only(admin, "low")
     os.kill(before["pid"], signal.SIGSTOP)
     os.kill(fleet.controller_pid(), signal.SIGKILL)
@@ -348,8 +350,8 @@ def refusal(fleet: LiveFleet, path: Path, epoch: int) -> str:
     return messages[0].reason
 
 
-def test_a_drained_host_loses_nothing_under_forty_streams(fleet: LiveFleet, admin: Admin) -> None:
-    """Its replicas come up elsewhere, then it is empty; every stream is whole."""
+def test_a_drained_host_loses_none_of_forty_streams(fleet: LiveFleet, admin: Admin) -> None:
+    """Its replicas start elsewhere, then it is empty; every stream is complete."""
     busy = max(admin.status()["hosts"], key=lambda host: host["leased"])["name"]
     streams = [Streamed(fleet, MODELS[i % 3], f"drained {i}", 400) for i in range(40)]
     assert all(stream.begun.wait(30) for stream in streams)
@@ -401,8 +403,8 @@ def test_a_canary_gets_its_share_and_is_promoted(fleet: LiveFleet, admin: Admin,
     assert time.monotonic() - began >= 0.6
 
 
-def test_up_watch_refuses_a_bad_file_and_applies_a_good_one(fleet: LiveFleet, admin: Admin) -> None:
-    """The bad one is told with its problem and changes nothing; the next good one becomes a revision."""
+def test_up_watch_rejects_a_bad_file_and_applies_a_good_one(fleet: LiveFleet, admin: Admin) -> None:
+    """The bad one is reported with its problem and changes nothing; the next good one becomes a revision."""
     before = admin.status()
     written = fleet.spec.read_text()
     try:
@@ -421,9 +423,10 @@ def test_up_watch_refuses_a_bad_file_and_applies_a_good_one(fleet: LiveFleet, ad
         until(lambda: admin.get("/spec")["text"] == written, 15, "the old file is applied again")
 
 
-def test_a_step_that_blocks_is_seen_by_the_watchdog(fleet: LiveFleet, admin: Admin) -> None:
-    """A replica whose one step takes longer than `deadlines.step_s` is ended and started again; its request ends with
-    an error or an answer."""
+def test_a_blocked_step_is_detected_by_the_watchdog(fleet: LiveFleet, admin: Admin) -> None:
+    """A replica whose step takes longer than `deadlines.step_s` is restarted; its request ends with an error or an
+    answer.
+    """
     slow = "  blocked: {tp_degree: 1, engine_options: {step_ms: 7000}, deadlines: {step_s: 1}}\n"
     status, answer = admin.apply(SPEC + slow, str(fleet.home))
     assert status == 200, answer
@@ -465,9 +468,10 @@ def test_a_load_that_hangs_is_rolled_back(fleet: LiveFleet, admin: Admin, tmp_pa
     assert (load.wrong, load.failed) == ([], {})
 
 
-def test_a_lost_host_gives_the_room_that_is_left_to_the_highest_priority(fleet: LiveFleet, admin: Admin) -> None:
-    """The last test: host 2 loses its raylet while only 8 cores elsewhere are open. `high` comes up there, `low` waits
-    for a place and is told why; with room again it serves."""
+def test_a_lost_host_leaves_the_remaining_room_to_the_highest_priority(fleet: LiveFleet, admin: Admin) -> None:
+    """The last test: host 2 loses its raylet while only 8 cores elsewhere are open. `high` starts there, `low`
+    waits for a place with a reason; with room again it serves.
+    """
     for host in HOSTS[:2]:
         assert admin.post("/cordon", host=host, cores="0-23")[0] == 200
     for one in (only(admin, "low"), only(admin, "high")):  # both go to host 2

@@ -81,7 +81,7 @@ def listening(fleet: LiveFleet) -> int:
 
 @pytest.mark.parametrize("who", ["controller", "all"])
 def test_a_pause_of_20_seconds_ends_nothing(fleet: LiveFleet, who: str) -> None:
-    """Neither a replica nor a gateway, and a stream that was under way goes on to its end."""
+    """Neither a replica nor a gateway, and a running stream continues to its end."""
     before, gateway = ready_pids(fleet), listening(fleet)
     assert len(before) == 2
     text: list[str] = []
@@ -105,8 +105,8 @@ def test_a_pause_of_20_seconds_ends_nothing(fleet: LiveFleet, who: str) -> None:
     assert answers(fleet)
 
 
-def test_a_raylet_that_stalls_for_20_seconds_costs_nothing(fleet: LiveFleet) -> None:
-    """It was the end of the fleet."""
+def test_a_raylet_that_stalls_for_20_seconds_has_no_effect(fleet: LiveFleet) -> None:
+    """It used to end the fleet."""
     before = ready_pids(fleet)
     stop_for([fleet.raylet_pid(0)], PAUSE_S)
     deadline = time.monotonic() + LATE_S
@@ -130,8 +130,8 @@ def test_a_gateway_that_hangs_is_replaced_within_seconds(fleet: LiveFleet) -> No
     print(f"a hung gateway: {took:.1f} s")  # noqa: T201
 
 
-def test_sockets_that_vanish_cost_no_answer(fleet: LiveFleet) -> None:
-    """Also not of a gateway that starts after that."""
+def test_removed_sockets_cost_no_answer(fleet: LiveFleet) -> None:
+    """Nor those of a gateway that starts after that."""
     sockets = Home(fleet.home).sockets
     for path in list(sockets.rglob("*")):
         if path.is_socket() and "ray" not in path.parts:
@@ -143,8 +143,8 @@ def test_sockets_that_vanish_cost_no_answer(fleet: LiveFleet) -> None:
     until(lambda: fleet.http.get("/readyz").status_code == 200, 30, "ready")
 
 
-def test_a_raylet_that_dies_ends_the_fleet_with_a_word_and_leaves_nothing(fleet: LiveFleet) -> None:
-    """On the terminal and in the audit log, with an exit code that has systemd start it again. Runs last."""
+def test_a_raylet_that_dies_ends_the_fleet_with_a_report_and_leaves_nothing(fleet: LiveFleet) -> None:
+    """On the terminal and in the audit log, with an exit code that makes systemd restart it. Runs last."""
     os.kill(fleet.raylet_pid(0), signal.SIGKILL)
     assert fleet.process.wait(90) == 1
     last = Audit(Home(fleet.home).audit).entries(1)[0]

@@ -31,8 +31,8 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nobody_is_asked(monkeypatch, tmp_path)
 
 
-def test_the_content_stays_the_same_when_the_controller_and_all_replicas_have_died(tmp_path: Path) -> None:
-    """The source has other content by now."""
+def test_the_content_stays_the_same_after_the_controller_and_all_replicas_died(tmp_path: Path) -> None:
+    """The source has changed meanwhile."""
     cluster = FakeCluster()
 
     async def story(played: Played) -> None:
@@ -48,7 +48,7 @@ def test_the_content_stays_the_same_when_the_controller_and_all_replicas_have_di
     play(tmp_path, cluster, spec(), story)
 
 
-def test_a_restart_goes_on_with_the_new_content_after_the_controller_has_died(tmp_path: Path) -> None:
+def test_a_restart_keeps_the_new_content_after_the_controller_has_died(tmp_path: Path) -> None:
     """One of three is restarted; those that still load the old content do not bring it back."""
     cluster = Backwards()
     cluster.load_s = 5.0
@@ -68,8 +68,8 @@ def test_a_restart_goes_on_with_the_new_content_after_the_controller_has_died(tm
     play(tmp_path, cluster, spec(replicas=3), story)
 
 
-def test_a_restart_while_an_update_is_fetched_brings_what_the_source_has_by_then(tmp_path: Path) -> None:
-    """What was being fetched is given up."""
+def test_a_restart_during_a_fetch_gets_the_latest_content(tmp_path: Path) -> None:
+    """The running fetch is given up."""
     cluster = FakeCluster()
 
     async def story(played: Played) -> None:
@@ -86,8 +86,8 @@ def test_a_restart_while_an_update_is_fetched_brings_what_the_source_has_by_then
     play(tmp_path, cluster, spec(degree=24), story)
 
 
-def test_a_new_fleet_looks_at_its_sources_anew(tmp_path: Path) -> None:
-    """The journal keeps what versions load for one `up`, and through its compaction."""
+def test_a_new_fleet_resolves_its_sources_again(tmp_path: Path) -> None:
+    """The journal keeps the content of versions for one `up`, also through its compaction."""
     path = tmp_path / "journal"
     pin = Pin(model="m", version="v", origin=Origin(source=SOURCE, artifact="k"))
     journal = Journal(path)

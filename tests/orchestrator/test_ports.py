@@ -20,10 +20,10 @@ models:
 
 
 @pytest.mark.parametrize("first", [25_000, 32_768])
-def test_a_port_is_none_that_the_kernel_gives_connections(
+def test_a_port_is_outside_the_kernels_range_for_connections(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor one that somebody listens on, nor a node port of Kubernetes."""
+    """Nor in use, nor a node port of Kubernetes."""
     (tmp_path / "range").write_text(f"{first}\t60999\n")
     monkeypatch.setattr(addresses, "_EPHEMERAL", tmp_path / "range")
     taken = [socket.create_server(("127.0.0.1", free_port())) for _ in range(50)]
@@ -38,10 +38,10 @@ def test_a_port_is_none_that_the_kernel_gives_connections(
 
 
 @pytest.mark.parametrize("told", ["1024\t65535\n", "", None])
-def test_where_there_are_no_others_the_kernel_chooses(
+def test_without_other_ports_the_kernel_chooses(
     told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that gives nearly all ports to connections, or does not tell."""
+    """On a machine whose range has nearly all ports, or is unknown."""
     file = tmp_path / "range"
     if told is not None:
         file.write_text(told)
@@ -51,8 +51,8 @@ def test_where_there_are_no_others_the_kernel_chooses(
 
 
 @pytest.mark.live
-def test_a_port_that_is_taken_while_ray_starts_is_told() -> None:
-    """By what the gateway itself met; and nothing of the fleet is left."""
+def test_a_port_taken_while_ray_starts_is_reported() -> None:
+    """With the gateway's own error; and nothing of the fleet is left."""
     fleet = LiveFleet(SPEC)
     try:
         until(lambda: "starting Ray" in fleet.output(), 60, "the port was looked at")

@@ -42,7 +42,7 @@ def test_the_oldest_prompt_is_forgotten_first_and_from_its_end() -> None:
 
 
 def test_of_a_prompt_longer_than_the_memory_the_beginning_is_kept() -> None:
-    """Which is all that another prompt can have in common with it."""
+    """Only that part can be shared with another prompt."""
     memory = PrefixIndex(blocks=4)
     memory.add(chain(PROMPT, 16))
     assert (len(memory), memory.share(chain(PROMPT, 16))) == (4, 0.4)
@@ -55,8 +55,7 @@ def test_digests_are_the_same_in_every_process() -> None:
     assert told.strip() == str(chain(range(64), 16))
 
 
-def test_settings_that_remember_nothing_are_refused() -> None:
-    """With the number."""
+def test_settings_without_any_memory_are_rejected_with_the_number() -> None:
     with pytest.raises(ValueError, match="not 0"):
         chain([1], 0)
     with pytest.raises(ValueError, match="at least 1 block"):
@@ -67,8 +66,8 @@ def test_settings_that_remember_nothing_are_refused() -> None:
         Sessions(1, 0.0)
 
 
-def test_a_session_stays_until_its_time_is_over() -> None:
-    """Each request begins it anew; to the second."""
+def test_a_session_expires_after_its_time_without_requests() -> None:
+    """To the second."""
     sessions = Sessions[str](ttl_s=10.0)
     sessions.put("a", "r0", 0.0)
     assert (sessions.get("a", 9.9), sessions.get("b", 9.9)) == ("r0", None)
@@ -76,8 +75,8 @@ def test_a_session_stays_until_its_time_is_over() -> None:
     assert (sessions.get("a", 18.9), sessions.get("a", 19.0), len(sessions)) == ("r1", None, 0)
 
 
-def test_old_sessions_make_room() -> None:
-    """Beyond the most, the one that asked longest ago; those whose time is over go when another comes."""
+def test_old_sessions_are_evicted() -> None:
+    """Beyond the maximum the least recently used one; expired ones when another arrives."""
     sessions = Sessions[int](most=2, ttl_s=10.0)
     for number, session in enumerate("abac"):
         sessions.put(session, number, float(number))

@@ -16,7 +16,7 @@ from tests.orchestrator.test_rollout import play, spec
 
 
 def test_a_rollout_without_progress_fails_at_its_deadline(tmp_path: Path) -> None:
-    """A new replica that finds no place: the rollout goes back after progress_deadline_s."""
+    """A new replica without a place: the rollout goes back after progress_deadline_s."""
     quick = ", update: {strategy: surge, progress_deadline_s: 60}"
 
     async def story(played: Played) -> None:
@@ -46,8 +46,8 @@ def test_a_start_that_compiles_for_long_is_not_rolled_back(tmp_path: Path) -> No
     play(tmp_path, spec(a=patient), story, tick_s=5.0, load_s=5.0)
 
 
-def test_what_a_replica_compiles_is_not_its_start(tmp_path: Path) -> None:
-    """It tells for how long it has compiled, and neither start_s nor the update ends meanwhile."""
+def test_compiling_is_not_part_of_the_start(tmp_path: Path) -> None:
+    """The status shows for how long it has compiled, and neither start_s nor the update ends meanwhile."""
 
     async def story(played: Played) -> None:
         played.cluster.load_s = 3300.0
@@ -64,7 +64,7 @@ def test_what_a_replica_compiles_is_not_its_start(tmp_path: Path) -> None:
 
 
 def test_a_start_that_exceeds_its_deadline_is_rolled_back(tmp_path: Path) -> None:
-    """A start that hangs is a failure at start_s, and max_failures of them end the update."""
+    """A hanging start is a failure at start_s, and max_failures of them end the update."""
     patient = ", deadlines: {start_s: 3600}, update: {max_failures: 1}"
 
     async def story(played: Played) -> None:
@@ -80,8 +80,8 @@ def test_a_start_that_exceeds_its_deadline_is_rolled_back(tmp_path: Path) -> Non
     play(tmp_path, spec(a=patient), story, tick_s=5.0, load_s=5.0)
 
 
-def test_the_start_of_an_unchanged_model_does_not_hold_up_the_deadline(tmp_path: Path) -> None:
-    """Only what the update starts has time to start: that of a replica beside it does not count."""
+def test_the_start_of_an_unchanged_model_does_not_extend_the_deadline(tmp_path: Path) -> None:
+    """Only replicas that the update starts have time to start."""
     quick = ", update: {strategy: surge, progress_deadline_s: 60}"
 
     async def story(played: Played) -> None:
@@ -97,8 +97,8 @@ def test_the_start_of_an_unchanged_model_does_not_hold_up_the_deadline(tmp_path:
     play(tmp_path, spec(a=quick), story, load_s=5.0)
 
 
-def test_what_is_replaced_goes_though_more_is_wished_than_fits(tmp_path: Path) -> None:
-    """Three are wished and two fit: a drain and a restart keep as many as can be, and do not wait for the third."""
+def test_replacement_continues_although_more_is_wanted_than_fits(tmp_path: Path) -> None:
+    """Three are wanted and two fit: a drain and a restart keep as many as possible, and do not wait for the third."""
 
     async def story(played: Played) -> None:
         def pids() -> set[int]:
@@ -116,8 +116,8 @@ def test_what_is_replaced_goes_though_more_is_wished_than_fits(tmp_path: Path) -
     play(tmp_path, spec(a=", replicas: {min: 1, max: 3}", b_replicas=4), story, load_s=5.0)
 
 
-def test_old_replicas_do_not_wait_for_ever_for_more_new_ones_than_fit(tmp_path: Path) -> None:
-    """Nothing to go back to, and three wished where two fit: after progress_deadline_s the old one goes."""
+def test_old_replicas_do_not_wait_forever_for_new_ones_that_do_not_fit(tmp_path: Path) -> None:
+    """Without a revision to return to, and three wanted where two fit: after progress_deadline_s the old one stops."""
     wide = "version: 1\nname: test\nhosts: {emulate: inf2.48xlarge}\ndefaults: {engine: echo}\nmodels:\n"
     wide += "  a: {tp_degree: DEGREE, replicas: {min: 1, max: 3}}\n  b: {tp_degree: 8}\n"
 
@@ -136,8 +136,8 @@ def test_old_replicas_do_not_wait_for_ever_for_more_new_ones_than_fit(tmp_path: 
     virtually(main)
 
 
-def test_old_replicas_that_nothing_can_follow_stay() -> None:
-    """With no core for any new one the old ones are all that serves: the promise of what is wished stands."""
+def test_old_replicas_without_a_successor_stay() -> None:
+    """Without a core for any new one, only the old ones serve."""
     model = ModelSpec(name="a", source="./none", tp_degree=8)
     host = Host("inf2.48xlarge/0", TOPOLOGIES["inf2.48xlarge"], cpus=(0,))
     views = tuple(

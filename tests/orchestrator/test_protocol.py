@@ -59,7 +59,7 @@ def test_a_message_reaches_the_template_as_templates_expect_it() -> None:
         ({"role": "assistant", "function_call": {"name": "f"}}, "send tool_calls"),
     ],
 )
-def test_a_message_that_cannot_be_told_is_refused(message: dict[str, Any], says: str) -> None:
+def test_an_invalid_message_is_rejected(message: dict[str, Any], says: str) -> None:
     """400, with the place in the text and `messages` as the parameter."""
     with pytest.raises(ApiError) as refused:
         for_template(message)
@@ -67,8 +67,8 @@ def test_a_message_that_cannot_be_told_is_refused(message: dict[str, Any], says:
     assert says in refused.value.message
 
 
-def test_calls_may_come_only_where_there_are_tools() -> None:
-    """`auto` unless something else is said; special tokens, which mark calls, then stay in the text."""
+def test_calls_are_possible_only_with_tools() -> None:
+    """`auto` by default; special tokens, which mark calls, then stay in the text."""
     assert (read().calling, read(tools=[]).calling, read(tools=None).calling) == ("none",) * 3
     auto = read(tools=[tool("f")])
     assert (auto.calling, auto.skip_special_tokens, auto.guide()) == ("auto", False, None)
@@ -78,8 +78,8 @@ def test_calls_may_come_only_where_there_are_tools() -> None:
     assert read(tools=[tool("f")], tool_choice="required").skip_special_tokens is None
 
 
-def test_a_named_call_keeps_the_schema_of_its_function() -> None:
-    """One without parameters takes an object."""
+def test_a_named_call_has_the_schema_of_its_function() -> None:
+    """A function without parameters gets an object."""
     named = {"type": "function", "function": {"name": "f"}}
     assert json.loads(read(tools=[tool("f", CITY)], tool_choice=named).guide() or "") == CITY
     assert json.loads(read(tools=[tool("f")], tool_choice=named).guide() or "")["type"] == "object"
@@ -96,22 +96,21 @@ def test_a_named_call_keeps_the_schema_of_its_function() -> None:
         ([], False),
     ],
 )
-def test_required_calls_keep_the_schema_of_theirs(calls: list[Any], good: bool) -> None:
+def test_required_calls_have_the_schemas_of_their_tools(calls: list[Any], good: bool) -> None:
     """The references of a tool's schema find their definitions at the top."""
     schema = json.loads(read(tools=[tool("f", CITY), tool("g")], tool_choice="required").guide() or "")
 
     assert jsonschema.Draft202012Validator(schema).is_valid(calls) == good
 
 
-def test_without_parallel_calls_one_is_required() -> None:
-    """And no more."""
+def test_without_parallel_calls_exactly_one_is_required() -> None:
     asked = read(tools=[tool("g")], tool_choice="required", parallel_tool_calls=False)
     assert json.loads(asked.guide() or "")["maxItems"] == 1
 
 
 @pytest.mark.parametrize("definitions", [{"city": {"enum": ["Rome"]}}, [1], "x"])
-def test_definitions_that_cannot_stand_together_are_refused(definitions: Any) -> None:
-    """Two tools that mean different things by one name, or whose definitions are none."""
+def test_conflicting_definitions_are_rejected(definitions: Any) -> None:
+    """Two tools with different definitions of one name, or with invalid ones."""
     with pytest.raises(ApiError, match="defs") as refused:
         read(tools=[tool("f", CITY), tool("g", {"$defs": definitions})], tool_choice="required")
     assert refused.value.param == "tools"
@@ -120,7 +119,7 @@ def test_definitions_that_cannot_stand_together_are_refused(definitions: Any) ->
 @pytest.mark.parametrize("number", [10**400, -(10**400)])
 @pytest.mark.parametrize("name", ["max_tokens", "n", "top_k", "seed", "min_tokens", "max_completion_tokens"])
 def test_a_huge_number_is_out_of_range(name: str, number: int) -> None:
-    """And no crash: it is too large for a float."""
+    """And not a crash: it is too large for a float."""
     with pytest.raises(ApiError) as refused:
         read(**{name: number})
     assert (refused.value.status, refused.value.param) == (400, name)
@@ -143,23 +142,23 @@ def test_a_huge_number_is_out_of_range(name: str, number: int) -> None:
         (b'{"model":"m","function_call":[%b[]]}' % (b"[]," * protocol.MAX_IDS), "function_call"),
     ],
 )
-def test_a_large_body_is_refused_before_it_is_decoded(
+def test_a_large_body_is_rejected_before_it_is_decoded(
     body: bytes, param: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megabytes of small values take the event loop up to a second."""
+    """Megabytes of small values block the event loop for up to a second."""
     monkeypatch.setattr(protocol, "_completion_decoder", None)
     with pytest.raises(ApiError, match="the limit") as refused:
         protocol.read_completion(body)
     assert refused.value.param == param
 
 
-def test_a_long_text_is_not_taken_for_many_values() -> None:
+def test_a_long_text_does_not_count_as_many_values() -> None:
     text = "[1], " * protocol.MAX_IDS
     assert protocol.read_completion(json.dumps({"model": "m", "prompt": text}).encode()).prompt == text
 
 
 @pytest.mark.parametrize("prompt", [["[1], " * 2**20, "b"], [[1] * (2**20 - 2), [2]], [[1], "a" * 2**20]])
-def test_long_prompts_may_come_in_a_list(prompt: list[Any]) -> None:
+def test_long_prompts_may_be_in_a_list(prompt: list[Any]) -> None:
     assert protocol.read_completion(json.dumps({"model": "m", "prompt": prompt}).encode()).prompt == prompt
 
 
@@ -179,8 +178,8 @@ def test_the_arguments_of_a_call_have_a_limit() -> None:
         asked.messages[0].for_template(0)
 
 
-def test_what_is_ignored_is_not_made_into_objects() -> None:
-    """It must be JSON all the same."""
+def test_ignored_fields_are_not_converted_to_objects() -> None:
+    """They must still be valid JSON."""
     asked = protocol.read_chat(b'{"model":"m","messages":[{"role":"user"}],"metadata":{"a":[1]},"user":"ada"}')
     assert bytes(asked.metadata) == b'{"a":[1]}'
     with pytest.raises(ApiError, match="not JSON"):

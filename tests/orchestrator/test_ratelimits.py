@@ -33,8 +33,8 @@ def refusal(counts: Counts, limits: Limits, tokens: int = 1, now: float = NOW, l
     return outcome
 
 
-def test_a_minutes_requests_may_come_at_once_and_the_next_when_its_part_of_a_minute_is_over() -> None:
-    """Not all at the end of the minute."""
+def test_a_minutes_requests_may_come_at_once_then_one_at_a_time() -> None:
+    """The next one after its part of a minute, not all at the end of the minute."""
     limits, counts = Limits(requests_per_minute=60), Counts()
     for _ in range(60):
         counts = take(counts, limits)
@@ -43,16 +43,16 @@ def test_a_minutes_requests_may_come_at_once_and_the_next_when_its_part_of_a_min
     assert take(counts, limits, now=NOW + 1.0).requests == pytest.approx(60)
 
 
-def test_who_waits_just_as_told_is_let_through() -> None:
-    """Although 9 requests in 60 s are no whole number of anything in a float."""
+def test_a_retry_after_the_reported_time_is_accepted() -> None:
+    """Although 9 requests in 60 s have no exact float."""
     limits, now = Limits(requests_per_minute=9), 1_000_001.0
     wait_s = refusal(Counts(now, 9), limits, now=now).wait_s
     assert wait_s is not None
     take(Counts(now, 9), limits, now=now + wait_s)
 
 
-def test_the_limit_that_holds_longer_is_the_one_that_is_told() -> None:
-    """And nothing is taken from the other one."""
+def test_the_longest_limit_is_reported() -> None:
+    """And the other one is not charged."""
     limits = Limits(requests_per_minute=6, tokens_per_minute=600)
     busy = Counts(NOW, requests=6, tokens=600)
     assert refusal(busy, limits, tokens=50) == Exceeded("requests per minute", 6, 6, 1, 10.0)
@@ -68,7 +68,7 @@ def test_a_request_of_more_than_a_minutes_tokens_never_passes() -> None:
     assert take(Counts(), limits, tokens=100).tokens == 100
 
 
-def test_so_many_at_a_time_and_no_more() -> None:
+def test_concurrent_requests_are_limited() -> None:
     """Whatever the buckets hold."""
     limits = Limits(max_concurrent=2)
     take(Counts(), limits, live=1)
@@ -76,7 +76,7 @@ def test_so_many_at_a_time_and_no_more() -> None:
     assert refusal(Counts(), limits, live=2).ever
 
 
-def test_what_was_reserved_and_not_used_comes_back_at_once() -> None:
+def test_an_unused_reservation_is_returned_at_once() -> None:
     """The request itself counts."""
     limits = Limits(requests_per_minute=60, tokens_per_minute=1000)
     counts = take(Counts(), limits, tokens=900)
@@ -86,14 +86,14 @@ def test_what_was_reserved_and_not_used_comes_back_at_once() -> None:
     assert settle(counts, limits, 900, 0, NOW, NOW + 50).tokens == 0  # and never more than all
 
 
-def test_after_a_minute_there_is_nothing_to_give_back() -> None:
-    """By then the bucket has filled by the whole of the reservation: what others have taken since is theirs."""
+def test_after_a_minute_no_reservation_is_returned() -> None:
+    """By then the bucket has been refilled by the whole reservation."""
     limits = Limits(tokens_per_minute=1000)
     counts = take(take(Counts(), limits, tokens=1000), limits, tokens=1000, now=NOW + 60)
     assert settle(counts, limits, 1000, 10, NOW, NOW + 60).tokens == 1000
 
 
-def test_what_was_used_beyond_the_reservation_is_owed() -> None:
+def test_usage_beyond_the_reservation_is_charged_as_debt() -> None:
     """At most ten minutes' worth."""
     limits = Limits(tokens_per_minute=1000)
     counts = take(Counts(), limits, tokens=1000)
@@ -103,8 +103,8 @@ def test_what_was_used_beyond_the_reservation_is_owed() -> None:
     assert settle(counts, limits, 1000, 10**9, NOW, NOW).tokens == 10_000
 
 
-def test_a_limit_that_is_changed_counts_from_the_next_request_on() -> None:
-    """What was used stays used; a limit that is new begins full, one that goes is forgotten."""
+def test_a_changed_limit_applies_from_the_next_request_on() -> None:
+    """Usage stays; a new limit starts full, a removed one is forgotten."""
     counts = take(Counts(), Limits(requests_per_minute=2), tokens=500)
     assert refusal(take(counts, Limits(requests_per_minute=2)), Limits(requests_per_minute=2)).wait_s == 30.0
     assert take(counts, Limits(requests_per_minute=1000)).requests == 2
@@ -121,26 +121,26 @@ def test_a_limit_that_is_changed_counts_from_the_next_request_on() -> None:
         Counts(NOW, math.nan, -math.inf),
     ],
 )
-def test_counts_that_make_no_sense_are_none(broken: Counts) -> None:
-    """Of a clock that has begun anew, or of a file that somebody has written into."""
+def test_invalid_counts_are_ignored(broken: Counts) -> None:
+    """From a restarted clock, or a modified file."""
     assert refill(broken, Limits(60, 60), NOW) == Counts(NOW)
 
 
 def test_counts_far_too_high_last_ten_minutes() -> None:
-    """Whatever stands in the file."""
+    """Whatever the file contains."""
     limits = Limits(60, 60)
     assert refill(Counts(NOW, 1e300, math.inf), limits, NOW) == Counts(NOW, 600, 600)
     assert refill(Counts(NOW, 1e300, 1e300), limits, NOW + 600) == Counts(NOW + 600)
 
 
-def test_a_gateway_that_is_a_little_ahead_gives_nothing_twice() -> None:
-    """Its time counts on."""
+def test_a_gateway_with_a_fast_clock_refills_nothing_twice() -> None:
+    """Its time counts."""
     ahead = Counts(NOW + 0.001, 60, 60)
     assert refill(ahead, Limits(60, 60), NOW) == ahead
 
 
-def test_a_client_is_told_whole_numbers_that_it_can_rely_on() -> None:
-    """What is left is rounded down, and full is 0 away."""
+def test_a_client_gets_reliable_whole_numbers() -> None:
+    """The remaining amount is rounded down, and a full bucket resets in 0."""
     limits = Limits(requests_per_minute=60, tokens_per_minute=6000)
     assert remaining(Counts(NOW, 0.5, 100.5), limits, NOW) == (Remaining(60, 59, 0.5), Remaining(6000, 5899, 1.005))
     assert remaining(Counts(), limits, NOW) == (Remaining(60, 60, 0.0), Remaining(6000, 6000, 0.0))
@@ -163,6 +163,6 @@ def test_a_client_is_told_whole_numbers_that_it_can_rely_on() -> None:
         (3661.5, "1h1m1.5s"),
     ],
 )
-def test_a_duration_is_written_as_openais_headers_write_it(seconds: float, text: str) -> None:
-    """Rounded up to a millisecond: who waits so long is not too early."""
+def test_a_duration_has_the_format_of_openais_headers(seconds: float, text: str) -> None:
+    """Rounded up to a millisecond: a client that waits so long is not too early."""
     assert duration(seconds) == text

@@ -38,8 +38,8 @@ def last(gateway: LiveGateway) -> list[str] | None:
     return reports[-1].unreachable if reports else None
 
 
-def test_a_model_that_cannot_be_reached_makes_the_gateway_unready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is reported; once its replica listens again the gateway is ready without anybody's help."""
+def test_an_unreachable_model_makes_the_gateway_unready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is reported; once its replica listens again the gateway becomes ready automatically."""
     monkeypatch.setattr(links_of, "UNREACHABLE_S", 0.3)
     served = Served()
     gateway = LiveGateway()
@@ -60,10 +60,10 @@ def test_a_model_that_cannot_be_reached_makes_the_gateway_unready(monkeypatch: p
         served.close()
 
 
-def test_one_replica_of_two_that_cannot_be_reached_is_reported_and_leaves_the_gateway_ready(
+def test_one_unreachable_replica_of_two_is_reported_and_leaves_the_gateway_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The other one answers."""
+    """The other one serves."""
     monkeypatch.setattr(links_of, "UNREACHABLE_S", 0.2)
     served = Served()
     gateway = LiveGateway()
@@ -78,8 +78,8 @@ def test_one_replica_of_two_that_cannot_be_reached_is_reported_and_leaves_the_ga
         served.close()
 
 
-def test_a_replica_that_cannot_be_reached_is_tried_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most every two seconds in the end, and never later than that."""
+def test_retries_of_an_unreachable_replica_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to a pause of two seconds."""
     tried: list[float] = []
 
     async def refused(loop: asyncio.AbstractEventLoop, *_: Any) -> Any:
@@ -100,8 +100,8 @@ def test_a_replica_that_cannot_be_reached_is_tried_ever_more_seldom(monkeypatch:
     assert pauses[-1] == pytest.approx(RECONNECT_MOST_S)
 
 
-def test_what_gateways_cannot_reach_is_in_status_events_and_metrics(tmp_path: Path) -> None:
-    """Of any of them, until all reach it again or the one that did not has ended."""
+def test_unreachable_replicas_are_in_status_events_and_metrics(tmp_path: Path) -> None:
+    """For any gateway, until all reach the replica again or that gateway has ended."""
 
     async def live() -> None:
         async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
@@ -171,7 +171,7 @@ def test_sockets_are_below_the_runtime_folder_where_their_paths_fit(
 
 
 def test_a_runtime_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `sudo -E` hands it on."""
+    """As passed on by `sudo -E`."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/proc/1/net" if Path("/").stat().st_uid else "/run")
     monkeypatch.setattr("os.getuid", lambda: 4711)
     home = Home(tmp_path)

@@ -38,7 +38,7 @@ def quarantine(fleet: Played) -> dict[int, str | None]:
     return {one["core"]: one["cause"] for one in fleet.host()["quarantine"]}
 
 
-async def test_cores_that_the_runtime_does_not_give_are_set_aside_for_a_while(tmp_path: Path) -> None:
+async def test_cores_that_the_runtime_refuses_are_not_used_for_a_while(tmp_path: Path) -> None:
     """The same start goes elsewhere at once, and after a while the cores are tried again."""
     async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
         await fleet.settled()
@@ -52,8 +52,8 @@ async def test_cores_that_the_runtime_does_not_give_are_set_aside_for_a_while(tm
         assert "CoresSetAside" in fleet.happened()
 
 
-def test_a_pinned_replica_waits_for_its_cores_and_says_why(tmp_path: Path) -> None:
-    """There is no elsewhere for it: it is tried again when the cores are."""
+def test_a_pinned_replica_waits_for_its_cores_with_a_reason(tmp_path: Path) -> None:
+    """It cannot move: it is retried when the cores are usable."""
 
     async def play() -> tuple[Any, float]:
         async with Played(tmp_path, FakeCluster(), PINNED) as fleet:
@@ -72,8 +72,8 @@ def test_a_pinned_replica_waits_for_its_cores_and_says_why(tmp_path: Path) -> No
     assert SET_ASIDE_S <= took < SET_ASIDE_S + 5.0
 
 
-async def test_a_broken_device_is_quarantined_whole_and_its_replica_moves(tmp_path: Path) -> None:
-    """A replica of one core takes the device's other core out too; who runs there goes on."""
+async def test_a_faulty_device_is_quarantined_completely_and_its_replica_moves(tmp_path: Path) -> None:
+    """A replica of one core also takes the device's other core out; a replica running there continues."""
     async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
         await fleet.settled()
         where = {id: fleet.replica(id)["cores"] for id in ("b/0", "b/1")}
@@ -93,14 +93,14 @@ async def test_a_broken_device_is_quarantined_whole_and_its_replica_moves(tmp_pa
 @pytest.mark.parametrize(
     ("named", "cores"), [((1,), {2, 3}), ((0, 1), {0, 1, 2, 3}), ((), {0, 1, 2, 3}), ((7,), {0, 1, 2, 3})]
 )
-def test_only_the_devices_that_the_fault_names_are_quarantined(named: tuple[int, ...], cores: set[int]) -> None:
-    """As far as the replica lies on them; else all that it lies on."""
+def test_only_the_devices_of_the_fault_are_quarantined(named: tuple[int, ...], cores: set[int]) -> None:
+    """As far as the replica uses them; else all devices that it uses."""
     host = Host("h", TOPOLOGIES["inf2.48xlarge"], (0, 1))
     assert cores_of_devices(host, range(4), named) == cores
 
 
-async def test_an_operator_frees_what_is_quarantined(tmp_path: Path) -> None:
-    """`uncordon`, of some cores or of the host; the time alone does not."""
+async def test_an_operator_lifts_a_quarantine(tmp_path: Path) -> None:
+    """With `uncordon`, for some cores or the host; time alone does not."""
     async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
         await fleet.settled()
         await fails(fleet, "a/0.1", BROKEN)
@@ -111,8 +111,8 @@ async def test_an_operator_frees_what_is_quarantined(tmp_path: Path) -> None:
         assert quarantine(fleet) == {}
 
 
-def test_a_quarantine_lasts_however_long_it_takes(tmp_path: Path) -> None:
-    """Nothing is tried on a broken device by itself."""
+def test_a_quarantine_has_no_time_limit(tmp_path: Path) -> None:
+    """A faulty device is never retried automatically."""
 
     async def play() -> dict[int, str | None]:
         async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
@@ -124,8 +124,8 @@ def test_a_quarantine_lasts_however_long_it_takes(tmp_path: Path) -> None:
     assert set(virtually(play)) == {0, 1, 2, 3}
 
 
-def test_a_restarted_controller_knows_what_is_broken_and_a_new_fleet_tries_it(tmp_path: Path) -> None:
-    """By the journal: the machine may have been mended between two fleets, hardly between two controllers."""
+def test_a_restarted_controller_remembers_faults_and_a_new_fleet_retries(tmp_path: Path) -> None:
+    """By the journal: the machine may have been repaired between two fleets, but hardly between two controllers."""
 
     async def play() -> list[list[int]]:
         journal, cluster = Journal(None, clock=asyncio.get_running_loop().time), FakeCluster()
@@ -146,8 +146,8 @@ def test_a_restarted_controller_knows_what_is_broken_and_a_new_fleet_tries_it(tm
     assert virtually(play) == [[0, 1, 2, 3, 4], [0, 1, 2, 3], []]
 
 
-def test_what_would_only_fail_again_is_not_started_again(tmp_path: Path) -> None:
-    """No pause leads to another try; status says so, and the model is failed, not loading."""
+def test_a_permanent_error_is_not_retried(tmp_path: Path) -> None:
+    """No pause leads to another try; status shows it, and the model is failed, not loading."""
 
     async def play() -> tuple[list[int], Any, Any]:
         cluster = FakeCluster()
@@ -167,8 +167,8 @@ def test_what_would_only_fail_again_is_not_started_again(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("ask", ["apply", "apply-other", "restart", "drain"])
-def test_a_stopped_replica_is_tried_again_when_somebody_asks(ask: str, tmp_path: Path) -> None:
-    """A changed spec, of whatever model, or an operator's verb."""
+def test_a_stopped_replica_is_retried_on_request(ask: str, tmp_path: Path) -> None:
+    """By a changed spec, for any model, or an operator's command."""
 
     async def play() -> Any:
         cluster = FakeCluster()
@@ -194,7 +194,7 @@ def test_a_stopped_replica_is_tried_again_when_somebody_asks(ask: str, tmp_path:
 
 
 def test_an_update_that_can_never_start_is_rolled_back_at_once(tmp_path: Path) -> None:
-    """Not after as many tries as a cause that may pass."""
+    """Not after as many tries as a transient cause."""
 
     async def play() -> tuple[Any, list[int]]:
         cluster = FakeCluster()
@@ -216,8 +216,8 @@ def test_an_update_that_can_never_start_is_rolled_back_at_once(tmp_path: Path) -
     assert slots.count(64) == 1
 
 
-def test_the_last_words_in_the_log_of_a_dead_replica_are_its_failure(tmp_path: Path) -> None:
-    """The runtime aborts the process: nobody is left to tell but the log. Only a Neuron engine's log is read."""
+def test_the_last_log_lines_of_a_dead_replica_are_its_failure(tmp_path: Path) -> None:
+    """The runtime aborts the process, so only the log has the cause. Only a Neuron engine's log is read."""
     spec = SPEC.replace("emulate", "instance").replace(
         "a: {tp_degree: 4}", "a: {tp_degree: 4, source: ./none, engine: nxd-inference, max_len: 128}"
     )
@@ -244,8 +244,8 @@ def test_the_last_words_in_the_log_of_a_dead_replica_are_its_failure(tmp_path: P
     assert set(withheld) == {0, 1, 2, 3}
 
 
-def test_what_the_tools_tell_of_a_dead_replica_is_not_held_against_its_cores(tmp_path: Path) -> None:
-    """They look every 10 s: for a while they tell of a process of ours that is gone."""
+def test_stale_reports_about_a_dead_replica_do_not_block_its_cores(tmp_path: Path) -> None:
+    """The tools refresh every 10 s: for a while they list a process of ours that is gone."""
 
     async def play() -> tuple[Any, int]:
         cluster = FakeCluster()

@@ -47,18 +47,17 @@ def decide(wanted: list[ReplicaTarget], *seen: ReplicaView, now: float = 10.0) -
 
 
 def test_a_placement_without_a_replica_is_started() -> None:
-    """What is planned and not there is started."""
     assert decide([target()]) == [Start(target(), None)]
 
 
-def test_what_is_as_planned_is_left_alone() -> None:
+def test_replicas_that_match_the_plan_are_not_changed() -> None:
     """At the fixed point there is nothing to do."""
     assert decide([target()], view(State.READY)) == []
     assert decide([target()], view(State.LOADING)) == []
 
 
-def test_a_dead_replica_is_released_before_it_is_started_again() -> None:
-    """A replica starts again only when its host has seen the old process gone."""
+def test_a_dead_replica_is_released_before_it_is_restarted() -> None:
+    """A replica restarts only when its host has confirmed the end of the old process."""
     failed = view(State.FAILED)
     gone = dataclasses.replace(failed, gone=True)
 
@@ -82,8 +81,8 @@ def test_the_breaker_opens_after_six_failed_starts() -> None:
     assert not view(State.FAILED, failures=5).breaker_open
 
 
-def test_a_replica_that_is_not_planned_drains_then_is_forgotten() -> None:
-    """A ready replica that leaves the plan ends its requests first."""
+def test_an_unplanned_replica_drains_then_is_removed() -> None:
+    """A ready replica that leaves the plan completes its requests first."""
     ready, stopping = view(State.READY), view(State.STOPPING)
     gone = dataclasses.replace(stopping, gone=True)
 
@@ -94,7 +93,7 @@ def test_a_replica_that_is_not_planned_drains_then_is_forgotten() -> None:
 
 
 def test_a_start_beyond_its_deadline_is_a_failure() -> None:
-    """A start that hangs becomes an error with its reason."""
+    """A hanging start becomes an error with its reason."""
     loading = view(State.LOADING)
 
     assert decide([target()], loading, now=110.0) == []
@@ -108,8 +107,8 @@ def test_the_start_deadline_counts_from_the_start_and_not_from_the_last_state() 
     assert decide([target()], loading, now=110.1) == [Fail(loading, "start-deadline: not ready after 100 s")]
 
 
-def test_compiling_has_a_deadline_of_its_own() -> None:
-    """It does not count as starting, and what compiles for ever is ended too."""
+def test_compiling_has_a_separate_deadline() -> None:
+    """It does not count as starting, and endless compiling is ended too."""
     loading = view(State.LOADING, compile_s=500.0)
 
     assert decide([target()], loading, now=610.0) == []
@@ -200,8 +199,8 @@ def _signalled(replica: ReplicaView, signal: Signal, now: float) -> ReplicaView:
     return dataclasses.replace(replica, state=advance(replica.state, signal), since=now)
 
 
-def test_fetching_has_a_deadline_of_its_own_and_so_has_compiling_ahead() -> None:
-    """Neither counts as starting, before it is over or after; what has no end is ended."""
+def test_fetching_and_compiling_ahead_have_separate_deadlines() -> None:
+    """Neither counts as starting, during it or afterwards; endless ones are ended."""
     fetching = view(State.FETCHING, since=20.0, deadlines=Deadlines(start_s=100.0, fetch_s=500.0))
     assert decide([target()], fetching, now=520.0) == []
     late = "fetch-deadline: the fetch did not end within 500 s"
@@ -218,8 +217,8 @@ def test_fetching_has_a_deadline_of_its_own_and_so_has_compiling_ahead() -> None
     assert decide([target()], loading, now=700.1) == [Fail(loading, late)]
 
 
-def test_another_version_or_a_wanted_new_process_is_drained_first() -> None:
-    """Same place, other version; or the same version, and someone asked for a new process."""
+def test_another_version_or_a_requested_new_process_is_drained_first() -> None:
+    """Same place, other version; or the same version with a requested restart."""
     ready = view(State.READY)
     newer = dataclasses.replace(target(), version="w")
 
@@ -229,7 +228,7 @@ def test_another_version_or_a_wanted_new_process_is_drained_first() -> None:
 
 
 def test_a_step_over_its_deadline_is_a_failure_while_serving_and_while_draining() -> None:
-    """A blocked engine answers every question but makes no token: the watchdog ends it."""
+    """A blocked engine responds but generates no token: the watchdog ends it."""
     for state in (State.READY, State.DRAINING):
         stuck = view(state, step_s=61.0, deadlines=Deadlines(step_s=60.0))
         what = "step-stuck: one engine step has run for 61 s, the deadline is 60 s"

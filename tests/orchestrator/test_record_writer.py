@@ -76,7 +76,7 @@ class GatedThread:
         return function(*args)
 
 
-def test_the_loop_goes_on_while_a_sync_blocks(tmp_path: Path, blocked: Callable[[], BlockedDisk]) -> None:
+def test_the_loop_continues_while_a_sync_blocks(tmp_path: Path, blocked: Callable[[], BlockedDisk]) -> None:
     """A controller with a hanging disk serves routes and status, and receives demand."""
 
     async def main() -> None:
@@ -126,8 +126,8 @@ def test_an_effect_waits_for_its_record(tmp_path: Path, before: int, after: int)
     virtually(main)
 
 
-def test_an_operation_is_finished_without_its_caller(tmp_path: Path) -> None:
-    """Else the journal would have a revision that the controller does not."""
+def test_an_operation_completes_without_its_caller(tmp_path: Path) -> None:
+    """Otherwise the journal would have a revision that the controller does not."""
 
     async def main() -> None:
         thread = GatedThread()
@@ -154,7 +154,7 @@ def test_an_operation_is_finished_without_its_caller(tmp_path: Path) -> None:
     virtually(main)
 
 
-def test_a_request_is_seen_once_it_is_written_and_a_note_at_once(tmp_path: Path) -> None:
+def test_a_request_is_visible_once_it_is_written_and_a_note_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         thread = GatedThread()
         records = RecordWriter(Journal(None), thread)
@@ -172,7 +172,7 @@ def test_a_request_is_seen_once_it_is_written_and_a_note_at_once(tmp_path: Path)
     virtually(main)
 
 
-def test_events_are_forgotten_first_while_nothing_can_be_written() -> None:
+def test_events_are_dropped_first_while_nothing_can_be_written() -> None:
     async def main() -> None:
         thread = GatedThread()
         thread.gate.clear()
@@ -229,8 +229,8 @@ async def _take(steps: list[str], journal: FillingDisk, records: RecordWriter) -
 
 
 @given(STEPS)
-def test_records_are_written_in_the_order_of_the_calls_and_refused_requests_never(steps: list[str]) -> None:
-    """Whatever the disk does, the notes are all there in the end, and the state in memory is that of the file."""
+def test_records_are_written_in_the_order_of_the_calls_and_rejected_requests_never(steps: list[str]) -> None:
+    """Whatever the disk does, all notes are there in the end, and the state in memory is that of the file."""
 
     async def later(function: Callable[..., Any], *args: Any) -> Any:
         await asyncio.sleep(0)
@@ -260,7 +260,7 @@ def test_records_are_written_in_the_order_of_the_calls_and_refused_requests_neve
 
 
 def test_a_kill_at_any_moment_leaves_a_prefix_of_the_records(tmp_path: Path) -> None:
-    """What was durable is in it."""
+    """Including all durable ones."""
 
     async def main(cut: int) -> None:
         steps = 0

@@ -32,8 +32,7 @@ def pages(folder: Path, limit: int) -> list[int]:
     return found
 
 
-def test_what_is_noted_is_read_again(tmp_path: Path) -> None:
-    """Every field."""
+def test_recorded_requests_are_read_back_completely(tmp_path: Path) -> None:
     recorder = RequestRecorder(tmp_path / "traces", "g1")
     note(recorder, 1)
     recorder.close()
@@ -51,8 +50,8 @@ def test_what_is_noted_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 3, 1000])
-def test_pages_hold_each_request_once(tmp_path: Path, limit: int) -> None:
-    """Of two gateways and several files, whatever the size of a page."""
+def test_pages_have_each_request_once(tmp_path: Path, limit: int) -> None:
+    """Of two gateways and several files, for any page size."""
     for gateway, first in (("g1", 0), ("g2", 100)):
         recorder = RequestRecorder(tmp_path, gateway, file_bytes=300)
         for i in range(0, 20, 5):
@@ -62,8 +61,8 @@ def test_pages_hold_each_request_once(tmp_path: Path, limit: int) -> None:
     assert sorted(pages(tmp_path, limit)) == [*range(1, 21), *range(101, 121)]
 
 
-def test_a_page_goes_on_behind_the_last_one(tmp_path: Path) -> None:
-    """What was written meanwhile is there, and nothing else."""
+def test_a_page_continues_after_the_last_one(tmp_path: Path) -> None:
+    """With what was written meanwhile, and nothing else."""
     recorder = RequestRecorder(tmp_path, "g1")
     note(recorder, 3)
     recorder.flush()
@@ -73,8 +72,8 @@ def test_a_page_goes_on_behind_the_last_one(tmp_path: Path) -> None:
     assert [request["prompt_tokens"] for request in read_page(tmp_path, after, 10).requests] == [4, 5]
 
 
-def test_the_files_are_bounded_and_the_oldest_goes(tmp_path: Path) -> None:
-    """A place in them stays the same: the reader goes on with what is left."""
+def test_the_files_are_bounded_and_the_oldest_is_removed(tmp_path: Path) -> None:
+    """Cursors stay valid: the reader continues with the rest."""
     recorder = RequestRecorder(tmp_path, "g1", file_bytes=100, files=3)
     note(recorder, 1)
     recorder.flush()
@@ -89,8 +88,7 @@ def test_the_files_are_bounded_and_the_oldest_goes(tmp_path: Path) -> None:
     assert 1 < len(left) < 12
 
 
-def test_a_gateway_of_the_same_name_goes_on(tmp_path: Path) -> None:
-    """In the same file."""
+def test_a_gateway_of_the_same_name_continues_the_same_file(tmp_path: Path) -> None:
     for first in (0, 3):
         recorder = RequestRecorder(tmp_path, "g1")
         note(recorder, 3, first)
@@ -98,8 +96,8 @@ def test_a_gateway_of_the_same_name_goes_on(tmp_path: Path) -> None:
     assert pages(tmp_path, 100) == [1, 2, 3, 4, 5, 6]
 
 
-def test_half_a_line_of_a_crash_is_passed_over(tmp_path: Path) -> None:
-    """And what the next gateway writes stands in a file of its own."""
+def test_an_incomplete_line_of_a_crash_is_skipped(tmp_path: Path) -> None:
+    """The next gateway writes to a new file."""
     recorder = RequestRecorder(tmp_path, "g1")
     note(recorder, 1)
     recorder.close()
@@ -111,8 +109,8 @@ def test_half_a_line_of_a_crash_is_passed_over(tmp_path: Path) -> None:
     assert pages(tmp_path, 100) == [1, 2]
 
 
-def test_a_full_disk_costs_lines_and_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are counted; what comes when there is room again is whole."""
+def test_a_full_disk_costs_lines_but_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted; later lines are complete."""
     recorder = RequestRecorder(tmp_path, "g1")
     note(recorder, 1)
     recorder.flush()
@@ -140,8 +138,8 @@ class SlowFile:
         self._file.close()
 
 
-def test_nobody_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All streams of a gateway would stand still. What comes meanwhile is kept, up to a bound, and written then."""
+def test_no_request_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams of a gateway would stall. Lines are buffered up to a limit, and written later."""
     monkeypatch.setattr(recorder_of, "MOST_BUFFERED", 2000)
     recorder = RequestRecorder(tmp_path, "g1")
     note(recorder, 1)
@@ -158,10 +156,10 @@ def test_nobody_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (recorder.dropped, pages(tmp_path, 5000)) == (5, [*range(1, BUFFERED + 2002)])
 
 
-def test_it_is_told_how_many_requests_were_not_recorded(
+def test_the_number_of_unrecorded_requests_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When the disk takes them again."""
+    """When the disk accepts writes again."""
     recorder = RequestRecorder(tmp_path, "g1")
     note(recorder, 1)
     recorder.flush()
@@ -189,8 +187,7 @@ class FullFile:
         self._file.close()  # type: ignore[attr-defined]
 
 
-def test_a_folder_that_cannot_be_made_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The log says so, once."""
+def test_a_folder_that_cannot_be_created_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     recorder = RequestRecorder(tmp_path / "file", "g1")
     for _ in range(3):
@@ -200,14 +197,14 @@ def test_a_folder_that_cannot_be_made_is_no_error(tmp_path: Path, caplog: pytest
     assert sum(os.strerror(errno.EEXIST) in line or "not recorded" in line for line in caplog.messages) == 1
 
 
-def test_a_place_that_no_page_has_told_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_cursor_is_rejected(tmp_path: Path) -> None:
     """It comes from a client."""
     with pytest.raises(ValueError, match="not a position"):
         read_page(tmp_path, "../x", 10)
 
 
-def test_what_is_exported_is_read_as_a_trace(tmp_path: Path) -> None:
-    """In the order of the times, whichever gateway and whenever they ended."""
+def test_an_export_is_a_valid_trace(tmp_path: Path) -> None:
+    """In the order of the times, for any gateway and any end."""
     for gateway, first in (("g1", 50), ("g2", 0)):
         recorder = RequestRecorder(tmp_path, gateway)
         note(recorder, 2, first)
@@ -221,7 +218,7 @@ def test_what_is_exported_is_read_as_a_trace(tmp_path: Path) -> None:
 
 
 def test_requests_without_an_answer_are_exported_too(tmp_path: Path) -> None:
-    """They came, and took a slot perhaps; one without a prompt is none."""
+    """They arrived, and may have used a slot; a request without a prompt is omitted."""
     recorder = RequestRecorder(tmp_path, "g1")
     recorder.note(1_700_000_000.0, "m", 5, 0)
     recorder.note(1_700_000_001.0, "m", 0, 0)

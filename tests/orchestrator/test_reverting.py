@@ -37,15 +37,15 @@ mappings: Any = st.dictionaries(st.sampled_from("abc"), trees, max_size=3)
 
 
 @given(mappings, mappings)
-def test_a_change_that_nobody_has_touched_since_is_taken_back_whole(before: Any, after: Any) -> None:
-    """And without a change nothing is taken back."""
+def test_a_change_that_was_not_modified_since_is_reverted_completely(before: Any, after: Any) -> None:
+    """Without a change nothing is reverted."""
     assert revert_change(after, after, before) == before
     assert revert_change(before, after, after) == before
 
 
 @given(mappings, mappings, mappings)
-def test_keys_that_the_change_did_not_touch_stay(before: Any, after: Any, now: Any) -> None:
-    """Whatever they are by now; so do those that have changed again."""
+def test_keys_outside_the_change_stay(before: Any, after: Any, now: Any) -> None:
+    """With any value; so do those that have changed again."""
     left = revert_change({**now, "kept": 1}, {**after, "kept": 2}, {**before, "kept": 3})
     assert left["kept"] == 1
     untouched = {key for key in "abc" if after.get(key) == before.get(key)}
@@ -66,7 +66,7 @@ def test_keys_that_the_change_did_not_touch_stay(before: Any, after: Any, now: A
 def test_the_culprits_are_the_revisions_that_changed_the_process_of_the_failed_model(
     models: list[str], found: list[int]
 ) -> None:
-    """Since it was last as in the complete revision; what only the planner or the gateway reads is no cause."""
+    """Since its version in the complete revision; fields of only the planner or the gateway are not a cause."""
     assert changing_specs([spec(one) for one in models], "a") == found
 
 
@@ -75,7 +75,7 @@ A1, A2 = "  a: {tp_degree: 8}\n", "  a: {tp_degree: 8, max_batch: 2}\n"
 
 
 def test_later_changes_of_other_models_stay() -> None:
-    """Fields, new models and removed ones; the text says what it is."""
+    """Fields, new models and removed ones; the message lists them."""
     found = revert_changes(
         [
             revision(4, A1 + "  b: {}\n  gone: {}\n"),
@@ -104,12 +104,12 @@ def test_later_changes_of_other_models_stay() -> None:
         ],
     ],
 )
-def test_where_nothing_else_can_stay_the_complete_revision_is_applied_again(revisions: list[Revision]) -> None:
-    """Also where what is left would not fit beside the old version."""
+def test_if_nothing_else_can_stay_the_complete_revision_is_applied_again(revisions: list[Revision]) -> None:
+    """Also if the rest would not fit beside the old version."""
     assert revert_changes(revisions, "a", MACHINE) is None
 
 
-def test_a_shared_default_is_taken_back_with_the_update_that_changed_it() -> None:
+def test_a_shared_default_is_reverted_with_its_update() -> None:
     """The old process needs the old default."""
     head = HEAD.replace("echo}", "echo, max_len: 64}")
     found = revert_changes(

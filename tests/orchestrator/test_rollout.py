@@ -71,8 +71,8 @@ async def watched(played: Played, model: str, settled: Callable[[], bool]) -> li
     raise AssertionError(f"never settled: {played.controller.status()}")
 
 
-def test_with_free_cores_the_new_replica_is_ready_before_the_old_one_goes(tmp_path: Path) -> None:
-    """Surge: at no moment is nobody there, and the old process is ended at last."""
+def test_with_free_cores_the_new_replica_is_ready_before_the_old_one_stops(tmp_path: Path) -> None:
+    """Surge: a replica serves at every moment, and the old process is stopped in the end."""
 
     async def story(played: Played) -> None:
         before = played.replica("a/0")["version"]
@@ -90,8 +90,8 @@ def test_with_free_cores_the_new_replica_is_ready_before_the_old_one_goes(tmp_pa
     play(tmp_path, spec(), story, load_s=30.0)
 
 
-def test_a_plan_tells_create_update_replace_and_delete_apart(tmp_path: Path) -> None:
-    """Of each model, also of those that have no replica because nobody asks for them; history repeats it."""
+def test_a_plan_distinguishes_create_update_replace_and_delete(tmp_path: Path) -> None:
+    """For each model, also those that have no replica for lack of requests; history repeats it."""
     text = "version: 1\nhosts: {emulate: inf2.48xlarge}\ndefaults: {engine: echo}\nmodels:\n"
     first = text + "  same: {}\n  live: {}\n  new_process: {}\n  gone: {}\n  idle_gone: {replicas: {min: 0}}\n"
     first += "  idle_changed: {replicas: {min: 0}}\n"
@@ -161,7 +161,7 @@ def test_the_header_of_a_rollout_and_its_table_agree(tmp_path: Path) -> None:
 
 
 def test_several_replicas_are_replaced_one_at_a_time(tmp_path: Path) -> None:
-    """In place: with no free cores and two replicas, one always serves, and nothing is predicted to be out."""
+    """In place: with no free cores and two replicas, one always serves, and no outage is predicted."""
 
     async def story(played: Played) -> None:
         result = await played.apply(spec(a_batch=4, b_batch=8, b_replicas=8))
@@ -174,8 +174,8 @@ def test_several_replicas_are_replaced_one_at_a_time(tmp_path: Path) -> None:
     play(tmp_path, spec(b_replicas=8), story, load_s=5.0)
 
 
-def test_a_replica_alone_on_full_cores_is_swapped_while_requests_wait(tmp_path: Path) -> None:
-    """Hold: the predicted swap is short, so the gateway is told to let requests wait."""
+def test_a_single_replica_on_full_cores_is_swapped_while_requests_wait(tmp_path: Path) -> None:
+    """Hold: the predicted swap is short, so the gateway lets requests wait."""
     pinned = ', cores: ["0-7"]'
 
     async def story(played: Played) -> None:
@@ -201,7 +201,7 @@ def test_a_replica_alone_on_full_cores_is_swapped_while_requests_wait(tmp_path: 
 
 @pytest.mark.parametrize("asked", ["auto", "hold"])
 def test_requests_are_held_until_a_failed_swap_is_rolled_back(tmp_path: Path, asked: str) -> None:
-    """Its starts fail on the cores, and the old version loads again: all the while the gateway lets requests wait."""
+    """Its starts fail on the cores, and the old version loads again: meanwhile the gateway lets requests wait."""
     pinned = f', cores: ["0-7"], update: {{strategy: {asked}}}'
 
     async def story(played: Played) -> None:
@@ -224,8 +224,8 @@ def test_requests_are_held_until_a_failed_swap_is_rolled_back(tmp_path: Path, as
     play(tmp_path, spec(a=pinned), story, load_s=10.0)
 
 
-def test_a_controller_that_comes_back_in_mid_swap_goes_on_holding(tmp_path: Path) -> None:
-    """The spec says `hold`: that is all that it knows of the update."""
+def test_a_controller_restarted_during_a_swap_continues_holding(tmp_path: Path) -> None:
+    """The spec has `hold`: that is all that it knows of the update."""
     pinned = ', cores: ["0-7"], update: {strategy: hold}'
 
     async def main() -> None:
@@ -247,8 +247,8 @@ def test_a_controller_that_comes_back_in_mid_swap_goes_on_holding(tmp_path: Path
     virtually(main)
 
 
-def test_without_a_way_back_no_request_is_held_for_a_failed_swap(tmp_path: Path) -> None:
-    """`rollback: false`: nothing starts any more, so a request hears of it at once."""
+def test_without_a_rollback_no_request_is_held_for_a_failed_swap(tmp_path: Path) -> None:
+    """`rollback: false`: nothing will start, so requests are rejected at once."""
     pinned = ', cores: ["0-7"], update: {strategy: hold, rollback: false}'
 
     async def story(played: Played) -> None:
@@ -261,8 +261,8 @@ def test_without_a_way_back_no_request_is_held_for_a_failed_swap(tmp_path: Path)
     play(tmp_path, spec(a=pinned), story, load_s=2.0)
 
 
-def test_an_update_that_would_be_out_for_long_says_so(tmp_path: Path) -> None:
-    """In place with one replica: the plan tells the seconds of the outage, from the last measured start."""
+def test_a_plan_shows_a_long_outage(tmp_path: Path) -> None:
+    """In place with one replica: the plan has the seconds of the outage, from the last measured start."""
     pinned = ', cores: ["0-7"]'
 
     async def story(played: Played) -> None:
@@ -276,7 +276,7 @@ def test_an_update_that_would_be_out_for_long_says_so(tmp_path: Path) -> None:
 
 
 def test_an_idle_model_lends_its_cores(tmp_path: Path) -> None:
-    """Borrow: the idle one gives way, the new replica surges onto its cores, and the idle one comes back."""
+    """Borrow: the idle replica stops, the new replica surges onto its cores, and the idle one returns."""
     more = "  idle: {tp_degree: 8}\n"
     first = spec(a=', cores: ["0-7"], deadlines: {drain_s: 1}', b_replicas=4, more=more)
     second = spec(a_batch=8, b_replicas=4, more=more)
@@ -294,8 +294,8 @@ def test_an_idle_model_lends_its_cores(tmp_path: Path) -> None:
     play(tmp_path, first, story, load_s=300.0)
 
 
-def test_a_broken_version_is_rolled_back_and_the_old_one_serves_on(tmp_path: Path) -> None:
-    """The new replica fails three times; nobody had been drained; the former text is a revision of its own again."""
+def test_a_broken_version_is_rolled_back_while_the_old_one_serves(tmp_path: Path) -> None:
+    """The new replica fails three times; no replica was drained; the former text is a new revision."""
 
     async def story(played: Played) -> None:
         good = played.replica("a/0")
@@ -319,8 +319,8 @@ def test_a_broken_version_is_rolled_back_and_the_old_one_serves_on(tmp_path: Pat
     play(tmp_path, spec(), story, load_s=5.0)
 
 
-def test_without_rollback_a_failed_update_stands_still(tmp_path: Path) -> None:
-    """`rollback: false`: the old replica serves on, the rollout is failed, and undo ends it."""
+def test_without_rollback_a_failed_update_stops(tmp_path: Path) -> None:
+    """`rollback: false`: the old replica serves, the rollout is failed, and undo ends it."""
     off = ", update: {rollback: false}"
 
     async def story(played: Played) -> None:
@@ -336,8 +336,8 @@ def test_without_rollback_a_failed_update_stands_still(tmp_path: Path) -> None:
     play(tmp_path, spec(a=off), story, load_s=5.0)
 
 
-def test_pause_stops_an_update_between_two_replicas_and_resume_goes_on(tmp_path: Path) -> None:
-    """Paused, nothing further begins; what serves is healed all the same."""
+def test_pause_stops_an_update_between_two_replicas_and_resume_continues(tmp_path: Path) -> None:
+    """While paused, no step begins, but replicas are still repaired."""
 
     async def story(played: Played) -> None:
         await played.apply(spec(b_batch=8, b_replicas=4))
@@ -360,7 +360,7 @@ def test_pause_stops_an_update_between_two_replicas_and_resume_goes_on(tmp_path:
 
 
 def test_a_canary_gets_its_share_until_it_is_promoted(tmp_path: Path) -> None:
-    """One new replica beside all old ones; the gateway is told the share; promote goes on with the rest."""
+    """One new replica beside all old ones; the gateway gets the share; promote replaces the rest."""
 
     async def story(played: Played) -> None:
         await played.apply(spec(b_batch=8), canary=0.25)
@@ -375,8 +375,8 @@ def test_a_canary_gets_its_share_until_it_is_promoted(tmp_path: Path) -> None:
     play(tmp_path, spec(), story, load_s=5.0)
 
 
-def test_the_same_text_is_no_revision(tmp_path: Path) -> None:
-    """Applying what runs changes nothing, so that a script may apply at each run."""
+def test_the_same_text_is_not_a_new_revision(tmp_path: Path) -> None:
+    """Applying the running spec changes nothing, so that a script may apply at each run."""
 
     async def story(played: Played) -> None:
         index = played.controller.status()["index"]
@@ -386,8 +386,8 @@ def test_the_same_text_is_no_revision(tmp_path: Path) -> None:
     play(tmp_path, spec(), story)
 
 
-def test_an_index_that_has_moved_on_refuses_the_apply(tmp_path: Path) -> None:
-    """What was planned against another fleet is not applied to this one."""
+def test_an_outdated_index_rejects_the_apply(tmp_path: Path) -> None:
+    """A plan for another state of the fleet is not applied."""
 
     async def story(played: Played) -> None:
         index = (await played.operator.propose(spec(a_batch=8), "spec.yaml", str(tmp_path)))["index"]
@@ -412,8 +412,8 @@ def test_an_index_that_has_moved_on_refuses_the_apply(tmp_path: Path) -> None:
         (spec(a_batch=8, a=', cores: ["0-7"], update: {strategy: surge}'), "update-impossible"),
     ],
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path: Path, text: str, id: str) -> None:
-    """A refused apply leaves no record and no revision."""
+def test_a_rejected_apply_changes_nothing(tmp_path: Path, text: str, id: str) -> None:
+    """It leaves no record and no revision."""
 
     async def story(played: Played) -> None:
         before = played.journal.state()
@@ -425,8 +425,8 @@ def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path: Path, text: str
     play(tmp_path, spec(a=', cores: ["0-7"]'), story)
 
 
-def test_a_drained_host_is_emptied_and_its_replicas_come_up_elsewhere_first(tmp_path: Path) -> None:
-    """Two hosts: everything moves without a moment of nobody, and comes no more until it is uncordoned."""
+def test_a_drained_host_is_emptied_after_its_replicas_start_elsewhere(tmp_path: Path) -> None:
+    """Two hosts: everything moves without an outage, and the host gets no replica until it is uncordoned."""
     two = spec().replace("emulate: inf2.48xlarge", "emulate: inf2.48xlarge, count: 2")
 
     async def story(played: Played) -> None:
@@ -442,7 +442,7 @@ def test_a_drained_host_is_emptied_and_its_replicas_come_up_elsewhere_first(tmp_
     play(tmp_path, two, story, load_s=5.0)
 
 
-def test_replicas_of_a_lost_host_come_up_elsewhere_the_highest_priority_first(tmp_path: Path) -> None:
+def test_replicas_of_a_lost_host_start_elsewhere_the_highest_priority_first(tmp_path: Path) -> None:
     """Two hosts, one dies, and the other has room for one of its two large replicas: the more important one gets it."""
     text = """\
 version: 1
@@ -469,7 +469,7 @@ models:
 
 
 def test_a_drained_replica_is_replaced_by_a_new_process(tmp_path: Path) -> None:
-    """`drain a/0`: the same version, another process, and somebody serves all the while."""
+    """`drain a/0`: the same version, another process, without an outage."""
 
     async def story(played: Played) -> None:
         before = played.replica("a/0")["pid"]
@@ -483,8 +483,8 @@ def test_a_drained_replica_is_replaced_by_a_new_process(tmp_path: Path) -> None:
     play(tmp_path, spec(), story, load_s=5.0)
 
 
-def test_scale_load_and_unload_hold_until_they_are_taken_back(tmp_path: Path) -> None:
-    """What an operator has said by hand outlives a restart of the controller, and wakes for no request."""
+def test_scale_load_and_unload_apply_until_they_are_reverted(tmp_path: Path) -> None:
+    """A manual change survives a restart of the controller, and requests do not override it."""
     first = spec(b=", cores: []").replace("replicas: 2", "replicas: {min: 1, max: 3}")
 
     async def story(played: Played) -> None:
@@ -503,8 +503,8 @@ def test_scale_load_and_unload_hold_until_they_are_taken_back(tmp_path: Path) ->
     play(tmp_path, first, story)
 
 
-def test_who_has_stopped_a_model_and_how_to_go_on_is_told_to_operators_only(tmp_path: Path) -> None:
-    """A client hears that it was done by hand; `status` names the command that undoes just this."""
+def test_only_operators_see_who_stopped_a_model_and_how_to_start_it(tmp_path: Path) -> None:
+    """A client sees that it was done manually; `status` has the command that reverts it."""
 
     async def story(played: Played) -> None:
         async def told() -> tuple[str | None, str | None]:
@@ -522,7 +522,7 @@ def test_who_has_stopped_a_model_and_how_to_go_on_is_told_to_operators_only(tmp_
     play(tmp_path, spec(b=", cores: []"), story)
 
 
-def test_a_log_is_by_default_that_of_the_first_replica_that_runs(tmp_path: Path) -> None:
+def test_a_log_is_by_default_that_of_the_first_running_replica(tmp_path: Path) -> None:
     """Not of one that ends."""
 
     async def story(played: Played) -> None:
@@ -548,8 +548,10 @@ async def roll_back(played: Played, text: str, model: str) -> None:
     await played.settled()
 
 
-def test_undo_never_goes_back_to_a_revision_that_failed(tmp_path: Path) -> None:
-    """After 1, a failed 2 and its rollback, undo finds nothing else that worked; after a good 4 it finds the first."""
+def test_undo_never_returns_to_a_revision_that_failed(tmp_path: Path) -> None:
+    """After 1, a failed 2 and its rollback, undo finds no other revision that worked; after a good 4 it finds the
+    first.
+    """
 
     async def story(played: Played) -> None:
         await roll_back(played, spec(a_batch=8), "a")
@@ -564,8 +566,8 @@ def test_undo_never_goes_back_to_a_revision_that_failed(tmp_path: Path) -> None:
     play(tmp_path, spec(), story, load_s=2.0)
 
 
-def test_a_rollback_spares_what_others_have_applied_since(tmp_path: Path) -> None:
-    """Another model's update, and what was scaled by hand; the update that failed is taken back alone."""
+def test_a_rollback_keeps_later_changes_of_other_models(tmp_path: Path) -> None:
+    """Another model's update, and manual scaling; only the failed update is reverted."""
 
     async def story(played: Played) -> None:
         before = played.replica("a/0")
@@ -590,8 +592,8 @@ def test_a_rollback_spares_what_others_have_applied_since(tmp_path: Path) -> Non
     play(tmp_path, spec(), story, load_s=5.0)
 
 
-def test_a_spared_update_that_fails_too_is_rolled_back_in_its_turn(tmp_path: Path) -> None:
-    """Then nothing is left but the revision that was complete, and nothing loops."""
+def test_a_kept_update_that_fails_too_is_rolled_back_in_turn(tmp_path: Path) -> None:
+    """Then only the complete revision is left, and there is no loop."""
 
     async def story(played: Played) -> None:
         text = spec(a_batch=8, b_batch=8)
@@ -610,8 +612,8 @@ def test_a_spared_update_that_fails_too_is_rolled_back_in_its_turn(tmp_path: Pat
     play(tmp_path, spec(), story, load_s=2.0)
 
 
-def test_a_model_that_does_not_want_a_rollback_is_asked_itself(tmp_path: Path) -> None:
-    """`rollback: false` of the failing model counts, whatever its neighbours say."""
+def test_the_rollback_setting_of_the_failing_model_counts(tmp_path: Path) -> None:
+    """`rollback: false` of the failing model, regardless of other models."""
     off = ", update: {rollback: false}"
 
     async def story(played: Played) -> None:
@@ -624,8 +626,8 @@ def test_a_model_that_does_not_want_a_rollback_is_asked_itself(tmp_path: Path) -
     play(tmp_path, spec(a=off), story, load_s=2.0)
 
 
-def test_a_failed_rollout_goes_on_when_its_cause_is_mended_and_someone_resumes_it(tmp_path: Path) -> None:
-    """Failures of before do not count any more."""
+def test_a_failed_rollout_continues_when_its_cause_is_fixed_and_it_is_resumed(tmp_path: Path) -> None:
+    """Earlier failures do not count any more."""
     off = ", update: {rollback: false}"
 
     async def story(played: Played) -> None:
@@ -641,8 +643,8 @@ def test_a_failed_rollout_goes_on_when_its_cause_is_mended_and_someone_resumes_i
     play(tmp_path, spec(a=off), story, load_s=2.0)
 
 
-def test_while_an_update_is_paused_models_are_scaled_all_the_same(tmp_path: Path) -> None:
-    """The versions stand still, the numbers do not; a drain, which would replace nothing, is refused."""
+def test_models_are_scaled_while_an_update_is_paused(tmp_path: Path) -> None:
+    """Versions do not change, but numbers do; a drain, which would replace nothing, is rejected."""
 
     async def story(played: Played) -> None:
         await played.apply(spec(b_batch=8, b_replicas=4))
@@ -660,8 +662,8 @@ def test_while_an_update_is_paused_models_are_scaled_all_the_same(tmp_path: Path
     play(tmp_path, spec(b_replicas=4), story, load_s=2.0)
 
 
-def test_a_canary_that_dies_after_an_hour_comes_back_as_a_canary(tmp_path: Path) -> None:
-    """The time in which it only waited for someone is no lack of progress."""
+def test_a_canary_that_dies_after_an_hour_restarts_as_a_canary(tmp_path: Path) -> None:
+    """The time in which it only waited for an operator is not a lack of progress."""
 
     async def story(played: Played) -> None:
         await played.apply(spec(b_batch=8), canary=0.25)
@@ -679,7 +681,7 @@ def test_a_canary_that_dies_after_an_hour_comes_back_as_a_canary(tmp_path: Path)
 
 
 def test_a_host_whose_replicas_have_no_other_place_is_not_drained(tmp_path: Path) -> None:
-    """Nobody would serve: it is refused, with what finds no room."""
+    """The model would have an outage: the drain is rejected, with what does not fit."""
 
     async def story(played: Played) -> None:
         before = played.journal.state()
@@ -693,8 +695,8 @@ def test_a_host_whose_replicas_have_no_other_place_is_not_drained(tmp_path: Path
     play(tmp_path, spec(), story)
 
 
-def test_a_deaf_host_does_not_keep_the_others_from_being_repaired(tmp_path: Path) -> None:
-    """Its answer about its cores never comes; a replica elsewhere dies and is started again."""
+def test_an_unresponsive_host_does_not_block_repairs_of_others(tmp_path: Path) -> None:
+    """Its report of cores never arrives; a replica elsewhere dies and is restarted."""
 
     async def story(played: Played) -> None:
         asked = played.cluster.held_cores
@@ -713,8 +715,8 @@ def test_a_deaf_host_does_not_keep_the_others_from_being_repaired(tmp_path: Path
     play(tmp_path, two, story)
 
 
-def test_a_drain_whose_call_fails_ends_all_the_same(tmp_path: Path) -> None:
-    """A replica whose drain never answers is stopped when its deadline is over."""
+def test_a_drain_whose_call_fails_ends_at_its_deadline(tmp_path: Path) -> None:
+    """The replica is stopped although its drain never returns."""
 
     async def story(played: Played) -> None:
         async def drain(name: str, timeout_s: float) -> bool:
@@ -728,8 +730,8 @@ def test_a_drain_whose_call_fails_ends_all_the_same(tmp_path: Path) -> None:
     play(tmp_path, spec(), story)
 
 
-def test_what_was_scaled_by_hand_holds_for_one_fleet_only(tmp_path: Path) -> None:
-    """The next `up` starts as its spec says, and becomes ready; cordons are about the machine, and stay."""
+def test_manual_scaling_applies_to_one_fleet_only(tmp_path: Path) -> None:
+    """The next `up` starts from its spec, and becomes ready; cordons are about the machine, and stay."""
 
     async def main() -> None:
         journal = Journal(None)
@@ -775,8 +777,8 @@ def test_with_a_full_disk_repairs_go_on_and_verbs_are_refused(tmp_path: Path) ->
     virtually(main)
 
 
-def test_a_condition_tells_since_when_it_holds_whether_or_not_anyone_looked(tmp_path: Path) -> None:
-    """The time is that of the change, not of the first question after it."""
+def test_a_condition_has_the_time_of_its_change(tmp_path: Path) -> None:
+    """Not that of the first request after it."""
 
     async def story(played: Played) -> None:
         cluster = played.cluster
@@ -820,8 +822,8 @@ async def routed_together(played: Played, settled: Callable[[], bool]) -> list[t
 
 
 @pytest.mark.parametrize(("tp", "strategy"), [(2, "surge"), (8, "in_place")])
-def test_versions_whose_tokenizers_differ_are_never_routed_together(tmp_path: Path, tp: int, strategy: str) -> None:
-    """A prompt is read once, before its replica is chosen: all replicas of the routes must read it alike."""
+def test_versions_with_different_tokenizers_are_never_routed_together(tmp_path: Path, tp: int, strategy: str) -> None:
+    """A prompt is tokenized once, before its replica is selected: all routed replicas need the same tokenizer."""
     tokenizers(tmp_path, one="1", two="2")
 
     async def story(played: Played) -> None:
@@ -839,7 +841,9 @@ def test_versions_whose_tokenizers_differ_are_never_routed_together(tmp_path: Pa
 
 
 def test_replicas_of_a_lost_revision_are_routed_by_their_own_tokenizer(tmp_path: Path) -> None:
-    """Nor is it known that the model was loaded again: what serves goes on, and is sent what it can read."""
+    """It is unknown whether the model was loaded again: running replicas continue, and get prompts in their own
+    tokens.
+    """
     tokenizers(tmp_path, one="1", two="2")
     before, after = (TOKENIZED.format(source=source, tp=2, replicas=1, more="") for source in ("one", "two"))
 
@@ -868,8 +872,8 @@ def test_replicas_of_a_lost_revision_are_routed_by_their_own_tokenizer(tmp_path:
     virtually(main)
 
 
-def test_a_canary_whose_tokenizer_differs_is_refused(tmp_path: Path) -> None:
-    """The two versions could not share requests. One with the same tokenizer in another folder can."""
+def test_a_canary_with_another_tokenizer_is_rejected(tmp_path: Path) -> None:
+    """The two versions could not share requests. The same tokenizer in another folder is accepted."""
     tokenizers(tmp_path, one="1", two="2", same="1")
 
     async def story(played: Played) -> None:
@@ -907,8 +911,10 @@ def versions_ready(played: Played, model: str) -> Counter[str]:
 TWO = spec().replace("emulate: inf2.48xlarge", "emulate: inf2.48xlarge, count: 2")
 
 
-def test_old_replicas_that_a_canary_loses_with_their_host_come_up_elsewhere(tmp_path: Path) -> None:
-    """In the old version: the canary stays one replica with its share of the requests, also after a new controller."""
+def test_old_replicas_that_a_canary_loses_with_their_host_restart_elsewhere(tmp_path: Path) -> None:
+    """In the old version: the canary stays one replica with its share of the requests, also after a restart of the
+    controller.
+    """
 
     async def main() -> None:
         journal, cluster = Journal(None), FakeCluster()
@@ -935,8 +941,8 @@ def test_old_replicas_that_a_canary_loses_with_their_host_come_up_elsewhere(tmp_
     virtually(main)
 
 
-def test_a_canary_whose_old_version_finds_no_place_serves_on_and_says_so(tmp_path: Path) -> None:
-    """Nobody else could serve; undo ends it on the canary's own cores."""
+def test_a_canary_whose_old_version_finds_no_place_serves_alone_with_a_report(tmp_path: Path) -> None:
+    """No other replica could serve; undo ends it on the canary's own cores."""
     text = TWO.replace("b: {tp_degree: 2, replicas: 2", "b: {tp_degree: 24, replicas: 1").replace(
         "a: {", "a: {tp_degree: 1, "
     )
@@ -958,8 +964,8 @@ def test_a_canary_whose_old_version_finds_no_place_serves_on_and_says_so(tmp_pat
     play(tmp_path, text, story, load_s=5.0)
 
 
-def test_an_update_that_has_failed_restores_lost_replicas_in_the_version_that_works(tmp_path: Path) -> None:
-    """`rollback: false`: it stands still, and what its host takes away does not come back broken."""
+def test_a_failed_update_restores_lost_replicas_in_the_working_version(tmp_path: Path) -> None:
+    """`rollback: false`: it stops, and replicas of a lost host do not restart in the broken version."""
     off = ", update: {rollback: false}"
     two = spec(b=off).replace("emulate: inf2.48xlarge", "emulate: inf2.48xlarge, count: 2")
 
@@ -986,8 +992,8 @@ def lying(number: int, version: str, state: State = State.READY) -> ReplicaView:
     )
 
 
-def test_a_canary_without_a_former_version_makes_up_for_old_replicas_that_are_gone() -> None:
-    """No revision was ever complete: of four, three were lost, and only the version that is being tried can be had."""
+def test_a_canary_without_a_former_version_replaces_lost_old_replicas() -> None:
+    """No revision was ever complete: of four, three were lost, and only the version under test is available."""
     old = lying(0, "old")
     wish = DesiredModel(MODEL, 4, "new", canary=True)
     assert (step(wish, [], [old]).keep, step(wish, [], [old]).count) == ((old,), 3)
@@ -1002,7 +1008,7 @@ def test_a_canary_without_a_former_version_makes_up_for_old_replicas_that_are_go
 def test_a_canary_is_never_more_than_one_and_never_alone(
     frozen: bool, strategy: Any, count: int, left: int, alive: int
 ) -> None:
-    """Whatever is lost: old ones stay or come back, as many as the strategy promises."""
+    """Whatever is lost: old replicas stay or restart, as many as the strategy promises."""
     wish = DesiredModel(MODEL, count, "new", strategy, canary=True, frozen=frozen, former=FormerVersion(MODEL, "old"))
     found = step(wish, [lying(9, "new")] * alive, [lying(n, "old") for n in range(left)])
     canaries = min(1, count) if not frozen else min(alive, count)

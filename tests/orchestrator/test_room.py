@@ -39,8 +39,8 @@ async def scattered(home: Path, cluster: FakeCluster | None = None) -> Played:
     return fleet
 
 
-async def test_one_in_the_way_goes_elsewhere_first(tmp_path: Path) -> None:
-    """Another one of it is ready on other cores before it ends; then the big one takes the cores."""
+async def test_a_replica_in_the_way_moves_first(tmp_path: Path) -> None:
+    """A replacement is ready on other cores before it stops; then the big one takes the cores."""
     fleet = await scattered(tmp_path)
     served: list[int] = []
 
@@ -59,8 +59,8 @@ async def test_one_in_the_way_goes_elsewhere_first(tmp_path: Path) -> None:
         await fleet.__aexit__()
 
 
-async def test_nothing_goes_where_it_would_not_help(tmp_path: Path) -> None:
-    """With a core of each half cordoned no eight cores in a row can be had, and what runs stays."""
+async def test_nothing_moves_if_it_would_not_help(tmp_path: Path) -> None:
+    """With a core of each half cordoned, no eight contiguous cores are possible, and the running replicas stay."""
     fleet = await scattered(tmp_path)
     try:
         await fleet.operator.cordon(HOST, "4", True, "tester")
@@ -79,8 +79,8 @@ def view(model: str, replica: int, cores: str) -> ReplicaView:
     return ReplicaView(model, replica, 1, "inf2.48xlarge/0", CoreRange.parse(cores), State.READY, 0.0, version="v")
 
 
-def test_no_one_goes_where_another_must_go_first() -> None:
-    """The 4 in the way would need the cores of two others: nobody could come up there before they are gone."""
+def test_no_replica_moves_onto_cores_that_others_must_free_first() -> None:
+    """The 4 in the way would need the cores of two others, which still run."""
     models = (
         ModelSpec(name="four", source="./m", tp_degree=4),
         ModelSpec(name="one", source="./m", replicas=3),  # type: ignore[arg-type]

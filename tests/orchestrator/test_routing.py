@@ -37,25 +37,25 @@ def test_without_a_free_slot_a_request_waits() -> None:
     assert choose([]) is None
 
 
-def test_a_prefill_stops_the_others() -> None:
-    """A replica that reads no prompt comes before a faster one that does, and before one with an affinity."""
+def test_a_replica_in_prefill_is_avoided() -> None:
+    """A replica without a prefill precedes a faster one with one, and one with an affinity."""
     assert chosen(Replica("a", 4, 1, 0.001), Replica("b", 1, 0), Replica("c", 0, 0), a=1.0) == {"b"}
 
 
-def test_fewer_prompts_are_better_where_all_read() -> None:
+def test_fewer_prefills_are_better_if_all_replicas_have_some() -> None:
     """The request waits for those before it."""
     assert chosen(Replica("a", 4, 3), Replica("b", 1, 2), Replica("c", 4, 4)) == {"b"}
 
 
-def test_affinity_comes_before_speed_and_never_waits() -> None:
-    """A preference: where its replica has no slot, the request goes elsewhere at once."""
+def test_affinity_precedes_speed_and_never_waits() -> None:
+    """A preference: if its replica has no slot, the request goes elsewhere at once."""
     assert chosen(Replica("a", 4, 0, 0.01), Replica("b", 1, 0, 0.04), b=0.4) == {"b"}
     assert chosen(Replica("a", 4, 0, 0.01), Replica("b", 1, 0, 0.04), Replica("c"), b=0.4, c=0.8) == {"c"}
     assert chosen(Replica("a", 4, 0, 0.01), Replica("b", 0, 0, 0.04), b=1.0) == {"a"}
 
 
-def test_the_fastest_comes_before_the_emptiest() -> None:
-    """And one that nobody has measured before both, so that it is."""
+def test_the_fastest_precedes_the_emptiest() -> None:
+    """And an unmeasured replica both, so that it is measured."""
     assert chosen(Replica("a", 1, 0, 0.01), Replica("b", 4, 0, 0.04)) == {"a"}
     assert chosen(Replica("a", 1, 0, 0.01), Replica("b", 1, 0, 0.0)) == {"b"}
 
@@ -66,9 +66,10 @@ def test_the_emptiest_of_equals() -> None:
     assert choose([Replica("a"), Replica("b")]) == Replica("a")
 
 
-def test_the_replica_whose_step_ends_first() -> None:
-    """A prompt is read between two steps: of equals the one that has been in its step the longest, however many slots
-    are free elsewhere; but not before a faster one, or one with an affinity."""
+def test_the_replica_whose_step_ends_first_is_preferred() -> None:
+    """A prompt is read between two steps: among equals the one that has been in its step the longest, regardless of
+    free slots; but not before a faster one, or one with an affinity.
+    """
     replicas = [Replica("a", 4), Replica("b", 1), Replica("c", 2)]
     times = {"a": 10.02, "b": 10.01, "c": 10.03, "fast": 10.04}
     for order in permutations(replicas):
@@ -77,8 +78,8 @@ def test_the_replica_whose_step_ends_first() -> None:
     assert choose(replicas, lambda one: float(one.name == "c"), lambda one: times[one.name]) == Replica("c", 2)
 
 
-def test_affinity_is_not_asked_where_it_cannot_count() -> None:
-    """It may be dear: replicas without a slot, or with more prompts to read than another, are left out."""
+def test_affinity_is_not_computed_if_it_cannot_count() -> None:
+    """It may be expensive: replicas without a slot, or with more prefills than another, are skipped."""
     asked = []
 
     def speaks_for(replica: Replica) -> float:
@@ -89,8 +90,8 @@ def test_affinity_is_not_asked_where_it_cannot_count() -> None:
     assert asked == ["a", "d"]
 
 
-def test_noise_does_not_tell_equal_replicas_apart() -> None:
-    """Answers whose seconds a token vary by half give paces that differ by one step at most."""
+def test_noise_does_not_distinguish_equal_replicas() -> None:
+    """Answers whose seconds per token vary by half give paces that differ by one step at most."""
     random, paces = Random(1), [Pace() for _ in range(20)]
     for pace in paces:
         for _ in range(200):
@@ -99,8 +100,8 @@ def test_noise_does_not_tell_equal_replicas_apart() -> None:
     assert len({pace.value for pace in paces}) <= 2
 
 
-def test_a_pace_follows_what_changes() -> None:
-    """After some requests at half the speed it says twice the time; it is within a tenth of what is measured."""
+def test_a_pace_follows_changes() -> None:
+    """After some requests at half the speed it is twice the time, within a tenth of the measurement."""
     pace = Pace()
     assert pace.value == 0.0
     pace.ended(2.0, 100)
@@ -110,8 +111,8 @@ def test_a_pace_follows_what_changes() -> None:
     assert pace.value == pytest.approx(0.04, rel=0.1)
 
 
-def test_an_answer_without_a_second_token_says_nothing() -> None:
-    """Nor one whose tokens came at once."""
+def test_an_answer_without_a_second_token_is_not_measured() -> None:
+    """Nor one whose tokens arrived at once."""
     pace = Pace()
     pace.ended(0.0, 5)
     pace.ended(1.0, 0)
