@@ -14,6 +14,7 @@ from orchestrator.fleet.effects import ClusterClient
 from orchestrator.fleet.replica_states import State
 from orchestrator.records.journal import JournalUnwritable
 from orchestrator.records.journal_records import R
+from orchestrator.state.rollout_progress import rollout_state
 from placements.planner.plan import Running
 from placements.spec.schema import ModelSpec
 
@@ -85,7 +86,7 @@ class FleetOperation:
     def _refuse_frozen(self, verb: str) -> None:
         self._refuse_on_hold()
         if self._state.frozen:
-            now = self._state.rollout_state()[0]
+            now = rollout_state(self._state)[0]
             what = f"the rollout is {now}, so a {verb} would replace nothing"
             raise Refused("rollout-paused", what, "run corewright rollout resume or rollout undo first")
 

@@ -19,6 +19,7 @@ from orchestrator.api.rollout_operations import changes_text
 from orchestrator.api.spec_preview import Outlook, SpecPreview
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from orchestrator.revisions.spec_file import SpecFile
+from orchestrator.state.rollout_progress import rollout_state
 
 
 class Operator(SpecPreview, ReplicaOperations, FleetQueries):
@@ -62,7 +63,7 @@ class Operator(SpecPreview, ReplicaOperations, FleetQueries):
         revision = generation.revision
         same = (revision.text, revision.base_dir) == (state.current.revision.text, state.current.revision.base_dir)
         is_current = (
-            state.hold is None and state.rollout_state()[0] in ("complete", "progressing") and not state.in_canary
+            state.hold is None and rollout_state(state)[0] in ("complete", "progressing") and not state.in_canary
         )
         if same and revision.canary is None and is_current:
             return {"changed": False, "revision": state.current.number, "index": index, "plan": proposal}

@@ -29,11 +29,11 @@ class ReplicaOperations(RolloutOperations):
         if count is not None and count > spec.replicas.max:
             what = f"{model}: {count} replicas are more than the spec's max of {spec.replicas.max}"
             raise Refused("scale-over-max", what, "raise replicas.max in the spec and apply it")
-        before = self._state.desired_count(spec)
+        before = self._state.counts.desired(spec)
         await self._write(Scale(model=model, count=count, by=by))
-        self._state.woken.discard(model)
+        self._state.counts.woken.discard(model)
         self._controller.scaler.end_manual_scaling(spec, before if count is None else 0)
-        wanted = self._state.desired_count(spec)
+        wanted = self._state.counts.desired(spec)
         target = "as in the spec" if count is None else str(count)
         self._state.records.event("info", "Scaled", f"{target} by {by}", model=model)
         self._controller.wake_up()
@@ -43,7 +43,7 @@ class ReplicaOperations(RolloutOperations):
     async def load(self, model: str, by: str) -> dict[str, Any]:
         self._refuse_on_hold()
         spec = self._model(model)
-        if wanted := self._state.desired_count(spec):
+        if wanted := self._state.counts.desired(spec):
             return {"model": model, "scaled": None, "wanted": wanted}
         return await self._scale(model, None if spec.replicas.min else 1, by)
 
@@ -53,7 +53,7 @@ class ReplicaOperations(RolloutOperations):
         self._refuse_on_hold()
         spec = self._model(model)
         await self._write(Scale(model=model, count=None, by=by, sleep=True))
-        self._state.woken.discard(model)
+        self._state.counts.woken.discard(model)
         self._controller.scaler.end_manual_scaling(spec, 0)
         self._state.records.event(
             "info", "Unloaded", f"by {by}: nothing starts it until `corewright load`", model=model

@@ -11,6 +11,7 @@ from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal_records import Replace, Revision, RolloutState
 from orchestrator.rollout.changes import Action
 from orchestrator.rollout.rollout_step import compute_goal
+from orchestrator.state.rollout_progress import rollout_state
 
 ROLLOUT_STATUS = "corewright rollout status shows the rollout"
 
@@ -58,7 +59,7 @@ class RolloutOperations(FleetOperation):
         journal = self._state.records.state
         outcome = journal.outcomes.get(revision.number)
         if revision.number == self._state.current.number:
-            state = self._state.rollout_state()[0]
+            state = rollout_state(self._state)[0]
         else:
             state = outcome.state if outcome is not None and outcome.state != "progressing" else "superseded"  # type: ignore[assignment]
         return {
@@ -98,7 +99,7 @@ class RolloutOperations(FleetOperation):
     @exclusive
     async def pause(self, by: str) -> dict[str, Any]:
         self._refuse_on_hold()
-        now, _ = self._state.rollout_state()
+        now, _ = rollout_state(self._state)
         if now not in ("progressing", "canary"):
             raise Refused("rollout-not-running", f"the rollout is {now}: there is nothing to pause", ROLLOUT_STATUS)
         return await self._set_rollout("paused", f"by {by}", "RolloutPaused")
@@ -106,7 +107,7 @@ class RolloutOperations(FleetOperation):
     @exclusive
     async def resume(self, by: str) -> dict[str, Any]:
         self._refuse_on_hold()
-        now, _ = self._state.rollout_state()
+        now, _ = rollout_state(self._state)
         if now not in ("paused", "failed"):
             raise Refused("rollout-not-paused", f"the rollout is {now}: there is nothing to resume", ROLLOUT_STATUS)
         self._controller.reset_failures()

@@ -69,7 +69,7 @@ class SpecPreview(FleetOperation):
         spec = spec_file.spec.model(model)
         if spec is None:
             raise missing_object("model-unknown", model, [candidate.name for candidate in spec_file.spec.models])
-        replica_counts = {candidate.name: state.desired_count(candidate) for candidate in spec_file.spec.models}
+        replica_counts = {candidate.name: state.counts.desired(candidate) for candidate in spec_file.spec.models}
         question = Question(
             spec,
             spec_file.spec,

@@ -45,6 +45,7 @@ from orchestrator.starts.start_pipeline import (
 )
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.quarantine import on_failure
+from orchestrator.state.rollout_progress import follow_rollout, roll_back, rollout_state
 from placements.facts.core_range import CoreRange
 from placements.facts.engines import AUTO_ENGINES
 from placements.spec.schema import Deadlines
@@ -146,10 +147,10 @@ class Controller:
         state = self.state
         self._scale()
         goal = await state.update_goal()
-        rollback = state.follow_rollout()
-        self._counters.rollout(state.current.number, state.rollout_state()[0])
+        rollback = follow_rollout(state)
+        self._counters.rollout(state.current.number, rollout_state(state)[0])
         if rollback is not None:
-            await state.roll_back(await state.in_thread(state.narrow_rollback, rollback))
+            await roll_back(state, rollback)
             self.renew_deadlines()
             goal = await state.update_goal()
         if self._closing:
@@ -210,16 +211,16 @@ class Controller:
         state = self.state
         if (
             state.hold is not None
-            or state.desired_count(spec)
-            or state.is_unloaded(model)
-            or state.bounds(spec).max == 0
+            or state.counts.desired(spec)
+            or state.counts.is_unloaded(model)
+            or state.counts.bounds(spec).max == 0
         ):
             return
         if spec.scaling.auto and self.scaler.active:  # it may need cores of other models
             self.scaler.wake(model)
         else:
             state.records.event("info", "Woken", "the first request starts it", model=model)
-            state.woken.add(model)
+            state.counts.woken.add(model)
         self._wake.set()
 
     async def demand(self, report: DemandReport) -> None:
@@ -262,14 +263,13 @@ class Controller:
                 deadlines=self._deadlines(config.model),
             )
             state.configs[id] = config
-            if (config.model, config.version) not in state.pins:  # the replica may be about to be replaced
-                state.pin(config)
+            state.pins.adopt(config)
             state.set_model_number(config.model, int(Path(config.socket).name.partition("-")[0]))
             state.epochs[id] = max(config.epoch, state.epochs.get(id, 0))
             model = state.current.spec.model(config.model)
-            asleep = model is not None and state.desired_count(model) == 0 and phase is not State.DRAINING
-            if asleep and not state.is_unloaded(config.model):
-                state.woken.add(config.model)
+            asleep = model is not None and state.counts.desired(model) == 0 and phase is not State.DRAINING
+            if asleep and not state.counts.is_unloaded(config.model):
+                state.counts.woken.add(config.model)
             state.records.event("info", "Adopted", f"epoch {config.epoch}, pid {status.pid}", view=state.views[id])
             if phase is State.DRAINING and state.hold is None:
                 self._spawn(self._drain(state.views[id]))
@@ -410,7 +410,7 @@ class Controller:
         """Start the process of a prepared replica; with ``early``, before its fetch has ended."""
         self.state.configs[view.id] = config
         if early is None:
-            self.state.pin(config)
+            self.state.pins.pin(config)
         fetch = None if early is None else view.fetch
         if view.state in AHEAD:
             view = self._signal(view, Signal.FETCHED if view.state is State.FETCHING else Signal.COMPILED)
@@ -427,7 +427,7 @@ class Controller:
             self._fail(view, Failure("fetch-ended", message))
             return
         view = self._store_view(dataclasses.replace(view, aside_s=view.aside(self._clock()), fetch=None, early=None))
-        self.state.pin(config)
+        self.state.pins.pin(config)
         epoch, status = self._statuses.get(view.id, (None, None))
         if status is not None and epoch == view.epoch:  # it was held back
             self._apply_status(view, status)
@@ -663,7 +663,7 @@ class Controller:
         state = self.state
         serves = any(view.state is State.READY for view in state.views.values())
         self._was_ready |= (state.hold is not None and serves) or all(
-            state.ready(model.name) >= min(model.replicas.min, state.desired_count(model))
+            state.ready(model.name) >= min(model.replicas.min, state.counts.desired(model))
             for model in state.current.spec.models
         )
         # The inputs of routes and status: building both each time would cost more than the decisions.
@@ -675,7 +675,7 @@ class Controller:
             state.lost,
             state.unreachable,
             dict(state.preparing),
-            [state.bounds(model) for model in state.current.spec.models],  # schedules change them
+            [state.counts.bounds(model) for model in state.current.spec.models],  # schedules change them
             self._was_ready,
             self._closing,
         )

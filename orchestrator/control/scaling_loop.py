@@ -117,11 +117,11 @@ class Scaler:
 
     def end_manual_scaling(self, model: ModelSpec, count: int) -> None:
         """Start from ``count`` after manual scaling ends; with demand reports, only the autoscaler lowers it."""
-        self._state.set_target(model, count if self.active and model.scaling.auto and count else None)
+        self._state.counts.set_target(model, count if self.active and model.scaling.auto and count else None)
 
     def _is_asleep(self, name: str) -> bool:
         model = self._state.current.spec.model(name)
-        return model is not None and model.scaling.auto and self._state.desired_count(model) == 0
+        return model is not None and model.scaling.auto and self._state.counts.desired(model) == 0
 
     def _drop_silent_gateways(self, now: float) -> None:
         for name in [name for name, gateway in self._gateways.items() if now - gateway.heard > SILENT_S]:
@@ -166,7 +166,7 @@ class Scaler:
         """Wake models whose requests wait although no gateway reports any more."""
         for name in self._woken:
             if self._is_asleep(name):
-                self._state.woken.add(name)
+                self._state.counts.woken.add(name)
         self._woken.clear()
         self._urgent = False
 
@@ -195,17 +195,17 @@ class Scaler:
         """Record when a schedule begins or ends. If a schedule or a new revision lowers the minimum, running replicas
         stay until the autoscaler removes them."""
         for model in self._state.current.spec.models:
-            memory, held = self._memory(model.name), self._state.bounds(model)
+            memory, held = self._memory(model.name), self._state.counts.bounds(model)
             previous, memory.bounds = memory.bounds, (model, held)
             if previous is None or previous[1] == held:
                 continue
             before = previous[1]
-            had = min(max(before.min, self._state.targets.get(model.name, 0)), before.max)
+            had = min(max(before.min, self._state.records.state.targets.get(model.name, 0)), before.max)
             if self.active and model.scaling.auto and held.min < had:
-                self._state.set_target(model, min(had, held.max))
+                self._state.counts.set_target(model, min(had, held.max))
             if previous[0] is model:  # otherwise an apply has changed it, which has its own event
                 why = f"by schedule at least {held.min} and at most {held.max}; it was {before.min} and {before.max}"
-                self._record_change(model, had, self._state.desired_count(model), why)
+                self._record_change(model, had, self._state.counts.desired(model), why)
 
     def _decide(self, now: float) -> None:
         state = self._state
@@ -216,7 +216,7 @@ class Scaler:
         for name in history.courses.keys() - names:
             history = history.without(name)
             self._known.pop(name, None)
-            state.held_back.pop(name, None)
+            state.counts.held_back.pop(name, None)
         self._history = history
         self._since, self._urgent = now, False
         for name, counts in self._sums.items():
@@ -232,11 +232,11 @@ class Scaler:
         count, why = decision.counts.get(model.name), decision.reasons.get(model.name)
         if count is None or not self._decides(model):
             return
-        before = state.desired_count(model)
-        state.set_target(model, count)
-        after = state.desired_count(model)
+        before = state.counts.desired(model)
+        state.counts.set_target(model, count)
+        after = state.counts.desired(model)
         if after != before or why is None:
-            state.held_back.pop(model.name, None)
+            state.counts.held_back.pop(model.name, None)
         if after != before:
             self._record_change(model, before, after, why or "", woken=load.waiting > 0)
         elif why is not None:
@@ -265,7 +265,7 @@ class Scaler:
         memory = self._memory(model.name)
         memory.why = why
         began = now - memory.held_on > ROUTED_S
-        self._state.held_back.setdefault(model.name, why)  # the first reason: its figures change all the time
+        self._state.counts.held_back.setdefault(model.name, why)  # the first reason: its figures change all the time
         memory.held_on = now
         if now - memory.held_at >= (ROUTED_S if began else HELD_BACK_S):
             memory.held_at = now
@@ -314,7 +314,7 @@ class Scaler:
         views = [view for view in every if _is_counted(view) and view.host in hosts]
         given_up = sum(view.state is State.FAILED and not _is_counted(view) for view in every)
         ready = sum(view.state is State.READY for view in views)
-        held, desired = state.bounds(model), state.desired_count(model)
+        held, desired = state.counts.bounds(model), state.counts.desired(model)
         in_cores = any(takes_cores(state.current.engines[model.name], host) for host in state.living_hosts)
         objectives = model.objectives
         return ModelNow(
@@ -349,13 +349,13 @@ class Scaler:
 
     def status(self, model: ModelSpec) -> dict[str, Any]:
         """Returns the scaling status of a model: target, reason, bounds and demand."""
-        held = self._state.bounds(model)
+        held = self._state.counts.bounds(model)
         memory = self._known.get(model.name) or _ModelHistory()
         return {
             "auto": model.scaling.auto,
             "min": held.min,
             "max": held.max,
-            "target": self._state.target(model),
+            "target": self._state.counts.target(model),
             "why": memory.why,
             "demand": self._demand(model.name),
         }

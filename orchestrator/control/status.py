@@ -15,6 +15,7 @@ from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.preparation import Preparation
 from orchestrator.rollout.rollout_step import Step
 from orchestrator.state.fleet_state import FleetState
+from orchestrator.state.rollout_progress import leaving, rollout_state
 from orchestrator.state.unloaded import reason_for_clients, why_unloaded
 from placements.facts.core_range import ranges
 from placements.facts.topology import Host
@@ -148,8 +149,8 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
 
 
 def _loads_on_request(state: FleetState, model: ModelSpec) -> bool:
-    held = state.bounds(model)
-    return held.min == 0 and held.max > 0 and not state.is_unloaded(model.name)
+    held = state.counts.bounds(model)
+    return held.min == 0 and held.max > 0 and not state.counts.is_unloaded(model.name)
 
 
 def status(
@@ -178,7 +179,7 @@ def status(
 
 def rollout(state: FleetState) -> dict[str, Any]:
     """Returns the progress of the current revision's rollout."""
-    progress, reason = state.rollout_state()
+    progress, reason = rollout_state(state)
     outcome = state.outcome
     return {
         "revision": state.current.number,
@@ -187,7 +188,7 @@ def rollout(state: FleetState) -> dict[str, Any]:
         "since": round(outcome.at if outcome is not None else state.current.revision.at, 3),
         "canary": state.current.revision.canary if state.in_canary else None,
         "models": [_model_rollout(state, model, progress) for model in state.current.spec.models]
-        + [_model_row(name, progress, old=old) for name, old in state.leaving().items()],
+        + [_model_row(name, progress, old=old) for name, old in leaving(state).items()],
     }
 
 
@@ -199,7 +200,7 @@ def _model_rollout(state: FleetState, model: ModelSpec, progress: str) -> dict[s
     elif progress == "canary" and not step.old and not step.lost:
         progress = "progressing"  # it is not part of the canary, and is repaired
     strategy = None if way is None else way.strategy
-    return _model_row(model.name, progress, strategy, state.desired_count(model), step.alive, step.ready, step.old)
+    return _model_row(model.name, progress, strategy, state.counts.desired(model), step.alive, step.ready, step.old)
 
 
 def _model_row(
@@ -243,7 +244,7 @@ def _fleet_conditions(state: FleetState, ready: bool, hosts: list[dict[str, Any]
 
 
 def _model_conditions(state: FleetState, model: ModelSpec) -> Iterable[Condition]:
-    ready, desired = state.ready(model.name), state.desired_count(model)
+    ready, desired = state.ready(model.name), state.counts.desired(model)
     enough = ready >= min(model.replicas.min, desired)
     yield Condition(
         "Available", enough, "Serving" if ready else "NoReplica", f"{ready} of {desired} replicas are ready"
@@ -283,7 +284,7 @@ def _model_status(
         "name": model.name,
         "state": current.value,
         "reason": reason,
-        "wanted": state.desired_count(model),
+        "wanted": state.counts.desired(model),
         "scaled": None if scale is None else {"count": 0 if scale.sleep else scale.count, "by": scale.by},
         "scaling": scaling,
         "version": state.current.versions[model.name],
@@ -404,7 +405,7 @@ def _quarantine_cause(why: CoreOwner | FailedCore) -> dict[str, Any]:
 def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | None]:
     views = state.replicas_of(model.name)
     failed = any(view.state is State.FAILED for view in views)
-    due = state.desired_count(model) if failed else _due(state, model)
+    due = state.counts.desired(model) if failed else _due(state, model)
     result = model_state(due, (view.outlook for view in views))
     reasons = [view.reason for view in views if view.state is not State.READY and view.reason is not None]
     reasons += [
@@ -422,7 +423,7 @@ def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | No
 
 def _due(state: FleetState, model: ModelSpec) -> int:
     """Returns the number of required replicas, at least 1: those that the autoscaler adds may start later."""
-    return min(state.desired_count(model), max(1, state.required(model)))
+    return min(state.counts.desired(model), max(1, state.counts.required(model)))
 
 
 def _speculation(view: ReplicaView) -> dict[str, float] | None:

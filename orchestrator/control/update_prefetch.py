@@ -132,7 +132,7 @@ class UpdatePrefetch:
             state.records.event("error", "PreparationFailed", message, model=before.model, host=before.host)
         else:
             after = dataclasses.replace(before, done=True, failures=0, reason=None)
-            state.pin(outcome)
+            state.pins.pin(outcome)
             state.compiled_on.add(before.key)
         state.preparations[before.key] = after
         self._end(running)

@@ -118,7 +118,7 @@ class StartPipeline:
         if isinstance(resolved, Failure):
             yield Failed(failure=resolved)
             return
-        self._config = self._state.pinned(resolved)
+        self._config = self._state.pins.pinned(resolved)
         yield Resolved(config=self._config)
 
     async def _fetch(self) -> AsyncGenerator[StartEvent, None]:

@@ -8,21 +8,17 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
-
-import msgspec.structs
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import CoreOwner, FailedCore
 from orchestrator.fleet.reachability import Reachability
-from orchestrator.fleet.replica_states import STARTING, State
+from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal_fold import failed_cores
-from orchestrator.records.journal_records import Pin, Replace, RolloutState, Target
+from orchestrator.records.journal_records import Replace, RolloutState, Target
 from orchestrator.revisions.resolved_revision import ResolvedRevision
-from orchestrator.revisions.rollback import revert_changes
 from orchestrator.rollout.preparation import Key, Preparation, takes_long, upcoming_targets
 from orchestrator.rollout.relocation import Relocation, find_relocation
 from orchestrator.rollout.rollout_step import (
@@ -36,8 +32,9 @@ from orchestrator.rollout.rollout_step import (
 )
 from orchestrator.rollout.rollout_step import ReplicaTarget as ReplicaTarget
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
-from orchestrator.scaling.schedules import Bounds, bounds
-from orchestrator.state.record_writer import InThread, Level, RecordWriter
+from orchestrator.state.content_pins import ContentPins
+from orchestrator.state.record_writer import InThread, RecordWriter
+from orchestrator.state.replica_counts import ReplicaCounts
 from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import Machine
@@ -48,22 +45,11 @@ from workers.messages.replica_config import ReplicaConfig
 
 log = logging.getLogger(__name__)
 
-Outcome = Literal["progressing", "paused", "canary", "complete", "failed", "rolled_back"]
 RELOCATION_S = 60.0  # between two relocation attempts; and the limit of one, beside the starts
 
 
-@dataclass(frozen=True)
-class Rollback:
-    """A failed rollout: the revision to restore, the failed model, and the cause."""
-
-    to: ResolvedRevision
-    model: str
-    cause: str
-    undone: tuple[int, ...] = ()  # the only revisions to revert; empty: all since ``to``
-
-
 class FleetState:
-    """The state of one fleet. Used from one event loop, so there are no locks."""
+    """The state of one fleet. Used from one event loop."""
 
     def __init__(
         self,
@@ -96,19 +82,14 @@ class FleetState:
         self.lost: frozenset[str] = frozenset()
         self.reach = Reachability()
         self.unreachable: frozenset[str] = frozenset()  # replicas that a gateway cannot connect to, as of this round
-        self.woken: set[str] = set()  # models with min 0 that a request started
-        self.targets = dict(past.targets)  # of the autoscaler, where they differ from the spec
-        self.held_back: dict[str, str] = {}  # by model, why the autoscaler does not start requested replicas
-        self._bounds: dict[str, tuple[ModelSpec, float, Bounds]] = {}  # with the minute in which they apply
+        self.counts = ReplicaCounts(records, wall)
         self.strategies: dict[str, UpdateStrategy] = {}  # of models that are being updated
         self._holding: set[str] = set()  # models updated by `hold`, until they are settled
         self.upcoming: tuple[ReplicaTarget, ...] = ()  # they displace others once their hosts are prepared
         self.preparations: dict[tuple[str, str, str], Preparation] = {}
         self.preparing: Mapping[tuple[str, str, str], str] = {}  # those in progress, with their phase
         self.compiled_on: set[tuple[str, str, str]] = set()  # (model, version, host) whose start has nothing to compile
-        self.pins = {  # by model and version
-            (pin.model, pin.version): (pin.origin, pin.draft_origin) for pin in past.pins.values()
-        }
+        self.pins = ContentPins(records)
         self.source_refreshes: Counter[str] = Counter()  # by model, how often its source was refreshed
         self.fetches: dict[Key, FetchStatus] = {}  # of preparations in progress
         self.held: Mapping[str, frozenset[str]] = {}  # by host, the remote sources that are complete there
@@ -118,8 +99,8 @@ class FleetState:
         self._relocated_at = float("-inf")
         self._unrelocatable: tuple[object, object] | None = None  # placements and missing replicas when none was found
         self._numbers: dict[str, int] = {}
-        self._progress: tuple[Any, float] = ((), clock())
-        self._late: set[str] = set()  # models past their progress deadline that cannot be rolled back
+        self.progress: tuple[Any, float] = ((), clock())  # the last steps, and when they or a start last changed
+        self.late: set[str] = set()  # models past their progress deadline that cannot be rolled back
 
     @property
     def hold(self) -> Problem | None:
@@ -148,65 +129,10 @@ class FleetState:
     def living_hosts(self) -> tuple[Host, ...]:
         return tuple(host for host in self.hosts if host.name not in self.lost)
 
-    def desired_count(self, model: ModelSpec) -> int:
-        """Returns the desired number of replicas: the manual scale, else the autoscaler's and the spec's."""
-        scale = self.records.state.scales.get(model.name)
-        if scale is not None and scale.sleep:
-            return 0
-        if scale is not None and scale.count is not None:
-            return min(scale.count, model.replicas.max)
-        return self.target(model)
-
-    def target(self, model: ModelSpec) -> int:
-        """Returns the desired number without a manual scale: the autoscaler's target within the bounds."""
-        held = self.bounds(model)
-        count = self.targets.get(model.name) if model.scaling.auto else None
-        return min(max(held.min, self._min_replicas(model) if count is None else count), held.max)
-
-    def _min_replicas(self, model: ModelSpec) -> int:
-        """Returns the desired number without the autoscaler: min, or 1 if a request started the model."""
-        return max(self.bounds(model).min, 1 if model.name in self.woken else 0)
-
-    def bounds(self, model: ModelSpec) -> Bounds:
-        """Returns the current limits of the number of replicas, from the spec and its schedules."""
-        if not model.scaling.schedules:
-            return Bounds(min(model.replicas.min, model.replicas.max), model.replicas.max)
-        minute = self.wall() // 60.0
-        cached = self._bounds.get(model.name)
-        if cached is None or cached[0] is not model or cached[1] != minute:
-            held = bounds(model.replicas, model.scaling.schedules, self.wall())
-            cached = self._bounds[model.name] = model, minute, held
-        return cached[2]
-
-    def set_target(self, model: ModelSpec, count: int | None) -> None:
-        """Set the autoscaler's target; None clears it, so that the spec and the requests decide."""
-        held = self.bounds(model)
-        if count == 0:
-            self.woken.discard(model.name)
-        if count is not None:
-            count = min(max(count, held.min), held.max)
-        target = None if count == self._min_replicas(model) else count
-        if target != self.targets.get(model.name):
-            self.targets.pop(model.name, None)
-            if target is not None:
-                self.targets[model.name] = target
-            self.records.note(Target(model=model.name, count=target))
-
-    def required(self, model: ModelSpec) -> int:
-        """Returns how many replicas a rollout waits for: those that the autoscaler adds start as cores allow."""
-        scaled = self.records.state.scales.get(model.name)
-        desired = self.desired_count(model)
-        return desired if scaled is not None else min(desired, self._min_replicas(model))
-
     def settled(self, model: ModelSpec) -> bool:
         """Returns whether the rollout of the model is finished."""
         step = self.goal.steps.get(model.name)
-        return step is not None and step.old == 0 and step.ready >= self.required(model)
-
-    def is_unloaded(self, model: str) -> bool:
-        """Returns whether the model was unloaded or scaled to 0 manually, so that requests do not start it."""
-        scale = self.records.state.scales.get(model)
-        return scale is not None and (scale.sleep or scale.count == 0)
+        return step is not None and step.old == 0 and step.ready >= self.counts.required(model)
 
     @property
     def outcome(self) -> RolloutState | None:
@@ -229,7 +155,7 @@ class FleetState:
         version = self.current.versions[model.name]
         return DesiredModel(
             model,
-            self.desired_count(model),
+            self.counts.desired(model),
             version,
             strategy="surge" if strategy is None else strategy.strategy,
             mixes=self.mixes(self.current, model),
@@ -237,9 +163,9 @@ class FleetState:
             frozen=self.frozen,
             lender=None if strategy is None else strategy.lender,
             former=self._former(model),
-            reachable=model.name in self._late
+            reachable=model.name in self.late
             or self.records.state.completed == self.current.number
-            or self.desired_count(model) > self.required(model),
+            or self.counts.desired(model) > self.counts.required(model),
         )
 
     def _former(self, model: ModelSpec) -> FormerVersion | None:
@@ -316,7 +242,7 @@ class FleetState:
         desired_models = {
             model.name: DesiredModel(
                 model,
-                self.desired_count(model),
+                self.counts.desired(model),
                 generation.versions[model.name],
                 mixes=self.mixes(generation, model),
                 canary=generation.revision.canary is not None,
@@ -351,37 +277,10 @@ class FleetState:
         new = Preparation(target.model, target.version, target.host)
         return self.preparations.get(new.key, new)
 
-    def pinned(self, config: ReplicaConfig) -> ReplicaConfig:
-        """Returns the configuration with the pinned content: all replicas of a version load the same."""
-        origin, draft = self.pins.get((config.model, config.version), (None, None))
-        return msgspec.structs.replace(
-            config, origin=origin or config.origin, draft_origin=draft or config.draft_origin
-        )
-
-    def pin(self, config: ReplicaConfig) -> None:
-        """Pin the content of ``config`` for its version; record a warning if another one was pinned."""
-        key, now = (config.model, config.version), (config.origin, config.draft_origin)
-        if now == (None, None):
-            return
-        before = self.pins.get(key)
-        if before is not None and before != now:
-            message = (
-                "its source has changed, and its previous content is not stored: new replicas load the new content"
-            )
-            self.records.event("warning", "SourceChanged", message, model=config.model)
-        if before != now:
-            self.pins[key] = now
-            self.records.note(Pin(model=config.model, version=config.version, origin=now[0], draft_origin=now[1]))
-
-    def _unpin(self, keys: Collection[tuple[str, str]]) -> None:
-        for model, version in keys:
-            del self.pins[model, version]
-            self.records.note(Pin(model=model, version=version, origin=None))
-
     def refresh_source(self, model: str) -> None:
         """Forget the pinned content of the model, so that new processes load what its source has now."""
         self.source_refreshes[model] += 1
-        self._unpin([key for key in self.pins if key[0] == model])
+        self.pins.unpin(lambda pin: pin.model == model)
         self.compiled_on = {key for key in self.compiled_on if key[0] != model}
         self.preparations = {key: preparation for key, preparation in self.preparations.items() if key[0] != model}
 
@@ -536,170 +435,7 @@ class FleetState:
         `hold`. A restarted controller decides by the spec alone."""
         held = model.name in self._holding or (model.update.strategy == "hold" and self.stable is not None)
         failed = self.outcome is not None and self.outcome.state == "failed"  # no more attempts follow
-        return held and not failed and self.desired_count(model) > 0
-
-    # The rollout
-
-    def rollout_state(self) -> tuple[Outcome, str]:
-        """Returns the state of the current revision's rollout, and the reason."""
-        outcome = self.outcome
-        if outcome is not None and outcome.state != "progressing":
-            return outcome.state, outcome.reason
-        if self.in_canary and all(self._canary_stands(name) for name in self.goal.steps):
-            parts = [
-                "waits for `corewright rollout promote`",
-                self._unsettled(lambda step: not (step.old or step.lost)),
-            ]
-            for name, step in self.goal.steps.items():
-                if step.lost:
-                    is_missing = "is missing" if step.lost == 1 else "are missing"
-                    parts.append(f"{name}: {step.lost} of the former version {is_missing}")
-            return "canary", "; ".join(part for part in parts if part)
-        return "progressing", self._unsettled() or (outcome.reason if outcome else "")
-
-    def _canary_stands(self, name: str) -> bool:
-        step = self.goal.steps[name]
-        return not step.old or step.ready >= step.count
-
-    def leaving(self) -> Counter[str]:
-        """Returns the number of replicas by model, of models that the spec no longer has."""
-        return Counter(view.model for view in self.views.values() if self.current.spec.model(view.model) is None)
-
-    def _unsettled(self, counts: Callable[[Step], bool] = lambda step: True) -> str:
-        """Returns the progress of unfinished models as text."""
-        parts = []
-        for model in self.current.spec.models:
-            step = self.goal.steps.get(model.name)
-            if step is not None and not self.settled(model) and counts(step):
-                parts.append(f"{model.name}: {step.ready} of {self.desired_count(model)} ready, {step.old} old")
-        return "; ".join([*parts, *(f"{name}: 0 of 0 ready, {old} old" for name, old in self.leaving().items())])
-
-    def follow_rollout(self) -> Rollback | None:
-        """Check the progress of the rollout and record its end. Returns the rollback if it failed."""
-        state, _ = self.rollout_state()
-        if state != "progressing":
-            self.restart_progress()
-            return None
-        unsettled = [model for model in self.current.spec.models if not self.settled(model)]
-        if not unsettled and not self.leaving():
-            self._end_rollout("complete", "every model matches the spec")
-            self.stable = None
-            return None
-        back = self.stable
-        if self.current.revision.cause == "rollback" and not any(map(self._is_changed, self.current.spec.models)):
-            back = None  # there is no other revision that is known to work
-        under_way = [model for model in unsettled if back is None or self._is_changed(model)]
-        self._watch_progress(under_way)
-        if back is None:  # retried with growing pauses
-            self._limit_stuck_models(under_way)
-            return None
-        failed = self._failure(under_way)
-        if failed is None:
-            return None
-        model, cause = failed
-        if model.update.rollback:
-            return Rollback(back, model.name, cause)
-        self._end_rollout("failed", cause)
-        return None
-
-    def _watch_progress(self, under_way: Iterable[ModelSpec]) -> None:
-        """Update the time of the last progress.
-
-        Starts within their deadlines, compilation, drains and missing replicas of a lost host count as progress. Failed
-        starts are counted elsewhere, so that an update whose starts all hang ends as well.
-        """
-        now = self.clock()
-        reach = tuple((name, step.old, step.ready) for name, step in self.goal.steps.items())
-        versions = {model.name: self.current.versions[model.name] for model in under_way}
-        starting = any(
-            view.state in STARTING and versions.get(view.model) == view.version and view.overdue(now) is None
-            for view in self.views.values()
-        )
-        starting = starting or any(model in versions and versions[model] == v for model, v, _ in self.preparing)
-        draining = any(view.state is State.DRAINING for view in self.views.values())
-        homeless = bool(self.lost and self.goal.plan.unplaced)
-        if reach != self._progress[0] or starting or draining or homeless:
-            self._progress = (reach, now)
-
-    def _limit_stuck_models(self, under_way: Iterable[ModelSpec]) -> None:
-        """Limit stuck models to as many replicas as can be placed: otherwise their old replicas would stay forever."""
-        quiet = self.clock() - self._progress[1]
-        for model in under_way:
-            late = quiet > model.update.progress_deadline_s and self.goal.steps[model.name].keep
-            if late and not self.in_canary and model.name not in self._late:
-                self._late.add(model.name)
-                cause = f"no progress for {quiet:.0f} s (progress_deadline_s), and no revision to restore"
-                effect = "old replicas stay only for as many new ones as can be placed"
-                self.records.event("warning", "UpdateStuck", f"{cause}: {effect}", model=model.name)
-
-    def _is_changed(self, model: ModelSpec) -> bool:
-        before = self.stable.versions.get(model.name) if self.stable is not None else None
-        return before != self.current.versions[model.name]
-
-    def _failure(self, unsettled: Iterable[ModelSpec]) -> tuple[ModelSpec, str] | None:
-        """Returns the failed model and the cause; None while the rollout may still succeed."""
-        for model in unsettled:
-            version = self.current.versions[model.name]
-            for view in self.views.values():
-                tried = view.stopped or view.failures >= model.update.max_failures
-                fails = view.state is not State.READY and tried
-                if view.model == model.name and view.version == version and fails:
-                    times = "once" if view.failures == 1 else f"{view.failures} times"
-                    return model, f"{view.id} failed {times}: {view.reason}"
-            for preparation in self.preparations.values():
-                fails = preparation.stopped or preparation.failures >= model.update.max_failures
-                if (preparation.model, preparation.version) == (model.name, version) and fails:
-                    return model, f"{model.name} cannot be prepared on {preparation.host}: {preparation.reason}"
-            quiet = self.clock() - self._progress[1]
-            if quiet > model.update.progress_deadline_s:
-                return model, f"{model.name}: no progress for {quiet:.0f} s (progress_deadline_s)"
-        return None
-
-    def _end_rollout(self, state: Literal["complete", "failed", "rolled_back"], reason: str) -> None:
-        self.records.note(RolloutState(revision=self.current.number, state=state, reason=reason))
-        level: Level = "info" if state == "complete" else "error"
-        name = {"complete": "RolloutComplete", "failed": "RolloutFailed", "rolled_back": "RolloutFailed"}[state]
-        self.records.event(level, name, f"revision {self.current.number}: {reason}")
-
-    def narrow_rollback(self, rollback: Rollback) -> Rollback:
-        """Returns the rollback limited to revisions that changed the failed model, if possible.
-
-        Blocks, and changes nothing.
-        """
-        revisions = self.records.state.revisions
-        numbers = range(rollback.to.number, self.current.number + 1)
-        if len(numbers) < 3 or any(number not in revisions for number in numbers):
-            return rollback
-        narrower = revert_changes([revisions[number] for number in numbers], rollback.model, self.machine)
-        return (
-            rollback if narrower is None else dataclasses.replace(rollback, to=narrower[0], undone=tuple(narrower[1]))
-        )
-
-    async def roll_back(self, rollback: Rollback) -> None:
-        """Make the earlier revision current again. Its record is written first: it alone suffices after a crash."""
-        goal = await self.in_thread(compute_goal, self.situation_after(rollback.to))
-        failed, before = self.current.number, rollback.to.revision
-        canary = self.current.revision.canary if rollback.undone and self.in_canary else None
-        revision = msgspec.structs.replace(
-            before,
-            seq=0,
-            at=self.wall(),
-            number=self.next_number,
-            fleet=self.settings.fleet,
-            cause="rollback",
-            by="controller",
-            of=None if rollback.undone else before.number,
-            plan={},
-            canary=canary,
-        )
-        self.records.note(revision)
-        self._end_rollout("rolled_back", rollback.cause)
-        undone = " and ".join(map(str, rollback.undone))
-        description = (
-            f"revision {failed} without the changes of {undone}" if undone else f"revision {before.number} again"
-        )
-        self.records.event("warning", "RolledBack", f"revision {revision.number} is {description}")
-        self.install(dataclasses.replace(rollback.to, revision=revision), goal)
+        return held and not failed and self.counts.desired(model) > 0
 
     def install(self, generation: ResolvedRevision, goal: Goal) -> None:
         """Make an applied revision the current one; ``goal`` is that of `situation_after`."""
@@ -709,23 +445,22 @@ class FleetState:
         for view in list(self.views.values()):  # the change may have fixed the cause
             self.views[view.id] = dataclasses.replace(view, stopped=False)
         self.strategies.clear()
-        self._late.clear()
+        self.late.clear()
         versions = set(generation.versions.items())
         used = {(view.model, view.version) for view in self.views.values()} | versions
         self.preparations = {key: preparation for key, preparation in self.preparations.items() if key[:2] in versions}
-        self._unpin([key for key in self.pins if key not in used])
+        self.pins.unpin(lambda pin: (pin.model, pin.version) not in used)
         self.compiled_on = {key for key in self.compiled_on if key[:2] in used}
         self.goal = goal  # the previous one describes the previous revision
         self.restart_progress()
         names = {model.name for model in generation.spec.models}
-        self.woken &= names
-        for name in self.targets.keys() - names:
-            del self.targets[name]
+        self.counts.woken &= names
+        for name in self.records.state.targets.keys() - names:
             self.records.note(Target(model=name, count=None))
 
     def restart_progress(self) -> None:
         """Restart the progress deadline."""
-        self._progress = ((), self.clock())
+        self.progress = ((), self.clock())
 
     # Lookups
 

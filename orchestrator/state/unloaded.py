@@ -16,7 +16,7 @@ def why_unloaded(state: FleetState, model: ModelSpec) -> list[str]:
         return [f"unloaded by hand: corewright load {model.name}"]
     if scale is not None and scale.count == 0:
         return [f"scaled to 0 by hand: corewright scale {model.name} auto"]
-    return [state.held_back[model.name]] if model.name in state.held_back else []
+    return [state.counts.held_back[model.name]] if model.name in state.counts.held_back else []
 
 
 def reason_for_clients(state: FleetState, model: ModelSpec, reason: str | None) -> str | None:
@@ -24,5 +24,5 @@ def reason_for_clients(state: FleetState, model: ModelSpec, reason: str | None) 
     scale = state.records.state.scales.get(model.name)
     if scale is not None and (scale.sleep or scale.count == 0):
         return "by hand" if scale.sleep else "scaled to 0 by hand"
-    held = state.held_back.get(model.name)
+    held = state.counts.held_back.get(model.name)
     return reason if held is None or reason != held else held.partition(";")[0]

@@ -862,7 +862,7 @@ def test_replicas_of_a_lost_revision_are_routed_by_their_own_tokenizer(tmp_path:
         path.write_bytes(data[:known] + data[known:].replace(b'"by":', b'"bx":'))
         journal = Journal(path)
         async with Played(tmp_path, cluster, before, journal=journal, restarted=True) as played:
-            assert played.controller.state.is_unloaded("m")
+            assert played.controller.state.counts.is_unloaded("m")
             await played.controller.settled()
             (model,) = played.controller.routes().models
             (route,) = model.replicas

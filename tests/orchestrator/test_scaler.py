@@ -211,7 +211,7 @@ def test_a_decision_about_what_is_not_its_business_is_not_followed(tmp_path: Pat
         decider.counts = {"a": 9, "b": 0, "fixed": 0}
         await report(fleet, 1, 7)
         state = fleet.controller.state
-        assert [state.desired_count(model) for model in state.current.spec.models] == [3, 1, 1]
+        assert [state.counts.desired(model) for model in state.current.spec.models] == [3, 1, 1]
 
     play(tmp_path, story)
 
@@ -284,7 +284,7 @@ def test_a_lower_min_ends_nothing_by_itself(tmp_path: Path, decider: Decider) ->
         assert least == 2
         decider.counts = {"a": 1}
         await report(fleet, 40, 46)
-        assert state.desired_count(state.current.spec.models[0]) == 1
+        assert state.counts.desired(state.current.spec.models[0]) == 1
 
     assert told(play(tmp_path, story), "ScaledDown") == ["2 to 1"]
 

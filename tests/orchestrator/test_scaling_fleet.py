@@ -102,7 +102,7 @@ def play(
 
 def counts(fleet: Played) -> dict[str, int]:
     state = fleet.controller.state
-    return {model.name: state.desired_count(model) for model in state.current.spec.models}
+    return {model.name: state.counts.desired(model) for model in state.current.spec.models}
 
 
 def changes(fleet: Played) -> list[str]:

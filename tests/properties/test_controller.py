@@ -368,7 +368,7 @@ def test_whatever_a_canary_loses_the_old_version_stays_or_comes_back(story: list
                     assert spec is not None
                     assert ready.count(state.current.versions[model]) == 1
                     others = len(ready) - 1  # in place, the canary stands for one of them
-                    assert ready.count(old[model]) == others >= max(1, state.desired_count(spec) - 1)
+                    assert ready.count(old[model]) == others >= max(1, state.counts.desired(spec) - 1)
                 await world.played.kill()
 
     virtually(live)

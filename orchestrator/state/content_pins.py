@@ -1,0 +1,54 @@
+"""Pins the content that all replicas of a version load, in the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec.structs
+
+from orchestrator.records.journal_records import Pin
+from orchestrator.state.record_writer import RecordWriter
+from workers.messages.replica_config import ReplicaConfig
+
+
+class ContentPins:
+    """The pinned contents by model and version."""
+
+    def __init__(self, records: RecordWriter) -> None:
+        self._records = records
+
+    def of(self, config: ReplicaConfig) -> Pin:
+        """Returns the pin of the configuration's version; without an origin if there is none."""
+        none = Pin(model=config.model, version=config.version, origin=None)
+        return self._records.state.pins.get(none.key, none)
+
+    def pinned(self, config: ReplicaConfig) -> ReplicaConfig:
+        """Returns the configuration with the pinned content: all replicas of a version load the same."""
+        pin = self.of(config)
+        return msgspec.structs.replace(
+            config, origin=pin.origin or config.origin, draft_origin=pin.draft_origin or config.draft_origin
+        )
+
+    def pin(self, config: ReplicaConfig) -> None:
+        """Pin the content of ``config`` for its version; record a warning if another one was pinned."""
+        pin = self.of(config)
+        before, now = (pin.origin, pin.draft_origin), (config.origin, config.draft_origin)
+        if now in (before, (None, None)):
+            return
+        if before != (None, None):
+            message = (
+                "its source has changed, and its previous content is not stored: new replicas load the new content"
+            )
+            self._records.event("warning", "SourceChanged", message, model=config.model)
+        self._records.note(Pin(model=config.model, version=config.version, origin=now[0], draft_origin=now[1]))
+
+    def adopt(self, config: ReplicaConfig) -> None:
+        """Pin the content of a surviving replica, unless its version is pinned: it may be about to be replaced."""
+        if self.of(config).key not in self._records.state.pins:
+            self.pin(config)
+
+    def unpin(self, over: Callable[[Pin], bool]) -> None:
+        """Remove the pins for which ``over`` holds."""
+        for pin in list(self._records.state.pins.values()):
+            if over(pin):
+                self._records.note(Pin(model=pin.model, version=pin.version, origin=None))
