@@ -2,6 +2,7 @@
 # make test        style, types and the tests without a fleet, on all cores
 #                  LIVE=1: also the fleets and kills; SLOW=1: everything
 # make test-fast, test-live, test-long    one part of these alone
+# make coverage    the tests without a fleet, and the lines and branches that none of them reaches
 # make bench-check compare the hot paths' CPU time with that of a commit (BASE=HEAD~1)
 # make demo-check  start the demo, ask every model, stop
 # make venv        only the environment
@@ -14,7 +15,7 @@ WORKERS ?= logical
 BASE ?= HEAD~1
 LONG := soak or browser or compile or slow
 
-.PHONY: demo demo-check test test-fast test-live test-long lint venv chromium bench-check
+.PHONY: demo demo-check test test-fast test-live test-long lint venv chromium coverage bench-check
 
 venv: .venv/.installed
 
@@ -60,6 +61,10 @@ test-live: venv
 test-long: venv chromium
 	$(BIN)/pytest -m "$(LONG)" $(PYTEST_ARGS)
 	EXAMPLES=300 $(BIN)/pytest -m "not ($(LONG))" tests/properties $(PYTEST_ARGS)
+
+# Lines and branches that no test without a fleet reaches.
+coverage: venv
+	$(BIN)/pytest -n $(WORKERS) -m "not (live or $(LONG))" --cov --cov-report=term $(PYTEST_ARGS)
 
 bench-check: venv
 	$(BIN)/python -m benchmarks.check --base $(BASE)

@@ -174,7 +174,7 @@ def parse_signature(text: str) -> inspect.Signature:
     assert isinstance(arguments, ast.FunctionDef)
     spec = arguments.args
     kinds = inspect.Parameter
-    positional = [(one, kinds.POSITIONAL_ONLY) for one in spec.posonlyargs]
+    positional: list[tuple[ast.arg, Any]] = [(one, kinds.POSITIONAL_ONLY) for one in spec.posonlyargs]
     positional += [(one, kinds.POSITIONAL_OR_KEYWORD) for one in spec.args]
     missing: list[ast.expr | None] = [None] * (len(positional) - len(spec.defaults))
     parameters = [

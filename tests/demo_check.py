@@ -16,9 +16,9 @@ QUESTION = "What is a NeuronCore?"
 def ask(client: OpenAI, model: str) -> tuple[str, str]:
     """The plain and the streamed answer to the same question."""
     messages = [{"role": "user", "content": QUESTION}]
-    plain = client.chat.completions.create(model=model, messages=messages, temperature=0)  # type: ignore[call-overload]
-    stream = client.chat.completions.create(model=model, messages=messages, temperature=0, stream=True)  # type: ignore[call-overload]
-    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    plain = client.chat.completions.create(model=model, messages=messages, temperature=0)  # type: ignore[arg-type]
+    stream = client.chat.completions.create(model=model, messages=messages, temperature=0, stream=True)  # type: ignore[arg-type]
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)  # type: ignore[union-attr]
     return plain.choices[0].message.content or "", streamed
 
 

@@ -161,7 +161,7 @@ def kind(table: str, option: RecordedOption) -> str:
         return NESTED[f"{table}.{option.name}"]
     if option.name in KINDS:
         return KINDS[option.name]
-    for default in reversed(option.defaults.values()):
+    for default in reversed([*option.defaults.values()]):
         try:
             value = ast.literal_eval(default)
         except (ValueError, SyntaxError):

@@ -136,7 +136,7 @@ def _found(dotted: str) -> Any:
         except ModuleNotFoundError:
             continue
         for name in parts[cut:]:
-            found = getattr(found, name, None)
+            found = getattr(found, name, None)  # type: ignore[assignment]
         return found
     return None
 

@@ -519,7 +519,7 @@ class LiveAdmin:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop = asyncio.new_event_loop()
-        self._serving = self._loop.create_task(serve_admin(AdminApi(self.fleet, self._down), self.port))
+        self._serving = self._loop.create_task(serve_admin(AdminApi(self.fleet, self._down), self.port))  # type: ignore[arg-type]
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         until(self._listens, 10, "the admin API listens")

@@ -129,7 +129,7 @@ class Asked(FakeCluster):
         super().__init__()
         self.foreseen: list[str] = []
 
-    async def foresee(self, config: ReplicaConfig) -> Sequence[str]:
+    async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
         self.foreseen.append(config.version)
         return await super().foresee(config)
 

@@ -66,7 +66,7 @@ def test_without_disk_space_no_action_runs(audit: Audit, monkeypatch: pytest.Mon
     """And no incomplete line is left behind."""
     audit.begin("up", "up", {})
     before, done = audit.path.read_bytes(), []
-    monkeypatch.setattr(audit_module.os, "fsync", full)
+    monkeypatch.setattr(audit_module.os, "fsync", full)  # type: ignore[attr-defined]
     with pytest.raises(Failed, match="No space left") as failed, recorded(audit, "command", "x", {}, by="me"):
         done.append("x")
     assert failed.value.problem.id == "audit-unwritable"
@@ -78,7 +78,7 @@ def test_an_incompletely_written_line_is_removed(audit: Audit, monkeypatch: pyte
     audit.begin("up", "up", {})
     before, write = audit.path.read_bytes(), os.write
     writes = iter((lambda file, data: write(file, data[:10]), full))
-    monkeypatch.setattr(audit_module.os, "write", lambda file, data: next(writes)(file, data))
+    monkeypatch.setattr(audit_module.os, "write", lambda file, data: next(writes)(file, data))  # type: ignore[attr-defined]
     with pytest.raises(Failed):
         audit.begin("up", "end", {})
     assert audit.path.read_bytes() == before

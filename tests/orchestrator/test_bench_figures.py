@@ -161,7 +161,12 @@ def test_percentiles_are_interpolated_linearly() -> None:
     assert percentile([4, 1, 3, 2], 90) == pytest.approx(3.7)
     assert percentile([7], 99) == 7
     assert Summary.of([1, 2, 3, 4]) == Summary(
-        4, 2.5, 2.5, pytest.approx(3.7), pytest.approx(3.85), pytest.approx(3.97)
+        4,
+        2.5,
+        2.5,
+        pytest.approx(3.7),  # type: ignore[arg-type]
+        pytest.approx(3.85),  # type: ignore[arg-type]
+        pytest.approx(3.97),  # type: ignore[arg-type]
     )
     assert Summary.of([]) is None
     with pytest.raises(ValueError, match="no values"):

@@ -31,8 +31,8 @@ def read(text: str) -> Spec:
 
 
 def changed(before: str, after: str, engine: Engine) -> list[tuple[Tag, list[str]]]:
-    specs = [read(text + MODEL.replace("ENGINE", engine)) for text in (before, after)]
-    return [(c.tag, [field.field for field in c.fields]) for c in difference(*specs, {"a": engine})]
+    old, new = (read(text + MODEL.replace("ENGINE", engine)) for text in (before, after))
+    return [(c.tag, [field.field for field in c.fields]) for c in difference(old, new, {"a": engine})]
 
 
 NXDI = "engines: {nxd-inference: {python: PATH}}\n"
@@ -70,8 +70,8 @@ def test_the_interpreter_is_a_part_of_the_version() -> None:
 )
 def test_another_shape_is_a_recompile_on_engines_that_compile(engine: Engine, tag: Tag) -> None:
     """An unresolved `auto` counts as a Neuron engine."""
-    specs = [read(f"models: {{a: {{source: ./a, max_batch: {n}}}}}\n") for n in (2, 4)]
-    (change,) = difference(*specs, {"a": engine})
+    old, new = (read(f"models: {{a: {{source: ./a, max_batch: {n}}}}}\n") for n in (2, 4))
+    (change,) = difference(old, new, {"a": engine})
     assert change.tag is tag
 
 

@@ -102,12 +102,11 @@ def test_a_missing_folder_is_an_error_unless_offline(
 ) -> None:
     """On emulated hosts, which are this machine; with `--offline` it is a warning that nothing was checked."""
     (tmp_path / "spec.yaml").write_text("hosts: {emulate: inf2.xlarge}\nmodels: {a: {source: ./nowhere}}\n")
-    told = {}
+    answers = []
     for options in ([], ["--offline"]):
-        told[len(options)] = run([*command, str(tmp_path / "spec.yaml"), "-o", "json", *options])
-        told[len(options), "ids"] = [(one["id"], one["severity"]) for one in data(capsys)["problems"]]
-    assert (told[0], told[0, "ids"]) == (1, [("model-not-found", "error")])
-    assert (told[1], told[1, "ids"]) == (code, [("checkpoint-unreadable", "warning")])
+        result = run([*command, str(tmp_path / "spec.yaml"), "-o", "json", *options])
+        answers.append((result, [(problem["id"], problem["severity"]) for problem in data(capsys)["problems"]]))
+    assert answers == [(1, [("model-not-found", "error")]), (code, [("checkpoint-unreadable", "warning")])]
 
 
 def test_a_bad_spec_exits_1_with_every_problem_and_its_place(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -678,7 +677,13 @@ def test_a_rejection_is_shown_with_its_id_and_hint(
     assert capsys.readouterr().err == told
 
 
-GONE = {"model": "gone", "action": "delete", "tag": "restart", "fields": [], "replicas": {"before": 0, "after": 0}}
+GONE: dict[str, Any] = {
+    "model": "gone",
+    "action": "delete",
+    "tag": "restart",
+    "fields": [],
+    "replicas": {"before": 0, "after": 0},
+}
 GONE |= {"strategy": None, "outage_s": None, "predicted_s": None, "why": "", "borrow": None, "possible": True}
 
 
@@ -914,7 +919,7 @@ def test_following_survives_a_restart_of_the_controller(
     def get(self: Any, path: str, query: Any = None) -> Any:
         if path == "rollout" and failures:
             failures.pop()
-            raise cli_client.Failed("fleet-unreachable", "away", "")
+            raise cli_client.Failed("fleet-unreachable", "away", "")  # type: ignore[attr-defined]
         return real(self, path, query)
 
     fleet.fleet.rollouts = [rollout_in("complete")]

@@ -365,8 +365,7 @@ def test_openai_reads_calls_and_sends_them_back(place: Place) -> None:
         streamed = stream.get_final_completion().choices[0]
     assert streamed.finish_reason == "tool_calls"
     assert [call.function.arguments for call in streamed.message.tool_calls or ()] == [
-        call.function.arguments  # type: ignore[union-attr]
-        for call in message.tool_calls
+        call.function.arguments for call in message.tool_calls
     ]
     turn: Any = [*HELLO, message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}]
     client.chat.completions.create(model="hermes", messages=turn, tools=TOOLS)  # type: ignore[arg-type]
@@ -378,11 +377,11 @@ async def test_openais_async_client_streams(place: Place) -> None:
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=place.url, api_key="x", max_retries=0) as client:
-        stream: Any = await client.chat.completions.create(
+        stream: Any = await client.chat.completions.create(  # type: ignore[call-overload]
             model="gpt-4o", messages=HELLO, max_tokens=9, stream=True, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in stream]
-        whole: Any = await client.chat.completions.create(model="gpt-4o", messages=HELLO, max_tokens=9)
+        whole: Any = await client.chat.completions.create(model="gpt-4o", messages=HELLO, max_tokens=9)  # type: ignore[arg-type]
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert chunks[-1].usage.completion_tokens == 9
@@ -491,7 +490,7 @@ def test_langchain_invokes_streams_and_binds_tools(place: Place, monkeypatch: py
     from langchain_openai import ChatOpenAI
 
     def model(name: str) -> Any:
-        return ChatOpenAI(model=name, base_url=place.url, api_key="x", max_retries=0, max_tokens=200)  # type: ignore[arg-type, call-arg]
+        return ChatOpenAI(model=name, base_url=place.url, api_key="x", max_retries=0, max_tokens=200)
 
     whole = model("echo").invoke("Hi")
     assert "".join(chunk.content for chunk in model("echo").stream("Hi")) == whole.content
@@ -517,7 +516,7 @@ def test_langchain_gets_structured_output_by_a_forced_call(place: Place) -> None
     pytest.importorskip("llguidance")
     from langchain_openai import ChatOpenAI
 
-    model: Any = ChatOpenAI(model="any", base_url=place.url, api_key="x", max_tokens=2000, seed=3)  # type: ignore[arg-type, call-arg]
+    model: Any = ChatOpenAI(model="any", base_url=place.url, api_key="x", max_tokens=2000, seed=3)
     weather = {**TOOLS[0]["function"]["parameters"], "title": "get_weather", "description": "x"}
 
     found = model.with_structured_output(weather, method="function_calling").invoke("Hi")

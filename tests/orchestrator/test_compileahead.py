@@ -308,7 +308,7 @@ def test_a_model_that_fits_nowhere_fails_in_all_commands(
 ) -> None:
     """With the same id: `cache verify` reports no hit for what `compile` does not compile."""
     path = spec({"x": "source: ./a"})
-    empty = offline_configs.plan(load(path).spec.model_copy(update={"models": ()}), load(path).hosts)  # type: ignore[union-attr]
+    empty = offline_configs.plan(load(path).spec.model_copy(update={"models": ()}), load(path).hosts)  # type: ignore[attr-defined, union-attr]
     monkeypatch.setattr(offline_configs, "plan", lambda *_: empty)
     code, told, _ = compiled(capsys, path)
     assert (code, told["models"][0]["failure"]["id"]) == (1, "no-room")

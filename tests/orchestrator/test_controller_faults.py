@@ -38,10 +38,10 @@ class DeafLogs(FakeCluster):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = 0
+        self.questions = 0
 
     async def log_tail(self, path: str, lines: int, host: str | None = None) -> list[str]:
-        self.asked += 1
+        self.questions += 1
         raise UNREADABLE
 
     async def fault_in_log(self, path: str, host: str | None = None) -> Failure | None:
@@ -56,7 +56,7 @@ def test_an_unreadable_log_holds_no_cores(tmp_path: Path) -> None:
         await cluster.find("m/0").die("killed")
         await fleet.settled()
         assert len(cluster.started) == 2
-        assert cluster.asked == 1
+        assert cluster.questions == 1
 
     play(tmp_path, cluster, story)
 
@@ -79,10 +79,10 @@ class NotStillDead(FakeCluster):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = 0
+        self.questions = 0
 
     async def end(self, name: str, pid: int | None, started: float | None, host: str | None = None) -> bool:
-        self.asked += 1
+        self.questions += 1
         return False
 
 
@@ -93,7 +93,7 @@ def test_the_death_of_a_process_is_checked_once_a_second(tmp_path: Path) -> None
     async def story(fleet: Played) -> None:
         await cluster.find("m/0").die("killed")
         await asyncio.sleep(30.0)
-        assert 10 <= cluster.asked <= 32
+        assert 10 <= cluster.questions <= 32
 
     play(tmp_path, cluster, story)
 

@@ -264,8 +264,8 @@ def test_the_running_fleet_is_queried(
     """Its name is shown; an unresponsive fleet is a finding, and the rest is checked all the same."""
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path))
     monkeypatch.setattr(doctor_command, "_interpreters", lambda file: list(WELL.interpreters[:1]))
-    monkeypatch.setattr(doctor_command.orchestrator, "__file__", f"{FOLDER}/orchestrator/__init__.py")
-    monkeypatch.setattr(doctor_command.platform, "python_version", lambda: "3.10.12")
+    monkeypatch.setattr(doctor_command.orchestrator, "__file__", f"{FOLDER}/orchestrator/__init__.py")  # type: ignore[attr-defined]
+    monkeypatch.setattr(doctor_command.platform, "python_version", lambda: "3.10.12")  # type: ignore[attr-defined]
     admin = LiveAdmin()
     try:
         monkeypatch.setenv("COREWRIGHT_URL", admin.url)

@@ -191,7 +191,7 @@ def test_text_in_is_text_out(fleet: LiveFleet) -> None:
 
     new = generate(load(fleet.spec.parent / "gpt2"), ids, 20, None)
     whole = tokenizer.decode(ids + new, skip_special_tokens=True)
-    expected = whole.removeprefix(tokenizer.decode(ids, skip_special_tokens=True))
+    expected = whole.removeprefix(tokenizer.decode(ids, skip_special_tokens=True))  # type: ignore[arg-type, union-attr]
     assert answer.choices[0].text == expected
     assert "".join(chunk.choices[0].text for chunk in stream) == expected
     assert answer.usage is not None

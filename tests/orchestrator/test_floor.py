@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from orchestrator.fleet.core_allocation import CoreAllocation
 
 
 def test_the_cheapest_cores_are_used_first() -> None:
     """For any order of the hosts, and none above the maximum price."""
     floor = CoreAllocation(((8, 2.0), (8, 0.0), (8, 1.0)))
-    taken = []
+    taken: list[Any] = []
     while (place := floor.room(8, most=1.5)) is not None:
         assert floor.take(("m", len(taken)), 8, place)
         taken.append(place)

@@ -386,7 +386,7 @@ def test_several_prompts_and_choices_are_answered_together(gateway: LiveGateway,
     gateway.serve(routes("m", replica()))
     body = {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 6, "stream": stream}
 
-    response = complete(gateway, **body)
+    response = complete(gateway, **body)  # type: ignore[arg-type]
 
     answers = events_of(response.text.splitlines()) if stream else [response.json()]
     texts = [""] * 6

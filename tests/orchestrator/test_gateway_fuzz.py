@@ -427,7 +427,7 @@ def test_thirty_thousand_invalid_requests_do_no_harm(served: Served, caplog: pyt
         watches = [Watch(gateway.port, i) for i in range(3)]
         workers = [Fuzz(gateway.port, [*gateway.paths, "/v1/models/m", "/nowhere"], i) for i in range(WORKERS)]
         for one in (*watches, *workers):
-            one.thread.start()
+            one.thread.start()  # type: ignore[attr-defined]
         deadline = time.monotonic() + 360
         for worker in workers:
             worker.thread.join(max(0.0, deadline - time.monotonic()))

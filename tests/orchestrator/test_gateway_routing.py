@@ -86,7 +86,12 @@ def test_an_urgent_request_precedes_earlier_ones(fresh_gateway: LiveGateway, rep
     gateway = fresh_gateway  # whose queue remembers no other priorities
     served = replica(slots=1, stepped=True)
     gateway.serve(routes("m", served))
-    asks = [{"prompt": "a", "priority": 5}, {"prompt": "b"}, {"prompt": "c", "priority": -1}, {"prompt": "d"}]
+    asks: list[dict[str, Any]] = [
+        {"prompt": "a", "priority": 5},
+        {"prompt": "b"},
+        {"prompt": "c", "priority": -1},
+        {"prompt": "d"},
+    ]
     assert order_of(gateway, served, asks) == ["c", "b", "d", "a"]
 
 
@@ -94,7 +99,7 @@ def test_the_earliest_deadline_goes_first_if_the_spec_selects_it(gateway: LiveGa
     """`queue_order: deadline`; requests without a deadline come last."""
     served = replica(slots=1, stepped=True)
     gateway.serve(msgspec.structs.replace(routes("m", served), queue_order="deadline"))
-    asks = [
+    asks: list[dict[str, Any]] = [
         {"prompt": "a"},
         {"prompt": "b", "headers": {"x-deadline-ms": "60000"}},
         {"prompt": "c", "headers": {"x-deadline-ms": "50000"}},

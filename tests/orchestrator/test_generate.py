@@ -388,7 +388,9 @@ def test_an_engines_own_loop_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.asked == {"prompt": [72, 105], "most": 5, "how": (0.5, 3, 1.0)}
     engine = WithLoop([72, 105])
     monkeypatch.setattr(
-        WithLoop, "spec", property(lambda self: dataclasses.replace(EchoEngine.spec.fget(self), eos_token_ids={105}))
+        WithLoop,
+        "spec",
+        property(lambda self: dataclasses.replace(EchoEngine.spec.fget(self), eos_token_ids={105})),  # type: ignore[attr-defined]
     )
     assert told_by(engine, monkeypatch) == [Piece("H"), End(2, "stop")]
 

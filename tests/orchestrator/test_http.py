@@ -88,7 +88,7 @@ def text(count: int = 3, prompt: bytes = b"hello") -> str:
 
 
 def big_head(size: int) -> bytes:
-    return request("GET", "/livez", **{f"x-{i}": "y" * 1000 for i in range(size // 1000)})
+    return request("GET", "/livez", **{f"x-{i}": "y" * 1000 for i in range(size // 1000)})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def big_head(size: int) -> bytes:
         "a head without end": (b"GET /livez HTTP/1.1\r\nhost: " + b"y" * 9000, (431, "headers_too_large")),
         "a target without end": (b"GET /" + b"y" * 9000, (431, "headers_too_large")),
         "empty lines without end": (b"\r\n" * 5000, (431, "headers_too_large")),
-        "many headers": (request("GET", "/livez", **{f"x{i}": "" for i in range(120)}), (431, "headers_too_large")),
+        "many headers": (request("GET", "/livez", **{f"x{i}": "" for i in range(120)}), (431, "headers_too_large")),  # type: ignore[arg-type]
         "a long body": (post(b"x" * (BODY_BYTES + 1)), (413, "body_too_large")),
         "a body that would be long": (post(b"{}", content_length="999999999999"), (413, "body_too_large")),
         "a long body in chunks": (
@@ -795,12 +795,12 @@ def test_a_client_without_a_key_cannot_send_a_long_body(opened: Open, length: st
     until(lambda: demands(gateway), 5, "keys are demanded")
     fields = {"transfer_encoding": "chunked"} if length == "chunked" else {"content_length": "8000000"}
     with Wire(gateway.port) as wire:
-        wire.send(request("POST", "/v1/completions", authorization="Bearer wrong", **fields))
+        wire.send(request("POST", "/v1/completions", authorization="Bearer wrong", **fields))  # type: ignore[arg-type]
         answer = wire.answer()
         assert told(answer) == (401, "invalid_api_key")
         assert answer.headers["connection"] == "close"
     with Wire(gateway.port) as wire:
-        wire.send(request("POST", "/v1/completions", authorization=f"Bearer {key}", expect="100-continue", **fields))
+        wire.send(request("POST", "/v1/completions", authorization=f"Bearer {key}", expect="100-continue", **fields))  # type: ignore[arg-type]
         assert wire.answer().status == 100
 
 

@@ -268,7 +268,7 @@ def test_a_gateway_waits_for_a_counting_one(
             fcntl.flock(held, fcntl.LOCK_UN)
 
         monkeypatch.setattr(counts_module, "LOCK_S", 10.0)
-        monkeypatch.setattr(counts_module.time, "sleep", lets_go)
+        monkeypatch.setattr(counts_module.time, "sleep", lets_go)  # type: ignore[attr-defined]
         fcntl.flock(held, fcntl.LOCK_EX)
         limits.take(ci, 1, NOW)
     assert len(waited) == 1

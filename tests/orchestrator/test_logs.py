@@ -316,7 +316,7 @@ def test_a_stuck_disk_delays_no_request_and_uses_bounded_memory(monkeypatch: pyt
     """Lines beyond the limit are dropped, and their number is logged."""
     monkeypatch.setattr(logs, "MOST_WAITING", 10)
     disk = Stuck()
-    writer = Logs([disk], "json", prompts=False, wall=time.time)  # type: ignore[list-item]
+    writer = Logs([disk], "json", prompts=False, wall=time.time)
     for _ in range(5000):
         writer.access(access())
     assert disk.text == []  # all came back, and nothing was written

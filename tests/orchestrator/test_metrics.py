@@ -314,7 +314,7 @@ async def test_a_scrape_of_any_gateway_has_the_metrics_of_all(tmp_path: Path) ->
     """The same series from each; the controller's are there once, without a gateway label."""
     one, two = counted(), counted()
     two.model("chat", 0).ended("stop", 1, 1, 0.1, 0.0)
-    peers = [Peers(tmp_path, lambda metrics=metrics: metrics.families(SNAPSHOT)) for metrics in (one, two)]
+    peers = [Peers(tmp_path, lambda metrics=metrics: metrics.families(SNAPSHOT)) for metrics in (one, two)]  # type: ignore[misc]
     for peer in peers:
         await peer.join()
     try:

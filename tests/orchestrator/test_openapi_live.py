@@ -54,11 +54,11 @@ def test_streams_match_the_document(live: LiveGateway, label: str) -> None:
         kind = told["components"]["schemas"][name]
         kind["properties"]["stream"] = {"enum": [True]}
         kind["required"] = [*kind.get("required", ()), "stream"]
-    found = (found.ok() for found in schemathesis.openapi.from_dict(told).get_all_operations())
+    found = (found.ok() for found in schemathesis.openapi.from_dict(told).get_all_operations())  # type: ignore[union-attr]
     operation = next(one for one in found if one.label == label)
     streams: list[str] = []
 
-    @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE))
+    @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE))  # type: ignore[arg-type]
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
     def asks(case: Any) -> None:
         answer = case.call_and_validate(base_url=live.url, timeout=20, excluded_checks=excluded())
@@ -77,10 +77,10 @@ def test_the_gateway_behaves_as_documented(live: LiveGateway, label: str, mode: 
     import schemathesis
 
     assert live.http.get("/openapi.json").json() == openapi(needs_key=False)
-    found = (found.ok() for found in schemathesis.openapi.from_dict(document()).get_all_operations())
+    found = (found.ok() for found in schemathesis.openapi.from_dict(document()).get_all_operations())  # type: ignore[union-attr]
     operation = next(one for one in found if one.label == label)
 
-    @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode[mode]))
+    @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode[mode]))  # type: ignore[misc]
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
     def asks(case: Any) -> None:
         case.call_and_validate(base_url=live.url, timeout=20, excluded_checks=excluded())

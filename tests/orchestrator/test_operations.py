@@ -341,7 +341,8 @@ def refusal(fleet: LiveFleet, path: Path, epoch: int) -> str:
         caller.settimeout(10)
         caller.connect(str(path))
         caller.sendall(encode(Hello("test", record.token, epoch)))
-        reader, messages = FrameReader(), []
+        reader = FrameReader()
+        messages: list[Any] = []
         while not messages:
             data = caller.recv(65536)
             assert data, "the replica hung up without a word"

@@ -74,7 +74,9 @@ def everything(fleet: LiveFleet) -> list[int]:
 def listening(fleet: LiveFleet) -> int:
     """The gateway's process."""
     found = [
-        one.pid for one in psutil.net_connections("tcp") if one.status == "LISTEN" and one.laddr.port == fleet.port
+        one.pid
+        for one in psutil.net_connections("tcp")
+        if one.status == "LISTEN" and one.laddr.port == fleet.port  # type: ignore[union-attr]
     ]
     return next(pid for pid in found if pid)
 

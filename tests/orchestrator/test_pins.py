@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,7 +99,7 @@ def test_a_new_fleet_resolves_its_sources_again(tmp_path: Path) -> None:
     journal = Journal(path)
     (kept,) = journal.state().pins.values()
     assert (kept.model, kept.version, kept.origin) == ("m", "v", pin.origin)
-    told = {"by": "up", "text": "", "file": "", "base_dir": "", "of": None, "plan": {}}
+    told: dict[str, Any] = {"by": "up", "text": "", "file": "", "base_dir": "", "of": None, "plan": {}}
     journal.append(Revision(number=1, cause="apply", **told))
     assert len(journal.state().pins) == 1
     journal.append(Revision(number=2, cause="up", **told))

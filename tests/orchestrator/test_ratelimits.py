@@ -38,7 +38,7 @@ def test_a_minutes_requests_may_come_at_once_then_one_at_a_time() -> None:
     limits, counts = Limits(requests_per_minute=60), Counts()
     for _ in range(60):
         counts = take(counts, limits)
-    assert refusal(counts, limits) == Exceeded("requests per minute", 60, 60, 1, pytest.approx(1.0))
+    assert refusal(counts, limits) == Exceeded("requests per minute", 60, 60, 1, pytest.approx(1.0))  # type: ignore[arg-type]
     assert refusal(counts, limits, now=NOW + 0.9).wait_s == pytest.approx(0.1)
     assert take(counts, limits, now=NOW + 1.0).requests == pytest.approx(60)
 
@@ -144,7 +144,7 @@ def test_a_client_gets_reliable_whole_numbers() -> None:
     limits = Limits(requests_per_minute=60, tokens_per_minute=6000)
     assert remaining(Counts(NOW, 0.5, 100.5), limits, NOW) == (Remaining(60, 59, 0.5), Remaining(6000, 5899, 1.005))
     assert remaining(Counts(), limits, NOW) == (Remaining(60, 60, 0.0), Remaining(6000, 6000, 0.0))
-    assert remaining(Counts(NOW, 1.0000000000001), Limits(60), NOW)[0] == Remaining(60, 59, pytest.approx(1.0))
+    assert remaining(Counts(NOW, 1.0000000000001), Limits(60), NOW)[0] == Remaining(60, 59, pytest.approx(1.0))  # type: ignore[arg-type]
     assert remaining(Counts(NOW, 99, 99), Limits(60), NOW) == (Remaining(60, 0, 99.0), None)
 
 

@@ -112,7 +112,7 @@ def test_an_effect_waits_for_its_record(tmp_path: Path, before: int, after: int)
                 thread.gate.clear()
                 decision(*args)
 
-            records.decision = decide  # type: ignore[method-assign]
+            records.decision = decide  # type: ignore[assignment, method-assign]
             await played.operator.scale("m", after, "tester")
             await asyncio.sleep(5.0)
             assert not thread.gate.is_set()
@@ -141,7 +141,7 @@ def test_an_operation_completes_without_its_caller(tmp_path: Path) -> None:
                 installing.set()
                 return await record(revision)
 
-            state.records.record = recording  # type: ignore[method-assign]
+            state.records.record = recording  # type: ignore[assignment, method-assign]
             applied = asyncio.ensure_future(played.apply(SPEC % 2))
             await installing.wait()
             applied.cancel()

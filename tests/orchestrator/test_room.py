@@ -84,7 +84,7 @@ def test_no_replica_moves_onto_cores_that_others_must_free_first() -> None:
     models = (
         ModelSpec(name="four", source="./m", tp_degree=4),
         ModelSpec(name="one", source="./m", replicas=3),  # type: ignore[arg-type]
-        ModelSpec(name="pinned", source="./m", tp_degree=8, cores=("16-23",)),  # type: ignore[arg-type]
+        ModelSpec(name="pinned", source="./m", tp_degree=8, cores=("16-23",)),
         ModelSpec(name="big", source="./m", tp_degree=8),
     )
     host = Host("inf2.48xlarge/0", TOPOLOGIES["inf2.48xlarge"], (0, 1), emulated=True)

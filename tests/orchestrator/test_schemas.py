@@ -49,7 +49,7 @@ def test_a_schema_over_a_limit_is_refused(name: str) -> None:
     """400, with the limit and the parameter, before any replica sees it."""
     schema, message = BOMBS[name]
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-    body["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    body["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}  # type: ignore[assignment]
     with pytest.raises(ApiError) as refused:
         read_chat(json.dumps(body).encode())
     assert (refused.value.status, refused.value.param) == (400, "response_format")

@@ -442,7 +442,7 @@ def test_a_key_for_answers_changes_nothing_and_sees_nothing(
 )
 def test_nobody_else_gets_in(given: str, admin: LiveAdmin) -> None:
     """401, with how to come in."""
-    answer = httpx.get(f"{admin.url}{ADMIN_PATH}/status", headers={"authorization": given.encode("latin-1")})
+    answer = httpx.get(f"{admin.url}{ADMIN_PATH}/status", headers={b"authorization": given.encode("latin-1")})
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
 
 

@@ -8,6 +8,7 @@ import socket
 import ssl
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -229,5 +230,5 @@ def test_the_address_that_up_tells_is_one_that_its_certificate_is_for(
 ) -> None:
     """No certificate is for 0.0.0.0."""
     pair = authority.sign("everywhere", hosts=["fleet.example"])
-    files = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)} if with_tls else {}
+    files: dict[str, Any] = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)} if with_tls else {}
     assert daemon._url(GatewaySettings(host=host, port=8443, home="", **files)) == url

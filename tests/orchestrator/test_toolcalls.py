@@ -17,7 +17,8 @@ WEATHER = {"city": "San Francisco", "state": "CA", "unit": "celsius"}
 
 def joined(events: list[Event]) -> tuple[str, list[tuple[str, str]]]:
     """The content, and name and arguments of each call; a call's pieces come in order, its beginning first."""
-    content, calls = "", []
+    content = ""
+    calls: list[Any] = []
     for event in events:
         if isinstance(event, Content):
             assert event.text, "an empty piece"
@@ -360,6 +361,6 @@ def test_long_arguments_cost_their_length() -> None:
     parser.push('<tool_call>{"name": "f", "arguments": {"a": "')
     piece = "x" * 100
 
-    told = sum(len(event.text) for _ in range(10_000) for event in parser.push(piece))  # type: ignore[union-attr]
+    told = sum(len(event.text) for _ in range(10_000) for event in parser.push(piece))  # type: ignore[misc, union-attr]
 
     assert told == 1_000_000

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -58,7 +58,7 @@ def test_only_a_gateway_that_hangs_is_overdue(story: list[tuple[int, float, bool
     clock, vigil, turn, longest = AwakeClock(raw), GatewayWatch(), 0, 0.0
     hung = GatewayBeat(2, 0.0, 7)
     for turns, paused, alone in [*story, (40, 0.0, False)]:
-        silent = {}
+        silent: Mapping[str, float] = {}
         for _ in range(turns):
             raw.now += BEAT_S
             turn += 1

@@ -23,14 +23,14 @@ class Item:
     tokens: int = 1
 
 
-def line(*items: Item, order: Order = "fair", count: int = 100, size: int = 1000) -> FairQueue[Item]:
-    made: FairQueue[Item] = FairQueue(count, size, order=order)
+def line(*items: Item, order: Order = "fair", count: int = 100, size: int = 1000) -> FairQueue[Item]:  # type: ignore[type-var]
+    made: FairQueue[Item] = FairQueue(count, size, order=order)  # type: ignore[type-var]
     for item in items:
         made.push(item)
     return made
 
 
-def names(made: FairQueue[Item]) -> str:
+def names(made: FairQueue[Item]) -> str:  # type: ignore[type-var]
     """Of all, in their order."""
     return "".join(item.name for item in made.clear())
 

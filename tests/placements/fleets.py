@@ -28,7 +28,7 @@ def model(name: str, tp: int = 1, *pins: str, **fields: Any) -> ModelSpec:
 
 def spec(*models: ModelSpec, instance: str = BIG, count: int = 1, **reserve: Any) -> Spec:
     """Models on real hosts of one type."""
-    return Spec(models=models, hosts=(HostsSpec(instance=instance, count=count, reserve=reserve),))
+    return Spec(models=models, hosts=(HostsSpec(instance=instance, count=count, reserve=reserve),))  # type: ignore[arg-type]
 
 
 def host(instance: str = BIG, i: int = 0, cpus: int = 192, reserve: int = 8, emulated: bool = False) -> Host:

@@ -281,9 +281,9 @@ def _fused_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     width = draw(st.sampled_from([{}, {"n_inner": None}, {"n_inner": inner}]))
     positions = {"max_position_embeddings": draw(st.integers(1, 64))}
     own: dict[str, Any] = {
-        "gpt2": {**short, **width},
-        "gpt_bigcode": {**short, **width, "multi_query": draw(_FLAG)},
-        "gptj": {**short, **width, "rotary_dim": draw(st.sampled_from([2, 4]))},
+        "gpt2": {**short, **width},  # type: ignore[dict-item]
+        "gpt_bigcode": {**short, **width, "multi_query": draw(_FLAG)},  # type: ignore[dict-item]
+        "gptj": {**short, **width, "rotary_dim": draw(st.sampled_from([2, 4]))},  # type: ignore[dict-item]
         "bloom": {"hidden_size": hidden, "n_head": heads, "n_layer": layers},
         "gpt_neox": {**long, **positions, "intermediate_size": inner, "attention_bias": draw(_FLAG)},
         "opt": {

@@ -81,7 +81,7 @@ def test_the_compiler_is_told_what_the_spec_says_and_no_more(
     engine: Engine, fields: dict[str, object], told: dict[str, str]
 ) -> None:
     """A variable without need would be another key in its cache."""
-    wish = model("m", **fields)
+    wish = model("m", **fields)  # type: ignore[arg-type]
     assert compiling(wish, engine) == told
     assert compiling(wish, "cpu") == {}
 

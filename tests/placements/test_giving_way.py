@@ -89,7 +89,7 @@ def test_who_steps_aside_may_take_the_place_of_a_lower_grade() -> None:
 def test_only_those_that_hold_what_is_short_give_way() -> None:
     """For want of memory the one that holds it goes, and those that hold none stay."""
     wants = {"host_memory_gib": 60.0}
-    spec = Spec(models=(model("low", 1, 3), model("mid", 1, priority=1, **wants), model("top", 1, priority=2, **wants)))
+    spec = Spec(models=(model("low", 1, 3), model("mid", 1, priority=1, **wants), model("top", 1, priority=2, **wants)))  # type: ignore[arg-type]
     low = [runs("low", i, "inf2.24xlarge/0", cores) for i, cores in enumerate(("11", "9", "7"))]
     drawn = plan(spec, [machine(MIDDLE, 0, 100.0)], running=[*low, runs("mid", 0, "inf2.24xlarge/0", "5")])
     assert (drawn.moves, [one.model for one in drawn.unplaced]) == ((), ["mid"])

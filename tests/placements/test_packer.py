@@ -137,7 +137,7 @@ def test_what_gives_way_may_send_others_on() -> None:
         models=(
             ModelSpec(name="four", source="./m", tp_degree=4),
             ModelSpec(name="one", source="./m", replicas=3),  # type: ignore[arg-type]
-            ModelSpec(name="pinned", source="./m", tp_degree=8, cores=("16-23",)),  # type: ignore[arg-type]
+            ModelSpec(name="pinned", source="./m", tp_degree=8, cores=("16-23",)),
             ModelSpec(name="big", source="./m", tp_degree=8),
         )
     )

@@ -17,7 +17,7 @@ IMPURE = {"time", "socket", "subprocess", "random", "threading", "asyncio", "log
 
 
 def imported(path: Path) -> set[str]:
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name.split(".")[0] for alias in node.names)

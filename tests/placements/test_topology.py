@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from placements.facts.topology import DEGREES, TOPOLOGIES, alignment, degree, documented
@@ -73,7 +75,7 @@ def test_a_preferred_block_is_always_legal() -> None:
 
 def test_every_fact_has_a_source() -> None:
     """No row of the tables is without its source, and it names the page of its own family."""
-    rows = [*TOPOLOGIES.values(), *(row for table in DEGREES.values() for row in table.values())]
+    rows: list[Any] = [*TOPOLOGIES.values(), *(row for table in DEGREES.values() for row in table.values())]
     assert [row for row in rows if not row.source] == []
     assert [t.instance for t in TOPOLOGIES.values() if f"/{t.family}-arch.rst" not in t.source] == []
 

@@ -61,7 +61,7 @@ class Model:
     """A line beside plain lists that say what must be in it, and in which order for each priority and tenant."""
 
     def __init__(self, order: str) -> None:
-        self.line: FairQueue[Item] = FairQueue(8, 150, order=order)  # type: ignore[arg-type]
+        self.line: FairQueue[Item] = FairQueue(8, 150, order=order)  # type: ignore[arg-type, type-var]
         self.lanes: dict[tuple[int, str], list[Item]] = {}
         self.out: list[Item] = []  # popped
         self.number = 0
@@ -190,7 +190,7 @@ class Server:
 
     def __init__(self, tenants: list[Tenant], slots: int, seed: int) -> None:
         self.tenants, self.slots, self.random = tenants, slots, Random(seed)
-        self.line: FairQueue[Item] = FairQueue(10**6, 10**9)
+        self.line: FairQueue[Item] = FairQueue(10**6, 10**9)  # type: ignore[type-var]
         self.live: list[tuple[Item, int]] = []  # and tokens to come
         self.service = [0.0] * len(tenants)  # in weighted tokens, over the tenant's weight
         for number, tenant in enumerate(tenants):
@@ -248,7 +248,7 @@ def test_service_of_backlogged_tenants_differs_by_no_more_than_the_bound(
 @given(st.integers(1, 50), st.integers(0, 2000), st.integers(0, 9))
 def test_who_was_away_has_saved_nothing_up(charged: int, away: int, here: int) -> None:
     """A tenant that comes back is never below all those that wait: what it did not use meanwhile is gone."""
-    line: FairQueue[Item] = FairQueue(100, 1000)
+    line: FairQueue[Item] = FairQueue(100, 1000)  # type: ignore[type-var]
     for number in range(here):
         line.push(Item(number, f"other {number}"))
         line.charge(f"other {number}", away + number)

@@ -48,13 +48,13 @@ class _TableModel(PreTrainedModel, GenerationMixin):
     config_class = _TableConfig
 
     def __init__(self, logits: torch.Tensor) -> None:
-        super().__init__(_TableConfig(vocab_size=logits.shape[1]))
+        super().__init__(_TableConfig(vocab_size=logits.shape[1]))  # type: ignore[call-arg]
         self.table = torch.nn.Parameter(logits, requires_grad=False)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> CausalLMOutput:
         return CausalLMOutput(logits=self.table[input_ids])
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: torch.Tensor, attention_mask: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
         return {"input_ids": input_ids}
@@ -76,8 +76,11 @@ def generated(
     )
     ids = torch.tensor([list(prompt)])
     torch.manual_seed(seed or 0)
-    answer = model.generate(
-        ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=list(processors)
+    answer = model.generate(  # type: ignore[misc]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=config,
+        logits_processor=list(processors),  # type: ignore[arg-type]
     )
     tokens: list[int] = answer[0, len(prompt) :].tolist()
     return tokens

@@ -448,9 +448,8 @@ def test_a_cache_in_s3_serves_all_hosts(world: World, monkeypatch: pytest.Monkey
     with S3Server() as server, FaultProxy(server.url) as proxy:
         for name, value in proxy.env.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(
-            CompileSession.written_down, "__kwdefaults__", {"wait": True}
-        )  # what is pushed, is when it is up
+        # What is pushed, is when it is up.
+        monkeypatch.setattr(CompileSession.record_compiled, "__kwdefaults__", {"wait": True})
         url = server.bucket("neffs")
 
         def on_another_host(name: str) -> None:

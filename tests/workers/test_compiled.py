@@ -270,7 +270,7 @@ def test_a_root_that_is_no_folder_is_told(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_emptied_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It belongs to somebody else."""
     (make(tmp_path) / MANIFEST).unlink()
-    monkeypatch.setattr(compiled_artifacts.shutil, "rmtree", lambda path, ignore_errors: None)
+    monkeypatch.setattr(compiled_artifacts.shutil, "rmtree", lambda path, ignore_errors: None)  # type: ignore[attr-defined]
     with pytest.raises(EngineLoadError, match="compiled-unwritable"), entry(tmp_path, WANTED):
         pass
 

@@ -73,8 +73,8 @@ def _other_cpu(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _other_torch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    version = artifacts.metadata.version
-    monkeypatch.setattr(artifacts.metadata, "version", lambda name: "0.1" if name == "torch" else version(name))
+    version = artifacts.metadata.version  # type: ignore[attr-defined]
+    monkeypatch.setattr(artifacts.metadata, "version", lambda name: "0.1" if name == "torch" else version(name))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("file", ["own.py", "parts/rotary.py"])

@@ -175,7 +175,7 @@ def test_a_seeded_request_equals_generate_under_that_seed(
 def test_a_seed_gives_the_same_answer_alone_and_in_a_batch(checkpoint: Checkpoints) -> None:
     """What else is in the batch, and in which slot a request lands, changes nothing."""
     served = Served(checkpoint("llama"))
-    sampled = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
+    sampled: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
     served.submit("alone", [10, 11, 12], 30, **sampled)
     served.run_out()
     for number, (prompt, n) in enumerate(ragged(3)):
@@ -225,7 +225,7 @@ def test_prompts_may_come_in_any_order_of_slots(checkpoint: Checkpoints) -> None
     for order in ([0, 1, 2, 3], [0, 2, 1, 3]):
         engine.prefill(order, [prompts[slot] for slot in order])
         answers.append(engine.decode([0, 1, 2, 3], [1, 1, 1, 1], [2, 2, 2, 2]))
-    assert torch.allclose(*answers, atol=1e-5)
+    assert torch.allclose(answers[0], answers[1], atol=1e-5)
 
 
 def test_a_decode_keeps_slots_that_are_not_listed(checkpoint: Checkpoints) -> None:
@@ -551,7 +551,7 @@ def test_an_allowed_pickle_gives_the_same_model(checkpoint: Checkpoints, tmp_pat
         weights.append(engine._model.state_dict())
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
     # Where the file put a tensor in memory decides which kernel reads it, and so the last bit.
-    assert torch.allclose(*logits, atol=1e-5)
+    assert torch.allclose(logits[0], logits[1], atol=1e-5)
 
 
 def pickle_code(path: Path) -> None:

@@ -250,7 +250,7 @@ def test_the_choices_of_a_request_share_one_compilation(tokenizer: Tokenizer, mo
         with pytest.raises(ValueError, match="Invalid type"):
             guides.start('{"type": "objekt"}')
 
-    first.advance(byte_level_tokenizer().token_to_id("1"))
+    first.advance(byte_level_tokenizer().token_to_id("1"))  # type: ignore[arg-type]
 
     assert compiled == ['{"enum": [true, 1]}', '{"type": "objekt"}']
     assert (first.ended, second.ended) == (True, False)

@@ -15,7 +15,7 @@ MODEL = table(257)
 
 
 def request(**rest: Any) -> GenerateRequest:
-    return GenerateRequest(**({"id": "a", "prompt_ids": [65], "max_tokens": 12} | rest))
+    return GenerateRequest(**{"id": "a", "prompt_ids": [65], "max_tokens": 12, **rest})
 
 
 def logprobs_of(asked: GenerateRequest, model: torch.Tensor = MODEL) -> list[tuple[int, TokenLogprobs]]:

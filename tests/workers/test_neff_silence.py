@@ -194,7 +194,7 @@ def test_a_manifest_that_is_none_is_not_taken(checkpoint: Checkpoints, tmp_path:
     shared = tmp_path / "shared"
     one = config(checkpoint("llama"), compiled=str(tmp_path / "a"), neff_cache=str(shared), **BUCKETS)
     assert isinstance(asked(one, push=True), Built)
-    (manifest,) = shared.rglob(shared_artifacts.MANIFEST)
+    (manifest,) = shared.rglob(shared_artifacts.MANIFEST)  # type: ignore[attr-defined]
     manifest.write_text("{")
     built = asked(config(checkpoint("llama"), compiled=str(tmp_path / "b"), neff_cache=str(shared), **BUCKETS))
     assert isinstance(built, Built)

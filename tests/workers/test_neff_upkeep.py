@@ -213,5 +213,5 @@ def test_files_that_go_meanwhile_are_no_part_of_a_set(tmp_path: Path, monkeypatc
         shutil.rmtree(tmp_path / "set" / "code")
         return iter(found)
 
-    monkeypatch.setattr(file_states.os, "walk", emptied)
+    monkeypatch.setattr(file_states.os, "walk", emptied)  # type: ignore[attr-defined]
     assert [one.bytes for one in pruning.kept_in(tmp_path)] == [len(b"NEFF")]

@@ -161,7 +161,7 @@ def test_a_cache_is_looked_at_once_however_many_records_it_has(host: Host, monke
         write(host.cache, manifest(flags=number), *folders)
     looks: list[Path] = []
     reads: list[Path] = []
-    read_entries, digested = candidates.read_entries, record.part_of
+    read_entries, digested = candidates.read_entries, record.part_of  # type: ignore[attr-defined]
 
     def looked(cache: Path) -> Any:
         looks.append(cache)

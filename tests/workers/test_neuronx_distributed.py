@@ -615,7 +615,7 @@ def test_version_0_1_is_refused(nxd: Neuron, sources: Checkpoints, monkeypatch: 
     import_module = importlib.import_module
     package = SimpleNamespace(__version__="0.1.1")
     monkeypatch.setattr(
-        nxd_package.importlib,
+        nxd_package.importlib,  # type: ignore[attr-defined]
         "import_module",
         lambda name: package if name == nxd_package.NAME else import_module(name),
     )

@@ -53,7 +53,7 @@ open_engine(msgspec.json.decode(sys.argv[1], type=ReplicaConfig)).load()
 @pytest.fixture
 def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts Python with a program and its arguments; ended with the test, and whoever bears their mark."""
-    found: list[tuple[subprocess.Popen[bytes], float]] = []
+    found: list[tuple[subprocess.Popen[bytes], float | None]] = []
 
     def start(*arguments: str, **env: str) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([str(PROJECT), *([env.pop("PYTHONPATH")] if "PYTHONPATH" in env else [])])
@@ -65,7 +65,7 @@ def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     for process, began in found:
         process.kill()
         process.wait()
-        process_tree.end_marked(process.pid, began, 5.0)
+        process_tree.end_marked(process.pid, began, 5.0)  # type: ignore[arg-type]
 
 
 def told(file: Path, count: int) -> list[psutil.Process]:
@@ -104,6 +104,7 @@ def test_whoever_confirms_a_death_has_ended_the_compilers(
     root = started(ROOT, COMPILER, str(tmp_path / "pids"))
     compilers = told(tmp_path / "pids", 2)
     began = process_start(root.pid)
+    assert began is not None
     watchers = [one for one in psutil.Process(root.pid).children() if "workers.host.process_tree" in one.cmdline()]
     assert len(watchers) == 1
     watchers[0].kill()
@@ -128,7 +129,7 @@ def test_a_living_root_is_ended_with_its_children(
     )
     children = told(tmp_path / "pids", 2)
 
-    assert host_facts.confirm_death(root.pid, process_start(root.pid), DEADLINE_S)
+    assert host_facts.confirm_death(root.pid, process_start(root.pid), DEADLINE_S)  # type: ignore[arg-type]
 
     assert left(children) == []
     assert root.wait(DEADLINE_S) == -signal.SIGKILL
@@ -141,6 +142,7 @@ def test_the_compilers_of_others_are_left_alone(
     root = started(ROOT, COMPILER, str(tmp_path / "pids"))
     told(tmp_path / "pids", 2)
     began = process_start(root.pid)
+    assert began is not None
 
     assert len(process_tree.marked(root.pid, began)) == 2
     assert process_tree.marked(root.pid, began - 100) == []

@@ -80,7 +80,7 @@ def test_presence_and_frequency_are_openais_and_look_at_the_output_alone(
     how: dict[str, Any] = {"repetition_penalty": 1.2}
     own = [OutputPenalties(len(PROMPTS[0]), presence, frequency)]
     temperature = {"temperature": 0.9} if seed is not None else {}
-    wanted = generated(MODEL, PROMPTS[0], N, seed, own, top_k=0, **how, **temperature)
+    wanted = generated(MODEL, PROMPTS[0], N, seed, own, top_k=0, **how, **temperature)  # type: ignore[arg-type]
     asked = request(
         temperature=0.0 if seed is None else 0.9,
         seed=seed,
@@ -101,7 +101,7 @@ def eager(*ids: int) -> torch.Tensor:
 @pytest.mark.parametrize("seed", [None, 1])
 def test_no_eos_comes_before_min_tokens(seed: int | None) -> None:
     """As generate's min_new_tokens: so many tokens, then the EOS."""
-    wanted = generated(eager(EOS), PROMPTS[0], N, seed, eos=EOS, min_new_tokens=5, **({"top_k": 0} if seed else {}))
+    wanted = generated(eager(EOS), PROMPTS[0], N, seed, eos=EOS, min_new_tokens=5, **({"top_k": 0} if seed else {}))  # type: ignore[arg-type]
     asked = request(temperature=1.0 if seed else 0.0, seed=seed, min_tokens=5)
     got = answers(TableEngine(eager(EOS), eos=[EOS]), [asked])
     assert (got.ids("a"), got.finish("a")) == (wanted, FinishReason.STOP)

@@ -81,7 +81,7 @@ def test_an_engine_that_is_not_installed_is_not_tried_again(id: str, reaction: R
         raise EngineLoadError(id, "the cpu engine needs torch")
 
     made._load = load  # type: ignore[method-assign]
-    made._fail = told.append  # type: ignore[method-assign]
+    made._fail = told.append  # type: ignore[assignment, method-assign]
     made._live()
     assert [(failure.id, failure.reaction) for failure in told] == [(id, reaction)]
 

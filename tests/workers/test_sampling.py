@@ -46,7 +46,7 @@ def transformers_probabilities(logits: torch.Tensor, **how: Any) -> torch.Tensor
     if "top_p" in how:
         scores = TopPLogitsWarper(how["top_p"])(None, scores)
     if "min_p" in how:
-        scores = MinPLogitsWarper(how["min_p"])(None, scores)
+        scores = MinPLogitsWarper(how["min_p"])(None, scores)  # type: ignore[arg-type]
     return scores.softmax(-1)[0]
 
 

@@ -207,7 +207,7 @@ def sentencepiece_like(path: Path, decoder: object) -> Tokenizer:
 
     entries = ["<unk>", "▁Hi", "▁", "there", *(f"<0x{byte:02X}>" for byte in range(256))]
     fast = Fast(models.BPE({entry: id for id, entry in enumerate(entries)}, [], byte_fallback=True, unk_token="<unk>"))
-    fast.decoder = decoder
+    fast.decoder = decoder  # type: ignore[assignment]
     PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>").save_pretrained(path)
     return load_tokenizer("cpu", str(path))
 

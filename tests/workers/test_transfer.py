@@ -143,8 +143,8 @@ PART = 100_000
 
 def uploaded(play: Play, kind: str, data: bytes) -> None:
     """As key "k" of the bucket, with the checksum that ``kind`` says."""
-    import boto3
-    from botocore.config import Config
+    import boto3  # type: ignore[import-untyped]
+    from botocore.config import Config  # type: ignore[import-untyped]
 
     bucket = play.url.split("/")[2]
     plain = Config(request_checksum_calculation="when_required", s3={"addressing_style": "path"})
@@ -491,7 +491,7 @@ def test_ranges_in_any_order_make_the_object(
         for one in spans:
             assembly.write(bytes(arrived[one.start : one.end]), one.start)
             assembly.accept(one, assembly.read(one))
-        assert (assembly.is_valid(), assembly.content()) == (arrived == data, known_by(arrived, piece))
+        assert (assembly.is_valid(), assembly.content()) == (arrived == data, known_by(arrived, piece))  # type: ignore[arg-type]
     assembly.publish()
     assert ((tmp_path / "a").read_bytes(), assembly.is_already_complete()) == (arrived, arrived == data)
 
@@ -554,7 +554,7 @@ def test_a_fetch_that_has_ended_names_no_file_any_more(
 def test_what_is_read_from_the_disk_ends_when_it_is_to(tmp_path: Path) -> None:
     """Files of gigabytes are read again where a fetch goes on."""
     (tmp_path / "a").write_bytes(BIG)
-    asked = []
+    asked: list[Any] = []
 
     def go_on() -> None:
         asked.append(None)
