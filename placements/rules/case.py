@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import AUTO_ENGINES, Engine, may_run, resolve, runs_on, serves, takes_cores
+from placements.facts.plural import plural
 from placements.facts.topology import Host, Topology, degree
 from placements.resources.memory import MemoryEstimate, estimate, fits
 from placements.spec.problems import Problem, Severity
@@ -116,6 +117,22 @@ class Case:
 Rule = Callable[[Case], Iterator[Problem]]
 
 
+SIZES = frozenset(
+    (
+        "engine",
+        "dtype",
+        "tp_degree",
+        "max_batch",
+        "max_len",
+        "hbm_overhead_gib",
+        "draft",
+        "quantize",
+        "group_query_attention",
+    )
+)
+"""The fields that determine the memory of a replica."""
+
+
 class FieldRule(NamedTuple):
     """A rule, and the fields that it reads: it is skipped if one of them could not be read."""
 
@@ -132,3 +149,13 @@ def has_degree(model: ModelSpec, topology: Topology) -> bool:
 def has_tp(topology: Topology, tp: int) -> bool:
     """Whether hosts of the type support the degree by the table."""
     return tp <= topology.cores and degree(topology.family, tp) is not None
+
+
+def on_each(types: Sequence[Topology], describe: Callable[[Topology], str]) -> str:
+    """Returns, for example, "32 cores on trn1.32xlarge; 24 cores on inf2.48xlarge"."""
+    return "; ".join(f"{describe(topology)} on {topology.instance}" for topology in types)
+
+
+def core_list(cores: Sequence[int]) -> str:
+    """Returns, for example, "core 3" or "cores 3, 4"."""
+    return f"{plural(len(cores), 'core')} {', '.join(map(str, cores))}"

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.core_range import CoreRange
 from placements.facts.engines import HOST_ENGINES, TNX_UNPADDED, Engine, runs_on, takes_cores
-from placements.facts.plural import counted, plural
-from placements.facts.topology import DEGREES, TOPOLOGIES, Host, Topology, alignment, degree, documented
-from placements.planner.free_cores import FreeCores
-from placements.planner.pins import assign
+from placements.facts.plural import counted
+from placements.facts.topology import DEGREES, TOPOLOGIES, Host, Topology, degree, documented
 from placements.planner.plan import plan
 from placements.resources.memory import USABLE_HBM, MemoryEstimate, estimate, fits, host_memory, usable_hbm
 from placements.resources.threads import threads
-from placements.rules.case import Case, FieldRule, Fleet, has_degree, has_tp
+from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list, has_degree, has_tp, on_each
 from placements.rules.engine_rules import ENGINE_RULES
+from placements.rules.pin_rules import PIN_RULES, pins_do_not_overlap
 from placements.spec.problems import Problem, in_order
-from placements.spec.schema import ModelSpec, Pin, SourceKind, Spec
+from placements.spec.schema import ModelSpec, SourceKind, Spec
 from placements.spec.source_positions import Path
 
 
@@ -104,64 +101,6 @@ def revisions_are_of_the_hub(case: Case) -> Iterator[Problem]:
 _NOT_ON_THE_HUB = {"path": "a folder", "s3": "in S3"}
 
 
-def pins_within_max(case: Case) -> Iterator[Problem]:
-    """There are at most two pins for each replica: one to run on, one for its next revision."""
-    pins, most = case.model.cores, 2 * case.model.replicas.max
-    if len(pins) > most:
-        replicas = counted(case.model.replicas.max, "replica")
-        what = f"{len(pins)} pins for at most {replicas}: {_quoted(pins[most])} and later pins are never used"
-        hint = f"raise replicas.max to {len(pins)}, or remove pins: an update uses at most one more for each replica"
-        yield case.problem("too-many-pins", ("cores", most), what, hint)
-
-
-def pins_have_effect(case: Case) -> Iterator[Problem]:
-    """Only a model that uses cores has pins."""
-    if case.model.cores and case.all_hosts.hosts and not case.hosts:
-        what = (
-            f"pin {_quoted(case.model.cores[0])} has no effect: the {case.engine} engine uses no cores of a real host"
-        )
-        yield case.problem("pin-without-effect", ("cores",), what, "remove the pins", "warning")
-
-
-def pins_on_known_hosts(case: Case) -> Iterator[Problem]:
-    """A pin's host exists."""
-    names = case.all_hosts.names
-    for i, pin in enumerate(case.model.cores):
-        if names and pin.host is not None and pin.host not in names:
-            what = f'pin {_quoted(pin)} names the unknown host "{pin.host}"; the hosts are {_some([*names])}'
-            yield case.problem("pin-unknown-host", ("cores", i), what, f'write "{next(iter(names))}:{pin.cores}"')
-
-
-def pins_inside_host(case: Case) -> Iterator[Problem]:
-    """A pin's cores exist."""
-    for i, pin, hosts in _pinned(case):
-        host = max(hosts, key=lambda host: host.cores)
-        if pin.cores.last >= host.cores:
-            what = f"pin {_quoted(pin)} ends at core {pin.cores.last}; {host.name} has cores 0-{host.cores - 1}"
-            yield case.problem("pin-outside-host", ("cores", i), what, "pin to cores that exist")
-
-
-def pins_off_reserved(case: Case) -> Iterator[Problem]:
-    """A pin contains no reserved core."""
-    for i, pin, hosts in _pinned(case):
-        shared = [sorted(set(pin.cores) & host.reserved_cores) for host in hosts if pin.cores.last < host.cores]
-        if shared and all(shared):
-            what = f"pin {_quoted(pin)} contains reserved {_cores(shared[0])}"
-            hint = "move the pin, or remove the core from reserve.cores"
-            yield case.problem("pin-reserved", ("cores", i), what, hint)
-
-
-def pins_as_long_as_tp(case: Case) -> Iterator[Problem]:
-    """A pin has tp_degree cores."""
-    tp = case.model.tp_degree
-    for i, pin in enumerate(case.model.cores):
-        if len(pin.cores) != tp and case.hosts:
-            what = f"pin {_quoted(pin)} has {counted(len(pin.cores), 'core')}, but tp_degree is {tp}"
-            fitting = Pin(CoreRange.of_length(pin.cores.first, tp), pin.host)
-            hint = f"pin to {_quoted(fitting)}, or set tp_degree to {len(pin.cores)}"
-            yield case.problem("pin-length", ("cores", i), what, hint)
-
-
 def degree_is_legal(case: Case) -> Iterator[Problem]:
     """A host's family supports the tensor-parallel degree, and the host has the cores."""
     tp, path, types = case.model.tp_degree, ("tp_degree",), case.fleet.types
@@ -172,7 +111,7 @@ def degree_is_legal(case: Case) -> Iterator[Problem]:
     if all(tp > topology.cores for topology in types):
         what = f"tp_degree {tp} exceeds the {counted(types[0].cores, 'core')} of {case.hosts[0].name}"
         if len(types) > 1:
-            sizes = _each(types, lambda topology: counted(topology.cores, "core"))
+            sizes = on_each(types, lambda topology: counted(topology.cores, "core"))
             what = f"tp_degree {tp} exceeds the cores of every host: {sizes}"
         fitting = sorted({tp for degrees in supported.values() for tp in degrees})
         hint = f"use one of {_listed(fitting)}, or a larger instance type"
@@ -180,7 +119,7 @@ def degree_is_legal(case: Case) -> Iterator[Problem]:
     elif not legal:
         what = f"tp_degree {tp} is not supported on {types[0].family} ({_listed(supported[types[0]])})"
         if len(types) > 1:
-            what = f"tp_degree {tp} is not supported on any host: {_each(types, lambda t: _listed(supported[t]))}"
+            what = f"tp_degree {tp} is not supported on any host: {on_each(types, lambda t: _listed(supported[t]))}"
         hint = f"use one of these, or add allow_degrees: [{tp}] if you know that it works"
         yield case.problem("illegal-degree", path, what, hint)
     elif tp not in case.model.allow_degrees and not any(_is_documented(topology, tp) for topology in legal):
@@ -188,45 +127,6 @@ def degree_is_legal(case: Case) -> Iterator[Problem]:
         if legal[0].lnc == 1:
             what = f"tp_degree {tp} is documented for {legal[0].family} with lnc 2 only, but lnc is 1"
         yield case.problem("undocumented-degree", path, what, f"allow_degrees: [{tp}] silences this", "warning")
-
-
-def pins_have_their_degree(case: Case) -> Iterator[Problem]:
-    """A pin is on a host whose type suits the model, if some types do not."""
-    able = [topology for topology in case.fleet.types if case.has_degree(topology)]
-    fitting = [host for host, _ in case.fleet.kinds if case.suits(host)]
-    for i, pin, hosts in _pinned(case):
-        own = ", ".join(topology.instance for topology in Fleet.of(hosts).types)
-        if not able or any(case.suits(host) for host in hosts):
-            continue
-        if not any(host.topology and case.has_degree(host.topology) for host in hosts):
-            what = f"pin {_quoted(pin)} is on {own}, which does not support tp_degree {case.model.tp_degree}"
-            hint = f"pin to a host of type {_types(able)}"
-            yield case.problem("illegal-degree", ("cores", i), what, hint)
-        elif fitting:
-            what = f"pin {_quoted(pin)} is on {own}, whose cores have too little HBM for {case.model.name}"
-            hint = f"pin to a host of type {_types(Fleet.of(fitting).types)}"
-            yield case.problem("hbm-exceeded", ("cores", i), what, hint)
-
-
-def pins_are_aligned(case: Case) -> Iterator[Problem]:
-    """A pin begins at a core that the hardware of one of its hosts allows for its degree."""
-    tp = case.model.tp_degree
-    for i, pin, hosts in _pinned(case):
-        inside = [host for host in hosts if pin.cores.last < host.cores] or hosts
-        types = [topology for topology in Fleet.of(inside).types if tp <= topology.cores]
-        types = [topology for topology in types if case.has_degree(topology)] or types
-        if len(pin.cores) != tp or not types:
-            continue  # reported by another rule
-        steps = {topology: alignment(topology.family, tp).legal for topology in types}
-        if any(pin.cores.aligned(step) for step in steps.values()):
-            continue
-        aligned = f"a multiple of {steps[types[0]]}"
-        if len(set(steps.values())) > 1:
-            aligned = _each(types, lambda topology: f"multiples of {steps[topology]}")  # noqa: B023
-        what = f"pin {_quoted(pin)} begins at core {pin.cores.first}; tp_degree {tp} must begin at {aligned}"
-        least = min(steps.values())
-        lower = Pin(CoreRange.of_length(pin.cores.first // least * least, tp), pin.host)
-        yield case.problem("pin-misaligned", ("cores", i), what, f"pin to {_quoted(lower)}")
 
 
 def heads_divisible(case: Case) -> Iterator[Problem]:
@@ -343,7 +243,7 @@ def spread_leaves_room(case: Case) -> Iterator[Problem]:
         if name is not None and case.hosts:
             pins[name] = pins.get(name, 0) + 1
             if pins[name] == spread.host + 1:
-                what = f"pin {_quoted(pin)} is number {pins[name]} on {name}, but spread allows {spread.host} on a host"
+                what = f'pin "{pin}" is number {pins[name]} on {name}, but spread allows {spread.host} on a host'
                 hint = "pin to another host, or raise spread.host"
                 yield case.problem("spread-too-narrow", ("cores", i), what, hint)
 
@@ -357,39 +257,18 @@ def length_within_positions(case: Case) -> Iterator[Problem]:
         yield case.problem("max-len-exceeds-positions", ("max_len",), what, hint)
 
 
-_SIZES = frozenset(  # fields that determine the memory of a replica
-    {
-        "engine",
-        "dtype",
-        "tp_degree",
-        "max_batch",
-        "max_len",
-        "hbm_overhead_gib",
-        "draft",
-        "quantize",
-        "group_query_attention",
-    }
-)
-
 _RULES: tuple[FieldRule, ...] = (
     FieldRule(min_within_max, frozenset({"replicas"})),
     FieldRule(schedules_within_bounds, frozenset({"replicas", "scaling"})),
     FieldRule(revisions_are_of_the_hub, frozenset({"source"})),
-    FieldRule(pins_within_max, frozenset({"replicas", "cores"})),
-    FieldRule(pins_have_effect, frozenset({"engine"})),
-    FieldRule(pins_on_known_hosts, frozenset()),
-    FieldRule(pins_inside_host, frozenset({"engine"})),
-    FieldRule(pins_off_reserved, frozenset({"engine"})),
-    FieldRule(pins_as_long_as_tp, frozenset({"engine", "tp_degree"})),
     FieldRule(degree_is_legal, frozenset({"engine", "tp_degree", "allow_degrees"})),
-    FieldRule(pins_have_their_degree, _SIZES | {"allow_degrees"}),
-    FieldRule(pins_are_aligned, frozenset({"engine", "tp_degree"})),
     FieldRule(heads_divisible, frozenset({"engine", "tp_degree", "allow_head_padding"})),
     FieldRule(experts_divisible, frozenset({"engine", "tp_degree"})),
-    FieldRule(fits_memory, _SIZES),
-    FieldRule(fits_host_memory, _SIZES | {"host_memory_gib"}),
-    FieldRule(spread_leaves_room, _SIZES | {"spread", "replicas", "cores", "allow_degrees"}),
+    FieldRule(fits_memory, SIZES),
+    FieldRule(fits_host_memory, SIZES | {"host_memory_gib"}),
+    FieldRule(spread_leaves_room, SIZES | {"spread", "replicas", "cores", "allow_degrees"}),
     FieldRule(length_within_positions, frozenset({"max_len"})),
+    *PIN_RULES,
     *ENGINE_RULES,
 )
 
@@ -407,7 +286,7 @@ def reserve_within_host(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
         path: Path = ("hosts", i, "reserve") if ("hosts", i) in spec.places else ("hosts", "reserve")
         outside = [core for core in sorted(host.reserved_cores) if core >= host.cores]
         if outside:
-            what = f"reserve.cores names {_cores(outside)}; {host.name} has cores 0-{host.cores - 1}"
+            what = f"reserve.cores names {core_list(outside)}; {host.name} has cores 0-{host.cores - 1}"
             where = spec.where(*path, "cores")
             yield Problem("reserve-outside-host", "error", where, what, "reserve cores that exist")
         if host.reserve_vcpus >= len(host.cpus):
@@ -438,68 +317,6 @@ def names_are_of_one_model(spec: Spec) -> Iterator[Problem]:
                 what = f'the alias "{alias}" of "{model.name}" is {whose}'
                 yield Problem("alias-taken", "error", where, what, "remove one of the two")
             owners.setdefault(alias, model.name)
-
-
-class _Claim(NamedTuple):
-    """A pin with its model."""
-
-    model: str
-    number: int  # index into the model's pins
-    pin: Pin
-
-
-def pins_do_not_overlap(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
-    """No two pins share a core of one host. Reported at the later one.
-
-    With several hosts, pins without a host overlap only if no assignment to hosts avoids it.
-    """
-    cored = {host.name: FreeCores.of(host) for host in hosts if host.cores}
-    claims = sorted(_claims(spec, hosts, cored), key=lambda claim: _place(spec, claim))
-    movable: list[_Claim] = []
-    for later, claim in enumerate(claims):
-        clashes = [other for other in claims[:later] if _clash(other, claim, surely=len(cored) <= 1)]
-        for other in clashes:
-            yield _overlap(spec, claim, other)
-        if not clashes and any(free.holds(claim.pin.cores) for free in cored.values()):
-            movable.append(claim)
-    for later, host in enumerate(assign([claim.pin for claim in movable], cored)):
-        rival = next((other for other in movable[:later] if _clash(other, movable[later], surely=True)), None)
-        if host is None and rival is not None:
-            yield _overlap(
-                spec, movable[later], rival, f", and none of {counted(len(cored), 'host')} has the cores free"
-            )
-
-
-def _claims(spec: Spec, hosts: Sequence[Host], cored: Mapping[str, FreeCores]) -> Iterator[_Claim]:
-    for model in spec.models:
-        if any(host.topology and not takes_cores(model.engine, host) for host in hosts):
-            continue  # pins without effect
-        for number, pin in enumerate(model.cores):
-            if pin.host is None or pin.host in cored:
-                yield _Claim(model.name, number, pin)
-
-
-def _place(spec: Spec, claim: _Claim) -> tuple[int, int]:
-    place = spec.places.get(("models", claim.model, "cores", claim.number))
-    return (place.line, place.column) if place else (0, 0)
-
-
-def _clash(claim: _Claim, other: _Claim, *, surely: bool) -> bool:
-    """Whether two pins share a core on one host. ``surely``: pins without a host count as on the same host."""
-    if claim.pin.cores.overlap(other.pin.cores) is None:
-        return False
-    if claim.pin.host is None or other.pin.host is None:
-        return surely
-    return claim.pin.host == other.pin.host
-
-
-def _overlap(spec: Spec, later: _Claim, earlier: _Claim, further: str = "") -> Problem:
-    shared = later.pin.cores.overlap(earlier.pin.cores)
-    cores = f"{plural(len(shared or ()), 'core')} {shared}"
-    other = f'another pin of "{earlier.model}"' if later.model == earlier.model else f'"{earlier.model}"'
-    what = f'pin {_quoted(later.pin)} of "{later.model}" shares {cores} with {other}, {_quoted(earlier.pin)}{further}'
-    place = spec.where("models", later.model, "cores", later.number)
-    return Problem("pin-overlap", "error", place, what, "move one of the two")
 
 
 def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
@@ -602,16 +419,6 @@ def max_can_fit(
 # Formatting
 
 
-def _pinned(case: Case) -> Iterator[tuple[int, Pin, list[Host]]]:
-    """Yields each pin with its possible hosts, if there are any, one of each kind."""
-    every = [host for host, _ in case.fleet.kinds]
-    for i, pin in enumerate(case.model.cores):
-        named = case.fleet.names.get(pin.host) if pin.host is not None else None
-        hosts = every if pin.host is None else [named] if named is not None else []
-        if hosts:
-            yield i, pin, hosts
-
-
 def _is_documented(topology: Topology, tp: int) -> bool:
     row = degree(topology.family, tp)
     return row is not None and documented(topology, row)
@@ -622,28 +429,6 @@ def _degrees(types: Sequence[Topology]) -> list[int]:
     return sorted({tp for topology in types for tp in DEGREES[topology.family] if tp <= topology.cores})
 
 
-def _each(types: Sequence[Topology], describe: Callable[[Topology], str]) -> str:
-    """Returns, for example, "32 cores on trn1.32xlarge; 24 cores on inf2.48xlarge"."""
-    return "; ".join(f"{describe(topology)} on {topology.instance}" for topology in types)
-
-
-def _types(types: Sequence[Topology]) -> str:
-    return " or ".join(topology.instance for topology in types)
-
-
-def _quoted(pin: Pin) -> str:
-    return f'"{pin}"'
-
-
-def _cores(cores: Sequence[int]) -> str:
-    return f"{plural(len(cores), 'core')} {', '.join(map(str, cores))}"
-
-
 def _listed(numbers: Sequence[int], word: str = "and") -> str:
     words = [str(number) for number in numbers]
     return f"{', '.join(words[:-1])} {word} {words[-1]}" if len(words) > 1 else "".join(words)
-
-
-def _some(words: Sequence[str], separator: str = ", ") -> str:
-    shown = separator.join(words[:4])
-    return f"{shown}{separator}and {len(words) - 4} more" if len(words) > 4 else shown

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
 
 from placements.facts.engines import (
     AUTO_ENGINES,
-    ENGINE_OPTIONS,
     HOST_ENGINES,
     NXD_MISTRAL,
-    NXD_QUANTIZED_DTYPES,
-    NXD_QUANTIZED_OPTIONS,
     NXD_VERSIONS,
-    PACKAGES,
     TNX_CONTINUOUS,
     TNX_DRAFTING,
     TNX_QUANTIZED_KV,
     TNX_SAMPLING,
     TNX_UNPADDED,
     Engine,
-    Option,
     needs_neuron,
     newest_nxd,
     reaches,
@@ -33,9 +25,9 @@ from placements.facts.engines import (
 from placements.facts.plural import counted
 from placements.facts.tnx_families import MISREAD_HINT, REFUSED, run_length
 from placements.rules.case import Case, FieldRule
-from placements.rules.options.judge import Scope, check_options
+from placements.rules.option_rules import OPTION_RULES
 from placements.spec.problems import Problem
-from placements.spec.schema import Compiler, ModelSpec, is_path
+from placements.spec.schema import Compiler
 
 
 def engine_runs_here(case: Case) -> Iterator[Problem]:
@@ -341,118 +333,6 @@ def flags_are_free(case: Case) -> Iterator[Problem]:
             yield case.problem("bad-compiler-flags", ("compiler", "flags"), what, "remove it")
 
 
-def engine_options_are_known(case: Case) -> Iterator[Problem]:
-    """The engine knows all engine_options, and their values have the right types."""
-    engine = case.engine
-    if engine not in PACKAGES:
-        yield from _own_options(case)
-        return
-    places = [place for place in case.machines if runs_on(engine, place)] or [""]
-    newest = max((newest_nxd(place) for place in places), key=lambda name: [int(part) for part in name.split(".")])
-    scope = Scope(engine, case.family, newest if engine == "nxd-inference" else "", " and ".join(filter(None, places)))
-    for id, path, what, hint in check_options(scope, case.model.engine_options, ModelSpec.model_fields):
-        yield case.problem(id, ("engine_options", *path), what, hint)
-
-
-def options_fit_the_model(case: Case) -> Iterator[Problem]:
-    """An option is consistent with the fields of the model that it depends on."""
-    engine, options = case.engine, case.model.engine_options
-    prompts = options.get("prompt_batch_size")
-    if engine == "transformers-neuronx" and type(prompts) is int and prompts != case.model.max_batch:
-        what = f"engine_options.prompt_batch_size is {prompts}; it must equal max_batch, {case.model.max_batch}"
-        yield case.problem("out-of-range", ("engine_options", "prompt_batch_size"), what, "remove it")
-    if "on_device_sampling_config" in options and engine == "nxd-inference" and case.model.sampling == "host":
-        what = "engine_options.on_device_sampling_config has no effect: sampling is host"
-        path = ("engine_options", "on_device_sampling_config")
-        yield case.problem("setting-unsupported", path, what, "set sampling: device")
-    yield from _device_top_k(case)
-    yield from _quantized_options(case)
-    yield from _cache_layout(case)
-
-
-def _quantized_options(case: Case) -> Iterator[Problem]:
-    """Options of quantization are used with ``quantize`` only."""
-    model = case.model
-    for name in NXD_QUANTIZED_OPTIONS if case.engine == "nxd-inference" else ():
-        path, value = ("engine_options", name), model.engine_options.get(name)
-        if not isinstance(value, str):
-            continue  # another rule reports the wrong type
-        choices = NXD_QUANTIZED_DTYPES.get(model.quantize or "", ())
-        if model.quantize is None:
-            what = f"engine_options.{name} has no effect: quantize is not set"
-            yield case.problem("setting-unsupported", path, what, "add quantize: int8 or quantize: fp8")
-        elif name == "quantization_dtype" and value not in choices:
-            what = f"engine_options.{name} is {value}; with quantize: {model.quantize} it must be "
-            what += " or ".join(choices)
-            yield case.problem("unknown-value", path, what)
-        elif name == "quantized_checkpoints_path" and not is_path(value):
-            what = f"engine_options.{name} is {value}; it must be a folder on the host"
-            yield case.problem("bad-source", path, what, "begin the path with /, ./, ../ or ~")
-
-
-_TOP_K = 256
-"""The largest top_k of on-device sampling in both packages (NxD Inference ``modules/generation/sampling``)."""
-
-
-def _device_top_k(case: Case) -> Iterator[Problem]:
-    config = case.model.engine_options.get("on_device_sampling_config")
-    most = config.get("global_topk") if isinstance(config, Mapping) else None
-    if case.engine == "nxd-inference" and type(most) is int and not 1 <= most <= _TOP_K:
-        path = ("engine_options", "on_device_sampling_config", "global_topk")
-        what = f"engine_options.on_device_sampling_config.global_topk is {most}; it must be from 1 to {_TOP_K}"
-        yield case.problem("out-of-range", path, what)
-
-
-_SHORTEST = 128  # tokens; the first length of transformers-neuronx's default list (`bucket`)
-
-
-def _cache_layout(case: Case) -> Iterator[Problem]:
-    """The cache layout BSH is used only with continuous batching and one compiled length of each kind.
-
-    Otherwise ``module.PretrainedModel.from_pretrained`` fails an assertion.
-    """
-    model = case.model
-    if case.engine != "transformers-neuronx" or model.engine_options.get("cache_layout") != "BSH":
-        return
-    path, buckets = ("engine_options", "cache_layout"), model.buckets
-    has_length = model.max_len is not None or case.checkpoint is not None
-    doubling = not buckets.prefill and has_length and model.length(case.checkpoint) > _SHORTEST
-    if model.max_batch == 1 or (case.family is not None and case.family not in TNX_CONTINUOUS):
-        what = "engine_options.cache_layout: BSH needs continuous batching, but batches are static here"
-        yield case.problem("setting-unsupported", path, what, "remove it")
-    elif doubling or max(len(buckets.prefill), len(buckets.decode)) > 1:
-        what = "engine_options.cache_layout: BSH supports one compiled length, but there are several"
-        yield case.problem("setting-unsupported", path, what, "set one length in buckets.prefill, or remove it")
-
-
-def _own_options(case: Case) -> Iterator[Problem]:
-    """Checks the options of corewright's own engines, and of engines without options."""
-    engine = case.engine
-    options = ENGINE_OPTIONS.get(engine, {})
-    for name, value in case.model.engine_options.items():
-        path, option = ("engine_options", name), options.get(name)
-        if name not in options:
-            close = difflib.get_close_matches(name, options, 1)
-            hint = f"did you mean {close[0]}?" if close else f"options of {engine}: {', '.join(options) or 'none'}"
-            if engine == "auto":
-                hint = f"set engine to the one with this option: {' or '.join(PACKAGES)}"
-            what = f'engine_options: "{name}" is not an option of the engine {engine}'
-            yield case.problem("unknown-engine-option", path, what, hint)
-        elif not _is_of(option, value):
-            kind = "true or false" if option is None else "a whole number" if option.whole else "a number"
-            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            yield case.problem("wrong-type", path, f"engine_options.{name} is {shown}; it must be {kind}")
-        elif option is not None and not option.least <= value <= option.most:
-            what = f"engine_options.{name} is {value}; it must be from {option.least} to {option.most}"
-            yield case.problem("out-of-range", path, what)
-
-
-def _is_of(option: Option | None, value: Any) -> bool:
-    if option is None or isinstance(value, bool):
-        return option is None and isinstance(value, bool)
-    return isinstance(value, int if option.whole else int | float)
-
-
 def engine_can_share_heads(case: Case) -> Iterator[Problem]:
     """group_query_attention is used only with transformers-neuronx, and only where it is possible.
 
@@ -516,9 +396,5 @@ ENGINE_RULES: tuple[FieldRule, ...] = (
     FieldRule(buckets_make_sense, frozenset({"engine", "engine_options", "buckets", "max_len"})),
     FieldRule(buckets_are_no_steps, frozenset({"engine", "buckets", "draft"})),
     FieldRule(flags_are_free, frozenset({"engine", "compiler"})),
-    FieldRule(engine_options_are_known, frozenset({"engine", "engine_options"})),
-    FieldRule(
-        options_fit_the_model,
-        frozenset({"engine", "engine_options", "max_batch", "max_len", "sampling", "buckets", "quantize"}),
-    ),
+    *OPTION_RULES,
 )
