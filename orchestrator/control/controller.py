@@ -276,7 +276,7 @@ class Controller:
             if phase is State.LOADING and lead_of(config, None) is not None and any(wanted_by(config)):
                 now = self._clock()  # the controller that requested its fetch is gone
                 self._store_view(dataclasses.replace(state.views[id], early=EarlyStart(now, now)))
-                self._preparing[id] = self._spawn(self._prepare(id, config, has_process=True))
+                self._preparing[id] = self._spawn(self._prepare(id, config, adopted=True))
             self._track(id, self._follow(id, config.epoch))
 
     # Actions
@@ -370,9 +370,9 @@ class Controller:
         model = self.state.current.spec.model(name)
         return Deadlines() if model is None else model.deadlines
 
-    async def _prepare(self, id: str, config: ReplicaConfig, *, has_process: bool = False) -> None:
+    async def _prepare(self, id: str, config: ReplicaConfig, *, adopted: bool = False) -> None:
         """Fold the events of a start's preparation into the state; a signal to another state cancels it."""
-        pipeline = StartPipeline(self.state, self._cluster, config, has_process=has_process)
+        pipeline = StartPipeline(self.state, self._cluster, config, adopted=adopted)
         try:
             async with contextlib.aclosing(pipeline.events()) as events:
                 async for event in events:

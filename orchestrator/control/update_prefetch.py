@@ -124,6 +124,8 @@ class UpdatePrefetch:
 
     def _finish(self, running: _Running, outcome: ReplicaConfig | Failure) -> None:
         state, before = self._state, running.before
+        if self._running.get(before.key) is not running:
+            return
         if running.refreshes != state.source_refreshes[before.model]:
             return  # the source has changed since: the next round fetches it again
         if isinstance(outcome, Failure):

@@ -91,19 +91,21 @@ class StartPipeline:
         config: ReplicaConfig,
         *,
         update: bool = False,
-        has_process: bool = False,
+        adopted: bool = False,
     ) -> None:
         """``update``: old replicas serve meanwhile, so the checks of the start that need no cores run as well, and
-        no process is started early. ``has_process``: the start of a previous controller, whose process waits."""
+        no process is started early. ``adopted``: its process waits, which a previous controller has started."""
         self._state = state
         self._cluster = cluster
         self._config = config
         self._update = update
-        self._has_process = has_process
+        self._adopted = adopted
+        self._has_process = adopted
+        self._remaining = RemainingTime()
 
     async def events(self) -> AsyncGenerator[StartEvent, None]:
         """Yields the steps up to Ready or Failed. Raises HostLost. Closing it stops waiting for the host."""
-        steps = [self._fetch] if self._has_process else [self._resolve, self._fetch, self._check, self._compile]
+        steps = [self._fetch] if self._adopted else [self._resolve, self._fetch, self._check, self._compile]
         for step in steps:
             async with aclosing(step()) as events:
                 async for event in events:
@@ -127,42 +129,44 @@ class StartPipeline:
         sources = ", ".join(artifact.source for artifact in wanted if artifact is not None)
         if not sources:
             return
-        if not self._has_process:
+        if not self._adopted:
             yield Fetching(note=("info", "Fetching", sources + (", while the old replicas serve" * self._update)))
-        lead_s, remaining = self._lead_s(), RemainingTime()
         for artifact in wanted:
-            outcome = None
-            if artifact is not None:
-                async with aclosing(self._cluster.fetch(artifact, self._config.host)) as replies:
-                    async for reply in replies:
-                        if isinstance(reply, Failure):
-                            yield Failed(failure=reply, fetching=True, note=("error", "FetchFailed", str(reply)))
-                            return
-                        if isinstance(reply, FetchedArtifact):
-                            outcome = reply
-                            continue
-                        yield Fetching(status=reply)
-                        early = early_start_config(self._config, wanted, landed, reply)
-                        left_s = None if early is None else remaining.estimate(reply, clock())
-                        if early is not None and lead_s is not None and left_s is not None and left_s < lead_s:
-                            message = f"about {left_s:.0f} s before the end of the fetch, to load in parallel"
-                            yield Arriving(config=early, lead_s=lead_s, note=("info", "StartsEarly", message))
-                            lead_s = None
-            landed.append(outcome)
+            landed.append(None)
+            if artifact is None:
+                continue
+            async with aclosing(self._cluster.fetch(artifact, self._config.host)) as replies:
+                async for reply in replies:
+                    if isinstance(reply, Failure):
+                        yield Failed(failure=reply, fetching=True, note=("error", "FetchFailed", str(reply)))
+                        return
+                    if isinstance(reply, FetchedArtifact):
+                        landed[-1] = reply
+                        continue
+                    yield Fetching(status=reply)
+                    early = early_start_config(self._config, wanted, landed[:-1], reply)
+                    if early is not None and (arriving := self._arriving(early, reply)) is not None:
+                        yield arriving
         artifacts = [artifact for artifact in landed if artifact is not None]
         self._config = with_folders(self._config, wanted, (landed[0], landed[1]))
         moved, seconds = sum(artifact.moved for artifact in artifacts), clock() - began
-        if moved or not self._has_process:
+        if moved or not self._adopted:
             warning = "; ".join(artifact.warning for artifact in artifacts if artifact.warning)
             message = fetched_text(sum(artifact.bytes for artifact in artifacts), moved, seconds, warning)
             yield Fetched(moved=moved, seconds=seconds, note=("warning" if warning else "info", "Fetched", message))
 
-    def _lead_s(self) -> float | None:
-        """Returns how long before the end of the fetch the process may start, in seconds; see `lead_of`."""
+    def _arriving(self, config: ReplicaConfig, status: FetchStatus) -> Arriving | None:
+        """Returns the event of an early start with ``config``, once, when little enough of the fetch is left."""
         if self._update or self._has_process:
             return None
-        load_times = [view.load_s for view in self._state.replicas_of(self._config.model) if view.load_s is not None]
-        return lead_of(self._config, min(load_times, default=None))
+        load_times = [view.load_s for view in self._state.replicas_of(config.model) if view.load_s is not None]
+        lead_s = lead_of(config, min(load_times, default=None))
+        left_s = self._remaining.estimate(status, self._state.clock())
+        if lead_s is None or left_s is None or left_s >= lead_s:
+            return None
+        self._has_process = True
+        message = f"about {left_s:.0f} s before the end of the fetch, to load in parallel"
+        return Arriving(config=config, lead_s=lead_s, note=("info", "StartsEarly", message))
 
     async def _check(self) -> AsyncGenerator[StartEvent, None]:
         if self._update:

@@ -28,7 +28,7 @@ def _silence_text(seconds: float, why: str) -> str:
 
 
 class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of a fetch."""
+    """A snapshot of a fetch, or of another job of a host (single_flight.py)."""
 
     source: str
     phase: str  # waiting (for another fetch of the same), listing, fetching, verifying, copying, done, failed
