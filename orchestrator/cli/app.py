@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,6 +53,23 @@ TimeoutOption = Annotated[
 YesOption = Annotated[bool, typer.Option("--yes", help="Skip the confirmation prompt.")]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Ignore the running fleet.")]
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new output until Ctrl-C.")]
+LengthsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|PROMPT:OUTPUT",
+        help="Token lengths: chat (sampled from the Azure trace of 2023), or fixed, such as 512:128.",
+    ),
+]
+HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report with plots to FILE.")]
+
+
+@contextlib.contextmanager
+def bad_parameter(option: str) -> Iterator[None]:
+    """Converts a ValueError about the value of an option to wrong usage."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def setting_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -112,12 +112,17 @@ def show(data: Any, format: Format, table: str) -> None:
     stdout().flush()
 
 
-def write(path: Path, text: str) -> None:
+def fields_of(item: object, names: str) -> dict[str, Any]:
+    """Returns attributes of a value for its JSON; without a value all are None."""
+    return {name: None if item is None else getattr(item, name) for name in names.split()}
+
+
+def write(path: Path, text: str, id: str = "output-unwritable", hint: str = "pass another FILE") -> None:
     """Write an output file. Raises Failed."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise Failed("output-unwritable", f"{path}: {error.strerror}", "pass another FILE") from None
+        raise Failed(id, f"{path}: {error.strerror}", hint) from None
     say(f"written to {path}")
 
 

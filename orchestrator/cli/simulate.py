@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
 
 import typer
 
-from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, app
+from orchestrator.cli.app import FAILED, FormatOption, HtmlOption, LengthsOption, SpecArgument, app, bad_parameter
 from orchestrator.cli.output import Format, complain, say, show, write
 from orchestrator.process.durations import moment
 
@@ -15,71 +15,80 @@ if TYPE_CHECKING:
     from orchestrator.revisions.spec_file import SpecFile
     from orchestrator.simulate.inputs import SyntheticLoad
 
+T = TypeVar("T", bound=str)
 BEGINS = "2026-01-05"  # a Monday
 OF_THIS_MACHINE = ("threads-oversubscribed",)  # warnings that do not matter, because nothing is started
+
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Recorded requests: CSV or JSON lines, as written by `trace export`."),
+]
+GenerateOption = Annotated[
+    str | None,
+    typer.Option(metavar="KIND", help="Generated requests: poisson, gamma, diurnal, onoff or mixed."),
+]
+RateOption = Annotated[
+    float,
+    typer.Option(min=0.0001, max=100000, metavar="R", help="Mean request rate of all models, in requests/s."),
+]
+CvOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=50,
+        metavar="CV",
+        help="Coefficient of variation of the interarrival times.",
+        show_default="4 for gamma, else 1",
+    ),
+]
+DurationOption = Annotated[
+    float, typer.Option(min=1, max=31_536_000, metavar="S", help="Duration of the arrivals, in seconds.")
+]
+SeedOption = Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of arrivals and lengths.")]
+ShareOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="MODEL=W", help="Weight of a model's request rate; other models have 1. Repeatable."),
+]
+AgainstOption = Annotated[
+    str | None, typer.Option(metavar="SPEC2", help="Simulate a second spec with the same load, and compare both.")
+]
+HostsOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=4096, metavar="N", help="Number of hosts.", show_default="the spec's number"),
+]
+GatewaysOption = Annotated[
+    int, typer.Option(min=1, max=64, metavar="N", help="Number of gateway processes that share the requests.")
+]
+PolicyOption = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Scaling policy: auto (the autoscaler) or fixed (always `replicas.min`)."),
+]
+SpeedsOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Measured speeds, as written by `trace export --speeds`.")
+]
+BeginsOption = Annotated[
+    str | None, typer.Option(metavar="DATE", help="Simulated start time, for schedules.", show_default=BEGINS)
+]
 
 
 @app.command()
 def simulate(
     spec: SpecArgument,
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Recorded requests: CSV or JSON lines, as written by `trace export`."),
-    ] = None,
-    generate: Annotated[
-        str | None,
-        typer.Option(metavar="KIND", help="Generated requests: poisson, gamma, diurnal, onoff or mixed."),
-    ] = None,
-    rate: Annotated[
-        float,
-        typer.Option(min=0.0001, max=100000, metavar="R", help="Mean request rate of all models, in requests/s."),
-    ] = 1.0,
-    cv: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=50,
-            metavar="CV",
-            help="Coefficient of variation of the interarrival times.",
-            show_default="4 for gamma, else 1",
-        ),
-    ] = None,
-    duration: Annotated[
-        float, typer.Option(min=1, max=31_536_000, metavar="S", help="Duration of the arrivals, in seconds.")
-    ] = 3600.0,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of arrivals and lengths.")] = 0,
-    lengths: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|PROMPT:OUTPUT",
-            help="Token lengths: chat (sampled from the Azure trace of 2023), or fixed, such as 512:128.",
-        ),
-    ] = "chat",
-    share: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODEL=W", help="Weight of a model's request rate; other models have 1. Repeatable."),
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(metavar="SPEC2", help="Simulate a second spec with the same load, and compare both.")
-    ] = None,
-    hosts: Annotated[
-        int | None,
-        typer.Option(min=1, max=4096, metavar="N", help="Number of hosts.", show_default="the spec's number"),
-    ] = None,
-    gateways: Annotated[
-        int, typer.Option(min=1, max=64, metavar="N", help="Number of gateway processes that share the requests.")
-    ] = 1,
-    policy: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Scaling policy: auto (the autoscaler) or fixed (always `replicas.min`)."),
-    ] = "auto",
-    speeds: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measured speeds, as written by `trace export --speeds`.")
-    ] = None,
-    begins: Annotated[
-        str | None, typer.Option(metavar="DATE", help="Simulated start time, for schedules.", show_default=BEGINS)
-    ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report with plots to FILE.")] = None,
+    trace: TraceOption = None,
+    generate: GenerateOption = None,
+    rate: RateOption = 1.0,
+    cv: CvOption = None,
+    duration: DurationOption = 3600.0,
+    seed: SeedOption = 0,
+    lengths: LengthsOption = "chat",
+    share: ShareOption = None,
+    against: AgainstOption = None,
+    hosts: HostsOption = None,
+    gateways: GatewaysOption = 1,
+    policy: PolicyOption = "auto",
+    speeds: SpeedsOption = None,
+    begins: BeginsOption = None,
+    html: HtmlOption = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Simulate a fleet under a load, in virtual time. Needs no fleet or devices."""
@@ -94,9 +103,7 @@ def simulate(
         raise typer.BadParameter("pass either --trace or --generate", param_hint="--trace")
     if trace is not None and generate is not None:
         raise typer.BadParameter("cannot be combined with --generate", param_hint="--trace")
-    chosen = next((known for known in POLICIES if known == policy), None)
-    if chosen is None:
-        raise typer.BadParameter(f"{policy!r} is not one of {', '.join(POLICIES)}", param_hint="--policy")
+    chosen = _choice(policy, POLICIES, "--policy")
     files = tuple(load(name, folders="ignore") for name in ([spec] if against is None else [spec, against]))
     generated = (
         None if generate is None else _generated_load(generate, rate, duration, lengths, cv, _shares(share, files[0]))
@@ -129,13 +136,16 @@ def _generated_load(
     from orchestrator.simulate.workload import Kind
 
     known: tuple[Kind, ...] = get_args(Kind)
-    chosen = next((name for name in known if name == kind), None)
-    if chosen is None:
-        raise typer.BadParameter(f"{kind!r} is not one of {', '.join(known)}", param_hint="--generate")
-    try:
+    chosen = _choice(kind, known, "--generate")
+    with bad_parameter("--lengths"):
         return SyntheticLoad(chosen, rate, seconds, Lengths.parse(lengths), cv, shares)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--lengths") from None
+
+
+def _choice(value: str, choices: tuple[T, ...], option: str) -> T:
+    for choice in choices:
+        if choice == value:
+            return choice
+    raise typer.BadParameter(f"{value!r} is not one of {', '.join(map(str, choices))}", param_hint=option)
 
 
 def _shares(texts: list[str] | None, file: SpecFile) -> dict[str, float]:
