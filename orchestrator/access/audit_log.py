@@ -13,12 +13,14 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
 from orchestrator.process.logs import redacted
 from workers.host import file_lock, private_file
 
@@ -172,6 +174,13 @@ def recorded(audit: Audit, who: str, action: str, arguments: Mapping[str, Any], 
         audit.finish(line, "done")
     except Failed as failed:  # the action is done: its caller must get the result
         log.error("%s", failed)
+
+
+def recorded_command(home: Home, action: str, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Records the action of a command as `recorded`, if the home exists; else there is nothing to change in it."""
+    if not home.path.is_dir():
+        return contextlib.nullcontext()
+    return recorded(Audit(home.audit), "command", action, arguments, by=caller())
 
 
 def caller() -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from orchestrator.cli.app import FAILED, INTERRUPTED, FormatOption, HtmlOption, LengthsOption, bad_parameter, group
-from orchestrator.cli.output import Format, say, show, write
+from orchestrator.cli.output import Format, say, show
 from orchestrator.process.failure import Failed
 
 if TYPE_CHECKING:
@@ -167,7 +167,11 @@ def serving(
     data = serving_data(result)
     show(data, output, serving_text(data))
     if html is not None:
-        write(html, page(result, data), "bench-page-unwritable", "pass another --html FILE")
+        try:
+            html.write_text(page(result, data), encoding="utf-8")
+        except OSError as error:
+            raise Failed("bench-page-unwritable", f"{html}: {error.strerror}", "pass another --html FILE") from None
+        say(f"written to {html}")
     raise typer.Exit(0 if data["ok"] else FAILED)
 
 

@@ -298,13 +298,10 @@ def _verdicts(config: ReplicaConfig | Failure, read: bool) -> list[Verdict] | Fa
 
 def _audited(
     home: Home, action: str, arguments: dict[str, Any], dry_run: bool
-) -> contextlib.AbstractContextManager[object]:
-    """Records an action in the audit log, as `keys` does; nothing if the home does not exist."""
-    from orchestrator.access.audit_log import Audit, caller, recorded
+) -> contextlib.AbstractContextManager[None]:
+    from orchestrator.access.audit_log import recorded_command
 
-    if dry_run or not home.path.is_dir():
-        return contextlib.nullcontext()
-    return recorded(Audit(home.audit), "command", action, arguments, by=caller())
+    return contextlib.nullcontext() if dry_run else recorded_command(home, action, arguments)
 
 
 def _show_removed(removed: Sequence[Removed], dry_run: bool, output: Format) -> None:

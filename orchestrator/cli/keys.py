@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestrator.cli.app import FormatOption, YesOption, app, group
-from orchestrator.cli.output import Format, confirmed, say, show
+from orchestrator.cli.output import Format, confirmed, fields_of, say, show
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 keys = group("keys", "Manage the API keys of this home. A running fleet applies changes within a second.")
 
 ALLOWED = ("WEIGHT", "PRIORITY", "REQ/MIN", "TOK/MIN", "AT ONCE")
+LIMITS = "requests_per_minute tokens_per_minute max_concurrent"
 LATEST = 20  # actions that are shown by default
 
 WeightOption = Annotated[
@@ -92,7 +92,7 @@ def create(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Create an API key and print it once. The first key enables authentication."""
-    from orchestrator.access.audit_log import Audit, caller, recorded
+    from orchestrator.access.audit_log import recorded_command
     from orchestrator.access.keys import SCOPES, Allowance, KeyFile, read_expiry
     from orchestrator.process.home import Home
 
@@ -117,7 +117,7 @@ def create(
         "activate_at": starts,
         **_audited(limits),
     }
-    with recorded(Audit(home.audit), "command", "keys create", arguments, by=caller()):
+    with recorded_command(home, "keys create", arguments):
         key, text = file.create(
             name, scopes=scopes, models=models, expires=ends, allowance=allowance, activate_at=starts, now=now
         )
@@ -140,7 +140,7 @@ def change(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Change the weight, priority or limits of a key. Options that are not given stay unchanged."""
-    from orchestrator.access.audit_log import Audit, caller, recorded
+    from orchestrator.access.audit_log import recorded_command
     from orchestrator.access.keys import KeyFile, shown
     from orchestrator.process.home import Home
 
@@ -148,10 +148,7 @@ def change(
     if not limits:
         raise typer.BadParameter("pass --weight, --priority or a limit", param_hint="options")
     home = Home.from_environment()
-    with contextlib.ExitStack() as stack:
-        if home.path.is_dir():  # else there is no key, and no audit log
-            arguments = {"key": shown(key), **_audited(limits)}
-            stack.enter_context(recorded(Audit(home.audit), "command", "keys set", arguments, by=caller()))
+    with recorded_command(home, "keys set", {"key": shown(key), **_audited(limits)}):
         changed = KeyFile(home.keys).change(key, **limits)
     values = f"weight {changed.weight:g}, priority {changed.priority}, {_limits_text(changed)}"
     show(_as_dict(changed), output, f"{changed.name} ({changed.id}): {values}")
@@ -172,10 +169,7 @@ def list_keys(output: FormatOption = Format.TABLE) -> None:
             ",".join(key.scopes),
             ",".join(key.models) or "all",
             f"{key.weight:g}",
-            key.priority,
-            key.requests_per_minute,
-            key.tokens_per_minute,
-            key.max_concurrent,
+            *fields_of(key, f"priority {LIMITS}").values(),
             _time(key.created),
             "never" if key.expires is None else _time(key.expires) + (" (expired)" if key.expired(now) else ""),
         )
@@ -195,15 +189,12 @@ def revoke(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Revoke a key. Running requests finish, and authentication stays enabled."""
-    from orchestrator.access.audit_log import Audit, caller, recorded
+    from orchestrator.access.audit_log import recorded_command
     from orchestrator.access.keys import KeyFile, shown
     from orchestrator.process.home import Home
 
     home = Home.from_environment()
-    with contextlib.ExitStack() as stack:
-        if home.path.is_dir():  # else there is no key, and no audit log
-            arguments = {"key": shown(key)}
-            stack.enter_context(recorded(Audit(home.audit), "command", "keys revoke", arguments, by=caller()))
+    with recorded_command(home, "keys revoke", {"key": shown(key)}):
         revoked = KeyFile(home.keys).revoke(key)
     if not KeyFile(home.keys).read().keys:
         say("no keys are left: run `corewright keys create NAME`, or `corewright keys open` to accept requests without")
@@ -218,7 +209,7 @@ def open_(
     ] = None,
 ) -> None:
     """Accept requests without a key on loopback, until `keys create` or `keys close`."""
-    from orchestrator.access.audit_log import Audit, caller, recorded
+    from orchestrator.access.audit_log import recorded_command
     from orchestrator.access.keys import KeyFile, read_expiry
     from orchestrator.process.home import Home
 
@@ -228,9 +219,7 @@ def open_(
     if on_network:
         message = f"the running fleet listens on {address}, where every request needs a key"
         raise Failed("keys-open-refused", message, "`corewright up --insecure` accepts requests without a key there")
-    with contextlib.ExitStack() as stack:
-        if home.path.is_dir():
-            stack.enter_context(recorded(Audit(home.audit), "command", "keys open", {"until": ends}, by=caller()))
+    with recorded_command(home, "keys open", {"until": ends}):
         KeyFile(home.keys).open_keyless(ends)
     say(access(KeyFile(home.keys).read(), now))
 
@@ -238,7 +227,7 @@ def open_(
 @keys.command("close")
 def close(yes: YesOption = False) -> None:
     """Require a key for every request from now on: ends a grace period, or `keys open`."""
-    from orchestrator.access.audit_log import Audit, caller, recorded
+    from orchestrator.access.audit_log import recorded_command
     from orchestrator.access.keys import KeyFile
     from orchestrator.process.home import Home
 
@@ -246,7 +235,7 @@ def close(yes: YesOption = False) -> None:
     home.prepare()
     file = KeyFile(home.keys)
     _confirm_closing(home, file.read(), now, yes, "`corewright keys create NAME` creates a key")
-    with recorded(Audit(home.audit), "command", "keys close", {}, by=caller()):
+    with recorded_command(home, "keys close", {}):
         file.close_keyless()
     say(access(file.read(), now))
 
@@ -295,18 +284,7 @@ def audit(
     entries = Audit(Home.from_environment().audit).entries(count)
     rows = [(_time(e.at), e.who, e.by or None, e.action, e.status, e.revision, _arguments(e)) for e in entries]
     header = ("TIME", "WHO", "BY", "ACTION", "OUTCOME", "REVISION", "ARGUMENTS")
-    data = [
-        {
-            "at": entry.at,
-            "who": entry.who,
-            "by": entry.by,
-            "action": entry.action,
-            "arguments": entry.arguments,
-            "status": entry.status,
-            "revision": entry.revision,
-        }
-        for entry in entries
-    ]
+    data = [fields_of(entry, "at who by action arguments status revision") for entry in entries]
     show({"actions": data}, output, columns(header, rows) if rows else "nothing yet")
 
 
@@ -316,19 +294,8 @@ def _arguments(entry: AuditEntry) -> str:
 
 
 def _as_dict(key: ApiKey) -> dict[str, Any]:
-    return {
-        "id": key.id,
-        "name": key.name,
-        "scopes": list(key.scopes),
-        "models": list(key.models),
-        "created": key.created,
-        "expires": key.expires,
-        "weight": key.weight,
-        "priority": key.priority,
-        "requests_per_minute": key.requests_per_minute,
-        "tokens_per_minute": key.tokens_per_minute,
-        "max_concurrent": key.max_concurrent,
-    }
+    lists = {"scopes": list(key.scopes), "models": list(key.models)}
+    return {**fields_of(key, "id name"), **lists, **fields_of(key, f"created expires weight priority {LIMITS}")}
 
 
 def _limits(
@@ -341,11 +308,7 @@ def _limits(
     """Returns the options that were given, as fields of Allowance. Raises Failed for an invalid limit."""
     from orchestrator.access.keys import read_limit
 
-    texts = {
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-        "max_concurrent": max_concurrent,
-    }
+    texts = dict(zip(LIMITS.split(), (requests_per_minute, tokens_per_minute, max_concurrent), strict=True))
     limits: dict[str, Any] = {} if weight is None else {"weight": weight}
     limits |= {} if priority is None else {"priority": priority}
     for name, text in texts.items():
@@ -360,15 +323,8 @@ def _audited(limits: dict[str, Any]) -> dict[str, Any]:
 
 
 def _limits_text(key: ApiKey) -> str:
-    parts = [
-        f"{limit} {unit}"
-        for limit, unit in (
-            (key.requests_per_minute, "requests/min"),
-            (key.tokens_per_minute, "tokens/min"),
-            (key.max_concurrent, "at a time"),
-        )
-        if limit is not None
-    ]
+    limits = zip(fields_of(key, LIMITS).values(), ("requests/min", "tokens/min", "at a time"), strict=True)
+    parts = [f"{limit} {unit}" for limit, unit in limits if limit is not None]
     return ", ".join(parts) or "no limits"
 
 

@@ -117,12 +117,12 @@ def fields_of(item: object, names: str) -> dict[str, Any]:
     return {name: None if item is None else getattr(item, name) for name in names.split()}
 
 
-def write(path: Path, text: str, id: str = "output-unwritable", hint: str = "pass another FILE") -> None:
+def write(path: Path, text: str) -> None:
     """Write an output file. Raises Failed."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise Failed(id, f"{path}: {error.strerror}", hint) from None
+        raise Failed("output-unwritable", f"{path}: {error.strerror}", "pass another FILE") from None
     say(f"written to {path}")
 
 

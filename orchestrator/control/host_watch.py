@@ -13,6 +13,7 @@ from orchestrator.starts.start_pipeline import Failed, Fetched, StartEvent
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.quarantine import expire
 from placements.facts.topology import Host
+from workers.host.task_boundary import task_boundary
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,5 @@ class HostWatch:
         if not sources or now < self._held_until:
             return
         self._held_until = now + HELD_S
-        try:
+        with task_boundary(log, "the hosts do not report which sources they store", level=logging.WARNING):
             state.held = await asyncio.wait_for(self._cluster.held_sources(sources), REPLY_S)
-        except Exception:  # it is only a preference
-            log.warning("the hosts do not report which sources they store", exc_info=True)

@@ -12,15 +12,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec.structs
+
 from orchestrator.access.audit_log import Audit, AuditLine, caller
 from orchestrator.access.tls import certified_name
+from orchestrator.daemon.narration import MOST_NAMED, Narration
+from orchestrator.daemon.spec_watch import SpecWatch
+from orchestrator.daemon.start_checks import check_host_root, check_port
 from orchestrator.fleet.controller_settings import ControllerSettings, FleetSettings
-from orchestrator.fleet.progress_text import fetch_text, hold_text, tenths
-from orchestrator.gateway.http.listener import bind
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import free_port
 from orchestrator.process.awake_clock import LATE_S
@@ -32,6 +34,7 @@ from orchestrator.process.waiting_notice import WaitingNotice
 from placements.facts.topology import Host
 from placements.spec.problems import render
 from workers.host import host_facts as this_host
+from workers.host.task_boundary import task_boundary
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +50,12 @@ CONTROLLER_RETRY_S = 0.2
 CONTROLLER_THERE_S = 5.0  # a call that lasted this long had a controller: without one it fails immediately
 WATCH_POLL_S = 0.5  # a change is applied once two readings agree
 READY, REPORTED, GONE = b"r", b"t", b"g"  # marks of the child: was ready, has reported its end, has left nothing
-MOST_NAMED = 4  # replicas in a line that shows what `up` waits for
 READY_POLL_S = 0.5  # between checks for a signal
 
 
 def _log_errors(stop: Callable[[], None]) -> None:
-    try:
+    with task_boundary(log, "the gateway did not stop cleanly"):
         stop()
-    except Exception:
-        log.exception("the gateway did not stop cleanly")
 
 
 def _report_if_possible(report: Callable[[str], None], line: str) -> None:
@@ -118,9 +118,7 @@ class Daemon:
         self._requests: queue.SimpleQueue[str | Failed] = queue.SimpleQueue()  # to end: a signal, `down` or a failure
         self._threads: list[threading.Thread] = []
         self._status_version = 0  # of the last status that was reported
-        self._reported: dict[str, str] = {}  # the last news of each replica or model
-        self._reported_hold = ""  # why the controller holds its actions, as last reported
-        self._unready: list[str] = []  # the replicas that the fleet waits for before it is ready
+        self._narration = Narration()
         self._ready = threading.Event()
         self._ending = False
         self._controller: Any = None
@@ -136,7 +134,7 @@ class Daemon:
         the audit log; this process does so if the child cannot. Returns the exit code. Raises Failed if nothing was
         started.
         """
-        _check_host_root()
+        check_host_root()
         self._home.prepare()
         lock = self._home.lock()
         record = self._home.read_record()
@@ -149,7 +147,7 @@ class Daemon:
             )
         self._end_previous(record)
         gateway = self._options.gateway
-        _check_port(gateway.host, gateway.port)
+        check_port(gateway.host, gateway.port)
         written: AuditLine | None = self._audit.begin("up", "up", self._audit_fields(), by=caller())
         previous = {number: signal.getsignal(number) for number in SIGNALS}
         self._listen_to_signals()
@@ -184,7 +182,7 @@ class Daemon:
         outcome, code = "failed", 1
         try:
             record = self._start()
-            with self._report.waiting(self._waited_for):
+            with self._report.waiting(self._narration.waited_for):
                 self._wait_ready()
             self._audit_end(written, "ready")
             written = None
@@ -263,9 +261,8 @@ class Daemon:
         with self._report.waiting(lambda: "Ray"):
             addresses = self._start_ray(len(cpus))
         dashboard = addresses.get("webui_url")
-        record = record_with(
-            record, ray_address=addresses["gcs_address"], dashboard_url=f"http://{dashboard}" if dashboard else None
-        )
+        dashboard_url = f"http://{dashboard}" if dashboard else None
+        record = msgspec.structs.replace(record, ray_address=addresses["gcs_address"], dashboard_url=dashboard_url)
         self._home.write_record(record)
         self._raise_if_requested()
         self._report("starting the controller and the replicas")
@@ -274,7 +271,7 @@ class Daemon:
         self._in_background(self._narrate)
         self._raise_if_requested()
         self._report("starting the gateway")
-        with self._report.waiting(lambda: ", ".join(("the gateway", *self._unready[:MOST_NAMED]))):
+        with self._report.waiting(lambda: ", ".join(("the gateway", *self._narration.unready[:MOST_NAMED]))):
             self._start_gateway()
         return record
 
@@ -374,8 +371,7 @@ class Daemon:
             try:
                 return answer(call)
             except CallFailed as error:
-                cause = f"the controller failed: {error}"
-                raise Failed("controller-failed", cause, f"see {self._home.logs / 'controller.log'}") from None
+                raise self._controller_failed(f"the controller failed: {error}") from None
             except ActorUnavailable as error:
                 now = time.monotonic()
                 # a longer gap is a pause of this process, in which the controller was paused too
@@ -384,19 +380,17 @@ class Daemon:
                     away_s = 0.0
                 failed_at = now
                 if away_s > CONTROLLER_AWAY_S:
-                    what = f"the controller does not come back: {error}"
-                    raise Failed("controller-failed", what, f"see {self._home.logs / 'controller.log'}") from None
+                    raise self._controller_failed(f"the controller does not come back: {error}") from None
                 self._status_version = 0  # a restarted controller counts from the start
                 time.sleep(CONTROLLER_RETRY_S)
         return None
 
+    def _controller_failed(self, what: str) -> Failed:
+        return Failed("controller-failed", what, f"see {self._home.logs / 'controller.log'}")
+
     def _wait_ready(self) -> None:
         while not self._ready.wait(READY_POLL_S):
             self._raise_if_requested()
-
-    def _waited_for(self) -> str:
-        named, more = self._unready[:MOST_NAMED], len(self._unready) - MOST_NAMED
-        return ", ".join(named) + (f" and {more} more" if more > 0 else "") or "the controller to find the fleet ready"
 
     def _narrate(self) -> None:
         """Report changes of replicas until the fleet ends."""
@@ -410,67 +404,24 @@ class Daemon:
         if answer is None:
             return False
         self._status_version, status = answer
-        self._unready = [text for model in status["models"] for text in _unready(model)]
-        hold = hold_text(status)
-        if hold and hold != self._reported_hold and not self._ending:
-            self._report(f"error: {hold}")
-        self._reported_hold = hold
-        for model in status["models"]:
-            lines = {replica["id"]: _progress(replica) for replica in model["replicas"]}
-            if not lines and model["reason"]:
-                text = f"{model['name']} {model['state']}: {model['reason']}"
-                lines[model["name"]] = text, text
-            for preparation in model["preparing"]:
-                text = f"{model['name']} {preparation['state']} on {preparation['host']}, for the new version"
-                lines[f"{model['name']} on {preparation['host']}"] = text, text
-            for id, (news, line) in lines.items():
-                if self._reported.get(id) != news and not self._ending:
-                    self._reported[id] = news
-                    self._report(line)
+        for line in self._narration.news(status):
+            self._report_unless_ending(line)
         return bool(status["ready"])
 
+    def _report_unless_ending(self, line: str) -> None:
+        if not self._ending:
+            self._report(line)
+
     def _watch_spec(self) -> None:
-        """Apply the spec's file when it changes. A rejected spec leaves the fleet unchanged."""
-        _, file, base_dir = self._spec
-        applied = last = self._spec[0]
-        failing = False  # the last apply failed for a reason outside the spec, such as a full disk
+        """Apply the spec's file when it changes, until the fleet ends."""
+        watch = SpecWatch(self._spec, self._audit, self._apply_watched, self._report_unless_ending)
         while not self._ending:
             time.sleep(WATCH_POLL_S)
-            text = _text_of(file)
-            if text is None or text == applied or text != last:  # unchanged, or still being written
-                last = text or last
-                continue
-            result = self._apply_watched(text, file, base_dir)
-            if result is None or self._ending:
-                return
-            before, failing = failing, result.get("status", 0) >= 500
-            if not (failing and before):  # reported once, but retried
-                self._report_applied(file, result)
-            if not failing:
-                applied = text
+            watch.poll()
 
     def _apply_watched(self, text: str, file: str, base_dir: str) -> Any:
-        try:
-            line = self._audit.begin("up", "apply", {"text": text, "file": file, "base_dir": base_dir}, by="up --watch")
-        except Failed as failed:
-            return {"error": failed.problem, "problems": (), "status": 507}
-        call = functools.partial(self._controller.apply.remote, text, file, base_dir, "up --watch", "watch")
-        result = self._ask_controller(call)
-        if result is not None:
-            outcome = result["error"].id if "error" in result else "done"
-            try:
-                self._audit.finish(line, outcome, result.get("revision"))
-            except Failed as failed:
-                log.error("%s", failed)
-        return result
-
-    def _report_applied(self, file: str, result: dict[str, Any]) -> None:
-        if "error" in result:
-            problems = [*result["problems"], result["error"]]
-            self._report(render(problems).rstrip("\n"))
-            self._report(f"{file} was rejected: the fleet is unchanged")
-        elif result["changed"]:
-            self._report(f"{file} has changed: revision {result['revision']}")
+        apply = self._controller.apply
+        return self._ask_controller(lambda: apply.remote(text, file, base_dir, "up --watch", "watch"))
 
     def _listen_to_signals(self) -> None:
         def on_signal(number: int, _: FrameType | None) -> None:
@@ -531,56 +482,6 @@ class Daemon:
         except OSError as error:
             return f"{self._home.record_file} cannot be removed: {error.strerror}"
         return None
-
-
-def _text_of(file: str) -> str | None:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None
-
-
-def _unready(model: dict[str, Any]) -> list[str]:
-    """Returns what a model waits for before it is ready, such as "chat/0 (loading)"."""
-    replicas = [f"{replica['id']} ({replica['state']})" for replica in model["replicas"] if replica["state"] != "ready"]
-    return replicas or ([f"{model['name']} ({model['state']})"] if model["wanted"] and not model["replicas"] else [])
-
-
-def record_with(record: FleetRecord, **changes: str | None) -> FleetRecord:
-    import msgspec.structs
-
-    return msgspec.structs.replace(record, **changes)
-
-
-def _progress(replica: dict[str, Any]) -> tuple[str, str]:
-    """Returns a key that changes with each news of a replica (of a fetch: each phase and each tenth), and its line."""
-    held, fetch = replica["cores"], replica["fetch"]
-    cores = "" if held is None else f" on core{'s' if '-' in held else ''} {held}"
-    reason = f": {replica['reason']}" if replica["reason"] else ""
-    line = f"{replica['id']} {replica['state']}{cores}{reason}"
-    if fetch is None:
-        return line, line
-    silent = " silent" if fetch["trouble"] else ""
-    return f"{line} {fetch['phase']} {tenths(fetch)}{silent}", f"{replica['id']} {fetch_text(fetch)}"
-
-
-def _check_host_root() -> None:
-    root = os.environ.get(this_host.ROOT_VARIABLE)
-    if root is not None and not (root.startswith("/") and Path(root).is_dir()):
-        message = f"{this_host.ROOT_VARIABLE} must be the absolute path of a folder, not {root!r}"
-        raise Failed(
-            "setting-wrong", message, "set it to the mount point of the host's root; outside containers unset it"
-        )
-
-
-def _check_port(host: str, port: int) -> None:
-    """Raise Failed for a port in use. Binds without SO_REUSEPORT, with which a second fleet would share the port."""
-    try:
-        bind(host, port, shared=False).close()
-    except OSError as error:
-        raise Failed(
-            "port-in-use", f"{host}:{port} cannot be bound: {error.strerror}", "choose another --port"
-        ) from None
 
 
 def _url(gateway: GatewaySettings) -> str:

@@ -73,8 +73,12 @@ GenerationBody = protocol.ChatRequest | protocol.CompletionRequest
 T = TypeVar("T")
 
 
+class ControllerAway(Exception):
+    """The controller does not reply, since it restarts, or its reply is an error."""
+
+
 class ControllerClient(Protocol):
-    """The controller's interface to the gateway."""
+    """The controller's interface to the gateway. Each method raises ControllerAway."""
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]: ...
     def wake(self, model: str) -> Coroutine[Any, Any, None]: ...
@@ -141,7 +145,7 @@ class Gateway:
         while True:
             try:
                 version, table = await self._controller.routes(known_version, CONTROLLER_SILENT_S / 3)
-            except Exception as error:  # noqa: BLE001 - whatever Ray raises while the controller starts again
+            except ControllerAway as error:
                 log.warning("cannot get routes from the controller: %s", error)
                 await asyncio.sleep(0.2)
                 known_version = 0
@@ -177,7 +181,7 @@ class Gateway:
             reported_at = now
             try:
                 await asyncio.wait_for(self._controller.demand(report), CONTROLLER_SILENT_S)
-            except Exception as error:  # noqa: BLE001 - whatever Ray raises while the controller starts again
+            except (ControllerAway, asyncio.TimeoutError) as error:
                 log.warning("cannot report the demand to the controller: %s", error)
             self._recorder.write_soon()
             self._log_unauthenticated(now)
@@ -456,7 +460,7 @@ class Gateway:
         try:
             self._controller_families = await asyncio.wait_for(self._controller.metrics(), CONTROLLER_METRICS_S)
             self._controller_families_at = time.monotonic()
-        except Exception as error:  # noqa: BLE001 - of many kinds, while the controller starts again
+        except (ControllerAway, asyncio.TimeoutError) as error:
             log.warning("cannot get metrics from the controller: %s", error)
         snapshot, vitals = self._numbers_now()
         return await self.metrics.scrape(

@@ -19,6 +19,7 @@ from orchestrator.control.controller import Controller
 from orchestrator.control.controller_metrics import CORE_STATES
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.route_table import RouteTable
+from orchestrator.gateway.app import ControllerAway
 from orchestrator.gateway.server import GatewayServer, settle_collector
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.on_ray.ray_cluster import RayCluster
@@ -31,6 +32,7 @@ from orchestrator.scaling.demand_report import DemandReport
 from orchestrator.state.resumption import resume_fleet
 from placements.spec.problems import Problem
 from workers.artifacts.store.store_settings import StoreSettings
+from workers.host.task_boundary import task_boundary
 from workers.messages.metric_family import MetricFamily
 from workers.serving.replica_metrics import REFRESH_S
 
@@ -139,28 +141,28 @@ class RemoteController:
         self._actor: Any = None
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
-        try:
-            answer: tuple[int, RouteTable] = await (await self._handle()).routes.remote(seen, timeout_s)
-        except Exception:
-            self._actor = None
-            raise
+        answer: tuple[int, RouteTable] = await self._call("routes", seen, timeout_s)
         return answer
 
     async def wake(self, model: str) -> None:
-        await (await self._handle()).wake.remote(model)
+        await self._call("wake", model)
 
     async def demand(self, report: DemandReport) -> None:
         """Send the demand since the gateway's last report; duplicates are counted once."""
-        await (await self._handle()).demand.remote(report)
+        await self._call("demand", report)
 
     async def metrics(self) -> list[MetricFamily]:
-        families: list[MetricFamily] = await (await self._handle()).metrics.remote()
+        families: list[MetricFamily] = await self._call("metrics")
         return families
 
-    async def _handle(self) -> Any:
-        if self._actor is None:
-            self._actor = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
-        return self._actor
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
+            return await getattr(self._actor, method).remote(*arguments)
+        except Exception as error:  # Ray raises many types while the controller starts again
+            self._actor = None
+            raise ControllerAway(str(error)) from error
 
 
 class GatewayDeployment:
@@ -206,11 +208,9 @@ def start_gateway(settings: GatewaySettings) -> None:
 
 def _cause() -> str:
     """Returns the error of the last gateway that failed to start, from Serve's status; empty: unknown."""
-    try:
+    application = None
+    with task_boundary(log, "Serve does not report why the gateway failed to start"):
         application = serve.status().applications.get(GATEWAY)
-    except Exception:  # fall back to Serve's message
-        log.exception("Serve does not report why the gateway failed to start")
-        return ""
     messages = [] if application is None else [deployment.message for deployment in application.deployments.values()]
     lines = [line for message in messages for line in message.splitlines()]
     return next((line.strip() for line in reversed(lines) if _RAISED.match(line)), "")

@@ -13,6 +13,7 @@ import httpx
 
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
+from orchestrator.gateway.app import ControllerAway
 from orchestrator.gateway.http.connection import HttpServer
 from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.serving.model_queue import ModelQueue
@@ -44,7 +45,7 @@ class PlayedController:
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
         if not self.answers:
-            raise ConnectionError("the controller is gone")
+            raise ControllerAway("the controller is gone")
         await asyncio.to_thread(self._wait, seen, timeout_s)
         return self.version, self.table
 

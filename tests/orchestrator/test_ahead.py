@@ -11,7 +11,7 @@ import msgspec.structs
 import pytest
 
 from orchestrator.cli.tables import status_text
-from orchestrator.daemon.daemon import _progress
+from orchestrator.daemon.narration import progress
 from orchestrator.fleet.progress_text import fetch_text
 from orchestrator.starts.early_start import PROCESS_S, RemainingTime, lead_of
 from tests.orchestrator.elsewhere import nobody_is_asked
@@ -565,7 +565,7 @@ def test_up_reports_a_fetch_by_phases_and_tenths() -> None:
     """A line each second would hide other events."""
     plain = {"id": "m/0", "state": "fetching", "cores": "0-7", "reason": None}
     told = [("listing", 100), ("fetching", 100), ("fetching", 150), ("fetching", 200), ("verifying", 200)]
-    lines = [_progress({**plain, "fetch": fetch(phase=phase, bytes=done, total=1000)}) for phase, done in told]
+    lines = [progress({**plain, "fetch": fetch(phase=phase, bytes=done, total=1000)}) for phase, done in told]
     assert [news for news, _ in lines] == [
         "m/0 fetching on cores 0-7 listing 1",
         "m/0 fetching on cores 0-7 fetching 1",
@@ -574,9 +574,9 @@ def test_up_reports_a_fetch_by_phases_and_tenths() -> None:
         "m/0 fetching on cores 0-7 verifying 2",
     ]
     away = fetch(phase="listing", trouble="no answer for 3 s")
-    assert _progress({**plain, "fetch": away})[0] != _progress({**plain, "fetch": fetch(phase="listing")})[0]
+    assert progress({**plain, "fetch": away})[0] != progress({**plain, "fetch": fetch(phase="listing")})[0]
     assert lines[1][1] == "m/0 fetching s3://models/one: 100 bytes of 1.0 kB"
-    assert _progress({**plain, "fetch": None})[1] == "m/0 fetching on cores 0-7"
+    assert progress({**plain, "fetch": None})[1] == "m/0 fetching on cores 0-7"
 
 
 def test_the_status_shows_what_an_update_waits_for() -> None:

@@ -139,7 +139,7 @@ class Started(Daemon):
 
     def _start_gateway(self) -> None:
         until(lambda: "a/0 loading on cores 0-1" in self.told, 10, "the replica's progress")
-        until(lambda: self._unready == ["a/0 (loading)", "b (failed)"], 10, "what is waited for")
+        until(lambda: self._narration.unready == ["a/0 (loading)", "b (failed)"], 10, "what is waited for")
         self.status = {"models": [], "ready": True}
 
     def _ask_controller(self, call: Any) -> Any:

@@ -57,13 +57,13 @@ import importlib.metadata as metadata, importlib.util, json, sys, sysconfig
 def version(name):
     try:
         return metadata.version(name)
-    except Exception:
+    except (ImportError, KeyError, OSError, ValueError):
         return None
 def folder(name):
     try:
         found = importlib.util.find_spec(name)
         return list(found.submodule_search_locations)[0]
-    except Exception:
+    except (ImportError, AttributeError, IndexError, TypeError, ValueError):
         return None
 print(json.dumps({
     "version": ".".join(map(str, sys.version_info[:3])),

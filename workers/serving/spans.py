@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from workers.host.task_boundary import task_boundary
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 
 log = logging.getLogger(__name__)
@@ -101,11 +102,9 @@ class SpanSink:
 
     def end(self, *spans: Span) -> None:
         """Export finished spans. Never raises: an error is logged, and serving continues."""
-        try:
+        with task_boundary(log, "cannot export a span"):
             for span in spans:
                 self._processor.on_end(self._readable(span))
-        except Exception:
-            log.exception("cannot export a span")
 
     def flush(self, deadline_s: float = FLUSH_S) -> None:
         """Send pending spans, within ``deadline_s``."""
