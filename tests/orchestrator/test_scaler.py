@@ -87,8 +87,8 @@ def told(fleet: Played, reason: str) -> list[str]:
     return [event.message for event in fleet.journal.events() if event.reason == reason]
 
 
-def test_the_autoscaler_is_told_of_hosts_prices_and_cores_that_may_be_used(tmp_path: Path, decider: Decider) -> None:
-    """Reserved, cordoned and strange cores are none; a lost host is not there."""
+def test_the_autoscaler_gets_hosts_prices_and_usable_cores(tmp_path: Path, decider: Decider) -> None:
+    """Reserved, cordoned and foreign cores are excluded; a lost host is absent."""
 
     async def story(fleet: Played) -> None:
         await fleet.operator.cordon("inf2.48xlarge/0", "0-7", True, "tester")
@@ -102,8 +102,8 @@ def test_the_autoscaler_is_told_of_hosts_prices_and_cores_that_may_be_used(tmp_p
     play(tmp_path, story)
 
 
-def test_the_autoscaler_is_told_what_each_model_wishes_and_has(tmp_path: Path, decider: Decider) -> None:
-    """The spec's wishes, what was measured, and where the replicas lie."""
+def test_the_autoscaler_gets_the_wishes_and_the_state_of_each_model(tmp_path: Path, decider: Decider) -> None:
+    """The spec's settings, the measurements, and the placements of the replicas."""
 
     async def story(fleet: Played) -> None:
         await report(fleet, 1, 7)
@@ -123,8 +123,8 @@ def test_the_autoscaler_is_told_what_each_model_wishes_and_has(tmp_path: Path, d
     play(tmp_path, story)
 
 
-def test_what_all_gateways_tell_between_two_decisions_is_one_load(tmp_path: Path, decider: Decider) -> None:
-    """Counts are sums, what is there is the latest of each."""
+def test_reports_of_all_gateways_between_two_decisions_are_one_load(tmp_path: Path, decider: Decider) -> None:
+    """Counts are summed, gauges are the latest of each gateway."""
 
     async def story(fleet: Played) -> None:
         demand = DemandWindow(model="a", arrived=3, ended=2, slot_s=8.0, waiting=4, live=5, longest_wait_s=1.5)
@@ -142,7 +142,7 @@ def test_what_all_gateways_tell_between_two_decisions_is_one_load(tmp_path: Path
     play(tmp_path, story)
 
 
-def test_each_change_is_an_event_and_shown_with_its_reason(tmp_path: Path, decider: Decider) -> None:
+def test_each_change_is_an_event_with_its_reason(tmp_path: Path, decider: Decider) -> None:
     """In the status, and counted for /metrics."""
 
     async def story(fleet: Played) -> None:
@@ -168,7 +168,7 @@ def test_each_change_is_an_event_and_shown_with_its_reason(tmp_path: Path, decid
     assert told(fleet, "ScaledToZero") == ["1 to 0"]
 
 
-def test_a_model_that_is_held_back_is_told_of_when_it_begins_and_then_seldom(tmp_path: Path, decider: Decider) -> None:
+def test_a_held_back_model_is_reported_at_the_start_then_rarely(tmp_path: Path, decider: Decider) -> None:
     """Twenty-five minutes of it are three events, not three hundred."""
 
     async def story(fleet: Played) -> None:
@@ -183,8 +183,8 @@ def test_a_model_that_is_held_back_is_told_of_when_it_begins_and_then_seldom(tmp
     assert held == ["held back: no cores"] * 3 + ["held back: again"]
 
 
-def test_what_holds_a_model_back_is_told_in_its_status_and_to_its_clients(tmp_path: Path, decider: Decider) -> None:
-    """As it began, since the figures change with each decision; clients get no figures."""
+def test_the_status_and_clients_see_what_holds_a_model_back(tmp_path: Path, decider: Decider) -> None:
+    """As at the start, since the figures change with each decision; clients get no figures."""
 
     async def story(fleet: Played) -> None:
         def reasons() -> tuple[str | None, str | None]:
@@ -203,8 +203,8 @@ def test_what_holds_a_model_back_is_told_in_its_status_and_to_its_clients(tmp_pa
     play(tmp_path, story)
 
 
-def test_a_decision_about_what_is_not_its_business_is_not_followed(tmp_path: Path, decider: Decider) -> None:
-    """A model that is scaled by hand, one without auto, and numbers beyond the bounds."""
+def test_a_decision_outside_the_autoscalers_scope_is_ignored(tmp_path: Path, decider: Decider) -> None:
+    """For a manually scaled model, one without auto, and numbers out of bounds."""
 
     async def story(fleet: Played) -> None:
         await fleet.operator.scale("b", 1, "tester")
@@ -216,8 +216,8 @@ def test_a_decision_about_what_is_not_its_business_is_not_followed(tmp_path: Pat
     play(tmp_path, story)
 
 
-def test_a_gateway_that_begins_again_is_heard(tmp_path: Path, decider: Decider) -> None:
-    """Its numbers begin at one again."""
+def test_reports_of_a_restarted_gateway_are_accepted(tmp_path: Path, decider: Decider) -> None:
+    """Its numbers start at one again."""
 
     async def story(fleet: Played) -> None:
         await report(fleet, 1, 7, DemandWindow(model="a", arrived=1))
@@ -228,8 +228,8 @@ def test_a_gateway_that_begins_again_is_heard(tmp_path: Path, decider: Decider) 
     play(tmp_path, story)
 
 
-def test_a_model_that_is_gone_is_forgotten(tmp_path: Path, decider: Decider) -> None:
-    """Its target and its history; a report that still names it is no fault."""
+def test_a_removed_model_is_forgotten(tmp_path: Path, decider: Decider) -> None:
+    """Its target and its history; a report that still has it is not an error."""
 
     async def story(fleet: Played) -> None:
         decider.counts = {"a": 3}
@@ -244,8 +244,8 @@ def test_a_model_that_is_gone_is_forgotten(tmp_path: Path, decider: Decider) -> 
     play(tmp_path, story)
 
 
-def test_a_trace_is_told_in_pages_with_the_measured_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A place that no page has told is refused."""
+def test_a_trace_is_read_in_pages_with_the_measured_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown cursor is rejected."""
     folder = tmp_path / "traces"
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path))
 
@@ -265,8 +265,8 @@ def test_a_trace_is_told_in_pages_with_the_measured_loads(tmp_path: Path, monkey
     assert not folder.exists()
 
 
-def test_a_lower_min_ends_nothing_by_itself(tmp_path: Path, decider: Decider) -> None:
-    """What runs goes on until the autoscaler finds it too much; a change of the process goes its own way too."""
+def test_a_lower_min_stops_no_replica_by_itself(tmp_path: Path, decider: Decider) -> None:
+    """Running replicas continue until the autoscaler removes them; a change of the process is an update as usual."""
     more = SPEC.replace("replicas: {min: 1, max: 3}", "replicas: {min: 2, max: 3}")
     none = SPEC.replace("replicas: {min: 1, max: 3}", "replicas: {min: 0, max: 3}").replace(
         "max_batch: 8", "max_batch: 4"
@@ -290,7 +290,7 @@ def test_a_lower_min_ends_nothing_by_itself(tmp_path: Path, decider: Decider) ->
 
 
 def test_the_longest_wait_of_all_gateways_counts(tmp_path: Path, decider: Decider) -> None:
-    """Not that of the gateway where a request came just now."""
+    """Not that of the gateway with the latest request."""
 
     async def story(fleet: Played) -> None:
         for number in range(1, 8):
@@ -304,8 +304,8 @@ def test_the_longest_wait_of_all_gateways_counts(tmp_path: Path, decider: Decide
     play(tmp_path, story)
 
 
-def test_the_idle_clock_of_a_model_that_was_at_zero_begins_anew(tmp_path: Path, decider: Decider) -> None:
-    """When its next replica is ready, and not when one was ready first an hour ago."""
+def test_the_idle_time_of_a_model_restarts_after_zero_replicas(tmp_path: Path, decider: Decider) -> None:
+    """When its next replica is ready, not when one was first ready an hour ago."""
 
     async def story(fleet: Played) -> None:
         decider.counts = {"b": 1}
@@ -324,10 +324,8 @@ def test_the_idle_clock_of_a_model_that_was_at_zero_begins_anew(tmp_path: Path, 
     play(tmp_path, story)
 
 
-def test_a_model_that_cannot_be_woken_is_decided_about_at_once_only_once_in_between(
-    tmp_path: Path, decider: Decider
-) -> None:
-    """Who waits for it all the time does not make every second one for a decision."""
+def test_a_model_that_cannot_be_started_triggers_only_one_immediate_decision(tmp_path: Path, decider: Decider) -> None:
+    """Its waiting requests do not trigger a decision each second."""
 
     async def story(fleet: Played) -> None:
         decider.counts = {"b": 0}

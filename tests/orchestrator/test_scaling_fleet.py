@@ -127,8 +127,8 @@ def test_a_burst_onto_a_model_at_zero_starts_it_and_more_of_it(tmp_path: Path) -
     assert changes(play(tmp_path, SLEEPER, story))[0] == "Woken"
 
 
-def test_a_wake_is_decided_at_once(tmp_path: Path) -> None:
-    """A request that asks for a model without replicas does not wait for the next report."""
+def test_a_request_for_a_model_without_replicas_is_decided_at_once(tmp_path: Path) -> None:
+    """It does not wait for the next report."""
 
     async def story(fleet: Played) -> None:
         gateway = Demanding(fleet, {"m": 0.0})
@@ -143,8 +143,8 @@ def test_a_wake_is_decided_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_without_a_gateway_that_tells_of_demand_a_wake_starts_one_and_nothing_ends_it(tmp_path: Path) -> None:
-    """As a fleet did before there was an autoscaler."""
+def test_without_demand_reports_a_request_starts_one_replica_and_nothing_stops_it(tmp_path: Path) -> None:
+    """As in a fleet without an autoscaler."""
 
     async def story(fleet: Played) -> None:
         await fleet.controller.wake("m")
@@ -155,7 +155,7 @@ def test_without_a_gateway_that_tells_of_demand_a_wake_starts_one_and_nothing_en
 
 
 def test_after_idle_s_a_model_of_min_0_goes_to_zero(tmp_path: Path) -> None:
-    """Not before: the clock starts when its first replica is ready, and at its last request."""
+    """Not before: the time starts when its first replica is ready, and at its last request."""
 
     async def story(fleet: Played) -> None:
         gateway = Demanding(fleet, {"m": 0.0})
@@ -174,7 +174,7 @@ def test_after_idle_s_a_model_of_min_0_goes_to_zero(tmp_path: Path) -> None:
     assert changes(play(tmp_path, SLEEPER, story))[-1] == "ScaledToZero"
 
 
-def test_a_slow_load_is_no_idle_time(tmp_path: Path) -> None:
+def test_a_slow_load_is_not_idle_time(tmp_path: Path) -> None:
     """It takes longer than idle_s until the first replica is ready."""
 
     async def story(fleet: Played) -> None:
@@ -187,8 +187,8 @@ def test_a_slow_load_is_no_idle_time(tmp_path: Path) -> None:
     play(tmp_path, SLEEPER, story, load_s=290.0)
 
 
-def test_a_model_of_higher_priority_takes_the_cores_that_it_needs_from_one_below_it(tmp_path: Path) -> None:
-    """The low one has grown over all cores, and gets some again when the other needs them no longer."""
+def test_a_model_of_higher_priority_takes_needed_cores_from_a_lower_one(tmp_path: Path) -> None:
+    """The lower one uses all cores, and gets some again when the other needs them no longer."""
 
     async def story(fleet: Played) -> None:
         gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})
@@ -209,8 +209,8 @@ def test_a_model_of_higher_priority_takes_the_cores_that_it_needs_from_one_below
     assert "ScaledDown" in changes(fleet)
 
 
-def test_a_schedule_raises_min_and_what_it_started_is_not_cut_off_at_its_end(tmp_path: Path) -> None:
-    """The virtual clock begins at midnight UTC: from ten past to half past, at least two."""
+def test_a_schedule_raises_min_and_its_end_stops_no_running_request(tmp_path: Path) -> None:
+    """The virtual clock starts at midnight UTC: from ten past to half past, at least two."""
     spec = HEAD + (
         "  m: {tp_degree: 2, replicas: {min: 1, max: 3}, scaling: {schedules: ["
         '{start: "10 * * * *", end: "30 * * * *", min: 2}]}}\n'
@@ -234,7 +234,7 @@ def test_a_schedule_raises_min_and_what_it_started_is_not_cut_off_at_its_end(tmp
 
 
 def test_a_schedule_of_min_0_lets_a_request_start_the_model(tmp_path: Path) -> None:
-    """Its routes say so to the gateway, as long as the schedule holds."""
+    """Its routes show this to the gateway, as long as the schedule is active."""
     spec = HEAD + (
         '  m: {replicas: {min: 1, max: 3}, scaling: {schedules: [{start: "10 * * * *", end: "30 * * * *", min: 0}]}}\n'
     )
@@ -252,8 +252,8 @@ def test_a_schedule_of_min_0_lets_a_request_start_the_model(tmp_path: Path) -> N
     play(tmp_path, spec, story)
 
 
-def test_what_someone_scales_by_hand_comes_before_the_autoscaler(tmp_path: Path) -> None:
-    """And given back, it is what runs that is decided about: no replica with work is cut off."""
+def test_manual_scaling_precedes_the_autoscaler(tmp_path: Path) -> None:
+    """Once reverted, the autoscaler starts from the running replicas: none with work is stopped."""
 
     async def story(fleet: Played) -> None:
         gateway = Demanding(fleet, {"m": 2.0})
@@ -275,7 +275,7 @@ def test_what_someone_scales_by_hand_comes_before_the_autoscaler(tmp_path: Path)
 
 
 def test_without_auto_the_number_stays_at_min(tmp_path: Path) -> None:
-    """Whatever is asked for."""
+    """For any demand."""
     spec = HEAD + "  m: {tp_degree: 8, replicas: {min: 1, max: 3}, scaling: {auto: false}}\n"
 
     async def story(fleet: Played) -> None:
@@ -286,7 +286,7 @@ def test_without_auto_the_number_stays_at_min(tmp_path: Path) -> None:
 
 
 def test_an_hour_of_constant_demand_changes_nothing(tmp_path: Path) -> None:
-    """After the numbers have found their place: nothing goes up and down."""
+    """Once the numbers are settled, they do not oscillate."""
 
     async def story(fleet: Played) -> None:
         gateway = Demanding(fleet, {"low": 1.0, "high": 0.8})
@@ -302,8 +302,8 @@ def test_an_hour_of_constant_demand_changes_nothing(tmp_path: Path) -> None:
     play(tmp_path, PAIR, story, tick_s=5.0)
 
 
-def test_two_gateways_are_summed_and_one_that_falls_silent_is_forgotten(tmp_path: Path) -> None:
-    """What waited at it waits no more."""
+def test_two_gateways_are_summed_and_a_silent_one_is_forgotten(tmp_path: Path) -> None:
+    """Its waiting requests no longer count."""
 
     async def story(fleet: Played) -> None:
         one, other = (
@@ -332,8 +332,8 @@ def demand(fleet: Played) -> dict[str, Any]:
     return found
 
 
-def test_a_report_that_comes_twice_counts_once(tmp_path: Path) -> None:
-    """The gateway sends it again when it got no answer."""
+def test_a_repeated_report_counts_once(tmp_path: Path) -> None:
+    """The gateway resends it without a response."""
 
     async def story(fleet: Played) -> None:
         report = DemandReport(gateway="g", number=1, seconds=1.0, models=[DemandWindow(model="m", arrived=100)])
@@ -346,8 +346,8 @@ def test_a_report_that_comes_twice_counts_once(tmp_path: Path) -> None:
     play(tmp_path, SLEEPER, story)
 
 
-def test_a_sample_of_the_requests_is_told_at_most_once_a_minute_for_each_model(tmp_path: Path) -> None:
-    """With where it went and why."""
+def test_a_sample_of_the_requests_is_an_event_at_most_once_a_minute_for_each_model(tmp_path: Path) -> None:
+    """With its replica and the reason."""
     sample = RoutingDecision(
         request="r1",
         model="m",
@@ -379,10 +379,8 @@ def test_a_sample_of_the_requests_is_told_at_most_once_a_minute_for_each_model(t
 
 
 @pytest.mark.parametrize("up", ["f", "another"])
-def test_a_controller_that_is_started_again_goes_on_with_the_numbers_and_a_new_fleet_does_not(
-    tmp_path: Path, up: str
-) -> None:
-    """What ran above min is not ended because the history is lost."""
+def test_a_restarted_controller_keeps_the_numbers_and_a_new_fleet_does_not(tmp_path: Path, up: str) -> None:
+    """Replicas above min are not stopped although the history is lost."""
 
     async def live() -> None:
         cluster, journal = FakeCluster(), Journal(None, clock=asyncio.get_running_loop().time)
@@ -401,8 +399,8 @@ def test_a_controller_that_is_started_again_goes_on_with_the_numbers_and_a_new_f
     virtually(live)
 
 
-def test_a_rollout_does_not_wait_for_what_the_autoscaler_adds(tmp_path: Path) -> None:
-    """The numbers go on changing while it is paused, and its end is that of the spec's own number."""
+def test_a_rollout_does_not_wait_for_replicas_of_the_autoscaler(tmp_path: Path) -> None:
+    """The numbers keep changing while it is paused, and it completes with the spec's own number."""
 
     async def story(fleet: Played) -> None:
         gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})
@@ -447,12 +445,11 @@ def test_a_fault_in_the_autoscaler_leaves_the_numbers_and_the_repairs(
     load_s=st.sampled_from([0.5, 7.0, 40.0]),
 )
 @settings(max_examples=int(os.environ.get("EXAMPLES", "5")), deadline=None)
-def test_whatever_is_asked_for_no_core_is_held_twice_and_no_min_is_taken_by_an_equal(
+def test_no_demand_causes_a_double_claim_or_breaks_a_min_of_equal_priority(
     minimums: list[int], priorities: list[int], phases: list[list[float]], load_s: float
 ) -> None:
-    """Three models on the cores of six replicas: at each second of any course of demand.
-
-    The fake cluster notes every start on cores that another process still holds.
+    """Three models on the cores of six replicas: at each second of any course of demand. The fake cluster records
+    every start on cores that another process still holds.
     """
     names = ["a", "b", "c"]
     lines = [
@@ -486,8 +483,8 @@ def check_classes(fleet: Played) -> None:
                 assert not beyond, f"{model.name} lacks its min, and {other.name} has {placed[other.name]}"
 
 
-def test_a_model_that_grows_is_ready_and_one_whose_added_replica_fails_is_degraded(tmp_path: Path) -> None:
-    """What is added for the demand is no fault while it loads, nor while it finds no place."""
+def test_a_growing_model_is_ready_and_one_with_a_failed_extra_replica_degraded(tmp_path: Path) -> None:
+    """A replica added for the demand is not an error while it loads or has no place."""
 
     async def story(fleet: Played) -> None:
         gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})

@@ -88,10 +88,10 @@ def replicas_of(fleet: LiveFleet, model: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("model", ["asleep", "tiny"])
-def test_a_burst_onto_a_model_at_zero_is_answered_in_full(
+def test_a_burst_onto_a_model_at_zero_is_answered_completely(
     fleet: LiveFleet, keys: dict[str, dict[str, str]], model: str
 ) -> None:
-    """Every request of the burst is held while the first replica loads, and none is refused."""
+    """Every request of the burst is held while the first replica loads, and none is rejected."""
     assert not replicas_of(fleet, model)
     prompts = [f"burst {i}" for i in range(60)]
 
@@ -111,8 +111,8 @@ def test_a_burst_onto_a_model_at_zero_is_answered_in_full(
     assert "Woken" in {event["reason"] for event in events["events"]}
 
 
-def test_a_model_goes_back_to_zero_when_nobody_asks(fleet: LiveFleet, keys: dict[str, dict[str, str]]) -> None:
-    """After `scaling.idle_s`; the event says why, and the next request wakes it again."""
+def test_a_model_without_requests_returns_to_zero(fleet: LiveFleet, keys: dict[str, dict[str, str]]) -> None:
+    """After `scaling.idle_s`; the event has the reason, and the next request starts it again."""
     body = {"model": "tiny", "prompt": "x", "max_tokens": 2}
     assert fleet.http.post("/v1/completions", json=body, headers=keys["plain"]).status_code == 200
 
@@ -147,7 +147,9 @@ def test_two_tenants_get_tokens_by_their_weights(fleet: LiveFleet, keys: dict[st
     assert tokens["three"] / tokens["one"] == pytest.approx(3.0, rel=0.05)
 
 
-def test_a_flood_of_low_priority_hardly_delays_who_is_urgent(fleet: LiveFleet, keys: dict[str, dict[str, str]]) -> None:
+def test_a_flood_of_low_priority_hardly_delays_urgent_requests(
+    fleet: LiveFleet, keys: dict[str, dict[str, str]]
+) -> None:
     """The p99 of an urgent stream's time to first token moves by less than a factor of two."""
 
     async def urgent(client: httpx.AsyncClient, seconds: float, found: list[float]) -> None:
@@ -191,7 +193,7 @@ def test_a_flood_of_low_priority_hardly_delays_who_is_urgent(fleet: LiveFleet, k
     assert percentile(beside, 99) < 2 * percentile(alone, 99)
 
 
-def test_the_simulator_foretells_a_live_run(fleet: LiveFleet, keys: dict[str, dict[str, str]], tmp_path: Path) -> None:
+def test_the_simulator_predicts_a_live_run(fleet: LiveFleet, keys: dict[str, dict[str, str]], tmp_path: Path) -> None:
     """On the exported trace: latency and time to first token within 10 % at p50 and 20 % at p99."""
     firsts: list[float] = []
     wholes: list[float] = []

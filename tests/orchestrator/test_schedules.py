@@ -40,8 +40,8 @@ WORK = schedule("0 8 * * MON-FRI", "0 18 * * MON-FRI")
         ("2026-07-06 18:00:00", False),
     ],
 )
-def test_a_schedule_holds_from_its_start_to_its_end_by_the_clock_of_its_zone(moment: str, expected: bool) -> None:
-    """The first moment is in, the last is out."""
+def test_a_schedule_is_active_from_its_start_to_its_end_in_its_time_zone(moment: str, expected: bool) -> None:
+    """Including the first moment, excluding the last."""
     assert is_active(WORK, at(moment, BERLIN)) is expected
 
 
@@ -52,15 +52,15 @@ def test_the_zone_decides_and_not_the_machine() -> None:
     assert not is_active(tokyo, at("2026-11-20 08:30", BERLIN))
 
 
-def test_a_schedule_may_hold_through_midnight() -> None:
-    """Its end lies before its start on the clock, and on the next day."""
+def test_a_schedule_may_pass_midnight() -> None:
+    """Its end is before its start on the clock, and on the next day."""
     night = schedule("0 22 * * *", "0 6 * * *")
     assert [is_active(night, at(f"2026-11-20 {hour:02}:30", BERLIN)) for hour in (21, 22, 23, 0, 5, 6)] == [
         *(False, True, True, True, True, False)
     ]
 
 
-def test_what_lies_in_the_hour_that_is_left_out_happens_at_its_end() -> None:
+def test_times_in_the_skipped_hour_happen_at_its_end() -> None:
     """On 29 March 2026 clocks in Berlin go from 02:00 to 03:00."""
     early = schedule("30 2 * * *", "0 4 * * *")
     assert not is_active(early, at("2026-03-29 01:59:59", BERLIN))
@@ -68,8 +68,10 @@ def test_what_lies_in_the_hour_that_is_left_out_happens_at_its_end() -> None:
     assert not is_active(early, at("2026-03-29 04:00", BERLIN))
 
 
-def test_what_lies_in_the_hour_that_comes_twice_happens_once() -> None:
-    """On 25 October 2026 clocks in Berlin go from 03:00 to 02:00: what began at the first 02:30 goes on."""
+def test_times_in_the_repeated_hour_happen_once() -> None:
+    """On 25 October 2026 clocks in Berlin go from 03:00 to 02:00: a schedule that started at the first 02:30
+    continues.
+    """
     early = schedule("30 2 * * *", "0 4 * * *")
     assert not is_active(early, at("2026-10-25 02:29", BERLIN))
     moments = [at("2026-10-25 02:30", BERLIN) + minutes * 60 for minutes in range(150)]
@@ -77,8 +79,8 @@ def test_what_lies_in_the_hour_that_comes_twice_happens_once() -> None:
     assert not is_active(early, moments[-1] + 60)
 
 
-def test_an_end_in_the_hour_that_comes_twice_ends_once() -> None:
-    """It does not begin again when the clock shows the hour for the second time."""
+def test_an_end_in_the_repeated_hour_ends_once() -> None:
+    """It does not start again when the clock shows the hour for the second time."""
     late = schedule("0 20 * * *", "30 2 * * *")
     first = at("2026-10-25 02:30", BERLIN)
     assert is_active(late, first - 1)
@@ -92,8 +94,10 @@ def test_an_end_in_the_hour_that_comes_twice_ends_once() -> None:
     st.integers(0, 23),
     st.integers(1, 22),
 )
-def test_a_daily_schedule_holds_about_as_long_as_it_says(moment: datetime, zone: str, hour: int, hours: int) -> None:
-    """Counted over a day and a half from any moment, in any zone: never more than the hour of a change off."""
+def test_a_daily_schedule_is_active_about_as_long_as_specified(
+    moment: datetime, zone: str, hour: int, hours: int
+) -> None:
+    """Over a day and a half from any moment, in any zone: at most off by the hour of a change."""
     daily = schedule(f"0 {hour} * * *", f"0 {(hour + hours) % 24} * * *", zone)
     begin = moment.replace(tzinfo=timezone.utc, second=0, microsecond=0)
     quarters = [begin + timedelta(minutes=15 * n) for n in range(24 * 4)]
@@ -101,24 +105,23 @@ def test_a_daily_schedule_holds_about_as_long_as_it_says(moment: datetime, zone:
     assert abs(held - hours) <= 1.25
 
 
-def test_a_schedule_without_a_start_yet_does_not_hold() -> None:
-    """The leap day before last year is a start too; one that never comes is none."""
+def test_a_schedule_before_its_first_start_is_not_active() -> None:
+    """The leap day before last year is a start too; an impossible date never is."""
     assert is_active(schedule("0 0 29 2 *", "0 0 1 1 *", "UTC"), at("2024-06-01"))
     assert not is_active(schedule("0 0 29 2 *", "0 0 1 1 *", "UTC"), at("2025-06-01"))
 
 
-def test_what_begins_when_it_ends_begins() -> None:
-    """Start and end on the same moment: it is_active always."""
+def test_a_schedule_with_equal_start_and_end_is_always_active() -> None:
     assert is_active(schedule("0 0 * * *", "0 0 * * *"), at("2026-11-20 12:00"))
 
 
 def test_without_a_schedule_the_bounds_are_the_specs() -> None:
-    """Whatever the time is."""
+    """At any time."""
     assert bounds(Replicas(min=1, max=4), (), 0.0) == Bounds(1, 4)
 
 
-def test_of_several_the_greatest_min_and_the_least_max_count() -> None:
-    """And min comes before max, replicas.max before both."""
+def test_of_several_schedules_the_largest_min_and_the_smallest_max_apply() -> None:
+    """And min precedes max, replicas.max both."""
     always = ("0 0 * * *", "0 0 * * *", "UTC")
     two, three = schedule(*always, 2, 5), schedule(*always, 3, None)
     assert bounds(Replicas(min=1, max=6), (two, three), 0.0) == Bounds(3, 5)

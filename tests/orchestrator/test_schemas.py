@@ -57,7 +57,7 @@ def test_a_schema_over_a_limit_is_refused(name: str) -> None:
 
 
 def test_a_tool_whose_call_is_forced_has_the_same_limits() -> None:
-    """The arguments are kept to its schema; where no call is forced nothing is compiled."""
+    """The arguments match its schema; if no call is forced, nothing is compiled."""
     tool = {"type": "function", "function": {"name": "f", "parameters": properties(2000)}}
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [tool]}
     read_chat(json.dumps(body).encode())
@@ -65,8 +65,8 @@ def test_a_tool_whose_call_is_forced_has_the_same_limits() -> None:
         read_chat(json.dumps({**body, "tool_choice": "required"}).encode())
 
 
-def test_what_only_people_read_is_left_out() -> None:
-    """Descriptions count for nothing; a property of that name is one."""
+def test_descriptive_keys_of_a_schema_do_not_count() -> None:
+    """Descriptions are ignored; a property of that name is not."""
     schema = {
         "title": "x" * 70_000,
         "description": "x" * 70_000,

@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: asyncio.get_running_loop().time())
 
 
-def test_who_asks_together_gets_one_page() -> None:
+def test_concurrent_scrapes_get_one_page() -> None:
     async def story() -> None:
         pages = Pages()
         scrapes = Scrapes(pages.make)
@@ -48,8 +48,8 @@ def test_who_asks_together_gets_one_page() -> None:
     virtually(story)
 
 
-def test_who_asks_while_a_page_is_made_gets_the_next_one() -> None:
-    """No page is older than its question: a counter that was raised before it is on it."""
+def test_a_scrape_during_a_page_gets_the_next_one() -> None:
+    """No page is older than its request: it has every count from before."""
 
     async def story() -> None:
         scrapes = Scrapes(Pages(takes_s=0.01).make)
@@ -92,7 +92,7 @@ def test_each_format_has_its_page() -> None:
     virtually(story)
 
 
-def test_a_client_that_goes_away_takes_no_page_from_the_others() -> None:
+def test_a_disconnected_scrape_does_not_cancel_the_page_of_others() -> None:
     async def story() -> None:
         scrapes = Scrapes(Pages(takes_s=0.01).make)
         gone, stays = (asyncio.create_task(scrapes.page(False)) for _ in range(2))
@@ -103,7 +103,7 @@ def test_a_client_that_goes_away_takes_no_page_from_the_others() -> None:
     virtually(story)
 
 
-def test_a_page_that_cannot_be_made_is_tried_again_by_the_next() -> None:
+def test_a_failed_page_is_retried_by_the_next_scrape() -> None:
     async def story() -> None:
         pages = Pages()
         scrapes = Scrapes(pages.make)

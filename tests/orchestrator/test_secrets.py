@@ -177,7 +177,7 @@ def brought(source: str, root: Path) -> tuple[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_S3)
-def test_a_fetch_from_s3_tells_no_secret(
+def test_a_fetch_from_s3_reveals_no_secret(
     name: str,
     world: World,
     s3_server: S3Server,
@@ -185,7 +185,7 @@ def test_a_fetch_from_s3_tells_no_secret(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """At the finest level of logging of all libraries, in the error and its traceback, in the store, on the screen."""
+    """At the finest log level of all libraries, in the error and its traceback, in the store, on the screen."""
     caplog.set_level(logging.DEBUG)
     scenario, wanted = IN_S3[name]
     source = s3_server.bucket(files={f"m/{file}": data for file, data in FILES.items()}) + "/m"
@@ -200,10 +200,10 @@ def test_a_fetch_from_s3_tells_no_secret(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ON_THE_HUB)
-def test_a_fetch_from_the_hub_tells_no_secret(
+def test_a_fetch_from_the_hub_reveals_no_secret(
     name: str, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Nor the address to which it leads for large files; as for S3."""
+    """Nor the redirect address of large files."""
     caplog.set_level(logging.DEBUG)
     scenario, wanted = ON_THE_HUB[name]
     scenario(world)
@@ -215,8 +215,8 @@ def test_a_fetch_from_the_hub_tells_no_secret(
     assert leaks.in_files(tmp_path / "store", tmp_path / "hf") == []
 
 
-def test_what_is_looked_through_is_found(tmp_path: Path) -> None:
-    """Else the tests here could not fail."""
+def test_the_search_for_secrets_finds_them(tmp_path: Path) -> None:
+    """Otherwise the tests here could not fail."""
     (tmp_path / "a.log").write_text(f"told {ACCESS_KEY.lower()}")
     (tmp_path / f"{TOKEN}.txt").write_text("")
     assert len(leaks.in_files(tmp_path)) == 2
@@ -227,7 +227,7 @@ def test_what_is_looked_through_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["all is well", "a wrong token", "a signed address that has expired", "the hub is away"]
 )
-def test_a_push_to_the_hub_tells_no_secret(
+def test_a_push_to_the_hub_reveals_no_secret(
     name: str, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Large files go to a signed address."""
@@ -297,9 +297,12 @@ def model(tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_no_command_tells_a_secret(world: World, s3_server: S3Server, model: dict[str, bytes], tmp_path: Path) -> None:
-    """Nor does a process that one starts, by its command line or its title; nor is one left in a file. Where all is
-    well, and where S3, the hub, or the cache that is pushed to refuses."""
+def test_no_command_reveals_a_secret(
+    world: World, s3_server: S3Server, model: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Nor does a process that it starts, by its command line or its title; nor a file. With success, and if S3, the
+    hub, or the cache of a push rejects access.
+    """
     world.hub.repos["org/m"].commit(model)
     bucket = s3_server.bucket(files={f"m/{name}": data for name, data in model.items()})
     python = make_interpreter(tmp_path / "venv", instead={"neuronx_cc": COMPILER})
@@ -453,12 +456,13 @@ def answers(fleet: LiveFleet, home: Path) -> dict[str, str]:
 
 
 @pytest.mark.soak
-def test_no_fleet_tells_a_secret(
+def test_no_fleet_reveals_a_secret(
     world: World, s3_server: S3Server, model: dict[str, bytes], home: Path, tmp_path: Path
 ) -> None:
-    """Of whose models two are served and the others are refused or damaged, each in another way; in no file of its
-    home and of Ray, by no command, port or process of it. S3 is reached by an address with a password, and is away in
-    the end."""
+    """Two of its models are served and the others are rejected or damaged, each in another way; in no file of its
+    home and of Ray, by no command, port or process of it. S3 is reached by an address with a password, and becomes
+    unreachable in the end.
+    """
     names = [name for name in ("good", *FAILS) if name not in ("gated", "late")]
     bucket = s3_server.bucket(files={f"{name}/{file}": data for name in names for file, data in model.items()})
     world.hub.repos["org/m"].commit(model)

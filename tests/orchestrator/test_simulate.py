@@ -38,8 +38,8 @@ def times(found: Measured) -> list[tuple[float, float]]:
     return [(round(a, 6), round(b, 6)) for a, b in zip(found.ttfts, found.latencies, strict=True)]
 
 
-def test_a_request_alone_takes_its_prefill_and_a_step_for_each_further_token() -> None:
-    """Nothing is in its way."""
+def test_a_single_request_takes_its_prefill_and_a_step_for_each_further_token() -> None:
+    """Without other load."""
     assert times(served([(1.0, 3)])) == [(0.05, 0.25)]
 
 
@@ -53,18 +53,18 @@ def test_a_prompt_waits_for_the_step_that_runs() -> None:
     assert times(served([(0.0, 11), (0.2, 1)]))[0] == (0.1, 0.1)
 
 
-def test_a_prefill_stops_the_decodes_of_its_replica() -> None:
-    """The one that is under way ends later by the prefill of the other."""
+def test_a_prefill_stalls_the_decodes_of_its_replica() -> None:
+    """The running request ends later by the prefill of the other."""
     assert times(served([(0.0, 11), (0.2, 1)]))[1] == (0.05, 1.1)
 
 
-def test_a_prefill_does_not_stop_another_replica() -> None:
-    """Each has steps of its own."""
+def test_a_prefill_does_not_stall_another_replica() -> None:
+    """Each replica has separate steps."""
     model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05)
     assert times(served([(0.0, 11), (0.2, 1)], model, replicas=2)) == [(0.05, 0.05), (0.05, 1.05)]
 
 
-def test_after_a_prefill_the_live_ones_get_a_decode_before_the_next() -> None:
+def test_after_a_prefill_live_requests_get_a_decode_before_the_next() -> None:
     """Step 2a of the batcher: the third prompt is read one decode after the second."""
     model = SimModel("m", slots=3, step_s=0.1, prefill_base_s=0.05)
     found = times(served([(0.0, 100), (0.06, 50), (0.07, 50)], model))
@@ -98,23 +98,22 @@ def test_more_than_the_queue_holds_is_refused() -> None:
     assert (found.answered, found.refused, found.open) == (2, 1, 0)
 
 
-def test_a_request_that_would_wait_too_long_is_refused() -> None:
-    """Its deadline cannot be kept: the one before it holds the only slot for far longer."""
+def test_a_request_that_would_wait_too_long_is_rejected() -> None:
+    """Its deadline cannot be kept: the one before it uses the only slot for far longer."""
     model = SimModel("m", slots=1, step_s=0.1, max_wait_s=0.3)
     found = served([(0.0, 100), (1.0, 5)], model)
     assert (found.answered, found.refused) == (1, 1)
 
 
-def test_other_routers_may_send_more_than_there_are_slots() -> None:
-    """The replica keeps them, in their order."""
+def test_other_routers_may_send_more_requests_than_slots() -> None:
+    """The replica queues them in their order."""
     model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05)
     asked = [Arrival(0.0, "m", 10, 2), Arrival(0.01, "m", 10, 2)]
     found = serve_fixed([model], asked, replicas={"m": 1}, choice=lambda replicas, _: replicas[0])["m"]
     assert times(found) == [(0.05, 0.15), (0.19, 0.29)]
 
 
-def test_the_clock_calls_in_the_order_of_times_and_then_of_asking() -> None:
-    """What is asked for first goes first at one time."""
+def test_the_clock_calls_in_the_order_of_times_then_of_registration() -> None:
     clock, seen = Clock(), list[tuple[float, str]]()
     for at, name in ((2.0, "c"), (1.0, "a"), (1.0, "b")):
         clock.at(at, lambda name: seen.append((clock.now, name)), name)
@@ -137,10 +136,10 @@ def test_arrivals_out_of_order_are_an_error() -> None:
     together=st.sampled_from((0, 40)),
 )
 @settings(max_examples=80, deadline=None)
-def test_every_request_is_answered_or_refused_exactly_once(
+def test_every_request_is_answered_or_rejected_exactly_once(
     arrivals: list[tuple[int, int]], slots: int, replicas: int, gateways: int, max_queue: int, together: int
 ) -> None:
-    """And no answer is faster than its replica alone would be."""
+    """And no answer is faster than on an idle replica."""
     model = SimModel("m", slots=slots, step_s=0.1, prefill_base_s=0.03, max_queue=max_queue, prefill_tokens=together)
     asked = [(at / 20, tokens) for at, tokens in sorted(arrivals)]
     found = served(asked, model, replicas, gateways)
@@ -155,8 +154,9 @@ def test_every_request_is_answered_or_refused_exactly_once(
 )
 @settings(max_examples=60, deadline=None)
 def test_a_replica_takes_its_steps_as_the_batcher_does(sends: list[tuple[int, int, int]], slots: int) -> None:
-    """Production's batcher, with an engine whose steps take virtual time, begins and ends each request when the
-    simulator does: prompts that join each other among them."""
+    """The product's batcher, with an engine whose steps take virtual time, starts and ends each request when the
+    simulator does, also prompts that are prefilled together.
+    """
     model = SimModel("m", slots=slots, step_s=0.125, prefill_base_s=0.0625, buckets=BUCKETS, prefill_tokens=BUCKETS[-1])
     requests = [
         SimRequest.of(Arrival(0.0, "m", prompt, tokens), i, at / 16 + i / 1024)  # none comes just as a step ends
@@ -243,7 +243,7 @@ def erlang_c(servers: int, load: float) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.7), (4, 3.2), (12, 10.0)])
-def test_single_slots_wait_as_queueing_theory_says(servers: int, load: float) -> None:
+def test_single_slots_wait_as_in_queueing_theory(servers: int, load: float) -> None:
     """M/M/c: the mean wait is C(c, a) / (c mu - lambda), within 8 %."""
     model = SimModel("m", slots=1, step_s=0.001, prefill_base_s=1e-9, max_queue=10**9)
     asked = exponential(load, 1000.0, 120_000, 5)
@@ -252,7 +252,7 @@ def test_single_slots_wait_as_queueing_theory_says(servers: int, load: float) ->
     assert sum(found.queued) / len(found.queued) == pytest.approx(expected, rel=0.08)
 
 
-def test_fixed_lengths_wait_as_queueing_theory_says() -> None:
+def test_fixed_lengths_wait_as_in_queueing_theory() -> None:
     """M/D/1: the mean wait is rho / (2 (1 - rho)) of a service, within 8 %."""
     draw, at, asked = Random(3), 0.0, list[Arrival]()
     for _ in range(20_000):
@@ -264,7 +264,7 @@ def test_fixed_lengths_wait_as_queueing_theory_says() -> None:
 
 
 def test_late_binding_has_shorter_tails_than_two_choices() -> None:
-    """At 85 % load, as `benchmarks/routing.py` measures at length."""
+    """At 85 % load; `benchmarks/routing.py` measures more."""
     model = SimModel("m", slots=4, step_s=0.03, prefill_base_s=0.02, max_queue=10**6)
     asked = list(exponential(16.0, 100.0, 6_000, 1))
     draw = Random(2)
@@ -279,26 +279,26 @@ def test_late_binding_has_shorter_tails_than_two_choices() -> None:
 
 
 def test_gateways_share_the_slots_of_a_replica() -> None:
-    """None is given twice, and none stays free: three gateways take as long as one."""
+    """No slot is used twice, and none stays free: three gateways take as long as one."""
     asked = [(0.0, 10)] * 12
     alone, shared = served(asked, MODEL), served(asked, MODEL, gateways=3)
     assert sorted(shared.latencies) == pytest.approx(sorted(alone.latencies))
 
 
-def test_who_waits_longer_than_the_objective_of_the_queue_is_not_within_it() -> None:
-    """The second waits for 0.55 s."""
+def test_a_wait_beyond_the_queue_objective_misses_it() -> None:
+    """The second request waits for 0.55 s."""
     model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05, queue_s=0.5)
     assert served([(0.0, 11), (0.5, 1)], model).attainment == 0.5
 
 
-def test_whose_tokens_come_slower_than_the_objective_is_not_within_it() -> None:
-    """A prefill stops the first for half a step in ten; of an answer of one token there is nothing to measure."""
+def test_tokens_slower_than_the_objective_miss_it() -> None:
+    """A prefill stalls the first request for half a step in ten; an answer of one token has nothing to measure."""
     model = SimModel("m", slots=2, step_s=0.1, prefill_base_s=0.05, tpot_s=0.102)
     assert served([(0.0, 11), (0.2, 1)], model).attainment == 0.5
 
 
-def test_a_flood_of_one_key_keeps_no_other_out_of_a_full_queue() -> None:
-    """As in the gateway: the last request of the flood leaves for it."""
+def test_a_flood_of_one_key_does_not_keep_others_out_of_a_full_queue() -> None:
+    """As in the gateway: its last request is rejected."""
     model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05, max_queue=2)
     flood = [Arrival(0.01 * i, "m", 10, 1, "flood") for i in range(4)]
     found = serve_fixed([model], [*flood, Arrival(0.045, "m", 10, 30, "other")], replicas={"m": 1})["m"]

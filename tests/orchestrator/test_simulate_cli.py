@@ -41,8 +41,8 @@ def data(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_run_is_told_as_a_table(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Models, a picture of the cores, and what the speeds are."""
+def test_a_run_is_printed_as_a_table(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Models, a plot of the cores, and the assumed speeds."""
     assert run(asked(spec)) == 0
     text = capsys.readouterr().out
     assert text.startswith("poisson, 2 requests/s for 1 min, lengths chat, seed 0\n")
@@ -50,8 +50,8 @@ def test_a_run_is_told_as_a_table(spec: str, capsys: pytest.CaptureFixture[str])
     assert "chat: step 20 ms" in text
 
 
-def test_a_run_is_told_as_json(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each model with its figures; all requests are somewhere."""
+def test_a_run_is_printed_as_json(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each model with its figures; all requests are counted."""
     assert run(asked(spec, "-o", "json")) == 0
     (told,) = data(capsys)["runs"]
     assert told["requests"] == told["answered"] + told["refused"] + told["lost"] + told["open"]
@@ -60,7 +60,7 @@ def test_a_run_is_told_as_json(spec: str, capsys: pytest.CaptureFixture[str]) ->
     assert told["cost"] is None
 
 
-def test_hosts_with_a_price_have_a_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_priced_hosts_have_a_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For all their cores, used or not."""
     path = tmp_path / "spec.yaml"
     path.write_text("hosts: {emulate: inf2.48xlarge, price_per_core_hour: 0.5}\nmodels: {chat: {engine: echo}}\n")
@@ -78,8 +78,8 @@ def test_every_key_of_the_json_is_described(spec: str, capsys: pytest.CaptureFix
     assert sorted(key for key in keys if f"`{key}`" not in page) == []
 
 
-def test_two_specs_stand_side_by_side(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same load for both."""
+def test_two_specs_are_shown_side_by_side(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the same load."""
     other = tmp_path / "other.yaml"
     other.write_text(SPEC.replace("min: 1", "min: 2"))
     assert run(asked(spec, "--against", str(other), "-o", "json")) == 0
@@ -92,14 +92,14 @@ def test_two_specs_stand_side_by_side(spec: str, tmp_path: Path, capsys: pytest.
     assert "other.yaml" in header
 
 
-def test_hosts_may_be_others_than_the_specs(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """For the question how many there must be."""
+def test_the_number_of_hosts_may_differ_from_the_specs(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """To find out how many are needed."""
     assert run(asked(spec, "--hosts", "3", "-o", "json")) == 0
     assert data(capsys)["runs"][0]["cores"] == 72
 
 
 def test_without_scaling_nothing_starts(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """--policy fixed: small is at zero and stays there; its requests are refused in the end."""
+    """--policy fixed: small is at zero and stays there; its requests are rejected in the end."""
     assert run(asked(spec, "--policy", "fixed", "-o", "json")) == 0
     (told,) = data(capsys)["runs"]
     assert told["starts"] == 0
@@ -118,10 +118,10 @@ def test_a_trace_is_played(spec: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert captured.err == "1 request of small is longer than its slots and cut to 2048 tokens\n"
 
 
-def test_requests_of_models_that_the_spec_lacks_are_left_out(
+def test_requests_for_unknown_models_are_dropped_and_counted(
     spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And told: what `trace export` gives may be older than the spec."""
+    """An export of `trace export` may be older than the spec."""
     trace = tmp_path / "trace.csv"
     trace.write_text("time,model,prompt_tokens,output_tokens\n0,chat,10,5\n1,old,10,5\n2,older,10,5\n3,old,1,1\n")
     assert run(["simulate", spec, "--trace", str(trace), "-o", "json"]) == 0
@@ -130,10 +130,10 @@ def test_requests_of_models_that_the_spec_lacks_are_left_out(
     assert json.loads(captured.out)["runs"][0]["requests"] == 1
 
 
-def test_a_long_list_of_bad_lines_ends_with_how_many_more(
+def test_a_long_list_of_invalid_lines_ends_with_the_number_of_others(
     spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Twenty are told."""
+    """Twenty are listed."""
     trace = tmp_path / "trace.csv"
     trace.write_text("time,model,prompt_tokens,output_tokens\n" + "0,chat,0,5\n" * 1254)
     assert run(["simulate", spec, "--trace", str(trace)]) == 1
@@ -142,8 +142,8 @@ def test_a_long_list_of_bad_lines_ends_with_how_many_more(
     assert told.endswith("\nand 1234 more\n")
 
 
-def test_made_up_requests_that_are_cut_are_told(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """How many of which model, and to what: the figures are of shorter ones."""
+def test_cut_synthetic_requests_are_reported(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The number for each model, and the length: the figures are of shorter ones."""
     assert run(asked(spec, "--lengths", "9999:2", "-o", "json")) == 0
     captured = capsys.readouterr()
     counts = {model["model"]: model["requests"] for model in json.loads(captured.out)["runs"][0]["models"]}
@@ -152,7 +152,7 @@ def test_made_up_requests_that_are_cut_are_told(spec: str, capsys: pytest.Captur
     )
 
 
-def test_warnings_of_the_spec_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_of_the_spec_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As `validate` and `plan` do: the speeds of a model without its config.json are a guess."""
     path = tmp_path / "spec.yaml"
     path.write_text("hosts: {emulate: inf2.48xlarge}\nmodels: {chat: {source: ./none, max_len: 2048}}\n")

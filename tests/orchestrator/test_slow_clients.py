@@ -33,8 +33,8 @@ def served() -> Iterator[Served]:
 
 
 @pytest.mark.slow
-def test_five_hundred_slow_senders_stop_nobody_and_are_gone_by_the_deadline(served: Served) -> None:
-    """Each gets 408 when its time is over; ordinary clients are answered meanwhile as ever."""
+def test_five_hundred_slow_senders_delay_no_other_and_are_gone_by_the_deadline(served: Served) -> None:
+    """Each gets 408 at its deadline; ordinary clients are served meanwhile as usual."""
     read_s = 3.0
     gateway = LiveGateway(read_s=read_s)
     try:
@@ -93,8 +93,8 @@ def test_readers_that_stop_lose_their_slots_by_the_deadline(
         gateway.close()
 
 
-def test_an_answer_that_nobody_takes_ends_with_its_connection(served: Served) -> None:
-    """A whole answer that its client never reads is given up after the deadline."""
+def test_an_unread_answer_ends_with_its_connection(served: Served) -> None:
+    """A complete answer that its client never reads is dropped after the deadline."""
     gateway = LiveGateway(write_s=0.5)
     try:
         gateway.serve(routes("m", served, max_len=100_000))
@@ -109,8 +109,8 @@ def test_an_answer_that_nobody_takes_ends_with_its_connection(served: Served) ->
 
 
 @pytest.mark.slow
-def test_a_slow_reader_that_goes_on_reading_gets_all(served: Served) -> None:
-    """The deadline is for clients that take nothing, not for those that take little."""
+def test_a_slow_reader_that_keeps_reading_gets_everything(served: Served) -> None:
+    """The deadline is for clients that read nothing, not for slow ones."""
     gateway = LiveGateway(write_s=1.0)
     try:
         gateway.serve(routes("m", served))
@@ -125,10 +125,10 @@ def test_a_slow_reader_that_goes_on_reading_gets_all(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_stalled_handshakes_stop_nobody_and_are_ended(
+def test_stalled_handshakes_delay_no_other_and_are_ended(
     served: Served, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who connects and does not finish the handshake, or does not begin it, is disconnected by the deadline."""
+    """A client that does not start or finish the handshake is disconnected by the deadline."""
     monkeypatch.setattr(server, "HANDSHAKE_S", 2.0)
     pair = authority.sign("server")
     tls = ssl.create_default_context(cafile=str(authority.file))

@@ -98,8 +98,8 @@ def fleet() -> Iterator[LiveFleet]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
-def test_twenty_thousand_requests_are_answered_as_each_alone_and_memory_stays_flat(fleet: LiveFleet) -> None:
-    """Plain, streamed, seeded, several at once, with logprobs, wrong ones and hang-ups, mixed by a fixed seed."""
+def test_twenty_thousand_requests_are_answered_as_alone_and_memory_stays_flat(fleet: LiveFleet) -> None:
+    """Plain, streamed, seeded, several at once, with logprobs, invalid ones and disconnects, mixed by a fixed seed."""
     bodies = kinds()
     processes = [psutil.Process(pid) for pid in fleet.processes()]
     samples: list[tuple[int, dict[int, int]]] = []

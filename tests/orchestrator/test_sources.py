@@ -107,8 +107,8 @@ def test_no_weights_are_fetched_to_plan(hub: HubServer) -> None:
     assert [one.path for one in hub.asked if "safetensors" in one.path] == []
 
 
-def test_a_source_that_is_away_is_planned_as_it_was(hub: HubServer) -> None:
-    """With a warning; what was never seen gives the warning of a config that cannot be read."""
+def test_an_unreachable_source_is_planned_with_its_stored_metadata(hub: HubServer) -> None:
+    """With a warning; one that was never read gives the warning of an unreadable config."""
     before = read("a: {source: org/tiny}")
     hub.away()
     after = read("a: {source: org/tiny}, b: {source: org/other}")
@@ -116,8 +116,8 @@ def test_a_source_that_is_away_is_planned_as_it_was(hub: HubServer) -> None:
     assert told(after) == [("source-away", "warning"), ("checkpoint-unreadable", "warning")]
 
 
-def test_a_source_that_is_not_there_is_told_with_its_name(s3: S3Server, hub: HubServer) -> None:
-    """Warnings, since the hosts may have other rights; each at its own key."""
+def test_a_missing_source_is_reported_by_name(s3: S3Server, hub: HubServer) -> None:
+    """Warnings, since the hosts may have other permissions; each at its own key."""
     file = read("a: {source: s3://models/none}, b: {source: s3://nobody/x}, c: {source: org/none}")
     assert told(file) == [("checkpoint-unreadable", "warning")] * 3
     texts = [problem.what for problem in file.problems]
@@ -136,10 +136,10 @@ def test_a_source_that_is_not_there_is_told_with_its_name(s3: S3Server, hub: Hub
         (SPLIT, "", []),  # auto may become transformers-neuronx
     ],
 )
-def test_pickles_and_layouts_are_refused_before_anything_is_fetched(
+def test_pickles_and_layouts_are_rejected_before_anything_is_fetched(
     hub: HubServer, files: tuple[str, ...], fields: str, expected: list[tuple[str, str]]
 ) -> None:
-    """Errors at the source's place, without a byte of the weights."""
+    """Errors at the source's line, without a byte of the weights."""
     small = {name: MODEL[name] for name in ("config.json", "tokenizer.json")}
     hub.repos["org/other"] = Repo()
     hub.repos["org/other"].commit({**small, **dict.fromkeys(files, b"{}")})
@@ -160,10 +160,10 @@ SHARDS = [f"weights/tp{rank}_sharded_checkpoint.safetensors" for rank in range(4
         ("tp_degree: 4, draft: {source: org/tiny}", ["layout-unsupported"]),
     ],
 )
-def test_what_was_divided_for_something_else_is_told_before_anything_is_fetched(
+def test_a_mismatched_sharding_is_reported_before_anything_is_fetched(
     hub: HubServer, fields: str, expected: list[str]
 ) -> None:
-    """At the source's place, by its name. With a draft of which nothing is known, nothing is told."""
+    """At the source's line, by its name. With an unknown draft nothing is reported."""
     recorded = {"neuron_config": {"tp_degree": 4, "torch_dtype": "bfloat16"}}
     hub.repos["org/divided"] = Repo()
     hub.repos["org/divided"].commit(
@@ -191,19 +191,20 @@ def test_what_was_divided_for_something_else_is_told_before_anything_is_fetched(
         ({"auto_map": {"AutoModel": "m.Own"}}, False, []),  # a known family: its own class is taken
     ],
 )
-def test_code_of_a_checkpoint_is_refused_unless_it_is_trusted(
+def test_code_of_a_checkpoint_is_rejected_unless_it_is_trusted(
     tmp_path: Path, config: Mapping[str, Any], trusts: bool, expected: list[tuple[str, str]]
 ) -> None:
-    """Only where there is no class of transformers; and no plan runs any."""
+    """Only if transformers has no class; and planning never runs it."""
     known = json.loads(MODEL["config.json"])
     stub_checkpoint(tmp_path, {**known, **config})
     (tmp_path / "m.py").write_text("raise SystemExit('it runs')")
     assert told(read(f"a: {{source: {tmp_path}, trust_remote_code: {str(trusts).lower()}}}")) == expected
 
 
-def test_a_fleet_stays_at_the_commit_that_it_saw_first(hub: HubServer) -> None:
-    """Also when the branch moves, the hub is away, and the controller reads its revision anew; another fleet, or
-    another revision in the spec, looks again."""
+def test_a_fleet_stays_at_its_first_commit(hub: HubServer) -> None:
+    """Also when the branch moves, the hub is unreachable, and the controller reads its revision again; another
+    fleet, or another revision in the spec, resolves it again.
+    """
     first = hub.repos["org/tiny"].names["main"]
     assert commit(generation("a: {source: org/tiny}")) == first
     moved = hub.repos["org/tiny"].commit({**MODEL, "README.md": b"x", "generation_config.json": b"{}"})
@@ -215,7 +216,7 @@ def test_a_fleet_stays_at_the_commit_that_it_saw_first(hub: HubServer) -> None:
     assert commit(generation(f"a: {{source: org/tiny, revision: {moved}}}", 3)) == moved
 
 
-def test_a_draft_is_pinned_as_its_model_is(hub: HubServer) -> None:
+def test_a_draft_is_pinned_like_its_model(hub: HubServer) -> None:
     """By its own revision."""
     tag = hub.repos["org/tiny"].commit({**MODEL, "x.json": b"{}"}, "v1")
     found = generation("a: {source: org/tiny, draft: {source: org/tiny, revision: v1}}")
@@ -224,8 +225,8 @@ def test_a_draft_is_pinned_as_its_model_is(hub: HubServer) -> None:
     assert (found.source(model), found.draft_source(model)) == ("org/tiny", "org/tiny")
 
 
-def test_the_gateway_reads_the_tokenizer_of_a_model_elsewhere(s3: S3Server, hub: HubServer) -> None:
-    """From the small files; and it is the same tokenizer as that of a folder with the same files."""
+def test_the_gateway_reads_the_tokenizer_of_a_remote_model(s3: S3Server, hub: HubServer) -> None:
+    """From the small files; it equals that of a folder with the same files."""
     found = generation(f"a: {{source: org/tiny}}, b: {{source: s3://models/tiny}}, c: {{source: {TINY}}}")
     folders = [found.folder(model) for model in found.spec.models]
     assert folders[2] == str(TINY)
@@ -234,16 +235,16 @@ def test_the_gateway_reads_the_tokenizer_of_a_model_elsewhere(s3: S3Server, hub:
     assert len(set(found.tokenizers.values())) == 1
 
 
-def test_the_daemon_asks_for_what_is_not_known_only(hub: HubServer) -> None:
-    """An apply has asked; reading its revision asks nobody."""
+def test_the_daemon_requests_only_unknown_metadata(hub: HubServer) -> None:
+    """An apply has requested it; reading its revision sends no request."""
     read("a: {source: org/tiny}")
     asked = len(hub.asked)
     generation("a: {source: org/tiny}")
     assert len(hub.asked) == asked
 
 
-def test_without_anything_known_a_generation_is_there_all_the_same(hub: HubServer) -> None:
-    """The controller tells of a fetch that fails; reading must not."""
+def test_without_metadata_a_generation_exists_all_the_same(hub: HubServer) -> None:
+    """The controller reports the failed fetch; reading must not raise."""
     hub.away()
     found = generation("a: {source: org/tiny, revision: v1}")
     (model,) = found.spec.models
@@ -251,10 +252,10 @@ def test_without_anything_known_a_generation_is_there_all_the_same(hub: HubServe
 
 
 @pytest.mark.parametrize("command", ["validate", "plan"])
-def test_commands_take_specs_with_models_elsewhere(
+def test_commands_accept_specs_with_remote_models(
     s3: S3Server, hub: HubServer, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], home: Path
 ) -> None:
-    """And no credential is in what they say or keep."""
+    """And no credential is in their output or files."""
     file = tmp_path / "spec.yaml"
     file.write_text(f"{HOSTS}models: {{a: {{source: s3://models/tiny}}, b: {{source: s3://models/none}}}}\n")
     assert cli.run([command, str(file)]) in (0, 2)
@@ -266,8 +267,8 @@ def test_commands_take_specs_with_models_elsewhere(
     assert "s3-not-found" in shown.err or "no objects below s3://models/none/" in shown.err
 
 
-def test_nothing_is_asked_of_what_a_spec_may_not_name(hub: HubServer) -> None:
-    """The list of allowed places comes first."""
+def test_a_disallowed_source_gets_no_request(hub: HubServer) -> None:
+    """The allowed sources are checked first."""
     from orchestrator.access.source_policy import SourcePolicy
 
     text = f"{HOSTS}models: {{a: {{source: org/tiny}}}}\n"
@@ -276,15 +277,15 @@ def test_nothing_is_asked_of_what_a_spec_may_not_name(hub: HubServer) -> None:
     assert hub.asked == []
 
 
-def test_no_test_asks_the_world() -> None:
-    """What conftest.py sees to."""
+def test_no_test_uses_the_network() -> None:
+    """As ensured by conftest.py."""
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert told(read("a: {source: openai-community/gpt2}")) == [("checkpoint-unreadable", "warning")]
 
 
 @pytest.mark.slow
-def test_one_answer_of_a_model_in_s3(s3: S3Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`generate` fetches it into the store first, and then says what the folder's model says."""
+def test_generate_answers_with_a_model_in_s3(s3: S3Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It fetches the model into the store first; the answer is that of the folder's model."""
     said = []
     for source in (str(TINY), "s3://models/tiny"):
         file = tmp_path / "spec.yaml"

@@ -39,8 +39,8 @@ def refused(hosts: str) -> list[tuple[str, str, str]]:
         ),
     ],
 )
-def test_up_says_how_many_hosts_it_can_start(hosts: str, found: list[tuple[str, str]]) -> None:
-    """One machine, or as many emulated ones as Ray nodes are sensible; planning takes any."""
+def test_up_reports_how_many_hosts_it_can_start(hosts: str, found: list[tuple[str, str]]) -> None:
+    """One machine, or a sensible number of emulated ones, which are Ray nodes; planning accepts any."""
     told = [(where, hint) for id, where, hint in refused(hosts) if id == "hosts-not-served"]
     assert told == found
 
@@ -53,7 +53,7 @@ def test_up_says_how_many_hosts_it_can_start(hosts: str, found: list[tuple[str, 
     ],
 )
 def test_a_spec_for_other_machines_can_be_emulated(hosts: str, part: str) -> None:
-    """The hint says what to write."""
+    """The hint has the change."""
     (hint,) = [hint for id, _, hint in refused(hosts) if id == "host-differs"]
     assert part in hint
 
@@ -76,7 +76,7 @@ def test_hosts_of_several_emulated_types_can_be_started() -> None:
 )
 @pytest.mark.parametrize("hosts", ["instance", "emulate"])
 def test_a_spec_with_an_engine_that_up_cannot_start_is_invalid(engine: str, found: list[str], hosts: str) -> None:
-    """On the machine that the spec means, or emulated."""
+    """On the machine of the spec, or emulated."""
     text = f"hosts: {{{hosts}: inf2.xlarge}}\nmodels: {{a: {{source: s3://models/m, engine: {engine}}}}}\n"
     file = examine(text, "f.yaml", ".", Machine((0, 1), "inf2.xlarge"))
     assert start_problems(file) == ()
@@ -85,8 +85,8 @@ def test_a_spec_with_an_engine_that_up_cannot_start_is_invalid(engine: str, foun
 
 
 @pytest.mark.parametrize("megabytes", [5, 50, 5000])
-def test_a_huge_file_is_refused_without_being_read(megabytes: int, tmp_path: Path) -> None:
-    """Of a file without an end no more is read than a spec may have."""
+def test_a_huge_file_is_rejected_without_being_read(megabytes: int, tmp_path: Path) -> None:
+    """At most the allowed size is read from an endless file."""
     path = tmp_path / "f.yaml"
     path.touch()
     os.truncate(path, megabytes * 1_000_000)  # sparse
@@ -105,8 +105,8 @@ def unread(source: str, folder: Path) -> Problem:
 @pytest.mark.parametrize(
     ("source", "begins"), [("./m", True), ("../m", True), ("/no-such/m", False), ("~/no-m", False)]
 )
-def test_where_a_path_begins_is_told_for_relative_ones_only(source: str, begins: bool, tmp_path: Path) -> None:
-    """And of each, that its config.json alone would do."""
+def test_the_base_of_a_path_is_reported_for_relative_ones_only(source: str, begins: bool, tmp_path: Path) -> None:
+    """And for each, that its config.json alone is enough."""
     problem = unread(source, tmp_path)
     assert problem.id == "checkpoint-unreadable"
     assert ("relative paths start at the folder of the spec file" in problem.hint) == begins
@@ -135,7 +135,7 @@ def judged(
 
 @pytest.mark.parametrize("id", BROKEN)
 def test_a_folder_that_cannot_be_loaded_is_an_error_where_it_will_be_loaded(tmp_path: Path, id: str) -> None:
-    """On emulated hosts, which are this machine, and on the very type of the spec: with the id of a failed start."""
+    """On emulated hosts, which are this machine, and on the spec's type: with the id of a failed start."""
     stub_checkpoint(tmp_path / "m")
     assert judged(tmp_path, "{emulate: inf2.48xlarge, count: 2}") == judged(tmp_path, "{instance: inf2.48xlarge}") == []
     BROKEN[id](tmp_path / "m")
@@ -156,8 +156,8 @@ def test_elsewhere_and_offline_such_a_folder_is_a_warning(tmp_path: Path, id: st
     assert problem.what.endswith("; the machine that will load it was not checked")
 
 
-def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path: Path) -> None:
-    """It reads the tokens of its model; its weights it needs."""
+def test_a_draft_needs_no_separate_tokenizer(tmp_path: Path) -> None:
+    """It uses the tokens of its model; it needs its weights."""
     stub_checkpoint(tmp_path / "m")
     (stub_checkpoint(tmp_path / "d") / "tokenizer.json").unlink()
     text = "hosts: {emulate: inf2.48xlarge}\nmodels: {a: {source: ./m, engine: cpu, draft: {source: ./d}}}\n"
@@ -181,7 +181,7 @@ def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path: Path) -> None:
 def test_a_hub_id_that_is_also_a_folder_beside_the_spec_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, hint: str, where: str
 ) -> None:
-    """The hub is not asked; the hint says how to write the folder."""
+    """The hub gets no request; the hint has the path of the folder."""
     monkeypatch.setattr("orchestrator.revisions.spec_file.read_facts", None)
     (tmp_path / "models").mkdir()
     stub_checkpoint(tmp_path / "models" / "tiny")
@@ -191,7 +191,7 @@ def test_a_hub_id_that_is_also_a_folder_beside_the_spec_is_an_error(
 
 
 @pytest.mark.parametrize("readable", [False, True])
-def test_a_folder_that_may_not_be_read_is_not_looked_for(
+def test_a_disallowed_folder_is_not_searched_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
 ) -> None:
     """Its existence is not revealed to a client of the admin API."""

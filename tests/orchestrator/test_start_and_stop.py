@@ -73,10 +73,10 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     ("more", "python", "place"),
     [("", sys.executable, "spec.yaml:4:"), ("engines: {cpu: {python: /opt/own/python}}\n", "/opt/own/python", ":5:")],
 )
-def test_up_refuses_an_engine_that_its_interpreter_does_not_have(
+def test_up_rejects_an_engine_that_its_interpreter_does_not_have(
     more: str, python: str, place: str, no_torch: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At once, with the command that installs it; whether it is this interpreter or one that the spec names."""
+    """At once, with the command that installs it; for this interpreter or one of the spec."""
     assert run(["up", spec(tmp_path, "cpu", more)]) == 1
     told = capsys.readouterr().err
     assert f"error: engine-not-installed: {python} has no torch, which the engine cpu needs" in told
@@ -85,15 +85,15 @@ def test_up_refuses_an_engine_that_its_interpreter_does_not_have(
 
 
 def test_up_starts_an_engine_that_needs_no_package(no_torch: None, tmp_path: Path) -> None:
-    """The check refuses nothing that would work."""
+    """The check rejects nothing that would work."""
     with pytest.raises(NoFleet):
         run(["up", spec(tmp_path, "echo")])
 
 
-def test_the_doctor_finds_an_engine_that_is_not_installed(
+def test_the_doctor_reports_an_engine_that_is_not_installed(
     no_torch: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same finding as that of `up`."""
+    """With the finding of `up`."""
     assert run(["doctor", spec(tmp_path, "cpu")]) == 1
     assert "error: engine-not-installed: " in capsys.readouterr().err
 
@@ -101,8 +101,8 @@ def test_the_doctor_finds_an_engine_that_is_not_installed(
 # What `up` says
 
 
-def test_a_silence_is_broken_by_what_is_waited_for() -> None:
-    """As it is at that time; with the seconds since the wait began."""
+def test_a_long_wait_is_reported() -> None:
+    """With its current state and the seconds since its start."""
     told: list[str] = []
     state = ["a/0 (loading)"]
     with WaitingNotice(told.append, silence_s=0.01).waiting(lambda: state[0]):
@@ -112,8 +112,7 @@ def test_a_silence_is_broken_by_what_is_waited_for() -> None:
     assert told[0] == "waiting for a/0 (loading) (0 s)"
 
 
-def test_lines_of_its_own_keep_a_command_from_saying_what_it_waits_for() -> None:
-    """Nothing is added to a command that speaks."""
+def test_a_command_with_its_own_output_has_no_wait_messages() -> None:
     told: list[str] = []
     beat = WaitingNotice(told.append, silence_s=60.0)
     with beat.waiting(lambda: "nothing"):
@@ -166,15 +165,15 @@ def daemon(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start
     return made
 
 
-def test_up_says_what_becomes_of_replicas_while_the_gateway_starts(daemon: Started, home: Path) -> None:
-    """They start side by side; its end leaves nothing and is a success."""
+def test_up_reports_the_state_of_replicas_while_the_gateway_starts(daemon: Started, home: Path) -> None:
+    """They start in parallel; its end leaves nothing and is a success."""
     assert daemon.run(lambda record: daemon._requests.put("down")) == 0
     assert daemon.told[-1] == "stopped"
     assert not Home(home).record_file.exists()
 
 
 @pytest.mark.parametrize("left", ["processes", "the record"])
-def test_an_end_that_leaves_something_fails_and_says_so(
+def test_an_end_with_leftovers_fails_with_a_report(
     left: str, daemon: Started, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record stays for the next `up`."""
@@ -230,10 +229,10 @@ def test_down_fails_where_the_fleet_leaves_something(
     assert str(Home(home).record_file) in told
 
 
-def test_down_of_a_fleet_whose_daemon_was_killed_names_what_is_left(
+def test_down_of_a_fleet_whose_daemon_was_killed_lists_the_leftovers(
     leftover: subprocess.Popen[bytes], home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the way to end it."""
+    """And how to remove them."""
     record(home, "http://127.0.0.1:1", os.getpid(), 1.0)
     assert run(["down"]) == 1
     told = capsys.readouterr().err

@@ -36,16 +36,16 @@ def play(tmp_path: Path, spec: str, interpreters: dict[str | None, Interpreter])
     return virtually(until_over)
 
 
-def test_auto_becomes_the_engine_that_the_host_has(tmp_path: Path) -> None:
-    """What the replica is told, what status shows."""
+def test_auto_becomes_the_engine_of_the_host(tmp_path: Path) -> None:
+    """In the replica's configuration, and in the status."""
     cluster, replica = play(tmp_path, SPEC + "models: {a: {tp_degree: 2}}\n", {None: TNX})
     (config,) = cluster.started
     assert (config.engine, config.dtype, config.python) == ("transformers-neuronx", "bf16", None)
     assert (replica["state"], replica["engine"]) == ("ready", "transformers-neuronx")
 
 
-def test_auto_looks_into_the_interpreters_that_the_spec_names(tmp_path: Path) -> None:
-    """The engine's own, in which the replica is then started."""
+def test_auto_checks_the_interpreters_of_the_spec(tmp_path: Path) -> None:
+    """The replica is started in that of the engine."""
     spec = SPEC + "engines: {nxd-inference: {python: /opt/nxdi/bin/python}}\nmodels: {a: {tp_degree: 2}}\n"
     cluster, replica = play(tmp_path, spec, {"/opt/nxdi/bin/python": NXDI})
     (config,) = cluster.started
@@ -54,7 +54,7 @@ def test_auto_looks_into_the_interpreters_that_the_spec_names(tmp_path: Path) ->
 
 
 def test_auto_without_any_engine_is_a_failure_with_its_remedy(tmp_path: Path) -> None:
-    """And with why a named interpreter was not taken. No process is started."""
+    """And the reason why a configured interpreter was not used. No process is started."""
     spec = SPEC + "engines: {nxd-inference: {python: /opt/nxdi/bin/python}}\nmodels: {a: {tp_degree: 2}}\n"
     missing = Interpreter(python="/opt/nxdi/bin/python", trouble="missing", error="/opt/nxdi/bin/python is not there")
     cluster, replica = play(tmp_path, spec, {"/opt/nxdi/bin/python": missing})
@@ -75,8 +75,8 @@ def test_auto_without_any_engine_is_a_failure_with_its_remedy(tmp_path: Path) ->
         (TNX, "engine-not-installed"),
     ],
 )
-def test_a_wrong_interpreter_is_refused_before_any_process(found: Interpreter, id: str, tmp_path: Path) -> None:
-    """Each cause by its id; the pauses between the questions are those of failed starts."""
+def test_an_unsuitable_interpreter_is_rejected_before_any_process(found: Interpreter, id: str, tmp_path: Path) -> None:
+    """Each cause by its id; the pauses between the probes are those of failed starts."""
     spec = SPEC + "engines: {nxd-inference: {python: /p}}\nmodels: {a: {tp_degree: 2, engine: nxd-inference}}\n"
     cluster, replica = play(tmp_path, spec, {"/p": found})
     assert cluster.started == []
@@ -87,7 +87,7 @@ def test_a_wrong_interpreter_is_refused_before_any_process(found: Interpreter, i
 
 @pytest.mark.parametrize(("beside", "state"), [("4.47.1", "ready"), ("5.0.0", "failed")])
 @pytest.mark.parametrize("engine", ["auto", "transformers-neuronx"])
-def test_a_rotary_base_that_transformers_hides_is_refused_before_any_process(
+def test_a_rotary_base_that_transformers_hides_is_rejected_before_any_process(
     engine: str, beside: str, state: str, tmp_path: Path
 ) -> None:
     """By the transformers of the engine's interpreter and by config.json."""
@@ -104,8 +104,8 @@ def test_a_rotary_base_that_transformers_hides_is_refused_before_any_process(
         assert replica["reason"].startswith("rotary-misread: ")
 
 
-def test_an_interpreter_that_has_been_mended_is_taken(tmp_path: Path) -> None:
-    """By itself, at the next try."""
+def test_a_fixed_interpreter_is_used_at_the_next_try(tmp_path: Path) -> None:
+    """Automatically."""
 
     async def mend() -> Any:
         cluster = FakeCluster()
@@ -121,7 +121,7 @@ def test_an_interpreter_that_has_been_mended_is_taken(tmp_path: Path) -> None:
 
 
 def test_engines_of_the_host_need_no_interpreter(tmp_path: Path) -> None:
-    """Nobody is asked for a replica on CPUs, unless the spec names one for it."""
+    """No probe runs for a replica on CPUs, unless the spec sets an interpreter for it."""
     cluster, replica = play(tmp_path, SPEC + "models: {a: {engine: cpu}}\n", {})
     assert (cluster.asked, replica["state"]) == ([], "ready")
     named = SPEC + "engines: {cpu: {python: /p}}\nmodels: {a: {engine: cpu}}\n"
@@ -129,8 +129,8 @@ def test_engines_of_the_host_need_no_interpreter(tmp_path: Path) -> None:
     assert (cluster.asked, cluster.started[0].python) == (["/p"], "/p")
 
 
-def test_a_replica_that_is_stopped_while_its_interpreter_is_asked_is_not_started(tmp_path: Path) -> None:
-    """A slow interpreter's answer may come when nobody wants the replica any more."""
+def test_a_replica_stopped_during_the_probe_of_its_interpreter_is_not_started(tmp_path: Path) -> None:
+    """A slow probe may end when the replica is no longer wanted."""
 
     class Slow(FakeCluster):
         async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:

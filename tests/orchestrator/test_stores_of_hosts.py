@@ -68,8 +68,8 @@ def fetched(played: Played) -> list[str]:
     return sorted(event.message for event in played.journal.events() if event.reason == "Fetched")
 
 
-def test_a_model_on_two_hosts_moves_its_bytes_once_to_each(tmp_path: Path, source: str, s3_proxy: FaultProxy) -> None:
-    """Four replicas, two on each host: the first of each host pays."""
+def test_a_model_on_two_hosts_is_transferred_once_to_each(tmp_path: Path, source: str, s3_proxy: FaultProxy) -> None:
+    """Four replicas, two on each host: the first of each host fetches."""
     cluster = OnTwoHosts(tmp_path)
 
     async def story(played: Played) -> None:
@@ -83,10 +83,10 @@ def test_a_model_on_two_hosts_moves_its_bytes_once_to_each(tmp_path: Path, sourc
 
 
 @pytest.mark.parametrize("holder", HOSTS)
-def test_a_replica_goes_to_the_host_whose_store_holds_its_model(
+def test_a_replica_starts_on_the_host_whose_store_has_its_model(
     tmp_path: Path, source: str, s3_proxy: FaultProxy, holder: str
 ) -> None:
-    """Whichever it is; nothing of it is transferred again."""
+    """Nothing of it is transferred again."""
     cluster = OnTwoHosts(tmp_path)
     assert cluster.bring(holder, WantedArtifact(source=source)).moved > len(WEIGHTS)
     s3_proxy.forget()

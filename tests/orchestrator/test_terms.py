@@ -17,11 +17,11 @@ KEY = ApiKey(
 )
 
 
-def test_without_a_word_a_request_is_as_all_others() -> None:
+def test_a_request_without_terms_has_the_defaults() -> None:
     assert read_scheduling_parameters({}, None, None, 5.0) == SchedulingParameters()
 
 
-def test_headers_tell_deadline_session_and_curiosity() -> None:
+def test_headers_set_deadline_session_and_explanation() -> None:
     """The deadline counts from now on."""
     headers = {b"x-deadline-ms": b"1500", b"x-session-id": b" abc ", b"x-corewright-explain": b"1"}
     terms = read_scheduling_parameters(headers, None, 3, 5.0)
@@ -29,13 +29,13 @@ def test_headers_tell_deadline_session_and_curiosity() -> None:
 
 
 def test_a_key_is_a_tenant_with_its_weight() -> None:
-    """Two keys that chose one name for a session have two sessions."""
+    """Two keys with the same session name have two sessions."""
     terms = read_scheduling_parameters({b"x-session-id": b"s"}, KEY, None, 0.0)
     assert (terms.tenant, terms.weight, terms.session) == ("0123abcd", 2.0, "0123abcd s")
 
 
 @pytest.mark.parametrize(("own", "asked", "is_"), [(0, -5, 0), (0, 4, 4), (-3, -5, -3), (-3, None, -3), (2, None, 2)])
-def test_a_request_is_no_more_urgent_than_its_key_may_be(own: int, asked: int | None, is_: int) -> None:
+def test_a_request_is_at_most_as_urgent_as_its_key_allows(own: int, asked: int | None, is_: int) -> None:
     import msgspec.structs
 
     assert read_scheduling_parameters({}, msgspec.structs.replace(KEY, priority=own), asked, 0.0).priority == is_
@@ -57,12 +57,12 @@ def test_the_name_of_a_session_has_a_limit() -> None:
 @pytest.mark.parametrize(
     ("given", "is_"), [(b"1", True), (b" Yes", True), (b"on", True), (b"0", False), (b"OFF", False)]
 )
-def test_curiosity_is_a_yes_or_a_no(given: bytes, is_: bool) -> None:
+def test_explanation_is_yes_or_no(given: bytes, is_: bool) -> None:
     assert read_scheduling_parameters({b"x-corewright-explain": given}, None, None, 0.0).explains is is_
 
 
 @pytest.mark.parametrize("given", [b"", b"2", b"P(<7*h", b"\xff"])
-def test_what_is_neither_is_refused(given: bytes) -> None:
+def test_other_values_are_rejected(given: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         read_scheduling_parameters({b"x-corewright-explain": given}, None, None, 0.0)
     assert (caught.value.status, caught.value.param) == (400, "x-corewright-explain")

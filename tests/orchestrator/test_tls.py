@@ -91,8 +91,10 @@ def test_old_versions_are_not_spoken(authority: Authority, pair: Pair) -> None:
     assert handshake(context, client)[0] == "TLSv1.2"
 
 
-def test_with_an_authority_for_clients_only_theirs_are_served(authority: Authority, pair: Pair, folder: Path) -> None:
-    """Not one without a certificate, nor one of another authority, nor one that was made for a server."""
+def test_with_an_authority_for_clients_only_its_clients_are_served(
+    authority: Authority, pair: Pair, folder: Path
+) -> None:
+    """None without a certificate, of another authority, or with a server's certificate."""
     server = server_context(str(pair.cert), str(pair.key), str(authority.file))
     other = Authority(folder, "other")
     assert handshake(server, trusting(authority, authority.sign("client", client=True)))[2] == b"well"
@@ -108,8 +110,8 @@ def unusable(cert: Path, key: Path, client_ca: Path | None = None) -> str:
     return found.value.problem.what
 
 
-def test_what_cannot_be_used_is_told(authority: Authority, pair: Pair, tmp_path: Path) -> None:
-    """With the file and what is wrong with it, and without asking anybody for a password."""
+def test_an_unusable_file_is_reported(authority: Authority, pair: Pair, tmp_path: Path) -> None:
+    """With its path and the reason, and without a password prompt."""
     other, late = authority.sign("other-server"), authority.sign("late", days=-1)
     closed = authority.sign("closed", password=b"x")
     text = tmp_path / "text.pem"
@@ -127,8 +129,8 @@ def test_what_cannot_be_used_is_told(authority: Authority, pair: Pair, tmp_path:
     assert "none.pem cannot be read" in unusable(pair.cert, pair.key, tmp_path / "none.pem")
 
 
-def test_a_renewed_certificate_is_taken_over(authority: Authority, pair: Pair) -> None:
-    """The new context is another one, so that connections under way keep theirs; unchanged files give none."""
+def test_a_renewed_certificate_is_loaded(authority: Authority, pair: Pair) -> None:
+    """In a new context, so that open connections keep theirs; unchanged files give none."""
     files = CertificateFiles(str(pair.cert), str(pair.key))
     before = files.context
     assert files.renewed() is None
@@ -141,10 +143,10 @@ def test_a_renewed_certificate_is_taken_over(authority: Authority, pair: Pair) -
     assert handshake(files.context, trusting(authority))[2] == b"well"
 
 
-def test_a_half_written_pair_keeps_the_old_one(
+def test_an_incomplete_pair_keeps_the_old_one(
     authority: Authority, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That is logged once for each change, and the second half brings the new one."""
+    """This is logged once for each change, and the second file activates the new pair."""
     files = CertificateFiles(str(pair.cert), str(pair.key))
     before, fresh = files.context, authority.sign("half")
     with caplog.at_level(logging.ERROR):
@@ -162,10 +164,10 @@ def test_a_half_written_pair_keeps_the_old_one(
     assert files.renewed() is files.context is not before
 
 
-def test_files_that_change_while_they_are_read_are_read_again(
+def test_files_that_change_during_the_read_are_read_again(
     authority: Authority, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read may be of two writings; the next look has the last one."""
+    """They may be of two writes; the next check has the last one."""
     files, fresh = CertificateFiles(str(pair.cert), str(pair.key)), authority.sign("fresh")
     before = files.context
 
@@ -185,8 +187,8 @@ def test_files_that_change_while_they_are_read_are_read_again(
     assert files.renewed() is files.context is not before
 
 
-def test_a_link_that_is_pointed_elsewhere_is_a_change(authority: Authority, pair: Pair, tmp_path: Path) -> None:
-    """As Kubernetes exchanges a secret: both files at once."""
+def test_a_redirected_link_is_a_change(authority: Authority, pair: Pair, tmp_path: Path) -> None:
+    """As Kubernetes replaces a secret: both files at once."""
     fresh = authority.sign("linked")
     for name, one in (("old", pair), ("new", fresh)):
         (tmp_path / name).mkdir()
@@ -208,10 +210,8 @@ def test_a_link_that_is_pointed_elsewhere_is_a_change(authority: Authority, pair
         (["*.example.com"], "localhost"),
     ],
 )
-def test_a_certificate_says_by_which_name_a_server_may_be_called(
-    authority: Authority, hosts: list[str], name: str
-) -> None:
-    """The first that stands for one host."""
+def test_a_certificate_has_the_name_of_its_server(authority: Authority, hosts: list[str], name: str) -> None:
+    """The first name that is a single host."""
     assert certified_name(str(authority.sign("named", hosts=hosts).cert)) == name
 
 
@@ -225,7 +225,7 @@ def test_a_certificate_says_by_which_name_a_server_may_be_called(
         ("::1", False, "http://[::1]:8443"),
     ],
 )
-def test_the_address_that_up_tells_is_one_that_its_certificate_is_for(
+def test_the_address_printed_by_up_matches_its_certificate(
     authority: Authority, host: str, with_tls: bool, url: str
 ) -> None:
     """No certificate is for 0.0.0.0."""

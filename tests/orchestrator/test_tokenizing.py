@@ -78,7 +78,7 @@ LIMITED = (429, "rate_limit_exceeded")
     ],
 )
 def test_a_prompt_that_is_far_too_long_is_charged(path: str, fields: dict[str, Any], ask: Ask) -> None:
-    """It has cost the gateway time, so its sender cannot repeat it for ever."""
+    """It has cost the gateway time, so its sender cannot repeat it forever."""
     refused = ask(path, **fields)
     assert outcome(refused) == TOO_LONG
     assert "at most 64 tokens" in refused.json()["error"]["message"]
@@ -101,12 +101,12 @@ def test_a_key_without_tokens_left_tokenizes_nothing(
 @pytest.mark.parametrize(
     ("path", "fields"), [("/tokenize", {"prompt": LONG}), ("/detokenize", {"tokens": [5] * 50_000})]
 )
-def test_what_is_tokenized_without_an_answer_is_charged(path: str, fields: dict[str, Any], ask: Ask) -> None:
+def test_tokenizing_without_an_answer_is_charged(path: str, fields: dict[str, Any], ask: Ask) -> None:
     assert ask(path, **fields).status_code == 200
     assert outcome(ask(path, **fields)) == LIMITED
 
 
-def test_a_short_text_is_charged_as_its_tokens(ask: Ask) -> None:
+def test_a_short_text_is_charged_by_its_tokens(ask: Ask) -> None:
     answer = ask("/tokenize", prompt="hello")
     assert (
         int(ask("/tokenize", prompt="hello").headers["x-ratelimit-remaining-tokens"])
@@ -122,17 +122,17 @@ def test_a_short_text_is_charged_as_its_tokens(ask: Ask) -> None:
         ("/detokenize", {"tokens": [5] * (MOST_TOKENS + 1)}, "tokens"),
     ],
 )
-def test_what_is_only_tokenized_has_a_limit_too(path: str, fields: dict[str, Any], param: str, ask: Ask) -> None:
+def test_tokenizing_alone_has_a_limit_too(path: str, fields: dict[str, Any], param: str, ask: Ask) -> None:
     error = ask(path, **fields).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
 
 def test_a_text_longer_than_the_context_is_tokenized(ask: Ask) -> None:
-    """To find out how long it is, /tokenize is there."""
+    """/tokenize is used to find out how long it is."""
     assert ask("/tokenize", prompt="hello " * 500).json()["count"] > MAX_LEN
 
 
-def test_the_messages_that_are_tokenized_are_counted(ask: Ask) -> None:
+def test_the_tokenized_messages_are_counted(ask: Ask) -> None:
     answer = ask("/tokenize", messages=[{"role": "user", "content": "hi"}] * 11)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_messages")
 
@@ -153,7 +153,7 @@ class Jobs:
         return work
 
 
-async def test_one_key_never_has_all_threads() -> None:
+async def test_one_key_never_uses_all_threads() -> None:
     jobs, threads = Jobs(), TokenizerThreads(3)
     flood = [asyncio.create_task(threads.run("a", 1, jobs.of("a"))) for _ in range(20)]
     await until_async(lambda: len(jobs.running) == 2, 10, "two threads work for a")
@@ -165,8 +165,8 @@ async def test_one_key_never_has_all_threads() -> None:
     threads.close()
 
 
-async def test_a_thread_stays_taken_until_its_work_has_ended() -> None:
-    """A client that goes away and comes again does not get a further thread each time."""
+async def test_a_thread_stays_in_use_until_its_work_has_ended() -> None:
+    """A client that reconnects does not get a further thread each time."""
     jobs, threads = Jobs(), TokenizerThreads(2)
     gone = asyncio.create_task(threads.run("a", 1, jobs.of("gone")))
     await until_async(lambda: jobs.running == ["gone"], 10, "its work has begun")
@@ -180,8 +180,8 @@ async def test_a_thread_stays_taken_until_its_work_has_ended() -> None:
     threads.close()
 
 
-async def test_an_error_that_nobody_waits_for_is_not_logged() -> None:
-    """asyncio would write a traceback for each client that sends a prompt that is too long, and leaves."""
+async def test_an_unawaited_error_is_not_logged() -> None:
+    """asyncio would write a traceback for each client that disconnects after a prompt that is too long."""
     logged: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
     began, free, threads = threading.Event(), threading.Event(), TokenizerThreads(2)
@@ -207,9 +207,7 @@ async def test_an_error_that_nobody_waits_for_is_not_logged() -> None:
 @pytest.mark.parametrize(
     ("limit", "status"), [("MAX_BYTES_OF_KEY", 429), ("MAX_BYTES", 503)], ids=["of one key", "of all"]
 )
-async def test_what_waits_has_a_limit_and_gives_it_back(
-    limit: str, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_waiting_texts_have_a_common_limit(limit: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, limit, 100)
     jobs, threads = Jobs(), TokenizerThreads(2)
     first = asyncio.create_task(threads.run("a", 60, jobs.of("a")))

@@ -130,7 +130,7 @@ FORMS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 
 @pytest.mark.parametrize(("format", "text", "content", "calls"), FORMS)
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_call_is_read_as_the_model_writes_it(
+def test_a_call_is_parsed_in_any_chunks(
     format: str, text: str, content: str, calls: list[tuple[str, Any]], streamed: bool
 ) -> None:
     """In one piece and character by character, streamed and whole."""
@@ -164,8 +164,8 @@ UNHARMED = [
 
 
 @pytest.mark.parametrize(("format", "text"), UNHARMED)
-def test_text_without_a_call_comes_through_unharmed(format: str, text: str) -> None:
-    """To the letter, also where it begins like a call."""
+def test_text_without_a_call_is_unchanged(format: str, text: str) -> None:
+    """Also if it starts like a call."""
     for streamed in (True, False):
         assert read(format, text, streamed=streamed) == (text, [])
         assert read(format, text, range(len(text)), streamed=streamed) == (text, [])
@@ -184,8 +184,8 @@ def test_text_without_a_call_comes_through_unharmed(format: str, text: str) -> N
         ("mistral", '[TOOL_CALLS]f{"a": nul}'),
     ],
 )
-def test_arguments_that_are_no_json_are_text_in_a_whole_answer(format: str, text: str) -> None:
-    """As with vLLM. In a stream the beginning of the call has been told already: its rest is content."""
+def test_invalid_json_arguments_are_text_in_a_whole_answer(format: str, text: str) -> None:
+    """As with vLLM. In a stream the start of the call was sent already: its rest is content."""
     assert read(format, text, streamed=False) == (text, [])
 
     content, calls = read(format, text)
@@ -193,8 +193,8 @@ def test_arguments_that_are_no_json_are_text_in_a_whole_answer(format: str, text
     assert text.replace("</tool_call>", "").endswith((calls[0][1] + content).replace("</tool_call>", ""))
 
 
-def test_arguments_are_told_as_they_come() -> None:
-    """First the name, with an id, then each piece of the arguments, and no later than it can be."""
+def test_arguments_are_streamed_as_they_arrive() -> None:
+    """First the name, with an id, then each piece of the arguments, as early as possible."""
     parser = make_parser("hermes", "auto", streamed=True)
     pieces = ["<tool_", 'call>\n{"name": "f", "argu', 'ments": {"te', 'xt": "lo', 'ng"}', "}\n</tool_call>"]
 
@@ -209,8 +209,8 @@ def test_arguments_are_told_as_they_come() -> None:
     assert [parser.finish_reason(reason) for reason in ("stop", "length")] == ["tool_calls", "length"]
 
 
-def test_a_mistral_id_is_one_that_its_template_takes() -> None:
-    """Nine letters or digits; the model's own where it gives one."""
+def test_a_mistral_id_matches_its_template() -> None:
+    """Nine letters or digits; the model's own if it gives one."""
     for text, id in (("[TOOL_CALLS]f{}", None), ("[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{}", "abc123def")):
         (begin, _) = make_parser("mistral", "auto", streamed=True).push(text)
         assert isinstance(begin, CallBegin)
@@ -219,23 +219,23 @@ def test_a_mistral_id_is_one_that_its_template_takes() -> None:
         assert id in (None, begin.id)
 
 
-def test_what_is_surely_no_call_is_not_held() -> None:
-    """Words behind a mark that go on for longer than a name are told at once."""
+def test_text_that_cannot_be_a_call_is_not_held_back() -> None:
+    """Words after a mark that are longer than a name are sent at once."""
     text = "[TOOL_CALLS]" + "x" * 500
 
     assert joined(make_parser("mistral", "auto", streamed=True).push(text)) == (text, [])
 
 
-def test_without_parallel_calls_only_the_first_is_told() -> None:
-    """As vLLM does: the others are dropped."""
+def test_without_parallel_calls_only_the_first_is_sent() -> None:
+    """As in vLLM: the others are dropped."""
     text = '[TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]'
 
     assert read("mistral", text, only_one=True) == ("", [("a", "{}")])
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_required_calls_are_read_from_an_array(streamed: bool) -> None:
-    """Which is what a guide makes the model write, whatever its own format."""
+def test_required_calls_are_parsed_from_an_array(streamed: bool) -> None:
+    """The guide makes the model write it, whatever its own format."""
     text = ' [{"name": "a", "parameters": {"x": 1}}, {"name": "b", "parameters": {}}]\n'
 
     for cuts in ((), range(len(text))):
@@ -244,7 +244,7 @@ def test_required_calls_are_read_from_an_array(streamed: bool) -> None:
 
 
 def test_a_named_call_is_the_whole_text() -> None:
-    """The function is known, so the text is its arguments; it ends by "stop", as OpenAI's server says it."""
+    """The function is known, so the text is its arguments; it ends with "stop", as OpenAI's server does."""
     assert read(None, '{"x": 1}', (3, 5), calling="named") == ("", [("f", '{"x": 1}')])
     assert make_parser(None, "named", streamed=True, name="f").finish_reason("stop") == "stop"
 
@@ -262,8 +262,8 @@ def test_a_named_call_is_the_whole_text() -> None:
         (None, None),
     ],
 )
-def test_the_format_is_seen_from_the_chat_template(template: str | None, format: str | None) -> None:
-    """By the marks that it shows the model; XML inside <tool_call> is another format."""
+def test_the_format_is_detected_from_the_chat_template(template: str | None, format: str | None) -> None:
+    """By its marks; XML inside <tool_call> is another format."""
     assert detect_format(template) == format
 
 
@@ -350,8 +350,8 @@ def test_any_text_is_read_alike_however_it_is_cut(
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])), cuts=CUTS)
 @example(text="  a {b} [c] <d>  ", cuts=[1, 2, 3])
 @settings(max_examples=100, deadline=None)
-def test_ordinary_text_comes_through_unharmed(format: str, text: str, cuts: list[int]) -> None:
-    """Blanks at its ends among it."""
+def test_ordinary_text_is_unchanged(format: str, text: str, cuts: list[int]) -> None:
+    """Including white space at its ends."""
     assert read(format, text, cuts) == (text, [])
 
 

@@ -79,7 +79,7 @@ def serve(
 
 
 def test_a_request_is_one_trace_across_gateway_queue_and_replica() -> None:
-    """Each span is below the one that asked for it, and the first below the caller's own."""
+    """Each span is a child of the requesting one, and the first one of the caller's own."""
     kept = Kept()
     replica = ReplicaTracing(kept.sink, Taken(), model="chat", replica=0)
     serve(RequestTracing(kept.sink), replica, {b"traceparent": SAMPLED.encode(), b"tracestate": b"vendor=1"})
@@ -99,7 +99,7 @@ def test_a_request_is_one_trace_across_gateway_queue_and_replica() -> None:
 
 
 def test_a_span_has_the_attributes_of_the_conventions_and_vllms() -> None:
-    """Of the request as the gateway saw it, and as the replica did."""
+    """Those of the request in the gateway and in the replica."""
     kept = Kept()
     serve(RequestTracing(kept.sink), ReplicaTracing(kept.sink, Taken(), model="chat", replica=0))
 
@@ -120,8 +120,8 @@ def test_a_span_has_the_attributes_of_the_conventions_and_vllms() -> None:
     assert not any("prompt" in str(value) for value in whole.values())
 
 
-def test_a_replica_that_was_lost_is_in_the_trace() -> None:
-    """The request waits again and goes to another one; the first attempt is no success."""
+def test_a_lost_replica_is_in_the_trace() -> None:
+    """The request waits again and goes to another one; the first attempt is not a success."""
     kept = Kept()
     trace = RequestTracing(kept.sink).start({}, "chat")
     assert trace is not None
@@ -155,8 +155,8 @@ def test_an_error_is_in_the_spans_that_had_it() -> None:
 @pytest.mark.parametrize(
     "error", [BatcherClosed("it is draining"), ValueError("the prompt is empty"), RuntimeError("a fault")]
 )
-def test_what_a_replica_refuses_is_in_the_trace_and_goes_on(error: Exception) -> None:
-    """The data plane hears of it all the same, and nothing of the request is kept."""
+def test_a_rejection_by_a_replica_is_in_the_trace(error: Exception) -> None:
+    """The data plane gets it too, and nothing of the request is kept."""
     kept = Kept()
     replica = ReplicaTracing(kept.sink, Taken(error), model="chat", replica=0)
     with pytest.raises(type(error)):
@@ -166,8 +166,8 @@ def test_what_a_replica_refuses_is_in_the_trace_and_goes_on(error: Exception) ->
     assert [span.status.description for span in kept.exporter.get_finished_spans()] == [str(error)]
 
 
-def test_a_replica_passes_on_what_is_not_traced() -> None:
-    """Requests and cancellations reach the batcher as they are, and there is no span."""
+def test_a_replica_passes_untraced_requests_through() -> None:
+    """Requests and cancellations reach the batcher unchanged, without a span."""
     kept, batcher = Kept(), Taken()
     replica = ReplicaTracing(kept.sink, batcher, model="chat", replica=0)
     for id, trace in (("a", None), ("b", NOT_SAMPLED), ("c", "nonsense")):
@@ -192,7 +192,7 @@ def test_a_replica_passes_on_what_is_not_traced() -> None:
     ],
 )
 def test_the_caller_or_the_sampler_decides(sampler: Sampler, traceparent: str | None, traced: bool) -> None:
-    """By OTEL_TRACES_SAMPLER; what is no traceparent is as none."""
+    """By OTEL_TRACES_SAMPLER; an invalid traceparent is ignored."""
     headers = {} if traceparent is None else {b"traceparent": traceparent.encode()}
     assert (RequestTracing(Kept(sampler).sink).start(headers, "chat") is not None) is traced
 
@@ -210,16 +210,16 @@ def test_the_caller_or_the_sampler_decides(sampler: Sampler, traceparent: str | 
         ("", False),
     ],
 )
-def test_a_traceparent_is_read_as_w3c_says(text: str, valid: bool) -> None:
-    """And written as it was read."""
+def test_a_traceparent_is_parsed_as_in_w3c(text: str, valid: bool) -> None:
+    """And written unchanged."""
     found = SpanId.parse(text)
     assert (found is not None) is valid
     if text == SAMPLED:
         assert str(found) == SAMPLED
 
 
-def test_a_request_that_is_not_traced_costs_next_to_nothing() -> None:
-    """Neither in the gateway, by the sampler or the caller's word, nor in the replica: CPU time, in the best run."""
+def test_an_untraced_request_costs_almost_nothing() -> None:
+    """In the gateway, by the sampler or the caller's flag, and in the replica: the best of several runs."""
     tracing = RequestTracing(Kept(ParentBased(TraceIdRatioBased(0.0))).sink)
     replica = ReplicaTracing(Kept().sink, Taken(), model="chat", replica=0)
     events = [TokenEvent(id=str(i), token_ids=[1]) for i in range(8)]
@@ -250,12 +250,12 @@ def test_a_request_that_is_not_traced_costs_next_to_nothing() -> None:
         ({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}, False),
     ],
 )
-def test_the_environment_asks_for_traces(environ: dict[str, str], asked: bool) -> None:
-    """By the standard variables alone."""
+def test_the_environment_enables_traces(environ: dict[str, str], asked: bool) -> None:
+    """By the standard variables only."""
     assert is_enabled(environ) is asked
 
 
-def test_without_being_asked_for_traces_nothing_of_opentelemetry_is_imported() -> None:
+def test_without_enabled_traces_opentelemetry_is_not_imported() -> None:
     """Neither by the gateway nor by a replica: it need not be installed."""
     program = (
         "import sys; from orchestrator.gateway.telemetry.request_spans import RequestTracing; "
@@ -343,8 +343,8 @@ def test_a_collector_gets_the_spans_of_both_processes(collector: Collector, monk
     }
 
 
-def test_the_name_of_the_service_can_be_given(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OTEL_SERVICE_NAME counts more than ours."""
+def test_the_name_of_the_service_can_be_set(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OTEL_SERVICE_NAME takes precedence over ours."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-fleet")
     tracing = RequestTracing.from_environment()
@@ -356,8 +356,8 @@ def test_the_name_of_the_service_can_be_given(collector: Collector, monkeypatch:
     assert attributes(request.resource_spans[0].resource.attributes)["service.name"] == "chat-fleet"
 
 
-def test_a_collector_that_is_gone_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request is served at once; its spans are lost."""
+def test_a_missing_collector_delays_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are served at once; their spans are lost."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     tracing = RequestTracing.from_environment()

@@ -52,8 +52,10 @@ class Raw:
     story=st.lists(st.tuples(st.integers(1, 30), st.floats(LATE_S + 0.01, 1e5), st.booleans()), max_size=5),
     hangs=st.booleans(),
 )
-def test_only_a_gateway_that_hangs_is_overdue(story: list[tuple[int, float, bool]], hangs: bool) -> None:
-    """Between pauses of all, or of the watcher alone, one beats on. Another one has stopped: it is found in time."""
+def test_only_a_hanging_gateway_is_overdue(story: list[tuple[int, float, bool]], hangs: bool) -> None:
+    """Between pauses of all, or of the watcher alone, one keeps beating. Another one has stopped: it is detected in
+    time.
+    """
     raw = Raw()
     clock, vigil, turn, longest = AwakeClock(raw), GatewayWatch(), 0, 0.0
     hung = GatewayBeat(2, 0.0, 7)
@@ -72,7 +74,7 @@ def test_only_a_gateway_that_hangs_is_overdue(story: list[tuple[int, float, bool
     assert longest <= BEAT_S
 
 
-def test_what_is_watched_is_not_overdue_in_the_first_seconds_after_a_pause_of_all() -> None:
+def test_a_watched_gateway_is_not_overdue_in_the_first_seconds_after_a_pause_of_all() -> None:
     """It may be scheduled later than the watcher."""
     vigil, beat = GatewayWatch(), {"0": GatewayBeat(1, 0.0, 1)}
     assert vigil.overdue(100.0, float("-inf"), beat)["0"] == 0.0
@@ -103,10 +105,10 @@ async def watch(spare: Peers, process: subprocess.Popen[str], seconds: float) ->
     return None
 
 
-async def test_a_stopped_gateway_is_killed_and_gives_its_seat_to_the_spare(
+async def test_a_stopped_gateway_is_killed_and_replaced_by_the_spare(
     tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGSTOP: the kernel would go on giving it connections."""
+    """SIGSTOP: the kernel would keep accepting connections for it."""
     monkeypatch.setattr(peers_of, "HUNG_S", 0.3)
     spare = Peers(tmp_path, list, 1)
     assert not await spare.join()
@@ -122,7 +124,7 @@ async def test_a_stopped_gateway_is_killed_and_gives_its_seat_to_the_spare(
 async def test_a_gateway_that_computes_for_a_while_is_not_killed(
     tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its loop stands still, and its process does not: a long prompt, or a machine that is busy."""
+    """Its loop is blocked, but its process is not: a long prompt, or a busy machine."""
     monkeypatch.setattr(peers_of, "HUNG_S", 0.2)
     spare = Peers(tmp_path, list, 1)
     (tmp_path / "spin").touch()
@@ -136,7 +138,7 @@ async def test_a_gateway_that_computes_for_a_while_is_not_killed(
 
 
 async def test_the_gateways_find_each_other_after_their_sockets_were_removed(tmp_path: Path) -> None:
-    """What they lock is elsewhere, so no second one takes a seat that is taken."""
+    """Their locks are elsewhere, so no second one takes a seat in use."""
     sockets, seats = tmp_path / "s", tmp_path / "seats"
     first, second = Peers(sockets, list, 1, seats), Peers(sockets, list, 1, seats)
     assert await first.join()

@@ -35,13 +35,13 @@ def names(made: FairQueue[Item]) -> str:  # type: ignore[type-var]
     return "".join(item.name for item in made.clear())
 
 
-def test_of_one_tenant_who_came_first_is_next() -> None:
-    """Without keys and priorities a line is first come, first served."""
+def test_requests_of_one_tenant_are_first_come_first_served() -> None:
+    """Without keys and priorities the whole line is."""
     assert names(line(*(Item(name, arrived_at=float(at)) for at, name in enumerate("abcdef")))) == "abcdef"
 
 
 def test_a_lower_priority_goes_first() -> None:
-    """As in vLLM: the lower number, whatever the order of arrival and however much its tenant had."""
+    """As in vLLM: the lower number, for any order of arrival and any usage of its tenant."""
     made = line(Item("a"), Item("b", priority=3), Item("c", "x", priority=-1), Item("d"))
     made.charge("x", 1000, priority=-1)
     assert names(made) == "cadb"
@@ -58,8 +58,8 @@ def test_the_tenant_with_the_least_tokens_is_next() -> None:
     assert names(made) == "cba"
 
 
-def test_with_equal_counters_who_came_first_is_next() -> None:
-    """Also when the first of a tenant has left meanwhile."""
+def test_with_equal_counters_arrival_decides() -> None:
+    """Also when the first request of a tenant has left meanwhile."""
     gone = Item("a", "a", arrived_at=1.0)
     made = line(gone, Item("b", "b", arrived_at=2.0), Item("c", "a", arrived_at=3.0), Item("d", "d", arrived_at=4.0))
     assert made.remove(gone)
@@ -94,7 +94,7 @@ def test_a_tenant_that_was_away_is_lifted_to_those_that_wait() -> None:
     assert order == "ababab"
 
 
-def test_a_tenant_that_never_waits_saves_nothing_up() -> None:
+def test_a_tenant_that_never_waits_earns_no_credit() -> None:
     """Requests that get a slot at once count as much for the lift as those that wait."""
     made = line()
     for _ in range(10):
@@ -105,16 +105,17 @@ def test_a_tenant_that_never_waits_saves_nothing_up() -> None:
     assert made.counter("b") == made.counter("a") == 1000
 
 
-def test_each_priority_has_counters_of_its_own() -> None:
-    """What a tenant had with one priority is no debt with another."""
+def test_each_priority_has_separate_counters() -> None:
+    """Usage with one priority is not a debt with another."""
     made = line(Item("a", "a", arrived_at=1.0), Item("b", "b", arrived_at=2.0))
     made.charge("a", 1000, priority=-5)
     assert names(made) == "ab"
 
 
-def test_what_is_put_back_goes_first() -> None:
-    """Before all others of its tenant and priority, and in their old order when several come back; the bounds are not
-    asked, and what was charged can be taken back."""
+def test_returned_requests_go_first() -> None:
+    """Before all others of their tenant and priority, and in their old order if several return; the bounds do not
+    apply, and the charge can be reverted.
+    """
     made = line(*(Item(name, "a") for name in "abc"), count=3)
     first, second = made.pop(), made.pop()
     made.charge("a", 20)
@@ -128,7 +129,7 @@ def test_what_is_put_back_goes_first() -> None:
     assert names(made) == "abcde"
 
 
-def test_charges_that_are_taken_back_restore_the_turn() -> None:
+def test_reverted_charges_restore_the_turn() -> None:
     """A tenant whose charge was wrong is next again, although another had overtaken it."""
     made = line(Item("a", "a"), Item("b", "b"))
     made.charge("a", 50)
@@ -162,7 +163,7 @@ def test_a_line_is_bounded_in_bytes() -> None:
 
 
 def test_bounds_may_change_while_requests_wait() -> None:
-    """What waits stays; the next is measured with the new bound."""
+    """Waiting requests stay; the next one is subject to the new bound."""
     made = line(Item("a"), Item("b"), count=2)
     made.max_count = 1
     with pytest.raises(QueueFull):
@@ -172,8 +173,8 @@ def test_bounds_may_change_while_requests_wait() -> None:
     assert names(made) == "abd"
 
 
-def test_who_left_is_not_served() -> None:
-    """It frees its place and its bytes; to leave twice does nothing."""
+def test_a_removed_request_is_not_served() -> None:
+    """It frees its place and its bytes; a second removal does nothing."""
     leaving = Item("b", size=7)
     made = line(Item("a"), leaving, Item("c"))
     assert made.remove(leaving)
@@ -183,7 +184,7 @@ def test_who_left_is_not_served() -> None:
     assert names(made) == "ac"
 
 
-def test_a_less_urgent_request_gives_way_in_a_full_line() -> None:
+def test_a_less_urgent_request_is_displaced_in_a_full_line() -> None:
     """A flood of low priority does not keep a high one out: its last request leaves."""
     made = line(*(Item(name, priority=5) for name in "abc"), count=3)
     assert [item.name for item in made.make_room(Item("d"))] == ["c"]
@@ -192,8 +193,8 @@ def test_a_less_urgent_request_gives_way_in_a_full_line() -> None:
     assert names(made) == "dab"
 
 
-def test_the_tenant_that_holds_the_most_gives_way_in_a_full_line() -> None:
-    """Until the other holds as much for its weight; nobody gives way to himself."""
+def test_the_tenant_with_the_most_requests_is_displaced_in_a_full_line() -> None:
+    """Until the other has as many for its weight; no tenant displaces itself."""
     made = line(*(Item(name, "flood") for name in "abcd"), count=4)
     made.set_weight("flood", 3.0)
     assert [item.name for item in made.make_room(Item("e", "other"))] == ["d"]
@@ -203,15 +204,15 @@ def test_the_tenant_that_holds_the_most_gives_way_in_a_full_line() -> None:
     assert len(made) == 4
 
 
-def test_nobody_leaves_for_a_request_that_is_too_large_anyhow() -> None:
-    """All that would have to leave keep their places."""
+def test_no_request_leaves_for_one_that_is_too_large_anyhow() -> None:
+    """All candidates keep their places."""
     made = line(Item("a", priority=1), Item("b", size=30), Item("c", priority=1), size=40)
     assert made.make_room(Item("d", size=20)) == []
     assert made.bytes == 32
     assert names(made) == "bac"
 
 
-def test_only_as_many_leave_as_must() -> None:
+def test_only_as_many_requests_leave_as_needed() -> None:
     """For its bytes several small ones may have to."""
     made = line(*(Item(name, priority=1, size=10) for name in "abcd"), size=40)
     assert [item.name for item in made.make_room(Item("e", size=15))] == ["d", "c"]
@@ -231,8 +232,8 @@ def test_the_earliest_deadline_is_next() -> None:
     assert names(made) == "fcdbae"
 
 
-def test_ahead_are_those_that_go_first() -> None:
-    """All of lower priorities, its own that came before it, and of another tenant those that its counter lets by."""
+def test_the_requests_ahead_are_those_that_go_first() -> None:
+    """All of lower priorities, its own earlier ones, and of another tenant those that its counter allows."""
     mine = Item("c", "mine")
     made = line(Item("a", "mine", priority=-1), Item("b", "mine"), mine, Item("d", "mine"), Item("e", priority=7))
     assert made.ahead_of(mine) == 2
@@ -245,9 +246,10 @@ def test_ahead_are_those_that_go_first() -> None:
     assert made.ahead_of(Item("m", priority=9)) == len(made)
 
 
-def test_tenants_that_take_turns_are_counted_so() -> None:
-    """With a mean charge of 10, who has two before it lets three by of an equal tenant that waits already; of one that
-    has had 10 more, two, and of one with twice the weight, all five."""
+def test_tenants_that_alternate_are_counted_accordingly() -> None:
+    """With a mean charge of 10, a request with two before it lets three pass of an equal tenant that waits already;
+    of one with 10 more, two, and of one with twice the weight, all five.
+    """
     made = line()
     for _ in range(4):
         made.push(Item("x", "x"))
@@ -266,7 +268,7 @@ def test_tenants_that_take_turns_are_counted_so() -> None:
     assert made.ahead_of(newcomer) == 2 + 5
 
 
-def test_a_tenant_waits_as_its_requests_left_lately() -> None:
+def test_a_tenants_wait_follows_the_recent_pace_of_its_requests() -> None:
     """Against three times its weight every fourth slot is its own."""
     made = line(*(Item(name, tenant) for _ in range(6) for name, tenant in (("m", "mine"), ("o", "other"))))
     made.set_weight("other", 3.0)
@@ -284,15 +286,15 @@ def test_a_tenant_waits_as_its_requests_left_lately() -> None:
     assert made.own_wait_s(Item("q", "mine"), 81.0) == 0.0  # a new spell: what was before says nothing
 
 
-def test_who_shares_with_nobody_waits_for_what_is_before_it_only() -> None:
-    """No pace is asked of a line without keys."""
+def test_a_single_tenant_waits_only_for_the_requests_before_it() -> None:
+    """A line without keys has no paces."""
     made = line(*(Item("a") for _ in range(30)))
     for second in range(20):
         made.pop()
         assert made.own_wait_s(Item("q"), float(second)) == 0.0
 
 
-def test_who_is_put_back_late_has_saved_nothing_up() -> None:
+def test_a_request_returned_late_has_no_credit() -> None:
     """A retry after a long time: its tenant is as far as those that were served meanwhile."""
     made = line(Item("a", "a"), *(Item("b", "b") for _ in range(5)))
     retried = made.pop()
@@ -303,8 +305,8 @@ def test_who_is_put_back_late_has_saved_nothing_up() -> None:
     assert names(made) == "abb"
 
 
-def test_after_a_pause_of_all_the_last_counts() -> None:
-    """Where nobody waits, a newcomer is lifted to the tenant that was the last to."""
+def test_after_an_idle_time_the_last_counter_applies() -> None:
+    """In an empty line, a newcomer is lifted to the tenant that waited last."""
     made = line(Item("a", "a"))
     made.pop()
     made.charge("a", 500)
@@ -312,8 +314,7 @@ def test_after_a_pause_of_all_the_last_counts() -> None:
     assert made.counter("b") == 500
 
 
-def test_ahead_by_deadline() -> None:
-    """Those that are due before it."""
+def test_ahead_by_deadline_are_earlier_deadlines() -> None:
     due = [Item(str(at), deadline=float(at)) for at in (10, 30, 20)]
     made = line(*due, order="deadline")
     assert [made.ahead_of(item) for item in due] == [0, 2, 1]
@@ -321,8 +322,7 @@ def test_ahead_by_deadline() -> None:
     assert made.ahead_of(Item("y")) == 3
 
 
-def test_tenants_are_those_that_wait() -> None:
-    """Not those that have."""
+def test_tenants_are_those_with_waiting_requests() -> None:
     made = line(Item("a", "a"), Item("b", "a"), Item("c", "c"))
     assert made.tenants == 2
     made.clear()
@@ -336,8 +336,7 @@ def test_a_weight_is_above_zero(weight: float) -> None:
         line().set_weight("a", weight)
 
 
-def test_nothing_is_next_of_nothing() -> None:
-    """An empty line says so."""
+def test_an_empty_line_has_no_next_request() -> None:
     made = line()
     assert made.peek() is None
     assert not made
@@ -360,8 +359,8 @@ def test_clients_cannot_fill_the_memory_with_priorities_and_tenants() -> None:
 
 
 @pytest.mark.parametrize("order", ["fair", "deadline"])
-def test_clients_that_leave_leave_nothing_behind(order: Order) -> None:
-    """The heap does not grow with those that came and left."""
+def test_removed_requests_leave_nothing_behind(order: Order) -> None:
+    """The heap does not grow with requests that arrived and left."""
     made = line(Item("stays", "s", deadline=1.0), order=order)
     for number in range(2000):
         item = Item("goes", f"t{number % 50}", deadline=2.0)
