@@ -160,8 +160,8 @@ def test_warnings_of_the_spec_are_reported(tmp_path: Path, capsys: pytest.Captur
     assert "checkpoint-unreadable" in capsys.readouterr().err
 
 
-def test_bad_lines_of_a_trace_are_told(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With their place, and nothing is run: trace-wrong."""
+def test_bad_lines_of_a_trace_are_reported(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With their place, and nothing is simulated: trace-wrong."""
     trace = tmp_path / "trace.csv"
     trace.write_text("time,model,prompt_tokens,output_tokens\n0,chat,0,5\n")
     assert run(["simulate", spec, "--trace", str(trace)]) == 1
@@ -184,8 +184,8 @@ def test_a_page_is_written(spec: str, tmp_path: Path) -> None:
     assert len(pictures[0].findall("polygon")) == 2
 
 
-def test_the_areas_of_a_picture_stand_on_each_other() -> None:
-    """The upper one begins where the lower one ends."""
+def test_the_areas_of_a_plot_are_stacked() -> None:
+    """The upper one starts where the lower one ends."""
     picture = ElementTree.fromstring(
         areas({"a": [1.0], "b": [2.0]}, 10.0, "cores", 4.0).partition("</svg>")[0] + "</svg>"
     )
@@ -197,8 +197,8 @@ def test_the_areas_of_a_picture_stand_on_each_other() -> None:
     assert low[0][1] - high[0][1] == pytest.approx(2 * (low[2][1] - low[0][1]), abs=0.2)
 
 
-def test_a_timeline_divides_what_is_held_over_its_bins() -> None:
-    """A replica that is held to the end, and one that ends within a bin; and what it looks like."""
+def test_a_timeline_divides_held_cores_over_its_bins() -> None:
+    """A replica that runs to the end, and one that ends within a bin; and the plot."""
     changes = [
         Change(0.0, "a", 0, "h", "0-7", "start"),
         Change(5.0, "b", 0, "h", "8", "start"),
@@ -210,7 +210,7 @@ def test_a_timeline_divides_what_is_held_over_its_bins() -> None:
 
 
 def test_measured_speeds_are_used(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And said to be measured."""
+    """And shown as measured."""
     speeds = tmp_path / "speeds.json"
     speeds.write_text('{"chat": {"step_ms": 7, "load_s": 3}}')
     assert run(asked(spec, "--speeds", str(speeds), "-o", "json")) == 0
@@ -233,12 +233,14 @@ def test_measured_speeds_are_used(spec: str, tmp_path: Path, capsys: pytest.Capt
     ],
 )
 def test_wrong_usage_is_64(spec: str, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With what would be right."""
+    """With the correct usage."""
     assert run(["simulate", spec, *arguments]) == 64
     assert told in capsys.readouterr().err
 
 
-def test_what_cannot_be_is_an_error_with_an_id(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_run_is_an_error_with_an_id(
+    spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each exits with 1."""
     bad, other, two = tmp_path / "bad.yaml", tmp_path / "other.yaml", tmp_path / "two.yaml"
     bad.write_text("models: {a: {engine: echo, tp_degree: 5}}\n")
@@ -258,8 +260,8 @@ def test_what_cannot_be_is_an_error_with_an_id(spec: str, tmp_path: Path, capsys
         assert f"error: {id}:" in capsys.readouterr().err
 
 
-def test_schedules_hold_at_their_time(tmp_path: Path) -> None:
-    """On the virtual clock, which begins at a date."""
+def test_schedules_are_active_at_their_times(tmp_path: Path) -> None:
+    """On the virtual clock, which starts at a date."""
     path = tmp_path / "spec.yaml"
     schedule = "scaling: {schedules: [{start: 0 8 * * *, end: 0 18 * * *, min: 2}]}"
     path.write_text(f"models: {{a: {{engine: echo, replicas: {{min: 0, max: 3}}, {schedule}}}}}\n")
@@ -298,7 +300,7 @@ class PlayedFleet:
 def test_a_fleets_requests_are_exported(
     spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the order of their times, with the speeds; and `simulate` reads both."""
+    """In the order of their times, with the speeds; `simulate` reads both."""
     monkeypatch.setattr(command, "the_fleet", PlayedFleet)
     trace, speeds = tmp_path / "trace.csv", tmp_path / "speeds.json"
     assert run(["trace", "export", "--out", str(trace), "--speeds", str(speeds)]) == 0
@@ -312,10 +314,10 @@ def test_a_fleets_requests_are_exported(
 
 
 @pytest.mark.parametrize(("since", "count"), [("1700000040", None), ("2023-11-14T22:14:00Z", 20), ("60s", 0)])
-def test_an_export_may_leave_out_what_is_older(
+def test_an_export_may_exclude_older_requests(
     since: str, count: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By an age or a time: what earlier fleets were asked is recorded too. 22:14:00 is 1_700_000_040."""
+    """By an age or a time: requests to earlier fleets are recorded too. 22:14:00 is 1_700_000_040."""
     monkeypatch.setattr(command, "the_fleet", PlayedFleet)
     code = run(["trace", "export", "--since", since])
     captured = capsys.readouterr()

@@ -69,7 +69,7 @@ def test_a_replica_is_ready_when_it_has_loaded() -> None:
     assert kinds(outcome, "a") == [(5.0, "start"), (20.0, "ready")]
 
 
-def test_the_first_request_of_a_model_at_zero_is_decided_upon_at_once() -> None:
+def test_the_first_request_of_a_model_at_zero_is_decided_at_once() -> None:
     """And it is answered when the replica is ready: nothing is lost."""
     outcome = simulate(Scenario.of([model("a")], hosts=1), [Arrival(1.0, "a", 10, 2)], Joint())
     found = outcome.measured["a"]
@@ -77,7 +77,7 @@ def test_the_first_request_of_a_model_at_zero_is_decided_upon_at_once() -> None:
 
 
 def test_cores_are_free_before_they_are_used_again() -> None:
-    """Shrink before grow: b starts when a's last request has ended, not when it was decided."""
+    """Shrink before grow: b starts when a's last request has ended, not at the decision."""
     asked = [Arrival(9.0, "a", 10, 101)]
     scenario = Scenario.of([model("a", 24), model("b", 24)], hosts=1)
     outcome = simulate(scenario, asked, Scripted([{"a": 0, "b": 1}]), initial={"a": 1}, record=True)
@@ -86,15 +86,15 @@ def test_cores_are_free_before_they_are_used_again() -> None:
     assert kinds(outcome, "b")[0] == (pytest.approx(19.016), "start")
 
 
-def test_a_draining_replica_is_cut_off_at_its_deadline() -> None:
-    """300 s by default; what it had is lost, and counted."""
+def test_a_draining_replica_is_ended_at_its_deadline() -> None:
+    """300 s by default; its requests are lost, and counted."""
     outcome = simulate(
         Scenario.of([model("a")], hosts=1), [Arrival(9.0, "a", 10, 10_000)], Scripted([{"a": 0}]), initial={"a": 1}
     )
     assert (outcome.measured["a"].lost, outcome.measured["a"].open) == (1, 0)
 
 
-def test_a_replica_that_is_not_wanted_any_more_stops_loading() -> None:
+def test_an_unwanted_replica_stops_loading() -> None:
     """Its cores are free at once."""
     asked = [Arrival(1.0, "b", 10, 1), Arrival(40.0, "b", 10, 1)]
     script = Scripted([{"a": 1, "b": 1}, {"a": 0, "b": 1}])
@@ -102,22 +102,22 @@ def test_a_replica_that_is_not_wanted_any_more_stops_loading() -> None:
     assert kinds(outcome, "a") == [(1.0, "start"), (20.0, "end")]
 
 
-def test_requests_wait_for_a_first_replica_only_so_long() -> None:
-    """hold_s; there is no room for the model."""
+def test_requests_wait_for_a_first_replica_up_to_hold_s() -> None:
+    """There is no room for the model."""
     asked = [Arrival(1.0, "a", 10, 1), Arrival(100.0, "a", 10, 1)]
     outcome = simulate(Scenario.of([model("a", hold_s=30.0)], hosts=1), asked, Scripted([{"a": 0}]))
     assert outcome.measured["a"].refused == 2
 
 
 def test_core_hours_count_from_the_start_to_the_end() -> None:
-    """Loading and draining ones hold their cores too."""
+    """Loading and draining replicas hold their cores too."""
     asked = [Arrival(5.0, "a", 10, 1), Arrival(104.0, "a", 10, 1)]
     outcome = simulate(Scenario.of([model("a")], hosts=1), asked, Scripted([{"a": 1}]), record=True)
     ended = outcome.seconds
     assert outcome.core_s["a"] == pytest.approx(8 * (ended - 5.0))
 
 
-def test_the_policy_is_told_what_runs() -> None:
+def test_the_policy_gets_the_running_replicas() -> None:
     """Places, ready and starting replicas."""
     scripted = Scripted([{"a": 2}, {"a": 2}, {"a": 2}])
     simulate(Scenario.of([model("a")], hosts=1), [Arrival(29.0, "a", 10, 1)], scripted, initial={"a": 1})
@@ -139,8 +139,8 @@ def test_a_model_without_scaling_keeps_its_min() -> None:
     seed=st.integers(0, 5),
 )
 @settings(max_examples=15, deadline=None)
-def test_cores_are_never_held_twice(script: list[dict[str, int]], seed: int) -> None:
-    """In any prefix of what happens, whatever the policy says; and no request is forgotten."""
+def test_no_core_is_ever_held_twice(script: list[dict[str, int]], seed: int) -> None:
+    """In any prefix of the events, for any policy; and no request is lost."""
     models = [model("a", 8), model("b", 24, priority=1), model("c", 2, priority=-1)]
     load = Workload("gamma", ("a", "b", "c"), 1.0, 100.0, seed)
     outcome = simulate(Scenario.of(models, hosts=2), load, Scripted(script or [{}], 7.0), record=True)
@@ -152,7 +152,7 @@ def test_cores_are_never_held_twice(script: list[dict[str, int]], seed: int) -> 
 @pytest.mark.slow
 @given(seed=st.integers(0, 1000), kind=st.sampled_from(("gamma", "onoff", "mixed")))
 @settings(max_examples=6, deadline=None)
-def test_the_autoscaler_never_asks_for_more_cores_than_there_are(seed: int, kind: str) -> None:
+def test_the_autoscaler_never_exceeds_the_cores_of_the_fleet(seed: int, kind: str) -> None:
     """Its targets together, at every decision."""
     models = [model("a", 8, ttft_s=2.0), model("b", 24, ttft_s=2.0), model("c", 4, ttft_s=2.0, priority=1)]
     load = Workload(kind, ("a", "b", "c"), 4.0, 1200.0, seed)  # type: ignore[arg-type]
@@ -168,8 +168,8 @@ def test_the_autoscaler_never_asks_for_more_cores_than_there_are(seed: int, kind
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.15, 0.3])
-def test_constant_load_makes_no_flapping(rate: float) -> None:
-    """An hour: what is started in its first ten minutes stays, give or take one."""
+def test_constant_load_causes_no_flapping(rate: float) -> None:
+    """For an hour: what is started in its first ten minutes stays, give or take one."""
     models = [model(name, 8, ttft_s=2.0, load_s=60.0) for name in "abc"]
     load = Workload("poisson", ("a", "b", "c"), rate, 3600.0, 1)
     outcome = simulate(Scenario.of(models, hosts=2), load, Joint(), record=True)
@@ -177,8 +177,8 @@ def test_constant_load_makes_no_flapping(rate: float) -> None:
     assert len(late) <= 2, late
 
 
-def test_two_runs_are_equal_whatever_the_hash_seed() -> None:
-    """Byte for byte, in what a user sees."""
+def test_two_runs_are_equal_for_any_hash_seed() -> None:
+    """Byte for byte, in the output."""
     code = (
         "import json, sys; from orchestrator.cli.main import run; "
         "sys.exit(run(['simulate', 'placements/examples/demo.yaml', '--generate', 'mixed', '--rate', '2', "
@@ -195,7 +195,7 @@ def test_two_runs_are_equal_whatever_the_hash_seed() -> None:
 
 
 def test_a_static_split_starts_nothing() -> None:
-    """`Fixed` for what a spec without scaling does."""
+    """`Fixed` simulates a spec without scaling."""
     load = Workload("poisson", ("a",), 1.0, 60.0)
     outcome = simulate(Scenario.of([model("a", min=1)], hosts=1), load, Fixed({"a": 1}))
     assert outcome.loads["a"] == 0

@@ -43,19 +43,18 @@ def test_json_lines_are_read() -> None:
     assert read(text) == [Arrival(1.0, "b", 3, 4, "k")]
 
 
-def test_dates_begin_at_zero() -> None:
-    """Of ISO 8601, with a zone or as UTC."""
+def test_dates_start_at_zero() -> None:
+    """ISO 8601, with a zone or as UTC."""
     text = HEADER + "2024-05-10T00:00:10Z,a,1,1,\n2024-05-10T02:00:12.5+02:00,a,1,1,\n"
     assert [arrival.at for arrival in read(text)] == [0.0, 2.5]
 
 
-def test_lines_may_stand_in_any_order() -> None:
-    """Requests of several gateways were put together."""
+def test_lines_may_be_in_any_order() -> None:
+    """For merged requests of several gateways."""
     assert [arrival.at for arrival in read(HEADER + "3,a,1,1,\n1,a,1,1,\n2,a,1,1,\n")] == [1.0, 2.0, 3.0]
 
 
-def test_every_bad_line_is_told_with_its_place() -> None:
-    """What is wrong, and where."""
+def test_every_bad_line_is_reported_with_its_place() -> None:
     lines = ["1,a,0,1,", "x,a,1,1,", "x,c,1,1,", "1,a,1.5,1,", "1,a,1", "-1,a,1,1,", "1,a,,1,", "1,a,1,1,"]
     assert wrong(HEADER + "\n".join(lines)) == [
         ("t.csv:2", "prompt_tokens must be an integer >= 1, not '0'"),
@@ -78,8 +77,8 @@ def test_every_bad_line_is_told_with_its_place() -> None:
         ("{}\n[1]\n", ("t.csv:2", "not a JSON object")),
     ],
 )
-def test_a_file_that_is_no_trace_is_told(text: str, expected: tuple[str, str]) -> None:
-    """At its first line, or where it goes wrong."""
+def test_a_file_that_is_not_a_trace_is_reported(text: str, expected: tuple[str, str]) -> None:
+    """At its first line, or at the first error."""
     place, what = wrong(text)[-1]
     assert (place, what.startswith(expected[1])) == (expected[0], True)
 
@@ -97,8 +96,8 @@ def test_requests_of_other_models_are_counted() -> None:
     assert (len(trace), trace.unknown) == (1, {"old": 2})
 
 
-def test_a_trace_of_other_models_only_is_refused() -> None:
-    """With whom it asks for, those with most requests first."""
+def test_a_trace_of_other_models_only_is_rejected() -> None:
+    """With its models, those with most requests first."""
     lines = "".join(f"1,m{i},1,1,\n" for i in range(7)) + "1,m6,1,1,\n"
     what = (
         "no request is for a model in the spec; the requests are for m6 (2), m0 (1), m1 (1), m2 (1), m3 (1) and 2 more"
@@ -115,7 +114,7 @@ def test_requests_that_are_too_long_are_cut() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_load_has_its_rate_and_its_order(kind: Kind) -> None:
-    """On average, over ten periods of what changes."""
+    """On average, over ten periods."""
     load = Workload(kind, tuple("abcd"), 4.0, 20_000.0, 3, period_s=2000.0)
     times = [arrival.at for arrival in load]
     assert all(a <= b for a, b in pairwise(times))
@@ -125,13 +124,13 @@ def test_a_load_has_its_rate_and_its_order(kind: Kind) -> None:
 
 
 def test_the_same_seed_gives_the_same_load_and_another_seed_another() -> None:
-    """Of the arrivals and of the lengths."""
+    """For the arrivals and the lengths."""
     one, same, other = (list(Workload("mixed", ("a", "b"), 2.0, 300.0, seed)) for seed in (1, 1, 2))
     assert one == same != other
 
 
-def test_a_model_is_asked_the_same_whatever_others_there_are() -> None:
-    """Each has draws of its own."""
+def test_the_load_of_a_model_does_not_depend_on_other_models() -> None:
+    """Each model has separate draws."""
     alone = list(Workload("poisson", ("a",), 1.0, 300.0))
     beside = [one for one in Workload("poisson", ("a", "b"), 2.0, 300.0) if one.model == "a"]
     assert alone == beside
@@ -155,7 +154,7 @@ def test_shares_divide_the_rate() -> None:
 
 
 def test_lengths_are_those_of_the_model() -> None:
-    """Each of the pairs that it was given."""
+    """Each is one of the given pairs."""
     load = Workload("poisson", ("a",), 1.0, 60.0, lengths={"a": Lengths.parse("7:9")})
     assert {(one.prompt_tokens, one.output_tokens) for one in load} == {(7, 9)}
 
@@ -163,8 +162,8 @@ def test_lengths_are_those_of_the_model() -> None:
 # Speeds
 
 
-def test_speeds_are_found_in_what_was_recorded() -> None:
-    """The undisturbed requests count, not those that waited for a prefill of another."""
+def test_speeds_are_measured_from_records() -> None:
+    """Undisturbed requests count, not those that waited for a prefill of another."""
     requests = [
         {
             "model": "a",
@@ -181,22 +180,22 @@ def test_speeds_are_found_in_what_was_recorded() -> None:
     assert found["prefill_base_ms"] == pytest.approx(5.0, abs=2.0)
 
 
-def test_prompts_of_one_length_tell_nothing_of_others() -> None:
-    """What a prompt costs and what each token of it costs cannot be told apart; nor where longer took no longer."""
+def test_prompts_of_one_length_give_no_prefill_speed() -> None:
+    """The cost of a prompt and of each token cannot be separated; nor if longer prompts took no longer."""
     one = {"model": "a", "prompt_tokens": 9, "output_tokens": 21, "first_ms": 24.0, "decode_ms": 60.0}
     assert measured_speeds([one] * 50) == {"a": {"step_ms": 3.0}}
     falling = [{**one, "prompt_tokens": 10 + i, "first_ms": 90.0 - i} for i in range(50)]
     assert measured_speeds(falling) == {"a": {"step_ms": 3.0}}
 
 
-def test_few_requests_tell_nothing() -> None:
-    """Rather an estimate than a guess."""
+def test_few_requests_give_no_speed() -> None:
+    """An estimate is used instead."""
     one = {"model": "a", "prompt_tokens": 10, "output_tokens": 21, "first_ms": 5.0, "decode_ms": 9.0}
     assert measured_speeds([one] * 5) == {}
 
 
-def test_speeds_replace_what_was_estimated() -> None:
-    """In seconds, and only what is told."""
+def test_speeds_replace_estimates() -> None:
+    """In seconds, and only the given ones."""
     told = parse_speeds('{"a": {"step_ms": 20, "load_s": 9}, "gone": {}}', "s.json", ["a"])
     model = with_speeds(SimModel("a", prefill_base_s=0.5), told["a"])
     assert (model.step_s, model.load_s, model.prefill_base_s) == (0.02, 9.0, 0.5)
@@ -205,7 +204,7 @@ def test_speeds_replace_what_was_estimated() -> None:
 @pytest.mark.parametrize(
     "text", ["x", "[]", '{"a": 1}', '{"a": {"step_ms": "1"}}', '{"a": {"load_s": -1}}', '{"a": {"step_m": 3}}']
 )
-def test_speeds_that_are_none_are_refused(text: str) -> None:
+def test_invalid_speeds_are_rejected(text: str) -> None:
     """With the name of the file."""
     with pytest.raises(Failed, match=r"s\.json"):
         parse_speeds(text, "s.json", ["a"])

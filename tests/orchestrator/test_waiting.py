@@ -369,8 +369,8 @@ def test_removed_requests_leave_nothing_behind(order: Order) -> None:
     assert len(made._classes[0]._heap) < 150
 
 
-def test_who_gets_a_slot_at_once_after_a_pause_has_saved_nothing_up() -> None:
-    """Its counter is lifted as by waiting, to the tenant that was the last to have a request here."""
+def test_a_request_with_a_slot_at_once_after_a_pause_earns_no_credit() -> None:
+    """Its counter is lifted as by waiting, to the tenant with the last request here."""
     made = line()
     made.pass_by(Item("a", "a"))
     made.charge("a", 1000)
@@ -378,8 +378,8 @@ def test_who_gets_a_slot_at_once_after_a_pause_has_saved_nothing_up() -> None:
     assert made.counter("b") == 1000
 
 
-def test_after_all_have_left_the_last_counts() -> None:
-    """A newcomer is lifted to the tenant that was the last to wait, also where that one's client went away."""
+def test_after_all_have_left_the_last_counter_applies() -> None:
+    """A newcomer is lifted to the tenant that waited last, also if its client disconnected."""
     gone = Item("a", "a")
     made = line(gone)
     made.charge("a", 500)
@@ -388,27 +388,27 @@ def test_after_all_have_left_the_last_counts() -> None:
     assert made.counter("b") == 500
 
 
-def test_who_gives_way_is_found_by_weight() -> None:
+def test_displacement_considers_weights() -> None:
     """Three requests of a tenant of weight 3 are less than two of one of weight 1."""
     made = line(*(Item(name, "big") for name in "abc"), Item("d", "small"), Item("e", "small"), count=5)
     made.set_weight("big", 3.0)
     assert [item.name for item in made.make_room(Item("f", "new"))] == ["e"]
 
 
-def test_nobody_gives_way_to_one_who_would_then_hold_as_much() -> None:
-    """Two tenants do not push each other's requests out of a full line in turn."""
+def test_no_request_is_displaced_for_a_tenant_that_would_then_have_as_many() -> None:
+    """Two tenants do not displace each other's requests in turn."""
     made = line(Item("a", "a"), Item("b", "a"), Item("c", "b"), count=3)
     assert made.make_room(Item("d", "b")) == []
 
 
-def test_of_less_urgent_tenants_the_last_that_came_gives_way() -> None:
-    """Whoever has waited for longer keeps its place."""
+def test_among_less_urgent_tenants_the_last_arrival_is_displaced() -> None:
+    """Longer waiting requests keep their places."""
     made = line(Item("a", "a", 5, arrived_at=1.0), Item("b", "b", 5, arrived_at=2.0), count=2)
     assert [item.name for item in made.make_room(Item("c", arrived_at=3.0))] == ["b"]
 
 
-def test_nobody_leaves_for_a_request_that_just_fits() -> None:
-    """The bounds are what may wait, not what may not."""
+def test_no_request_is_displaced_for_one_that_just_fits() -> None:
+    """The bounds are inclusive."""
     made = line(Item("a", priority=1, size=30), size=40)
     last = Item("b", size=10)
     assert made.refusal(last) is None
@@ -417,8 +417,8 @@ def test_nobody_leaves_for_a_request_that_just_fits() -> None:
     assert made.bytes == 40
 
 
-def test_a_debt_is_kept_however_many_tenants_come() -> None:
-    """A tenant that has had more than those that wait is not forgotten for others, and so begins anew at nothing."""
+def test_a_debt_is_kept_for_any_number_of_tenants() -> None:
+    """A tenant with more usage than the waiting ones is not forgotten, which would reset it."""
     made = line(Item("waits", "w"))
     made.charge("debtor", 1000)
     for number in range(REMEMBERED + 10):
@@ -428,8 +428,8 @@ def test_a_debt_is_kept_however_many_tenants_come() -> None:
     assert made.counter("debtor") == 1000
 
 
-def test_the_mean_charge_is_that_of_the_last_requests_after_many() -> None:
-    """After 3000 requests of a charge of 10 each, who has had 15 more than the other lets one of its five by."""
+def test_the_mean_charge_follows_the_last_requests() -> None:
+    """After 3000 requests of a charge of 10 each, a tenant with 15 more than the other lets one of its five pass."""
     made = line()
     for _ in range(3 * RECENT):
         made.push(Item("x", "x"))

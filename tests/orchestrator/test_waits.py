@@ -9,7 +9,7 @@ import pytest
 from orchestrator.dispatch.wait_prediction import predicted_wait_s, retry_after_s
 
 
-def test_with_a_free_slot_nobody_waits() -> None:
+def test_with_a_free_slot_no_request_waits() -> None:
     """As long as no more are ahead than there are free slots."""
     assert predicted_wait_s(0, 4, 10.0, [math.inf] * 3) == 0
     assert predicted_wait_s(1, 4, 10.0, [math.inf] * 2) == 0
@@ -18,18 +18,18 @@ def test_with_a_free_slot_nobody_waits() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 4, 11, 400])
 def test_full_slots_end_evenly(ahead: int) -> None:
-    """Where nothing is known of what is live, one ends every mean service time / slots."""
+    """Without knowledge of running requests, one ends every mean service time / slots."""
     assert predicted_wait_s(ahead, 4, 10.0, [math.inf] * 4) == pytest.approx((ahead + 1) * 10.0 / 4)
 
 
-def test_what_is_almost_over_shortens_the_wait() -> None:
-    """A live request ends at the latest when it has all its tokens; the slots after it follow in their order."""
+def test_an_almost_complete_answer_shortens_the_wait() -> None:
+    """A running request ends at the latest when it has all its tokens; the slots after it follow in order."""
     taken = [0.5, math.inf, 1.0, math.inf]
     assert [predicted_wait_s(ahead, 4, 10.0, taken) for ahead in range(5)] == [0.5, 1.0, 7.5, 10.0, 10.5]
 
 
 def test_without_slots_the_wait_has_no_end() -> None:
-    """And who asks is told to come after the longest time."""
+    """The retry time is the longest one."""
     assert predicted_wait_s(0, 0, 10.0) == math.inf
     assert retry_after_s(math.inf) == 60
 

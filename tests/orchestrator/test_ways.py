@@ -40,7 +40,7 @@ def way(models: str, **more: object) -> UpdateStrategy:
 PINNED = "a: {tp_degree: 8, cores: ['0-7']}"
 
 
-def test_an_update_of_a_pinned_model_names_the_pin_the_free_cores_and_what_would_help() -> None:
+def test_an_update_of_a_pinned_model_shows_the_pin_the_free_cores_and_the_remedy() -> None:
     """Cores are free, but the pin keeps the new replica from them."""
     assert way(PINNED, a="0-7") == UpdateStrategy(
         "hold",
@@ -50,8 +50,8 @@ def test_an_update_of_a_pinned_model_names_the_pin_the_free_cores_and_what_would
     )
 
 
-def test_on_several_hosts_the_range_that_would_help_names_its_host() -> None:
-    """As `cores` takes it."""
+def test_on_several_hosts_the_suggested_range_has_its_host() -> None:
+    """In the notation of `cores`."""
     found = way("a: {tp_degree: 24, cores: ['0-23']}", hosts=2, a="0-23")
     assert found.strategy == "surge"
     found = way("a: {tp_degree: 24, cores: ['inf2.48xlarge/0:0-23']}", hosts=2, a="0-23")
@@ -59,8 +59,8 @@ def test_on_several_hosts_the_range_that_would_help_names_its_host() -> None:
     assert "such as inf2.48xlarge/1:0-23," in found.why
 
 
-def test_a_pin_is_not_blamed_where_no_other_cores_would_do() -> None:
-    """The numbers of what is missing stand there instead."""
+def test_a_pin_is_not_blamed_if_no_other_cores_would_suffice() -> None:
+    """The numbers of what is missing are shown instead."""
     found = way(PINNED + ", b: {tp_degree: 12}", a="0-7", b="8-19")
     assert found.why == (
         "its pin 0-7 is taken, and without the pin a/1 needs 8 contiguous cores, the longest free run on "
@@ -108,10 +108,10 @@ def test_a_spare_range_lets_the_new_replica_of_a_pinned_model_start_first() -> N
         ),
     ],
 )
-def test_the_reason_of_a_strategy_names_what_rules_out_the_better_ones(
+def test_the_reason_of_a_strategy_shows_what_rules_out_better_ones(
     models: str, lying: dict[str, str], why: str
 ) -> None:
-    """With the numbers; a strategy that the spec sets is its own reason."""
+    """With the numbers; a strategy of the spec is its own reason."""
     assert way(models, **lying).why == why
 
 

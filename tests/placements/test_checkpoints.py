@@ -321,8 +321,8 @@ CONFIGS = {
         ({"torch_dtype": 16}, None),
     ],
 )
-def test_the_files_dtype_is_read_where_it_is_known(named: dict[str, Any], stored: int | None) -> None:
-    """Under its name in transformers 4 or 5; another value is no fault, since only an estimate needs it."""
+def test_the_files_dtype_is_read_if_it_is_known(named: dict[str, Any], stored: int | None) -> None:
+    """Under its name in transformers 4 or 5; another value is not an error, since only an estimate needs it."""
     assert Checkpoint.from_config({**LLAMA, **named}).stored_bytes == stored
 
 
@@ -347,7 +347,7 @@ EACH_FAMILY = [
 
 
 @pytest.mark.parametrize("config", EACH_FAMILY)
-def test_the_shape_is_that_which_transformers_builds(config: dict[str, Any]) -> None:
+def test_the_shape_is_that_of_transformers(config: dict[str, Any]) -> None:
     """Layers, widths, vocabulary and tying, and the keys that one token leaves in the cache of one layer."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -373,11 +373,11 @@ def test_the_shape_is_that_which_transformers_builds(config: dict[str, Any]) -> 
 
 
 def test_every_family_is_among_the_shapes_above() -> None:
-    """A family that is added is checked against transformers."""
+    """A new family is compared with transformers."""
     assert {config["model_type"] for config in EACH_FAMILY} == set(FAMILIES)
 
 
-def test_the_keys_of_all_query_heads_are_one_in_multi_query_attention() -> None:
+def test_multi_query_attention_has_one_kv_head() -> None:
     """gpt_bigcode, whose default is multi_query."""
     assert (Checkpoint.from_config(SMALL_BIGCODE).kv_heads, Checkpoint.from_config(SMALL_BIGCODE).heads) == (1, 4)
 
@@ -390,7 +390,7 @@ def test_llama_facts() -> None:
 
 
 def test_bloom_has_no_limit_of_positions() -> None:
-    """Alibi: seq_length is what it was trained on, not a limit."""
+    """Alibi: seq_length is the training length, not a limit."""
     assert Checkpoint.from_config(BLOOM).max_positions is None
 
 
@@ -412,8 +412,8 @@ def test_tied_embeddings_count_once() -> None:
 
 
 @pytest.mark.parametrize("family", ["phi3", "t5", "", "LLAMA", 7, ["llama"]])
-def test_another_family_is_refused_and_the_supported_ones_listed(family: object) -> None:
-    """unknown-family names what it found and what would do."""
+def test_another_family_is_rejected_with_the_supported_ones(family: object) -> None:
+    """unknown-family has the given family and the supported ones."""
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.from_config({**LLAMA, "model_type": family})
     assert (caught.value.id, f'"{family}"' in caught.value.what, ", ".join(FAMILIES) in caught.value.what) == (
@@ -439,14 +439,14 @@ def test_another_family_is_refused_and_the_supported_ones_listed(family: object)
         {**BLOOM, "n_head": 7},
     ],
 )
-def test_a_config_that_makes_no_sense_is_malformed(config: dict[str, Any]) -> None:
+def test_an_invalid_config_is_malformed(config: dict[str, Any]) -> None:
     """Missing, mistyped and contradictory keys give checkpoint-malformed, never another exception."""
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.from_config(config)
     assert caught.value.id == "checkpoint-malformed"
 
 
-def test_a_config_that_is_no_object_is_malformed() -> None:
-    """JSON may hold a list where an object belongs."""
+def test_a_config_that_is_not_an_object_is_malformed() -> None:
+    """JSON may have a list in place of an object."""
     with pytest.raises(CheckpointError, match="not a JSON object"):
         Checkpoint.from_config(["llama"])  # type: ignore[arg-type]

@@ -81,20 +81,19 @@ def test_rules_about_one_model(fields: str, found: list[str]) -> None:
     assert ids(text) == found
 
 
-def test_a_pin_outside_is_told_with_the_cores_that_exist() -> None:
-    """Quotes the pin, names the host and its cores."""
+def test_a_pin_outside_is_reported_with_the_existing_cores() -> None:
+    """The message has the pin, the host and its cores."""
     assert whats(one("cores: ['20-27']\n    tp_degree: 8")) == [
         'pin "20-27" ends at core 27; inf2.48xlarge/0 has cores 0-23'
     ]
 
 
-def test_a_pin_on_reserved_cores_names_them() -> None:
-    """Reserved cores are nobody's."""
+def test_a_pin_on_reserved_cores_is_reported_with_them() -> None:
     hosts = "hosts: {instance: inf2.48xlarge, reserve: {cores: [5, '22-23']}}\n"
     assert whats(one("cores: ['16-23']\n    tp_degree: 8", hosts)) == ['pin "16-23" contains reserved cores 22, 23']
 
 
-def test_an_overlap_is_told_at_the_later_pin() -> None:
+def test_an_overlap_is_reported_at_the_later_pin() -> None:
     """The shared cores as a range, and the other model."""
     text = REAL + (
         "models:\n  a: {source: ./a, tp_degree: 8, cores: ['0-7']}\n  b: {source: ./b, tp_degree: 8, cores: ['4-11']}\n"
@@ -105,7 +104,7 @@ def test_an_overlap_is_told_at_the_later_pin() -> None:
     )
 
 
-def test_overlaps_of_three_are_all_told() -> None:
+def test_overlaps_of_three_pins_are_all_reported() -> None:
     """Each pair once, at the later of the two."""
     text = REAL + (
         "models:\n"
@@ -120,14 +119,14 @@ def test_overlaps_of_three_are_all_told() -> None:
     ]
 
 
-def test_pins_of_one_model_may_not_overlap_either() -> None:
-    """Two replicas cannot share a core, whose ever they are; one core is no range."""
+def test_pins_of_one_model_must_not_overlap_either() -> None:
+    """Two replicas cannot share a core, also of one model; one core is not shown as a range."""
     text = one("cores: ['0-1', '1-2']\n    tp_degree: 2\n    replicas: 2")
     assert 'pin "1-2" of "a" shares core 1 with another pin of "a", "0-1"' in whats(text)
 
 
-def test_on_one_host_a_pin_that_names_it_clashes_with_one_that_names_none() -> None:
-    """There is nowhere else to go."""
+def test_on_one_host_a_pin_with_the_host_conflicts_with_one_without() -> None:
+    """There is no other host."""
     text = REAL + (
         "models:\n"
         "  a: {source: ./a, tp_degree: 2, cores: ['4-5']}\n"
@@ -137,7 +136,7 @@ def test_on_one_host_a_pin_that_names_it_clashes_with_one_that_names_none() -> N
 
 
 def test_pins_that_two_models_merge_from_one_mapping_overlap() -> None:
-    """The place is where the pin is written, and both models are named."""
+    """The place is that of the pin, and both models are named."""
     text = REAL + ("models:\n  a: &a {source: ./a, tp_degree: 2, cores: ['4-5']}\n  b: {<<: *a}\n")
     assert (ids(text), whats(text)) == (
         ["pin-overlap 3:45"],
@@ -146,7 +145,7 @@ def test_pins_that_two_models_merge_from_one_mapping_overlap() -> None:
 
 
 def test_pins_on_different_hosts_do_not_overlap() -> None:
-    """Also where one of them names no host and may go to the other."""
+    """Also if one of them has no host and may go to the other."""
     text = TWO + (
         "models:\n"
         "  a: {source: ./a, tp_degree: 8, cores: ['0-7']}\n"
@@ -155,7 +154,7 @@ def test_pins_on_different_hosts_do_not_overlap() -> None:
     assert ids(text) == []
 
 
-def test_pins_overlap_when_no_host_is_left_for_them() -> None:
+def test_pins_overlap_if_no_host_is_left_for_them() -> None:
     """Three times the same range on two hosts."""
     text = TWO + "models:\n" + "".join(f"  {m}: {{source: ./a, tp_degree: 8, cores: ['0-7']}}\n" for m in "abc")
     assert whats(text) == ['pin "0-7" of "c" shares cores 0-7 with "a", "0-7", and none of 2 hosts has the cores free']
@@ -186,7 +185,7 @@ def test_heads_that_do_not_divide_name_the_degrees_that_do() -> None:
     )
 
 
-def test_memory_prints_every_term_and_a_degree_that_fits() -> None:
+def test_memory_shows_every_term_and_a_degree_that_fits() -> None:
     """Llama-2-7B with 32 slots of 4096 on two cores."""
     text = one("tp_degree: 2\n    max_batch: 32\n    max_len: 4096")
     (problem,) = problems_of(text, {"a": LLAMA_2_7B})
@@ -214,19 +213,19 @@ def test_the_overhead_override_decides_a_close_case() -> None:
     )
 
 
-def test_memory_of_an_emulated_host_is_judged_like_a_real_one() -> None:
+def test_memory_of_an_emulated_host_is_checked_like_a_real_one() -> None:
     """With the cpu engine's fp32: 25.1 GiB of weights on one core."""
     text = "hosts: {emulate: inf2.48xlarge}\nmodels: {a: {source: ./a, max_batch: 1}}"
     assert [found for found in ids(text, {"a": LLAMA_2_7B}) if "threads" not in found] == ["hbm-exceeded 2:10"]
 
 
 def test_cpu_models_on_a_real_host_use_no_hbm() -> None:
-    """Nor do the degree and the heads matter there."""
+    """The degree and the heads do not matter there, either."""
     assert ids(one("engine: cpu\n    tp_degree: 3"), {"a": LLAMA_2_7B}) == []
 
 
 def test_max_len_is_within_the_checkpoint_s_positions() -> None:
-    """An explicit length only; the default gives way by itself."""
+    """An explicit length only; the default adapts."""
     assert (
         ids(one("max_len: 2048"), {"a": GPT2_XL}),
         ids(one("max_len: 1024"), {"a": GPT2_XL}),
@@ -239,7 +238,7 @@ def test_max_len_is_within_the_checkpoint_s_positions() -> None:
 
 
 def test_without_a_checkpoint_its_rules_are_skipped() -> None:
-    """No checkpoint, no findings about heads, memory and length."""
+    """No findings about heads, memory and length."""
     assert ids(one("tp_degree: 24\n    max_len: 100000\n    max_batch: 512")) == []
 
 
@@ -335,7 +334,7 @@ def test_the_reserve_leaves_something_of_the_host(reserve: str, found: list[str]
     ],
 )
 def test_threads_beyond_the_budget_are_a_warning(models: str, threads: int | None) -> None:
-    """When replicas that fit on the cores together could exceed the CPUs; two of them here."""
+    """If replicas that fit on the cores together could exceed the CPUs; two of them here."""
     hosts = "hosts: {instance: inf2.48xlarge, reserve: {vcpus: 190}}"
     found = [p for p in problems_of(f"{hosts}\nmodels: {{{models}}}") if "threads" in p.id]
     told = [(p.id, p.severity, f"could run {threads} threads on the 2 CPUs" in p.what) for p in found]
@@ -343,14 +342,14 @@ def test_threads_beyond_the_budget_are_a_warning(models: str, threads: int | Non
 
 
 @pytest.mark.parametrize(("threads", "warned"), [("share", False), ("lmi", True), ("3", True)])
-def test_an_emulated_host_counts_only_threads_that_are_asked_for(threads: str, warned: bool) -> None:
+def test_on_an_emulated_host_only_explicit_threads_count(threads: str, warned: bool) -> None:
     """Its CPUs are those of a laptop, where shares are below one thread for each replica."""
     text = f"hosts: {{emulate: inf2.48xlarge}}\nmodels: {{a: {{source: ./a, replicas: 9, threads: {threads}}}}}"
     assert [id.split()[0] for id in ids(text)] == ["threads-oversubscribed"] * warned
 
 
-def test_the_warning_about_threads_is_one_line_for_all_hosts() -> None:
-    """The worst host is named, whatever else there is; the remedy is in the same line."""
+def test_the_thread_warning_is_one_line_for_all_hosts() -> None:
+    """With the worst host; the remedy is in the same line."""
     text = (
         "hosts: [{instance: inf2.xlarge}, {instance: inf2.48xlarge, reserve: {vcpus: 190}}]\n"
         "models: {a: {source: ./a, threads: lmi, replicas: 4}}"
@@ -368,8 +367,8 @@ def test_shares_of_a_real_host_never_exceed_it() -> None:
     assert ids(one("replicas: 24")) == []
 
 
-def test_max_counts_the_min_of_models_that_rank_as_high() -> None:
-    """b's min stands in the way of a's max; c ranks lower and does not."""
+def test_max_counts_the_min_of_models_of_the_same_or_a_higher_rank() -> None:
+    """b's min prevents a's max; c ranks lower and does not."""
     text = REAL + (
         "models:\n"
         "  a: {source: ./a, tp_degree: 8, replicas: {min: 1, max: 3}, priority: 1}\n"
@@ -379,8 +378,8 @@ def test_max_counts_the_min_of_models_that_rank_as_high() -> None:
     assert whats(text) == ["max 3 of a can never fit: there is room for 2 beside the min of the others"]
 
 
-def test_a_fleet_of_thousands_is_judged_without_trying_every_max() -> None:
-    """Each model would take a plan of its own."""
+def test_a_fleet_of_thousands_is_checked_without_trying_every_max() -> None:
+    """Each model would need a separate plan."""
     told = []
     for count in (2, 5, 6):
         models = ", ".join(f"m{i}: {{source: ./a, replicas: {{min: 0, max: 900}}}}" for i in range(count))
@@ -388,18 +387,18 @@ def test_a_fleet_of_thousands_is_judged_without_trying_every_max() -> None:
     assert told == [["max-never-fits"] * 2, ["max-never-fits"], []]
 
 
-def test_rules_that_read_a_broken_field_are_skipped() -> None:
-    """One mistake is not told twice in other words."""
+def test_rules_that_read_an_invalid_field_are_skipped() -> None:
+    """One error is not reported twice."""
     assert ids(one("tp_degree: eight\n    cores: ['0-7']")) == ["wrong-type 4:5"]
 
 
-def test_a_misspelt_key_is_read_as_what_it_means() -> None:
-    """tp: 8 beside a pin of eight cores is one mistake, not two."""
+def test_a_misspelt_key_is_read_as_the_intended_one() -> None:
+    """tp: 8 beside a pin of eight cores is one error, not two."""
     assert ids(one("tp: 8\n    cores: ['0-7']")) == ["unknown-key 4:5"]
 
 
-def test_broken_pins_do_not_hide_overlaps_of_good_ones() -> None:
-    """Everything that can be judged is."""
+def test_invalid_pins_do_not_hide_overlaps_of_valid_ones() -> None:
+    """Everything that can be checked is."""
     text = REAL + (
         "models:\n"
         "  a: {source: ./a, tp_degree: 8, cores: ['0-7']}\n"
@@ -408,8 +407,8 @@ def test_broken_pins_do_not_hide_overlaps_of_good_ones() -> None:
     assert ids(text) == ["bad-range 4:42", "pin-overlap 4:49"]
 
 
-def test_broken_hosts_leave_rules_about_the_spec_alone() -> None:
-    """No made-up host gives further errors."""
+def test_invalid_hosts_do_not_affect_rules_about_the_spec() -> None:
+    """No default host causes further errors."""
     text = "hosts: {instance: inf2.4xl}\nmodels:\n  a: {source: ./a, cores: ['90-99'], replicas: {min: 2, max: 1}}\n"
     assert ids(text) == ["unknown-instance 1:9", "min-exceeds-max 3:49"]
 
@@ -421,7 +420,7 @@ def test_the_real_machine_is_judged_when_hosts_are_omitted() -> None:
     ]
 
 
-def test_mixed_hosts_are_judged_by_those_where_cores_are_taken() -> None:
+def test_mixed_hosts_are_checked_by_those_with_cores() -> None:
     """A plain CPU host beside a Neuron host does not make a degree illegal."""
     spec = Spec(models=(model("a", 8, "0-7", engine="nxd-inference"),))
     assert check(spec, [PLAIN, host()]) == ()
@@ -455,12 +454,12 @@ def test_mixed_hosts_are_judged_by_those_where_cores_are_taken() -> None:
         ("{tp_degree: 1, cores: ['trn1.32xlarge/2:0']}", ["pin-unknown-host 3:29"]),
     ],
 )
-def test_a_model_is_legal_where_one_type_can_take_it(fields: str, found: list[str]) -> None:
-    """An inf2.48xlarge and two trn1.32xlarge; a pin is judged by the hosts that it may lie on."""
+def test_a_model_is_legal_if_one_type_is_suitable(fields: str, found: list[str]) -> None:
+    """An inf2.48xlarge and two trn1.32xlarge; a pin is checked by its possible hosts."""
     assert [place.split(",")[0] for place in ids(f"{SEVERAL}models:\n  a: {fields[:-1]}, source: ./a}}\n")] == found
 
 
-def test_what_no_type_can_take_is_told_with_all_types() -> None:
+def test_an_unsuitable_model_is_reported_with_all_types() -> None:
     """Each with its degrees, or its size."""
     six, wide = (whats(f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: {tp}}}}}\n") for tp in (6, 64))
     assert (six, wide) == (
@@ -483,7 +482,7 @@ def test_a_pin_on_a_type_without_the_degree_names_the_types_that_have_it() -> No
     )
 
 
-def test_a_pin_that_no_type_lets_begin_there_is_told_with_each_step() -> None:
+def test_a_misaligned_pin_is_reported_with_each_types_step() -> None:
     """Two on inf2, eight on trn1."""
     text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 8, cores: ['1-8']}}}}\n"
     assert whats(text) == [
@@ -504,7 +503,7 @@ def test_memory_is_judged_by_the_type_with_the_most_hbm() -> None:
 
 
 def test_an_lnc_of_one_halves_the_hbm_and_its_degrees_are_undocumented() -> None:
-    """allow_degrees silences the warning; degree 1 needs no other core."""
+    """allow_degrees removes the warning; degree 1 needs no other core."""
 
     def found(lnc: int, more: str) -> list[str]:
         text = f"hosts: {{instance: trn2.48xlarge, lnc: {lnc}}}\nmodels:\n  a: {{source: ./a, max_batch: 1, {more}}}\n"
@@ -515,8 +514,8 @@ def test_an_lnc_of_one_halves_the_hbm_and_its_degrees_are_undocumented() -> None
     assert found(1, "tp_degree: 8, allow_degrees: [8]") == []
 
 
-def test_threads_count_only_the_replicas_that_a_type_can_hold() -> None:
-    """A degree of 16 does not lie on inf2; more fixed threads than a real host has CPUs lie on none."""
+def test_threads_count_only_replicas_that_a_type_can_hold() -> None:
+    """A degree of 16 does not fit on inf2; no real host runs more fixed threads than it has CPUs."""
     shared = "b: {source: ./b, tp_degree: 16, replicas: {min: 1, max: 2}}"
     text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 16, threads: 100}}, {shared}}}\n"
     wide = text.replace("100", "200")
@@ -524,8 +523,8 @@ def test_threads_count_only_the_replicas_that_a_type_can_hold() -> None:
     assert told == [["replicas could run 161 threads on the 122 CPUs of trn1.32xlarge/0"], []]
 
 
-def test_the_reserve_of_each_entry_is_judged_at_its_own_place() -> None:
-    """In a list of hosts each item has its own; memory too."""
+def test_the_reserve_of_each_entry_is_checked_at_its_own_place() -> None:
+    """Each item of a list of hosts has its own; memory too."""
     text = (
         "hosts:\n"
         "  - {instance: inf2.48xlarge, count: 2, reserve: {cores: [23]}}\n"
@@ -546,14 +545,14 @@ def test_the_reserve_of_each_entry_is_judged_at_its_own_place() -> None:
         ("engine: cpu\n    host_memory_gib: 17", ["host-memory-exceeded 5:5"]),
     ],
 )
-def test_a_replica_that_no_host_can_load_is_told(fields: str, found: list[str]) -> None:
-    """On an inf2.xlarge of 16 GiB; on emulated hosts nobody knows."""
+def test_a_replica_that_no_host_can_load_is_reported(fields: str, found: list[str]) -> None:
+    """On an inf2.xlarge of 16 GiB; emulated hosts are not checked."""
     assert ids(one(fields, "hosts: {instance: inf2.xlarge}\n")) == found
     assert ids(one(fields, "hosts: {emulate: inf2.xlarge}\n")) == []
 
 
-def test_the_estimate_of_the_load_counts_and_any_host_that_is_large_enough_will_do() -> None:
-    """Llama-3-8B has 15 GiB of weights in bf16; what is reserved is not there."""
+def test_the_estimate_of_the_load_needs_one_large_enough_host() -> None:
+    """Llama-3-8B has 15 GiB of weights in bf16; reserved memory is excluded."""
     small = "hosts: {instance: inf2.xlarge, reserve: {memory_gib: 2}}\n"
     mixed = "hosts: [{instance: inf2.xlarge}, {instance: inf2.8xlarge}]\n"
     text = "tp_degree: 2\n    max_batch: 1"
@@ -581,8 +580,8 @@ def test_the_estimate_of_the_load_counts_and_any_host_that_is_large_enough_will_
         ("{spread: host, cores: ['0', '1'], replicas: {min: 1, max: 2}}", REAL, ["spread-too-narrow 3:34"]),
     ],
 )
-def test_min_and_pins_agree_with_what_spread_allows(fields: str, hosts: str, found: list[str]) -> None:
-    """No plan could ever place them; what lacks room only is for min-never-fits and max-never-fits."""
+def test_min_and_pins_agree_with_spread(fields: str, hosts: str, found: list[str]) -> None:
+    """No plan could ever place them; a mere lack of room is for min-never-fits and max-never-fits."""
     text = f"{hosts}models:\n  a: {fields[:-1]}, source: ./a}}\n"
     assert [place for place in ids(text) if "never-fits" not in place] == found
 
@@ -599,7 +598,7 @@ def test_min_and_pins_agree_with_what_spread_allows(fields: str, hosts: str, fou
         ("optimum-neuron", REAL, []),
     ],
 )
-def test_weights_of_one_byte_are_for_neuron_engines(engine: str, hosts: str, found: list[str]) -> None:
+def test_one_byte_weights_are_for_neuron_engines(engine: str, hosts: str, found: list[str]) -> None:
     """`auto` is the cpu engine on emulated hosts."""
     assert ids(one(f"engine: {engine}\n    quantize: int8", hosts)) == found
 
@@ -613,7 +612,7 @@ def test_weights_of_one_byte_are_for_neuron_engines(engine: str, hosts: str, fou
         ("auto", "llama", []),
     ],
 )
-def test_transformers_neuronx_quantizes_not_every_family(engine: str, family: str, found: list[str]) -> None:
+def test_transformers_neuronx_does_not_quantize_every_family(engine: str, family: str, found: list[str]) -> None:
     """GPT-NeoX's class takes no QuantizationConfig."""
     checkpoint = Checkpoint(family, 16, 16, 1, 1024, 4096, 64, 1000, 2048, False, 1000)
     assert ids(one(f"engine: {engine}\n    quantize: int8"), {"a": checkpoint}) == found
@@ -630,9 +629,7 @@ def test_transformers_neuronx_quantizes_not_every_family(engine: str, family: st
         ("cpu", REAL, ["gqa-unsupported 5:5"]),
     ],
 )
-def test_only_transformers_neuronx_can_be_told_how_kv_heads_are_dealt_out(
-    engine: str, hosts: str, found: list[str]
-) -> None:
+def test_only_transformers_neuronx_supports_group_query_attention(engine: str, hosts: str, found: list[str]) -> None:
     """NxD Inference chooses by itself."""
     assert ids(one(f"engine: {engine}\n    group_query_attention: replicated-heads", hosts)) == found
 
@@ -692,15 +689,15 @@ def test_experts_and_degree_divide_each_other(engine: str, tp: int, found: list[
     assert [problem.id for problem in problems_of(text, {"a": MIXTRAL})] == found
 
 
-def test_quantized_weights_make_room() -> None:
+def test_quantized_weights_free_memory() -> None:
     """Llama-2-7B in int8 fits on one core, in bf16 with as many slots it does not."""
     text = "engine: transformers-neuronx\n    max_batch: 2"
     told = [ids(one(text + more), {"a": LLAMA_2_7B}) for more in ("", "\n    quantize: int8")]
     assert [[place.split()[0] for place in places] for places in told] == [["hbm-exceeded"], []]
 
 
-def test_a_min_that_has_no_room_is_told_as_such() -> None:
-    """With how many have, and a hint that does not ask for a lower max."""
+def test_a_min_without_room_is_reported() -> None:
+    """With the number that fits, and a hint that does not suggest a lower max."""
     text = REAL + "models:\n  a: {source: ./a, tp_degree: 8}\n  b: {source: ./b, tp_degree: 8, replicas: 3}\n"
     assert ids(text) == ["min-never-fits 4:34"]
     assert whats(text) == ["min 3 of b can never fit: there is room for 2 beside the min of the others"]
@@ -733,8 +730,8 @@ def test_a_hint_for_memory_can_work(fields: str, hint: str) -> None:
     assert problem.hint.startswith("lower") == hint.startswith("lower")
 
 
-def test_degrees_that_divide_the_heads_are_named_only_where_they_have_the_memory() -> None:
-    """64 heads on two of 24 cores would be legal, and far too few for 70 billion parameters."""
+def test_degrees_are_suggested_only_if_they_have_the_memory() -> None:
+    """64 heads on two of 24 cores would be legal, but too few for 70 billion parameters."""
     large = Checkpoint("llama", 64, 8, 80, 8192, 28672, 128, 128256, 8192, False, 70_553_706_496)
     text = f"{REAL}models: {{a: {{source: ./a, tp_degree: 24}}}}\n"
     (problem,) = [one for one in problems_of(text, {"a": large}) if one.id == "heads-not-divisible"]
@@ -755,11 +752,11 @@ def test_degrees_that_divide_the_heads_are_named_only_where_they_have_the_memory
         ("{a: {engine: echo, tool_parser: xml}}", ["unknown-value 1:28"]),
     ],
 )
-def test_a_name_stands_for_one_model(models: str, found: list[str]) -> None:
-    """An alias is no model's name and no other's alias; the later one is told."""
+def test_a_name_identifies_one_model(models: str, found: list[str]) -> None:
+    """An alias is not the name of a model or another alias; the later one is reported."""
     assert ids(f"models: {models}\n") == found
 
 
-def test_aliases_are_a_models_own() -> None:
-    """In `defaults` every model would have the same."""
+def test_aliases_are_not_allowed_in_defaults() -> None:
+    """Every model would have the same."""
     assert ids("defaults: {aliases: [x]}\nmodels: {a: {engine: echo}}\n") == ["unknown-key 1:12"]

@@ -28,7 +28,7 @@ def on(instance: str, lnc: int | None = None) -> Host:
     return Host(f"{instance}/0", topology, tuple(range(topology.vcpus)), 8)
 
 
-def test_a_ring_is_drawn_closed_with_replicas_and_what_is_not_free() -> None:
+def test_a_ring_is_drawn_closed_with_replicas_and_unusable_cores() -> None:
     """Two columns a core: the model's letter and the replica's number, or a sign."""
     there = dataclasses.replace(host(), reserved_cores=frozenset({23}))
     placements = [*placed(there, "0-7", name="chat"), *placed(there, "8", "9", name="tiny")]
@@ -57,7 +57,7 @@ def test_a_line_of_devices_is_not_closed() -> None:
     )
 
 
-def test_a_torus_is_a_grid_whose_edges_lead_on() -> None:
+def test_a_torus_is_a_grid_with_connected_edges() -> None:
     """trn1.32xlarge."""
     there = on("trn1.32xlarge")
     assert map_of([there], *placed(there, "0-15", "16")) == (
@@ -78,7 +78,7 @@ def test_a_torus_is_a_grid_whose_edges_lead_on() -> None:
 
 
 def test_the_cores_of_trn2_are_logical_ones() -> None:
-    """Four of a device with LNC 2, eight with LNC 1; the header says which."""
+    """Four of a device with LNC 2, eight with LNC 1; the header shows which."""
     for lnc, first_row, cores in ((2, "A0A0A0A0--........", 64), (1, "A0A0A0A0........-", 128)):
         there = on("trn2.48xlarge", lnc)
         text = map_of([there], *placed(there, "0-3"))
@@ -96,7 +96,7 @@ def test_no_line_is_longer_than_80_columns() -> None:
 
 
 def test_each_of_a_few_hosts_has_its_block() -> None:
-    """Blocks are separated by an empty line; an emulated host says so."""
+    """Blocks are separated by an empty line; an emulated host is marked."""
     hosts = [host("inf2.xlarge", 0, emulated=True), host("inf2.xlarge", 1, emulated=True)]
     assert map_of(hosts, *placed(hosts[0], "0-1")) == (
         "inf2.xlarge/0: 2 of 2 cores in use, emulated\n  core   0\n         A0A0\n  A a/0  cores 0-1, 4 threads\n"
@@ -104,8 +104,8 @@ def test_each_of_a_few_hosts_has_its_block() -> None:
     )
 
 
-def test_many_hosts_share_pictures() -> None:
-    """Those that look alike are drawn once, with replicas counted on each; empty ones have a line together."""
+def test_many_hosts_share_maps() -> None:
+    """Identical ones are drawn once, with replicas counted on each; empty ones share a line."""
     hosts = [host("inf2.xlarge", i) for i in range(1000)]
     placements = [Placement("a", i, hosts[i].name, CoreRange(0, 1), 4) for i in range(500)]
     text = map_of(hosts, *placements, Placement("b", 0, hosts[700].name, CoreRange(0, 0), 1))
@@ -117,8 +117,8 @@ def test_many_hosts_share_pictures() -> None:
     )
 
 
-def test_a_thousand_different_hosts_are_not_a_thousand_pictures() -> None:
-    """Twelve are drawn, and of the others it is told how full they are."""
+def test_a_thousand_different_hosts_are_not_a_thousand_maps() -> None:
+    """Twelve are drawn, and the use of the others is summarized."""
     hosts = [host(i=i) for i in range(1000)]
     placements = [Placement(f"m{i}", 0, hosts[i].name, CoreRange(0, 7), 4) for i in range(1000)]
     text = map_of(hosts, *placements)
@@ -133,7 +133,7 @@ def test_replicas_without_cores_are_listed() -> None:
     assert text == "plain: 8 CPUs, no NeuronCores\n  A a/0  no cores, 2 threads\n"
 
 
-def test_the_window_that_was_looked_for_is_marked() -> None:
+def test_the_requested_window_is_marked() -> None:
     """Where it is free."""
     there = host("inf2.24xlarge")
     text = core_map(Plan(), [there], window=(there.name, CoreRange(4, 7)))
@@ -147,8 +147,8 @@ def test_more_models_than_letters_share_a_star() -> None:
     assert "* m59/0" in map_of(hosts, *placements)
 
 
-def test_a_model_has_one_colour_and_another_model_another() -> None:
-    """Whatever the replica; and without its codes the coloured map is the plain one."""
+def test_each_model_has_its_own_colour() -> None:
+    """For all its replicas; without its codes the coloured map is the plain one."""
     there = host()
     placements = [*placed(there, "0-7", "8-15"), *placed(there, "16-17", name="b")]
     colored = core_map(Plan(tuple(placements)), [there], color=True)

@@ -7,7 +7,7 @@ from placements.facts.core_range import CoreRange, runs
 
 @pytest.mark.parametrize("text", ["0", "5", "4-7", "0-23", "0-127"])
 def test_notation_survives_parse_and_str(text: str) -> None:
-    """What is written as a core range is printed the same."""
+    """A core range is printed as it was written."""
     assert str(CoreRange.parse(text)) == text
 
 
@@ -19,21 +19,20 @@ def test_one_core_written_as_a_range_is_printed_as_one_id() -> None:
 @pytest.mark.parametrize(
     "text", ["", " 4", "4-", "-4", "4--7", "4-7-9", "a-b", "4.0", "07", "0x4", "９", "4-1000", "4\n"]
 )
-def test_other_notation_is_refused_with_the_text_quoted(text: str) -> None:
-    """Every refusal quotes what was written."""
+def test_other_notation_is_rejected_with_the_text_quoted(text: str) -> None:
     with pytest.raises(ValueError, match="is not a core range") as caught:
         CoreRange.parse(text)
     assert f'"{text}"' in str(caught.value)
 
 
-def test_a_list_is_refused_as_a_list() -> None:
-    """A comma list is told apart from nonsense."""
+def test_a_list_is_rejected_as_a_list() -> None:
+    """A comma list has its own message."""
     with pytest.raises(ValueError, match='"0,1" is a list; a core range is contiguous'):
         CoreRange.parse("0,1")
 
 
-def test_a_range_that_runs_backwards_is_refused_with_its_remedy() -> None:
-    """The sentence holds the range the other way round."""
+def test_a_range_that_runs_backwards_is_rejected_with_its_remedy() -> None:
+    """The message has the range the other way round."""
     with pytest.raises(ValueError, match=r'"7-4" runs backwards.*"4-7"'):
         CoreRange.parse("7-4")
 
@@ -54,8 +53,8 @@ def test_a_range_is_a_collection_of_core_ids() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "shared"), [("0-7", "4-11", "4-7"), ("0-7", "8-9", "None"), ("0-7", "7", "7"), ("2", "0-3", "2")]
 )
-def test_overlap_is_what_both_hold(one: str, other: str, shared: str) -> None:
-    """Overlap is symmetric, and None when nothing is shared."""
+def test_overlap_is_the_intersection(one: str, other: str, shared: str) -> None:
+    """It is symmetric, and None if nothing is shared."""
     a, b = CoreRange.parse(one), CoreRange.parse(other)
     assert (str(a.overlap(b)), str(b.overlap(a))) == (shared, shared)
 

@@ -73,8 +73,8 @@ def found(
         ("cpu", "gpt_bigcode", TRN2, []),
     ],
 )
-def test_an_engine_serves_the_family_on_the_machine(engine: str, family: str, machine: str, told: list[str]) -> None:
-    """By the tables of `engines`; an engine that does not run there is not judged by its families."""
+def test_an_engine_supports_the_family_on_the_machine(engine: str, family: str, machine: str, told: list[str]) -> None:
+    """By the tables of `engines`; an engine that does not run there is not checked for its families."""
     assert brief(found(f"engine: {engine}", shaped(family), machine)) == told
 
 
@@ -125,16 +125,16 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "n_positi
     ],
 )
 @pytest.mark.parametrize("engine", [TNX, "cpu"])
-def test_a_model_that_transformers_neuronx_computes_otherwise_is_reported(
+def test_a_model_that_transformers_neuronx_computes_differently_is_reported(
     config: dict[str, Any], told: list[str], engine: str
 ) -> None:
-    """By config.json: what its class leaves out is an error, what it approximates a warning."""
+    """By config.json: a feature missing in its class is an error, an approximation a warning."""
     problems = found(f"engine: {engine}\n    max_batch: 1", Checkpoint.from_config(config))
     assert [problem.id for problem in problems] == (told if engine == TNX else [])
 
 
-def test_a_draft_is_read_like_its_model() -> None:
-    """At the place of the draft."""
+def test_a_draft_is_checked_like_its_model() -> None:
+    """At the line of the draft."""
     draft = Checkpoint.from_config(LLAMA | {"head_dim": 32})
     problems = found(f"engine: {TNX}\n    draft: {{source: ./d}}", Checkpoint.from_config(LLAMA), draft=draft)
     assert brief(problems) == ["family-unsupported 5:5"]
@@ -148,8 +148,7 @@ def test_a_run_of_a_draft_fits_into_the_longest_prompt() -> None:
     assert (problem.id, "verifies 8 tokens" in problem.what) == ("draft-unsupported", True)
 
 
-def test_who_serves_a_family_there_is_named() -> None:
-    """Where another engine does."""
+def test_an_engine_that_supports_the_family_is_suggested() -> None:
     (problem,) = found(f"engine: {NXD}", shaped("opt"))
     assert problem.what == "the engine nxd-inference does not serve opt, the family of a"
     assert problem.hint == "use transformers-neuronx"
@@ -174,8 +173,8 @@ def test_a_window_that_would_be_left_out_is_as_long_as_a_slot(
     assert brief(found(f"engine: {TNX}\n    max_len: 2048", replace(shaped("mistral"), window=window))) == []
 
 
-def test_replicas_go_only_to_machines_where_their_engine_runs() -> None:
-    """Of two types one may do; a model that suits none has no place."""
+def test_replicas_run_only_on_machines_that_their_engine_supports() -> None:
+    """One of two types may be suitable; a model that suits none has no place."""
     text = "hosts: [{instance: trn2.3xlarge}, {instance: inf2.xlarge}]\n"
     text += f"models:\n  a: {{engine: {TNX}, source: ./a}}\n"
     spec = parse(text, "f.yaml").spec
@@ -197,7 +196,7 @@ def test_replicas_go_only_to_machines_where_their_engine_runs() -> None:
     ],
 )
 def test_heads_are_padded_only_by_classes_that_can(engine: str, family: str, told: list[str]) -> None:
-    """allow_head_padding does not help those that would fail at the load."""
+    """allow_head_padding does not help classes that would fail at the load."""
     fields = f"tp_degree: 8\n    allow_head_padding: true\n    engine: {engine}"
     assert brief(found(fields, shaped(family, heads=12))) == told
 
@@ -234,7 +233,7 @@ def test_16_on_trn1_is_documented_for_nxd_inference_only(engine: str, more: str,
         ("echo", "llama", "quantize: fp8", ["quantize-unsupported 4:5"]),
     ],
 )
-def test_numbers_of_one_byte_are_for_engines_that_have_them(
+def test_one_byte_types_are_for_engines_that_support_them(
     engine: str, family: str, fields: str, told: list[str]
 ) -> None:
     """Weights and the KV cache, by engine and family."""
@@ -245,8 +244,8 @@ def test_numbers_of_one_byte_are_for_engines_that_have_them(
     "fields", ["sampling: device", "buckets: {prefill: [8]}", "fuse_qkv: false", "compiler: {flags: -x}"]
 )
 @pytest.mark.parametrize("engine", ["cpu", "echo"])
-def test_what_is_for_neuron_devices_is_refused_on_the_host(engine: str, fields: str) -> None:
-    """It would have no effect; on emulated hosts `auto` is cpu."""
+def test_settings_for_neuron_devices_are_rejected_on_the_host(engine: str, fields: str) -> None:
+    """They would have no effect; on emulated hosts `auto` is cpu."""
     assert brief(found(f"{fields}\n    engine: {engine}")) == ["setting-unsupported 4:5"]
     assert brief(found(fields, hosts="emulate")) == ["setting-unsupported 4:5"]
     assert brief(found(fields, shaped("llama"))) == []
@@ -287,14 +286,14 @@ def test_what_is_for_neuron_devices_is_refused_on_the_host(engine: str, fields: 
         ("cpu", "llama", "engine_options: {prefill_chunk: {a: 1}}", ["wrong-type 4:22"]),
     ],
 )
-def test_settings_are_those_that_the_engine_has(engine: str, family: str, fields: str, told: list[str]) -> None:
+def test_settings_are_those_of_the_engine(engine: str, family: str, fields: str, told: list[str]) -> None:
     """For this family, and at their place."""
     checkpoint = shaped(family)
     assert brief(found(f"{fields}\n    engine: {engine}", checkpoint)) == told
 
 
-def test_an_option_inside_another_is_told_at_its_own_place() -> None:
-    """Line and column of the inner key; the kinds as YAML reads them."""
+def test_a_nested_option_is_reported_at_its_own_place() -> None:
+    """Line and column of the inner key; the types as YAML reads them."""
     fields = (
         "engine: nxd-inference\n    sampling: device\n    engine_options:\n      skip_warmup: on\n"
         "      on_device_sampling_config:\n        global_topk: many\n        top_kk: 1"
@@ -305,7 +304,7 @@ def test_an_option_inside_another_is_told_at_its_own_place() -> None:
 @pytest.mark.parametrize(
     ("machine", "told"), [(INF2, ["unknown-engine-option 4:22"]), (TRN1, ["unknown-engine-option 4:22"]), (TRN2, [])]
 )
-def test_an_option_of_a_version_that_does_not_run_there_is_refused(machine: str, told: list[str]) -> None:
+def test_an_option_of_a_version_that_does_not_run_there_is_rejected(machine: str, told: list[str]) -> None:
     """0.9 needs trn2."""
     assert brief(found(f"engine_options: {{enable_ve_data_parallel: true}}\n    engine: {NXD}", None, machine)) == told
 
@@ -324,7 +323,7 @@ def test_an_option_of_a_version_that_does_not_run_there_is_refused(machine: str,
         ("buckets: {decode: [2048]}", "gpt_neox", []),
     ],
 )
-def test_compiled_lengths_make_sense(fields: str, family: str | None, told: list[str]) -> None:
+def test_buckets_are_consistent(fields: str, family: str | None, told: list[str]) -> None:
     """Ascending, none beyond max_len, the last of the KV cache equal to it; and the family has them."""
     checkpoint = shaped(family) if family else None
     assert brief(found(f"{fields}\n    max_len: 2048\n    engine: {TNX}", checkpoint)) == told
@@ -343,13 +342,13 @@ def test_compiled_lengths_make_sense(fields: str, family: str | None, told: list
         ("cpu", "buckets: {prefill: [1]}", ["setting-unsupported 4:5"]),
     ],
 )
-def test_a_compiled_prompt_is_no_step(engine: str, fields: str, told: list[str]) -> None:
-    """Both packages tell them apart by their width alone."""
+def test_a_prompt_bucket_must_differ_from_a_step(engine: str, fields: str, told: list[str]) -> None:
+    """Both packages distinguish them by their width alone."""
     assert brief(found(f"{fields}\n    engine: {engine}")) == told
 
 
-def test_lengths_are_not_judged_by_a_max_len_that_is_not_known() -> None:
-    """It depends on the checkpoint, where neither the spec nor config.json says it."""
+def test_buckets_are_not_checked_against_an_unknown_max_len() -> None:
+    """It depends on the checkpoint if neither the spec nor config.json has it."""
     fields = f"buckets: {{decode: [512]}}\n    engine: {NXD}"
     assert brief(found(fields)) == []
     assert brief(found(fields, shaped("llama"))) == ["bad-buckets 4:24"]
@@ -369,7 +368,7 @@ def test_lengths_are_not_judged_by_a_max_len_that_is_not_known() -> None:
         ("quantize: int8, engine_options: {quantized_checkpoints_path: 7}", ["wrong-type"]),
     ],
 )
-def test_a_quantized_checkpoint_goes_with_quantize(fields: str, told: list[str]) -> None:
+def test_a_quantized_checkpoint_requires_quantize(fields: str, told: list[str]) -> None:
     """It is a folder of the host, and its type is one that ``quantize`` has."""
     text = fields.replace(", engine_options", "\n    engine_options")
     assert [problem.id for problem in found(f"{text}\n    engine: {NXD}")] == told
@@ -388,8 +387,8 @@ def test_a_quantized_checkpoint_goes_with_quantize(fields: str, told: list[str])
         ("{flags: --target trn1}", ["bad-compiler-flags"]),
     ],
 )
-def test_flags_say_nothing_that_a_field_says(compiler: str, told: list[str]) -> None:
-    """Two masters would fight, and the key of the cache holds the flags."""
+def test_compiler_flags_must_not_repeat_fields(compiler: str, told: list[str]) -> None:
+    """The two could conflict, and the key of the cache has the flags."""
     assert [problem.id for problem in found(f"compiler: {compiler}\n    engine: {NXD}")] == told
 
 
@@ -413,16 +412,16 @@ def test_flags_say_nothing_that_a_field_says(compiler: str, told: list[str]) -> 
         ("auto", "qwen2", "llama", "", ["draft-unsupported 4:5"]),
     ],
 )
-def test_a_draft_is_one_that_the_engine_can_use(
+def test_a_draft_must_be_supported_by_the_engine(
     engine: str, family: str, drafting: str, more: str, told: list[str]
 ) -> None:
-    """By the families of both, and by what else the model asks for."""
+    """By the families of both, and by the other fields of the model."""
     fields = f"draft: {{source: ./d}}\n    engine: {engine}" + (f"\n    {more}" if more else "")
     assert brief(found(fields, shaped(family), draft=shaped(drafting))) == told
 
 
 def test_a_draft_has_its_models_vocabulary_and_heads_for_its_cores() -> None:
-    """It lies on the same cores; on the host's CPUs heads do not matter."""
+    """It runs on the same cores; on the host's CPUs heads do not matter."""
     fields = "draft: {source: ./d}\n    tp_degree: 8\n    engine: "
     assert brief(found(fields + TNX, shaped("llama"), draft=shaped("llama", vocab=999))) == ["bad-draft 4:5"]
     assert brief(found(fields + TNX, shaped("llama"), draft=shaped("llama", 12))) == ["heads-not-divisible 4:5"]
@@ -432,7 +431,7 @@ def test_a_draft_has_its_models_vocabulary_and_heads_for_its_cores() -> None:
 
 
 @pytest.mark.parametrize("value", ["010", "[1, 010]", "{a: 010}", "!x 1"])
-def test_an_option_that_cannot_be_read_is_told_once(value: str) -> None:
-    """By the reader of the YAML; the rules then leave the options alone."""
+def test_an_unreadable_option_is_reported_once(value: str) -> None:
+    """By the YAML reader; the rules then skip the options."""
     problems = found(f"engine_options: {{skip_warmup: {value}, misspelt: 1}}\n    engine: {NXD}")
     assert [problem.id for problem in problems] in (["yaml-number"], ["yaml-tag"])

@@ -27,8 +27,8 @@ EMULATED, REAL = host(emulated=True), host()
 
 
 @pytest.mark.parametrize(("on", "engine"), [(EMULATED, "cpu"), (PLAIN, "cpu"), (REAL, "auto")])
-def test_auto_is_cpu_where_no_accelerator_is(on: object, engine: str) -> None:
-    """On Neuron the choice is left to the host, which knows its packages."""
+def test_auto_is_cpu_without_an_accelerator(on: object, engine: str) -> None:
+    """On Neuron the host decides, which knows its packages."""
     assert resolve("auto", on) == engine  # type: ignore[arg-type]
 
 
@@ -46,8 +46,8 @@ def test_a_named_engine_stays() -> None:
         ("nxd-inference", True, True, False),
     ],
 )
-def test_who_takes_cores(engine: Engine, emulated: bool, real: bool, plain: bool) -> None:
-    """Everything takes cores of an emulated host, engines of the CPU none of a real one, nobody any of a plain one."""
+def test_the_engines_that_use_cores(engine: Engine, emulated: bool, real: bool, plain: bool) -> None:
+    """All engines use cores of an emulated host, CPU engines none of a real one, and none uses any of a plain one."""
     assert [takes_cores(engine, on) for on in (EMULATED, REAL, PLAIN)] == [emulated, real, plain]
 
 
@@ -93,10 +93,10 @@ NXD, TNX = "nxd-inference", "transformers-neuronx"
         ("gpt_bigcode", "inf2.xlarge", {NXD: "0.8.1", TNX: "0.13.798"}, "family-unsupported"),
     ],
 )
-def test_auto_prefers_nxd_inference_where_it_serves_the_family(
+def test_auto_prefers_nxd_inference_if_it_supports_the_family(
     model_type: str | None, instance: str | None, found: dict[Engine, str], chosen: str
 ) -> None:
-    """In the version that the host has; else transformers-neuronx, else it says why none."""
+    """In the host's version; else transformers-neuronx, else the reason why there is none."""
     choice = choose_engine(model_type, instance, found)
     assert (choice.id if isinstance(choice, NoEngine) else choice) == chosen
 
@@ -109,10 +109,10 @@ def test_auto_prefers_nxd_inference_where_it_serves_the_family(
         ("opt", {}, ("neither nxd-inference nor transformers-neuronx", "a Neuron SDK image")),
     ],
 )
-def test_why_there_is_no_engine_names_what_was_found(
+def test_a_missing_engine_is_reported_with_the_installed_ones(
     model_type: str, found: dict[Engine, str], words: tuple[str, str]
 ) -> None:
-    """And what to do."""
+    """And the remedy."""
     choice = choose_engine(model_type, "inf2.xlarge", found)
     assert isinstance(choice, NoEngine)
     assert words[0] in choice.what
@@ -120,7 +120,7 @@ def test_why_there_is_no_engine_names_what_was_found(
 
 
 def test_the_tables_are_the_packages_registries() -> None:
-    """As recorded, of the families that the planner knows."""
+    """As recorded, for the families that the planner supports."""
     tnx, nxd = (
         option_tables.contract(package) for package in ("transformers_neuronx", "neuronx_distributed_inference")
     )

@@ -77,8 +77,8 @@ def found(name: str, batch: int, length: int, int8: bool, tp: int = 24, instance
     return speed(model, checkpoint(name), "transformers-neuronx", TOPOLOGIES[instance])
 
 
-def test_steps_are_near_what_aws_measured() -> None:
-    """The median within the error that is named, and none beyond the greatest."""
+def test_steps_are_close_to_aws_measurements() -> None:
+    """The median within the documented error, and none beyond the maximum."""
     errors = [abs(found(name, batch, length, int8).step_s / tpot - 1) for name, batch, length, int8, tpot, _, _ in ROWS]
     assert median(errors) < 0.10
     assert max(errors) < 0.29
@@ -115,8 +115,8 @@ def test_an_echo_engine_takes_its_step(options: dict[str, Any], expected: float)
     assert (fast.step_s, fast.prefill_base_s, fast.prefill_token_s) == (expected, expected, 0.0)
 
 
-def test_a_model_that_cannot_be_read_is_guessed_and_says_so() -> None:
-    """Not as sure as one whose config.json is there."""
+def test_an_unreadable_model_is_marked_as_a_guess() -> None:
+    """Unlike one with a config.json."""
     fast = speed(ModelSpec(name="m", source="org/model", tp_degree=8), None, "nxd-inference", INF2)
     assert fast.decode_error == 1.0
     assert "guess" in fast.source

@@ -23,7 +23,7 @@ EXAMPLES = sorted((Path(placements.__path__[0]) / "examples").glob("*.yaml"))
 
 
 def test_there_are_examples() -> None:
-    """The slice has at least two."""
+    """At least two."""
     assert len(EXAMPLES) >= 2
 
 

@@ -56,8 +56,8 @@ def reasons(told: Explanation) -> Sequence[str]:
     return told.places[0].why
 
 
-def test_a_model_with_its_replicas_has_places_and_no_complaint() -> None:
-    """Where, why there, and the numbers; exit code 0 of the command."""
+def test_a_model_with_its_replicas_has_places_and_no_problems() -> None:
+    """The places, the reasons, and the numbers; exit code 0 of the command."""
     told = explained(spec(model("a", 8, replicas=2)), checkpoint=LLAMA_2_7B)
     assert (told.fits, told.failed, told.suggestions) == (True, (), ())
     assert [str(place.placement.cores) for place in told.places] == ["0-7", "8-15"]
@@ -72,27 +72,26 @@ def test_a_model_with_its_replicas_has_places_and_no_complaint() -> None:
     }
 
 
-def test_what_runs_and_what_is_pinned_says_so() -> None:
-    """They are the reasons of their places."""
+def test_running_and_pinned_replicas_have_that_reason() -> None:
     told = explained(spec(model("a", 8, "8-15")), running=running("a", 8, size=8))
     assert list(reasons(told))[:2] == ["it runs there already; running replicas stay", 'pinned to "8-15"']
 
 
-def test_a_model_says_whom_it_displaces() -> None:
-    """A running replica of a lower priority, and where that goes."""
+def test_a_model_shows_whom_it_displaces() -> None:
+    """A running replica of a lower priority, and its new place."""
     wish = spec(model("a", 24, priority=1), model("b"))
     told = explained(wish, running=running("b", 3))
     assert "it displaces b/0 (priority 0) from 3: stopped" in reasons(told)
 
 
-def test_a_model_says_who_would_have_its_place() -> None:
-    """What has none because of it."""
+def test_a_model_shows_which_replicas_it_prevents() -> None:
+    """Those without a place because of it."""
     told = explained(spec(model("a", 24, priority=1), model("b", replicas=2)))
     assert "without this model 2 replicas of b would have a place" in reasons(told)
 
 
-def test_no_room_names_who_holds_the_cores() -> None:
-    """With priorities, and what nobody may use."""
+def test_no_room_shows_the_models_on_the_cores() -> None:
+    """With priorities, and unusable cores."""
     wish = spec(model("a", 8), model("b", 4, replicas=4, priority=3), cores=[23])
     blocked = {HOST: frozenset({16, 17, 22})}
     told = explained(wish, blocked=blocked, cordoned={HOST: frozenset({16, 17})})
@@ -105,8 +104,8 @@ def test_no_room_names_who_holds_the_cores() -> None:
     assert f"1 core is quarantined: 22 of {HOST}" in constraint.details
 
 
-def test_every_constraint_that_fails_is_named_not_only_the_first() -> None:
-    """Too little HBM, too little host memory, and no cores: each by itself."""
+def test_every_failing_constraint_is_reported() -> None:
+    """Too little HBM, too little host memory, and no cores: each separately."""
     wish = spec(model("a", 8, max_batch=64, max_len=4096, host_memory_gib=9000.0), model("b", 24, priority=1))
     told = explained(wish, checkpoint=LLAMA_70B)
     assert failed(told)[0] == "hbm-exceeded"
@@ -115,15 +114,15 @@ def test_every_constraint_that_fails_is_named_not_only_the_first() -> None:
     assert told.places == ()
 
 
-def test_an_error_of_another_model_is_none_of_this_one() -> None:
-    """And suggestions do not wait for it."""
+def test_an_error_of_another_model_does_not_apply_to_this_one() -> None:
+    """And does not prevent suggestions."""
     told = explained(spec(model("a", 8, replicas=4), model("b", 5)))
     assert failed(told) == ["no-room"]
     assert "replicas" in kinds(told)
 
 
-def test_errors_of_the_file_stand_in_the_models_own_lines() -> None:
-    """One of a rival does not concern it; one of its own leaves nothing to try."""
+def test_errors_of_the_models_own_lines_prevent_suggestions() -> None:
+    """Those of a rival do not apply; with one of its own nothing can be tried."""
     text = "hosts: {instance: inf2.48xlarge}\nmodels:\n  a: {source: ./m, tp: 8}\n  b: {source: ./m}\n"
     parsed = parse(text, "f.yaml")
     assert parsed.spec is not None
@@ -133,8 +132,8 @@ def test_errors_of_the_file_stand_in_the_models_own_lines() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(PROBLEMS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_no_spec_is_too_wrong_to_be_explained(path: Path) -> None:
-    """As far as its models could be read at all; on hosts of its own, and on one without devices."""
+def test_any_readable_spec_can_be_explained(path: Path) -> None:
+    """As far as its models could be read; on its own hosts, and on one without devices."""
     parsed = parse(path.read_text(), path.name)
     for name in [one.name for one in parsed.spec.models] if parsed.spec else []:
         assert parsed.spec is not None
@@ -143,7 +142,7 @@ def test_no_spec_is_too_wrong_to_be_explained(path: Path) -> None:
             assert told.fits == (not told.failed)
 
 
-def test_a_model_that_nobody_wants_now_is_tried_with_one_replica() -> None:
+def test_a_model_without_wanted_replicas_is_tried_with_one() -> None:
     """So that ``min: 0`` is explained as well."""
     told = explained(spec(model("a", 8, replicas=Replicas(min=0, max=2))))
     assert (told.fits, told.wanted, len(told.places)) == (True, 1, 1)
@@ -153,7 +152,7 @@ def test_a_model_that_nobody_wants_now_is_tried_with_one_replica() -> None:
 
 
 def test_moving_one_replica_is_the_smallest_change() -> None:
-    """The scattered one that costs least, by its name."""
+    """The scattered one with the lowest cost, by its name."""
     wish = spec(model("a", 8), model("b", replicas=4))
     told = explained(wish, running=running("b", 3, 9, 14, 20))
     assert kinds(told)[0] == "move"
@@ -162,7 +161,7 @@ def test_moving_one_replica_is_the_smallest_change() -> None:
     assert len(first.plan.moves) == 1
 
 
-def test_cordoned_cores_can_be_given_back() -> None:
+def test_cordoned_cores_can_be_freed() -> None:
     """Quarantined ones cannot."""
     every = frozenset(range(24))
     told = explained(spec(model("a", 8)), blocked={HOST: every}, cordoned={HOST: frozenset(range(8))})
@@ -170,8 +169,8 @@ def test_cordoned_cores_can_be_given_back() -> None:
     assert "uncordon" not in kinds(explained(spec(model("a", 8)), blocked={HOST: every}))
 
 
-def test_too_much_memory_is_met_by_degree_slots_length_or_int8() -> None:
-    """Each the nearest that fits."""
+def test_too_much_memory_is_reduced_by_degree_slots_length_or_int8() -> None:
+    """Each with the nearest value that fits."""
     wish = spec(model("a", 2, engine="transformers-neuronx", max_batch=32, max_len=4096))
     told = explained(wish, checkpoint=LLAMA_2_7B)
     assert failed(told) == ["hbm-exceeded"]
@@ -181,8 +180,8 @@ def test_too_much_memory_is_met_by_degree_slots_length_or_int8() -> None:
     assert "GiB on each core" in change(told, "degree").gives
 
 
-def test_weights_that_are_too_large_are_met_by_int8() -> None:
-    """Where the engine has it."""
+def test_weights_that_are_too_large_are_reduced_by_int8() -> None:
+    """If the engine supports it."""
     wish = spec(model("a", 8, max_batch=4, max_len=2048), instance="inf2.24xlarge")
     assert "int8" in kinds(explained(wish, checkpoint=LLAMA_70B))
 
@@ -196,7 +195,7 @@ def test_a_suggestion_of_slots_is_the_most_that_fits() -> None:
         assert failed(explained(again, checkpoint=LLAMA_2_7B)) == ids
 
 
-def test_pins_that_are_taken_can_be_left_out() -> None:
+def test_pins_in_use_can_be_removed() -> None:
     """The model goes elsewhere."""
     wish = spec(model("a", 8, "0-7"))
     told = explained(wish, blocked={HOST: frozenset({3})})
@@ -213,7 +212,7 @@ def test_a_narrow_spread_can_be_widened() -> None:
 
 
 def test_a_rivals_min_is_lowered_no_further_than_needed() -> None:
-    """Of the rival with the least to lose; a lower priority is no rival."""
+    """That of the rival with the least to lose; a lower priority is not a rival."""
     wish = spec(model("a", 2), model("b", 8, replicas=2), model("c", 2, replicas=4))
     there = [*running("b", 0, 8, size=8), *running("c", 16, 18, 20, 22, size=2)]
     assert change(explained(wish, running=there), "rival").trial.change == "replicas of c: min 4 -> 3"
@@ -225,22 +224,22 @@ def test_as_many_hosts_as_are_missing() -> None:
     assert change(told, "host").trial.change == "2 more inf2.48xlarge"
 
 
-def test_a_larger_type_is_found_where_no_host_is_large_enough() -> None:
-    """The smallest of the family that has the cores."""
+def test_a_larger_type_is_suggested_if_no_host_is_large_enough() -> None:
+    """The smallest of the family with enough cores."""
     told = explained(spec(model("a", 24), instance="inf2.24xlarge"))
     assert failed(told)[0] == "degree-exceeds-host"
     assert change(told, "host").trial.change == "an inf2.48xlarge"
 
 
-def test_two_changes_together_where_none_alone_helps() -> None:
-    """A 70B model on two cores: neither a greater degree nor int8 is enough by itself."""
+def test_two_changes_are_suggested_if_one_does_not_help() -> None:
+    """A 70B model on two cores: neither a greater degree nor int8 suffices by itself."""
     wish = spec(model("a", 2, max_batch=4, max_len=2048), instance="inf2.24xlarge")
     told = explained(wish, checkpoint=LLAMA_70B)
     assert kinds(told)[0] == "degree+int8"
     assert told.suggestions[0].trial.change == "tp_degree: 8, and quantize: int8"
 
 
-def test_of_a_fleet_with_several_types_the_fitting_one_is_enlarged() -> None:
+def test_in_a_fleet_with_several_types_the_fitting_one_is_enlarged() -> None:
     """Not the first."""
     wish = Spec(
         hosts=(HostsSpec(instance="inf2.xlarge"), HostsSpec(instance="inf2.48xlarge")),
@@ -249,8 +248,8 @@ def test_of_a_fleet_with_several_types_the_fitting_one_is_enlarged() -> None:
     assert change(explained(wish), "host").trial.change == "one more inf2.48xlarge"
 
 
-def test_unknown_keys_are_no_reason_not_to_try() -> None:
-    """They were skipped. Where they are all that is wrong nothing is tried, and nobody says that nothing helps."""
+def test_unknown_keys_do_not_prevent_suggestions() -> None:
+    """They are skipped. If they are the only errors, nothing is tried, and no missing remedy is reported."""
     text = "hosts: {instance: inf2.48xlarge}\nmodels:\n  a: {source: ./m, tp_degree: 8, replicas: 4}\ncolour: red\n"
     for word, ids, tried in (("4", ["unknown-key", "no-room"], "all"), ("3", ["unknown-key"], "nothing")):
         parsed = parse(text.replace("replicas: 4", f"replicas: {word}"), "f.yaml")
@@ -267,19 +266,19 @@ def test_a_length_beyond_the_positions_becomes_that_of_the_positions() -> None:
 
 
 def test_heads_can_be_padded() -> None:
-    """At the degree that the model asks for, first of all."""
+    """At the requested degree, as the first suggestion."""
     told = explained(spec(model("a", 24, engine="nxd-inference", max_batch=1)), checkpoint=LLAMA_70B)
     assert (failed(told)[0], told.suggestions[0].trial.change) == ("heads-not-divisible", "allow_head_padding: true")
 
 
 def test_a_pin_moves_to_the_nearest_legal_range() -> None:
-    """Before it is left out, and before another degree."""
+    """Before it is removed, and before another degree."""
     told = explained(spec(model("a", 8, "9-16"), model("b", 2, "0-1")))
     assert [one.trial.change for one in told.suggestions[:2]] == ['cores: "9-16" -> "8-15"', "without its pins"]
 
 
-def test_the_pins_of_rivals_are_changed_before_their_replicas_are_fewer() -> None:
-    """Both, where one is not enough."""
+def test_the_pins_of_rivals_change_before_their_replicas_are_reduced() -> None:
+    """Both, if one does not suffice."""
     told = explained(spec(model("a", 8), model("b", 8, "4-11"), model("c", 8, "14-21")))
     expected = 'cores of b: "4-11" -> "8-15", and cores of c: "14-21" -> "16-23"'
     assert change(told, "rival-pins").trial.change == expected
@@ -295,8 +294,8 @@ def test_threads_are_shared_or_fewer() -> None:
     assert changes == ["threads: 92", "threads: share"]
 
 
-def test_hosts_are_added_for_all_that_rank_as_high() -> None:
-    """Of the type that is there, though another would need fewer."""
+def test_hosts_are_added_for_all_models_of_the_same_or_a_higher_rank() -> None:
+    """Of the present type, though fewer of another might suffice."""
     told = explained(spec(model("a", 24, replicas=3), model("b", 8, replicas=3)))
     assert change(told, "host").trial.change in ("2 more inf2.48xlarge", "3 more inf2.48xlarge")
 
@@ -310,7 +309,7 @@ def test_new_types_are_those_that_can_serve_the_model(engine: str) -> None:
 
 
 def test_a_search_ends_when_its_plans_are_used_up() -> None:
-    """It says so."""
+    """And reports it."""
     wish = spec(model("a", 8, replicas=8))
     hosts = hosts_for(wish, LAPTOP)
     asked = question(wish, hosts, wanted={"a": 8})
@@ -319,8 +318,8 @@ def test_a_search_ends_when_its_plans_are_used_up() -> None:
     assert (few.exhaustive, len(few.suggestions) <= 2) == (False, True)
 
 
-def test_numbers_are_those_of_hosts_that_can_take_the_model() -> None:
-    """A type without the degree, or with too little memory, has no line; threads are those of where it lies."""
+def test_numbers_are_those_of_suitable_hosts() -> None:
+    """A type without the degree, or with too little memory, has no line; threads are those of its place."""
     hosts = (
         HostsSpec(instance="inf2.48xlarge"),
         HostsSpec(instance="trn1.32xlarge"),
@@ -335,8 +334,8 @@ def test_numbers_are_those_of_hosts_that_can_take_the_model() -> None:
     assert (told["threads"].what.endswith("on trn1.32xlarge"), told["threads"].details) == (True, ())
 
 
-def test_a_refusal_has_the_words_of_the_plan() -> None:
-    """Of the first replica that is missing."""
+def test_a_rejection_has_the_message_of_the_plan() -> None:
+    """That of the first missing replica."""
     wish = spec(model("a", 8, replicas=5, threads=100, engine="transformers-neuronx"))
     hosts = hosts_for(wish, LAPTOP)
     (first, *_) = plan(wish, hosts).unplaced
@@ -345,8 +344,8 @@ def test_a_refusal_has_the_words_of_the_plan() -> None:
     assert all(said[one.id].startswith(one.what) for one in first.problems)
 
 
-def test_a_machine_that_the_engine_does_not_run_on_is_named() -> None:
-    """Beside one that has no such degree; NxD Inference runs there, and needs neither."""
+def test_a_machine_that_the_engine_does_not_support_is_reported() -> None:
+    """Beside one without the degree; NxD Inference runs there, and needs neither."""
     hosts = (HostsSpec(instance="trn2.48xlarge"), HostsSpec(instance="trn1.2xlarge"))
     old, new = (
         explained(Spec(models=(model("a", 32, engine=engine),), hosts=hosts))
@@ -359,15 +358,15 @@ def test_a_machine_that_the_engine_does_not_run_on_is_named() -> None:
     assert new.fits
 
 
-def test_a_machine_where_the_engine_serves_no_such_family_is_named() -> None:
-    """opt is served by transformers-neuronx alone, which does not run on trn2."""
+def test_a_machine_on_which_the_engine_lacks_the_family_is_reported() -> None:
+    """opt is supported by transformers-neuronx only, which does not run on trn2."""
     hosts = (HostsSpec(instance="trn1.2xlarge"), HostsSpec(instance="trn2.48xlarge"))
     told = explained(Spec(models=(model("a", 32),), hosts=hosts), checkpoint=OPT)
     details = [line for constraint in told.failed for line in constraint.details]
     assert "trn2.48xlarge: auto does not serve opt there" in details
 
 
-def test_the_memory_of_emulated_cores_is_told_as_theirs() -> None:
+def test_the_memory_of_emulated_cores_is_reported_as_theirs() -> None:
     """It counts for a place, though the cpu engine never fills it."""
     wish = Spec(hosts=(HostsSpec(emulate="inf2.48xlarge"),), models=(model("a", 8, engine="cpu"),))
     told = {one.id: one for one in explained(wish, checkpoint=LLAMA_2_7B).holds}

@@ -21,7 +21,7 @@ def test_a_full_host_and_a_plain_one_have_no_runs() -> None:
     assert (runs(free()), runs(FreeCores.of(PLAIN))) == ((), ())
 
 
-def test_taken_cores_are_no_longer_held() -> None:
-    """A range of which one core is taken is not free, and one beyond the host never was."""
+def test_used_cores_are_no_longer_free() -> None:
+    """A range with one used core is not free, and one beyond the host never was."""
     rest = free("0-7").without(CoreRange(2, 3))
     assert [rest.holds(CoreRange.parse(text)) for text in ("0-1", "1-2", "4-7", "24-25")] == [True, False, True, False]

@@ -44,8 +44,8 @@ def test_an_empty_host_has_the_preferred_starts(family: str, cores: int, degree:
         (["1-2"], 2, []),  # two halves of devices
     ],
 )
-def test_a_grid_has_as_many_ranges_as_there_can_be(usable: list[str], degree: int, expected: list[int]) -> None:
-    """Preferred starts where they cost none, else shifted ones."""
+def test_a_grid_has_the_maximum_number_of_ranges(usable: list[str], degree: int, expected: list[int]) -> None:
+    """Preferred starts if they cost none, else shifted ones."""
     assert starts(grid_of("inf2", 24, mask(*usable)).starts(degree)) == expected
 
 
@@ -60,8 +60,9 @@ def test_a_grid_has_as_many_ranges_as_there_can_be(usable: list[str], degree: in
         (["0-3"], 8, None),
     ],
 )
-def test_the_best_range_spoils_least(free: list[str], degree: int, expected: tuple[int, int] | None) -> None:
-    """It lies inside the smallest free range of a larger degree."""
+def test_the_best_range_is_in_the_smallest_suitable_free_range(
+    free: list[str], degree: int, expected: tuple[int, int] | None
+) -> None:
     assert grid_of("inf2", 24, WHOLE).best(mask(*free), degree) == expected
 
 
@@ -74,13 +75,13 @@ def test_the_best_range_spoils_least(free: list[str], degree: int, expected: tup
         (["3-10"], 4, 4),
     ],
 )
-def test_off_the_grid_a_range_lies_at_an_end_of_the_shortest_run(
+def test_off_the_grid_a_range_is_at_an_end_of_the_shortest_run(
     free: list[str], degree: int, expected: int | None
 ) -> None:
     """Any legal start."""
     assert grid_of("inf2", 24, WHOLE).anywhere(mask(*free), degree) == expected
 
 
-def test_windows_are_all_starts_of_free_rows() -> None:
-    """Whatever the alignment."""
+def test_windows_are_all_starts_of_free_runs() -> None:
+    """For any alignment."""
     assert starts(windows(mask("1-6", "9"), 3)) == [1, 2, 3, 4]

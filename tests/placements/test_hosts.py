@@ -15,8 +15,8 @@ def wish(**hosts: object) -> Spec:
     return Spec(hosts=(HostsSpec.model_validate(hosts),))
 
 
-def test_an_instance_is_planned_from_its_topology_alone() -> None:
-    """Whatever this machine is, the hosts are those of the instance type."""
+def test_an_instance_is_planned_from_its_topology_only() -> None:
+    """On any machine, the hosts are those of the instance type."""
     assert hosts_for(wish(instance="inf2.48xlarge", count=2), LAPTOP) == (
         Host("inf2.48xlarge/0", BIG, tuple(range(192)), 8, memory_gib=768.0),
         Host("inf2.48xlarge/1", BIG, tuple(range(192)), 8, memory_gib=768.0),
@@ -41,7 +41,7 @@ def test_more_emulated_hosts_than_cpus_share_them() -> None:
     assert all(host.cpus for host in hosts_for(wish(emulate="inf2.xlarge", count=5), LAPTOP))
 
 
-def test_without_hosts_the_machine_s_own_type_is_taken() -> None:
+def test_without_hosts_the_machine_s_own_type_is_used() -> None:
     """A real inf2.8xlarge, with its real CPUs and the default reserve."""
     cpus = tuple(range(32))
     assert hosts_for(Spec(), Machine(cpus, "inf2.8xlarge")) == (
@@ -51,12 +51,12 @@ def test_without_hosts_the_machine_s_own_type_is_taken() -> None:
 
 @pytest.mark.parametrize("instance", [None, "inf1.24xlarge", "m5.large"])
 def test_without_hosts_and_without_neuron_one_inf2_48xlarge_is_emulated(instance: str | None) -> None:
-    """What a laptop gets."""
+    """As on a laptop."""
     (host,) = hosts_for(Spec(), Machine((0, 1), instance))
     assert (host.name, host.emulated) == ("inf2.48xlarge/0", True)
 
 
-def test_reserves_of_the_spec_are_taken() -> None:
+def test_reserves_of_the_spec_are_applied() -> None:
     """vCPUs and cores of `reserve`, on real and emulated hosts."""
     reserve = {"vcpus": 4, "cores": [23, "20-21"]}
     real = hosts_for(wish(instance="inf2.48xlarge", reserve=reserve), LAPTOP)[0]
@@ -71,7 +71,7 @@ def test_the_default_reserve_is_four_percent(vcpus: int, reserve: int) -> None:
 
 
 def test_hosts_of_several_types_are_counted_by_type() -> None:
-    """In the order of the list; a type that comes twice counts on."""
+    """In the order of the list; repeated types continue the count."""
     wishes = [("inf2.48xlarge", 1), ("trn1.32xlarge", 2), ("inf2.48xlarge", 1)]
     spec = Spec(hosts=tuple(HostsSpec(instance=instance, count=count) for instance, count in wishes))
     names = ["inf2.48xlarge/0", "trn1.32xlarge/0", "trn1.32xlarge/1", "inf2.48xlarge/1"]
