@@ -43,8 +43,8 @@ from tests.orchestrator.fakes import FakeCluster, Played, virtually
 ECHO = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
 
 
-def test_every_test_that_the_page_names_is_there() -> None:
-    """A promise that names a test that is gone is none."""
+def test_every_test_named_on_the_page_exists() -> None:
+    """Each guarantee of the page names the tests that verify it."""
     root = Path(__file__).parent.parent
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root.parent / "docs" / "security.md").read_text())
     gone = [
@@ -56,8 +56,8 @@ def test_every_test_that_the_page_names_is_there() -> None:
     assert len(named) > 30
 
 
-def test_the_page_names_the_ports_where_ray_shows_metrics_to_all() -> None:
-    """They have no token, so that a firewall must close them: the numbers are those of the Ray that is installed."""
+def test_the_page_names_the_ports_of_rays_public_metrics() -> None:
+    """They require no token, so a firewall must block them: the numbers are those of the installed Ray."""
     from ray.autoscaler._private.constants import AUTOSCALER_METRIC_PORT
     from ray.dashboard.consts import DASHBOARD_METRIC_PORT
 
@@ -70,7 +70,7 @@ def test_the_page_names_the_ports_where_ray_shows_metrics_to_all() -> None:
 
 
 def test_every_field_of_a_gateways_settings_can_be_set(tmp_path: Path) -> None:
-    """With the defaults of the struct, so that none is said twice in two ways."""
+    """With the defaults of the struct, so that no default is defined twice."""
     plain = resolve({}, {"COREWRIGHT_HOME": str(tmp_path)}).fill(GatewaySettings)
     assert plain == GatewaySettings(host="127.0.0.1", port=8080, home=str(tmp_path))
 
@@ -103,7 +103,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_setting_comes_from_a_variable_or_the_file(name: str, tmp_path: Path) -> None:
-    """With the same meaning; the variable wins."""
+    """With the same meaning; the variable takes precedence."""
     text, value = GIVEN[name]
     setting = next(one for one in SETTINGS if one.name == name)
     environ = {"COREWRIGHT_HOME": str(tmp_path)}
@@ -114,8 +114,8 @@ def test_a_setting_comes_from_a_variable_or_the_file(name: str, tmp_path: Path) 
     assert (told[name], told.origin(name).where, told.problems) == (value, setting.env, ())
 
 
-def test_a_place_in_memory_that_is_on_a_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a warning: each model would lie there twice."""
+def test_a_memory_folder_on_a_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each model would be stored there twice."""
     mounts = [SimpleNamespace(mountpoint=str(tmp_path), fstype="ext4")]
     mounts.append(SimpleNamespace(mountpoint=str(tmp_path / "memory"), fstype="tmpfs"))
     monkeypatch.setattr(psutil, "disk_partitions", lambda **_: mounts)
@@ -152,7 +152,7 @@ def test_a_place_in_memory_that_is_on_a_disk_is_told(tmp_path: Path, monkeypatch
         ("store_memory_bytes", "10 GB"),
     ],
 )
-def test_a_wrong_value_is_told_before_anything_starts(name: str, wrong: str, tmp_path: Path) -> None:
+def test_an_invalid_value_is_reported_before_anything_starts(name: str, wrong: str, tmp_path: Path) -> None:
     """By its variable."""
     setting = next(one for one in SETTINGS if one.name == name)
     told = resolve({}, {"COREWRIGHT_HOME": str(tmp_path), setting.env: wrong})
@@ -160,7 +160,7 @@ def test_a_wrong_value_is_told_before_anything_starts(name: str, wrong: str, tmp
     assert setting.env in told.problems[0].what
 
 
-def test_flags_are_for_what_a_user_types() -> None:
+def test_options_exist_for_settings_that_users_type() -> None:
     """The others are in the environment and the file."""
     from typer.main import get_command
 
@@ -175,13 +175,13 @@ def test_flags_are_for_what_a_user_types() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_loopback_is_what_nobody_else_reaches(host: str) -> None:
+def test_loopback_addresses_are_recognized(host: str) -> None:
     """Of both families."""
     assert is_loopback(host)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "fleet.example", "", "127.0.0.1.example", "localhost."])
-def test_everything_else_is_the_network(host: str) -> None:
+def test_all_other_addresses_are_the_network(host: str) -> None:
     """A name too, whatever it resolves to today."""
     assert not is_loopback(host)
 
@@ -201,10 +201,8 @@ def checked(**flags: Any) -> str:
     return ""
 
 
-def test_up_opens_itself_to_the_network_only_with_a_key_that_can_be_used(
-    home: Home, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not with none, nor with one that has expired, or that is for the admin API alone."""
+def test_up_listens_on_the_network_only_with_a_valid_key(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not without one, nor with an expired one, or one for the admin API only."""
     file = KeyFile(home.keys)
     assert checked(host="0.0.0.0") == "host-without-keys"
     file.create("ops", scopes=("admin",))
@@ -217,8 +215,8 @@ def test_up_opens_itself_to_the_network_only_with_a_key_that_can_be_used(
     assert checked() == "keys-broken"
 
 
-def test_insecure_is_said_aloud(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    """It starts, and says who can use it."""
+def test_insecure_is_reported(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    """It starts, and reports who can use it."""
     assert checked(host="0.0.0.0", insecure=True) == ""
     assert "warning: keys-not-demanded: --insecure: requests to 0.0.0.0 on the network" in capsys.readouterr().err
     assert checked(insecure=True) == ""
@@ -228,8 +226,8 @@ def test_insecure_is_said_aloud(home: Home, capsys: pytest.CaptureFixture[str]) 
     assert "keys-not-demanded" in capsys.readouterr().err
 
 
-def test_certificates_are_tried_before_anything_starts(home: Home, tmp_path: Path) -> None:
-    """A pair, and with it an authority for clients; alone they mean nothing."""
+def test_certificates_are_verified_before_anything_starts(home: Home, tmp_path: Path) -> None:
+    """A pair, and with it an authority for clients; one alone is rejected."""
     authority = Authority(tmp_path)
     pair, other = authority.sign("server"), authority.sign("other")
     cert, key, ca = str(pair.cert), str(pair.key), str(authority.file)
@@ -241,8 +239,8 @@ def test_certificates_are_tried_before_anything_starts(home: Home, tmp_path: Pat
     assert checked(tls_cert=cert, tls_key="/no/such.pem") == "tls-unusable"
 
 
-def test_the_shown_curl_is_what_is_needed(home: Home, tmp_path: Path) -> None:
-    """A key where keys are demanded, the authority where there is TLS."""
+def test_the_printed_curl_command_has_the_needed_options(home: Home, tmp_path: Path) -> None:
+    """A key if keys are required, the authority if there is TLS."""
     assert up_module._curl_needs(resolve({})) == ""
     KeyFile(home.keys).create("ci")
     told = up_module._curl_needs(resolve({"tls_cert": "/c", "tls_key": "/k", "tls_client_ca": "/a"}))
@@ -282,8 +280,8 @@ def models(tmp_path: Path) -> Path:
         ("", False),
     ],
 )
-def test_a_folder_is_meant_with_what_is_really_below_it(place: str, allowed: bool, models: Path) -> None:
-    """Links are followed and .. is taken away before it is compared; a longer name is another folder."""
+def test_an_allowed_folder_includes_only_its_real_content(place: str, allowed: bool, models: Path) -> None:
+    """Links and .. are resolved before the comparison; a longer name is another folder."""
     assert SourcePolicy((str(models / "models"),)).allows(f"{models}/{place}") == allowed
 
 
@@ -300,8 +298,8 @@ def test_a_folder_is_meant_with_what_is_really_below_it(place: str, allowed: boo
         ("org/model", False),
     ],
 )
-def test_a_prefix_in_s3_is_meant_as_a_folder(place: str, allowed: bool) -> None:
-    """A path is no address of S3, and an id of the hub is below no folder."""
+def test_an_allowed_s3_prefix_is_a_folder(place: str, allowed: bool) -> None:
+    """A path is not an S3 address, and a hub id is not in a folder."""
     assert SourcePolicy(("s3://bucket/models/",)).allows(place) == allowed
 
 
@@ -322,8 +320,8 @@ FIELDS = [
 
 
 @pytest.mark.parametrize(("fields", "begins"), FIELDS, ids=[begins + fields for fields, begins in FIELDS])
-def test_every_field_that_names_a_place_is_looked_at(fields: str, begins: str, models: Path) -> None:
-    """With the line and column of the field, and what can be done; nothing is read there."""
+def test_every_field_with_a_path_is_checked(fields: str, begins: str, models: Path) -> None:
+    """With the line and column of the field, and the remedy; nothing is read there."""
     fields = fields.replace("FOLDER", str(models))
     text = f"hosts: {{emulate: inf2.xlarge}}\nmodels:\n  a: {{engine: cpu, {fields}}}\n"
     allowed = SourcePolicy((str(models / "models"),), frozenset())
@@ -335,7 +333,7 @@ def test_every_field_that_names_a_place_is_looked_at(fields: str, begins: str, m
     assert not file.checkpoints
 
 
-def test_what_is_allowed_is_read(models: Path) -> None:
+def test_allowed_sources_are_read(models: Path) -> None:
     """And an echo model needs no source."""
     text = "models: {a: {engine: echo}, b: {engine: cpu, source: ./models/chat, neff_cache: ./models/cache}}\n"
     allowed = SourcePolicy((str(models / "models"),), frozenset())
@@ -344,7 +342,7 @@ def test_what_is_allowed_is_read(models: Path) -> None:
 
 
 def test_only_the_interpreters_of_ups_own_spec_are_run(tmp_path: Path) -> None:
-    """An interpreter is a program: another one is none of a spec's business that comes later."""
+    """An interpreter is a program, which later specs cannot add."""
     own = "engines: {cpu: {python: ./env/bin/python}}\nmodels: {a: {engine: echo}}\n"
     evil = own.replace("./env", "./models/evil")
     parsed, other = parse(own, "f", str(tmp_path)).spec, parse(evil, "f.yaml", str(tmp_path)).spec
@@ -359,7 +357,7 @@ def test_only_the_interpreters_of_ups_own_spec_are_run(tmp_path: Path) -> None:
 def test_up_reads_only_what_the_setting_allows(
     home: Home, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The operator's own file too, once the setting says so; its interpreters are its own."""
+    """Also for the operator's own file; its interpreters are allowed."""
     spec = models / "spec.yaml"
     spec.write_text("hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: cpu, source: ./elsewhere/secret}}\n")
     monkeypatch.setenv("COREWRIGHT_ALLOWED_SOURCES", str(models / "models"))
@@ -370,7 +368,7 @@ def test_up_reads_only_what_the_setting_allows(
 
 @pytest.mark.parametrize("verb", ["apply", "propose", "explain"])
 def test_a_running_fleet_reads_only_what_the_setting_allows(verb: str, models: Path) -> None:
-    """Whoever asks, and before anything there is looked at: an answer would tell what is in other folders."""
+    """For every client, and before anything there is read: a response would reveal the content of other folders."""
     text = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: cpu, source: ./elsewhere/secret}}\n"
 
     async def play() -> tuple[str, list[str]]:
@@ -414,7 +412,7 @@ def actions(admin: LiveAdmin) -> list[tuple[str, str, str, str | None]]:
 def test_a_key_of_scope_admin_changes_the_fleet_until_it_is_revoked(
     admin: LiveAdmin, asking: Callable[[str], httpx.Client]
 ) -> None:
-    """Without a restart of anything; the journal tells whose key it was."""
+    """Without any restart; the journal has the key's name."""
     file = KeyFile(Home(Path(admin.fleet.settings.home)).keys)
     key, text = file.create("ops", scopes=("admin",))
     client = asking(text)
@@ -426,7 +424,7 @@ def test_a_key_of_scope_admin_changes_the_fleet_until_it_is_revoked(
     assert client.get("status").status_code == 401
 
 
-def test_a_key_for_answers_changes_nothing_and_sees_nothing(
+def test_a_key_of_scope_inference_changes_nothing_and_sees_nothing(
     admin: LiveAdmin, asking: Callable[[str], httpx.Client]
 ) -> None:
     """403 on every route, and nothing reaches the fleet."""
@@ -440,14 +438,14 @@ def test_a_key_for_answers_changes_nothing_and_sees_nothing(
 @pytest.mark.parametrize(
     "given", ["", "Bearer", "Bearer x", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x", "Bearer \xff"]
 )
-def test_nobody_else_gets_in(given: str, admin: LiveAdmin) -> None:
-    """401, with how to come in."""
+def test_a_client_without_valid_credentials_is_401(given: str, admin: LiveAdmin) -> None:
+    """With a hint how to authenticate."""
     answer = httpx.get(f"{admin.url}{ADMIN_PATH}/status", headers={b"authorization": given.encode("latin-1")})
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
 
 
-def test_every_change_is_written_and_no_look(admin: LiveAdmin, asking: Callable[[str], httpx.Client]) -> None:
-    """Also what was refused, with the outcome; a spec by its digest, no token."""
+def test_every_change_is_audited_and_no_read(admin: LiveAdmin, asking: Callable[[str], httpx.Client]) -> None:
+    """Also rejected ones, with the outcome; a spec by its digest, no token."""
     client = asking(TOKEN)
     sent = {"text": SPEC, "file": "new.yaml", "base_dir": "/specs"}
     client.get("status")
@@ -468,8 +466,8 @@ def test_every_change_is_written_and_no_look(admin: LiveAdmin, asking: Callable[
     assert "sha256:" in log
 
 
-def test_what_cannot_be_written_down_is_not_done(admin: LiveAdmin, asking: Callable[[str], httpx.Client]) -> None:
-    """507, and the fleet never hears of it; looking still works."""
+def test_a_change_that_cannot_be_audited_is_not_done(admin: LiveAdmin, asking: Callable[[str], httpx.Client]) -> None:
+    """507, and the fleet is not called; reading still works."""
     Home(Path(admin.fleet.settings.home)).audit.mkdir()
     client = asking(TOKEN)
     for path, body in (("scale", {"model": "chat", "count": 0}), ("down", {})):
@@ -489,11 +487,12 @@ EVIL = [
 
 @pytest.mark.parametrize(("text", "id"), EVIL)
 @pytest.mark.parametrize("path", ["apply", "plan", "explain"])
-def test_a_key_is_no_shell(
+def test_a_key_does_not_grant_a_shell(
     path: str, text: str, id: str, admin: LiveAdmin, asking: Callable[[str], httpx.Client]
 ) -> None:
-    """Without a setting a key reaches the folder of the spec that `up` was given, wherever it says its own lies; the
-    token, whose holder is the fleet's user, reaches everything."""
+    """Without a setting a key reaches the folder of the spec of `up`, whatever folder it claims; the token, whose
+    holder is the fleet's user, reaches everything.
+    """
     _, key = KeyFile(Home(Path(admin.fleet.settings.home)).keys).create("ops", scopes=("admin",))
     sent = {"text": text, "file": "f.yaml", "base_dir": "/specs", **({"model": "a"} if path == "explain" else {})}
     answer = asking(key).post(path, json=sent)
@@ -503,8 +502,8 @@ def test_a_key_is_no_shell(
     assert len(admin.fleet.calls) == 1
 
 
-def test_a_key_may_apply_what_lies_beside_ups_own_spec(admin: LiveAdmin, asking: Callable[[str], httpx.Client]) -> None:
-    """That is where the operator put what the fleet serves; a folder of its own choice helps nobody."""
+def test_a_key_may_apply_sources_beside_ups_own_spec(admin: LiveAdmin, asking: Callable[[str], httpx.Client]) -> None:
+    """The operator put the fleet's models there; another claimed folder has no effect."""
     _, key = KeyFile(Home(Path(admin.fleet.settings.home)).keys).create("ops", scopes=("admin",))
     text = "models: {a: {engine: cpu, source: ./m}}\n"
     sent = {"text": text, "file": "f.yaml", "base_dir": "/specs"}
@@ -513,18 +512,18 @@ def test_a_key_may_apply_what_lies_beside_ups_own_spec(admin: LiveAdmin, asking:
 
 
 @pytest.mark.parametrize("to", [{"to": 2}, {"to": None}, {}])
-def test_a_key_repeats_no_revision_that_it_could_not_apply(
+def test_a_key_cannot_repeat_a_revision_that_it_could_not_apply(
     admin: LiveAdmin, asking: Callable[[str], httpx.Client], monkeypatch: pytest.MonkeyPatch, to: dict[str, Any]
 ) -> None:
-    """An old one may name what only the fleet's user was allowed; the one before the current too."""
+    """An old revision may have sources that only the fleet's user was allowed; the one before the current too."""
     _, key = KeyFile(Home(Path(admin.fleet.settings.home)).keys).create("ops", scopes=("admin",))
     old = {**admin.fleet.revision(2), "text": EVIL[0][0]}
     monkeypatch.setattr(admin.fleet, "revision", lambda number: old)
     assert asking(key).post("rollout/undo", json=to).status_code == 422
 
 
-def test_what_is_allowed_follows_from_the_setting(admin: LiveAdmin) -> None:
-    """For all, and for who comes with a key."""
+def test_the_allowed_sources_follow_from_the_setting(admin: LiveAdmin) -> None:
+    """For all, and for clients with a key."""
     plain = admin.fleet.settings
     set_ = msgspec.structs.replace(plain, allowed_sources=("/models",))
     assert allowed_by_setting(plain) == SourcePolicy()
@@ -542,7 +541,7 @@ def test_what_is_allowed_follows_from_the_setting(admin: LiveAdmin) -> None:
     ],
 )
 def test_only_code_that_the_spec_of_up_trusts_is_run(admin: LiveAdmin, applied: str, refused: list[str]) -> None:
-    """Code of a checkpoint is a program: a key does not name it, but a model that `up` was given may come again."""
+    """Code of a checkpoint is a program: a key cannot add it, but may repeat a model of `up`."""
     own = "models: {m: {source: ./a, engine: cpu, trust_remote_code: true}}\n"
     allowed = allowed_to_keys(msgspec.structs.replace(admin.fleet.settings, spec_text=own, base_dir="/specs"))
     spec = parse(f"models: {{n: {{engine: cpu, {applied}}}}}\n", "f.yaml", "/specs").spec
@@ -564,8 +563,9 @@ def holding(folders: list[Path], *secrets: str) -> list[str]:
 
 @pytest.mark.soak
 def test_no_key_and_no_prompt_is_in_any_file_of_the_home(tmp_path: Path) -> None:
-    """After answers and after errors of every kind, in the logs of gateway, controller, daemon, replicas and Ray: with
-    the data plane on TCP, keys demanded, and the admin API used with a key."""
+    """After answers and after errors of every kind, in the logs of gateway, controller, daemon, replicas and Ray:
+    with the data plane on TCP, required keys, and the admin API used with a key.
+    """
     spec = "hosts: {emulate: inf2.xlarge}\nmodels: {parrot: {engine: echo}}\n"
     home = Path("/tmp") / f"cwt-{os.getpid()}-s"
     file = KeyFile(home / "keys.json")
@@ -615,9 +615,10 @@ def test_no_key_and_no_prompt_is_in_any_file_of_the_home(tmp_path: Path) -> None
 
 
 @pytest.mark.live
-def test_a_fleet_of_two_hosts_speaks_tls_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients by HTTPS, replicas of both hosts by TCP; a controller that dies and adopts them finds them there again,
-    and a replica that is started anew is found too."""
+def test_a_fleet_of_two_hosts_uses_tls_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients by HTTPS, replicas of both hosts by TCP; a restarted controller adopts them, and a restarted replica
+    is found too.
+    """
     authority = Authority(tmp_path)
     pair, client = authority.sign("server"), authority.sign("client", client=True)
     monkeypatch.setenv("COREWRIGHT_DATA_PLANE", "tcp")
@@ -680,8 +681,8 @@ def test_a_fleet_of_two_hosts_speaks_tls_everywhere(tmp_path: Path, monkeypatch:
         ("s3://org", "org/model", False),
     ],
 )
-def test_of_the_hub_what_an_organisation_has_may_be_allowed(prefix: str, source: str, allowed: bool) -> None:
-    """An id is meant as a whole, and nothing else passes for one."""
+def test_the_hub_models_of_an_organisation_may_be_allowed(prefix: str, source: str, allowed: bool) -> None:
+    """An id is compared as a whole, and nothing else matches it."""
     assert SourcePolicy((prefix,)).allows(source) == allowed
 
 

@@ -33,16 +33,17 @@ def test_a_single_core_is_written_as_one_id() -> None:
     ("cores", "lnc", "told"),
     [(CoreRange(0, 7), 1, "1"), (CoreRange(3, 3), 2, "2"), (CoreRange(0, 7), None, None), (None, 2, None)],
 )
-def test_cores_of_trn2_come_with_the_size_of_a_logical_one(
+def test_cores_of_trn2_have_the_size_of_a_logical_one(
     cores: CoreRange | None, lnc: int | None, told: str | None
 ) -> None:
-    """Without it the runtime would count other cores; a family without the choice, or a replica without cores, needs
-    none."""
+    """Without it the runtime would count other cores; a family without the choice, or a replica without cores,
+    needs none.
+    """
     assert environment("m", 0, cores, 1, lnc=lnc).get("NEURON_LOGICAL_NC_CONFIG") == told
 
 
-def test_one_thread_may_spin_and_no_mask_is_no_variable() -> None:
-    """OMP_WAIT_POLICY and COREWRIGHT_CPUS appear only where they mean something."""
+def test_one_thread_may_spin_and_an_empty_mask_is_not_a_variable() -> None:
+    """OMP_WAIT_POLICY and COREWRIGHT_CPUS are set only if they have an effect."""
     assert environment("m", 0, CoreRange(5, 5), 1).keys().isdisjoint({"OMP_WAIT_POLICY", "COREWRIGHT_CPUS"})
 
 
@@ -77,16 +78,16 @@ def test_cpu_lists_keep_their_order(cpus: list[int], text: str) -> None:
     ],
 )
 @pytest.mark.parametrize("engine", ["transformers-neuronx", "nxd-inference", "auto"])
-def test_the_compiler_is_told_what_the_spec_says_and_no_more(
+def test_the_compiler_gets_exactly_the_settings_of_the_spec(
     engine: Engine, fields: dict[str, object], told: dict[str, str]
 ) -> None:
-    """A variable without need would be another key in its cache."""
+    """An unnecessary variable would be another key in its cache."""
     wish = model("m", **fields)  # type: ignore[arg-type]
     assert compiling(wish, engine) == told
     assert compiling(wish, "cpu") == {}
 
 
-def test_a_plan_shows_what_the_compiler_is_told() -> None:
+def test_a_plan_shows_the_compilers_settings() -> None:
     """In the environment of each replica on Neuron; auto is cpu on an emulated host, which compiles nothing."""
     text = "{instance: inf2.xlarge}\nmodels:\n  a: {source: ./a, neff_cache: ~/neffs, compiler: {optlevel: 3}}\n"
     names = ("NEURON_CC_FLAGS", "NEURON_COMPILE_CACHE_URL")
