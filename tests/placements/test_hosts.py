@@ -90,21 +90,21 @@ def test_emulated_hosts_of_several_types_divide_the_machine_s_cpus() -> None:
 
 
 @pytest.mark.parametrize(("lnc", "cores"), [(None, 64), (2, 64), (1, 128)])
-def test_trn2_has_as_many_cores_as_its_lnc_makes(lnc: int | None, cores: int) -> None:
+def test_trn2_has_as_many_cores_as_its_lnc_gives(lnc: int | None, cores: int) -> None:
     """Real or emulated; names stay those of the type."""
     for kind in ("instance", "emulate"):
         (host,) = hosts_for(wish(**{kind: "trn2.48xlarge", "lnc": lnc}), LAPTOP)
         assert (host.name, host.cores) == ("trn2.48xlarge/0", cores)
 
 
-def test_memory_is_the_type_s_without_the_reserve_and_no_limit_where_it_is_emulated() -> None:
-    """An emulated host has a part of this machine's memory, and nobody knows which."""
+def test_memory_is_that_of_the_type_minus_the_reserve_and_unlimited_if_emulated() -> None:
+    """An emulated host has an unknown part of this machine's memory."""
     real = hosts_for(wish(instance="trn1.2xlarge", reserve={"memory_gib": 4.5}), LAPTOP)[0]
     emulated = hosts_for(wish(emulate="trn1.2xlarge", reserve={"memory_gib": 4.5}), LAPTOP)[0]
     assert (real.memory_gib, emulated.memory_gib) == (27.5, None)
 
 
-def test_hosts_that_could_not_be_read_are_none() -> None:
+def test_unreadable_hosts_are_not_replaced() -> None:
     """A misspelt instance type does not turn into an emulated host."""
     spec = parse("hosts: {instance: inf2.4xlarge}\nmodels: {a: {source: ./a}}").spec
     assert spec is not None

@@ -30,7 +30,7 @@ def test_the_threads_of_a_host_are_those_of_its_replicas() -> None:
 
 
 def test_the_memory_of_a_model_is_its_estimate() -> None:
-    """By class, against what may be filled; a model without a checkpoint has no row."""
+    """By class, with the limit; a model without a checkpoint has no row."""
     wish = spec(model("a", 8), model("b", 2))
     (need,) = booked(wish).memory
     told = need.as_dict()
@@ -47,15 +47,15 @@ def test_replicas_load_side_by_side() -> None:
     assert host.load_gib == pytest.approx(2 * host_memory(wish.models[0], LLAMA_2_7B).load)
 
 
-def test_each_type_of_host_has_its_own_row() -> None:
-    """What may be filled differs; a type that is too small for the degree has none."""
+def test_each_type_of_host_has_a_separate_row() -> None:
+    """The limits differ; a type that is too small for the degree has none."""
     types = ("inf2.xlarge", "inf2.48xlarge", "trn2.48xlarge")
     wish = Spec(hosts=tuple(HostsSpec(instance=name) for name in types), models=(model("a", 8),))
     told = [(need.as_dict()["instance"], need.as_dict()["usable_gib"]) for need in booked(wish).memory]
     assert told == [("inf2.48xlarge", 15.2), ("trn2.48xlarge", 22.8)]
 
 
-def test_blocked_cores_are_told_apart() -> None:
+def test_blocked_cores_are_listed_separately() -> None:
     """As ranges."""
     wish = spec(model("a"), cores=[23])
     hosts = hosts_for(wish, LAPTOP)
@@ -67,7 +67,7 @@ def test_blocked_cores_are_told_apart() -> None:
     assert (told["reserved"], told["cordoned"], told["quarantined"]) == (["23"], ["8-9", "12"], ["3"])
 
 
-def test_a_row_is_for_hosts_that_can_take_the_model() -> None:
+def test_a_row_is_for_suitable_hosts() -> None:
     """With their number of physical cores in a logical one; half of the HBM may be too little."""
     types = (HostsSpec(instance="trn2.48xlarge", lnc=1), HostsSpec(instance="trn2.48xlarge"))
     wish = Spec(hosts=types, models=(model("a", 1, max_batch=1, max_len=256),))

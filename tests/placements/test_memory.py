@@ -64,10 +64,10 @@ def test_documented_fits_get_the_documented_estimate(
 
 
 @DOCUMENTED
-def test_weights_and_kv_cache_are_what_the_documents_totals_hold(
+def test_weights_and_kv_cache_match_the_documented_totals(
     checkpoint: Checkpoint, tp: int, length: int, dtype: str, per_core: float, both: float, document: float
 ) -> None:
-    """On one core the GB of the two are those of the table to 0.1 %; the documents ask 1.04 to 1.17 times as much."""
+    """On one core the GB of the two are those of the table to 0.1 %; the documents give 1.04 to 1.17 times as much."""
     alone = estimate(one(1, length, dtype, engine="auto", hbm_overhead_gib=0), checkpoint).total * GIB / 1e9
     assert (alone, 1.035 < document / alone < 1.175) == (pytest.approx(both, rel=0.001), True)
 
@@ -76,7 +76,7 @@ def test_weights_and_kv_cache_are_what_the_documents_totals_hold(
 def test_an_estimate_is_never_below_the_documented_total(
     checkpoint: Checkpoint, tp: int, length: int, dtype: str, per_core: float, both: float, document: float
 ) -> None:
-    """All cores together hold at least the document's GB, since the overhead counts on each of them."""
+    """All cores together have at least the document's GB, since the overhead counts on each of them."""
     assert estimate(one(tp, length, dtype), checkpoint).total * tp * GIB / 1e9 > document
 
 
@@ -100,10 +100,10 @@ def test_the_rule_of_lmi_accepts_the_same(
     ],
     ids=["opt-13b", "opt-30b", "gpt2-xl", "llama-3.1-70b"],
 )
-def test_what_the_documents_run_fits_devices_and_host(
+def test_documented_configurations_fit_devices_and_host(
     checkpoint: Checkpoint, tp: int, instance: str, dtype: str
 ) -> None:
-    """Each on the smallest machine that its page names, batch 1."""
+    """Each on the smallest machine of its page, batch 1."""
     wish, topology = one(tp, 1024, dtype), TOPOLOGIES[instance]
     assert (
         fits(estimate(wish, checkpoint), topology),
@@ -169,7 +169,7 @@ def test_query_heads_are_padded_to_a_multiple() -> None:
     assert padded_heads(GPT2_XL, 8) == 32
 
 
-def test_the_zeros_of_padded_heads_take_room() -> None:
+def test_padded_heads_use_memory() -> None:
     """gpt2-xl on 2 cores has 26 heads instead of 25, in the query, key, value and output projections."""
     two = estimate(model("m", 2, engine="auto"), GPT2_XL)
     more = 26 / 25 * 4 * 48 * 1600 * 1600 + 2 * 48 * 1600 * 6400 + 50257 * 1600
@@ -188,7 +188,7 @@ def strategy(name: GroupQueryAttention | None, tp: int, slots: int = 32) -> Memo
 
 
 def test_sharding_over_the_batch_needs_no_copies() -> None:
-    """With tp 16 each core has the whole cache of 2 of 32 slots: half of what copied heads take, and weights once."""
+    """With tp 16 each core has the whole cache of 2 of 32 slots: half of that of copied heads, and weights once."""
     copied, divided = strategy(None, 16), strategy("shard-over-batch", 16)
     assert (divided.kv, copied.kv) == (1.0, 2.0)
     assert copied.replicated - divided.replicated == pytest.approx(2 * 32 * 4096 * 8 * 128 * 2 / 16 / GIB)
@@ -199,14 +199,14 @@ def test_sharding_over_a_batch_that_does_not_divide_is_the_default() -> None:
     assert strategy("shard-over-batch", 16, slots=24) == strategy(None, 16, slots=24)
 
 
-def test_gathering_heads_saves_the_copies_of_the_projections_only() -> None:
-    """The cache holds whole heads."""
+def test_gathering_heads_saves_only_the_copies_of_the_projections() -> None:
+    """The cache has whole heads."""
     copied, gathered = strategy("replicated-heads", 16), strategy("all-gather-heads", 16)
     assert (gathered.kv, gathered.sharded) == (copied.kv, copied.sharded)
     assert gathered.replicated < copied.replicated / 10
 
 
-def test_replicated_heads_where_the_default_divides_them_take_more() -> None:
+def test_replicated_heads_use_more_than_divided_ones() -> None:
     """tp 4: 32 heads instead of 8."""
     assert strategy("replicated-heads", 4).kv == 4 * strategy("shard-over-heads", 4).kv
 
@@ -237,7 +237,7 @@ def test_transformers_neuronx_leaves_the_embedding_on_the_host() -> None:
     assert [sizes[0] - size for size in sizes[1:]] == pytest.approx([table, table, table])
 
 
-def test_int8_takes_a_byte_a_weight_and_a_scale_a_channel() -> None:
+def test_int8_uses_a_byte_per_weight_and_a_scale_per_channel() -> None:
     """The matrices of the layers; embeddings, norms and the cache keep their dtype."""
     whole, small = (estimate(model("m", 1, engine="auto", quantize=kind), LLAMA_2_7B) for kind in (None, "int8"))
     matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
@@ -245,7 +245,7 @@ def test_int8_takes_a_byte_a_weight_and_a_scale_a_channel() -> None:
     assert (whole.weights - small.weights, small.kv) == (pytest.approx((matrices - 4 * scales) / GIB), whole.kv)
 
 
-def test_int8_holds_for_every_expert() -> None:
+def test_int8_applies_to_every_expert() -> None:
     """Mixtral 8x7B fits 8 cores with int8, and needs nearly twice that without."""
     whole, small = (estimate(model("m", 8, engine="auto", quantize=kind), MIXTRAL) for kind in (None, "int8"))
     assert 1.95 < whole.weights / small.weights < 2.0
@@ -258,8 +258,8 @@ def test_fp8_weights_are_as_large_as_int8() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_a_quantized_cache_takes_a_byte_a_number(kind: str) -> None:
-    """The draft's too, which lies on the same cores; weights stay as they are."""
+def test_a_quantized_cache_uses_a_byte_per_number(kind: str) -> None:
+    """The draft's too, which is on the same cores; weights do not change."""
     wish = {"engine": "transformers-neuronx", "max_len": 4096}
     whole, small = (
         estimate(model("m", 8, **wish, quantize_kv=value), LLAMA_2_7B, None, LLAMA_2_7B) for value in (None, kind)
@@ -276,8 +276,8 @@ def test_int8_changes_nothing_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("length", "scratch"), [(4096, 1.0), (8192, 1.0), (16384, 2.0), (32768, 8.0)]
 )  # the scores of 4 heads x length^2 x 2 bytes: 0.125, 0.5, 2 and 8 GiB
-def test_long_prefills_outgrow_the_scratchpad(length: int, scratch: float) -> None:
-    """Their scores lie in it; 1 GiB has room for the measured length."""
+def test_long_prefills_exceed_the_scratchpad(length: int, scratch: float) -> None:
+    """It holds their scores; 1 GiB is enough for the measured length."""
     assert estimate(one(8, length, "bf16"), LLAMA_31_8B).scratch == scratch
 
 
@@ -302,7 +302,7 @@ def test_the_overhead_can_be_replaced() -> None:
 @pytest.mark.parametrize("engine", ["auto", "transformers-neuronx", "optimum-neuron", "cpu"])
 @pytest.mark.parametrize("draft", [None, GPT2_XL])
 def test_the_classes_add_up(engine: Engine, draft: Checkpoint | None) -> None:
-    """To the total on rank 0, and on the others to what is less by rank 0's share; under the same names."""
+    """To the total on rank 0, and without rank 0's share on the others; under the same names."""
     need = estimate(model("m", 4, engine=engine), LLAMA_31_8B, None, draft)
     rank0, other = need.classes(), need.classes(rank0=False)
     assert sum(size for _, size in rank0) == need.total
@@ -320,13 +320,13 @@ def test_the_classes_add_up(engine: Engine, draft: Checkpoint | None) -> None:
         ("auto", GPT2_XL, False),  # can only be transformers-neuronx
     ],
 )
-def test_only_nxd_engines_burden_rank_0(engine: Engine, checkpoint: Checkpoint, burdened: bool) -> None:
-    """Elsewhere all cores hold the same; auto is taken for the one that needs more."""
+def test_only_nxd_engines_use_more_on_rank_0(engine: Engine, checkpoint: Checkpoint, burdened: bool) -> None:
+    """Otherwise all cores are equal; auto counts as the engine that needs more."""
     assert (estimate(model("m", 8), checkpoint, engine).rank0 > 0) == burdened
 
 
 def test_every_term_is_printed() -> None:
-    """People can check the sum."""
+    """So that users can check the sum."""
     wish = model("m", 8, engine="optimum-neuron", max_len=4096, max_batch=8)
     assert str(estimate(wish, LLAMA_2_7B)) == (
         "weights 1.57 + embedding 0.43 + KV cache 2.00 + scratch 1.00 + runtime 1.20 = 6.20 GiB"
@@ -334,7 +334,7 @@ def test_every_term_is_printed() -> None:
 
 
 def test_a_draft_adds_its_weights_and_its_cache() -> None:
-    """The same model once more as its own draft needs twice the room, without a second scratchpad."""
+    """The same model as its own draft needs twice the memory, without a second scratchpad."""
     wish = model("m", 8, engine="transformers-neuronx", max_len=4096)
     alone, both = estimate(wish, LLAMA_31_8B), estimate(wish, LLAMA_31_8B, None, LLAMA_31_8B)
     assert both == replace(alone, draft_weights=alone.weights, draft_kv=alone.kv)
@@ -354,8 +354,8 @@ def test_half_the_memory_of_a_core_holds_half_as_much() -> None:
     assert (fits(need, trn2), fits(need, trn2.at_lnc(1))) == (True, False)
 
 
-def test_loading_holds_the_whole_checkpoint() -> None:
-    """Whatever the degree, and for every engine on Neuron."""
+def test_loading_needs_the_whole_checkpoint() -> None:
+    """For any degree, and every engine on Neuron."""
     loads = [
         host_memory(model("m", tp), LLAMA_31_8B, engine).load
         for tp in (1, 8)
@@ -364,8 +364,8 @@ def test_loading_holds_the_whole_checkpoint() -> None:
     assert loads == pytest.approx([8_030_261_248 * 2 / GIB + PROCESS_GIB] * 8)
 
 
-def test_files_in_a_wider_dtype_take_more_to_load() -> None:
-    """fp32 on the disk, bf16 on the device; int8 is made of what is loaded, and spares nothing here."""
+def test_files_in_a_wider_dtype_need_more_to_load() -> None:
+    """fp32 on the disk, bf16 on the device; int8 is made of what is loaded, and saves nothing here."""
     wide = replace(LLAMA_31_8B, stored_bytes=4)
     loads = [
         host_memory(model("m", 8, quantize="int8"), checkpoint, "auto").load - PROCESS_GIB
@@ -392,7 +392,7 @@ def test_the_cpu_engine_serves_from_the_hosts_memory() -> None:
     assert need.serving == need.load
 
 
-def test_echo_needs_its_process_only() -> None:
+def test_echo_needs_only_its_process() -> None:
     """It has no model."""
     need = host_memory(model("m", 8), LLAMA_2_7B, "echo")
     assert (need.load, need.serving, need.compile) == (PROCESS_GIB, PROCESS_GIB, 0)
@@ -411,8 +411,8 @@ def test_an_8b_model_is_not_compiled_on_32_gib() -> None:
 
 
 @pytest.mark.parametrize(("given", "serving"), [(40.0, 2.0), (1.5, 1.5)])
-def test_host_memory_can_be_given(given: float, serving: float) -> None:
-    """host_memory_gib replaces what loading takes; serving takes no more than that."""
+def test_host_memory_can_be_set(given: float, serving: float) -> None:
+    """host_memory_gib replaces the estimate for loading; serving needs no more than that."""
     need = host_memory(model("m", 8, host_memory_gib=given), LLAMA_31_8B, "transformers-neuronx")
     assert (need.load, round(need.serving, 1)) == (given, serving)
 

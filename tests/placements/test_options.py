@@ -29,7 +29,7 @@ def test_the_tables_are_those_of_the_recorded_contracts() -> None:
     assert option_tables.TABLES.read_text() == option_tables.text()
 
 
-def test_the_tables_hold_what_the_contracts_record() -> None:
+def test_the_tables_have_what_the_contracts_record() -> None:
     """Every option of the history, its newest default, and the versions that have it."""
     history = option_tables.contract(NXD)["option_history"][f"{NXD}.models.config.NeuronConfig"]
     table = TABLES[f"{NXD}.NeuronConfig"]
@@ -47,8 +47,8 @@ def test_lora_options_have_the_versions_of_their_signatures() -> None:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_default_is_of_its_options_kind(table: str) -> None:
-    """Where the source has a literal."""
+def test_every_default_has_its_options_type(table: str) -> None:
+    """If the source has a literal."""
     wrong = []
     for name, option in TABLES[table].items():
         try:
@@ -60,8 +60,8 @@ def test_every_default_is_of_its_options_kind(table: str) -> None:
     assert wrong == []
 
 
-def test_what_a_spec_says_otherwise_are_options_that_exist() -> None:
-    """And the fields are those of the spec."""
+def test_fields_that_replace_options_exist() -> None:
+    """And the options do, too."""
     known_fields = {*ModelSpec.model_fields, "hosts", "max_len, and buckets"}
     for table, names in [*FIELDS.items(), *UNSERVED.items()]:
         held = {
@@ -96,8 +96,8 @@ def test_every_family_has_the_keywords_of_its_constructor() -> None:
         ("transformers-neuronx", "gpt2", {"sparse_attn": {"causal": True}, "all_reduce_dtype": "bfloat16"}),
     ],
 )
-def test_options_of_the_package_are_taken(engine: Engine, family: str | None, given: dict[str, Any]) -> None:
-    """By their own names, in their own kinds; an int is a number too."""
+def test_options_of_the_package_are_accepted(engine: Engine, family: str | None, given: dict[str, Any]) -> None:
+    """By their own names, with their own types; an int is a number too."""
     assert found(given, engine, family) == []
 
 
@@ -153,10 +153,9 @@ def test_options_of_the_package_are_taken(engine: Engine, family: str | None, gi
         (TNXE, "gpt2", {"sparse_attn": {"causal": "no"}}, "wrong-type", "causal", "sparse_attn.causal"),
     ],
 )
-def test_what_is_wrong_with_an_option_is_told(
+def test_an_invalid_option_is_reported_once_with_the_remedy(
     engine: Engine, family: str, given: dict[str, Any], id: str, path: str, part: str
 ) -> None:
-    """Once, with what to write instead."""
     (finding,) = found(given, engine, family)
     name = next(iter(given))
     assert (finding.id, finding.path) == (id, (name, path) if path else (name,))

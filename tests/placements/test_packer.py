@@ -60,7 +60,7 @@ def test_what_fits_one_host(free: str, demand: dict[int, int], answer: bool) -> 
 
 
 @pytest.mark.parametrize(("eights", "answer"), [(3, True), (4, False)])
-def test_a_twelve_goes_where_it_costs_the_eights_least(eights: int, answer: bool) -> None:
+def test_a_twelve_is_placed_where_it_costs_the_eights_least(eights: int, answer: bool) -> None:
     """Two hosts, one with a half gone: the 12 must take the broken one."""
     assert (not fleet("0-23", "0-11 14-17", demand={12: 1, 8: eights}).unplaced) is answer
 
@@ -98,8 +98,8 @@ def moved(drawn: Plan) -> list[tuple[str, str]]:
     return [(str(move.before.cores), str(move.after.cores)) for move in drawn.moves]
 
 
-def test_nothing_moves_unless_it_may() -> None:
-    """The big one finds no room, and what runs stays."""
+def test_no_replica_moves_without_permission() -> None:
+    """The big one finds no room, and running replicas stay."""
     drawn = plan(pair(1, 3, 8), [host()], running=running("0", "8", "16"))
     assert (moved(drawn), [one.model for one in drawn.unplaced]) == ([], ["big"])
 
@@ -124,15 +124,15 @@ def test_the_cheapest_replicas_move() -> None:
     assert [move.before.model for move in drawn.moves] == ["cheap", "cheap"]
 
 
-def test_no_more_move_than_may() -> None:
-    """Two would have to go; one is not enough, and then none goes."""
+def test_no_more_replicas_move_than_allowed() -> None:
+    """Two would have to move; one is not enough, and then none moves."""
     before = running("0", "1", "8", "9", "16", "17")
     answers = [plan(pair(1, 6, 8), [host()], running=before, moves=moves) for moves in (1, 2)]
     assert [(len(drawn.moves), len(drawn.unplaced)) for drawn in answers] == [(0, 1), (2, 0)]
 
 
-def test_what_gives_way_may_send_others_on() -> None:
-    """The 4 in the way of the 8 finds room only where a 1 goes first."""
+def test_a_moving_replica_may_move_others() -> None:
+    """The 4 in the way of the 8 finds room only if a 1 moves first."""
     wish = Spec(
         models=(
             ModelSpec(name="four", source="./m", tp_degree=4),
@@ -150,8 +150,8 @@ def test_what_gives_way_may_send_others_on() -> None:
     assert (len(drawn.moves), drawn.unplaced) == (2, ())
 
 
-def test_a_running_replica_of_lower_priority_gives_way() -> None:
-    """It lies elsewhere afterwards where there is room, and that counts as no move that someone must allow."""
+def test_a_running_replica_of_lower_priority_is_displaced() -> None:
+    """It is placed elsewhere if there is room, and that does not count as a move."""
     drawn = plan(pair(8, 1, 24, priority=1), [host(), host(i=1)], running=running("0-7"))
     assert sorted((p.model, p.host, str(p.cores)) for p in drawn.placements) == [
         ("big", "inf2.48xlarge/1", "0-23"),
@@ -159,14 +159,14 @@ def test_a_running_replica_of_lower_priority_gives_way() -> None:
     ]
 
 
-def test_one_of_lower_priority_ends_where_nothing_else_is_left() -> None:
-    """The refusal is that of a replica without room."""
+def test_a_displaced_replica_of_lower_priority_stops_without_room() -> None:
+    """With the message of a replica without room."""
     drawn = plan(pair(8, 1, 24, priority=1), [host()], running=running("0-7"))
     assert ([p.model for p in drawn.placements], [one.model for one in drawn.unplaced]) == (["big"], ["small"])
 
 
-def test_what_exceeds_min_gives_way_to_what_another_min_asks_for() -> None:
-    """Of one priority."""
+def test_replicas_beyond_min_are_displaced_by_those_within_another_min() -> None:
+    """At one priority."""
     wish = Spec(
         models=(
             ModelSpec(name="a", source="./m", tp_degree=12, replicas={"min": 1, "max": 2}),  # type: ignore[arg-type]

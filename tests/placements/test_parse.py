@@ -29,7 +29,7 @@ def model(fields: str) -> str:
     return f"models:\n  a:\n    {fields}\n    source: ./a\n"
 
 
-def test_a_good_spec_has_no_problems() -> None:
+def test_a_valid_spec_has_no_problems() -> None:
     """Everything that DESIGN shows in one file."""
     text = """
     version: 1
@@ -51,8 +51,8 @@ def test_a_good_spec_has_no_problems() -> None:
     assert problems(text) == ()
 
 
-def test_defaults_are_taken_by_models_that_say_nothing() -> None:
-    """A model's own value outweighs the default."""
+def test_defaults_apply_to_models_without_the_field() -> None:
+    """A model's own value takes precedence."""
     spec = parse(
         "defaults: {engine: cpu, tp_degree: 2}\nmodels: {a: {source: ./a}, b: {source: ./b, tp_degree: 4}}"
     ).spec
@@ -324,8 +324,8 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         ("defaults: {replicas: {min: x}}\n" + MODELS, "wrong-type", "1:23", 'replicas.min is "x"'),
     ],
 )
-def test_each_mistake_is_told_once_at_its_place(text: str | bytes, id: str, where: str, part: str) -> None:
-    """One mistake, one problem, with line and column, and the offending value as written."""
+def test_each_error_is_reported_once_at_its_place(text: str | bytes, id: str, where: str, part: str) -> None:
+    """With line and column, and the value as written."""
     problem = only(text)
     assert (problem.id, problem.severity, problem.where) == (id, "error", f"f.yaml:{where}")
     assert part in problem.what
@@ -372,8 +372,8 @@ def test_each_mistake_is_told_once_at_its_place(text: str | bytes, id: str, wher
         ("hosts: {emulate: inf2.xlarge}\n" + model("tp_degree: 0"), "tp_degree can be 1, 2 on inf2.xlarge"),
     ],
 )
-def test_the_hint_says_what_to_write(text: str, hint: str) -> None:
-    """Suggestions come from common names of other tools, then from likeness."""
+def test_the_hint_suggests_the_intended_key(text: str, hint: str) -> None:
+    """From common names of other tools, then by similarity."""
     assert any(hint in problem.hint for problem in problems(text))
 
 
@@ -404,15 +404,15 @@ def test_an_unknown_key_lists_the_three_nearest_keys(text: str, hint: str) -> No
         (b"option.model_id=\xff\n", "like serving.properties of LMI", "docs/from-vllm-and-lmi.md"),
     ],
 )
-def test_a_file_of_another_tool_gives_one_error_that_names_its_format(text: str | bytes, what: str, hint: str) -> None:
-    """Its keys are not listed one by one."""
+def test_a_file_of_another_tool_is_one_error_with_its_format(text: str | bytes, what: str, hint: str) -> None:
+    """Its keys are not listed individually."""
     problem = only(text)
     assert (problem.id, problem.severity, problem.where) == ("not-a-spec", "error", "f.yaml:1:1")
     assert what in problem.what
     assert hint in problem.hint
 
 
-def test_all_problems_are_told_at_once_in_the_order_of_the_file() -> None:
+def test_all_problems_are_reported_at_once_in_the_order_of_the_file() -> None:
     """None hides another."""
     text = """\
 version: 3
@@ -443,8 +443,8 @@ extra: 1
     ]
 
 
-def test_what_could_be_read_is_still_there() -> None:
-    """Rules about the rest can be judged; what could not be read is named."""
+def test_readable_parts_are_kept() -> None:
+    """Rules about the rest can be checked; unreadable parts are listed."""
     parsed = parse('models:\n  a: {source: ./a, tp: 8, max_len: x, cores: ["0-x", "8-15"]}', "f.yaml")
     assert parsed.spec is not None
     (a,) = parsed.spec.models
@@ -456,7 +456,7 @@ def test_what_could_be_read_is_still_there() -> None:
     )
 
 
-def test_a_pin_keeps_its_place_when_one_before_it_is_broken() -> None:
+def test_a_pin_keeps_its_place_after_an_invalid_one() -> None:
     """The place of the second pin moves with it."""
     spec = parse('models:\n  a: {source: ./a, cores: ["0-x", "8-15"]}', "f.yaml").spec
     assert spec is not None
@@ -483,20 +483,20 @@ def test_a_pin_keeps_its_place_when_one_before_it_is_broken() -> None:
         "010",
     ],
 )
-def test_a_value_that_yaml_cannot_give_is_told_once(text: str) -> None:
-    """What the YAML reader reports is not reported again by the schema."""
+def test_a_value_that_is_not_yaml_is_reported_once(text: str) -> None:
+    """Problems of the YAML reader are not reported again by the schema."""
     assert only(text).id == "yaml-number"
 
 
-def test_a_value_that_yaml_cannot_give_is_named_as_broken() -> None:
-    """So that no rule judges the default in its place."""
+def test_a_value_that_is_not_yaml_is_marked_as_invalid() -> None:
+    """So that no rule checks the default in its place."""
     spec = parse(model("tp_degree: 010")).spec
     assert spec is not None
     assert spec.models[0].broken == {"tp_degree"}
 
 
-def test_a_broken_default_is_told_once() -> None:
-    """Not once for each model that takes it."""
+def test_an_invalid_default_is_reported_once() -> None:
+    """Not once for each model that uses it."""
     text = "defaults: {tp_degree: x}\nmodels: {a: {source: ./a}, b: {source: ./b}}"
     parsed = parse(text, "f.yaml")
     assert parsed.spec is not None
@@ -506,8 +506,8 @@ def test_a_broken_default_is_told_once() -> None:
     )
 
 
-def test_anchors_and_merges_work_and_problems_point_at_what_is_written() -> None:
-    """YAML's own way of sharing values; the mapping's own keys outweigh merged ones."""
+def test_anchors_and_merges_work_and_problems_point_at_the_written_place() -> None:
+    """The mapping's own keys take precedence over merged ones."""
     text = """\
 models:
   a: &small
@@ -530,7 +530,7 @@ def test_a_list_of_merges_prefers_the_earlier() -> None:
     assert (spec.models[2].source, spec.models[2].tp_degree) == ("./a", 2)
 
 
-def test_merging_what_is_no_mapping_is_told() -> None:
+def test_merging_a_value_that_is_not_a_mapping_is_reported() -> None:
     """ "<<: 3"."""
     assert only("models:\n  a: {<<: 3, source: ./a}").what == '"<<" merges mappings, but 3 is not a mapping'
 
@@ -627,7 +627,7 @@ def test_a_bomb_is_refused_within_seconds_of_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in BOMBS if "aliases" in name])
 def test_aliases_share_memory(name: str) -> None:
-    """What they repeat, 600 MB here, is not copied for each."""
+    """Their repeated content, 600 MB here, is not copied."""
     tracemalloc.start()
     try:
         problems(BOMBS[name][0])
@@ -637,8 +637,8 @@ def test_aliases_share_memory(name: str) -> None:
     assert peak < 2**26
 
 
-def test_dates_and_versions_are_text_where_text_is_wanted() -> None:
-    """A model may be called 2024-05-01; YAML's dates are of no use here."""
+def test_dates_and_versions_are_text_if_text_is_needed() -> None:
+    """A model may be called 2024-05-01; YAML's dates are not used."""
     spec = parse("models: {2024-05-01: {source: org/2024-05-01}}").spec
     assert spec is not None
     assert [m.name for m in spec.models] == ["2024-05-01"]
@@ -651,7 +651,7 @@ def test_a_core_may_be_written_as_a_number() -> None:
     assert str(spec.models[0].cores[0]) == "5"
 
 
-def test_a_byte_order_mark_is_no_problem() -> None:
+def test_a_byte_order_mark_is_accepted() -> None:
     """Some editors write one."""
     assert problems("\ufeff" + MODELS) == problems(b"\xef\xbb\xbf" + MODELS.encode()) == ()
 
@@ -661,22 +661,22 @@ def test_windows_line_ends_do_not_shift_lines() -> None:
     assert only("version: 1\r\nnmae: x\r\n" + MODELS).where == "f.yaml:2:1"
 
 
-def test_the_spec_holds_its_file_name_and_folder() -> None:
+def test_the_spec_has_its_file_name_and_folder() -> None:
     """For places and relative sources."""
     spec = parse(MODELS, "specs/f.yaml", "/specs").spec
     assert isinstance(spec, Spec)
     assert (spec.filename, spec.base_dir, spec.models[0].source_path) == ("specs/f.yaml", "/specs", "/specs/a")
 
 
-def test_hosts_are_one_mapping_or_a_list_of_them() -> None:
-    """A list of one is the same as the mapping itself."""
+def test_hosts_are_one_mapping_or_a_list_of_mappings() -> None:
+    """A list of one equals the mapping itself."""
     one = parse("hosts: {instance: trn2.48xlarge, count: 2, lnc: 1}\n" + MODELS).spec
     many = parse("hosts: [{instance: trn2.48xlarge, count: 2, lnc: 1}]\n" + MODELS).spec
     assert one is not None
     assert (one, one.hosts) == (many, (HostsSpec(instance="trn2.48xlarge", count=2, lnc=1),))
 
 
-def test_problems_of_all_hosts_in_a_list_are_told_at_once() -> None:
+def test_problems_of_all_hosts_in_a_list_are_reported_at_once() -> None:
     """Each at the line and column of its own item."""
     text = """\
 hosts:
@@ -698,8 +698,8 @@ models: {a: {source: ./a}}
     ]
 
 
-def test_a_type_without_a_choice_of_lnc_is_planned_all_the_same() -> None:
-    """So that the other findings about the hosts are told too."""
+def test_a_type_without_lnc_is_planned_all_the_same() -> None:
+    """So that the other problems of the hosts are reported too."""
     spec = parse("hosts: {instance: inf2.xlarge, lnc: 2}\n" + MODELS).spec
     assert spec is not None
     assert (spec.hosts, spec.broken) == ((HostsSpec(instance="inf2.xlarge"),), frozenset())
@@ -721,8 +721,8 @@ def test_a_type_without_a_choice_of_lnc_is_planned_all_the_same() -> None:
         ("gqa: replicated-heads", "group_query_attention", "replicated-heads"),
     ],
 )
-def test_what_other_tools_write_is_read_as_it_is_meant(fields: str, field: str, value: object) -> None:
-    """Reported as an unknown key, and judged by what it means."""
+def test_keys_of_other_tools_are_read_as_intended(fields: str, field: str, value: object) -> None:
+    """Reported as unknown keys, and checked by their meaning."""
     spec = parse(model(fields)).spec
     assert spec is not None
     assert getattr(spec.models[0], field) == value

@@ -13,16 +13,16 @@ def assigned(*pins: str) -> tuple[str | None, ...]:
 
 
 def test_pins_without_a_host_spread_over_hosts() -> None:
-    """Two ranges that share cores lie on two hosts; a third one finds none."""
+    """Two ranges that share cores are placed on two hosts; a third one finds none."""
     assert assigned("0-7", "4-11", "0-7") == ("h/0", "h/1", None)
 
 
-def test_a_pin_without_a_host_gives_way_to_one_that_names_it() -> None:
+def test_a_pin_with_a_host_precedes_one_without() -> None:
     """Whichever is written first."""
     assert assigned("0-7", "h/0:0-7") == ("h/1", "h/0")
 
 
-def test_the_first_of_two_that_name_one_host_wins() -> None:
+def test_the_first_of_two_pins_on_one_host_is_placed() -> None:
     """The later one has no place."""
     assert assigned("h/0:0-7", "h/0:7-8", "h/1:7-8") == ("h/0", None, "h/1")
 
@@ -32,6 +32,6 @@ def test_a_search_is_needed_where_greed_fails() -> None:
     assert assigned("0-3", "8-11", "2-9") == ("h/0", "h/0", "h/1")
 
 
-def test_cores_that_a_host_has_not_are_on_none() -> None:
+def test_missing_cores_are_on_no_host() -> None:
     """A pin beyond the last core, or on an unknown host."""
     assert assigned("23-24", "x:0-1") == (None, None)

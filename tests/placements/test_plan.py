@@ -51,18 +51,18 @@ def test_pins_with_and_without_a_host() -> None:
 
 
 def test_an_unaligned_window_is_better_than_none() -> None:
-    """With the reserve in the way only 2-9 and 10-17 are left for two replicas of tp 8."""
+    """Because of the reserve only 2-9 and 10-17 are left for two replicas of tp 8."""
     wish = spec(model("a", 8, replicas=2), cores=[0, 1, "18-23"])
     assert places(planned(wish)) == [("a/0", H0, "2-9"), ("a/1", H0, "10-17")]
 
 
-def test_preferred_alignment_gives_way_where_it_would_cost_a_replica() -> None:
+def test_preferred_alignment_is_dropped_if_it_would_cost_a_replica() -> None:
     """4-7 and 8-11 are preferred for tp 4, and would leave the third without a place in 2-13."""
     wish = spec(model("a", 4, replicas=3), cores=[0, 1, "14-23"])
     assert places(planned(wish)) == [("a/0", H0, "10-13"), ("a/1", H0, "2-5"), ("a/2", H0, "6-9")]
 
 
-def test_the_shortest_free_run_that_fits_is_taken() -> None:
+def test_the_shortest_free_run_that_fits_is_used() -> None:
     """Two free cores between pins are used before the long run is broken."""
     wish = spec(model("a", 8, "0-7"), model("b", 4, "10-13"), model("c", 2))
     assert places(planned(wish))[2] == ("c/0", H0, "8-9")
@@ -76,7 +76,7 @@ def test_a_lower_priority_never_costs_a_higher_one() -> None:
 
 
 def test_a_lower_priority_fits_around_a_higher_one() -> None:
-    """The small replica of higher priority gets two cores, and those where the large ones still fit."""
+    """The small replica of higher priority gets two cores, where the large ones still fit."""
     wish = spec(model("small", 2, priority=1), model("big", 12, replicas=1), model("more", 8))
     assert places(planned(wish)) == [("small/0", H0, "8-9"), ("big/0", H0, "12-23"), ("more/0", H0, "0-7")]
 
@@ -93,14 +93,14 @@ def test_every_model_gets_its_first_replica_before_any_gets_its_second() -> None
     assert [place[0] for place in places(drawn)] == ["a/0", "a/1", "b/0"]
 
 
-def test_what_min_asks_for_goes_before_what_exceeds_it() -> None:
+def test_replicas_within_min_precede_those_beyond_it() -> None:
     """More replicas than min are wanted of a; b's min is served first."""
     wish = spec(model("a", 8, replicas={"min": 1, "max": 3}), model("b", 8, replicas=2))
     assert [place[0] for place in places(planned(wish, wanted={"a": 3}))] == ["a/0", "b/0", "b/1"]
 
 
 def test_min_is_placed_unless_another_number_is_wanted() -> None:
-    """wanted counts up to max, and min does not have it back."""
+    """wanted counts up to max, and min does not override it."""
     wish = spec(model("a", 2, replicas={"min": 1, "max": 3}))
     numbers = [len(planned(wish, wanted=wanted).placements) for wanted in ({}, {"a": 2}, {"a": 9}, {"a": 0}, {"a": -1})]
     assert numbers == [1, 2, 3, 0, 0]
@@ -135,14 +135,14 @@ def test_refusals_fit_the_case(wish: Spec, text: str) -> None:
     assert why(planned(wish)) == [f"no-room: {text}"]
 
 
-def test_without_any_core_the_refusal_says_so() -> None:
+def test_a_missing_core_is_reported() -> None:
     """A Neuron engine on a plain CPU host."""
     drawn = plan(Spec(models=(model("a", 8, engine="nxd-inference"),)), [PLAIN])
     assert why(drawn) == ["no-room: a/0 needs 8 cores, but no host has NeuronCores"]
 
 
 def test_running_replicas_stay() -> None:
-    """Wherever they lie, as long as they fit the spec; new ones go around them."""
+    """Anywhere, as long as they match the spec; new ones are placed around them."""
     wish = spec(model("a", 8), model("b", 8, replicas=2))
     drawn = planned(wish, running=[runs("b", 1, "2-9"), runs("a", 0, "10-17")])
     assert (places(drawn), why(drawn)) == (
@@ -161,8 +161,8 @@ def test_running_replicas_stay() -> None:
         runs("a", 0, None),
     ],
 )
-def test_what_no_longer_fits_the_spec_ends(running: Running) -> None:
-    """Its cores count as free, and it is among what diff stops."""
+def test_replicas_that_no_longer_match_the_spec_stop(running: Running) -> None:
+    """Their cores count as free, and diff stops them."""
     wish = spec(model("a", 8, "0-7"))
     drawn = planned(wish, running=[running])
     assert (places(drawn), diff(drawn, [running]).stop) == (
@@ -177,15 +177,15 @@ def test_a_replica_on_cores_that_became_reserved_ends() -> None:
     assert places(drawn) == [("a/0", H0, "8-15")]
 
 
-def test_a_replica_that_runs_beside_its_pin_moves_to_it() -> None:
-    """Pins are exact for what runs, too."""
+def test_a_running_replica_outside_its_pin_moves_to_it() -> None:
+    """Pins are exact for running replicas, too."""
     running = [runs("a", 0, "8-15")]
     changes = diff(planned(spec(model("a", 8, "0-7")), running=running), running)
     assert ([str(start.cores) for start in changes.start], changes.stop) == (["0-7"], tuple(running))
 
 
 def test_a_running_replica_on_any_pin_of_its_model_counts_for_that_pin() -> None:
-    """Index 0 may sit on the second pin; the new replica takes the first."""
+    """Index 0 may be on the second pin; the new replica gets the first."""
     wish = spec(model("a", 8, "0-7", "8-15", replicas=2))
     drawn = planned(wish, running=[runs("a", 0, "8-15")])
     assert places(drawn) == [("a/0", H0, "8-15"), ("a/1", H0, "0-7")]
@@ -205,7 +205,7 @@ def test_scaling_up_takes_the_lowest_unused_index() -> None:
     assert places(drawn)[1] == ("a/1", H0, "2-3")
 
 
-def test_of_two_that_claim_one_core_only_one_is_kept() -> None:
+def test_only_one_of_two_replicas_on_one_core_is_kept() -> None:
     """An impossible observation does not give an impossible plan."""
     wish = spec(model("a", 2, replicas=1), model("b", 2, replicas=1))
     drawn = planned(wish, running=[runs("a", 0, "0-1"), runs("b", 0, "0-1")])
@@ -236,8 +236,8 @@ def test_a_pin_on_a_quarantined_core_is_not_moved() -> None:
     assert why(drawn) == ["pin-taken: a/0 is pinned to cores 0-7, but on inf2.48xlarge/0 3, 5 are withheld"]
 
 
-def test_a_pin_where_another_replica_runs_waits() -> None:
-    """What runs is never moved; the refusal names who holds what."""
+def test_a_pin_in_use_by_another_replica_waits() -> None:
+    """Running replicas never move for it; the message has the replicas and their cores."""
     wish = spec(model("a", 8, f"{H0}:0-7"), model("b", 8))
     drawn = planned(wish, running=[runs("b", 0, "4-11")])
     assert why(drawn) == [
@@ -245,21 +245,21 @@ def test_a_pin_where_another_replica_runs_waits() -> None:
     ]
 
 
-def test_new_replicas_keep_off_pins_that_are_not_in_use() -> None:
-    """A pinned model with min 0 finds its cores free when its first request comes."""
+def test_new_replicas_avoid_unused_pins() -> None:
+    """A pinned model with min 0 finds its cores free at its first request."""
     asleep = model("asleep", 8, "0-7", replicas={"min": 0, "max": 1})
     wish = spec(asleep, model("b", 8), model("c", 8))
     assert places(planned(wish)) == [("b/0", H0, "8-15"), ("c/0", H0, "16-23")]
 
 
-def test_unused_pins_are_taken_before_a_replica_is_refused() -> None:
-    """They are a wish of a model that does not run."""
+def test_unused_pins_are_used_before_a_replica_is_rejected() -> None:
+    """Their model does not run."""
     wish = spec(model("asleep", 8, "0-7", replicas={"min": 0, "max": 1}), model("b", 8, replicas=3))
     assert places(planned(wish))[2] == ("b/2", H0, "0-7")
 
 
-def test_what_a_bounded_search_misses_is_placed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches that give up at once cost order, not replicas that have room."""
+def test_replicas_missed_by_a_bounded_search_are_placed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that gives up affects the order, but not replicas that have room."""
     monkeypatch.setattr("placements.planner.pins.SEARCH_STEPS", 0)
     monkeypatch.setattr("placements.planner.packer.TRIES", (1,))
     wish = spec(model("a", 2, "0-1"), model("b", 2, "0-1"), model("c", 12), model("d", 8), count=2)
@@ -267,7 +267,7 @@ def test_what_a_bounded_search_misses_is_placed_all_the_same(monkeypatch: pytest
     assert (drawn.unplaced, places(drawn)[:2]) == ((), [("a/0", H0, "0-1"), ("b/0", H1, "0-1")])
 
 
-def test_a_cpu_replica_of_a_real_host_takes_no_cores() -> None:
+def test_a_cpu_replica_of_a_real_host_uses_no_cores() -> None:
     """cores is null; such replicas are spread by threads, and their number is not limited."""
     wish = spec(model("a", 8, engine="cpu", replicas=3), count=2)
     assert [(p.host, p.cores, p.cpus) for p in planned(wish).placements] == [
@@ -278,7 +278,7 @@ def test_a_cpu_replica_of_a_real_host_takes_no_cores() -> None:
 
 
 def test_a_running_replica_without_cores_stays_on_its_host() -> None:
-    """Running on the second host, it is not moved to the first."""
+    """On the second host, it does not move to the first."""
     wish = spec(model("a", engine="cpu"), count=2)
     assert places(planned(wish, running=[runs("a", 0, None, H1)])) == [("a/0", H1, "None")]
 
@@ -341,14 +341,14 @@ def test_a_replica_without_cores_is_null_in_json() -> None:
     assert planned(spec(model("a", engine="cpu"))).as_dict()["placements"][0]["cores"] is None
 
 
-def test_a_refused_plan_holds_only_problems() -> None:
+def test_a_rejected_plan_has_only_problems() -> None:
     """A spec with errors places nothing."""
     problem = Problem("x", "error", "", "x")
     assert (Plan.refused([problem]), Plan.refused([problem]).complete) == (Plan((), (), (problem,)), False)
 
 
 def test_a_plan_is_complete_when_min_is_placed() -> None:
-    """What exceeds min and does not fit is a warning."""
+    """A replica beyond min that does not fit is a warning."""
     wish = spec(model("a", 8, replicas={"min": 3, "max": 4}))
     drawn = planned(wish, wanted={"a": 4})
     severities = [problem.severity for unplaced in drawn.unplaced for problem in unplaced.problems]
@@ -366,7 +366,7 @@ def test_findings_about_the_spec_join_the_plan() -> None:
     assert drawn.with_problems([warning]) == Plan(drawn.placements, drawn.unplaced, (warning,))
 
 
-def test_diff_of_a_plan_that_runs_is_nothing() -> None:
+def test_the_diff_of_a_running_plan_is_empty() -> None:
     """Exit code 0 of `plan`."""
     drawn = planned(spec(model("a", 8), model("b", 2, replicas=2)))
     assert not diff(drawn, [placement.running for placement in drawn.placements])
@@ -378,8 +378,8 @@ def test_diff_of_an_empty_fleet_starts_everything() -> None:
     assert (diff(drawn, []).start, diff(drawn, []).stop) == (drawn.placements, ())
 
 
-def test_of_equal_hosts_the_one_that_holds_the_model_is_taken() -> None:
-    """Two new replicas exchange their places where that brings one to what it loads; a pin is a pin."""
+def test_among_equal_hosts_the_one_with_the_model_is_used() -> None:
+    """Two new replicas exchange their places if that brings one to its model; a pin is fixed."""
     held = {H0: frozenset({"y"}), H1: frozenset({"x"})}
     alone = spec(model("x", 8), count=2)
     assert places(planned(alone, held=held)) == [("x/0", H1, "0-7")]
@@ -396,8 +396,8 @@ def test_a_host_that_holds_the_model_is_not_worth_a_larger_range() -> None:
     assert places(planned(wish, held={H1: frozenset({"x"})})) == [("big/0", H0, "0-11"), ("x/0", H0, "12-13")]
 
 
-def test_what_runs_stays_though_another_host_holds_its_model() -> None:
-    """A move costs more than a fetch that is over."""
+def test_running_replicas_stay_although_another_host_has_their_model() -> None:
+    """A move costs more than a completed fetch."""
     wish = spec(model("x", 8), count=2)
     told = planned(wish, held={H1: frozenset({"x"})}, running=[runs("x", 0, "8-15")])
     assert places(told) == [("x/0", H0, "8-15")]

@@ -6,15 +6,14 @@ ERROR = Problem("pin-length", "error", "a.yaml:3:5", "has 4 cores", "pin to 0-7"
 WARNING = Problem("note", "warning", "", "something", "")
 
 
-def test_render_gives_place_severity_id_fact_and_remedy() -> None:
-    """One line for the finding and one for its remedy, where there is one."""
+def test_render_has_place_severity_id_fact_and_remedy() -> None:
+    """One line for the finding and one for its remedy, if there is one."""
     assert render([ERROR, WARNING]) == (
         "a.yaml:3:5: error: pin-length: has 4 cores\n    hint: pin to 0-7\nwarning: note: something\n"
     )
 
 
-def test_render_of_nothing_is_nothing() -> None:
-    """No problems, no output."""
+def test_render_of_no_problems_is_empty() -> None:
     assert render([]) == ""
 
 
@@ -30,8 +29,8 @@ def test_only_errors_are_errors() -> None:
     assert (has_errors([WARNING]), has_errors([WARNING, ERROR]), has_errors([])) == (False, True, False)
 
 
-def test_order_is_that_of_the_file_and_each_comes_once() -> None:
-    """Line 9 comes before line 10, problems without a place last, duplicates once."""
+def test_problems_are_in_the_order_of_the_file_without_duplicates() -> None:
+    """Line 9 precedes line 10, problems without a place are last."""
     nine, ten = Problem("x", "error", "a:9:1", "x"), Problem("x", "error", "a:10:1", "x")
     assert in_order([WARNING, ten, nine, ten]) == (nine, ten, WARNING)
 

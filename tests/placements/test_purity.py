@@ -34,7 +34,7 @@ def test_only_the_standard_library_pydantic_yaml_and_cronsim_are_imported() -> N
 
 
 def test_no_module_can_reach_clocks_files_or_processes() -> None:
-    """None of the standard modules that would is imported."""
+    """No standard module for them is imported."""
     assert {path.name: sorted(imported(path) & IMPURE) for path in FILES if imported(path) & IMPURE} == {}
 
 

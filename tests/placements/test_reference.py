@@ -37,8 +37,8 @@ def rows(name: str) -> dict[str, list[str]]:
         *(Objectives, Scaling, Schedule),
     ],
 )
-def test_every_field_says_what_it_means(kind: type[ModelSpec]) -> None:
-    """In the schema, so in editors too; one sentence at least."""
+def test_every_field_has_a_description(kind: type[ModelSpec]) -> None:
+    """In the schema, so in editors too; at least one sentence."""
     fields = {name: field for name, field in kind.model_fields.items() if not field.exclude and name != "name"}
     assert [name for name, field in fields.items() if not (field.description or "").endswith(".")] == []
 
@@ -80,11 +80,11 @@ def test_every_field_says_what_it_means(kind: type[ModelSpec]) -> None:
 def test_a_row_has_the_type_in_words_its_bounds_and_its_default(
     table: str, field: str, type_: str, default: str
 ) -> None:
-    """As the schema has them."""
+    """As in the schema."""
     assert rows(table)[field][:2] == [type_, default]
 
 
-def test_the_table_of_families_says_which_engine_serves_what() -> None:
+def test_the_table_of_families_shows_the_supporting_engines() -> None:
     """With the first version of NxD Inference that does."""
     assert rows("served")["gpt2"] == ["yes", "-"]
     assert rows("served")["llama"] == ["yes", "yes"]
@@ -92,8 +92,8 @@ def test_the_table_of_families_says_which_engine_serves_what() -> None:
     assert rows("served")["mistral"] == ["yes", "yes"]
 
 
-def test_an_option_is_listed_or_said_by_a_field() -> None:
-    """Those that are neither cannot be set."""
+def test_an_option_is_listed_or_set_by_a_field() -> None:
+    """Others cannot be set."""
     from placements.rules.options.owned import FIELDS, UNSERVED
     from placements.rules.options.tables import TABLES as OPTIONS
 
@@ -103,7 +103,7 @@ def test_an_option_is_listed_or_said_by_a_field() -> None:
         assert listed | said | UNSERVED[table].keys() == OPTIONS[table].keys()
 
 
-def test_a_meaning_links_the_section_that_it_names() -> None:
+def test_a_description_links_the_section_that_it_names() -> None:
     """In editors it is plain text."""
     assert rows("model")["tp_degree"][2].endswith("See [Degrees](#degrees).")
     assert json_schema()["$defs"]["Model"]["properties"]["tp_degree"]["description"].endswith("See Degrees.")
@@ -116,8 +116,8 @@ def test_every_instance_type_and_degree_has_a_row() -> None:
     assert len(TABLES["degrees"]().splitlines()) == 2 + sum(len(table) for table in DEGREES.values())
 
 
-def test_a_page_keeps_what_stands_between_the_generated_blocks() -> None:
-    """And is the same when it is renewed again."""
+def test_a_page_keeps_the_text_between_the_generated_blocks() -> None:
+    """And is unchanged when it is renewed again."""
     begin, end = "<!-- generated from the topology: degrees -->\n", "<!-- end of generated -->"
     page = f"before\n{begin}old\n{end}\nbetween\n{begin}{end}\nafter\n"
     table = f"{begin}\n{TABLES['degrees']()}\n{end}"

@@ -34,8 +34,8 @@ def test_where_memory_and_spread_decide_the_optimum_is_served(monkeypatch: pytes
     assert served(fleet) < best
 
 
-def test_no_more_replicas_move_than_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty hosts, where the cheapest range for each by itself is not the cheapest for all."""
+def test_no_more_replicas_move_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty hosts, where the cheapest range for each replica is not the cheapest for all."""
     fleet = churned(8, 20)
     fewest = fewest_loads(fleet, SOLVER_S).loads
     assert loads(fleet) == fewest

@@ -68,13 +68,13 @@ def test_all_of_it_can_be_read_and_has_a_default() -> None:
         ("scaling: {schedules: 5}", ["wrong-type 4:15"]),
     ],
 )
-def test_what_is_wrong_is_told_at_its_place(fields: str, found: list[str]) -> None:
-    """One problem for each fault."""
+def test_each_error_is_reported_at_its_place(fields: str, found: list[str]) -> None:
+    """One problem for each error."""
     assert ids(fields) == found
 
 
-def test_a_cron_expression_is_refused_with_the_part_that_is_wrong() -> None:
-    """And with how it is written."""
+def test_an_invalid_cron_expression_is_rejected_with_the_wrong_part() -> None:
+    """And the valid format."""
     (problem,) = problems_of(
         one('scaling: {schedules: [{start: "0 25 * * *", end: "0 1 * * *", min: 1}]}'), None, LAPTOP
     )
@@ -82,7 +82,7 @@ def test_a_cron_expression_is_refused_with_the_part_that_is_wrong() -> None:
     assert problem.hint == 'write it like "0 8 * * MON-FRI"'
 
 
-def test_the_json_schema_takes_what_the_parser_takes() -> None:
+def test_the_json_schema_accepts_what_the_parser_accepts() -> None:
     """Editors know the new fields."""
     schedule = {"start": "0 8 * * *", "end": "0 18 * * *", "min": 2, "max": None}
     model = {"source": "./a", "scaling": {"schedules": [schedule], "auto": False}, "objectives": {"ttft_ms": 5}}

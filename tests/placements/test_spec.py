@@ -32,8 +32,8 @@ def test_a_draft_is_resolved_like_the_source_and_starts_another_process() -> Non
     assert len({alone.started_with, four.started_with, five.started_with}) == 3
 
 
-def test_what_decides_the_weights_and_the_cache_starts_another_process() -> None:
-    """Other graphs; where replicas lie, and what their host needs, is no matter of the process."""
+def test_fields_of_the_weights_and_the_cache_change_the_process() -> None:
+    """Their graphs differ; placement and host needs are not part of the process."""
     text = "models:\n  a: {source: ./a}\n  b: {source: ./a, quantize: int8}\n"
     text += "  c: {source: ./a, group_query_attention: replicated-heads}\n"
     text += "  d: {source: ./a, spread: host, host_memory_gib: 9}\n"
@@ -42,8 +42,8 @@ def test_what_decides_the_weights_and_the_cache_starts_another_process() -> None
     assert apart == plain
 
 
-def test_every_shape_starts_another_process_and_the_order_of_options_does_not() -> None:
-    """Of options inside options neither."""
+def test_every_shape_changes_the_process_but_the_order_of_options_does_not() -> None:
+    """Also of nested options."""
     text = "models:\n" + "".join(
         f"  m{i}: {{source: ./a, {fields}}}\n"
         for i, fields in enumerate(
@@ -86,8 +86,7 @@ def test_kinds_of_sources(source: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["http://x/y", "s3://", "s3://B_d/x", "a/b/c", "a b", "", "-x", "s3:/bucket/x"])
-def test_sources_that_can_be_nothing_are_refused(source: str) -> None:
-    """The refusal quotes the source."""
+def test_an_invalid_source_is_rejected_with_its_text(source: str) -> None:
     with pytest.raises(ValueError) as caught:
         source_kind(source)
     assert f'"{source}"' in str(caught.value)
@@ -100,7 +99,7 @@ def test_a_relative_source_begins_at_the_spec_file() -> None:
 
 
 def test_an_absolute_source_stays_and_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """~ is the user's home, wherever the spec lies."""
+    """~ is the user's home, for any folder of the spec."""
     monkeypatch.setenv("HOME", "/home/me")
     spec = read("models: {a: {source: /m/a}, b: {source: ~/b}}", "/specs")
     assert [entry.source_path for entry in spec.models] == ["/m/a", "/home/me/b"]
@@ -116,7 +115,7 @@ def test_s3_and_hub_sources_have_no_path() -> None:
 
 
 def test_defaults_of_a_model() -> None:
-    """What a model is when only its source is given."""
+    """With only its source given."""
     (m,) = read("models: {a: {source: ./a}}").models
     assert (m.engine, m.dtype, m.tp_degree, m.max_batch, m.max_len, m.cores) == ("auto", None, 1, 4, None, ())
     assert (m.replicas, m.neff_cache, m.priority, m.max_queue, m.threads) == (
@@ -156,7 +155,7 @@ def test_replicas_may_be_written_short(text: str, bounds: tuple[int, int]) -> No
 
 
 def test_length_is_max_len_or_2048_or_what_the_checkpoint_allows() -> None:
-    """An explicit length stands; the default gives way to a checkpoint with fewer positions."""
+    """An explicit length is kept; the default is reduced to the checkpoint's positions."""
     given, default = model("m", max_len=4000), model("m")
     assert (given.length(GPT2_XL), default.length(GPT2_XL), default.length(LLAMA_2_7B), default.length(None)) == (
         4000,
@@ -180,7 +179,7 @@ def test_a_pin_names_cores_and_perhaps_a_host(text: str, pin: Pin) -> None:
     assert (Pin.parse(text), str(pin)) == (pin, text)
 
 
-def test_a_pin_without_a_host_before_its_colon_is_refused() -> None:
+def test_a_pin_without_a_host_before_its_colon_is_rejected() -> None:
     """ ":0-7" has no host."""
     with pytest.raises(ValueError, match="has no host"):
         Pin.parse(":0-7")
@@ -193,25 +192,25 @@ def test_specs_are_frozen() -> None:
         spec.models[0].tp_degree = 4  # type: ignore[misc]
 
 
-def test_where_a_thing_is_written_is_no_part_of_its_value() -> None:
-    """Two texts that say the same give equal specs."""
+def test_the_place_of_a_value_is_not_part_of_it() -> None:
+    """Two texts with the same content give equal specs."""
     assert read(TEXT) == read("# other lines\n\n" + TEXT)
 
 
 def test_a_spec_survives_pickling_with_its_places() -> None:
-    """The controller gets it as it is."""
+    """The controller gets it unchanged."""
     spec = pickle.loads(pickle.dumps(read(TEXT)))
     assert (spec, spec.where("models", "a", "cores", 0)) == (read(TEXT), "f.yaml:2:28")
 
 
-def test_the_json_of_a_model_makes_the_same_model() -> None:
-    """What is dumped can be validated again."""
+def test_the_json_of_a_model_gives_the_same_model() -> None:
+    """It can be validated again."""
     (m,) = read(TEXT).models
     assert ModelSpec.model_validate_json(m.model_dump_json()) == m
 
 
-def test_where_falls_back_to_the_key_above() -> None:
-    """A field that is not written has the place of its model, a model without a file none."""
+def test_the_place_of_a_missing_key_is_that_of_the_key_above() -> None:
+    """A missing field has the place of its model, a model without a file none."""
     spec = read(TEXT)
     assert (spec.where("models", "a", "max_len"), spec.where("hosts"), Spec().where("hosts")) == (
         "f.yaml:2:3",
@@ -233,7 +232,7 @@ def test_a_model_s_name_is_safe_for_paths_and_actors(name: str) -> None:
         model(name)
 
 
-def test_the_json_schema_is_one() -> None:
+def test_the_json_schema_is_valid() -> None:
     """Draft 2020-12."""
     jsonschema.Draft202012Validator.check_schema(json_schema())
 
@@ -271,7 +270,7 @@ def test_the_json_schema_is_one() -> None:
     ],
 )
 def test_the_json_schema_agrees_with_the_parser(document: dict[str, object], valid: bool) -> None:
-    """Editors and `validate` say the same of these documents."""
+    """Editors and `validate` agree on these documents."""
     import json
 
     by_schema = jsonschema.Draft202012Validator(json_schema()).is_valid(document)

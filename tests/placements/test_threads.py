@@ -20,13 +20,13 @@ def test_a_share_under_one_thread_is_one() -> None:
     assert [threads("share", tp, host(cpus=2, reserve=0)) for tp in (1, 8, 12, 24)] == [1, 1, 1, 2]
 
 
-def test_nothing_left_by_the_reserve_is_one_thread() -> None:
-    """A reserve of all CPUs cannot give zero or negative threads."""
+def test_a_reserve_of_all_cpus_leaves_one_thread() -> None:
+    """Never zero or negative threads."""
     assert threads("share", 8, host(cpus=4, reserve=9)) == 1
 
 
-def test_lmi_gives_two_threads_a_core() -> None:
-    """2 x tp, whatever the host has."""
+def test_lmi_gives_two_threads_per_core() -> None:
+    """2 x tp, for any host."""
     assert threads("lmi", 8, host(cpus=2, reserve=0)) == 16
 
 
@@ -51,12 +51,12 @@ def test_without_cores_tp_degree_counts_cpus_within_the_budget() -> None:
     ],
 )
 def test_the_arithmetic_is_printed(policy: object, tp: int, on: object, text: str) -> None:
-    """What people read is the sum that was made."""
+    """The printed sum is the computed one."""
     assert arithmetic(policy, tp, on) == text  # type: ignore[arg-type]
 
 
 def test_masks_of_all_cores_divide_the_usable_cpus() -> None:
-    """24 single cores share out CPUs 8 to 191, each once, in order."""
+    """24 single cores divide CPUs 8 to 191, each once, in order."""
     masks = [cpu_mask(BIG, CoreRange(core, core), 7) for core in range(24)]
     assert [cpu for mask in masks for cpu in mask] == list(range(8, 192))
 
@@ -76,6 +76,6 @@ def test_the_mask_follows_the_formula() -> None:
         (host(cpus=4, reserve=9), CoreRange(0, 23), 1),
     ],
 )
-def test_no_mask_where_none_can_be_disjoint(on: object, cores: CoreRange | None, count: int) -> None:
+def test_there_is_no_mask_if_none_can_be_disjoint(on: object, cores: CoreRange | None, count: int) -> None:
     """Under one CPU, beyond the mask, or without cores a replica is not bound."""
     assert cpu_mask(on, cores, count) == ()  # type: ignore[arg-type]

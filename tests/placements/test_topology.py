@@ -36,8 +36,8 @@ def test_each_type_has_the_documented_sizes(
     assert (topology.vcpus, topology.memory_gib, topology.link) == (vcpus, memory, link)
 
 
-def test_there_is_no_other_type() -> None:
-    """Ten, the last of which are uncertain only where that is said."""
+def test_there_are_exactly_ten_types() -> None:
+    """The last ones are uncertain only where marked."""
     assert len(TOPOLOGIES) == 10
     assert [topology.instance for topology in TOPOLOGIES.values() if topology.note] == ["trn2.3xlarge"]
 
@@ -53,7 +53,7 @@ def test_there_is_no_other_type() -> None:
     ],
 )
 def test_the_cores_of_trn2_are_two_physical_ones_or_one(instance: str, lnc: int | None, cores: int, hbm: int) -> None:
-    """At LNC 1 there are twice as many, each with half of the HBM; the devices stay."""
+    """At LNC 1 there are twice as many, each with half of the HBM; the devices do not change."""
     topology = TOPOLOGIES[instance].at_lnc(lnc)
     assert (topology.cores, topology.hbm_per_core_gib, topology.lnc) == (cores, hbm, lnc or 2)
     assert topology.devices == TOPOLOGIES[instance].devices
@@ -61,7 +61,7 @@ def test_the_cores_of_trn2_are_two_physical_ones_or_one(instance: str, lnc: int 
 
 
 @pytest.mark.parametrize(("instance", "lnc"), [("inf2.xlarge", 1), ("trn1.32xlarge", 2), ("trn2.48xlarge", 4)])
-def test_no_other_choice_of_logical_cores_is_taken(instance: str, lnc: int) -> None:
+def test_no_other_choice_of_logical_cores_is_accepted(instance: str, lnc: int) -> None:
     """inf2 and trn1 have none, trn2 has two."""
     with pytest.raises(ValueError, match=rf"{instance} does not support LNC {lnc}"):
         TOPOLOGIES[instance].at_lnc(lnc)
@@ -74,7 +74,7 @@ def test_a_preferred_block_is_always_legal() -> None:
 
 
 def test_every_fact_has_a_source() -> None:
-    """No row of the tables is without its source, and it names the page of its own family."""
+    """Each row of the tables has the page of its own family."""
     rows: list[Any] = [*TOPOLOGIES.values(), *(row for table in DEGREES.values() for row in table.values())]
     assert [row for row in rows if not row.source] == []
     assert [t.instance for t in TOPOLOGIES.values() if f"/{t.family}-arch.rst" not in t.source] == []
@@ -106,10 +106,10 @@ def test_every_fact_has_a_source() -> None:
         ("trn2", {tp: (tp, tp, True) for tp in (1, 2, 4, 8, 16, 32, 64)}, "NxD Inference"),
     ],
 )
-def test_degrees_and_their_legal_and_preferred_alignment(
+def test_degrees_have_their_legal_and_preferred_alignment(
     family: str, rows: dict[int, tuple[int, int, bool]], source: str
 ) -> None:
-    """Each family's, with the document that says where a range may begin."""
+    """Each family's, with the document that defines where a range may start."""
     table = DEGREES[family]
     assert {tp: (row.legal, row.preferred, row.documented) for tp, row in table.items()} == rows
     assert source in table[max(table)].source
@@ -124,7 +124,7 @@ def test_the_degrees_of_trn2_are_documented_for_lnc_2_only() -> None:
 
 
 @pytest.mark.parametrize(("family", "tp"), [("inf2", 6), ("trn1", 4), ("trn2", 6)])
-def test_a_degree_outside_the_table_takes_whole_devices(family: str, tp: int) -> None:
-    """An overridden degree begins at an even core, preferably at a multiple of itself."""
+def test_a_degree_outside_the_table_uses_whole_devices(family: str, tp: int) -> None:
+    """An allowed degree starts at an even core, preferably at a multiple of itself."""
     row = alignment(family, tp)
     assert (degree(family, tp), row.legal, row.preferred) == (None, 2, tp)
