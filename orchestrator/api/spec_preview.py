@@ -152,7 +152,7 @@ class SpecPreview(FleetOperation):
 
     async def _outlook(self, generation: ResolvedRevision) -> Outlook:
         """Returns the effects of installing the generation now."""
-        index, situation = self._state.records.state.index, self._state.situation_after(generation)
+        index, situation = self._state.records.state.index, self._state.situation(generation)
         outlook: Outlook = await self._state.in_thread(_outlook, index, situation)
         return outlook
 

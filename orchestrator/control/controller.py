@@ -11,10 +11,10 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec.structs
 
@@ -55,6 +55,8 @@ from workers.host.neuron_faults import after_serving
 from workers.messages.metric_family import MetricFamily, gauge, joined, labelled
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -158,9 +160,8 @@ class Controller:
         observed = Observed(self._clock(), dict(state.views), self._resumed())
         if observed.resumed != self._resumed_at:
             self._resumed_at = observed.resumed
-            state.records.event(
-                "warning", "Paused", "the controller was not scheduled for a while; deadlines do not count that time"
-            )
+            message = "the controller was not scheduled for a while; deadlines do not count that time"
+            state.records.event("warning", "Paused", message)
         for action in reconcile(goal.targets, observed, state.replaced()):
             self._apply(action)
         self._prefetch.round()
@@ -170,10 +171,9 @@ class Controller:
         state = self.state
         before, after = state.unreachable, state.reach.unreachable(self._clock()) & state.views.keys()
         state.unreachable = after
+        message = "it is ready, but a gateway cannot connect to it"
         for id in sorted(after - before):
-            state.records.event(
-                "error", "Unreachable", "it is ready, but a gateway cannot connect to it", view=state.views[id]
-            )
+            state.records.event("error", "Unreachable", message, view=state.views[id])
         for id in sorted((before - after) & state.views.keys()):
             state.records.event("info", "Reachable", "all gateways are connected to it again", view=state.views[id])
 
@@ -205,22 +205,16 @@ class Controller:
 
     async def wake(self, model: str) -> None:
         """Start a replica of a model without any (`min: 0`) for a request. Raises KeyError for an unknown model."""
-        spec = self.state.current.spec.model(model)
+        state, counts, spec = self.state, self.state.counts, self.state.current.spec.model(model)
         if spec is None:
             raise KeyError(model)
-        state = self.state
-        if (
-            state.hold is not None
-            or state.counts.desired(spec)
-            or state.counts.is_unloaded(model)
-            or state.counts.bounds(spec).max == 0
-        ):
+        if state.hold is not None or counts.desired(spec) or counts.is_unloaded(model) or counts.bounds(spec).max == 0:
             return
         if spec.scaling.auto and self.scaler.active:  # it may need cores of other models
             self.scaler.wake(model)
         else:
             state.records.event("info", "Woken", "the first request starts it", model=model)
-            state.counts.woken.add(model)
+            counts.woken.add(model)
         self._wake.set()
 
     async def demand(self, report: DemandReport) -> None:
@@ -282,20 +276,18 @@ class Controller:
     # Actions
 
     def _apply(self, action: Action) -> None:
+        """Record the action and change the state; its effects wait until the record is on disk."""
         if isinstance(action, Start):
             self._start(action.target, action.previous)
         elif isinstance(action, Drain):
-            self.state.records.decision("drain", action.replica, "an update, or no longer planned")
-            self._counters.decided("drain")
+            self._decided("drain", action.replica, "an update, or no longer planned")
             self._signal(action.replica, Signal.DRAIN)
             self._spawn(self._drain(action.replica))
         elif isinstance(action, Stop):
-            self.state.records.decision("stop", action.replica, action.reason)
-            self._counters.decided("stop")
+            self._decided("stop", action.replica, action.reason)
             self._signal(action.replica, Signal.STOP, action.reason)
         elif isinstance(action, Fail):
-            self.state.records.decision("fail", action.replica, action.reason)
-            self._counters.decided("fail")
+            self._decided("fail", action.replica, action.reason)
             self._counters.failed(self.state.views[action.replica.id], action.reason.partition(":")[0])
             self._signal(action.replica, Signal.FAILED, action.reason)
         elif isinstance(action, Release):
@@ -304,12 +296,15 @@ class Controller:
                 self._counters.decided("release")
                 self._spawn(self._release(action.replica))
         elif isinstance(action, Forget):
-            self.state.records.decision("forget", action.replica, "gone and no longer planned")
-            self._counters.decided("forget")
+            self._decided("forget", action.replica, "gone and no longer planned")
             self._statuses.pop(action.replica.id, None)
             del self.state.views[action.replica.id]
             self.state.configs.pop(action.replica.id, None)
             self._wake.set()
+
+    def _decided(self, action: str, replica: ReplicaView, reason: str) -> None:
+        self.state.records.decision(action, replica, reason)
+        self._counters.decided(action)
 
     def _start(self, target: ReplicaTarget, previous: ReplicaView | None) -> None:
         state = self.state
@@ -507,7 +502,7 @@ class Controller:
             return
         failure = Failure("replica-died", death)
         if self.state.configs[id].engine in AUTO_ENGINES:
-            fault = await self._fault_in_log(view)
+            fault = await self._from_log(view, self._cluster.fault_in_log)
             if fault is not None:
                 failure = after_serving(fault) if view.served else fault
                 failure = msgspec.structs.replace(failure, what=f"{failure.what}; {death}")
@@ -515,12 +510,13 @@ class Controller:
         if view is not None:
             self._fail(view, failure)
 
-    async def _fault_in_log(self, view: ReplicaView) -> Failure | None:
+    async def _from_log(self, view: ReplicaView, read: Callable[..., Awaitable[T]], *args: int) -> T | None:
+        """Returns what its host reads from the log of the replica; None if it does not in time."""
         log_file = str(self._home.log(view.model, view.replica))
         try:
-            return await asyncio.wait_for(self._cluster.fault_in_log(log_file, view.host), LOG_READ_S)
-        except Exception:  # neither an unresponsive host nor a log may delay the failure
-            log.warning("the log of %s cannot be searched for a fault", view.id, exc_info=True)
+            return await asyncio.wait_for(read(log_file, *args, view.host), LOG_READ_S)
+        except Exception:  # neither an unresponsive host nor a log may delay a failure or the release of cores
+            log.warning("the log of %s cannot be read", view.id, exc_info=True)
             return None
 
     def _view(self, id: str, epoch: int) -> ReplicaView | None:
@@ -617,22 +613,13 @@ class Controller:
                 return
             if view.pid is not None:
                 self._hosts.note_death(view.pid)
-            tail = await self._read_log_tail(view)
+            tail = tuple(await self._from_log(view, self._cluster.log_tail, LOG_LINES) or ())
             current = self._view(view.id, view.epoch)
             if current is not None:
                 self._store_view(dataclasses.replace(current, gone=True, log=tail, **_NO_WORK))
             self._wake.set()
         finally:  # the next round retries if it is not gone
             self._releasing.discard(view.id)
-
-    async def _read_log_tail(self, view: ReplicaView) -> tuple[str, ...]:
-        """Returns the last lines of its log; none if it cannot be read in time."""
-        log_file = str(self._home.log(view.model, view.replica))
-        try:
-            return tuple(await asyncio.wait_for(self._cluster.log_tail(log_file, LOG_LINES, view.host), LOG_READ_S))
-        except Exception:  # a log must not delay the release of cores
-            log.warning("the log of %s cannot be read", view.id, exc_info=True)
-            return ()
 
     async def _shut_down_replica(self, id: str, drain_s: float) -> None:
         view = self.state.views[id]

@@ -29,6 +29,7 @@ from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.home import Home
 from orchestrator.records.journal import Journal
 from orchestrator.scaling.demand_report import DemandReport
+from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.resumption import resume_fleet
 from placements.spec.problems import Problem
 from workers.artifacts.store.store_settings import StoreSettings
@@ -51,12 +52,8 @@ class ControllerActor:
         home = Home(Path(settings.home))
         clock = AwakeClock()
         cluster = RayCluster(settings.store or StoreSettings(root=str(home.store)), clock=clock)
-        state = resume_fleet(
-            settings,
-            Journal(home.journal),
-            clock=clock,
-            restarted=bool(ray.get_runtime_context().was_current_actor_reconstructed),
-        )
+        restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        state = resume_fleet(settings, RecordWriter(Journal(home.journal)), clock, restarted=restarted)
         self._controller = Controller(state, cluster, resumed=clock.resumed_at)
         cluster.add_hosts(host.name for host in state.hosts)
         self._operator = Operator(self._controller, cluster)

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from orchestrator.fleet.controller_settings import ControllerSettings
@@ -25,15 +26,14 @@ from orchestrator.rollout.rollout_step import (
     DesiredModel,
     FormerVersion,
     Goal,
+    ReplicaTarget,
     Situation,
-    Step,
     compute_goal,
     defer_displacements,
 )
-from orchestrator.rollout.rollout_step import ReplicaTarget as ReplicaTarget
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from orchestrator.state.content_pins import ContentPins
-from orchestrator.state.record_writer import InThread, RecordWriter
+from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.replica_counts import ReplicaCounts
 from placements.facts.plural import counted
 from placements.facts.topology import Host
@@ -58,31 +58,27 @@ class FleetState:
         current: ResolvedRevision,
         stable: ResolvedRevision | None,
         clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-        in_thread: InThread = asyncio.to_thread,
     ) -> None:
-        """``in_thread`` runs a blocking function."""
         self.settings = settings
         self.records = records
         self.current = current
         self.stable = stable  # the revision that a failed rollout restores
         self.clock = clock
-        self.wall = wall
-        self.in_thread = in_thread
+        self.wall = records.wall
+        self.in_thread = records.in_thread
         self.deciding = asyncio.Lock()  # of a round or an operation, from its look at the state to its record
         self.machine = Machine(settings.cpus, settings.instance)
-        past = records.state
         self.failed_cores: dict[str, dict[int, FailedCore]] = {}  # by host and core
-        for record in failed_cores(past):
+        for record in failed_cores(records.state):
             self.failed_cores.setdefault(record.host, {})[record.core] = FailedCore(record.cause)
         self.views: dict[str, ReplicaView] = {}
         self.configs: dict[str, ReplicaConfig] = {}  # of each replica
-        self.epochs: dict[str, int] = dict(past.epochs)  # the last epoch of every replica that ever existed
+        self.epochs: dict[str, int] = dict(records.state.epochs)  # the last epoch of every replica that ever existed
         self.foreign_cores: dict[str, dict[int, CoreOwner]] = {host.name: {} for host in self.current.hosts}
         self.lost: frozenset[str] = frozenset()
         self.reach = Reachability()
         self.unreachable: frozenset[str] = frozenset()  # replicas that a gateway cannot connect to, as of this round
-        self.counts = ReplicaCounts(records, wall)
+        self.counts = ReplicaCounts(records)
         self.strategies: dict[str, UpdateStrategy] = {}  # of models that are being updated
         self._holding: set[str] = set()  # models updated by `hold`, until they are settled
         self.upcoming: tuple[ReplicaTarget, ...] = ()  # they displace others once their hosts are prepared
@@ -105,10 +101,9 @@ class FleetState:
     @property
     def hold(self) -> Problem | None:
         """Why no replica is started, stopped or moved until an operator applies a spec; None: the fleet is not held."""
-        damage = self.records.state.held
+        damage, number = self.records.state.held, self.current.number
         if damage is None:
             return None
-        number = self.current.number
         text = f"{damage}: a revision newer than {number} may be lost, so no replica is started, stopped or moved"
         hint = f"corewright apply SPEC; or corewright rollout undo --to {number}, to accept revision {number}"
         return Problem("journal-damaged", "error", "", text, hint)
@@ -149,23 +144,25 @@ class FleetState:
         """Whether the rollout is stopped: paused, or failed without a revision to restore."""
         return self.outcome is not None and self.outcome.state in ("paused", "failed")
 
-    def desired_model(self, model: ModelSpec) -> DesiredModel:
-        """Returns the desired state of the model."""
+    def desired_model(self, model: ModelSpec, revision: ResolvedRevision | None = None) -> DesiredModel:
+        """Returns the desired state of the model, now or right after the installation of another revision."""
+        shown = revision or self.current
+        desired = DesiredModel(
+            model, self.counts.desired(model), shown.versions[model.name], mixes=self.mixes(shown, model)
+        )
+        if revision is not None:
+            return dataclasses.replace(desired, canary=revision.revision.canary is not None)
         strategy = self.strategies.get(model.name)
-        version = self.current.versions[model.name]
-        return DesiredModel(
-            model,
-            self.counts.desired(model),
-            version,
+        return dataclasses.replace(
+            desired,
             strategy="surge" if strategy is None else strategy.strategy,
-            mixes=self.mixes(self.current, model),
+            lender=None if strategy is None else strategy.lender,
             canary=self.in_canary,
             frozen=self.frozen,
-            lender=None if strategy is None else strategy.lender,
             former=self._former(model),
             reachable=model.name in self.late
             or self.records.state.completed == self.current.number
-            or self.counts.desired(model) > self.counts.required(model),
+            or desired.count > self.counts.required(model),
         )
 
     def _former(self, model: ModelSpec) -> FormerVersion | None:
@@ -223,35 +220,19 @@ class FleetState:
             if view.epoch <= self.records.state.replaces.get(view.id, 0)
         )
 
-    def situation(self) -> Situation:
-        """Returns the input of `compute_goal`."""
+    def situation(self, revision: ResolvedRevision | None = None) -> Situation:
+        """Returns the input of `compute_goal`, now or right after the installation of another revision."""
+        shown = revision or self.current
         return Situation(
-            self.current.spec,
+            shown.spec,
             self.living_hosts,
-            self.current.checkpoints,
-            {model.name: self.desired_model(model) for model in self.current.spec.models},
+            shown.checkpoints,
+            {model.name: self.desired_model(model, revision) for model in shown.spec.models},
             tuple(self.views.values()),
             self._blocked_or_held(),
             self.drained(),
             self.replaced(),
             self._models_held(),
-        )
-
-    def situation_after(self, generation: ResolvedRevision) -> Situation:
-        """Returns the situation right after the installation of another revision."""
-        desired_models = {
-            model.name: DesiredModel(
-                model,
-                self.counts.desired(model),
-                generation.versions[model.name],
-                mixes=self.mixes(generation, model),
-                canary=generation.revision.canary is not None,
-            )
-            for model in generation.spec.models
-        }
-        now = self.situation()
-        return dataclasses.replace(
-            now, spec=generation.spec, checkpoints=generation.checkpoints, desired_models=desired_models
         )
 
     def sources(self, model: ModelSpec) -> frozenset[str]:
@@ -312,18 +293,14 @@ class FleetState:
         if self.hold is not None:  # not acted upon: routes and status show it
             self.goal = goal
             return False
-        undecided = [name for name, step in goal.steps.items() if step.old and self._needs_strategy(name, step, goal)]
+        undecided = [name for name, step in goal.steps.items() if step.old and self._needs_strategy(name, goal)]
         for name in undecided:
             strategy = await self.in_thread(choose_strategy, situation, name)
             if strategy != self.strategies.get(name):
-                outage = (
-                    "an outage of unknown length"
-                    if strategy.outage_s is None
-                    else f"{strategy.outage_s:.0f} s of outage"
-                )
-                self.records.event(
-                    "info", "UpdateStrategy", f"{strategy.strategy}, {outage}: {strategy.why}", model=name
-                )
+                seconds = strategy.outage_s
+                outage = "an outage of unknown length" if seconds is None else f"{seconds:.0f} s of outage"
+                message = f"{strategy.strategy}, {outage}: {strategy.why}"
+                self.records.event("info", "UpdateStrategy", message, model=name)
             self.strategies[name] = strategy
             if strategy.strategy == "hold":
                 self._holding.add(name)
@@ -358,9 +335,8 @@ class FleetState:
             return goal
         planned = Counter(target.model for target in goal.targets)
         short = {name for name, desired in situation.desired_models.items() if planned[name] < desired.count}
-        goal, waiting = defer_displacements(
-            goal, situation.views, self._needs_preparation, lambda view: self._may_stay(view, short)
-        )
+        stays = partial(self._may_stay, short)
+        goal, waiting = defer_displacements(goal, situation.views, self._needs_preparation, stays)
         self.upcoming += waiting
         return goal
 
@@ -371,7 +347,7 @@ class FleetState:
             return False
         return takes_long(model, self.current.engines[model.name]) or preparation.key not in self.compiled_on
 
-    def _may_stay(self, view: ReplicaView, short: Collection[str]) -> bool:
+    def _may_stay(self, short: Collection[str], view: ReplicaView) -> bool:
         """Returns whether a displaced replica may continue: neither an operator nor the spec stops it.
 
         ``short`` has the models with fewer targets than desired.
@@ -385,9 +361,8 @@ class FleetState:
         """Record an event when replicas of a former version are lost."""
         lost = {name: step.lost for name, step in self.goal.steps.items() if step.lost}
         for name in lost.keys() - self._lost_former:
-            missing = [
-                p.what for unplaced in self.goal.plan.unplaced if unplaced.model == name for p in unplaced.problems
-            ]
+            unplaced = (group for group in self.goal.plan.unplaced if group.model == name)
+            missing = [problem.what for group in unplaced for problem in group.problems]
             detail = f"no place is free, only the new version serves: {missing[0]}" if missing else "starting elsewhere"
             count = f"{counted(lost[name], 'replica')} of the former version"
             self.records.event("warning", "FormerVersionLost", f"{count} lost: {detail}", model=name)
@@ -397,9 +372,8 @@ class FleetState:
         """Start or end a relocation. Returns whether the goal must be computed again."""
         now = self.clock()
         if self.relocation is not None:
-            late = now - self._relocated_at > RELOCATION_S + max(
-                view.deadlines.start_s for view in self.relocation.moving
-            )
+            limit_s = RELOCATION_S + max(view.deadlines.start_s for view in self.relocation.moving)
+            late = now - self._relocated_at > limit_s
             if not (self.relocation.empty(list(self.views.values())) or late or self.frozen):
                 return False
             self.relocation = None
@@ -415,20 +389,17 @@ class FleetState:
             self._unrelocatable = (placements, missing)
             return False
         self.relocation, self._relocated_at = relocation, now
+        message = f"it is moved to make room for {' and '.join(relocation.models)}"
         for view in relocation.moving:
             self.records.note(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by="the controller"))
-            self.records.event(
-                "info", "MakingRoom", f"it is moved to make room for {' and '.join(relocation.models)}", view=view
-            )
+            self.records.event("info", "MakingRoom", message, view=view)
         return True
 
-    def _needs_strategy(self, name: str, step: Step, goal: Goal) -> bool:
+    def _needs_strategy(self, name: str, goal: Goal) -> bool:
         """Returns whether the model has no strategy, or one that cannot place the next replica."""
         strategy = self.strategies.get(name)
-        if strategy is None:
-            return True
         stuck = any(missing.model == name for missing in goal.plan.unplaced)
-        return stuck and strategy.strategy in ("surge", "borrow") and not self.frozen
+        return strategy is None or (stuck and strategy.strategy in ("surge", "borrow") and not self.frozen)
 
     def holds(self, model: ModelSpec) -> bool:
         """Returns whether requests wait while the model has no ready replica: it is being updated or rolled back with
@@ -438,7 +409,7 @@ class FleetState:
         return held and not failed and self.counts.desired(model) > 0
 
     def install(self, generation: ResolvedRevision, goal: Goal) -> None:
-        """Make an applied revision the current one; ``goal`` is that of `situation_after`."""
+        """Make an applied revision the current one; ``goal`` is that of its `situation`."""
         if self.records.state.completed == self.current.number:
             self.stable = self.current
         self.current = generation

@@ -48,16 +48,15 @@ class RecordWriter:
         self.journal = journal
         self.state = journal.state()  # with the notes that are not written yet
         self.writable = True  # False while notes wait that the disk has refused
-        self._in_thread = in_thread
-        self._wall = wall
+        self.in_thread = in_thread  # runs a blocking function
+        self.wall = wall
         self._requests: list[_Request] = []  # in order; without the batch that is being written
         self._writing: asyncio.Task[None] | None = None
 
     def note(self, record: Record) -> None:
         """Record an action or an observation of the controller. Raises TypeError or ValueError as `Journal.append`."""
-        stored = as_stored(record)
-        self.state = self._with_note(self.state, stored)
-        self._requests.append(_Request(stored, is_note=True))
+        self._requests.append(_Request(as_stored(record), is_note=True))
+        self.state = self._with_note(self.state, self._requests[-1].record)
         if len(self._requests) > MAX_UNWRITTEN:  # events are the least important
             oldest = next((i for i, waiting in enumerate(self._requests) if isinstance(waiting.record, Event)), -1)
             del self._requests[oldest]
@@ -89,19 +88,11 @@ class RecordWriter:
         host: str | None = None,
     ) -> None:
         """Log a message and record it as an event."""
-        log.log(
-            logging.INFO if level == "info" else logging.WARNING, "%s: %s", view.id if view else model or host, message
-        )
-        self.note(
-            Event(
-                level=level,
-                reason=reason,
-                message=message,
-                model=view.model if view else model,
-                replica=view.id if view else None,
-                host=view.host if view else host,
-            )
-        )
+        replica = None
+        if view is not None:
+            model, replica, host = view.model, view.id, view.host
+        log.log(logging.INFO if level == "info" else logging.WARNING, "%s: %s", replica or model or host, message)
+        self.note(Event(level=level, reason=reason, message=message, model=model, replica=replica, host=host))
 
     def decision(self, action: Any, view: ReplicaView, reason: str) -> None:
         """Record an action on a replica."""
@@ -127,7 +118,7 @@ class RecordWriter:
         """Write batch by batch. After a refusal the notes wait for the next attempt."""
         while self._requests:
             batch, self._requests = self._requests, []
-            error = await self._in_thread(_append, self.journal, batch)
+            error = await self.in_thread(_append, self.journal, batch)
             if error is not None:
                 unwritten = [request for request in (*batch, *self._requests) if request.stored is None]
                 for request in unwritten:
@@ -144,7 +135,7 @@ class RecordWriter:
 
     def _with_note(self, state: JournalState, note: Record) -> JournalState:
         """Returns the state after the note, with its number in the journal unless that refuses an earlier one."""
-        return fold(state, cast(AnyRecord, msgspec.structs.replace(note, seq=state.seq + 1, at=self._wall())))
+        return fold(state, cast(AnyRecord, msgspec.structs.replace(note, seq=state.seq + 1, at=self.wall())))
 
 
 def _append(journal: Journal, batch: Sequence[_Request]) -> JournalUnwritable | None:

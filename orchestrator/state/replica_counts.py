@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from orchestrator.records.journal_records import Target
 from orchestrator.scaling.schedules import Bounds, bounds
 from orchestrator.state.record_writer import RecordWriter
@@ -13,11 +11,10 @@ from placements.spec.schema import ModelSpec
 class ReplicaCounts:
     """The desired numbers of replicas. Manual scales and the autoscaler's targets are in the journal."""
 
-    def __init__(self, records: RecordWriter, wall: Callable[[], float]) -> None:
+    def __init__(self, records: RecordWriter) -> None:
         self.woken: set[str] = set()  # models with min 0 that a request started
         self.held_back: dict[str, str] = {}  # by model, why the autoscaler does not start requested replicas
         self._records = records
-        self._wall = wall
         self._bounds: dict[str, tuple[ModelSpec, float, Bounds]] = {}  # with the minute in which they apply
 
     def desired(self, model: ModelSpec) -> int:
@@ -43,10 +40,10 @@ class ReplicaCounts:
         """Returns the current limits of the number of replicas, from the spec and its schedules."""
         if not model.scaling.schedules:
             return Bounds(min(model.replicas.min, model.replicas.max), model.replicas.max)
-        minute = self._wall() // 60.0
+        minute = self._records.wall() // 60.0
         cached = self._bounds.get(model.name)
         if cached is None or cached[0] is not model or cached[1] != minute:
-            held = bounds(model.replicas, model.scaling.schedules, self._wall())
+            held = bounds(model.replicas, model.scaling.schedules, self._records.wall())
             cached = self._bounds[model.name] = model, minute, held
         return cached[2]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,12 +9,11 @@ import msgspec.structs
 
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.progress_text import problem_text
-from orchestrator.records.journal import Journal
 from orchestrator.records.journal_fold import failed_cores
 from orchestrator.records.journal_records import Damage, JournalState, Revision, Scale, Target
 from orchestrator.revisions.resolved_revision import resolve_revision
 from orchestrator.state.fleet_state import FleetState
-from orchestrator.state.record_writer import InThread, RecordWriter
+from orchestrator.state.record_writer import RecordWriter
 from placements.planner.spec_hosts import Machine
 
 MAX_DAMAGE = 3  # damage descriptions in one record
@@ -23,11 +21,9 @@ MAX_DAMAGE = 3  # damage descriptions in one record
 
 def resume_fleet(
     settings: ControllerSettings,
-    journal: Journal,
-    *,
+    records: RecordWriter,
     clock: Callable[[], float] = time.monotonic,
-    wall: Callable[[], float] = time.time,
-    in_thread: InThread = asyncio.to_thread,
+    *,
     restarted: bool = False,
 ) -> FleetState:
     """Returns the state at the journal's last revision, or at the spec of `up`, the first revision of this fleet.
@@ -38,13 +34,12 @@ def resume_fleet(
     Raises ValueError if that spec has errors; `up` has checked it before.
     """
     machine = Machine(settings.cpus, settings.instance)
-    past, damage = journal.state(), list(journal.damage)
+    past, damage = records.state, list(records.journal.damage)
     last, completed = past.revisions.get(past.revision or 0), past.revisions.get(past.completed or 0)
     begins = last is None or last.fleet != settings.fleet
     current = resolve_revision(_first_revision(settings, past) if last is None or begins else last, machine)
     is_stable = completed is not None and completed.fleet == settings.fleet and completed.number != current.number
     stable = resolve_revision(completed, machine) if completed is not None and is_stable else None
-    records = RecordWriter(journal, in_thread, wall)
     confirmed = begins and not restarted
     if confirmed:
         _report_damage(records, damage)  # before the revision, which ends the hold
@@ -60,7 +55,7 @@ def resume_fleet(
         records.event("info", "FleetStarted", f"revision {current.number} of {settings.spec_file}")
     if not confirmed:
         _report_damage(records, damage)
-    state = FleetState(settings, records, current, stable, clock, wall, in_thread)
+    state = FleetState(settings, records, current, stable, clock)
     if state.hold is not None:
         records.event("error", "ActionsHeld", problem_text(state.hold))
     return state

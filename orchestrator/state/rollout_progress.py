@@ -180,7 +180,7 @@ async def roll_back(state: FleetState, rollback: Rollback) -> None:
     """
     failed = state.current.number
     rollback = await state.in_thread(_narrowed, rollback, state.records.state.revisions, failed, state.machine)
-    goal = await state.in_thread(compute_goal, state.situation_after(rollback.to))
+    goal = await state.in_thread(compute_goal, state.situation(rollback.to))
     before = rollback.to.revision
     canary = state.current.revision.canary if rollback.undone and state.in_canary else None
     revision = msgspec.structs.replace(

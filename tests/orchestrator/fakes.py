@@ -409,15 +409,9 @@ class Played:
         self.home = home
         self.cluster = cluster
         self.journal = journal if journal is not None else Journal(None, clock=loop.time)
-        state = resume_fleet(
-            settings,
-            self.journal,
-            clock=self.clock or loop.time,
-            wall=loop.time,
-            in_thread=in_thread,
-            restarted=restarted,
-        )
-        cluster.records = state.records
+        records = RecordWriter(self.journal, in_thread, loop.time)
+        state = resume_fleet(settings, records, self.clock or loop.time, restarted=restarted)
+        cluster.records = records
         resumed = self.clock.resumed_at if self.clock else lambda: float("-inf")
         self.controller = Controller(state, cluster, resumed=resumed, tick_s=tick_s)
         self.operator = Operator(self.controller, cluster)
