@@ -24,8 +24,9 @@ from orchestrator.api.refused import Refused
 from orchestrator.api.routes import ROUTES, AdminRequest, AdminRoute
 from orchestrator.api.schemas import Reason, Refusal, SpecProblem, SpecText, UndoTarget
 from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER, ControllerSettings
-from orchestrator.gateway.http.connection import HttpConnection, HttpServer
+from orchestrator.gateway.http.connection import HttpConnection
 from orchestrator.gateway.http.exchange import Exchange, Request
+from orchestrator.gateway.http.http_server import HttpServer
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.failure import Failed

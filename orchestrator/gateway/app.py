@@ -22,8 +22,8 @@ from orchestrator.access.keys import ApiKey, KeyFile
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.gateway.admission.authenticator import PREFLIGHT, Authenticator, allow_model, allow_scope
 from orchestrator.gateway.admission.key_limits import KeyLimits
-from orchestrator.gateway.http.connection import Handler, HttpServer
 from orchestrator.gateway.http.exchange import JSON, Exchange
+from orchestrator.gateway.http.http_server import Handler, HttpServer
 from orchestrator.gateway.openai import errors, protocol
 from orchestrator.gateway.openai.answers import Answer, Choice
 from orchestrator.gateway.openai.errors import ApiError

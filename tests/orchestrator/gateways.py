@@ -14,7 +14,7 @@ import httpx
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.gateway.app import ControllerAway
-from orchestrator.gateway.http.connection import HttpServer
+from orchestrator.gateway.http.http_server import HttpServer
 from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.settings import GatewaySettings

@@ -9,8 +9,9 @@ import pytest
 
 from orchestrator.access.keys import KeyFile
 from orchestrator.gateway.admission.authenticator import Authenticator, host_name
-from orchestrator.gateway.http.connection import HttpConnection, HttpServer
+from orchestrator.gateway.http.connection import HttpConnection
 from orchestrator.gateway.http.exchange import Exchange, Request
+from orchestrator.gateway.http.http_server import HttpServer
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.settings import GatewaySettings
 

@@ -15,7 +15,7 @@ from openai import NotFoundError, OpenAI
 
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.gateway import app
-from orchestrator.gateway.http import connection
+from orchestrator.gateway.http import request_reader
 from orchestrator.process.logs import Access
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
@@ -622,7 +622,7 @@ def test_incomplete_bodies_have_a_common_limit(
     gateway: LiveGateway, replica: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many clients that withhold the ends of large bodies cannot fill the memory; later they count no more."""
-    monkeypatch.setattr(connection, "MAX_UNREAD_BYTES", 300_000)
+    monkeypatch.setattr(request_reader, "MAX_UNREAD_BYTES", 300_000)
     gateway.serve(routes("m", replica()))
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as first:

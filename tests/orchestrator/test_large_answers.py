@@ -14,7 +14,8 @@ import pytest
 import workers
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import Route
-from orchestrator.gateway.http.connection import LEAST_READ_BYTES, HttpConnection, HttpServer
+from orchestrator.gateway.http.connection import LEAST_READ_BYTES, HttpConnection
+from orchestrator.gateway.http.http_server import HttpServer
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.version import corewright_version
 from tests.fleet import until

@@ -1,0 +1,78 @@
+"""The connections of one listener, their limits and their deadlines."""
+
+from __future__ import annotations
+
+import email.utils
+import itertools
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.gateway.http.exchange import Exchange
+from orchestrator.gateway.openai.errors import ApiError
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.http.connection import HttpConnection
+    from orchestrator.gateway.settings import GatewaySettings
+
+Handler = Callable[[Exchange], Awaitable[None] | None]
+
+
+class HttpServer:
+    """Accepts connections for one handler. Used from one event loop."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        handle: Handler,
+        ended: Callable[[Exchange], None] = lambda exchange: None,
+        early: Callable[[dict[bytes, bytes]], ApiError | None] = lambda headers: None,
+        *,
+        evicts: bool = False,
+        body_of: Callable[[ApiError], Any] = lambda error: error.body(),
+    ) -> None:
+        """``handle`` answers a request, at once or by the awaitable that it returns, and raises ApiError to reject it.
+        ``ended`` is called with every exchange that is over, answered or not. ``early`` may reject a request with a
+        long body by its headers. With ``evicts``, a surplus connection replaces the oldest idle one for which
+        ``handle`` has not set ``client``. ``body_of`` returns the JSON of an error."""
+        self.settings = settings
+        self.max_connections = settings.max_connections
+        self.handle = handle
+        self.ended = ended
+        self.early = early
+        self.evicts = evicts
+        self.body_of = body_of
+        self.unread_bytes = 0  # of incomplete bodies
+        self.connections: set[HttpConnection] = set()
+        self.per_key: Counter[str] = Counter()
+        self.date = b""
+        self.closing = False
+        prefix = f"{time.time_ns():x}"[-10:]
+        self.new_id: Callable[[], str] = map(f"{prefix}-%x".__mod__, itertools.count(1)).__next__
+        self.sweep(time.monotonic())
+
+    def sweep(self, now: float) -> None:
+        """Ends connections that are past their deadline. To be called a few times a second."""
+        self.date = b"date: %b\r\n" % email.utils.formatdate(usegmt=True).encode()
+        for expired in [connection for connection in self.connections if connection.deadline <= now]:
+            expired.expire(now)
+
+    def evict(self) -> bool:
+        """Closes one connection to make room for another; returns False when none may be closed."""
+        idle = (connection for connection in self.connections if connection.client is None and connection.is_idle)
+        oldest = min(idle, key=lambda connection: connection.deadline, default=None)
+        if oldest is not None:
+            self.connections.discard(oldest)
+            oldest.abort()
+        return oldest is not None
+
+    def close(self) -> None:
+        """Closes the connections without a request; the others close after their answer."""
+        self.closing = True
+        for connection in list(self.connections):
+            connection.close_if_idle()
+
+    def abort(self) -> None:
+        for connection in list(self.connections):
+            connection.abort()

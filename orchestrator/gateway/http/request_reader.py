@@ -1,0 +1,211 @@
+"""Reads requests from the bytes of one connection, with httptools, and enforces their limits."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import httptools
+
+from orchestrator.gateway.http.exchange import Request
+from orchestrator.gateway.openai import errors
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.http.connection import HttpConnection
+
+MAX_HEADERS = 100
+LARGE_BYTES = 2**16  # a larger body is read only after its sender is authenticated
+MAX_UNREAD_BYTES = 2**30  # of incomplete bodies, of all connections
+
+
+class RequestReader:
+    """Calls ``begun``, ``received`` and ``refuse`` of its connection; httptools calls the methods ``on_...``."""
+
+    __slots__ = (
+        "_body",
+        "_body_bytes",
+        "_connection",
+        "_head_bytes",
+        "_headers",
+        "_headers_size",
+        "_in_head",
+        "_parser",
+        "_progress",
+        "_server",
+        "_url",
+        "reading",
+        "stopped",
+    )
+
+    def __init__(self, connection: HttpConnection) -> None:
+        self.reading = False  # a request has begun and is incomplete
+        self.stopped = False  # nothing more is read
+        self._connection = connection
+        self._server = connection.server
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._in_head = True
+        self._head_bytes = 0  # since the last complete head, piece of a body or end
+        self._progress = 0  # complete heads, pieces of bodies and ends
+        self._body_bytes = 0
+        self._url = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._headers_size = 0
+        self._body: bytes | bytearray = b""
+
+    def feed(self, data: bytes) -> None:
+        """Parses what has arrived."""
+        if self.stopped:
+            return
+        progress = self._progress
+        while data:
+            try:
+                self._parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as error:
+                data = self._without_upgrade(data[error.args[0] :])
+            except httptools.HttpParserError as error:
+                self._connection.refuse(errors.not_http(str(error)))
+                break
+        if self.stopped:
+            return
+        if self._progress == progress:  # only a piece of a head, or of trailers
+            self._head_bytes += len(data)
+            if self._head_bytes > self._server.settings.max_header_bytes:
+                self._connection.refuse(errors.headers_too_large(self._server.settings.max_header_bytes))
+        else:
+            self._head_bytes = 0
+
+    def on_message_begin(self) -> None:
+        if self.stopped:
+            return
+        self.reading = True
+        self._in_head = True
+        self._url = b""
+        self._headers = {}
+        self._headers_size = 0
+        if self._body_bytes:
+            self._drop_body()
+        self._connection.begun()
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # a trailer must not change the head
+        name, headers = name.lower(), self._headers
+        self._headers_size += len(name) + len(value)
+        if name in headers:  # joined as in RFC 9110: two keys or two encodings become one that is unknown
+            value = headers[name] + b", " + value
+        headers[name] = value
+
+    def on_headers_complete(self) -> None:
+        if self.stopped:
+            return
+        settings, headers = self._server.settings, self._headers
+        self._in_head = False
+        self._progress += 1
+        if self._headers_size + len(self._url) > settings.max_header_bytes or len(headers) > MAX_HEADERS:
+            self._connection.refuse(errors.headers_too_large(settings.max_header_bytes))
+            return
+        host = headers.get(b"host")
+        if b"," in host if host is not None else self._parser.get_http_version() == "1.1":  # two are joined above
+            self._connection.refuse(errors.not_http("exactly one Host header is required"))  # RFC 9112, 3.2
+            return
+        size, encoding = int(headers.get(b"content-length") or 0), headers.get(b"transfer-encoding")
+        if encoding is not None and (encoding.lower() != b"chunked" or self._parser.get_http_version() != "1.1"):
+            self._connection.refuse(errors.unknown_encoding("transfer-encoding", encoding.lower()))
+        elif b"content-encoding" in headers and headers[b"content-encoding"].lower() != b"identity":
+            self._connection.refuse(errors.unknown_encoding("content-encoding", headers[b"content-encoding"]))
+        elif size > settings.max_body_bytes:
+            self._connection.refuse(errors.body_too_large(settings.max_body_bytes))
+        elif (size > LARGE_BYTES or encoding is not None) and (error := self._server.early(headers)):
+            self._connection.refuse(error)
+        elif b"expect" in headers and headers[b"expect"].lower() == b"100-continue" and self._connection.is_waiting:
+            self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        if self.stopped:
+            return
+        self._body_bytes += len(body)
+        self._progress += 1
+        server = self._server
+        server.unread_bytes += len(body)
+        if self._body_bytes > server.settings.max_body_bytes:
+            self._connection.refuse(errors.body_too_large(server.settings.max_body_bytes))
+        elif server.unread_bytes > MAX_UNREAD_BYTES:
+            self._connection.refuse(errors.too_many_bodies())
+        elif not self._body:
+            self._body = body
+        else:  # one buffer: a list of small pieces would take more memory than their bytes
+            if type(self._body) is bytes:
+                self._body = bytearray(self._body)
+            self._body += body
+
+    def on_message_complete(self) -> None:
+        self.reading = False
+        self._in_head = True
+        self._progress += 1
+        parser = self._parser
+        if self.stopped or parser.should_upgrade():  # the body is still to be read, see _without_upgrade
+            return
+        path, _, query = self._url.partition(b"?")
+        if not path.startswith(b"/") and path != b"*":
+            path = _path_of(path)
+        try:
+            request = Request(
+                parser.get_method().decode("ascii"),
+                path.decode("ascii"),
+                query.decode("ascii"),
+                self._headers,
+                bytes(self._body),
+                parser.get_http_version(),
+                parser.should_keep_alive(),
+                time.monotonic(),
+            )
+        except UnicodeDecodeError:
+            self._connection.refuse(errors.not_http("the target is not ASCII"))
+            return
+        self._headers = {}
+        self._drop_body()
+        self._connection.received(request)
+
+    def _without_upgrade(self, body: bytes) -> bytes:
+        """Returns the request without its offer of another protocol, to be parsed again: Java's client sends such an
+        offer with every request, and httptools stops before the ``body`` of one. The answer is HTTP/1.1."""
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            self._connection.refuse(errors.method_not_allowed("CONNECT", "the target of a proxy", ""))
+            return b""
+        offer = (b"connection", b"upgrade", b"http2-settings")
+        closes = b"close" in self._headers.get(b"connection", b"").lower().replace(b" ", b"").split(b",")
+        fields = [b"connection: close\r\n"] if closes else []
+        fields += [b"%b: %b\r\n" % (name, value) for name, value in self._headers.items() if name not in offer]
+        version = self._parser.get_http_version().encode()
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, b"".join(fields))
+        self._parser = httptools.HttpRequestParser(self)
+        return head + body
+
+    def stop(self) -> None:
+        """Discards an incomplete request; nothing more is read."""
+        self.stopped = True
+        self.reading = False
+        self._drop_body()
+
+    def close(self) -> None:
+        """Stops, and lets go of the parser, which refers back to this object."""
+        self.stop()
+        self._parser = None
+
+    def _drop_body(self) -> None:
+        self._server.unread_bytes -= self._body_bytes
+        self._body_bytes = 0
+        self._body = b""
+
+
+def _path_of(target: bytes) -> bytes:
+    """Returns the path of a target in absolute form, as sent to a proxy."""
+    try:
+        return httptools.parse_url(target).path or b"/"
+    except httptools.HttpParserInvalidURLError:
+        return target
