@@ -4,58 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING
 
 from workers.messages.engine_protocol import EngineLoadError
 
 if TYPE_CHECKING:
     from workers.messages.engine_protocol import GenerateEngine
-
-
-class EngineConfig(Protocol):
-    """The part of a replica's configuration that its engine reads."""
-
-    @property
-    def engine(self) -> str: ...
-    @property
-    def source(self) -> str | None: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def slots(self) -> int: ...
-    @property
-    def max_len(self) -> int: ...
-    @property
-    def draft_source(self) -> str | None: ...
-    @property
-    def draft_k(self) -> int: ...
-    @property
-    def allow_pickle(self) -> bool: ...
-    @property
-    def trust_remote_code(self) -> bool: ...
-    @property
-    def engine_options(self) -> Mapping[str, Any]: ...
-    @property
-    def tp_degree(self) -> int: ...
-    @property
-    def sampling(self) -> Literal["host", "device"]: ...
-    @property
-    def prefill_buckets(self) -> Sequence[int]: ...
-    @property
-    def decode_buckets(self) -> Sequence[int]: ...
-    @property
-    def quantize(self) -> str | None: ...
-    @property
-    def quantize_kv(self) -> str | None: ...
-    @property
-    def group_query_attention(self) -> str | None: ...
-    @property
-    def fuse_qkv(self) -> bool | None: ...
-    @property
-    def compile_workers(self) -> int | None: ...
-    @property
-    def compiled(self) -> str | None: ...
+    from workers.messages.replica_config import ReplicaConfig
 
 
 def hide_progress_bars() -> None:
@@ -71,7 +26,7 @@ def hide_progress_bars() -> None:
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def open_engine(config: EngineConfig) -> GenerateEngine:
+def open_engine(config: ReplicaConfig) -> GenerateEngine:
     """Returns the engine, not loaded yet. Raises EngineLoadError for one that this host does not have."""
     if config.engine != "echo":
         hide_progress_bars()

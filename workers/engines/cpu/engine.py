@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from transformers.cache_utils import Cache
 
-    from workers.engines.open_engine import EngineConfig
+    from workers.messages.replica_config import ReplicaConfig
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ PREFIX_BLOCK = 16  # tokens; fewer save less than the chunked prefill costs
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # ours -> torch's
 
 
-def open_cpu(config: EngineConfig) -> GenerateEngine:
+def open_cpu(config: ReplicaConfig) -> GenerateEngine:
     """Returns the engine, not loaded yet, with its draft if there is one. Raises EngineLoadError without a source."""
     target, draft = _engines(config)
     if draft is None:
@@ -57,7 +57,7 @@ def open_cpu(config: EngineConfig) -> GenerateEngine:
     return SpeculativeEngine(target, draft, config.draft_k)
 
 
-def buildables(config: EngineConfig) -> list[Buildable]:
+def buildables(config: ReplicaConfig) -> list[Buildable]:
     """Returns the engine's compile units, with its draft's; none without `compile`. Raises EngineLoadError."""
     target, draft = _engines(config)
     if not config.engine_options.get("compile", False):
@@ -66,7 +66,7 @@ def buildables(config: EngineConfig) -> list[Buildable]:
     return units if draft is None else [*units, replace(draft.buildable(), role="draft")]
 
 
-def check(config: EngineConfig) -> None:
+def check(config: ReplicaConfig) -> None:
     """See `CpuEngine.check`; also checks the draft."""
     target, draft = _engines(config)
     target.check()
@@ -74,7 +74,7 @@ def check(config: EngineConfig) -> None:
         draft.check()
 
 
-def _engines(config: EngineConfig) -> tuple[CpuEngine, CpuEngine | None]:
+def _engines(config: ReplicaConfig) -> tuple[CpuEngine, CpuEngine | None]:
     if config.source is None:
         raise EngineLoadError("source-missing", "the cpu engine needs a checkpoint", "set `source` to a folder")
     options = config.engine_options

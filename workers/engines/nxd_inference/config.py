@@ -16,7 +16,7 @@ from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, UNSERVED,
 from workers.messages.engine_protocol import EngineLoadError
 
 if TYPE_CHECKING:
-    from workers.engines.open_engine import EngineConfig
+    from workers.messages.replica_config import ReplicaConfig
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # ours -> torch's
 SHORTEST_BUCKET = 128  # tokens; where NxD Inference's own buckets begin (``modules/autobucketing``)
@@ -45,7 +45,7 @@ class Settings:
     presharded: bool = False  # the source has only the sharded weights of each core (``precompiled.with_sharding``)
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Settings:
+    def of(cls, config: ReplicaConfig) -> Settings:
         """Returns the settings of ``config``. Raises EngineLoadError without a checkpoint."""
         if config.source is None:
             raise EngineLoadError(

@@ -37,19 +37,19 @@ from workers.neff_cache.compile_units import Buildable, Tell
 from workers.neff_cache.compiled_artifacts import Entry, entry
 
 if TYPE_CHECKING:
-    from workers.engines.open_engine import EngineConfig
+    from workers.messages.replica_config import ReplicaConfig
 
 
 log = logging.getLogger(__name__)
 
 
-def open_neuronx_distributed(config: EngineConfig) -> NxdEngine:
+def open_neuronx_distributed(config: ReplicaConfig) -> NxdEngine:
     """Returns the engine, not loaded yet. Raises EngineLoadError where the package or the checkpoint is missing."""
     require_package()
     return NxdEngine(Settings.of(config), config.compiled)
 
 
-def buildables(config: EngineConfig, read: bool = True) -> list[Buildable]:
+def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
     """Returns the engine's compile unit, which includes the draft. Raises EngineLoadError.
 
     The sharded weights are part of it. With ``read`` False, no checkpoint is read whose digest is unknown. A source

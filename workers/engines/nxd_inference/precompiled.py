@@ -36,7 +36,7 @@ from workers.neff_cache.predict import Difference, differences
 from workers.neff_cache.record import LOCK_FILE, plain_of, read_record
 
 if TYPE_CHECKING:
-    from workers.engines.open_engine import EngineConfig
+    from workers.messages.replica_config import ReplicaConfig
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def check(model: PrecompiledModel, settings: Settings, config: Any, manifest: Ma
     _check_weights(model, settings, str(config.neuron_config.torch_dtype).removeprefix("torch."))  # 3
 
 
-def start_error(config: EngineConfig) -> EngineLoadError | None:
+def start_error(config: ReplicaConfig) -> EngineLoadError | None:
     """Returns the error of a start of ``config``, as far as names and small files show it without the package: for
     planning."""
     try:

@@ -42,7 +42,7 @@ from workers.neff_cache.compiled_artifacts import Entry
 if TYPE_CHECKING:
     import torch
 
-    from workers.engines.open_engine import EngineConfig
+    from workers.messages.replica_config import ReplicaConfig
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 _REFUSALS = (AssertionError, AttributeError, KeyError, NotImplementedError, StopIteration, TypeError, ValueError)
 
 
-def open_transformers_neuronx(config: EngineConfig) -> GenerateEngine:
+def open_transformers_neuronx(config: ReplicaConfig) -> GenerateEngine:
     """Returns the engine, not loaded yet, with its draft on the same cores if there is one. Raises EngineLoadError."""
     target, draft = _engines(config)
     if draft is None:
@@ -60,14 +60,14 @@ def open_transformers_neuronx(config: EngineConfig) -> GenerateEngine:
     return SpeculativeEngine(target, draft, config.draft_k)
 
 
-def buildables(config: EngineConfig) -> list[Buildable]:
+def buildables(config: ReplicaConfig) -> list[Buildable]:
     """Returns the engine's compile units, with its draft's. Raises EngineLoadError."""
     target, draft = _engines(config)
     units = [target.buildable()]
     return units if draft is None else [*units, replace(draft.buildable(), role="draft")]
 
 
-def _engines(config: EngineConfig) -> tuple[TransformersNeuronxEngine, TransformersNeuronxEngine | None]:
+def _engines(config: ReplicaConfig) -> tuple[TransformersNeuronxEngine, TransformersNeuronxEngine | None]:
     if config.source is None:
         raise EngineLoadError("source-missing", "transformers-neuronx needs a checkpoint", "set `source` to a folder")
     if config.draft_source is None:
@@ -99,7 +99,7 @@ class TransformersNeuronxEngine:
     Exceptions of the Neuron runtime are passed on unchanged.
     """
 
-    def __init__(self, config: EngineConfig, path: Path, speculates: int = 0) -> None:
+    def __init__(self, config: ReplicaConfig, path: Path, speculates: int = 0) -> None:
         """``speculates`` is the largest number of tokens of a slot in a ``verify``; 0: there is no ``verify``.
 
         Nothing is read before ``load``.

@@ -14,7 +14,7 @@ from workers.batching.buckets import checked_buckets, ladder
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError
 
 if TYPE_CHECKING:
-    from workers.engines.open_engine import EngineConfig
+    from workers.messages.replica_config import ReplicaConfig
 
 AMP = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # ours -> theirs
 QUANTIZED = {"int8": "s8", "fp8": "f8e4m3fn"}
@@ -35,7 +35,7 @@ class Shapes:
     decode: tuple[int, ...]  # token graphs; the last is max_len
 
     @classmethod
-    def of(cls, config: EngineConfig, family: Family, continuous: bool) -> Shapes:
+    def of(cls, config: ReplicaConfig, family: Family, continuous: bool) -> Shapes:
         """Returns the shapes of ``config``, by default the package's doubling ones. Raises EngineLoadError.
 
         Continuous batching has one token graph by default, as with the package's other users.
@@ -77,7 +77,7 @@ class Options:
 
 
 def options_for(
-    config: EngineConfig, family: Family, shapes: Shapes, continuous: bool, model_class: Any, vocab_size: int
+    config: ReplicaConfig, family: Family, shapes: Shapes, continuous: bool, model_class: Any, vocab_size: int
 ) -> Options:
     """Translate ``config`` to the package's names. ``model_class`` defines the constructor's keywords.
 
@@ -107,7 +107,7 @@ def options_for(
     return Options(constructor, neuron)
 
 
-def _constructor(config: EngineConfig, family: Family, shapes: Shapes, amp: str) -> dict[str, Any]:
+def _constructor(config: ReplicaConfig, family: Family, shapes: Shapes, amp: str) -> dict[str, Any]:
     keywords: dict[str, Any] = {"batch_size": config.slots, "amp": amp, "tp_degree": config.tp_degree}
     if family.serial:
         return {**keywords, "n_positions": shapes.decode[-1]}
@@ -117,7 +117,7 @@ def _constructor(config: EngineConfig, family: Family, shapes: Shapes, amp: str)
     return keywords
 
 
-def _neuron(config: EngineConfig, family: Family, amp: str, continuous: bool, vocab_size: int) -> dict[str, Any]:
+def _neuron(config: ReplicaConfig, family: Family, amp: str, continuous: bool, vocab_size: int) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if continuous:
         options["continuous_batching"] = {"batch_size_for_shared_caches": config.slots}
