@@ -137,7 +137,7 @@ def _read(part: CheckpointPart, folder: str, head: Metadata | None, where: str) 
 
 def _unloadable(part: CheckpointPart, folder: str, where: str, here: bool, readable: bool) -> Problem | None:
     """Returns why a start would fail to load the folder, or None. ``readable``: its config.json was read."""
-    from workers.engines.checkpoint_files import check_checkpoint
+    from workers.engines.checkpoint_check import check_checkpoint
     from workers.messages.engine_protocol import EngineLoadError
     from workers.text.tokenizer import check_tokenizer_files
 

@@ -241,7 +241,7 @@ def test_the_cpu_engine_loads_while_shards_arrive(
             asked.set()
         return real(folder, name)
 
-    monkeypatch.setattr("workers.engines.cpu.engine.wait_for", wait)
+    monkeypatch.setattr("workers.engines.cpu.checkpoint.wait_for", wait)
     fetch = gated(sharded, LAST_SHARD)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(first_logits, fetch.folder)
@@ -294,7 +294,7 @@ def test_pickled_weights_that_arrive_are_waited_for(
         asked.set()
         return real(folder, name)
 
-    monkeypatch.setattr("workers.engines.cpu.engine.wait_for", wait)
+    monkeypatch.setattr("workers.engines.cpu.checkpoint.wait_for", wait)
     engine = CpuEngine(fetch.folder, slots=1, max_len=32, allow_pickle=True)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(engine.load)

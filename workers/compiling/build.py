@@ -22,7 +22,7 @@ import msgspec
 
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
-from workers.engines.checkpoint_files import check_checkpoint
+from workers.engines.checkpoint_check import check_checkpoint
 from workers.engines.open_engine import hide_progress_bars
 from workers.host import file_lock, host_facts
 from workers.host.json_process import answering

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from workers.batching.buckets import default_decode_buckets, default_prefill_buckets, smallest_bucket
-from workers.messages.engine_protocol import EngineLoadError, EngineSpec
+from workers.engines.lengths import check_size
+from workers.messages.engine_protocol import EngineSpec
 
 VOCAB_SIZE = 257  # the bytes, and EOS
 EOS_ID = 256
@@ -73,11 +74,7 @@ class EchoEngine:
         return self._spec
 
     def load(self) -> None:
-        if self._slots < 1 or self._max_len < 2:
-            raise EngineLoadError(
-                "bad-engine-size",
-                f"the echo engine needs at least 1 slot and a max_len of 2, not {self._slots} and {self._max_len}",
-            )
+        check_size("the echo engine", self._slots, self._max_len)
         self._spec = EngineSpec(
             slots=self._slots,
             max_len=self._max_len,

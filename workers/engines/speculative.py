@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
-from workers.messages.engine_protocol import EngineLoadError, EngineSpec, PrefixEngine, VerifyingEngine
+from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine, PrefixEngine, VerifyingEngine
+from workers.neff_cache.compile_units import Buildable
 
 
 class SpeculativeEngine:
@@ -79,3 +80,18 @@ class SpeculativeEngine:
     def close(self) -> None:
         self._draft.close()
         self._target.close()
+
+
+class _Compiling(Protocol):
+    def buildable(self) -> Buildable: ...
+
+
+def with_draft(target: VerifyingEngine, draft: VerifyingEngine | None, k: int) -> GenerateEngine:
+    """Returns the target engine, with its draft if there is one."""
+    return target if draft is None else SpeculativeEngine(target, draft, k)
+
+
+def buildables_of(target: _Compiling, draft: _Compiling | None) -> list[Buildable]:
+    """Returns the compile units of the target and of its draft."""
+    units = [target.buildable()]
+    return units if draft is None else [*units, replace(draft.buildable(), role="draft")]

@@ -3,9 +3,9 @@
 Transformers' own static cache has one position for all rows. Two hooks give each slot its own position, without any
 model code of ours:
 1. a cache layer that writes each row at its own position and returns the first ``kv_len`` positions of the rows in
-   this step (``_slot_cache``);
+   this step (``slot_cache``);
 2. a four-dimensional attention mask, ``[rows, 1, queries, kv_len]``, which transformers uses unchanged.
-Bloom's position bias needs a two-dimensional mask and is overridden on the instance (``_give_alibi``).
+Bloom's position bias needs a two-dimensional mask and is overridden on the instance (``give_alibi``).
 """
 
 from __future__ import annotations
@@ -15,20 +15,27 @@ import inspect
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from types import MethodType
 from typing import TYPE_CHECKING, Any
-from zipfile import is_zipfile
 
-from workers.artifacts.fetch.arrival import pending_files, wait_for, wait_for_all, wait_for_small
-from workers.artifacts.sources.listing import SourceError
-from workers.batching.buckets import checked_buckets, default_decode_buckets, default_prefill_buckets
-from workers.engines.checkpoint_files import check_length, check_rotary, eos_token_ids, read_config, read_json
+from workers.artifacts.fetch.arrival import wait_for_all, wait_for_small
+from workers.batching.buckets import default_decode_buckets, default_prefill_buckets
+from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
 from workers.engines.cpu import artifacts
+from workers.engines.cpu.checkpoint import (
+    arrived,
+    check_positions,
+    check_weights,
+    family_of,
+    load_model,
+    weight_files,
+    windows_of,
+)
 from workers.engines.cpu.graphs import Graphs, Traced, misses, storing_code_in, using_code_from
+from workers.engines.cpu.slot_cache import Reach, give_alibi, slot_cache
+from workers.engines.lengths import check_size, checked_lengths
+from workers.engines.speculative import buildables_of, with_draft
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine
 from workers.neff_cache.compile_units import Buildable, Tell
@@ -36,7 +43,6 @@ from workers.neff_cache.compiled_artifacts import Entry, compiling, entry
 
 if TYPE_CHECKING:
     import torch
-    from transformers.cache_utils import Cache
 
     from workers.messages.replica_config import ReplicaConfig
 
@@ -49,12 +55,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # ours -> t
 
 def open_cpu(config: ReplicaConfig) -> GenerateEngine:
     """Returns the engine, not loaded yet, with its draft if there is one. Raises EngineLoadError without a source."""
-    target, draft = _engines(config)
-    if draft is None:
-        return target
-    from workers.engines.speculative import SpeculativeEngine
-
-    return SpeculativeEngine(target, draft, config.draft_k)
+    return with_draft(*_engines(config), config.draft_k)
 
 
 def buildables(config: ReplicaConfig) -> list[Buildable]:
@@ -62,8 +63,7 @@ def buildables(config: ReplicaConfig) -> list[Buildable]:
     target, draft = _engines(config)
     if not config.engine_options.get("compile", False):
         return []
-    units = [target.buildable()]
-    return units if draft is None else [*units, replace(draft.buildable(), role="draft")]
+    return buildables_of(target, draft)
 
 
 def check(config: ReplicaConfig) -> None:
@@ -94,55 +94,6 @@ def _engines(config: ReplicaConfig) -> tuple[CpuEngine, CpuEngine | None]:
     }
     target = CpuEngine(config.source, prefix_cache=bool(options.get("prefix_cache", False)), **shared)
     return target, None if config.draft_source is None else CpuEngine(config.draft_source, **shared)
-
-
-@dataclass(frozen=True)
-class Family:
-    """The properties of a model family that the two hooks depend on."""
-
-    alibi: bool = False  # positions enter as a bias on the scores, not as embeddings or rotations
-    window: bool = False  # config.sliding_window, if not None, applies to every layer
-    layer_types: bool = False  # config.layer_types lists the layers with the window; one mask for each type
-
-
-# By config.json's model_type. A family is listed once tests compare its greedy output with ``generate``.
-FAMILIES = {
-    "bloom": Family(alibi=True),
-    "gpt2": Family(),
-    "gpt_bigcode": Family(),
-    "gpt_neox": Family(),
-    "gptj": Family(),
-    "llama": Family(),
-    "mistral": Family(window=True),
-    "mixtral": Family(window=True),
-    "opt": Family(),
-    "qwen2": Family(layer_types=True),
-    "qwen3": Family(layer_types=True),
-}
-
-
-@dataclass
-class _Reach:
-    """The KV-cache cells that the current forward pass writes and reads. One object, shared with every layer."""
-
-    slots: list[int] = field(default_factory=list)
-    block: slice | None = None  # the slots as one block, read without a copy; None when there are gaps
-    # Write positions [rows or 1, queries]; None for whole prompts, which begin at 0.
-    positions: torch.Tensor | None = None
-    kv_len: int = 0
-    cells: dict[int, torch.Tensor] = field(default_factory=dict)  # number of heads -> flat indices of the writes
-    row_starts: dict[int, torch.Tensor] = field(default_factory=dict)  # number of heads -> the same at position 0
-
-    def move(self, slots: Sequence[int], positions: torch.Tensor | None, kv_len: int) -> None:
-        """Prepare for the next forward pass."""
-        if slots != self.slots:
-            self.slots = list(slots)
-            first, last = self.slots[0], self.slots[-1]
-            self.block = slice(first, last + 1) if self.slots == list(range(first, last + 1)) else None
-            self.row_starts.clear()
-        self.positions = positions
-        self.kv_len = kv_len
-        self.cells.clear()
 
 
 class CpuEngine:
@@ -200,7 +151,7 @@ class CpuEngine:
         self._compiles = compile
         self._compiled = compiled
         self._spec: EngineSpec | None = None
-        self._reach = _Reach()
+        self._reach = Reach()
         self._model: Any = None  # transformers' stock model, its body, its output layer, and our cache
         self._base: Any = None
         self._head: Any = None
@@ -226,7 +177,7 @@ class CpuEngine:
 
     def buildable(self) -> Buildable:
         """Returns the engine's compile unit, without torch and weights. Raises EngineLoadError."""
-        _family(read_config(self._path), self._path, self._trust_remote_code)
+        family_of(read_config(self._path), self._path, self._trust_remote_code)
         return Buildable(source=self._path, manifest=self._manifest(), is_whole=artifacts.is_whole, make=self._make)
 
     def _manifest(self) -> dict[str, Any]:
@@ -255,35 +206,32 @@ class CpuEngine:
         if self._compiles:
             artifacts.check_compiler()
         self._checked_sizes()
-        _arrived(lambda: wait_for_small(self._path))
+        arrived(lambda: wait_for_small(self._path))
         settings = read_config(self._path)
-        _family(settings, self._path, self._trust_remote_code)
+        family_of(settings, self._path, self._trust_remote_code)
         eos_token_ids(self._path, settings)
-        weights, pickled = _weight_files(self._path, self._allow_pickle)
+        weights, pickled = weight_files(self._path, self._allow_pickle)
         try:
+            import safetensors  # noqa: F401
             import torch  # noqa: F401 - see below
-            from safetensors import SafetensorError
             from transformers import AutoModelForCausalLM  # noqa: F401 - only tests the import
         except ImportError as error:
             raise EngineLoadError("engine-not-installed", f"the cpu engine needs {error.name}", CPU_PACKAGES) from error
-        if pickled:
-            _check_pickles(weights)
-        else:
-            _check_weight_files(weights, SafetensorError)
+        check_weights(weights, pickled)
         return settings, pickled
 
     def _load(self) -> None:
         settings, pickled = self.check()
-        family = _family(settings, self._path, self._trust_remote_code)
+        family = family_of(settings, self._path, self._trust_remote_code)
         eos = eos_token_ids(self._path, settings)
         prefill_buckets, decode_buckets = self._checked_sizes()
         import torch
 
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        model = _load_model(self._path, getattr(torch, DTYPES[self._dtype]), pickled, self._trust_remote_code)
+        model = load_model(self._path, getattr(torch, DTYPES[self._dtype]), pickled, self._trust_remote_code)
         check_rotary(settings, model.config)
-        _check_positions(model.config, self._max_len)
+        check_positions(model.config, self._max_len)
 
         self._model = model
         self._base = model.base_model
@@ -291,11 +239,11 @@ class CpuEngine:
         self._takes_positions = "position_ids" in inspect.signature(self._base.forward).parameters
         self._additive_mask = getattr(model.config, "_attn_implementation", "eager") == "eager"
         self._kv_positions = torch.arange(self._max_len)
-        self._windows = _windows(family, model.config)
+        self._windows = windows_of(family, model.config)
         if family.alibi:
-            _give_alibi(self._base, self._reach, self._max_len)
+            give_alibi(self._base, self._reach, self._max_len)
         room = self._max_len + (1 if self._compiles else 0)  # where idle slots of a graph write
-        self._cache = _slot_cache(self._reach, model.config.num_hidden_layers, self._slots, room)
+        self._cache = slot_cache(self._reach, model.config.num_hidden_layers, self._slots, room)
         self._spec = EngineSpec(
             slots=self._slots,
             max_len=self._max_len,
@@ -309,7 +257,7 @@ class CpuEngine:
             self._load_graphs()
         else:
             self._warm_up()
-        _arrived(lambda: wait_for_all(self._path))  # serve only once every file is fetched and verified
+        arrived(lambda: wait_for_all(self._path))  # serve only once every file is fetched and verified
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """See ``GenerateEngine.prefill``. Prompts of one call are padded to the longest of them."""
@@ -534,9 +482,7 @@ class CpuEngine:
         self._warm_up(tell)
 
     def _checked_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if self._slots < 1 or self._max_len < 2:
-            message = f"the cpu engine needs at least 1 slot and a max_len of 2, not {self._slots} and {self._max_len}"
-            raise EngineLoadError("bad-engine-size", message)
+        check_size("the cpu engine", self._slots, self._max_len)
         if self._prefill_chunk is not None and self._prefill_chunk < 1:
             message = f"prefill_chunk must be at least 1, not {self._prefill_chunk}"
             raise EngineLoadError("bad-engine-size", message)
@@ -546,240 +492,4 @@ class CpuEngine:
             )
         prefill = default_prefill_buckets(self._max_len) if self._prefill_buckets is None else self._prefill_buckets
         decode = default_decode_buckets(self._max_len) if self._decode_buckets is None else self._decode_buckets
-        try:
-            prefill = checked_buckets("prefill", prefill, self._max_len)
-            decode = checked_buckets("decode", decode, self._max_len)
-        except ValueError as error:
-            raise EngineLoadError("bad-buckets", str(error)) from error
-        if decode[-1] != self._max_len:
-            message = f"the largest decode bucket is {decode[-1]}, less than max_len {self._max_len}"
-            raise EngineLoadError("bad-buckets", message, f"add {self._max_len}")
-        return prefill, decode
-
-
-def _slot_cache(reach: _Reach, layers: int, slots: int, room: int) -> Cache:
-    """Returns a transformers Cache of ``layers`` slot layers that all use ``reach``.
-
-    The class is local since its base class is imported lazily. Keys and values are ``[slots, heads, room, head_dim]``,
-    allocated at the first write, when heads and head_dim are known.
-    """
-    import torch
-    from transformers.cache_utils import Cache, StaticLayer
-
-    class SlotLayer(StaticLayer):
-        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-            """Store ``[rows, heads, queries, head_dim]``; return ``[rows, heads, kv_len, head_dim]`` to attend to."""
-            if not self.is_initialized:
-                self.stored_keys = self.keys = self._room_for(key_states)
-                self.stored_values = self.values = self._room_for(value_states)
-                self.is_initialized = True
-            if reach.positions is None:
-                self._fill(self.stored_keys, key_states)
-                self._fill(self.stored_values, value_states)
-                return key_states, value_states  # a prompt starts at 0 and attends only to itself
-            cells = self._cells(key_states.shape[1], reach.positions)
-            self._write(self.stored_keys, cells, key_states)
-            self._write(self.stored_values, cells, value_states)
-            return self._read(self.stored_keys), self._read(self.stored_values)
-
-        def _room_for(self, states: torch.Tensor) -> torch.Tensor:
-            return states.new_zeros((slots, states.shape[1], room, states.shape[3]))
-
-        def _fill(self, stored: torch.Tensor, states: torch.Tensor) -> None:
-            if reach.block is not None:
-                stored[reach.block, :, : reach.kv_len] = states
-            else:
-                stored[reach.slots, :, : reach.kv_len] = states
-
-        def _cells(self, heads: int, positions: torch.Tensor) -> torch.Tensor:
-            """Returns the flat index of each token of each row and head, in ``[slots * heads * room, head_dim]``."""
-            if heads not in reach.cells:
-                if heads not in reach.row_starts:
-                    rows = torch.tensor(reach.slots)[:, None] * heads + torch.arange(heads)
-                    reach.row_starts[heads] = rows * room
-                reach.cells[heads] = (reach.row_starts[heads][..., None] + positions[:, None]).flatten()
-            return reach.cells[heads]
-
-        def _write(self, stored: torch.Tensor, cells: torch.Tensor, states: torch.Tensor) -> None:
-            stored.view(-1, states.shape[-1]).index_copy_(0, cells, states.flatten(0, 2))
-
-        def _read(self, stored: torch.Tensor) -> torch.Tensor:
-            if reach.block is not None:
-                return stored[reach.block, :, : reach.kv_len]
-            return stored[:, :, : reach.kv_len].index_select(0, torch.tensor(reach.slots))
-
-        def get_seq_length(self, *_: Any) -> int:
-            """Returns 0: positions are always given, so transformers must not add any of its own."""
-            return 0
-
-        def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
-            return reach.kv_len, 0
-
-    return Cache(layers=[SlotLayer(room) for _ in range(layers)])
-
-
-def _windows(family: Family, config: Any) -> int | dict[str, int | None] | None:
-    """Returns the sliding window of all layers, None for none; or by layer type where the family needs it."""
-    window: int | None = getattr(config, "sliding_window", None)
-    if family.layer_types:
-        return {kind: window if kind == "sliding_attention" else None for kind in config.layer_types}
-    return window if family.window else None
-
-
-def _give_alibi(base: Any, reach: _Reach, max_len: int) -> None:
-    """Let bloom build its bias from our mask: slots are filled from the left, so key j is always position j."""
-    import torch
-
-    original = type(base).build_alibi_tensor
-    built: dict[int, torch.Tensor] = {}  # number of rows -> [rows * heads, 1, max_len]
-
-    def build_alibi_tensor(self: Any, mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:
-        rows, kv_len = len(reach.slots), mask.shape[-1]
-        if rows not in built:
-            built[rows] = original(self, torch.ones(rows, max_len, dtype=torch.long), heads, dtype)
-        return built[rows][..., :kv_len]
-
-    base.build_alibi_tensor = MethodType(build_alibi_tensor, base)
-
-
-def _family(settings: dict[str, Any], path: Path, trust_remote_code: bool) -> Family:
-    model_type = settings.get("model_type")
-    if trust_remote_code and settings.get("auto_map") and model_type not in FAMILIES:
-        return Family()  # most families are like this; untested for this one
-    if model_type not in FAMILIES:
-        raise EngineLoadError(
-            "unknown-family",
-            f"the model_type {model_type!r} of {path / 'config.json'} is not supported by the cpu engine",
-            f"supported: {', '.join(FAMILIES)}",
-        )
-    return FAMILIES[model_type]
-
-
-def _weight_files(path: Path, allow_pickle: bool) -> tuple[list[Path], bool]:
-    """Returns the files that transformers will read, and whether they are pickles (only without safetensors)."""
-    safe, pickle = path / "model.safetensors", path / "pytorch_model.bin"
-    pending = pending_files(path)  # first: a file that arrives meanwhile is then seen twice, not missed
-    is_there = {
-        file: any(candidate.exists() or candidate.name in pending for candidate in (file, _index_of(file)))
-        for file in (safe, pickle)
-    }
-    pickled = is_there[pickle] and not is_there[safe]
-    if pickled and not allow_pickle:
-        offender = pickle if pickle.exists() or pickle.name in pending else _index_of(pickle)
-        raise EngineLoadError(
-            "pickle-refused",
-            f"the weights of {path} are pickled ({offender.name}), and reading a pickle can run code",
-            "convert them with save_pretrained, or set `allow_pickle: true` if you trust the file",
-        )
-    single = pickle if pickled else safe
-    index = _index_of(single)
-    if index.exists():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise EngineLoadError("config-unreadable", f"{index} has no weight_map")
-        files = [path / name for name in sorted(set(shards.values()))]
-    else:
-        files = [single]
-    missing = [file.name for file in files if file.name not in pending and not file.exists()]
-    if missing:
-        unsafe = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
-        unsafe = [] if any(is_there.values()) else unsafe
-        message = f"{path} is missing {', '.join(missing)}" + (f" and has only {', '.join(unsafe)}" if unsafe else "")
-        hint = "convert the weights with save_pretrained" if unsafe else "copy the weights again"
-        raise EngineLoadError("weights-missing", message, hint)
-    return files, pickled
-
-
-def _index_of(file: Path) -> Path:
-    """Returns the path of the index, if the weights are sharded."""
-    return file.with_name(f"{file.name}.index.json")
-
-
-def _check_pickles(files: Sequence[Path]) -> None:
-    """Like ``_check_weight_files``, for pickles. Those from before torch 1.6 cannot be mapped: read whole."""
-    import torch
-
-    for file in files:
-        _arrived(partial(wait_for, file.parent, file.name))
-        try:
-            torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
-        except Exception as error:
-            if "unsupported global" in str(error).lower():
-                raise EngineLoadError(
-                    "pickle-refused",
-                    f"{file} calls functions or classes besides holding weights: {error}",
-                    "convert it with save_pretrained in a sandbox; allow_pickle does not allow this",
-                ) from error
-            raise EngineLoadError(
-                "weights-broken",
-                f"{file} cannot be read: {type(error).__name__}: {error}",
-                "copy the file again",
-            ) from error
-
-
-def _arrived(wait: Callable[[], object]) -> None:
-    """Wait for files that are being fetched. Raises EngineLoadError where the fetch fails."""
-    try:
-        wait()
-    except SourceError as error:
-        raise EngineLoadError(error.id, error.what, error.hint) from error
-
-
-def _check_weight_files(files: Sequence[Path], broken: type[Exception]) -> None:
-    """Detect truncated and corrupt files by their headers, before gigabytes are read. Waits for files being fetched."""
-    from safetensors import safe_open
-
-    for file in files:
-        _arrived(partial(wait_for, file.parent, file.name))
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (broken, OSError) as error:
-            raise EngineLoadError("weights-broken", f"{file} cannot be read: {error}", "copy the file again") from error
-
-
-def _load_model(path: Path, dtype: torch.dtype, pickled: bool, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(path),
-            dtype=dtype,
-            use_safetensors=not pickled,
-            weights_only=True,  # for pickles: calls no function that the file names
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below with their names, which the exception lacks
-        )
-    except Exception as error:  # OSError, RuntimeError, KeyError and more
-        raise EngineLoadError(
-            "weights-mismatch",
-            f"{path} cannot be loaded: {type(error).__name__}: {error}",
-            "check that config.json belongs to these weights",
-        ) from error
-    model, info = loaded
-    # transformers fills absent weights with random numbers and only warns.
-    missing = sorted(info["missing_keys"])
-    mismatched = sorted(
-        f"{name} is {list(actual)}, not {list(expected)}" for name, actual, expected in info["mismatched_keys"]
-    )
-    for problem, weights in (("is missing weights that", missing), ("has weights of other shapes than", mismatched)):
-        if weights:
-            raise EngineLoadError(
-                "weights-mismatch",
-                f"{path} {problem} config.json describes: {len(weights)}, the first is {weights[0]}",
-                "check that config.json belongs to these weights",
-            )
-    model.eval()
-    return model
-
-
-def _check_positions(config: Any, max_len: int) -> None:
-    check_length(max_len, getattr(config, "max_position_embeddings", None))
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type"))
-    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    if kind == "longrope":
-        # transformers scales all rows of a batch by the longest one, so other rows would change an answer.
-        check_length(max_len, original, "positions before longrope")
+        return checked_lengths(prefill, decode, self._max_len)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placements.facts.tnx_families import MISREAD_HINT, Family, Reading, run_length
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
+from workers.engines.speculative import buildables_of, with_draft
 from workers.engines.transformers_neuronx.artifacts import (
     compile_ahead,
     compile_now,
@@ -52,19 +53,12 @@ _REFUSALS = (AssertionError, AttributeError, KeyError, NotImplementedError, Stop
 
 def open_transformers_neuronx(config: ReplicaConfig) -> GenerateEngine:
     """Returns the engine, not loaded yet, with its draft on the same cores if there is one. Raises EngineLoadError."""
-    target, draft = _engines(config)
-    if draft is None:
-        return target
-    from workers.engines.speculative import SpeculativeEngine
-
-    return SpeculativeEngine(target, draft, config.draft_k)
+    return with_draft(*_engines(config), config.draft_k)
 
 
 def buildables(config: ReplicaConfig) -> list[Buildable]:
     """Returns the engine's compile units, with its draft's. Raises EngineLoadError."""
-    target, draft = _engines(config)
-    units = [target.buildable()]
-    return units if draft is None else [*units, replace(draft.buildable(), role="draft")]
+    return buildables_of(*_engines(config))
 
 
 def _engines(config: ReplicaConfig) -> tuple[TransformersNeuronxEngine, TransformersNeuronxEngine | None]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from placements.facts.tnx_families import Family
 from placements.rules.options import owned
-from workers.batching.buckets import checked_buckets, ladder
+from workers.batching.buckets import ladder
+from workers.engines.lengths import check_size, checked_lengths
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError
 
 if TYPE_CHECKING:
@@ -41,23 +42,14 @@ class Shapes:
         Continuous batching has one token graph by default, as with the package's other users.
         """
         longest = config.max_len
-        if config.slots < 1 or longest < 2:
-            message = f"transformers-neuronx needs at least 1 slot and a max_len of 2, not {config.slots} and {longest}"
-            raise EngineLoadError("bad-engine-size", message)
+        check_size("transformers-neuronx", config.slots, longest)
         doubling = ladder(SHORTEST, longest)
         usual = doubling[-1:] if continuous or family.serial else doubling
-        try:
-            prefill = checked_buckets("prefill", config.prefill_buckets or doubling, longest)
-            decode = checked_buckets("decode", config.decode_buckets or usual, longest)
-        except ValueError as error:
-            raise EngineLoadError("bad-buckets", str(error)) from error
+        prefill, decode = checked_lengths(config.prefill_buckets or doubling, config.decode_buckets or usual, longest)
         if 1 in prefill and not family.serial:
             raise EngineLoadError(
                 "bad-buckets", "a prefill bucket of 1 token is a decoding step", "use longer prefill buckets"
             )
-        if decode[-1] != longest:
-            message = f"the largest decode bucket is {decode[-1]}, less than max_len {longest}"
-            raise EngineLoadError("bad-buckets", message, f"add {longest}")
         if family.serial and (config.prefill_buckets or len(decode) > 1):
             message = "GPT-NeoX runs prompts token by token in one graph and has no buckets"
             raise EngineLoadError("bad-buckets", message, "remove `buckets`")
