@@ -23,7 +23,7 @@ from orchestrator.rollout.relocation import load_times, traffic
 from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from placements.explain.explain import explain
-from placements.explain.remedies import Question
+from placements.explain.question import Question
 from placements.facts.plural import counted
 from placements.planner.ledger import ledger
 from placements.planner.plan import plan

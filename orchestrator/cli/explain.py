@@ -12,7 +12,7 @@ from orchestrator.cli.plan import cores_text, move_lines, text_of
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import SpecFile
 from placements.explain.explain import explain
-from placements.explain.remedies import Question
+from placements.explain.question import Question
 
 MOST = 8  # replicas whose places are shown
 WIDTH = 80  # columns

@@ -151,12 +151,12 @@ def _ambiguous_sources(spec: Spec, allowed: SourcePolicy) -> Iterator[Problem]:
 
 
 def _unserved_engines(spec: Spec, hosts: tuple[Host, ...]) -> Iterator[Problem]:
-    """Yields an error for each model whose engine `up` cannot start on any host."""
+    """Yields an error for each model whose engine cannot be started on any host."""
     for model in spec.models:
         engine = resolve(model.engine, hosts[0]) if hosts else model.engine
         if engine not in (*SERVED_ENGINES, "auto"):  # auto on Neuron is resolved on the host at the start
             where = spec.where("models", model.name, "engine")
-            what = f"{model.name}: `up` of this version cannot start the engine {engine}"
+            what = f"{model.name}: corewright has no adapter for the engine {engine}, so it cannot be started"
             yield Problem("engine-not-served", "error", where, what, f"use one of: {', '.join(SERVED_ENGINES)}")
 
 

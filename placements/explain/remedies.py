@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any
 
-from placements.facts.checkpoints import Checkpoint
-from placements.facts.core_range import CoreRange
-from placements.facts.engines import resolve, runs_on, takes_cores
-from placements.facts.plural import counted, plural
-from placements.facts.topology import DEGREES, TOPOLOGIES, Host, Topology, alignment
-from placements.planner.plan import Placement, Plan, Running, plan
+from placements.explain.other_places import MOST_HOSTS, near_pins, new_host, with_hosts
+from placements.explain.question import Question, Suggestion, Trial, changed, place_text, spots
+from placements.explain.tried_numbers import doubling, greatest
+from placements.facts.engines import resolve, runs_on
+from placements.facts.plural import counted
+from placements.facts.topology import DEGREES, TOPOLOGIES, Host
+from placements.planner.plan import Plan, plan
 from placements.planner.replica_demand import suits
-from placements.planner.spec_hosts import default_reserve
 from placements.resources.memory import estimate, fits, host_memory, usable_hbm
 from placements.rules.checks import check
-from placements.spec.schema import HostsSpec, ModelSpec, Pin, Replicas, Spec, Spread
+from placements.spec.schema import ModelSpec, Pin, Replicas, Spread
 
 MOVES = (1, 2, 4)
 """The numbers of moved replicas that are tried."""
 
-_MOST_HOSTS = 8  # hosts whose cordons are tried one by one
 _MOST_RIVALS = 6  # models whose ``min`` is tried lower
 _MOST_SPOTS = 4  # places that are listed
 _LENGTH_STEP = 128  # tokens; suggested lengths are multiples of it
@@ -40,91 +37,6 @@ MOST_WORK = 16_000
 """The most plans x hosts of one search: 16 plans of 1000 hosts take some seconds."""
 
 _KINDS_SHARE = 4  # one kind of change gets at most a fourth of the plans
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Changed arguments of `check` and `plan`, and the change in words."""
-
-    id: str  # the kind of change
-    change: str  # what to do, in words
-    spec: Spec
-    hosts: tuple[Host, ...]
-    wanted: Mapping[str, int]
-    blocked: Mapping[str, frozenset[int]]
-    moves: int = 0
-    losers: frozenset[str] = frozenset()  # models that lose replicas by the change itself
-
-    def and_then(self, other: Trial) -> Trial:
-        """Returns the combination with ``other``, which was derived from this trial."""
-        return replace(other, id=f"{self.id}+{other.id}", change=f"{self.change}, and {other.change}")
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """A change that gives the model its replicas, with the resulting plan."""
-
-    trial: Trial
-    plan: Plan
-    gives: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the JSON of `explain -o json`."""
-        return {
-            "id": self.trial.id,
-            "change": self.trial.change,
-            "gives": self.gives,
-            "moves": [move.as_dict() for move in self.plan.moves],
-        }
-
-
-@dataclass(frozen=True)
-class Question:
-    """The model to explain with all inputs of the planner, and the plan without changes.
-
-    `explain.explain` takes one whose last two fields are not known, with the whole spec and any ``wanted``.
-    """
-
-    model: ModelSpec
-    spec: Spec  # for `remedies` without other models that have errors: those run nowhere
-    hosts: tuple[Host, ...]
-    checkpoints: Mapping[str, Checkpoint] = field(default_factory=lambda: MappingProxyType({}))
-    drafts: Mapping[str, Checkpoint] = field(default_factory=lambda: MappingProxyType({}))
-    running: tuple[Running, ...] = ()
-    wanted: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # for `remedies` of this never 0
-    blocked: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
-    cordoned: Mapping[str, frozenset[int]] = field(  # the part of ``blocked`` that an operator can give back
-        default_factory=lambda: MappingProxyType({})
-    )
-    wrong: bool = False  # the model's part of the spec has errors, so that nothing of it is placed
-    tolerated: frozenset[tuple[str, str]] = frozenset()  # (id, what) of errors elsewhere
-
-    @property
-    def target(self) -> int:
-        """The number of replicas to plan for."""
-        return self.wanted[self.model.name]
-
-    @cached_property
-    def drawn(self) -> Plan:
-        return plan(self.spec, self.hosts, self.checkpoints, self.running, self.wanted, self.blocked)
-
-    @cached_property
-    def placed(self) -> tuple[Placement, ...]:
-        """The placements of this model."""
-        return tuple(placement for placement in self.drawn.placements if placement.model == self.model.name)
-
-    @cached_property
-    def own_hosts(self) -> tuple[Host, ...]:
-        """The hosts where the model uses cores."""
-        return tuple(host for host in self.hosts if takes_cores(self.model.engine, host))
-
-    @cached_property
-    def kinds(self) -> tuple[Host, ...]:
-        """One host of each type where the model uses cores."""
-        kinds: dict[object, Host] = {}
-        for host in self.own_hosts:
-            kinds.setdefault((host.topology, host.emulated, len(host.usable_cpus), host.memory_gib), host)
-        return tuple(kinds.values())
 
 
 @dataclass(frozen=True)
@@ -275,7 +187,7 @@ class _Search:
         new = [placement for placement in own if placement.running not in asked.running]
         parts = [f"{len(own)} of {counted(trial.wanted[self._model.name], 'replica')}"]
         if new:
-            shown = ", ".join(_spots(new[:_MOST_SPOTS]))
+            shown = ", ".join(spots(new[:_MOST_SPOTS]))
             parts.append(shown + (f" and {len(new) - _MOST_SPOTS} more" if len(new) > _MOST_SPOTS else ""))
         model, checkpoint = self._now(trial), asked.checkpoints.get(self._model.name)
         host = next((one for one in trial.hosts if own and one.name == own[0].host), None)
@@ -292,7 +204,7 @@ class _Search:
     def _uncordoned(self, trial: Trial) -> Iterator[Trial]:
         """Yields trials without one host's cordon, then without all cordons."""
         cordons = {name: cores for name, cores in self._asked.cordoned.items() if cores}
-        choices = [[name] for name in list(cordons)[:_MOST_HOSTS]]
+        choices = [[name] for name in list(cordons)[:MOST_HOSTS]]
         if len(cordons) > 1:
             choices.append(list(cordons))
         for names in choices:
@@ -346,8 +258,8 @@ class _Search:
             moved: list[Pin] = []
             for pin in pins:
                 others = [*moved, *(other for other in pins if other is not pin)]
-                if not self._near(pin, others, itself=True):
-                    near = self._near(pin, others)
+                if not near_pins(self._asked, pin, others, itself=True):
+                    near = near_pins(self._asked, pin, others)
                     if len(near) <= rank:
                         return
                     pin = near[rank]
@@ -356,29 +268,6 @@ class _Search:
                 return
             parts = [f'"{one}" -> "{new}"' for one, new in zip(pins, moved, strict=True) if one != new]
             yield self._changed(trial, "pins", f"cores: {', '.join(parts)}", cores=tuple(moved))
-
-    def _near(self, pin: Pin, others: Iterable[Pin], *, itself: bool = False) -> list[Pin]:
-        """Returns legal ranges without other models, the nearest first; with ``itself``, only the pin's own range."""
-        asked, tp = self._asked, self._model.tp_degree
-        others = list(others)
-        distances: dict[Pin, int] = {}
-        for host in asked.own_hosts[:_MOST_HOSTS] if pin.host is None else asked.own_hosts:
-            if pin.host not in (None, host.name) or host.topology is None or tp > host.cores:
-                continue
-            unusable = host.reserved_cores | asked.blocked.get(host.name, frozenset())
-            held = {
-                core
-                for placement in asked.drawn.placements
-                if placement.host == host.name and placement.model != self._model.name
-                for core in placement.cores or ()
-            }
-            held |= {core for one in others if one.host in (None, host.name) for core in one.cores}
-            step = alignment(host.topology.family, tp).legal
-            for first in range(0, host.cores - tp + 1, step):
-                cores = CoreRange.of_length(first, tp)
-                if not (set(cores) & unusable or set(cores) & held) and (not itself or cores == pin.cores):
-                    distances.setdefault(Pin(cores, pin.host), abs(first - pin.cores.first))
-        return sorted(distances, key=lambda one: distances[one])
 
     def _other_pins_of_rivals(self, trial: Trial) -> Iterator[Trial]:
         """Yields trials with other pins or no pins for one rival, then for all."""
@@ -418,15 +307,9 @@ class _Search:
             def with_threads(count: int) -> Trial:
                 return self._changed(trial, "threads", f"threads: {count}", threads=count)
 
-            low, high = 0, self._model.threads - 1
-            while low < high:
-                middle = (low + high + 1) // 2
-                if self._tried(with_threads(middle)) is None:
-                    high = middle - 1
-                else:
-                    low = middle
-            if low:
-                yield with_threads(low)
+            most = greatest(self._model.threads - 1, lambda count: self._tried(with_threads(count)) is not None)
+            if most:
+                yield with_threads(most)
 
     def _shared_threads(self, trial: Trial) -> Iterator[Trial]:
         if isinstance(self._model.threads, int) and self._short_of_cpus:
@@ -484,15 +367,11 @@ class _Search:
         model = self._now(trial)
         tried: set[int] = set()
         for host in self._memory_short(model):
-            low, high = 0, (now - 1) // step
-            while low < high:
-                middle = (low + high + 1) // 2
-                smaller = model.model_copy(update={name: middle * step})
-                if self._has_memory(smaller, host):
-                    low = middle
-                else:
-                    high = middle - 1
-            value = low * step
+
+            def fits_with(count: int, host: Host = host) -> bool:
+                return self._has_memory(model.model_copy(update={name: count * step}), host)
+
+            value = step * greatest((now - 1) // step, fits_with)
             if value >= (2 if name == "max_len" else 1) and value not in tried:
                 tried.add(value)
                 yield self._changed(trial, id, f"{name}: {value}", **{name: value})
@@ -532,7 +411,7 @@ class _Search:
         options = [
             (less * rival.tp_degree, rival, less)
             for rival in rivals[:_MOST_RIVALS]
-            for less in _doubling(-(-self._short() // rival.tp_degree), counts[rival.name])
+            for less in doubling(-(-self._short() // rival.tp_degree), counts[rival.name])
         ]
         for _, rival, less in sorted(options, key=lambda option: option[0]):
             left = counts[rival.name] - less
@@ -554,7 +433,7 @@ class _Search:
         families = {topology.family for topology in templates}
         instances = {topology.instance for topology in templates}
         other_templates = [
-            _new_host(topology, asked.hosts[0], real)
+            new_host(topology, asked.hosts[0], real)
             for topology in sorted(TOPOLOGIES.values(), key=lambda one: (one.family not in families, one.cores))
             if topology.instance not in instances | _UNCERTAIN and runs_on(model.engine, topology.family)
         ]
@@ -577,7 +456,7 @@ class _Search:
         steps = sorted(
             {
                 number
-                for number in (least, *_doubling(least, missing), with_equals, with_equals + with_equals // 8)
+                for number in (least, *doubling(least, missing), with_equals, with_equals + with_equals // 8)
                 if number
             }
         )
@@ -587,7 +466,7 @@ class _Search:
         ):
             if number > max(most, missing):
                 return
-            if self._tried(self._with_hosts(trial, template, number)) is None:
+            if self._tried(with_hosts(trial, template, number)) is None:
                 low = number
                 continue
             high = number
@@ -595,12 +474,12 @@ class _Search:
                 middle = (low + high) // 2
                 if middle < least:
                     break
-                if self._tried(self._with_hosts(trial, template, middle)) is None:
+                if self._tried(with_hosts(trial, template, middle)) is None:
                     low = middle
                 else:
                     high = middle
             self._turn, self._left = self._turn + 1, self._left + 1  # the last of these was drawn already
-            yield self._with_hosts(trial, template, high)
+            yield with_hosts(trial, template, high)
             return
 
     def _short(self) -> int:
@@ -610,79 +489,3 @@ class _Search:
         total = sum(host.cores - len(unusable[host.name]) for host in asked.own_hosts)
         taken = sum(len(placement.cores or ()) for placement in asked.drawn.placements)
         return max(1, (asked.target - len(asked.placed)) * self._model.tp_degree - (total - taken))
-
-    def _with_hosts(self, trial: Trial, template: Host, number: int) -> Trial:
-        topology = template.topology
-        assert topology is not None
-        instance = topology.instance
-        same = [host for host in trial.hosts if host.topology is not None and host.topology.instance == instance]
-        new = tuple(replace(template, name=f"{instance}/{len(same) + i}") for i in range(number))
-        key = "emulate" if template.emulated else "instance"
-        wishes = [*trial.spec.hosts]
-        at = next(
-            (
-                i
-                for i, wish in enumerate(wishes)
-                if getattr(wish, key) == instance and TOPOLOGIES[instance].at_lnc(wish.lnc) == topology
-            ),
-            None,
-        )
-        lnc = topology.lnc if topology != TOPOLOGIES[instance] else None
-        if at is None:
-            wishes.append(HostsSpec.model_validate({key: instance, "count": number, "lnc": lnc}))
-        else:
-            wishes[at] = wishes[at].model_copy(update={"count": wishes[at].count + number})
-        with_lnc = "" if lnc is None else f" (lnc {lnc})"
-        article = "an" if instance[0] in "aeio" else "a"
-        count = f"{'one' if number == 1 else number} more" if same else article if number == 1 else str(number)
-        spec = trial.spec.model_copy(update={"hosts": tuple(wishes)})
-        hosts = (*trial.hosts, *new)
-        return replace(trial, id="host", change=f"{count} {instance}{with_lnc}", spec=spec, hosts=hosts)
-
-
-def _doubling(least: int, most: int) -> Iterator[int]:
-    """Yields numbers from ``least`` to ``most`` with doubling steps: 3, 4, 6, 10, ..."""
-    step, number = 1, max(1, least)
-    while number < most:
-        yield number
-        number += step
-        step *= 2
-    if most > 0:
-        yield most
-
-
-def _new_host(topology: Topology, like: Host, real: bool) -> Host:
-    if not real:
-        return replace(
-            like, name=f"{topology.instance}/0", topology=topology, reserved_cores=frozenset(), emulated=True
-        )
-    cpus = tuple(range(topology.vcpus))
-    name, reserve = f"{topology.instance}/0", default_reserve(len(cpus))
-    return Host(name, topology, cpus, reserve, memory_gib=float(topology.memory_gib))
-
-
-def without(spec: Spec, name: str) -> Spec:
-    return spec.model_copy(update={"models": tuple(model for model in spec.models if model.name != name)})
-
-
-def changed(spec: Spec, name: str, fields: Mapping[str, object]) -> Spec:
-    """Returns the spec with other fields of one model."""
-    models = (model.model_copy(update=dict(fields)) if model.name == name else model for model in spec.models)
-    return spec.model_copy(update={"models": tuple(models)})
-
-
-def _spots(placements: Iterable[Placement]) -> Iterator[str]:
-    """Yields each host with the cores of its placements: "inf2.48xlarge/0 cores 0-7, 8-15"."""
-    on_host: dict[str, list[CoreRange | None]] = {}
-    for placement in placements:
-        on_host.setdefault(placement.host, []).append(placement.cores)
-    for host, core_ranges in on_host.items():
-        text = place_text(host, core_ranges[0])
-        yield ", ".join([text, *(str(cores) for cores in core_ranges[1:] if cores is not None)])
-
-
-def place_text(host: str, cores: CoreRange | None) -> str:
-    """Returns, for example, "inf2.48xlarge/0 cores 0-7"."""
-    if cores is None:
-        return host
-    return f"{host} {plural(len(cores), 'core')} {cores}"

@@ -522,7 +522,7 @@ class ModelSpec(_Frozen):
     commit. Unset: `main`. Not in `defaults`."""
     engine: Shape[Engine] = "auto"
     """The engine. `auto` is `cpu` on an emulated host; on a real one it is the installed Neuron engine that serves the
-    model. `up` does not start `optimum-neuron` and `torch-neuronx`. See Engines."""
+    model. `optimum-neuron` and `torch-neuronx` are refused with `engine-not-served`. See Engines."""
     dtype: Shape[Dtype | None] = None
     """The type of the weights and the KV cache. Unset: `fp32` for `cpu` and `echo`, else `bf16`."""
     tp_degree: Shape[Annotated[int, Field(ge=1, le=128)]] = 1

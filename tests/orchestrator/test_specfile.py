@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.access.source_policy import SourcePolicy
+from orchestrator.cli import main as cli
 from orchestrator.revisions.checkpoint_reader import CheckpointFacts
 from orchestrator.revisions.spec_file import Folders, examine, load, start_problems
 from placements.planner.spec_hosts import Machine
@@ -82,6 +83,20 @@ def test_a_spec_with_an_engine_that_up_cannot_start_is_invalid(engine: str, foun
     assert start_problems(file) == ()
     assert [problem.id for problem in file.problems if problem.id == "engine-not-served"] == found
     assert all(problem.severity == "error" for problem in file.problems if problem.id == "engine-not-served")
+
+
+@pytest.mark.parametrize("command", ["validate", "plan"])
+def test_validate_and_plan_refuse_an_engine_that_cannot_be_started(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the position, the reason and the engines to use instead, before anybody runs `up`."""
+    path = tmp_path / "f.yaml"
+    path.write_text("hosts: {emulate: inf2.xlarge}\nmodels:\n  a:\n    source: s3://m/m\n    engine: torch-neuronx\n")
+    options = ["--offline"] if command == "plan" else []
+    assert cli.run([command, *options, str(path)]) == 1
+    error = capsys.readouterr().err
+    assert f"{path}:5:5: error: engine-not-served: a: corewright has no adapter for the engine torch-neuronx" in error
+    assert "hint: use one of: cpu, echo, transformers-neuronx, nxd-inference" in error
 
 
 @pytest.mark.parametrize("megabytes", [5, 50, 5000])

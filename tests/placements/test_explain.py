@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from placements.explain.explain import Explanation, explain
-from placements.explain.remedies import Question, Suggestion, remedies
+from placements.explain.explain import explain
+from placements.explain.explanation import Explanation
+from placements.explain.question import Question, Suggestion
+from placements.explain.remedies import remedies
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import Host

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from placements.explain.explain import Explanation, explain
-from placements.explain.remedies import Question
+from placements.explain.explain import explain
+from placements.explain.explanation import Explanation
+from placements.explain.question import Question
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host

@@ -1,0 +1,80 @@
+"""Places for a model beside those that it has: more hosts, and ranges near a pin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from placements.explain.question import Question, Trial
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import TOPOLOGIES, Host, Topology, alignment
+from placements.planner.spec_hosts import default_reserve
+from placements.spec.schema import HostsSpec, Pin
+
+MOST_HOSTS = 8
+"""Hosts whose cordons and cores are tried one by one."""
+
+
+def near_pins(asked: Question, pin: Pin, others: Iterable[Pin], *, itself: bool = False) -> list[Pin]:
+    """Returns legal ranges without other models, the nearest first; with ``itself``, only the pin's own range."""
+    tp = asked.model.tp_degree
+    others = list(others)
+    distances: dict[Pin, int] = {}
+    for host in asked.own_hosts[:MOST_HOSTS] if pin.host is None else asked.own_hosts:
+        if pin.host not in (None, host.name) or host.topology is None or tp > host.cores:
+            continue
+        unusable = host.reserved_cores | asked.blocked.get(host.name, frozenset())
+        held = {
+            core
+            for placement in asked.drawn.placements
+            if placement.host == host.name and placement.model != asked.model.name
+            for core in placement.cores or ()
+        }
+        held |= {core for one in others if one.host in (None, host.name) for core in one.cores}
+        step = alignment(host.topology.family, tp).legal
+        for first in range(0, host.cores - tp + 1, step):
+            cores = CoreRange.of_length(first, tp)
+            if not (set(cores) & unusable or set(cores) & held) and (not itself or cores == pin.cores):
+                distances.setdefault(Pin(cores, pin.host), abs(first - pin.cores.first))
+    return sorted(distances, key=lambda one: distances[one])
+
+
+def with_hosts(trial: Trial, template: Host, number: int) -> Trial:
+    """Returns the trial with more hosts like the template."""
+    topology = template.topology
+    assert topology is not None
+    instance = topology.instance
+    same = [host for host in trial.hosts if host.topology is not None and host.topology.instance == instance]
+    new = tuple(replace(template, name=f"{instance}/{len(same) + i}") for i in range(number))
+    key = "emulate" if template.emulated else "instance"
+    wishes = [*trial.spec.hosts]
+    at = next(
+        (
+            i
+            for i, wish in enumerate(wishes)
+            if getattr(wish, key) == instance and TOPOLOGIES[instance].at_lnc(wish.lnc) == topology
+        ),
+        None,
+    )
+    lnc = topology.lnc if topology != TOPOLOGIES[instance] else None
+    if at is None:
+        wishes.append(HostsSpec.model_validate({key: instance, "count": number, "lnc": lnc}))
+    else:
+        wishes[at] = wishes[at].model_copy(update={"count": wishes[at].count + number})
+    with_lnc = "" if lnc is None else f" (lnc {lnc})"
+    article = "an" if instance[0] in "aeio" else "a"
+    count = f"{'one' if number == 1 else number} more" if same else article if number == 1 else str(number)
+    spec = trial.spec.model_copy(update={"hosts": tuple(wishes)})
+    hosts = (*trial.hosts, *new)
+    return replace(trial, id="host", change=f"{count} {instance}{with_lnc}", spec=spec, hosts=hosts)
+
+
+def new_host(topology: Topology, like: Host, real: bool) -> Host:
+    """Returns an empty host of a type, emulated like the others unless they are real."""
+    if not real:
+        return replace(
+            like, name=f"{topology.instance}/0", topology=topology, reserved_cores=frozenset(), emulated=True
+        )
+    cpus = tuple(range(topology.vcpus))
+    name, reserve = f"{topology.instance}/0", default_reserve(len(cpus))
+    return Host(name, topology, cpus, reserve, memory_gib=float(topology.memory_gib))
