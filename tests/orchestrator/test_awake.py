@@ -176,8 +176,8 @@ def test_a_drain_continues_after_a_pause() -> None:
 
     async def story(fleet: Played) -> None:
         await fleet.operator.restart("m", "tester")
-        await fleet.until(lambda: len(cluster.started) == 2, "started again", 120.0)
-        assert len([name for name in cluster.drained if name == "m/0.1"]) == 2
+        await fleet.until(lambda: cluster.drained.count("m/0.1") == 2, "drained again", 120.0)
+        await fleet.until(lambda: "m/0.1" in cluster.ended, "ended", 120.0)
 
     play(cluster, story)
 
