@@ -285,6 +285,38 @@ def test_torch_is_named_in_few_places_and_never_loaded_by_an_import() -> None:
         assert imports(path, anywhere=False) & (HEAVY | NEURON) == set(), name
 
 
+# Boundaries of tasks, where any error is logged and becomes a response, a failure or an event. Elsewhere a handler
+# names the exceptions that it expects, raises again, or uses `workers.host.task_boundary`.
+BOUNDARIES = (
+    "orchestrator/api/server.py",
+    "orchestrator/control/",
+    "orchestrator/daemon/daemon.py",
+    "orchestrator/gateway/app.py",
+    "orchestrator/gateway/http/connection.py",
+    "orchestrator/gateway/serving/replica_link.py",
+    "orchestrator/on_ray/actors.py",
+    "orchestrator/process/logs.py",
+    "orchestrator/starts/",
+    "workers/compiling/build.py",
+    "workers/engines/package_contract.py",
+    "workers/host/task_boundary.py",
+    "workers/serving/",
+)
+
+
+def hides_errors(node: ast.AST) -> bool:
+    broad = isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) and node.type.id == "Exception"
+    return broad and not any(isinstance(part, ast.Raise) for part in ast.walk(node))
+
+
+def test_any_error_is_handled_only_at_the_boundaries_of_tasks() -> None:
+    paths = [path for package in PACKAGES for path in sources(package)]
+    broad = [
+        str(path.relative_to(ROOT)) for path in paths if any(map(hides_errors, ast.walk(ast.parse(path.read_text()))))
+    ]
+    assert [name for name in broad if not name.startswith(BOUNDARIES)] == []
+
+
 LOADED = """
 import sys
 {do}

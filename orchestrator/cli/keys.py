@@ -57,37 +57,43 @@ class ScopeName(str, Enum):
     ADMIN = "admin"
 
 
+ScopeOption = Annotated[
+    list[ScopeName] | None,
+    typer.Option(
+        help="Scope of the key: inference (the models) or admin (the fleet). Repeatable.",
+        show_default="inference",
+    ),
+]
+ModelOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="M", help="Restrict the key to this model. Repeatable.", show_default="all models"),
+]
+ExpiresOption = Annotated[
+    str | None,
+    typer.Option(metavar="WHEN", help="Expiry: an age such as 30d or 12h, a date or a time.", show_default="never"),
+]
+ActivateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHEN",
+        help="With the first key: when to start requiring keys, such as 30m or a time.",
+        show_default="now",
+    ),
+]
+
+
 @keys.command("create")
 def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, shown in lists and logs.")],
-    scope: Annotated[
-        list[ScopeName] | None,
-        typer.Option(
-            help="Scope of the key: inference (the models) or admin (the fleet). Repeatable.",
-            show_default="inference",
-        ),
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(metavar="M", help="Restrict the key to this model. Repeatable.", show_default="all models"),
-    ] = None,
-    expires: Annotated[
-        str | None,
-        typer.Option(metavar="WHEN", help="Expiry: an age such as 30d or 12h, a date or a time.", show_default="never"),
-    ] = None,
+    scope: ScopeOption = None,
+    model: ModelOption = None,
+    expires: ExpiresOption = None,
     weight: WeightOption = None,
     priority: PriorityOption = None,
     requests_per_minute: RequestsOption = None,
     tokens_per_minute: TokensOption = None,
     max_concurrent: ConcurrentOption = None,
-    activate_at: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHEN",
-            help="With the first key: when to start requiring keys, such as 30m or a time.",
-            show_default="now",
-        ),
-    ] = None,
+    activate_at: ActivateOption = None,
     yes: YesOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:

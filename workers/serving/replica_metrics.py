@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from workers.batching.batcher_stats import BatcherStats
+from workers.host.task_boundary import task_boundary
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +96,10 @@ class StepMetrics:
         with self._lock:
             if self._broken:
                 return
-            try:
+            self._broken = True
+            with task_boundary(log, "cannot record metrics; this replica records none from now on"):
                 self._record(stats)
-            except Exception:
-                self._broken = True
-                log.exception("cannot record metrics; this replica records none from now on")
+                self._broken = False
 
     def _record(self, stats: BatcherStats) -> None:
         now = self._clock()
