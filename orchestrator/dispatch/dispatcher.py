@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from orchestrator.dispatch.fair_queue import FairQueue, Order, QueueFull
@@ -65,34 +66,17 @@ class NotStarted(NamedTuple):
 Refusal = Full | Unreachable | Expired | NotStarted
 
 
-class QueueSettings(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class QueueSettings:
     """The settings of a model's queue."""
 
-    @property
-    def max_queue(self) -> int: ...
-    @property
-    def max_queue_bytes(self) -> int: ...
-    @property
-    def queue_order(self) -> Order: ...
-    @property
-    def max_wait_s(self) -> float | None:
-        """The longest wait of a request; None: no limit."""
-        ...
-
-    @property
-    def hold_s(self) -> float:
-        """The longest wait for a first replica."""
-        ...
-
-    @property
-    def canary(self) -> float | None:
-        """The share of the requests that goes to the canary version; None without one."""
-        ...
-
-    @property
-    def canaries(self) -> Sequence[str]:
-        """The ids of the replicas of that version."""
-        ...
+    max_queue: int = 256  # waiting requests of one version
+    max_queue_bytes: int = 1 << 40
+    max_wait_s: float | None = None  # a request is refused if its first token cannot come within this time
+    queue_order: Order = "fair"
+    hold_s: float = math.inf  # the longest wait for a first replica
+    canary: float | None = None  # the share of the requests that goes to the canary version; None without one
+    canaries: Sequence[str] = ()  # the ids of the replicas of that version
 
 
 E = TypeVar("E", bound=Entry)

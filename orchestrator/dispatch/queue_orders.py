@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 import msgspec
@@ -267,25 +269,12 @@ class FairOrder(Generic[W]):
         return lane
 
 
-class _Due(Generic[W]):
-    """A waiting request, ordered by its deadline."""
-
-    __slots__ = ("item", "key")
-
-    def __init__(self, key: tuple[float, float, int], item: W) -> None:
-        self.key = key
-        self.item: W | None = item  # None: removed
-
-    def __lt__(self, other: _Due[W]) -> bool:
-        return self.key < other.key
-
-
 class DeadlineOrder(Generic[W]):
     """The requests of one priority by deadline, those without one last; ties go to the earlier arrival."""
 
     def __init__(self) -> None:
-        self._heap: list[_Due[W]] = []
-        self._waiting: dict[int, _Due[W]] = {}  # by id()
+        self._waiting: list[tuple[_Due, W]] = []  # in order
+        self._due: dict[int, _Due] = {}  # by id()
         self._number = 0
 
     @property
@@ -298,7 +287,7 @@ class DeadlineOrder(Generic[W]):
         return 1 if self._waiting else 0
 
     def __iter__(self) -> Iterator[W]:
-        return (due.item for due in self._waiting.values() if due.item is not None)
+        return (item for _, item in self._waiting)
 
     def set_weight(self, tenant: str, weight: float) -> None:
         """Does nothing: this order has no shares."""
@@ -311,7 +300,7 @@ class DeadlineOrder(Generic[W]):
 
     def push(self, item: W) -> None:
         self._number += 1
-        self._put(item, self._number)
+        self._insert(item, self._number)
 
     restore = push
 
@@ -321,49 +310,45 @@ class DeadlineOrder(Generic[W]):
     def put_back(self, item: W) -> None:
         """Returns ``item`` by its deadline: a newer request with an earlier deadline goes first."""
         self._number += 1
-        self._put(item, -self._number)
+        self._insert(item, -self._number)
 
     def peek(self) -> W | None:
-        while self._heap and self._heap[0].item is None:
-            heapq.heappop(self._heap)
-        return self._heap[0].item if self._heap else None
+        return self._waiting[0][1] if self._waiting else None
 
     def pop(self) -> W:
-        item = self.peek()
-        assert item is not None
-        heapq.heappop(self._heap)
-        del self._waiting[id(item)]
+        _, item = self._waiting.pop(0)
+        del self._due[id(item)]
         return item
 
     def remove(self, item: W) -> bool:
-        due = self._waiting.pop(id(item), None)
-        if due is None:
-            return False
-        due.item = None
-        if len(self._heap) > 2 * len(self._waiting) + 16:
-            self._heap = list(self._waiting.values())
-            heapq.heapify(self._heap)
-        return True
+        due = self._due.pop(id(item), None)
+        if due is not None:
+            del self._waiting[self._place(due)]
+        return due is not None
 
     def last(self) -> W:
-        item = max(self._waiting.values()).item
-        assert item is not None
-        return item
+        return self._waiting[-1][1]
 
     def greediest(self, item: W) -> W | None:
         return None
 
     def ahead_of(self, item: W) -> int:
-        due = self._waiting.get(id(item))
-        key = self._key(item, self._number + 1) if due is None else due.key
-        return sum(each.key < key for each in self._waiting.values())
+        return self._place(self._due.get(id(item)) or _due(item, self._number + 1))
 
     def own_wait_s(self, item: W, now: float) -> float:
         return 0.0
 
-    def _key(self, item: W, number: int) -> tuple[float, float, int]:
-        return math.inf if item.deadline is None else item.deadline, item.arrived_at, number
+    def _insert(self, item: W, number: int) -> None:
+        due = self._due[id(item)] = _due(item, number)
+        self._waiting.insert(self._place(due), (due, item))
 
-    def _put(self, item: W, number: int) -> None:
-        due = self._waiting[id(item)] = _Due(self._key(item, number), item)
-        heapq.heappush(self._heap, due)
+    def _place(self, due: _Due) -> int:
+        return bisect_left(self._waiting, due, key=itemgetter(0))
+
+
+_Due = tuple[float, float, int]
+
+
+def _due(item: QueuedRequest, number: int) -> _Due:
+    """Returns the sort key of a request; the numbers of requests differ."""
+    return math.inf if item.deadline is None else item.deadline, item.arrived_at, number

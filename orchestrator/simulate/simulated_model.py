@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from orchestrator.dispatch.fair_queue import Order
+from orchestrator.dispatch.dispatcher import QueueSettings
 from orchestrator.scaling.autoscaler import Objectives
 
 TYPICAL_PROMPT = 512  # tokens
 
 
 @dataclass(frozen=True)
-class SimModel:
+class SimModel(QueueSettings):
     """A model with static slots. Times are in seconds.
 
     ``buckets`` are the ascending lengths that prompts are padded to (empty: no padding). ``prefill_tokens`` is the
@@ -33,11 +32,6 @@ class SimModel:
     min: int = 1
     max: int = 1
     priority: int = 0
-    max_queue: int = 256
-    max_queue_bytes: int = 1 << 40
-    max_wait_s: float | None = None  # a request is refused if its first token cannot come within this time
-    queue_order: Order = "fair"
-    hold_s: float = math.inf  # limit of the wait without a ready replica
     idle_s: float = 600.0  # time without requests until a model of min 0 scales to zero
     worth_per_1000: float | None = None
     ttft_s: float | None = None  # the objectives; None: no objective
@@ -46,8 +40,6 @@ class SimModel:
     judged_ttft_s: float | None = None  # the objective of a model without objectives
     auto: bool = True  # whether the policy scales it
     buckets: tuple[int, ...] = ()
-    canary: float | None = None  # the share of the requests for the canary version, and the ids of its replicas
-    canaries: tuple[str, ...] = ()
     prefill_tokens: int = 0
 
     @cached_property

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.dispatch.dispatcher import Dispatcher, Entry, Expired, Full, NotStarted, Refusal, Unreachable
+from orchestrator.dispatch.dispatcher import (
+    Dispatcher,
+    Entry,
+    Expired,
+    Full,
+    NotStarted,
+    QueueSettings,
+    Refusal,
+    Unreachable,
+)
 from orchestrator.dispatch.prefix_index import PrefixIndex
-
-
-@dataclass(frozen=True)
-class Settings:
-    max_queue: int = 100
-    max_queue_bytes: int = 1 << 30
-    queue_order: Any = "fair"
-    max_wait_s: float | None = None
-    hold_s: float = 60.0
-    canary: float | None = None
-    canaries: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -65,7 +63,7 @@ class Played:
         self.refused: list[tuple[Entry, Refusal]] = []
         self.busy: set[str] = set()  # replicas without a slot, which the gateway does not know
         self.dispatcher: Dispatcher[Entry, PlayedLink] = Dispatcher(
-            Settings(**chosen), self, self, stepped_at=lambda link: 0.0
+            QueueSettings(**{"hold_s": 60.0} | chosen), self, self, stepped_at=lambda link: 0.0
         )
 
     def __iter__(self) -> Iterator[PlayedLink]:
@@ -254,7 +252,7 @@ def test_charges_to_earlier_lines_are_not_refunded_to_new_ones(lost: bool) -> No
     live, _ = played.arrive(tenant="a", tokens=50)
     dispatcher = played.dispatcher
     dispatcher.charge(live, 100)
-    dispatcher.update(replace(Settings(), canary=0.0))
+    dispatcher.update(QueueSettings(canary=0.0))
     dispatcher.charge(live, 130)
     before = dispatcher.lines[0].counter("a")
     dispatcher.put_back(live, lost=lost)
@@ -304,7 +302,7 @@ def test_every_request_is_in_one_place_and_counted_there(
                 if entry.deadline is not None and entry.deadline <= now:
                     dispatcher.waited(entry, now)
         elif kind == "update":
-            dispatcher.update(Settings(max_queue=max_queue, queue_order=orders[terms[0] % 2]))
+            dispatcher.update(QueueSettings(max_queue=max_queue, queue_order=orders[terms[0] % 2]))
         over |= {entry for entry, _ in played.refused}
         live = [entry for link in played.links for entry in link.produced]
         waiting = [entry for entry in entries if entry.waits]

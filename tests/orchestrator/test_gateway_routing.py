@@ -310,10 +310,10 @@ def test_two_keys_share_by_their_weights_while_both_wait(replica: Make) -> None:
         gateway.close()
 
 
-def test_the_controller_gets_the_demand_of_each_model(gateway: LiveGateway, replica: Make) -> None:
+def test_the_controller_gets_the_demand_of_each_model(fresh_gateway: LiveGateway, replica: Make) -> None:
     """Reports count each request once, with the current waiting and running requests."""
+    gateway = fresh_gateway  # which has no requests of other tests to report
     served = replica(slots=1, stepped=True)
-    gateway.controller.reports.clear()
     gateway.serve(routes("m", served, max_queue=1))
     with filled(gateway, served, prompt="abcd"):
         other = Asked(gateway)

@@ -164,7 +164,7 @@ def test_a_retried_answer_has_its_logprobs_once(gateway: LiveGateway, replicas: 
 
 
 def _produced(gateway: LiveGateway) -> int:
-    return sum(ticket.produced for link in gateway.queue("m").links for ticket, _ in link.progress)
+    return sum(produced for link in gateway.queue("m").links for _, produced in link.progress)
 
 
 def test_a_request_whose_link_broke_is_not_sent_to_the_next_replica(

@@ -172,5 +172,5 @@ def test_an_answer_that_cannot_be_written_ends_alone() -> None:
     link.data_received(encode(Step([TokenEvent(id=id, text="x", token_ids=[1]) for id in ("bad", "good")])))
 
     assert [error.status for error in sink.errors] == [500]
-    assert good.produced == 1
+    assert good.stream.produced == 1
     assert not link.closed.is_set()

@@ -82,8 +82,8 @@ class Client:
         self.failures: list[ApiError] = []
 
     def on_events(self, ticket: Ticket, now: float) -> None:
-        ticket.first_at = ticket.first_at or now
-        ticket.take()
+        ticket.stream.first_at = ticket.stream.first_at or now
+        ticket.stream.take()
 
     def on_wait(self) -> None: ...
     def on_failure(self, ticket: Ticket, error: ApiError) -> None:
@@ -114,7 +114,7 @@ async def gateway_decisions(
     package = str(Path(workers.__file__).parent)
     welcome = encode(Welcome(corewright_version(), package, model.slots, BUCKETS[-1], BUCKETS[-1], 256))
     for replica, route in zip(fleet, routes.replicas, strict=True):
-        replica.link = queue._links._links[route] = queue._link(route)
+        replica.link = queue.links._links[route] = queue._link(route)
         replica.link.connection_made(cast(asyncio.Transport, replica))
         replica.link.data_received(welcome)
     coming = list(enumerate(arrivals, start=1))

@@ -80,7 +80,7 @@ class Reply(msgspec.Struct, eq=False):
         ids, echoes, parser = prompts
         copies = len(requests) // len(ids)
         for place, (ticket, choice) in enumerate(self._choices.items()):
-            if ticket.link is None and ticket in self._open:
+            if ticket.stream.link is None and ticket in self._open:
                 ticket.renew(requests[place])
                 choice.prompt_ids, choice.echo = ids[place // copies], echoes[place // copies]
                 choice.parser = None if parser is None else parser()
@@ -104,11 +104,12 @@ class Reply(msgspec.Struct, eq=False):
             self._reminder = asyncio.get_running_loop().call_later(self._keep_alive_s, self._remind)
 
     def on_events(self, ticket: Ticket, now: float) -> None:
-        last = ticket.events[-1]
+        stream = ticket.stream
+        last = stream.events[-1]
         self._measure(ticket, now)
         # the events of an answer that is not streamed stay in the ticket until its end
         if self._keeps_text and (self._note.stream or last.finish is not None):
-            self._note.answer = (self._note.answer or "") + "".join(event.text for event in ticket.events)
+            self._note.answer = (self._note.answer or "") + "".join(event.text for event in stream.events)
         if last.finish in _REFUSED:
             self._end(ticket, now, "error")
             self._fail(_failure(last, self._note.model))
@@ -119,7 +120,7 @@ class Reply(msgspec.Struct, eq=False):
             self._write(ticket, now)
             return
         if ticket.request.logprobs is not None:
-            self._answer.add_logprobs(self._choices[ticket], ticket.events, ticket.retries)
+            self._answer.add_logprobs(self._choices[ticket], stream.events, ticket.retries)
         if not self._open:
             self._write_whole(ticket, now)
 
@@ -145,7 +146,7 @@ class Reply(msgspec.Struct, eq=False):
         opening = b""
         if not self._opened:
             opening = b"".join([answer.opening(choice) for choice in self._choices.values()])
-        piece = opening + answer.events(self._choices[ticket], ticket.take())
+        piece = opening + answer.events(self._choices[ticket], ticket.stream.take())
         if not self._open:
             piece += answer.closing(include_usage=self._include_usage)
         if not self._opened:
@@ -163,15 +164,16 @@ class Reply(msgspec.Struct, eq=False):
             exchange.write(piece)
 
     def _write_whole(self, ticket: Ticket, now: float) -> None:
-        body = self._answer.whole([(choice, each.take()) for each, choice in self._choices.items()])
+        body = self._answer.whole([(choice, each.stream.take()) for each, choice in self._choices.items()])
         self.exchange.respond(200, body, headers=self._headers(ticket, now))
         self._choices = {}
 
     def _headers(self, ticket: Ticket, now: float) -> list[tuple[bytes, bytes]]:
         """Returns the headers with the replica, the overhead and the decision, and records them in the note."""
         note = self._note
-        note.replica = ticket.link.route.id if ticket.link is not None else None
-        note.queue_s = ticket.sent_at - ticket.arrived_at
+        stream = ticket.stream
+        note.replica = stream.link.route.id if stream.link is not None else None
+        note.queue_s = stream.sent_at - ticket.arrived_at
         note.overhead_s = (ticket.arrived_at - self.exchange.request.received_at) + (time.monotonic() - now)
         headers = [
             (b"x-corewright-replica", (note.replica or "").encode()),
@@ -182,44 +184,46 @@ class Reply(msgspec.Struct, eq=False):
         return headers
 
     def _measure(self, ticket: Ticket, now: float) -> None:
-        new = ticket.produced - ticket.counted
+        stream = ticket.stream
+        new = stream.produced - stream.counted
         if new <= 0:
             return
-        metrics = ticket.metrics
+        metrics = stream.metrics
         if metrics is None:
-            ticket.metrics = metrics = self._metrics_of(ticket)
-            ticket.first_at = ticket.last_at = now
+            stream.metrics = metrics = self._metrics_of(ticket)
+            stream.first_at = stream.last_at = now
             if ticket.trace is not None:
                 ticket.trace.first_token()
             ticket.began(now)
-            self._note.replica = None if ticket.link is None else ticket.link.route.id
+            self._note.replica = None if stream.link is None else stream.link.route.id
             received_at = self.exchange.request.received_at
-            metrics.first_token(now - received_at, ticket.sent_at - ticket.arrived_at, now - ticket.sent_at)
+            metrics.first_token(now - received_at, stream.sent_at - ticket.arrived_at, now - stream.sent_at)
             new -= 1  # the other tokens of the same read arrived at the same time
         if new:
-            metrics.token(now - ticket.last_at, new)
-        ticket.counted = ticket.produced
-        ticket.last_at = now
+            metrics.token(now - stream.last_at, new)
+        stream.counted = stream.produced
+        stream.last_at = now
 
     def _end(self, ticket: Ticket, now: float, reason: str) -> None:
         """Counts a ticket that is over, once."""
         if ticket not in self._open:
             return
+        stream = ticket.stream
         self._open.discard(ticket)
         if self._reminder is not None and not self._open:
             self._reminder.cancel()
-        self._note.completion_tokens += ticket.produced
+        self._note.completion_tokens += stream.produced
         self._note.reason = reason
-        metrics = ticket.metrics or self._metrics_of(ticket)
-        decode_s = ticket.last_at - ticket.first_at
-        if ticket.first_at and reason in ("stop", "length") and len(self._choices) == 1:
-            self._note.prefill_s, self._note.decode_s = ticket.first_at - ticket.sent_at, decode_s
+        metrics = stream.metrics or self._metrics_of(ticket)
+        decode_s = stream.last_at - stream.first_at
+        if stream.first_at and reason in ("stop", "length") and len(self._choices) == 1:
+            self._note.prefill_s, self._note.decode_s = stream.first_at - stream.sent_at, decode_s
         e2e_s = now - self.exchange.request.received_at
-        metrics.ended(reason, len(ticket.request.prompt_ids), ticket.produced, e2e_s, decode_s)
+        metrics.ended(reason, len(ticket.request.prompt_ids), stream.produced, e2e_s, decode_s)
 
     def _metrics_of(self, ticket: Ticket) -> ModelMetrics:
         """Returns the metrics of the ticket's replica, or of the queue."""
-        link = ticket.link
+        link = ticket.stream.link
         if link is None:
             return self._metrics.model(self._note.model, None)
         if link.metrics is None:

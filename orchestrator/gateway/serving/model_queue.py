@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
+import msgspec
 import msgspec.structs
 
-from orchestrator.dispatch.dispatcher import Dispatcher, Expired, Full, Refusal, Unreachable
+from orchestrator.dispatch.dispatcher import Dispatcher, Expired, Full, QueueSettings, Refusal, Unreachable
 from orchestrator.dispatch.wait_prediction import MEAN_SHARE, retry_after_s
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route
@@ -60,11 +61,11 @@ class ModelQueue:
         self._closed = False
         self._counts = Counts()
         self._sample: RoutingDecision | None = None  # the first since the last report
-        self._links = ReplicaLinks(
+        self.links = ReplicaLinks(
             routes, self._link, credentials=credentials, on_open=self._changed, on_unusable=self._unusable
         )
         self.dispatcher: Dispatcher[Ticket, ReplicaLink] = Dispatcher(
-            routes, self._links, self, stepped_at=attrgetter("stepped_at")
+            _settings(routes), self.links, self, stepped_at=attrgetter("stepped_at")
         )
         self.mean_answer = EXPECTED_TOKENS  # tokens; an exponential average
 
@@ -79,22 +80,17 @@ class ModelQueue:
 
     @property
     def live(self) -> int:
-        return self._links.live
-
-    @property
-    def links(self) -> ReplicaLinks:
-        """The open links."""
-        return self._links
+        return self.links.live
 
     @property
     def slots(self) -> int:
         """The slots of all connected replicas."""
-        return self._links.slots
+        return self.links.slots
 
     @property
     def limits(self) -> RequestLimits:
         """The limits of a request of this model, as far as replicas have reported them."""
-        return self._links.limits
+        return self.links.limits
 
     def submit(
         self,
@@ -117,7 +113,7 @@ class ModelQueue:
         routes, state = self.routes, self.routes.state
         self._counts.arrived += 1
         loads = routes.loads_on_request and state in (ModelState.UNLOADED, ModelState.LOADING)
-        usable = self._links.usable
+        usable = self.links.usable
         if self._closed or not (usable or loads or routes.holds):  # 3
             raise errors.model_unavailable(self.name, state.value, routes.reason)
         ticket = ticket_for(request, sink, self, terms)
@@ -141,8 +137,8 @@ class ModelQueue:
         self.routes = routes
         self._news.set()
         self._news = asyncio.Event()
-        self.dispatcher.update(routes)
-        self._links.update(routes)
+        self.dispatcher.update(_settings(routes))
+        self.links.update(routes)
         self._look_for_outdated(self.dispatcher.entries)
         self.dispatcher.pump(time.monotonic())
         if not routes.replicas:
@@ -159,11 +155,11 @@ class ModelQueue:
         self._closed = True
         self.routes = msgspec.structs.replace(self.routes, replicas=[])
         self._fail_waiting(errors.model_unavailable(self.name, "stopping", None))
-        self._links.update(self.routes)
+        self.links.update(self.routes)
 
     async def stop(self) -> None:
         """Closes the links; to be called when the gateway stops."""
-        await self._links.stop()
+        await self.links.stop()
 
     def report(self) -> tuple[DemandWindow, RoutingDecision | None]:
         """Returns the demand since the last call, and the routing decision of one request."""
@@ -213,11 +209,11 @@ class ModelQueue:
     # TicketOwner
 
     def on_left(self, ticket: Ticket) -> None:
-        if ticket.link is not None:
-            ticket.link.cancel(ticket)
-            return
-        ticket.stop_timer()
-        self.dispatcher.withdraw(ticket, time.monotonic())
+        if (link := ticket.stream.link) is not None:
+            link.cancel(ticket)
+        else:
+            ticket.stop_timer()
+            self.dispatcher.withdraw(ticket, time.monotonic())
 
     def on_renewed(self, ticket: Ticket, growth: int) -> None:
         ticket.tokenizer = self.routes.tokenizer
@@ -225,7 +221,7 @@ class ModelQueue:
 
     def on_began(self, ticket: Ticket, now: float) -> None:
         self._counts.first_tokens += 1
-        self._counts.prefill_s += now - ticket.sent_at
+        self._counts.prefill_s += now - ticket.stream.sent_at
 
     # Effects of the dispatcher
 
@@ -291,24 +287,24 @@ class ModelQueue:
 
     def _changed(self) -> None:
         """Handles a link that has opened, or whose replica has a free slot again."""
-        self._links.forget()
+        self.links.forget()
         self.dispatcher.pump(time.monotonic())
 
     def _ended(self, tickets: list[Ticket], now: float) -> None:
         """Handles the requests that ended in one step."""
         for ticket in tickets:
-            held_s = now - ticket.sent_at
-            answered = ticket.produced > 0 and not ticket.left
+            held_s, produced = now - ticket.stream.sent_at, ticket.stream.produced
+            answered = produced > 0 and not ticket.left
             if answered:
-                self.mean_answer += MEAN_SHARE * (ticket.produced - self.mean_answer)
+                self.mean_answer += MEAN_SHARE * (produced - self.mean_answer)
             self._counts.ended += 1
             self._counts.slot_s += held_s
-            self.dispatcher.ended(ticket, held_s, ticket.produced, now, answered)
+            self.dispatcher.ended(ticket, held_s, produced, now, answered)
         self.dispatcher.pump(now)
 
     def _lost(self, link: ReplicaLink, tickets: list[Ticket]) -> None:
         if link.closed.is_set():
-            self._links.lost(link)
+            self.links.lost(link)
         now = time.monotonic()
         for ticket in reversed(tickets):
             # The request that broke the link would break the next one too, and which one it was is unknown.
@@ -340,7 +336,7 @@ class ModelQueue:
             request=ticket.x_request_id,
             model=self.name,
             queue_ms=round((time.monotonic() - ticket.arrived_at) * 1000, 3),
-            candidates=sum(candidate.free_slots > 0 for candidate in self._links),
+            candidates=sum(candidate.free_slots > 0 for candidate in self.links),
             replica=link.route.id,
             slot=link.live + 1,
             slots=0 if link.welcome is None else link.welcome.slots,
@@ -355,3 +351,7 @@ class ModelQueue:
         for ticket in self.dispatcher.clear(time.monotonic()):
             ticket.stop_timer()
             ticket.fail(error)
+
+
+def _settings(routes: ModelRoutes) -> QueueSettings:
+    return msgspec.convert(routes, QueueSettings, from_attributes=True)

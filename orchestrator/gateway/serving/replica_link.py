@@ -98,19 +98,19 @@ class ReplicaLink(asyncio.Protocol):
     @property
     def progress(self) -> Iterable[tuple[Ticket, int]]:
         """The requests at the replica, with the tokens that each has so far."""
-        return [(ticket, ticket.produced) for ticket in self._live.values()]
+        return [(ticket, ticket.stream.produced) for ticket in self._live.values()]
 
     @property
     def bounds(self) -> list[float]:
         """The seconds until each request is over at the latest, by its tokens and the pace; infinite without a pace."""
         if not self.pace:
             return [math.inf] * len(self._live)
-        return [(ticket.request.max_tokens - ticket.produced) * self.pace for ticket in self._live.values()]
+        return [(ticket.request.max_tokens - ticket.stream.produced) * self.pace for ticket in self._live.values()]
 
     @property
     def kv_tokens(self) -> int:
         """The tokens in the KV caches of this gateway's slots."""
-        return sum(len(ticket.request.prompt_ids) + ticket.produced for ticket in self._live.values())
+        return sum(len(ticket.request.prompt_ids) + ticket.stream.produced for ticket in self._live.values())
 
     def send(self, ticket: Ticket) -> None:
         """Sends the request to a slot, which the caller has found free."""
@@ -211,8 +211,9 @@ class ReplicaLink(asyncio.Protocol):
                 continue
             finish = event.finish
             if finish is None:
-                ticket.deliver(event)
-                if not ticket.touched:
+                stream = ticket.stream
+                stream.deliver(event)
+                if not stream.touched:
                     self._touch(ticket)
                 continue
             self._unstarted.discard(event.id)
@@ -226,16 +227,17 @@ class ReplicaLink(asyncio.Protocol):
                 self._on_lost(self, [ticket])
                 continue
             if finish is not FinishReason.CANCELLED:
-                ticket.deliver(event)
-                if not ticket.touched:
+                ticket.stream.deliver(event)
+                if not ticket.stream.touched:
                     self._touch(ticket)
             self._full = False  # its slot is free
             ended.append(ticket)
         if ended:
             now = time.monotonic()
             for ticket in ended:
-                if ticket.produced > 1 and ticket.first_at:
-                    self._pace.ended(now - ticket.first_at, ticket.produced - 1)
+                stream = ticket.stream
+                if stream.produced > 1 and stream.first_at:
+                    self._pace.ended(now - stream.first_at, stream.produced - 1)
             self.stepped_at = now if self._live else NEVER
             self._on_ended(ended, now)
         for ticket in reversed(busy):  # each goes to the head of the queue: this keeps their order
@@ -244,7 +246,7 @@ class ReplicaLink(asyncio.Protocol):
 
     def _touch(self, ticket: Ticket) -> None:
         """Marks a ticket with new events in this read."""
-        ticket.touched = True
+        ticket.stream.touched = True
         self._touched.append(ticket)
         self._unstarted.discard(ticket.id)
 
@@ -257,8 +259,9 @@ class ReplicaLink(asyncio.Protocol):
         if len(self._live) > len(self._unstarted):
             self.stepped_at = now
         for ticket in touched:
-            ticket.touched = False
-            if not ticket.left and ticket.events:
+            stream = ticket.stream
+            stream.touched = False
+            if not ticket.left and stream.events:
                 try:
                     ticket.sink.on_events(ticket, now)
                 except Exception:  # one answer must not end the shared connection

@@ -87,21 +87,13 @@ class ReplicaLinks:
         return bool(self._routes.replicas) and len(self.unreachable(now)) == len(self._routes.replicas)
 
     @property
-    def longest_prompt(self) -> int | None:
-        """The tokens of the largest prefill bucket; None until a replica has reported it."""
-        return max((link.welcome.max_prompt for link in self if link.welcome is not None), default=None)
-
-    @property
-    def vocab_size(self) -> int | None:
-        """The size of the vocabulary; None until a replica has reported it."""
-        return next((link.welcome.vocab_size for link in self if link.welcome is not None), None)
-
-    @property
     def limits(self) -> RequestLimits:
         """The limits of a request of this model, as far as replicas have reported them."""
         if self._limits is None:
-            longest = self.longest_prompt or self._routes.max_len
-            self._limits = RequestLimits(self._routes.max_len, longest, self.vocab_size)
+            max_len = self._routes.max_len
+            welcomes = [link.welcome for link in self if link.welcome is not None]
+            longest = max((welcome.max_prompt for welcome in welcomes), default=max_len)
+            self._limits = RequestLimits(max_len, longest, welcomes[0].vocab_size if welcomes else None)
         return self._limits
 
     @property

@@ -59,11 +59,38 @@ class TicketOwner(Protocol):
 _PLAIN = SchedulingParameters()
 
 
-class Ticket(Entry):
-    """A request in the gateway, made by ``ticket_for``.
+class Stream(msgspec.Struct, eq=False):
+    """One attempt to answer a request: what a replica has sent, and what the sink has made of it. Times are monotonic
+    seconds, 0 before they are set.
 
     Events that the sink has not taken can be thrown away, and the request sent to another replica. Once an event is
-    taken, the request fails with its replica. All times are monotonic seconds, 0 before they are set."""
+    taken, the request fails with its replica."""
+
+    link: ReplicaLink | None = None
+    sent_at: float = 0.0
+    events: list[TokenEvent] = msgspec.field(default_factory=list)
+    produced: int = 0  # tokens so far
+    touched: bool = False  # the sink must be notified of events
+    taken: bool = False
+    first_at: float = 0.0
+    last_at: float = 0.0
+    counted: int = 0  # the part of ``produced`` that is in the metrics
+    metrics: ModelMetrics | None = None  # from the first token on
+
+    def deliver(self, event: TokenEvent) -> None:
+        self.events.append(event)
+        self.produced += len(event.token_ids)
+
+    def take(self) -> list[TokenEvent]:
+        """Returns the events since the last call."""
+        self.taken = True
+        events, self.events = self.events, []
+        return events
+
+
+class Ticket(Entry):
+    """A request in the gateway, made by ``ticket_for``: its place in the queue, and the current attempt to answer it.
+    The link and the sink change only its ``stream``, the dispatcher only its record as an `Entry`."""
 
     request: GenerateRequest
     sink: Sink
@@ -73,39 +100,25 @@ class Ticket(Entry):
     timer: asyncio.TimerHandle | None = None  # for the end of its wait
     cold: bool = False  # no replica was ready when it arrived
     decision: RoutingDecision | None = None  # if requested by the client or sampled
-    sent_at: float = 0.0
-    first_at: float = 0.0
-    last_at: float = 0.0
-    produced: int = 0  # tokens so far
-    counted: int = 0  # the part of ``produced`` that is in the metrics
-    metrics: ModelMetrics | None = None  # from the first token on
     retries: int = 0
-    link: ReplicaLink | None = None
     x_request_id: str = ""  # its id for the client and in the log; ``id`` is the replica's
     tokenizer: str = ""  # key of the tokenizer of its prompt
     left: bool = False  # the client no longer waits for it
-    events: list[TokenEvent] = msgspec.field(default_factory=list)
     trace: TraceHandle | None = None
-    touched: bool = False  # its sink must be notified of events
-    _taken: bool = False
+    stream: Stream = msgspec.field(default_factory=Stream)
 
     @property
     def id(self) -> str:
         return self.request.id
 
     @property
-    def started(self) -> bool:
-        """True once a token has arrived."""
-        return self.produced > 0
-
-    @property
     def can_retry(self) -> bool:
-        return not self._taken and not self.left and self.retries < MAX_RETRIES
+        return not self.stream.taken and not self.left and self.retries < MAX_RETRIES
 
     def sent_to(self, link: ReplicaLink) -> bytes:
         """Assigns the ticket to ``link``, and returns the frame to send."""
-        self.link = link
-        self.sent_at = time.monotonic()
+        self.stream.link = link
+        self.stream.sent_at = time.monotonic()
         if self.trace is None:
             return self.frame
         return encode(Submit(msgspec.structs.replace(self.request, trace=self.trace.sent(link.route.id))))
@@ -125,13 +138,9 @@ class Ticket(Entry):
 
     def requeue(self) -> None:
         """Returns the ticket to the queue: the replica had no slot for it."""
-        self.link = None
+        self.stream = Stream()
         if self.trace is not None:
             self.trace.queued()
-
-    def deliver(self, event: TokenEvent) -> None:
-        self.events.append(event)
-        self.produced += len(event.token_ids)
 
     def fail(self, error: ApiError) -> None:
         """Fails a ticket that is in no queue and on no replica."""
@@ -142,13 +151,9 @@ class Ticket(Entry):
     def restart(self) -> None:
         """Resets the ticket for another replica after its replica was lost."""
         self.retries += 1
-        if self.produced:
+        if self.stream.produced:
             self.deadline = None  # it was met
         self.requeue()
-        self.events.clear()
-        self.produced = self.counted = 0
-        self.metrics = None
-        self.first_at = self.last_at = 0.0
 
     def leave(self) -> None:
         """Cancels the ticket: its client is gone, or has all it needs."""
@@ -159,12 +164,6 @@ class Ticket(Entry):
     def began(self, now: float) -> None:
         """Records that the first token was taken."""
         self._owner.on_began(self, now)
-
-    def take(self) -> list[TokenEvent]:
-        """Returns the events since the last call."""
-        self._taken = True
-        events, self.events = self.events, []
-        return events
 
 
 def ticket_for(
