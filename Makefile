@@ -52,7 +52,7 @@ chromium:
 test: lint test-fast $(if $(LIVE)$(SLOW),test-live) $(if $(SLOW),test-long)
 
 test-fast: venv
-	$(BIN)/pytest -n $(WORKERS) -m "not (live or $(LONG))" $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not (live or $(LONG))" $(PYTEST_ARGS)
 
 # One after the other: each fleet takes all cores.
 test-live: venv

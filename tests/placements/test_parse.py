@@ -566,24 +566,24 @@ def test_hostile_documents_are_refused(text: str) -> None:
 ONE = "models: {a: {source: ./a}}\n"
 BOMBS: dict[str, tuple[str | bytes, str]] = {
     "many models": (
-        "models:\n" + "".join(f"  m{i}: {{sorce: ./a, tpdegree: 2}}\n" for i in range(6000)),
+        "models:\n" + "".join(f"  m{i}: {{sorce: ./a, tpdegree: 2}}\n" for i in range(2000)),
         "unknown-key",
     ),
     "many unknown keys": (
-        f"models: {{a: {{source: ./a,{','.join(f'key{i}: 1' for i in range(12_000))}}}}}",
+        f"models: {{a: {{source: ./a,{','.join(f'key{i}: 1' for i in range(4000))}}}}}",
         "unknown-key",
     ),
-    "one key again and again": ("{" + "a: 1," * 50_000 + "}", "duplicate-key"),
+    "one key again and again": ("{" + "a: 1," * 17_000 + "}", "duplicate-key"),
     "duplicate keys in an alias": (
         f"x: &x {{{'a: 1,' * 20_000}}}\nmodels: {{{','.join(f'm{i}: *x' for i in range(20))}}}",
         "yaml-too-large",
     ),
     "a long text with many aliases": (
-        f"a: &a {'x' * 100_000}\nmodels: {{{','.join(f'm{i}: {{source: *a}}' for i in range(6000))}}}",
+        f"a: &a {'x' * 100_000}\nmodels: {{{','.join(f'm{i}: {{source: *a}}' for i in range(2000))}}}",
         "yaml-too-large",
     ),
     "a long comment with many aliases": (
-        f"a: &a [ # {'x' * 100_000}\n]\nmodels: {{{','.join(f'm{i}: *a' for i in range(6000))}}}",
+        f"a: &a [ # {'x' * 100_000}\n]\nmodels: {{{','.join(f'm{i}: *a' for i in range(2000))}}}",
         "wrong-type",
     ),
     "a list with many aliases": ("a: &a [" + "x," * 15_000 + "]\nmodels: *a", "yaml-too-large"),
@@ -591,7 +591,7 @@ BOMBS: dict[str, tuple[str | bytes, str]] = {
         f"x: &x {{{','.join(f'k{i}: 1' for i in range(15_000))}}}\nmodels: {{a: {{<<: [{'*x,' * 8}]}}}}",
         "yaml-too-large",
     ),
-    "keys that are lists": ("".join(f"? [a, b{i}]\n: 1\n" for i in range(15_000)), "wrong-type"),
+    "keys that are lists": ("".join(f"? [a, b{i}]\n: 1\n" for i in range(5000)), "wrong-type"),
     "a long scalar": (f"name: {'x' * 260_000}\n" + ONE, "bad-name"),
     "a long number": (f"version: {'9' * 250_000}\n" + ONE, "yaml-number"),
     "a long number to the base of 16": (f"version: 0x{'f' * 250_000}\n" + ONE, "wrong-type"),
@@ -616,18 +616,18 @@ BOMBS: dict[str, tuple[str | bytes, str]] = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused_within_seconds_of_cpu(name: str) -> None:
-    """A second on an idle machine, most of it PyYAML's; what grows with the square takes a minute."""
+    """A third of a second on an idle machine, most of it PyYAML's; what grows with the square takes seven."""
     text, id = BOMBS[name]
     began = time.process_time()
     found = problems(text)
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 4
     assert id in {problem.id for problem in found}
     assert max(len(problem.what) for problem in found) < 2100
 
 
 @pytest.mark.parametrize("name", [name for name in BOMBS if "aliases" in name])
 def test_aliases_share_memory(name: str) -> None:
-    """Their repeated content, 600 MB here, is not copied."""
+    """Their repeated content, 200 MB here, is not copied."""
     tracemalloc.start()
     try:
         problems(BOMBS[name][0])
