@@ -154,7 +154,8 @@ def compile_all(config: ReplicaConfig, tell: Tell, push: bool = False, make: boo
     for unit in units:
         if unit.make is None:
             message = f"{config.engine} can compile {unit.source} only on its cores, when a replica starts"
-            raise EngineLoadError("compile-needs-device", message, "start a replica: the engine's cache keeps the result")
+            hint = "start a replica: the engine's cache keeps the result"
+            raise EngineLoadError("compile-needs-device", message, hint)
         if unit.kept:
             _provide(config, unit if make else replace(unit, make=_no_weights(unit)), tell, push, done)
     wanted = [_wanted(config, unit) for unit in units]
