@@ -89,10 +89,10 @@ def virtually(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
         loop.close()
 
 
-async def _at_once(function: Callable[..., T], *arguments: Any) -> T:
+async def _at_once(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
     """A thread would let the clock jump while it works. Others run before and after, as they do beside a thread."""
     await asyncio.sleep(0)
-    result = function(*arguments)
+    result = function(*arguments, **named)
     await asyncio.sleep(0)
     return result
 

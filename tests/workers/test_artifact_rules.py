@@ -18,7 +18,7 @@ from tests.workers.fake_remote import FakeRemote
 from tests.workers.neffs import COMPILER, finished, graph
 from tests.workers.tnx_runs import config
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, WantedArtifact
-from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.fetch.single_flight import SingleFlight
 from workers.artifacts.fetch.transfer import S3Remote
@@ -290,7 +290,7 @@ def test_who_looks_in_now_and_then_hears_of_the_end_that_was_meant_for_it() -> N
         return f"end {len(begun)}"
 
     flights = SingleFlight[str]()
-    assert [flights.join(who, "key", "one", work, 0.0) for who in ("a", "b")] == [None, None]
+    assert all(isinstance(flights.join(who, "key", "one", work, 0.0), FetchStatus) for who in ("a", "b"))
     ended.set()
     told = [flights.join(who, "key", "one", work, DEADLINE_S) for who in ("a", "b")]
     assert (told, begun) == (["end 1"] * 2, [1])
