@@ -49,7 +49,11 @@ chromium:
 		done; \
 	fi
 
-test: lint test-fast $(if $(LIVE)$(SLOW),test-live) $(if $(SLOW),test-long)
+# mypy takes one core for a minute where nothing is cached, so the fast tests run beside it.
+test: venv
+	$(MAKE) -j2 lint test-fast
+	$(if $(LIVE)$(SLOW),$(MAKE) test-live)
+	$(if $(SLOW),$(MAKE) test-long)
 
 test-fast: venv
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not (live or $(LONG))" $(PYTEST_ARGS)
