@@ -51,9 +51,9 @@ chromium:
 
 # mypy takes one core for a minute where nothing is cached, so the fast tests run beside it.
 test: venv
-	$(MAKE) -j2 lint test-fast
-	$(if $(LIVE)$(SLOW),$(MAKE) test-live)
-	$(if $(SLOW),$(MAKE) test-long)
+	@$(MAKE) --no-print-directory -j2 lint test-fast
+	@$(if $(LIVE)$(SLOW),$(MAKE) --no-print-directory test-live)
+	@$(if $(SLOW),$(MAKE) --no-print-directory test-long)
 
 test-fast: venv
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not (live or $(LONG))" $(PYTEST_ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,7 @@ def test_make_venv_installs_torch_first_and_warns_of_a_cuda_build(index: str, cu
         capture_output=True,
         text=True,
         check=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"},
     )
     lines = ran.stdout.splitlines()
     torch, rest = (position for position, line in enumerate(lines) if line.startswith("pip install"))
