@@ -28,8 +28,8 @@ from statistics import mean
 
 from benchmarks.report import Target, finish
 from benchmarks.routing_parts import rivals
+from benchmarks.routing_parts.fixed_replicas import serve_fixed
 from benchmarks.routing_parts.traffic import FAST, MODEL, arrivals, capacity, lengths, slower
-from orchestrator.simulate.loop import serve_fixed
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_replica import SimReplica
 

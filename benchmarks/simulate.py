@@ -14,11 +14,11 @@ import sys
 import time
 
 from benchmarks.report import Target, finish
+from benchmarks.routing_parts.fixed_replicas import serve_fixed
+from benchmarks.scaling_parts.scenarios import scenario_of
 from orchestrator.bench.statistics import Summary
-from orchestrator.simulate.loop import serve_fixed
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.scaling_policy import Joint
-from orchestrator.simulate.scenario import Scenario
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.workload import DAY_S, Workload
 
@@ -46,7 +46,7 @@ def main() -> int:
     shares = {model.name: 1 / (1 + i / 3) for i, model in enumerate(MODELS)}
     load = Workload("diurnal", tuple(shares), RATE, DAY_S, 0, shares=shares)
     began, cpu = time.monotonic(), time.process_time()
-    outcome = simulate(Scenario.of(MODELS, hosts=HOSTS), load, Joint())
+    outcome = simulate(scenario_of(MODELS, hosts=HOSTS), load, Joint())
     summaries = [Summary.of(found.ttfts) for found in outcome.measured.values()]
     day = time.process_time() - cpu
     wall = time.monotonic() - began

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 
+from benchmarks.routing_parts.fixed_replicas import Router
 from orchestrator.simulate.simulated_replica import SimReplica
 from orchestrator.simulate.simulated_request import SimRequest
-
-Router = Callable[[Sequence[SimReplica], SimRequest], "SimReplica | None"]
 
 
 def random_router(seed: int) -> Router:

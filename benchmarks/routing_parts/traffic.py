@@ -9,8 +9,8 @@ from functools import cache
 from random import Random
 from statistics import mean
 
+from benchmarks.routing_parts.fixed_replicas import serve_fixed
 from orchestrator.bench.lengths import Lengths
-from orchestrator.simulate.loop import serve_fixed
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_replica import SimReplica
 from orchestrator.simulate.simulated_request import Arrival

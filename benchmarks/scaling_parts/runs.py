@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from benchmarks.scaling_parts.fleets import models
 from benchmarks.scaling_parts.rivals import Knative, RayServe, Static, static_split
+from benchmarks.scaling_parts.scenarios import scenario_of
 from benchmarks.scaling_parts.traces import WARM_UP_S, means, trace
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.scaling_policy import Joint, ScalingPolicy
-from orchestrator.simulate.scenario import Scenario
 
 OURS = "corewright"
 RIVALS = ("static split", "Ray Serve", "KPA")
@@ -49,6 +49,6 @@ def run(what: Run) -> Result:
         policy = Knative()
     else:
         policy = Static(split)
-    scenario = Scenario.of(fleet, hosts=what.hosts)
+    scenario = scenario_of(fleet, hosts=what.hosts)
     found = simulate(scenario, arrivals, policy, seed=what.seed, initial=split, since=WARM_UP_S)
     return Result(found.attainment, sum(found.loads.values()), sum(found.core_s.values()))

@@ -156,9 +156,8 @@ class Dispatcher(Generic[E, L]):
         effects: Effects[E, L],
         *,
         stepped_at: Callable[[L], float],
-        route: Callable[[E], L | None] | None = None,
     ) -> None:
-        """``stepped_at`` returns when a replica ended its last step. ``route`` is an alternative router."""
+        """``stepped_at`` returns when a replica ended its last step."""
         self.waits = WaitPrediction()
         self.headroom = Headroom()
         self.blocked: Callable[[E], bool] | None = None  # whether a waiting request may not be sent yet
@@ -166,7 +165,6 @@ class Dispatcher(Generic[E, L]):
         self._links = links
         self._effects = effects
         self._stepped_at = stepped_at
-        self._router = route
         self._weights: dict[str, float] = {}  # of the tenants with requests so far
         self._shared = False  # more than one tenant has sent requests: only then are tokens counted
         self._sessions: Sessions[str] = Sessions()
@@ -401,10 +399,8 @@ class Dispatcher(Generic[E, L]):
             until = min(until, entry.held_since + self._settings.hold_s)
         self._effects.wait(entry, None if until == math.inf else max(0.0, until - now))
 
-    def _link_for(self, entry: E, now: float) -> L | None:
-        """Returns the link for a request; None while it must wait."""
-        if self._router is not None:
-            return self._router(entry)
+    def link_for(self, entry: E, now: float) -> L | None:
+        """Returns the link for a request; None while it must wait. Alternative routers override it."""
         links: Iterable[L] = self._links
         if self._canary is not None:
             links = self._of_version(entry.canary) or self._of_version(not entry.canary)
@@ -444,7 +440,7 @@ class Dispatcher(Generic[E, L]):
 
     def _send(self, entry: E, line: FairQueue[E], now: float) -> bool:
         """Sends the next request of its line, or a new one; returns False while it must wait."""
-        while (link := self._link_for(entry, now)) is not None:
+        while (link := self.link_for(entry, now)) is not None:
             if not self._effects.send(entry, link):
                 continue
             if entry.waits:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from orchestrator.fleet.core_allocation import core_rows
 from orchestrator.scaling.autoscaler import FleetNow, ModelNow
@@ -15,9 +14,9 @@ from orchestrator.simulate.scaling_policy import ScalingPolicy
 from orchestrator.simulate.scenario import Scenario
 from orchestrator.simulate.simulated_fleet import Change, Phase, SimFleet
 from orchestrator.simulate.simulated_model import SimModel
-from orchestrator.simulate.simulated_queue import Choice, Measured, SimulatedQueue
+from orchestrator.simulate.simulated_queue import Measured, SimulatedQueue
 from orchestrator.simulate.simulated_replica import SimReplica
-from orchestrator.simulate.simulated_request import Arrival, SimRequest
+from orchestrator.simulate.simulated_request import Arrival
 from orchestrator.simulate.virtual_clock import Clock
 from placements.planner.spec_hosts import prices
 
@@ -62,19 +61,18 @@ def simulate(
     *,
     seed: int = 0,
     initial: Mapping[str, int] | None = None,
-    choice: Choice | None = None,
     since: float = 0.0,
     bounds: Callable[[SimModel, float], tuple[int, int]] | None = None,
     record: bool = False,
 ) -> Outcome:
     """Simulates the arrivals, in the order of their times, until all have ended, or GRACE_S after the last.
 
-    ``initial`` is the number of replicas of each model that are ready at the start, by default its ``min``. ``choice``
-    replaces production's router. Requests before ``since`` are not measured. ``bounds`` returns min and max of a model
-    at a time (schedules). ``record`` keeps every change of a replica and every decision. Raises KeyError for a model
-    that is not in the scenario. The same arguments give the same outcome.
+    ``initial`` is the number of replicas of each model that are ready at the start, by default its ``min``. Requests
+    before ``since`` are not measured. ``bounds`` returns min and max of a model at a time (schedules). ``record`` keeps
+    every change of a replica and every decision. Raises KeyError for a model that is not in the scenario. The same
+    arguments give the same outcome.
     """
-    run = _Run(scenario, policy, seed, choice, since, bounds, record)
+    run = _Run(scenario, policy, seed, since, bounds, record)
     return run.run(arrivals, initial)
 
 
@@ -84,7 +82,6 @@ class _Run:
         scenario: Scenario,
         policy: ScalingPolicy,
         seed: int,
-        choice: Choice | None,
         since: float,
         bounds: Callable[[SimModel, float], tuple[int, int]] | None,
         record: bool,
@@ -94,16 +91,19 @@ class _Run:
         self.clock = clock = Clock()
         self.bounds = bounds
         self.queues: dict[str, SimulatedQueue] = {}
-        for model in scenario.models:
-            queue = self.queues[model.name] = SimulatedQueue(
-                model, clock, gateways=scenario.gateways, seed=seed, choice=choice
-            )
-            queue.since = since
-            queue.on_cold = self._on_cold
-            queue.on_empty = self._on_empty
         self.fleet = SimFleet(
-            scenario, clock, on_ready=self._on_ready, on_drain=self._on_drain, on_lost=self._on_lost, record=record
+            scenario,
+            clock,
+            on_ready=self._on_ready,
+            on_drain=lambda name, replica: self.queues[name].retire(replica),
+            on_lost=lambda name, requests: self.queues[name].lose(requests),
+            record=record,
         )
+        for model in scenario.models:
+            queue = SimulatedQueue(model, clock, gateways=scenario.gateways, seed=seed, since=since)
+            queue.on_cold = self._on_cold
+            queue.on_empty = self.fleet.emptied
+            self.queues[model.name] = queue
         self.targets: dict[str, int] = {}
         self.decisions: list[Decision] | None = [] if record else None
         self._first_ready: dict[str, float | None] = dict.fromkeys(self.queues, None)
@@ -124,9 +124,9 @@ class _Run:
         return Outcome(
             self.scenario,
             self.clock.now,
-            MappingProxyType({name: queue.measured for name, queue in queues.items()}),
-            MappingProxyType(dict(self.fleet.loads)),
-            MappingProxyType({name: self.fleet.core_seconds(name) for name in queues}),
+            {name: queue.measured for name, queue in queues.items()},
+            self.fleet.loads,
+            {name: self.fleet.core_seconds(name) for name in queues},
             tuple(self.fleet.changes or ()),
             tuple(self.decisions or ()),
         )
@@ -154,12 +154,9 @@ class _Run:
     def _wake(self, _: object) -> None:
         self._woken = False
         starting = {name for (name, _), holder in self.fleet.holders.items() if holder.phase is Phase.LOADING}
-        cold = [
-            queue
-            for name, queue in self.queues.items()
-            if queue.waiting and not queue.replicas and name not in starting
-        ]
-        self._by_request |= {queue.model.name for queue in cold if not queue.model.auto and queue.model.max}
+        idle = [queue for name, queue in self.queues.items() if not queue.replicas and name not in starting]
+        cold = [queue.model for queue in idle if queue.waiting]
+        self._by_request |= {model.name for model in cold if not model.auto and model.max}
         if cold:
             self._decide()
 
@@ -168,15 +165,6 @@ class _Run:
             self._first_ready[model] = self.clock.now
         self.queues[model].add(replica)
 
-    def _on_drain(self, model: str, replica: SimReplica) -> None:
-        self.queues[model].retire(replica)
-
-    def _on_empty(self, replica: SimReplica) -> None:
-        self.fleet.emptied(replica)
-
-    def _on_lost(self, model: str, requests: list[SimRequest]) -> None:
-        self.queues[model].lose(requests)
-
     # Scaling
 
     def _decide(self) -> None:
@@ -184,10 +172,8 @@ class _Run:
         seconds, self._last_tick = now - self._last_tick, now
         loads = {name: _load(queue, seconds) for name, queue in self.queues.items()}
         decision = self.policy.decide(now, loads, self._fleet_now())
-        before, self.targets = (
-            self.targets,
-            {name: decision.counts.get(name, old) for name, old in self.targets.items()},
-        )
+        before = self.targets
+        self.targets = {name: decision.counts.get(name, old) for name, old in before.items()}
         if self.decisions is not None:
             for name, reason in decision.reasons.items():
                 if before[name] != self.targets[name]:
@@ -236,5 +222,4 @@ class _Run:
 def _load(queue: SimulatedQueue, seconds: float) -> Load:
     """Returns the load since the last tick and resets the counts."""
     counts, queue.counts = queue.counts, Counts()
-    waiting = queue.waiting
-    return counts.load(seconds, waiting=waiting, live=queue.live, longest_wait_s=queue.longest_wait_s)
+    return counts.load(seconds, waiting=queue.waiting, live=queue.live, longest_wait_s=queue.longest_wait_s)

@@ -21,17 +21,15 @@ class Phase(Enum):
     GONE = "gone"
 
 
+@dataclass(slots=True, eq=False)
 class Holder:
     """One replica and its cores, from its start to its end."""
 
-    __slots__ = ("phase", "placement", "replica", "since", "started_at")
-
-    def __init__(self, placement: Placement, replica: SimReplica, now: float) -> None:
-        self.placement = placement
-        self.replica = replica
-        self.started_at = now
-        self.since = now  # in this phase
-        self.phase = Phase.LOADING
+    placement: Placement
+    replica: SimReplica
+    started_at: float
+    since: float  # in this phase
+    phase: Phase = Phase.LOADING
 
     @property
     def running(self) -> Running:
@@ -88,14 +86,6 @@ class SimFleet:
         self._pending: list[Placement] = []  # planned, waiting for cores
         self._by_replica: dict[SimReplica, Holder] = {}
         self._on_ready, self._on_drain, self._on_lost = on_ready, on_drain, on_lost
-
-    def of(self, model: str) -> list[Holder]:
-        """Returns the loading and ready replicas of a model."""
-        return [
-            holder
-            for (name, _), holder in self.holders.items()
-            if name == model and holder.phase in (Phase.LOADING, Phase.READY)
-        ]
 
     def counts(self) -> dict[str, tuple[int, int, float | None]]:
         """Returns by model: ready replicas, loading replicas, and when the newest became ready or started to load."""
@@ -172,7 +162,7 @@ class SimFleet:
 
     def _start(self, placement: Placement, mask: int, at_once: bool) -> None:
         model, now = self._models[placement.model], self.clock.now
-        holder = Holder(placement, SimReplica(model, placement.replica), now)
+        holder = Holder(placement, SimReplica(model, placement.replica), now, now)
         self.holders[placement.model, placement.replica] = holder
         self._by_replica[holder.replica] = holder
         self._cores[placement.host] |= mask

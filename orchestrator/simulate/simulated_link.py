@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from orchestrator.dispatch.prefix_index import PrefixIndex
 from orchestrator.dispatch.replica_choice import Pace
@@ -12,35 +13,25 @@ from orchestrator.simulate.simulated_request import SimRequest
 from orchestrator.simulate.virtual_clock import Clock
 
 
+@dataclass(slots=True, eq=False)
 class SimLink:
     """The requests of one gateway on a replica (see `orchestrator.gateway.serving.replica_link`)."""
 
-    __slots__ = (
-        "clock",
-        "free_slots",
-        "gateway",
-        "id",
-        "idle",
-        "live",
-        "pace",
-        "prefilling",
-        "prefixes",
-        "replica",
-        "tracked",
-    )
+    replica: SimReplica
+    gateway: int
+    clock: Clock
+    idle: bool = True  # it has had no token since it had no request
+    live: int = 0
+    prefilling: int = 0  # requests without a token
+    pace: float = 0.0  # seconds per token, the value of ``tracked``
+    tracked: Pace = field(default_factory=Pace)
+    prefixes: PrefixIndex | None = None  # prompts have no tokens here
+    id: str = field(init=False)
+    free_slots: int = field(init=False)  # 0 between a BUSY and the next free slot
 
-    def __init__(self, replica: SimReplica, gateway: int, clock: Clock) -> None:
-        self.replica = replica
-        self.gateway = gateway
-        self.clock = clock
-        self.id = str(replica.index)
-        self.idle = True  # it has had no token since it had no request
-        self.live = 0
-        self.prefilling = 0  # requests without a token
-        self.free_slots = replica.slots  # 0 between a BUSY and the next free slot
-        self.pace = 0.0  # seconds per token, the value of ``tracked``
-        self.tracked = Pace()
-        self.prefixes: PrefixIndex | None = None  # prompts have no tokens here
+    def __post_init__(self) -> None:
+        self.id = str(self.replica.index)
+        self.free_slots = self.replica.slots
 
     def stepped_at(self) -> float:
         """Returns the end of the replica's last step, as the gateway sees it by the tokens; -inf while it is idle."""

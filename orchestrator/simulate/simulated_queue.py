@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from random import Random
 
 from orchestrator.dispatch.dispatcher import Dispatcher, Refusal
@@ -14,21 +15,19 @@ from orchestrator.simulate.simulated_replica import SimReplica
 from orchestrator.simulate.simulated_request import Arrival, SimRequest
 from orchestrator.simulate.virtual_clock import Clock
 
-Choice = Callable[[Sequence[SimReplica], SimRequest], "SimReplica | None"]
-"""An alternative router: returns the replica for a request; None: it waits in the queue until a request has ended."""
 
-
+@dataclass(slots=True)
 class Measured:
     """The measurements of a model's requests. Times are in seconds, in the order in which the requests ended."""
 
-    __slots__ = ("arrived", "attained", "busy_s", "latencies", "lost", "output_tokens", "queued", "refused", "ttfts")
-
-    def __init__(self) -> None:
-        self.arrived = self.refused = self.lost = self.attained = self.output_tokens = 0
-        self.busy_s = 0.0  # slot-seconds
-        self.ttfts = array("d")
-        self.latencies = array("d")
-        self.queued = array("d")  # until it was sent to a replica
+    arrived: int = 0
+    refused: int = 0
+    lost: int = 0
+    attained: int = 0
+    output_tokens: int = 0
+    ttfts: array[float] = field(default_factory=lambda: array("d"))
+    latencies: array[float] = field(default_factory=lambda: array("d"))
+    queued: array[float] = field(default_factory=lambda: array("d"))  # until it was sent to a replica
 
     @property
     def answered(self) -> int:
@@ -48,35 +47,29 @@ class Measured:
 class SimulatedQueue:
     """One model: its requests arrive here, wait in the queue of their gateway, and are sent to a replica."""
 
-    def __init__(
-        self, model: SimModel, clock: Clock, *, gateways: int = 1, seed: int = 0, choice: Choice | None = None
-    ) -> None:
-        """Raises ValueError for an alternative router (``choice``) with several gateways."""
-        if choice is not None and gateways > 1:
-            raise ValueError("an alternative router supports one gateway only")
+    binds_late = True  # a request is sent only to a free slot; an alternative router may send it before
+
+    def __init__(self, model: SimModel, clock: Clock, *, gateways: int = 1, seed: int = 0, since: float = 0.0) -> None:
+        """Requests before ``since`` are not measured."""
         self.model = model
         self.clock = clock
         self.replicas: list[SimReplica] = []  # replicas in routing
         self.counts = Counts()
         self.measured = Measured()
-        self.since = 0.0  # earlier requests are not measured
+        self.since = since
         self.live = 0
         self.on_cold: Callable[[], None] | None = None  # a request has arrived without a ready replica
         self.on_empty: Callable[[SimReplica], None] | None = None  # a retired replica has ended its last request
         self._links = [SimLinks() for _ in range(gateways)]
-        self._choice = choice
-        self._dispatchers: list[Dispatcher[SimRequest, SimLink]] = [
-            Dispatcher(
-                model, links, self, stepped_at=SimLink.stepped_at, route=None if choice is None else self._alternative
-            )
-            for links in self._links
-        ]
+        self._dispatchers = [self.new_dispatcher(links) for links in self._links]
         self._gateway_of = Random(f"gateways {seed} {model.name}").randrange
         self._count = 0
         self._retired: set[SimReplica] = set()
-        self._ttft_s = model.ttft_s
-        if (model.ttft_s, model.tpot_s, model.queue_s) == (None, None, None):
-            self._ttft_s = model.judged_ttft_s
+        unset = model.ttft_s is None and model.tpot_s is None and model.queue_s is None
+        self._ttft_s = model.judged_ttft_s if unset else model.ttft_s
+
+    def new_dispatcher(self, links: SimLinks) -> Dispatcher[SimRequest, SimLink]:
+        return Dispatcher(self.model, links, self, stepped_at=SimLink.stepped_at)
 
     @property
     def waiting(self) -> int:
@@ -139,7 +132,7 @@ class SimulatedQueue:
         """Sends a request as the data plane does: a replica without free slots replies BUSY, and notifies the gateway
         later. Messages take no time here."""
         replica = link.replica
-        if replica.live >= replica.slots and self._choice is None:
+        if replica.live >= replica.slots and self.binds_late:
             link.free_slots = 0
             replica.busy.append(link)
             return False
@@ -177,11 +170,6 @@ class SimulatedQueue:
     def _waited(self, request: SimRequest) -> None:
         request.timer = 0
         self._dispatchers[request.gateway].waited(request, self.clock.now)
-
-    def _alternative(self, request: SimRequest) -> SimLink | None:
-        assert self._choice is not None
-        replica = self._choice(self.replicas, request)
-        return None if replica is None else next(link for link in self._links[0] if link.replica is replica)
 
     def _advance(self, replica: SimReplica) -> None:
         now = self.clock.now
@@ -236,7 +224,6 @@ class SimulatedQueue:
         measured.latencies.append(now - arrived_at)
         measured.queued.append(queued)
         measured.output_tokens += tokens
-        measured.busy_s += now - request.sent_at
         if (
             (self._ttft_s is None or ttft <= self._ttft_s)
             and (model.queue_s is None or queued <= model.queue_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ NEVER = math.inf
 _ROUNDING = 1e-9  # of a step: tolerance for rounding errors
 
 
+@dataclass(slots=True, eq=False)
 class SimReplica:
     """A replica with its slots and steps.
 
@@ -33,40 +35,25 @@ class SimReplica:
     prefill. So a step costs nothing unless a request ends with it.
     """
 
-    __slots__ = (
-        "_decodes",
-        "_ends",
-        "_live",
-        "_waiting",
-        "base",
-        "began",
-        "busy",
-        "due",
-        "ended",
-        "index",
-        "live",
-        "model",
-        "prefill",
-        "slots",
-        "step_s",
-    )
+    model: SimModel
+    index: int = 0
+    live: int = 0  # sent, not ended
+    due: float = NEVER  # when `advance` must be called next
+    began: list[SimRequest] = field(default_factory=list)  # requests with their first token in the last `advance`
+    ended: list[SimRequest] = field(default_factory=list)  # requests that ended in it
+    busy: deque[SimLink] = field(default_factory=deque)  # links of gateways to notify of a free slot, in their order
+    prefill: list[SimRequest] = field(default_factory=list)
+    base: float = 0.0  # the end of the last prefill, or of the last decode at which a request ended
+    slots: int = field(init=False)
+    step_s: float = field(init=False)
+    _waiting: deque[SimRequest] = field(default_factory=deque)
+    _live: int = 0  # in slots
+    _ends: list[tuple[int, int, SimRequest]] = field(default_factory=list)  # heap: last decode, number of the request
+    _decodes: int = 0  # ended decodes at `base`
 
-    def __init__(self, model: SimModel, index: int = 0) -> None:
-        self.model = model
-        self.index = index
-        self.slots = model.slots
-        self.live = 0  # sent, not ended
-        self.due = NEVER  # when `advance` must be called next
-        self.began: list[SimRequest] = []  # requests with their first token in the last `advance`
-        self.ended: list[SimRequest] = []  # requests that ended in it
-        self.busy: deque[SimLink] = deque()  # links of gateways to notify of a free slot, in their order
-        self.step_s = max(model.step_s, 1e-6)
-        self._waiting: deque[SimRequest] = deque()
-        self.prefill: list[SimRequest] = []
-        self._live = 0  # in slots
-        self._ends: list[tuple[int, int, SimRequest]] = []  # heap: last decode, number of the request
-        self._decodes = 0  # ended decodes at `base`
-        self.base = 0.0
+    def __post_init__(self) -> None:
+        self.slots = self.model.slots
+        self.step_s = max(self.model.step_s, 1e-6)
 
     @property
     def waiting(self) -> int:

@@ -33,16 +33,14 @@ class Clock:
         """Cancels a call that has not been made."""
         self._cancelled.add(number)
 
-    def run(self, arrivals: Iterable[Arrival], arrive: Callable[[Arrival], None], until: float = math.inf) -> None:
-        """Runs until all arrivals and calls are done, or ``until``. An arrival precedes the calls of the same time.
+    def run(self, arrivals: Iterable[Arrival], arrive: Callable[[Arrival], None]) -> None:
+        """Runs until all arrivals and calls are done. An arrival precedes the calls of the same time.
         Raises ValueError if the arrivals are not in order."""
         calls, cancelled, coming = self._calls, self._cancelled, iter(arrivals)
         arrival = next(coming, None)
         self.arriving = arrival is not None
         while True:
             if arrival is not None and (not calls or arrival.at <= calls[0][0]):
-                if arrival.at > until:
-                    break
                 if arrival.at < self.now:
                     raise ValueError(f"an arrival at {arrival.at} s comes after one at {self.now} s")
                 self.now = arrival.at
@@ -50,7 +48,7 @@ class Clock:
                 arrival = next(coming, None)
                 if arrival is None:
                     self.arriving = False
-            elif calls and calls[0][0] <= until:
+            elif calls:
                 time, number, call, about = heappop(calls)
                 if cancelled and number in cancelled:
                     cancelled.discard(number)
@@ -58,6 +56,4 @@ class Clock:
                 self.now = time
                 call(about)
             else:
-                break
-        if until != math.inf:
-            self.now = until
+                return

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.routing_parts.fixed_replicas import serve_fixed
 from orchestrator.bench.statistics import percentile
-from orchestrator.simulate.loop import serve_fixed
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_queue import Measured
 from orchestrator.simulate.simulated_replica import SimReplica

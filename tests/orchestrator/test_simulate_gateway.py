@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 import workers
+from benchmarks.routing_parts.fixed_replicas import serve_fixed
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route
 from orchestrator.gateway.openai.errors import ApiError
@@ -21,7 +22,6 @@ from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.scheduling_parameters import SchedulingParameters
 from orchestrator.gateway.serving.ticket import Ticket
 from orchestrator.process.version import corewright_version
-from orchestrator.simulate.loop import serve_fixed
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_replica import SimReplica
 from orchestrator.simulate.simulated_request import Arrival, SimRequest

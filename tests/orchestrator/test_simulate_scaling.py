@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.scaling_parts.scenarios import scenario_of
 from orchestrator.scaling.autoscaler import FleetNow, Targets
 from orchestrator.scaling.forecast import Load
 from orchestrator.simulate.run import Outcome, simulate
 from orchestrator.simulate.scaling_policy import Fixed, Joint
-from orchestrator.simulate.scenario import Scenario
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_request import Arrival
 from orchestrator.simulate.workload import Workload
@@ -65,13 +65,13 @@ def kinds(outcome: Outcome, name: str) -> list[tuple[float, str]]:
 def test_a_replica_is_ready_when_it_has_loaded() -> None:
     """Decided at the first tick, ready load_s later."""
     asked = [Arrival(5.0, "a", 10, 2), Arrival(60.0, "a", 10, 2)]
-    outcome = simulate(Scenario.of([model("a")], hosts=1), asked, Scripted([{"a": 1}]), record=True)
+    outcome = simulate(scenario_of([model("a")], hosts=1), asked, Scripted([{"a": 1}]), record=True)
     assert kinds(outcome, "a") == [(5.0, "start"), (20.0, "ready")]
 
 
 def test_the_first_request_of_a_model_at_zero_is_decided_at_once() -> None:
     """And it is answered when the replica is ready: nothing is lost."""
-    outcome = simulate(Scenario.of([model("a")], hosts=1), [Arrival(1.0, "a", 10, 2)], Joint())
+    outcome = simulate(scenario_of([model("a")], hosts=1), [Arrival(1.0, "a", 10, 2)], Joint())
     found = outcome.measured["a"]
     assert (found.answered, round(found.ttfts[0], 3), outcome.loads["a"]) == (1, 15.016, 1)
 
@@ -79,7 +79,7 @@ def test_the_first_request_of_a_model_at_zero_is_decided_at_once() -> None:
 def test_cores_are_free_before_they_are_used_again() -> None:
     """Shrink before grow: b starts when a's last request has ended, not at the decision."""
     asked = [Arrival(9.0, "a", 10, 101)]
-    scenario = Scenario.of([model("a", 24), model("b", 24)], hosts=1)
+    scenario = scenario_of([model("a", 24), model("b", 24)], hosts=1)
     outcome = simulate(scenario, asked, Scripted([{"a": 0, "b": 1}]), initial={"a": 1}, record=True)
     assert held(outcome)
     assert kinds(outcome, "a")[2:] == [(10.0, "drain"), (pytest.approx(19.016), "end")]
@@ -89,7 +89,7 @@ def test_cores_are_free_before_they_are_used_again() -> None:
 def test_a_draining_replica_is_ended_at_its_deadline() -> None:
     """300 s by default; its requests are lost, and counted."""
     outcome = simulate(
-        Scenario.of([model("a")], hosts=1), [Arrival(9.0, "a", 10, 10_000)], Scripted([{"a": 0}]), initial={"a": 1}
+        scenario_of([model("a")], hosts=1), [Arrival(9.0, "a", 10, 10_000)], Scripted([{"a": 0}]), initial={"a": 1}
     )
     assert (outcome.measured["a"].lost, outcome.measured["a"].open) == (1, 0)
 
@@ -98,21 +98,21 @@ def test_an_unwanted_replica_stops_loading() -> None:
     """Its cores are free at once."""
     asked = [Arrival(1.0, "b", 10, 1), Arrival(40.0, "b", 10, 1)]
     script = Scripted([{"a": 1, "b": 1}, {"a": 0, "b": 1}])
-    outcome = simulate(Scenario.of([model("a", load_s=30.0), model("b")], hosts=1), asked, script, record=True)
+    outcome = simulate(scenario_of([model("a", load_s=30.0), model("b")], hosts=1), asked, script, record=True)
     assert kinds(outcome, "a") == [(1.0, "start"), (20.0, "end")]
 
 
 def test_requests_wait_for_a_first_replica_up_to_hold_s() -> None:
     """There is no room for the model."""
     asked = [Arrival(1.0, "a", 10, 1), Arrival(100.0, "a", 10, 1)]
-    outcome = simulate(Scenario.of([model("a", hold_s=30.0)], hosts=1), asked, Scripted([{"a": 0}]))
+    outcome = simulate(scenario_of([model("a", hold_s=30.0)], hosts=1), asked, Scripted([{"a": 0}]))
     assert outcome.measured["a"].refused == 2
 
 
 def test_core_hours_count_from_the_start_to_the_end() -> None:
     """Loading and draining replicas hold their cores too."""
     asked = [Arrival(5.0, "a", 10, 1), Arrival(104.0, "a", 10, 1)]
-    outcome = simulate(Scenario.of([model("a")], hosts=1), asked, Scripted([{"a": 1}]), record=True)
+    outcome = simulate(scenario_of([model("a")], hosts=1), asked, Scripted([{"a": 1}]), record=True)
     ended = outcome.seconds
     assert outcome.core_s["a"] == pytest.approx(8 * (ended - 5.0))
 
@@ -120,7 +120,7 @@ def test_core_hours_count_from_the_start_to_the_end() -> None:
 def test_the_policy_gets_the_running_replicas() -> None:
     """Places, ready and starting replicas."""
     scripted = Scripted([{"a": 2}, {"a": 2}, {"a": 2}])
-    simulate(Scenario.of([model("a")], hosts=1), [Arrival(29.0, "a", 10, 1)], scripted, initial={"a": 1})
+    simulate(scenario_of([model("a")], hosts=1), [Arrival(29.0, "a", 10, 1)], scripted, initial={"a": 1})
     seen = [(fleet.models[0].ready, fleet.models[0].starting, fleet.models[0].places) for fleet in scripted.seen[:2]]
     assert seen == [(1, 0, ((0, 0),)), (1, 1, ((0, 0), (0, 8)))]
 
@@ -128,7 +128,7 @@ def test_the_policy_gets_the_running_replicas() -> None:
 def test_a_model_without_scaling_keeps_its_min() -> None:
     """`scaling: {auto: false}`."""
     asked = [Arrival(at / 10, "a", 10, 50) for at in range(600)]
-    outcome = simulate(Scenario.of([model("a", min=1, auto=False)], hosts=1), asked, Joint())
+    outcome = simulate(scenario_of([model("a", min=1, auto=False)], hosts=1), asked, Joint())
     assert outcome.loads["a"] == 0
 
 
@@ -143,7 +143,7 @@ def test_no_core_is_ever_held_twice(script: list[dict[str, int]], seed: int) -> 
     """In any prefix of the events, for any policy; and no request is lost."""
     models = [model("a", 8), model("b", 24, priority=1), model("c", 2, priority=-1)]
     load = Workload("gamma", ("a", "b", "c"), 1.0, 100.0, seed)
-    outcome = simulate(Scenario.of(models, hosts=2), load, Scripted(script or [{}], 7.0), record=True)
+    outcome = simulate(scenario_of(models, hosts=2), load, Scripted(script or [{}], 7.0), record=True)
     held(outcome)
     for found in outcome.measured.values():
         assert found.arrived == found.answered + found.refused + found.lost + found.open
@@ -156,7 +156,7 @@ def test_the_autoscaler_never_exceeds_the_cores_of_the_fleet(seed: int, kind: st
     """Its targets together, at every decision."""
     models = [model("a", 8, ttft_s=2.0), model("b", 24, ttft_s=2.0), model("c", 4, ttft_s=2.0, priority=1)]
     load = Workload(kind, ("a", "b", "c"), 4.0, 1200.0, seed)  # type: ignore[arg-type]
-    outcome = simulate(Scenario.of(models, hosts=2), load, Joint(), record=True)
+    outcome = simulate(scenario_of(models, hosts=2), load, Joint(), record=True)
     held(outcome)
     targets, sizes = {"a": 0, "b": 0, "c": 0}, {one.name: one.cores for one in models}
     for before, after in pairwise([*outcome.decisions, None]):
@@ -172,7 +172,7 @@ def test_constant_load_causes_no_flapping(rate: float) -> None:
     """For an hour: what is started in its first ten minutes stays, give or take one."""
     models = [model(name, 8, ttft_s=2.0, load_s=60.0) for name in "abc"]
     load = Workload("poisson", ("a", "b", "c"), rate, 3600.0, 1)
-    outcome = simulate(Scenario.of(models, hosts=2), load, Joint(), record=True)
+    outcome = simulate(scenario_of(models, hosts=2), load, Joint(), record=True)
     late = [decision for decision in outcome.decisions if 600 < decision.at < 3600]
     assert len(late) <= 2, late
 
@@ -197,5 +197,5 @@ def test_two_runs_are_equal_for_any_hash_seed() -> None:
 def test_a_static_split_starts_nothing() -> None:
     """`Fixed` simulates a spec without scaling."""
     load = Workload("poisson", ("a",), 1.0, 60.0)
-    outcome = simulate(Scenario.of([model("a", min=1)], hosts=1), load, Fixed({"a": 1}))
+    outcome = simulate(scenario_of([model("a", min=1)], hosts=1), load, Fixed({"a": 1}))
     assert outcome.loads["a"] == 0

@@ -1,0 +1,32 @@
+"""Scenarios for the simulator without a spec file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.simulate.scenario import Scenario
+from orchestrator.simulate.simulated_model import SimModel
+from placements.planner.spec_hosts import Machine, hosts_for
+from placements.spec.schema import HostsSpec, ModelSpec, Replicas, Spec
+
+_MACHINE = Machine(tuple(range(8)))
+
+
+def scenario_of(models: Sequence[SimModel], *, hosts: int) -> Scenario:
+    """Returns the scenario of these models on ``hosts`` emulated inf2.48xlarge."""
+    specs = tuple(
+        ModelSpec(
+            name=model.name,
+            source="./model",
+            engine="echo",
+            tp_degree=model.cores,
+            max_batch=model.slots,
+            replicas=Replicas(min=model.min, max=model.max),
+            priority=model.priority,
+            max_queue=model.max_queue,
+            allow_degrees=(model.cores,),
+        )
+        for model in models
+    )
+    spec = Spec(hosts=(HostsSpec(emulate="inf2.48xlarge", count=hosts),), models=specs)
+    return Scenario(spec, hosts_for(spec, _MACHINE), tuple(models))
