@@ -76,7 +76,8 @@ from tests.served import Served
 from tests.stubs import stub_checkpoint
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import Listing, RemoteFile
-from workers.artifacts.sources.source_metadata import SourceMetadata, SourceQuery
+from workers.artifacts.sources.open_source import SourceQuery
+from workers.artifacts.sources.source_metadata import SourceMetadata
 from workers.host.core_claims import CoreClaim
 from workers.host.facts.machine import ONLOOKERS
 from workers.messages.requests import GenerateRequest
@@ -558,7 +559,7 @@ def source_away(folder: Path) -> list[Problem]:
     config = (folder / "models" / "tiny" / "config.json").read_bytes()
     listing = Listing(source="org/model", files=(RemoteFile(name="config.json", size=len(config), tag=""),))
     with patch.dict(os.environ, {"COREWRIGHT_HOME": str(folder / "home")}):
-        heads = SourceMetadata(folder / "home" / "store" / "heads", lambda _: KnownRemote(listing, config))
+        heads = SourceMetadata(folder / "home" / "store" / "heads", lambda *_: KnownRemote(listing, config))
         heads.refresh(SourceQuery(source="org/model"))
         return list(examine("models: {chat: {source: org/model}}\n", "spec.yaml", str(folder), LARGE).problems)
 

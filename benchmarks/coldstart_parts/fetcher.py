@@ -54,10 +54,10 @@ def transfer(folder: Path) -> None:
 
 def store(folder: Path) -> None:
     """Ours: into the store, as the host of a fleet does it; links lead from where the files are looked for."""
-    from workers.artifacts.sources.open_source import open_remote
+    from workers.artifacts.sources.open_source import SourceQuery
     from workers.artifacts.store.store import Store
 
-    artifact = Store(folder / "store").get(open_remote(f"s3://{BUCKET}/{PREFIX}"))
+    artifact = Store(folder / "store").get(SourceQuery(source=f"s3://{BUCKET}/{PREFIX}").open())
     for name in artifact.files:
         (folder / name).symlink_to(Path(artifact.folder) / name)
 

@@ -18,7 +18,8 @@ from workers.host import foreign_files
 
 if TYPE_CHECKING:
     from workers.artifacts.sources.listing import SourceError
-    from workers.artifacts.sources.source_metadata import Metadata, MetadataResult, SourceMetadata, SourceQuery
+    from workers.artifacts.sources.open_source import SourceQuery
+    from workers.artifacts.sources.source_metadata import Metadata, MetadataResult, SourceMetadata
 
 AT_ONCE = 8  # concurrent queries to sources
 _SKIPPED = "rules about heads, memory and lengths are skipped for it"
@@ -204,7 +205,7 @@ def source_metadata_store() -> SourceMetadata:
 
 def source_query(part: CheckpointPart) -> SourceQuery:
     """Returns the metadata query for a remote source."""
-    from workers.artifacts.sources.source_metadata import SourceQuery
+    from workers.artifacts.sources.open_source import SourceQuery
 
     model = part.model
     return SourceQuery(

@@ -1,4 +1,4 @@
-"""Sources elsewhere that nobody reaches, for fleets whose hosts only play that they fetch."""
+"""Unreachable remote sources, for fleets whose hosts only simulate fetches."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.listing import Remote, SourceError
-from workers.artifacts.sources.source_metadata import SourceMetadata, SourceQuery
+from workers.artifacts.sources.open_source import SourceQuery
+from workers.artifacts.sources.source_metadata import SourceMetadata
 
 
-def _away(asked: SourceQuery) -> Remote:
-    raise SourceError("s3-unreachable", f"{asked.source} is played")
+def _unreachable(query: SourceQuery, _: RetryPolicy) -> Remote:
+    raise SourceError("s3-unreachable", f"the test has no {query.source}")
 
 
 def nobody_is_asked(patch: pytest.MonkeyPatch, home: Path) -> None:
-    """The planner knows nothing of a source elsewhere, and asks nobody."""
+    """Makes every remote source unreachable for the planner."""
     for module in ("orchestrator.revisions.checkpoint_reader", "orchestrator.revisions.resolved_revision"):
-        patch.setattr(f"{module}.source_metadata_store", lambda: SourceMetadata(home / "heads", _away))
+        patch.setattr(f"{module}.source_metadata_store", lambda: SourceMetadata(home / "heads", _unreachable))

@@ -9,7 +9,7 @@ from workers.artifacts.store.store import Artifact
 
 
 def artifact(source: str) -> Artifact:
-    return Artifact(key="k", source=source, folder="/k", bytes=1, files={}, fetched_at=0.0, used_at=0.0, fetch_s=1.0)
+    return Artifact(key="k", source=source, folder="/k", files={}, fetched_at=0.0, used_at=0.0, fetch_s=1.0, boot="b")
 
 
 @pytest.mark.parametrize("kept", ["s3://models/one", "s3://models/one/"])

@@ -36,7 +36,6 @@ from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, WantedArti
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.listing import SourceError
-from workers.artifacts.sources.open_source import open_remote
 from workers.artifacts.store.store import Store
 from workers.neff_cache.compiled_artifacts import MANIFEST
 
@@ -158,12 +157,8 @@ ON_THE_HUB: dict[str, tuple[Scenario, str]] = {
 
 def brought(source: str, root: Path) -> tuple[str, str]:
     """Fetch it, and again; the id of the error if there was one, and all that could be printed of it."""
-
-    def opened(wanted: WantedArtifact, _: RetryPolicy) -> object:
-        return open_remote(wanted.source, wanted.revision, retry_policy=HURRIED)
-
     id, told = "", []
-    bringing = ArtifactFetcher(Store(root), opened)  # type: ignore[arg-type]
+    bringing = ArtifactFetcher(Store(root), lambda wanted, _: wanted.open(HURRIED))
     for _ in range(2):
         progress = Progress(source)
         try:

@@ -100,7 +100,7 @@ class Stores(RuleBasedStateMachine):
             blob = blobs[number % len(blobs)]
             blob.chmod(0o644)
             blob.write_bytes(b"?" + blob.read_bytes()[1:])
-            keys = [one.key for one in self.store.artifacts() if blob.name in {d for _, d in one.files.values()}]
+            keys = [one.key for one in self.store.artifacts() if blob.name in {f.digest for f in one.files.values()}]
             for key in keys:
                 with contextlib.suppress(SourceError):  # a brother of it was verified, which took it from this one
                     assert self.store.verify(key) or key not in {one.key for one in self.store.artifacts()}
@@ -113,9 +113,9 @@ class Stores(RuleBasedStateMachine):
     @invariant()
     def what_is_there_is_whole(self) -> None:
         for artifact in self.store.artifacts():
-            for name, (size, digest) in artifact.files.items():
+            for name, file in artifact.files.items():
                 path = Path(artifact.folder) / name
-                assert (path.stat().st_size, digest_of(path)) == (size, digest)
+                assert (path.stat().st_size, digest_of(path)) == (file.size, file.digest)
 
     @invariant()
     def the_budget_is_kept(self) -> None:

@@ -201,7 +201,7 @@ def test_the_pauses_of_the_hub_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         server.away()
         retry_policy = RetryPolicy(seconds=1.0, first_s=0.01, longest_s=100.0, clock=lambda: now[0], wait=wait)
         with pytest.raises(SourceError, match="hub-unreachable"):
-            HubRemote("org/m", retry_policy=retry_policy, offline=False).listing()
+            HubRemote("org/m", retry_policy=retry_policy).listing()
     assert grows(pauses)
 
 

@@ -24,7 +24,6 @@ from workers.artifacts.fetch.artifact_fetcher import (
 )
 from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.sources.listing import Listing, SourceError
-from workers.artifacts.sources.open_source import Selected
 from workers.artifacts.store.store import Store
 from workers.messages.replica_config import Origin, ReplicaConfig
 
@@ -113,10 +112,10 @@ def test_offline_what_is_whole_here_counts_more_than_the_hubs_cache(
 def test_a_slash_at_the_end_of_a_source_means_nothing(tmp_path: Path) -> None:
     """It is fetched once, and found when S3 is away."""
     store, remotes = Store(tmp_path), (FakeRemote(FILES, SOURCE), Away({}, SOURCE))
-    opened = [Selected(f"{SOURCE}/", one, allow_pickle=False, trust_remote_code=False) for one in remotes]
     wanted = WantedArtifact(source=f"{SOURCE}/")
     first, again = (
-        ArtifactFetcher(store, lambda *_, one=one: one)(wanted, Progress(""), threading.Event()) for one in opened
+        ArtifactFetcher(store, lambda *_, remote=remote: wanted.select(remote))(wanted, Progress(""), threading.Event())
+        for remote in remotes
     )
     plain = bring(store, FakeRemote(FILES, SOURCE))
     assert (again.artifact, plain.artifact, plain.moved) == (first.artifact, first.artifact, 0)
@@ -147,7 +146,7 @@ def test_what_arrives_is_told_while_it_comes_from_its_source(tmp_path: Path) -> 
         assert reached.wait(DEADLINE_S)
         told = progress.status()
         assert (told.total, told.done, told.moved) == (7002, 2, 2)
-        assert Path(told.folder) == store.growing(SOURCE)
+        assert [Path(told.folder)] == list((tmp_path / "artifacts").iterdir())
         go_on.set()
         landed = fetch.result(DEADLINE_S)
     assert (landed.folder, landed.artifact, landed.bytes) == (told.folder, Path(told.folder).name, told.total)

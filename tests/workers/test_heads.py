@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError
-from workers.artifacts.sources.source_metadata import KEPT_PINS, KEPT_S, MARK, SourceMetadata, SourceQuery
+from workers.artifacts.sources.open_source import SourceQuery
+from workers.artifacts.sources.source_metadata import KEPT_PINS, KEPT_S, MARK, SourceMetadata
 
 ASKED = SourceQuery(source="org/model")
 CONFIG = b'{"model_type": "llama"}'
@@ -28,7 +30,7 @@ class Source:
         self.listed = 0
         self.sent: list[str] = []
 
-    def open(self, asked: SourceQuery) -> Source:
+    def open(self, query: SourceQuery, _: RetryPolicy) -> Source:
         return self
 
     def listing(self) -> Listing:

@@ -19,7 +19,7 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.hub import STAGING, HubRemote
 from workers.artifacts.sources.listing import Listing, SourceError, Stopped
-from workers.artifacts.sources.open_source import open_remote
+from workers.artifacts.sources.open_source import SourceQuery
 
 ID = "org/tiny"
 WEIGHTS = os.urandom(300_000)
@@ -333,9 +333,9 @@ def test_what_xet_complains_of_is_told_as_what_it_is(
 
 def test_a_source_is_opened_by_the_form_of_its_name(hub: HubServer) -> None:
     """A path is nothing to be fetched, and S3 has no revisions."""
-    assert open_remote(ID).listing().source == ID
+    assert SourceQuery(source=ID).open().listing().source == ID
     with pytest.raises(ValueError, match="is a path"):
-        open_remote("./models/tiny")
+        SourceQuery(source="./models/tiny").open()
     with pytest.raises(SourceError) as refused:
-        open_remote("s3://models/tiny", "v1")
+        SourceQuery(source="s3://models/tiny", revision="v1").open()
     assert refused.value.id == "revision-without-hub"

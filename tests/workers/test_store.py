@@ -22,11 +22,11 @@ from blake3 import blake3
 from tests.workers.fake_remote import DEADLINE_S, ROOT, FakeRemote, Fetcher
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import Listing, SourceError, Stopped
+from workers.artifacts.sources.open_source import SourceQuery
 from workers.artifacts.store import locks, manifest
 from workers.artifacts.store.artifact_uses import using
 from workers.artifacts.store.blobs import digest_of
 from workers.artifacts.store.eviction import DiskRoom
-from workers.artifacts.store.file_digests import Digests
 from workers.artifacts.store.manifest import OURS, WHOLE, Artifact
 from workers.artifacts.store.store import Store
 from workers.host import file_lock, lifetime
@@ -61,14 +61,17 @@ def assert_sound(store: Store, keys: set[str] | None = None) -> None:
     """Every artifact holds what its manifest says and nothing else; no content and no unfinished fetch lies about."""
     used = set()
     for artifact in store.artifacts():
-        assert {name: (path.stat().st_size, digest_of(path)) for name, path in files(artifact).items()} == dict(
-            artifact.files
-        )
-        used |= {digest for _, digest in artifact.files.values()}
+        recorded = {name: (file.size, file.digest) for name, file in artifact.files.items()}
+        assert {name: (path.stat().st_size, digest_of(path)) for name, path in files(artifact).items()} == recorded
+        used |= set(digests(artifact).values())
     assert {path.name for path in (store.root / "blobs").iterdir()} == used
     found = {path.name for path in (store.root / "artifacts").iterdir()}
     assert found == {artifact.key for artifact in store.artifacts()}
     assert keys is None or found == keys
+
+
+def digests(artifact: Artifact) -> dict[str, str]:
+    return {name: file.digest for name, file in artifact.files.items()}
 
 
 def files(artifact: Artifact) -> dict[str, Path]:
@@ -165,13 +168,14 @@ def test_equal_tags_of_different_sources_say_nothing(tmp_path: Path) -> None:
     assert sorted(other.moved) == sorted(FILES)
 
 
-def test_a_copy_of_a_store_may_be_a_source(tmp_path: Path) -> None:
-    """What its manifest says is not believed: while it is fetched, the artifact is not whole."""
+def test_a_copy_of_a_store_can_be_a_source(tmp_path: Path) -> None:
+    """Its manifest is not fetched: the artifact is incomplete during the fetch."""
     store, seen = Store(tmp_path), list[int]()
     theirs = msgspec.json.encode(manifest.Manifest(source="s3://x", files={}, fetched_at=0, fetch_s=0, boot="b"))
-    remote = FakeRemote({**FILES, WHOLE: theirs}, before=lambda name: seen.append(len(store.artifacts())))
-    assert content(store.get(remote)) == FILES
-    assert seen == [0, 0, 0]
+    files = {"config.json": b"{}", "model.safetensors": b"w"}
+    remote = FakeRemote({**files, WHOLE: theirs}, before=lambda name: seen.append(len(store.artifacts())))
+    assert content(store.get(SourceQuery(source=remote.source).select(remote))) == files
+    assert seen == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../out", "a//b"])
@@ -430,7 +434,6 @@ def test_what_the_disk_cannot_read_any_more_is_fetched_again(
     artifact = store.get(remote)
     os.utime(Path(artifact.folder) / BIG, (0, 0))
     monkeypatch.setattr("workers.artifacts.store.blobs.digest_of", unreadable)
-    monkeypatch.setattr("workers.artifacts.store.file_digests.digest_of", unreadable)
     remote.moved.clear()
     if when == "whole":
         after_a_crash(monkeypatch)
@@ -939,7 +942,7 @@ def test_a_damaged_byte_is_not_copied_into_memory(tmp_path: Path, monkeypatch: p
     found = Store(tmp_path / "disk", memory=tmp_path / "memory").get(remote)
     assert (content(found), remote.moved) == (FILES, [BIG])
     assert found.folder.startswith(str(tmp_path / "memory"))
-    assert found.files == artifact.files
+    assert digests(found) == digests(artifact)
 
 
 def test_memory_has_a_budget_of_its_own_and_keeps_what_is_used(tmp_path: Path) -> None:
@@ -1056,29 +1059,10 @@ def test_processes_that_do_everything_at_once_and_are_killed_leave_a_whole_store
 # Digests
 
 
-class Told(Progress):
-    """Takes the digests that whoever fetches tells."""
-
-    def __init__(self) -> None:
-        super().__init__("s3://models/one")
-        self.digests = {"config.json": "of another fetch, by the same name"}
-
-
-def test_a_digest_that_the_fetch_tells_is_taken(tmp_path: Path) -> None:
-    """It has seen the bytes that it wrote. Files that it has not told of are read, whatever was told before."""
-    progress, told = Told(), "0" * 64
-    remote = FakeRemote(FILES, before=lambda name: progress.digests.update({name: told} if name == BIG else {}))
-    found = Store(tmp_path).get(remote, progress).files
-    assert found[BIG] == (len(FILES[BIG]), told)
-    assert found["config.json"] == (2, blake3(b"{}").hexdigest())
-
-
-def test_a_file_that_is_replaced_while_others_arrive_is_read_again(tmp_path: Path) -> None:
-    """Its digest was taken of what stood there before."""
-    path = tmp_path / "a"
-    path.write_bytes(b"before")
-    with Digests(tmp_path, ["a", "never there"], {}, threading.Event()) as digests:
-        assert digests.all() == {"a": blake3(b"before").hexdigest()}
-        (tmp_path / "b").write_bytes(b"behind")
-        (tmp_path / "b").replace(path)
-        assert digests.all() == {"a": blake3(b"behind").hexdigest()}
+def test_digests_that_the_transfer_computed_are_used(tmp_path: Path) -> None:
+    """Other files are read, even if an earlier fetch with the same progress computed a digest for their names."""
+    progress, digest = Progress("s3://models/one"), "0" * 64
+    progress.digests = {"config.json": "of another fetch"}
+    remote = FakeRemote(FILES, before=lambda name: progress.digests.update({name: digest} if name == BIG else {}))
+    found = digests(Store(tmp_path).get(remote, progress))
+    assert (found[BIG], found["config.json"]) == (digest, blake3(b"{}").hexdigest())

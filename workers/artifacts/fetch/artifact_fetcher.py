@@ -14,22 +14,18 @@ from placements.spec.schema import source_kind
 from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.hub import is_offline
-from workers.artifacts.sources.listing import Listing, Remote, SourceError
-from workers.artifacts.sources.open_source import open_remote
+from workers.artifacts.sources.listing import Remote, SourceError
+from workers.artifacts.sources.open_source import Relisted, SourceQuery
 from workers.artifacts.sources.source_metadata import AWAY
 from workers.artifacts.store import manifest
 from workers.artifacts.store.store import Store
 from workers.messages.replica_config import Origin, ReplicaConfig
 
 
-class WantedArtifact(msgspec.Struct, frozen=True, kw_only=True):
+class WantedArtifact(SourceQuery, frozen=True, kw_only=True):
     """An artifact that a host must have."""
 
-    source: str  # as written in the spec
-    revision: str | None = None  # hub sources only
     artifact: str = ""  # the key of the exact content; empty: the source's current content
-    allow_pickle: bool = False
-    trust_remote_code: bool = False
 
 
 class FetchedArtifact(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,10 +105,11 @@ def _origin(wanted: WantedArtifact, landed: FetchedArtifact) -> Origin:
 class ArtifactFetcher:
     """Fetches wanted artifacts into the store of a host. Thread-safe."""
 
-    def __init__(self, store: Store, opener: Callable[[WantedArtifact, RetryPolicy], Remote] | None = None) -> None:
-        """``opener`` opens the source of an artifact with a retry policy; None: `open_remote`."""
+    def __init__(
+        self, store: Store, opener: Callable[[WantedArtifact, RetryPolicy], Remote] = WantedArtifact.open
+    ) -> None:
         self._store = store
-        self._open = opener or _open
+        self._open = opener
 
     def __call__(self, wanted: WantedArtifact, progress: Progress, stop: threading.Event) -> FetchedArtifact:
         """Returns the artifact from the store, after fetching it if needed. Raises SourceError and Stopped.
@@ -150,30 +147,7 @@ class ArtifactFetcher:
         held = self._store.newest(wanted.source, wanted.revision or "")
         return "" if held is None else held.key
 
-    def _stored(self, key: str, remote: Remote) -> _StoredListing | None:
+    def _stored(self, key: str, remote: Remote) -> Remote | None:
+        """Returns a remote that lists what the store has already, so that only damaged files are fetched."""
         published = manifest.published(self._store.root / "artifacts" / key) if key else None
-        return None if published is None else _StoredListing(published.listing(), remote)
-
-
-def _open(wanted: WantedArtifact, retry_policy: RetryPolicy) -> Remote:
-    return open_remote(
-        wanted.source,
-        wanted.revision,
-        allow_pickle=wanted.allow_pickle,
-        trust_remote_code=wanted.trust_remote_code,
-        retry_policy=retry_policy,
-    )
-
-
-class _StoredListing:
-    """A source that lists what the store has already; only damaged files are fetched from the remote."""
-
-    def __init__(self, listing: Listing, remote: Remote) -> None:
-        self._listing = listing
-        self._remote = remote
-
-    def listing(self) -> Listing:
-        return self._listing
-
-    def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
-        self._remote.fetch(listing, folder, progress, stop)
+        return None if published is None else Relisted(published.listing, remote.fetch)

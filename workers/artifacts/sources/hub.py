@@ -27,6 +27,7 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.layout import INDEX, PICKLES, checked
 from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError, Stopped
+from workers.artifacts.store.blobs import digest_of
 from workers.host import foreign_files
 
 ASK_S = 10.0  # timeout of a metadata request
@@ -47,12 +48,11 @@ class HubRemote:
         source: str,
         revision: str | None = None,
         *,
-        offline: bool | None = None,
         retry_policy: RetryPolicy | None = None,
     ) -> None:
         self._source = source
         self._revision = revision
-        self._offline = is_offline() if offline is None else offline
+        self._offline = is_offline()
         self._retry_policy = retry_policy or RetryPolicy()
 
     def listing(self) -> Listing:
@@ -107,6 +107,7 @@ class HubRemote:
             else:
                 fetched = self._retried(lambda: self._download(listing, file, staged, transfer), transfer)
             if _matches(fetched, file):
+                progress.digests[file.name] = digest_of(fetched, stop.is_set)  # from the page cache
                 transfer.finish(file.size)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 fetched.replace(target)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2s
 from pathlib import Path
 
-import msgspec.structs
+import msgspec
 
 from placements.spec.schema import source_kind
 from workers.artifacts.fetch.progress import Progress
@@ -14,55 +17,55 @@ from workers.artifacts.sources.layout import selected
 from workers.artifacts.sources.listing import Listing, Remote, SourceError
 
 
-class Selected:
-    """A source restricted to the files of the model."""
+@dataclass(frozen=True)
+class Relisted:
+    """A remote with another listing."""
 
-    def __init__(self, source: str, remote: Remote, *, allow_pickle: bool, trust_remote_code: bool) -> None:
-        self._source = source.rstrip("/")  # normalized, so that the same source has one name
-        self._remote = remote
-        self._allow_pickle = allow_pickle
-        self._trust_remote_code = trust_remote_code
-
-    def listing(self) -> Listing:
-        """See ``Remote.listing``. Also raises SourceError ``pickle-refused`` and ``name-unsafe``."""
-        listing = msgspec.structs.replace(self._remote.listing(), source=self._source)
-        return selected(listing, allow_pickle=self._allow_pickle, trust_remote_code=self._trust_remote_code)
-
-    def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
-        """See ``Remote.fetch``."""
-        self._remote.fetch(listing, folder, progress, stop)
+    listing: Callable[[], Listing]
+    fetch: Callable[[Listing, Path, Progress, threading.Event], None]
 
 
-def open_remote(
-    source: str,
-    revision: str | None = None,
-    *,
-    offline: bool | None = None,
-    allow_pickle: bool = False,
-    trust_remote_code: bool = False,
-    retry_policy: RetryPolicy | None = None,
-) -> Remote:
-    """Opens ``source``, s3://bucket/prefix or a hub id, without a request.
+class SourceQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """A source and the kinds of files that may be fetched from it."""
 
-    ``revision``: a branch, tag or commit of the hub. ``offline`` None: as set by HF_HUB_OFFLINE; an offline hub id is
-    read from the hub's own cache on this machine. Credentials come from the environment of this process, as boto3 and
-    huggingface_hub find them. ``retry_policy``: retries when the source does not answer.
+    source: str  # s3://bucket/prefix, or a hub id
+    revision: str | None = None  # a branch, tag or commit; hub sources only
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
 
-    Raises SourceError, and ValueError for a path, which needs no fetch.
-    """
-    kind = source_kind(source)
-    if kind == "path":
-        raise ValueError(f"{source} is a path")
-    remote: Remote
-    if kind == "hub":
-        from workers.artifacts.sources.hub import HubRemote
+    @property
+    def digest(self) -> str:
+        return blake2s(msgspec.json.encode(self), digest_size=16).hexdigest()
 
-        remote = HubRemote(source, revision, offline=offline, retry_policy=retry_policy)
-    else:
-        if revision is not None:
-            message = f"{source} has no revision {revision!r}: only the hub has branches, tags and commits"
+    def open(self, retry_policy: RetryPolicy | None = None) -> Remote:
+        """Opens the source without a request. ``retry_policy``: retries when it does not answer.
+
+        With HF_HUB_OFFLINE, a hub id is read from the hub's own cache on this machine. Credentials come from the
+        environment of this process, as boto3 and huggingface_hub find them.
+
+        Raises SourceError, and ValueError for a path, which needs no fetch.
+        """
+        kind = source_kind(self.source)
+        if kind == "path":
+            raise ValueError(f"{self.source} is a path")
+        if kind == "hub":
+            from workers.artifacts.sources.hub import HubRemote
+
+            return self.select(HubRemote(self.source, self.revision, retry_policy=retry_policy))
+        if self.revision is not None:
+            message = f"{self.source} has no revision {self.revision!r}: only the hub has branches, tags and commits"
             raise SourceError("revision-without-hub", message, "use another prefix instead")
         from workers.artifacts.fetch.transfer import S3Remote
 
-        remote = S3Remote(source, retry_policy=retry_policy)
-    return Selected(source, remote, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+        return self.select(S3Remote(self.source, retry_policy=retry_policy))
+
+    def select(self, remote: Remote) -> Remote:
+        """Returns the remote restricted to the files of the model. Its ``listing`` also raises SourceError
+        ``pickle-refused`` and ``name-unsafe``."""
+
+        def listing() -> Listing:
+            source = self.source.rstrip("/")  # normalized, so that the same source has one name
+            every = msgspec.structs.replace(remote.listing(), source=source)
+            return selected(every, allow_pickle=self.allow_pickle, trust_remote_code=self.trust_remote_code)
+
+        return Relisted(listing, remote.fetch)

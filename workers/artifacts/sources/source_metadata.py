@@ -17,7 +17,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from hashlib import blake2s
 from pathlib import Path
 from uuid import uuid4
 
@@ -27,7 +26,7 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.layout import metadata_files
 from workers.artifacts.sources.listing import Listing, Remote, SourceError
-from workers.artifacts.sources.open_source import open_remote
+from workers.artifacts.sources.open_source import SourceQuery
 from workers.artifacts.store import locks, manifest
 from workers.host import foreign_files
 
@@ -38,29 +37,6 @@ KEPT_PINS = 8  # fleets; a home has one at a time, and a fleet that runs for mon
 HALF_S = 86_400.0  # incomplete files of this age belong to a process that died
 AWAY = ("hub-offline", "hub-unreachable", "hub-denied", "s3-unreachable", "s3-denied", "s3-no-credentials")
 """Errors that say nothing about the source: its cached metadata stays valid."""
-
-
-class SourceQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """A source and the kinds of files that may be fetched from it."""
-
-    source: str  # s3://bucket/prefix, or a hub id
-    revision: str | None = None  # hub sources only
-    allow_pickle: bool = False
-    trust_remote_code: bool = False
-
-    @property
-    def digest(self) -> str:
-        return blake2s(msgspec.json.encode(self), digest_size=16).hexdigest()
-
-    def open(self) -> Remote:
-        """Opens the source with a short retry deadline. Raises SourceError."""
-        return open_remote(
-            self.source,
-            self.revision,
-            allow_pickle=self.allow_pickle,
-            trust_remote_code=self.trust_remote_code,
-            retry_policy=RetryPolicy(seconds=PATIENCE_S),
-        )
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +66,7 @@ class MetadataResult(msgspec.Struct, frozen=True, kw_only=True):
 class SourceMetadata:
     """The metadata cache in ``$COREWRIGHT_HOME/store/heads``. Processes may share it. All methods block."""
 
-    def __init__(self, root: Path, opener: Callable[[SourceQuery], Remote] = SourceQuery.open) -> None:
+    def __init__(self, root: Path, opener: Callable[[SourceQuery, RetryPolicy], Remote] = SourceQuery.open) -> None:
         self._root = root
         self._opener = opener
 
@@ -100,7 +76,7 @@ class SourceMetadata:
         Raises SourceError if nothing is cached, or if the source refuses.
         """
         try:
-            remote = self._opener(query)
+            remote = self._opener(query, RetryPolicy(seconds=PATIENCE_S))
             return MetadataResult(head=self._fetched(query, remote, remote.listing()))
         except SourceError as error:
             cached = self.cached(query) if error.id in AWAY else None

@@ -24,12 +24,17 @@ def _never() -> bool:
 
 def is_of(path: Path, digest: str, stopped: Callable[[], bool] = _never) -> bool:
     """Returns whether the file has that content; False if the disk cannot read it. Raises OSError and Stopped."""
+    return readable_digest_of(path, stopped) == digest
+
+
+def readable_digest_of(path: Path, stopped: Callable[[], bool] = _never) -> str:
+    """Returns the content digest as `digest_of`, or an empty text if the disk cannot read the file."""
     try:
-        return digest_of(path, stopped) == digest
+        return digest_of(path, stopped)
     except OSError as error:
         if error.errno not in DAMAGE:
             raise
-        return False
+        return ""
 
 
 def digest_of(path: Path, stopped: Callable[[], bool] = _never) -> str:

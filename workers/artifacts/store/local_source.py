@@ -11,7 +11,7 @@ from typing import IO
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError, Stopped
 from workers.artifacts.store import manifest
-from workers.artifacts.store.blobs import DAMAGE
+from workers.artifacts.store.blobs import DAMAGE, digest_of
 from workers.artifacts.store.manifest import Artifact
 
 AT_ONCE = 4  # files
@@ -29,8 +29,8 @@ class LocalSource:
         """See `Remote`."""
         artifact = self._artifact
         files = [
-            RemoteFile(name=name, size=size, tag=digest, checksum=f"{DIGEST}{digest}")
-            for name, (size, digest) in sorted(artifact.files.items())
+            RemoteFile(name=name, size=file.size, tag=file.digest, checksum=f"{DIGEST}{file.digest}")
+            for name, file in sorted(artifact.files.items())
         ]
         return Listing(source=artifact.source, revision=artifact.revision, files=tuple(files))
 
@@ -51,6 +51,7 @@ class LocalSource:
                 progress.add(count)
                 if stop.is_set():
                     raise Stopped(f"the copy of {self._artifact.source} into memory was stopped")
+        progress.digests[file.name] = digest_of(copy, stop.is_set)  # from the page cache
         copy.replace(path)
 
     def _send(self, source: IO[bytes], target: IO[bytes], at: int) -> int:

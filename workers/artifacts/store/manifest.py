@@ -22,21 +22,6 @@ EARLIER = 64  # commits kept per artifact
 Kind = TypeVar("Kind")
 
 
-class Artifact(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete artifact of this host."""
-
-    key: str
-    source: str
-    revision: str = ""
-    earlier: tuple[str, ...] = ()  # commits that had the same files
-    folder: str  # holds the files under the source's names
-    bytes: int
-    files: Mapping[str, tuple[int, str]]  # name -> bytes and digest
-    fetched_at: float  # seconds since the epoch
-    used_at: float
-    fetch_s: float  # seconds of a complete fetch, extrapolated if part of it was there before
-
-
 class KeptFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file of an artifact."""
 
@@ -52,9 +37,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     revision: str = ""
     earlier: tuple[str, ...] = ()  # commits that had the same files, the latest first
-    files: Mapping[str, KeptFile]
-    fetched_at: float
-    fetch_s: float
+    files: Mapping[str, KeptFile]  # by name
+    fetched_at: float  # seconds since the epoch
+    fetch_s: float  # seconds of a complete fetch, extrapolated if part of it was there before
     boot: str  # id of the boot in which all files were last verified
 
     @property
@@ -75,18 +60,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return Listing(source=self.source, revision=self.revision, files=tuple(files))
 
     def artifact(self, folder: Path, used_at: float) -> Artifact:
-        return Artifact(
-            key=folder.name,
-            source=self.source,
-            revision=self.revision,
-            earlier=self.earlier,
-            folder=str(folder),
-            bytes=self.bytes,
-            files={name: (file.size, file.digest) for name, file in self.files.items()},
-            fetched_at=self.fetched_at,
-            used_at=max(used_at, self.fetched_at),
-            fetch_s=self.fetch_s,
-        )
+        used_at = max(used_at, self.fetched_at)
+        return Artifact(**msgspec.structs.asdict(self), key=folder.name, folder=str(folder), used_at=used_at)
+
+
+class Artifact(Manifest, frozen=True, kw_only=True):
+    """A complete artifact of this host."""
+
+    key: str
+    folder: str  # holds the files under the source's names
+    used_at: float  # seconds since the epoch
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,17 +134,6 @@ def is_file(path: Path, size: int) -> bool:
     except OSError:
         return False
     return stat.S_ISREG(about.st_mode) and about.st_size == size
-
-
-def without_ours(listing: Listing) -> Listing:
-    """Returns the listing without manifests, which a source that is a copy of a store's folder may have."""
-    files = tuple(file for file in listing.files if file.name not in OURS)
-    return listing if len(files) == len(listing.files) else msgspec.structs.replace(listing, files=files)
-
-
-def kept(file: RemoteFile, digest: str) -> KeptFile:
-    """Returns the record of a file with that content digest."""
-    return KeptFile(size=file.size, digest=digest, tag=file.tag, checksum=file.checksum)
 
 
 def _write(path: Path, content: bytes) -> None:

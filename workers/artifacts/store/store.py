@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import msgspec
@@ -25,18 +25,18 @@ from workers.artifacts.sources.layout import checked
 from workers.artifacts.sources.listing import Listing, Remote, SourceError, Stopped
 from workers.artifacts.store import locks, manifest
 from workers.artifacts.store.artifact_uses import using
-from workers.artifacts.store.blobs import is_of
+from workers.artifacts.store.blobs import is_of, readable_digest_of
 from workers.artifacts.store.eviction import GRACE_S, REMEDY, DiskRoom, is_disk_full
-from workers.artifacts.store.file_digests import Digests
 from workers.artifacts.store.local_source import DIGEST, LocalSource
 from workers.artifacts.store.manifest import Artifact as Artifact
 from workers.artifacts.store.manifest import KeptFile, Manifest
-from workers.host import file_lock, lifetime
+from workers.host import lifetime
 
 log = logging.getLogger(__name__)
 
 ASSUMED_RATE = 1e9  # bytes per second, if the rate was not measured
 LOOK_S = 0.1  # interval of the check for a stop
+READERS = 4  # files that are read at once
 ATTEMPTS = 3  # to fetch files that turn out to be damaged at the end
 
 
@@ -76,7 +76,7 @@ class Store:
         progress, stop = progress or Progress(""), stop or threading.Event()
         try:
             progress.enter("listing")
-            listing = checked(manifest.without_ours(_listed(remote, stop)))
+            listing = checked(_listed(remote, stop))
             progress.expect(listing.bytes)
             with self._disk_errors():
                 artifact = self._fetched(listing.key, listing, remote, progress, stop)
@@ -95,7 +95,7 @@ class Store:
             for artifact in self.artifacts()
             if artifact.source == source and revision in ("", artifact.revision, *artifact.earlier)
         ]
-        return max(candidates, key=lambda one: one.fetched_at, default=None)
+        return max(candidates, key=lambda artifact: artifact.fetched_at, default=None)
 
     def artifacts(self) -> tuple[Artifact, ...]:
         """Returns all complete artifacts, by key. The folder of one that is in memory is the copy's."""
@@ -108,18 +108,6 @@ class Store:
                     used_at = max(artifact.used_at, copy.used_at)
                     artifacts[copy.key] = msgspec.structs.replace(artifact, folder=copy.folder, used_at=used_at)
         return tuple(artifacts[key] for key in sorted(artifacts))
-
-    def growing(self, source: str) -> Path | None:
-        """Returns the folder into which ``source`` is being fetched, if any. Loaders wait for files with arrival.py."""
-        for folder in self._room.folders():
-            fetch = manifest.unfinished(folder)
-            if (
-                fetch is not None
-                and fetch.listing.source == source.rstrip("/")
-                and file_lock.is_locked(self._uses.flight(folder.name))
-            ):
-                return folder
-        return None
 
     # Removal
 
@@ -231,17 +219,15 @@ class Store:
         """Fetches the artifact. The caller holds its flight and use locks."""
         folder = self._artifacts / key
         began, moved = time.monotonic(), progress.moved
-        transfer_digests = progress.digests
-        transfer_digests.clear()  # left by an earlier fetch with the same progress
+        progress.digests.clear()  # left by an earlier fetch with the same progress
         for _ in range(ATTEMPTS):
             seeds = self._begin(folder, listing, stop)
-            with Digests(folder, (file.name for file in listing.files), transfer_digests, stop) as digests:
-                progress.enter("fetching")
-                progress.folder = "" if self._memory is not None else str(folder)  # else its copy is loaded
-                self._transfer(folder, listing, remote, progress, stop)
-                progress.enter("verifying")
-                _tidy(folder, listing)
-                files = self._checked(folder, listing, seeds, digests.all())
+            progress.enter("fetching")
+            progress.folder = "" if self._memory is not None else str(folder)  # else its copy is loaded
+            self._transfer(folder, listing, remote, progress, stop)
+            progress.enter("verifying")
+            _tidy(folder, listing)
+            files = self._checked(folder, listing, seeds, _digests(folder, listing, progress.digests, stop))
             if len(files) == len(listing.files):
                 break
         else:
@@ -345,7 +331,7 @@ class Store:
                 continue
             if not self._blobs.keep(folder / name, digest):
                 self._remove_damaged(digest)
-            files[name] = manifest.kept(file, digest)
+            files[name] = KeptFile(size=file.size, digest=digest, tag=file.tag, checksum=file.checksum)
         return files
 
     # Verification
@@ -479,6 +465,18 @@ def _listed(remote: Remote, stop: threading.Event) -> Listing:
 def _whole_fetch_s(size: int, moved: int, seconds: float) -> float:
     """Extrapolates the time of ``moved`` bytes to ``size``; uses an assumed rate if less than half was moved."""
     return seconds * max(1.0, size / moved) if 2 * moved >= size > 0 else max(seconds, size / ASSUMED_RATE)
+
+
+def _digests(folder: Path, listing: Listing, computed: Mapping[str, str], stop: threading.Event) -> dict[str, str]:
+    """Returns the digests of the files that are present, empty for an unreadable one. Reads those that the transfer has
+    not ``computed``. Raises Stopped and OSError."""
+
+    def digest(name: str) -> str:
+        return computed.get(name) or readable_digest_of(folder / name, stop.is_set)
+
+    present = [file.name for file in listing.files if (folder / file.name).exists()]
+    with ThreadPoolExecutor(READERS, thread_name_prefix="digests") as pool:
+        return dict(zip(present, pool.map(digest, present), strict=True))
 
 
 def _differs(path: Path, digest: str) -> bool:
