@@ -1065,12 +1065,12 @@ def test_the_fields_that_change_nothing_yet_are_those_that_no_replica_reads() ->
 
 def test_the_refused_fields_are_refused() -> None:
     """With the code that the page names."""
-    from orchestrator.gateway.openai import protocol
+    from orchestrator.gateway.openai import body_reader
 
     chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     for name in listed("Fields that are rejected"):
         body: dict[str, Any] = {"model": "m", "prompt": "x", name: "x"} if name == "suffix" else {**chat, name: [{}]}
-        read = protocol.read_completion if "prompt" in body else protocol.read_chat
+        read = body_reader.read_completion if "prompt" in body else body_reader.read_chat
         with pytest.raises(ApiError) as refused:
             read(json.dumps(body).encode())
         assert (refused.value.code, refused.value.param) == ("unsupported_parameter", name)

@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 from orchestrator.cli import main as cli
-from orchestrator.gateway.openai import protocol
+from orchestrator.gateway.openai import body_reader, protocol
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import ROUTES
 from orchestrator.process.home import Home
@@ -61,7 +61,7 @@ FIELDS = [(name, here) for fields, here in table("refused") for name in words(fi
 def test_a_request_field_of_theirs_is_refused_with_ours(name: str, here: str) -> None:
     """In the message, whose parameter is the field."""
     with pytest.raises(ApiError) as refused:
-        protocol.read_completion(json.dumps({"model": "m", "prompt": "x", name: {}}).encode())
+        body_reader.read_completion(json.dumps({"model": "m", "prompt": "x", name: {}}).encode())
 
     assert refused.value.param == name
     assert str(refused.value).startswith(f"Unrecognized request argument supplied: {name}; here: ")
@@ -70,7 +70,7 @@ def test_a_request_field_of_theirs_is_refused_with_ours(name: str, here: str) ->
 
 def test_every_field_with_an_answer_is_on_the_page() -> None:
     """And no other."""
-    assert {name for name, _ in FIELDS} == set(protocol._INSTEAD)
+    assert {name for name, _ in FIELDS} == set(body_reader.REPLACEMENTS)
 
 
 COMMANDS = get_command(cli.app).commands  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from orchestrator.gateway.admission.authenticator import PREFLIGHT, Authenticato
 from orchestrator.gateway.admission.key_limits import KeyLimits
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.http_server import Handler, HttpServer
-from orchestrator.gateway.openai import errors, protocol
+from orchestrator.gateway.openai import body_reader, errors, protocol
 from orchestrator.gateway.openai.answers import Answer, Choice
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import openapi
@@ -270,7 +270,7 @@ class Gateway:
     async def _renew(self, queue: ModelQueue, reply: Reply) -> None:
         """Renews the requests of one reply. Raises ApiError."""
         request = reply.exchange.request
-        read = protocol.read_chat if request.path == CHAT else protocol.read_completion
+        read = body_reader.read_chat if request.path == CHAT else body_reader.read_completion
         body: GenerationBody = await asyncio.to_thread(read, request.body)
         prompts = await self._prompts(reply.exchange, queue, body)
         if not reply.exchange.ended:
@@ -381,7 +381,7 @@ class Gateway:
         exchange.respond(200, _document(self.gate.demands_keys))
 
     def tokenize(self, exchange: Exchange) -> Awaitable[None]:
-        body = protocol.read_tokenize(_json_of(exchange))
+        body = body_reader.read_tokenize(_json_of(exchange))
         if isinstance(body, protocol.TokenizeChatRequest):
             self._check_messages(body)
         queue = self._queue(exchange, body.model)
@@ -393,7 +393,7 @@ class Gateway:
         return self._by_tokenizer(exchange, queue, work)
 
     def detokenize(self, exchange: Exchange) -> Awaitable[None]:
-        body = protocol.read_detokenize(_json_of(exchange))
+        body = body_reader.read_detokenize(_json_of(exchange))
         queue = self._queue(exchange, body.model)
 
         def work(tokenizer: PromptTokenizer) -> tuple[bytes, int]:
@@ -520,7 +520,7 @@ class Gateway:
         }
 
     def chat(self, exchange: Exchange) -> Awaitable[None] | None:
-        body = protocol.read_chat(_json_of(exchange))
+        body = body_reader.read_chat(_json_of(exchange))
         self._check_messages(body)
         return self._with_tokenizer(exchange, body, self._queue(exchange, body.model), 1)
 
@@ -529,7 +529,7 @@ class Gateway:
             raise errors.too_many_messages(len(body.messages), self._settings.max_messages)
 
     def complete(self, exchange: Exchange) -> Awaitable[None] | None:
-        body = protocol.read_completion(_json_of(exchange))
+        body = body_reader.read_completion(_json_of(exchange))
         several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
         count = len(body.prompt) if several else 1
         return self._with_tokenizer(exchange, body, self._queue(exchange, body.model), count)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.gateway.openai import protocol
+from orchestrator.gateway.openai import body_reader
 from orchestrator.gateway.openai.answers import Answer, Choice
 from orchestrator.gateway.openai.request_builder import RequestLimits, requests_for
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
@@ -39,7 +39,7 @@ def whole(chat: bool, *answers: tuple[Choice, list[TokenEvent]]) -> Any:
 
 def asked(body: dict[str, Any]) -> list[GenerateRequest]:
     """The requests of a completion of the prompts [1, 2] and [3]."""
-    read = protocol.read_completion(json.dumps({"model": "m", "prompt": [[1, 2], [3]], **body}).encode())
+    read = body_reader.read_completion(json.dumps({"model": "m", "prompt": [[1, 2], [3]], **body}).encode())
     prompts = [prompt for prompt in read.prompts() if isinstance(prompt, list)]
     return requests_for(read, prompts, LIMITS, 16, iter("abcdefgh"))
 

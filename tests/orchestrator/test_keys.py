@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from orchestrator.access import keys as keys_module
 from orchestrator.access.keys import MOST_PRIORITY, TEXT_LENGTH, Allowance, KeyFile, KeyRing, read_expiry, read_limit
 from orchestrator.cli.main import run
-from orchestrator.gateway.openai import protocol
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home
 from workers.host import host_facts as this_host
@@ -332,11 +331,6 @@ def test_a_limit_is_a_number_or_none(text: str, limit: int | None) -> None:
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "1e3", "unlimited", "١", "1_000", "9" * 13])
 def test_an_invalid_limit_is_rejected(text: str) -> None:
     assert failed(read_limit, "--max-concurrent", text).problem.id == "key-limit-wrong"
-
-
-def test_a_keys_priority_has_the_bounds_of_a_requests() -> None:
-    """Else a key could have one that no request may name."""
-    assert MOST_PRIORITY == protocol.MOST_PRIORITY
 
 
 def test_the_first_key_closes_the_gateway_at_the_given_time(file: KeyFile) -> None:

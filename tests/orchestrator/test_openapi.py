@@ -12,10 +12,10 @@ import jsonschema
 import pytest
 from openapi_spec_validator import validate
 
-from orchestrator.gateway.openai import errors, protocol
+from orchestrator.gateway.openai import body_reader, errors, protocol
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import REFUSED, ROUTES, openapi
-from orchestrator.gateway.openai.protocol import BOUNDS, MAX_ENTRIES, MAX_PROMPTS, MAX_STOPS, MAX_TOOLS, MOST
+from orchestrator.gateway.openai.protocol import MAX_ENTRIES, MAX_PROMPTS, MAX_STOPS, MAX_TOOLS, MOST
 
 DOCUMENT = openapi(needs_key=True)
 HELLO = [{"role": "user", "content": "hi"}]
@@ -23,11 +23,11 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT: dict[str, Any] = {"model": "m", "messages": HELLO}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
 READERS = {
-    "ChatRequest": (protocol.read_chat, CHAT),
-    "CompletionRequest": (protocol.read_completion, TEXT),
-    "TokenizeTextRequest": (protocol.read_tokenize, TEXT),
-    "TokenizeChatRequest": (protocol.read_tokenize, CHAT),
-    "DetokenizeRequest": (protocol.read_detokenize, {"model": "m", "tokens": [1]}),
+    "ChatRequest": (body_reader.read_chat, CHAT),
+    "CompletionRequest": (body_reader.read_completion, TEXT),
+    "TokenizeTextRequest": (body_reader.read_tokenize, TEXT),
+    "TokenizeChatRequest": (body_reader.read_tokenize, CHAT),
+    "DetokenizeRequest": (body_reader.read_detokenize, {"model": "m", "tokens": [1]}),
 }
 
 
@@ -76,22 +76,22 @@ def test_every_route_is_listed_with_every_possible_status() -> None:
 
 
 NUMBERS = [
-    (kind, name)
-    for kind, (_, body) in READERS.items()
-    for name in BOUNDS
-    if name in DOCUMENT["components"]["schemas"][kind]["properties"]
-    and not (kind == "ChatRequest" and name == "logprobs")
+    (kind, name, branch)
+    for kind in READERS
+    for name, field in DOCUMENT["components"]["schemas"][kind]["properties"].items()
+    for branch in field.get("anyOf", [field])
+    if "maximum" in branch
 ]
 
 
-@pytest.mark.parametrize(("kind", "name"), NUMBERS)
-def test_the_bounds_of_a_number_are_those_of_the_gateway(kind: str, name: str) -> None:
+@pytest.mark.parametrize(("kind", "name", "bounds"), NUMBERS)
+def test_the_bounds_of_a_number_are_those_of_the_gateway(kind: str, name: str, bounds: dict[str, Any]) -> None:
     """At the bounds themselves, and on both sides of each."""
-    bound, (_, plain) = BOUNDS[name], READERS[kind]
-    whole = "integer" in str(DOCUMENT["components"]["schemas"][kind]["properties"][name])
+    plain, whole = READERS[kind][1], bounds["type"] == "integer"
+    lowest, highest = bounds["minimum" if "minimum" in bounds else "exclusiveMinimum"], bounds["maximum"]
     step = 1 if whole else 1e-6
     beside = {"top_logprobs": {"logprobs": True}}.get(name, {})
-    for value in (bound.lowest - step, bound.lowest, bound.lowest + step, bound.highest, bound.highest + step, 10**30):
+    for value in (lowest - step, lowest, lowest + step, highest, highest + step, 10**30):
         body = {**plain, **beside, name: int(value) if whole else value}
         assert says(kind, body) == takes(kind, body), value
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.gateway.openai.body_reader import read_chat
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.protocol import read_chat
 from orchestrator.gateway.openai.schemas import schema_text
 
 

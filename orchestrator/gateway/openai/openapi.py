@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -12,13 +12,6 @@ from msgspec import UNSET, UnsetType
 
 from orchestrator.gateway.http.openapi_parts import Schema, components, json_content, json_response, operation_id
 from orchestrator.gateway.openai.protocol import (
-    BOUNDS,
-    LONGEST_ID,
-    MAX_ENTRIES,
-    MAX_PROMPTS,
-    MAX_STOPS,
-    MAX_TOOLS,
-    MOST,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -215,7 +208,6 @@ def openapi(*, needs_key: bool) -> Schema:
     """Returns the document of ``ROUTES``; ``needs_key``: requests need an API key."""
     kinds = [kind for route in ROUTES for kind in (*route.asks, route.answer) if kind is not None and kind is not dict]
     references, schemas = components([*dict.fromkeys([ErrorAnswer, *kinds])])
-    _narrow(schemas, {kind.__name__ for route in ROUTES for kind in route.asks})
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, references, needs_key)
@@ -288,63 +280,3 @@ _EVENT: Schema = {  # before OpenAPI 3.2 the schema of a stream is that of each 
     "properties": {"data": {"type": "string", "description": "A piece of the answer in JSON; `[DONE]` in the last."}},
     "required": ["data"],
 }
-
-
-# Checks of requests beyond their types
-
-_ID: Schema = {"type": "integer", "minimum": 0, "maximum": MOST}
-_SOME_TEXT: Schema = {"type": "string", "minLength": 1}
-_REFUSED_FIELD: Schema = {"type": "null", "default": None}
-_FIELDS: Mapping[tuple[str, str], Schema] = MappingProxyType(  # by the field and the type of one of its branches
-    {
-        ("functions", "array"): {"maxItems": 0},
-        ("logit_bias", "object"): {
-            "maxProperties": MAX_ENTRIES,
-            "propertyNames": {"pattern": f"^[0-9]{{1,{LONGEST_ID}}}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        },
-        ("messages", "array"): {"minItems": 1},
-        ("seed", "integer"): {"minimum": -(2**63), "maximum": 2**63 - 1},
-        ("stop", "array"): {"maxItems": MAX_STOPS, "items": _SOME_TEXT},
-        ("stop", "string"): {"minLength": 1},
-        ("stop_token_ids", "array"): {"maxItems": MAX_ENTRIES, "items": _ID},
-        ("suffix", "string"): {"maxLength": 0},
-        ("tools", "array"): {"maxItems": MAX_TOOLS},
-        **{
-            (name, kind): {("exclusiveMinimum" if bound.above else "minimum"): bound.lowest, "maximum": bound.highest}
-            for name, bound in BOUNDS.items()
-            for kind in ("integer", "number")
-        },
-    }
-)
-_WHOLE_FIELDS: Mapping[tuple[str, str], Schema] = MappingProxyType(  # by the type and the field
-    {
-        ("ChatRequest", "function_call"): _REFUSED_FIELD,
-        ("ChatMessage", "function_call"): _REFUSED_FIELD,
-        ("ChatMessage", "role"): {"type": "string", "not": {"const": "function"}},
-        ("TextPart", "type"): {"const": "text"},
-        ("ResponseFormat", "type"): {"enum": ["text", "json_object", "json_schema"]},
-        ("CompletionRequest", "prompt"): {
-            "anyOf": [
-                _SOME_TEXT,
-                {"type": "array", "minItems": 1, "items": _ID},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "maxItems": MAX_PROMPTS,
-                    "items": {"anyOf": [_SOME_TEXT, {"type": "array", "minItems": 1, "items": _ID}]},
-                },
-            ]
-        },
-    }
-)
-
-
-def _narrow(schemas: Mapping[str, Schema], bodies: Collection[str]) -> None:
-    """Adds these checks to the schemas of the ``bodies``, and to nested ones."""
-    for kind in bodies:
-        for name, field in schemas[kind]["properties"].items():
-            for branch in field.get("anyOf", [field]):
-                branch |= _FIELDS.get((name, branch.get("type", "")), {})
-    for (kind, name), field in _WHOLE_FIELDS.items():
-        schemas[kind]["properties"][name] = dict(field)

@@ -1,30 +1,22 @@
-"""The types of OpenAI's requests, and the checks of their values."""
+"""The types of OpenAI's requests, with the bounds of their values."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from operator import attrgetter
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-import msgspec.structs
+from msgspec import Meta
 
-from orchestrator.gateway.openai.errors import ApiError, invalid
+from orchestrator.access.keys import MOST_PRIORITY
+from orchestrator.gateway.openai.errors import invalid
 from orchestrator.gateway.openai.schemas import schema_text
 
-R = TypeVar("R")
 if TYPE_CHECKING:
     Ignored = Any
 else:
     Ignored = msgspec.Raw  # checked as JSON but not decoded: 8 MB of brackets would take 0.2 s
 MAX_ENTRIES = 1024  # of logit_bias and stop_token_ids; OpenAI's limit is 300
-MAX_STOP_CHARACTERS = 2**14
-LARGE_BYTES = 2**20  # a larger body is checked before it is decoded
-MAX_FIELD_BYTES = 2**20  # of a field of a large body, except prompts and messages
-MAX_IDS = 2**20  # in a large body
+MAX_ARGUMENTS = 2**20  # characters of the arguments of a call that is sent back
 LONGEST_ID = 10  # digits
 MAX_STOPS = 16
 MAX_CHOICES = 128  # of `n`, as OpenAI's
@@ -32,44 +24,26 @@ MAX_TOP_LOGPROBS = 20  # as OpenAI's
 MAX_PROMPTS = 2048
 MAX_TOOLS = 128  # as OpenAI's
 MOST = 2**31 - 1  # of any count or token id
-MOST_PRIORITY = 1_000_000  # either way
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
-
-@dataclass(frozen=True)
-class Bound:
-    """The range of a number; ``above`` excludes the lowest value itself."""
-
-    lowest: float
-    highest: float
-    above: bool = False
-
-
-BOUNDS: Mapping[str, Bound] = MappingProxyType(  # of the fields of requests, also for the OpenAPI document
-    {
-        "max_tokens": Bound(1, MOST),
-        "max_completion_tokens": Bound(1, MOST),
-        "min_tokens": Bound(0, MOST),
-        "temperature": Bound(0, 2),
-        "top_p": Bound(0, 1, above=True),
-        "top_k": Bound(-1, MOST),
-        "min_p": Bound(0, 1),
-        "repetition_penalty": Bound(0, 10, above=True),
-        "presence_penalty": Bound(-2, 2),
-        "frequency_penalty": Bound(-2, 2),
-        "no_repeat_ngram_size": Bound(0, MOST),
-        "n": Bound(1, MAX_CHOICES),
-        "priority": Bound(-MOST_PRIORITY, MOST_PRIORITY),
-        "top_logprobs": Bound(0, MAX_TOP_LOGPROBS),
-        "logprobs": Bound(0, MAX_TOP_LOGPROBS),  # of completions; a chat's is true or false
-    }
-)
+# The bounds are checked by msgspec; ``extra_json_schema`` is what the OpenAPI document says beyond them.
+Count = Annotated[int, Meta(ge=0, le=MOST)]
+PositiveCount = Annotated[int, Meta(ge=1, le=MOST)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Priority = Annotated[int, Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+LogprobCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+SomeText = Annotated[str, Meta(min_length=1)]
+BiasedId = Annotated[str, Meta(pattern=f"^[0-9]{{1,{LONGEST_ID}}}$")]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+_REFUSED = Meta(extra_json_schema={"type": "null", "default": None})
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MOST}}
+_PROMPTS = {"maxItems": MAX_PROMPTS, "items": {"anyOf": [{"type": "string", "minLength": 1}, _IDS]}}
 
 
 class TextPart(msgspec.Struct):
     """One part of a message in parts; only text is supported."""
 
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"const": "text"})]
     text: str = ""
 
 
@@ -91,12 +65,12 @@ class ToolCall(msgspec.Struct):
 class ChatMessage(msgspec.Struct):
     """One message. Fields for other kinds of models, such as audio, are ignored."""
 
-    role: str
+    role: Annotated[str, Meta(extra_json_schema={"not": {"const": "function"}})]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None  # of the assistant
     tool_call_id: str | None = None  # of a tool's answer
-    function_call: Ignored = None  # refused
+    function_call: Annotated[Ignored, _REFUSED] = None
 
     def text(self) -> str:
         """Returns the text of all parts. Raises ApiError for a part that is not text."""
@@ -133,7 +107,10 @@ class ChatMessage(msgspec.Struct):
 
 
 def _call_for_template(call: ToolCall, where: str) -> dict[str, Any]:
-    _at_most(f"the characters of {where}.function.arguments", len(call.function.arguments), MAX_FIELD_BYTES, "messages")
+    length = len(call.function.arguments)
+    if length > MAX_ARGUMENTS:
+        message = f"the characters of {where}.function.arguments: {length} exceeds the limit of {MAX_ARGUMENTS}"
+        raise invalid(message, param="messages")
     try:
         arguments = msgspec.json.decode(call.function.arguments.strip() or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -145,7 +122,7 @@ def _call_for_template(call: ToolCall, where: str) -> dict[str, Any]:
 class FunctionDefinition(msgspec.Struct):
     """A function that the model may call. ``parameters`` is the JSON schema of its arguments; None for no arguments."""
 
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # ignored: the arguments of a forced call always match the schema
@@ -174,6 +151,10 @@ class FunctionName(msgspec.Struct):
     name: str
 
 
+Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+
+
 class NamedTool(msgspec.Struct):
     type: Literal["function"]
     function: FunctionName
@@ -194,7 +175,7 @@ class JsonSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "json_object", "json_schema"]})]
     json_schema: JsonSchema | None = None
 
 
@@ -202,28 +183,28 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that both endpoints take. ``None`` means the default, as OpenAI's clients send it."""
 
     model: str
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    max_tokens: PositiveCount | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MOST)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    no_repeat_ngram_size: Count | None = None
+    logit_bias: Annotated[dict[BiasedId, Bias], Meta(max_length=MAX_ENTRIES)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: SomeText | Annotated[list[SomeText], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Count], Meta(max_length=MAX_ENTRIES)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    n: int | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None  # vLLM's: the ids beside the text
-    priority: int | None = None  # vLLM's: lower goes first; default 0
+    priority: Priority | None = None  # vLLM's: lower goes first; default 0
     # Ignored: they do not affect the answer's tokens.
     user: Ignored = None
     metadata: Ignored = None
@@ -255,18 +236,18 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
-    tools: list[Tool] | None = None
+    messages: Messages
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None  # vLLM's: end the prompt with the start of an assistant message
     continue_final_message: bool | None = None  # vLLM's: the answer continues the last message
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's: further variables of the chat template
-    max_completion_tokens: int | None = None
+    max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: LogprobCount | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false: at most one call in an answer
-    functions: list[Any] | None = None  # refused
-    function_call: Any = None  # refused
+    functions: Annotated[list[Any], Meta(extra_json_schema={"maxItems": 0})] | None = None  # refused
+    function_call: Annotated[Any, _REFUSED] = None
     # Ignored, as above.
     reasoning_effort: Ignored = None
     verbosity: Ignored = None
@@ -327,11 +308,11 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """POST /v1/completions. A prompt is text (tokenized with its special tokens), token ids (taken as they are), or a
     list of either."""
 
-    prompt: str | list[Any]
-    logprobs: int | None = None
+    prompt: SomeText | Annotated[list[Any], Meta(min_length=1, extra_json_schema={"anyOf": [_IDS, _PROMPTS]})]
+    logprobs: LogprobCount | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: str | None = None
+    suffix: Annotated[str, Meta(extra_json_schema={"maxLength": 0})] | None = None  # refused
 
     def logprobs_count(self) -> int | None:
         """Returns the alternatives per token; None without logprobs."""
@@ -341,11 +322,12 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
         """Returns the prompts one by one. Raises ApiError for an invalid one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if self.prompt and all(type(part) is int for part in self.prompt):
+        if all(type(part) is int for part in self.prompt):
             return [self.prompt]
         for i, part in enumerate(self.prompt):
             if not (isinstance(part, str) or (isinstance(part, list) and all(type(id) is int for id in part))):
-                message = f"prompt[{i}]: expected a string or a list of token ids, got {_kind(part)}"
+                kind = "null" if part is None else type(part).__name__
+                message = f"prompt[{i}]: expected a string or a list of token ids, got {kind}"
                 raise invalid(message, param="prompt")
             if not part:
                 raise invalid(f"prompt[{i}] is empty", param="prompt")
@@ -365,8 +347,8 @@ class TokenizeChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     """POST /tokenize of a chat. The fields for the prompt are those of ``ChatRequest``."""
 
     model: str
-    messages: list[ChatMessage]
-    tools: list[Tool] | None = None
+    messages: Messages
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -378,271 +360,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """POST /detokenize."""
 
     model: str
-    tokens: list[Annotated[int, msgspec.Meta(ge=0, le=MOST)]]
+    tokens: list[Count]
 
 
 Chat = ChatRequest | TokenizeChatRequest
-
-_chat_decoder = msgspec.json.Decoder(ChatRequest)
-_completion_decoder = msgspec.json.Decoder(CompletionRequest)
-_tokenize_text_decoder = msgspec.json.Decoder(TokenizeTextRequest)
-_tokenize_chat_decoder = msgspec.json.Decoder(TokenizeChatRequest)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
-
-
-class _Shape(msgspec.Struct):
-    """The field by which the two bodies of /tokenize differ."""
-
-    messages: msgspec.Raw = msgspec.Raw()
-
-
-_shape_decoder = msgspec.json.Decoder(_Shape)
-_AT = re.compile(r"^(?P<cause>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
-
-
-_INSTEAD: Mapping[str, str] = MappingProxyType(  # fields of vLLM, LMI and older clients, and their replacement here
-    {
-        **dict.fromkeys(
-            ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "format"),
-            'response_format: {"type": "json_schema", ...} asks for a JSON schema',
-        ),
-        "max_new_tokens": "max_tokens",
-        "do_sample": "temperature: 0 is greedy",
-        "return_full_text": "echo, of /v1/completions",
-        "prompt_logprobs": "logprobs covers the answer; those of the prompt are not computed",
-        "stop_sequences": "stop",
-        "use_beam_search": "n, for several answers; there is no beam search",
-        "inputs": "prompt, of /v1/completions",
-        "parameters": "send its fields at the top level, beside model",
-        "chat_template": "chat_template_kwargs, for the tokenizer's own template; templates are programs, and are not "
-        "accepted from clients",
-        "documents": "chat_template_kwargs",
-        "include_stop_str_in_output": "stop; the stop string is not part of the answer",
-    }
-)
-
-
-def read_chat(body: bytes) -> ChatRequest:
-    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
-    request = _decode(_chat_decoder, body)
-    _check_chat(request)
-    if request.max_completion_tokens is not None:
-        _bounded("max_completion_tokens", request.max_completion_tokens)
-        if request.max_tokens not in (None, request.max_completion_tokens):
-            fields = f"max_tokens ({request.max_tokens}) and max_completion_tokens ({request.max_completion_tokens})"
-            raise invalid(f"{fields} differ; send one of them", param="max_tokens")
-        request.max_tokens = request.max_completion_tokens
-    _bounded("top_logprobs", request.top_logprobs)
-    if request.top_logprobs is not None and not request.logprobs:
-        raise invalid("top_logprobs requires logprobs: true", param="top_logprobs")
-    _check_calling(request)
-    _check(request)
-    return request
-
-
-def _check_chat(request: Chat) -> None:
-    if not request.messages:
-        raise invalid("messages: at least one message is required", param="messages")
-    if request.add_generation_prompt and request.continue_final_message:
-        message = "continue_final_message and add_generation_prompt exclude each other; send one of them"
-        raise invalid(message, param="continue_final_message")
-    tools = request.tools or []
-    if len(tools) > MAX_TOOLS:
-        raise invalid(f"tools: {len(tools)} tools exceed the limit of {MAX_TOOLS}", param="tools")
-    names = [tool.function.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
-            raise invalid(f"tools: {name!r} is defined twice", param="tools")
-
-
-def _check_calling(request: ChatRequest) -> None:
-    for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
-        if getattr(request, old) not in (None, []):
-            raise invalid(f"{old} is not supported; send {new}", param=old, code="unsupported_parameter")
-    if request.tool_choice not in (None, "none") and not request.tools:
-        raise invalid("tool_choice requires tools", param="tool_choice")
-    if request.calling == "none":
-        return
-    if isinstance(request.calling, NamedTool):
-        request.tool(request.calling.function.name)
-    if SamplingFields.guide(request) is not None:
-        message = "response_format cannot be combined with tool calls; send tool_choice: none, or no tools"
-        raise invalid(message, param="response_format")
-    if request.calling == "auto":
-        # Some models mark calls with a special token, such as Mistral's [TOOL_CALLS], which must stay in the text. The
-        # tokens that end an answer are never part of it.
-        request.skip_special_tokens = False
-
-
-def read_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
-    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
-    if bytes(_decode(_shape_decoder, body).messages) in (b"", b"null"):
-        return _decode(_tokenize_text_decoder, body)
-    request = _decode(_tokenize_chat_decoder, body)
-    _check_chat(request)
-    return request
-
-
-def read_detokenize(body: bytes) -> DetokenizeRequest:
-    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
-    return _decode(_detokenize_decoder, body)
-
-
-def read_completion(body: bytes) -> CompletionRequest:
-    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
-    request = _decode(_completion_decoder, body)
-    if len(request.prompt) == 0:
-        raise invalid("prompt is empty", param="prompt")
-    if isinstance(request.prompt, list) and not isinstance(request.prompt[0], int):
-        _within("the number of prompts", len(request.prompt), 1, MAX_PROMPTS, param="prompt")
-    _bounded("logprobs", request.logprobs)
-    if request.suffix:
-        raise _unsupported("suffix")
-    if request.best_of not in (None, request.n or 1):
-        raise invalid(f"best_of: {request.best_of} must equal n; answers are not ranked", param="best_of")
-    if request.echo and request.logprobs is not None:
-        raise invalid("echo cannot be combined with logprobs: those of the prompt are not computed", param="echo")
-    _check(request)
-    return request
-
-
-_BOUNDED = (
-    *("tools", "response_format", "chat_template_kwargs", "logit_bias", "stop", "stop_token_ids"),
-    *("functions", "function_call"),
-)
-_REQUESTS = (ChatRequest, CompletionRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest)
-_Large = msgspec.defstruct(
-    "_Large",
-    [(name, msgspec.Raw, msgspec.Raw()) for name in {name: 0 for kind in _REQUESTS for name in kind.__struct_fields__}],
-)
-_large_decoder = msgspec.json.Decoder(_Large)
-_texts_decoder = msgspec.json.Decoder(list[str])
-
-
-def _check_large(body: bytes) -> None:
-    """Raises ApiError for a body that would block the event loop while it is decoded; long texts do not."""
-    fields = {name: bytes(raw) for name, raw in msgspec.structs.asdict(_large_decoder.decode(body)).items()}
-    for name in _BOUNDED:
-        _at_most(f"the bytes of {name}", len(fields[name]), MAX_FIELD_BYTES, name)
-    for name in ("prompt", "tokens"):
-        if fields[name].startswith(b"["):
-            _check_list(name, fields[name])
-    remainder = len(body) - sum(map(len, fields.values()))  # of a repeated field, ``fields`` has only the last
-    if remainder > MAX_FIELD_BYTES:
-        raise invalid(f"the bytes of unknown and repeated fields: {remainder} exceed the limit of {MAX_FIELD_BYTES}")
-
-
-def _check_list(name: str, data: bytes) -> None:
-    """Raises ApiError for a list of more token ids or prompts than may be decoded at once."""
-    if b'"' in data:
-        try:
-            _at_most(f"the prompts of {name}", len(_texts_decoder.decode(data)), MAX_PROMPTS, name)
-            return
-        except msgspec.ValidationError:  # not only texts
-            pass
-    _at_most(f"the token ids of {name}", data.count(b",") + 1, MAX_IDS, name)
-    _at_most(f"the lists of {name}", data.count(b"[") + data.count(b"{"), MAX_PROMPTS + 1, name)
-
-
-def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
-    try:
-        if len(body) > LARGE_BYTES:
-            _check_large(body)
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _explained(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
-
-
-def _explained(text: str) -> ApiError:
-    """Returns the error for a message of msgspec, with the parameter first."""
-    match = _AT.match(text)
-    cause, path = (match["cause"], match["path"]) if match is not None else (text, None)
-    missing, unknown = _MISSING.search(cause), _UNKNOWN.search(cause)
-    if missing is not None:
-        field = missing["field"] if not path else f"{path}.{missing['field']}"
-        return invalid(f"you must provide {field!r}", param=field)
-    if unknown is not None:
-        name = unknown["field"]
-        instead = f"; here: {_INSTEAD[name]}" if name in _INSTEAD else ""
-        return invalid(f"Unrecognized request argument supplied: {name}{instead}", param=name)
-    return invalid(f"{path or 'the body'}: {cause.replace('`', '')}", param=path or None)
-
-
-_OF_ALL = tuple(name for name in BOUNDS if name in SamplingFields.__struct_fields__)
-_bounded_fields = attrgetter(*_OF_ALL)
-_ALL_UNSET = (None,) * len(_OF_ALL)
-
-
-def _check(request: SamplingFields) -> None:
-    values = _bounded_fields(request)
-    if values != _ALL_UNSET:
-        for name, value in zip(_OF_ALL, values, strict=True):
-            if value is not None:
-                _bounded(name, value)
-    if request.max_tokens is not None and request.min_tokens is not None:
-        _within("min_tokens", request.min_tokens, 0, request.max_tokens)
-    if request.seed is not None and not -(2**63) <= request.seed < 2**63:
-        raise invalid(f"seed: {request.seed} does not fit in 64 bits", param="seed")
-    if request.logit_bias is not None:
-        _at_most("logit_bias", len(request.logit_bias), MAX_ENTRIES)
-        for id, bias in request.logit_bias.items():
-            if not (id.isascii() and id.isdecimal() and len(id) <= LONGEST_ID):
-                raise invalid(f"logit_bias: {id[:100]!r} is not a token id", param="logit_bias")
-            _within(f"logit_bias of {id}", bias, -100, 100, param="logit_bias")
-    if request.stop_token_ids is not None:
-        _at_most("stop_token_ids", len(request.stop_token_ids), MAX_ENTRIES)
-        for stop_id in request.stop_token_ids:
-            _within("stop_token_ids", stop_id, 0, MOST)
-    if request.stop is not None:
-        stops = request.stops()
-        if len(stops) > MAX_STOPS:
-            raise invalid(f"stop: {len(stops)} strings exceed the limit of {MAX_STOPS}", param="stop")
-        _at_most("the characters of stop", sum(map(len, stops)), MAX_STOP_CHARACTERS, "stop")
-        if "" in stops:
-            raise invalid("stop: an empty string is not allowed", param="stop")
-    if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options requires stream: true", param="stream_options")
-    request.guide()  # raises ApiError for a schema over a limit
-
-
-def _at_most(name: str, count: int, limit: int, param: str | None = None) -> None:
-    """Raises ApiError above the limit: these values are copied into each choice, or searched at each step."""
-    if count > limit:
-        raise invalid(f"{name}: {count} exceeds the limit of {limit}", param=param or name)
-
-
-def _bounded(name: str, value: float | None) -> None:
-    bound = BOUNDS[name]
-    if value is not None and bound.lowest < value < bound.highest:
-        return  # as most are: a call less for each field
-    _within(name, value, bound.lowest, bound.highest, above=bound.above)
-
-
-def _within(
-    name: str,
-    value: float | None,
-    lowest: float,
-    highest: float,
-    *,
-    above: bool = False,
-    param: str | None = None,
-) -> None:
-    """Raises ApiError for a value out of range; ``above`` excludes the lowest value itself."""
-    if value is None:
-        return
-    too_low = value <= lowest if above else value < lowest
-    if too_low or value > highest:
-        bounds = f"{'above' if above else 'at least'} {lowest:g} and at most {highest:g}"
-        raise invalid(f"{name}: {value} is out of range; it must be {bounds}", param=param or name)
-
-
-def _unsupported(name: str) -> ApiError:
-    return invalid(f"{name} is not supported", param=name, code="unsupported_parameter")
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__

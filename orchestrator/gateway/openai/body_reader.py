@@ -1,0 +1,232 @@
+"""Reads the bodies of OpenAI's requests, and checks what their types cannot express."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+import msgspec
+
+from orchestrator.gateway.openai.errors import ApiError, invalid
+from orchestrator.gateway.openai.protocol import (
+    MAX_PROMPTS,
+    Chat,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    NamedTool,
+    SamplingFields,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
+
+R = TypeVar("R")
+MAX_STOP_CHARACTERS = 2**14
+LARGE_BYTES = 2**20  # a larger body is checked before it is decoded
+MAX_FIELD_BYTES = 2**20  # of a field of a large body, except prompts and messages
+MAX_IDS = 2**20  # in a large body
+LONGEST_VALUE = 100  # bytes of a wrong value that an error quotes
+
+_chat_decoder = msgspec.json.Decoder(ChatRequest)
+_completion_decoder = msgspec.json.Decoder(CompletionRequest)
+_tokenize_text_decoder = msgspec.json.Decoder(TokenizeTextRequest)
+_tokenize_chat_decoder = msgspec.json.Decoder(TokenizeChatRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+
+class _Shape(msgspec.Struct):
+    """The field by which the two bodies of /tokenize differ."""
+
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+_shape_decoder = msgspec.json.Decoder(_Shape)
+_AT = re.compile(r"(?P<cause>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field (?P<field>\w+)")
+_UNKNOWN = re.compile(r"Object contains unknown field (?P<field>.*)", re.DOTALL)
+
+REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of vLLM, LMI and older clients, and their replacement here
+    {
+        **dict.fromkeys(
+            ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "format"),
+            'response_format: {"type": "json_schema", ...} asks for a JSON schema',
+        ),
+        "max_new_tokens": "max_tokens",
+        "do_sample": "temperature: 0 is greedy",
+        "return_full_text": "echo, of /v1/completions",
+        "prompt_logprobs": "logprobs covers the answer; those of the prompt are not computed",
+        "stop_sequences": "stop",
+        "use_beam_search": "n, for several answers; there is no beam search",
+        "inputs": "prompt, of /v1/completions",
+        "parameters": "send its fields at the top level, beside model",
+        "chat_template": "chat_template_kwargs, for the tokenizer's own template; templates are programs, and are not "
+        "accepted from clients",
+        "documents": "chat_template_kwargs",
+        "include_stop_str_in_output": "stop; the stop string is not part of the answer",
+    }
+)
+
+
+def read_chat(body: bytes) -> ChatRequest:
+    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
+    request = _decode(_chat_decoder, body)
+    _check_chat(request)
+    if request.max_completion_tokens is not None:
+        if request.max_tokens not in (None, request.max_completion_tokens):
+            fields = f"max_tokens ({request.max_tokens}) and max_completion_tokens ({request.max_completion_tokens})"
+            raise invalid(f"{fields} differ; send one of them", param="max_tokens")
+        request.max_tokens = request.max_completion_tokens
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs requires logprobs: true", param="top_logprobs")
+    _check_calling(request)
+    _check(request)
+    return request
+
+
+def _check_chat(request: Chat) -> None:
+    if request.add_generation_prompt and request.continue_final_message:
+        message = "continue_final_message and add_generation_prompt exclude each other; send one of them"
+        raise invalid(message, param="continue_final_message")
+    names = [tool.function.name for tool in request.tools or ()]
+    for name in names:
+        if names.count(name) > 1:
+            raise invalid(f"tools: {name!r} is defined twice", param="tools")
+
+
+def _check_calling(request: ChatRequest) -> None:
+    for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(request, old) not in (None, []):
+            raise invalid(f"{old} is not supported; send {new}", param=old, code="unsupported_parameter")
+    if request.tool_choice not in (None, "none") and not request.tools:
+        raise invalid("tool_choice requires tools", param="tool_choice")
+    if request.calling == "none":
+        return
+    if isinstance(request.calling, NamedTool):
+        request.tool(request.calling.function.name)
+    if SamplingFields.guide(request) is not None:
+        message = "response_format cannot be combined with tool calls; send tool_choice: none, or no tools"
+        raise invalid(message, param="response_format")
+    if request.calling == "auto":
+        # Some models mark calls with a special token, such as Mistral's [TOOL_CALLS], which must stay in the text. The
+        # tokens that end an answer are never part of it.
+        request.skip_special_tokens = False
+
+
+def read_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
+    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
+    if bytes(_decode(_shape_decoder, body).messages) in (b"", b"null"):
+        return _decode(_tokenize_text_decoder, body)
+    request = _decode(_tokenize_chat_decoder, body)
+    _check_chat(request)
+    return request
+
+
+def read_detokenize(body: bytes) -> DetokenizeRequest:
+    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
+    return _decode(_detokenize_decoder, body)
+
+
+def read_completion(body: bytes) -> CompletionRequest:
+    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
+    request = _decode(_completion_decoder, body)
+    if isinstance(request.prompt, list) and not isinstance(request.prompt[0], int):
+        _check_limit("the number of prompts", len(request.prompt), MAX_PROMPTS, "prompt")
+    if request.suffix:
+        raise invalid("suffix is not supported", param="suffix", code="unsupported_parameter")
+    if request.best_of not in (None, request.n or 1):
+        raise invalid(f"best_of: {request.best_of} must equal n; answers are not ranked", param="best_of")
+    if request.echo and request.logprobs is not None:
+        raise invalid("echo cannot be combined with logprobs: those of the prompt are not computed", param="echo")
+    _check(request)
+    return request
+
+
+_BOUNDED = (
+    *("tools", "response_format", "chat_template_kwargs", "logit_bias", "stop", "stop_token_ids"),
+    *("functions", "function_call"),
+)
+_REQUESTS = (ChatRequest, CompletionRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest)
+_Large = msgspec.defstruct(
+    "_Large",
+    [(name, msgspec.Raw, msgspec.Raw()) for name in {name: 0 for kind in _REQUESTS for name in kind.__struct_fields__}],
+)
+_large_decoder = msgspec.json.Decoder(_Large)
+_texts_decoder = msgspec.json.Decoder(list[str])
+
+
+def _check_large(body: bytes) -> None:
+    """Raises ApiError for a body that would block the event loop while it is decoded; long texts do not."""
+    fields = {name: bytes(raw) for name, raw in msgspec.structs.asdict(_large_decoder.decode(body)).items()}
+    for name in _BOUNDED:
+        _check_limit(f"the bytes of {name}", len(fields[name]), MAX_FIELD_BYTES, name)
+    for name in ("prompt", "tokens"):
+        if fields[name].startswith(b"["):
+            _check_list(name, fields[name])
+    remainder = len(body) - sum(map(len, fields.values()))  # of a repeated field, ``fields`` has only the last
+    if remainder > MAX_FIELD_BYTES:
+        raise invalid(f"the bytes of unknown and repeated fields: {remainder} exceed the limit of {MAX_FIELD_BYTES}")
+
+
+def _check_list(name: str, data: bytes) -> None:
+    """Raises ApiError for a list of more token ids or prompts than may be decoded at once."""
+    if b'"' in data:
+        try:
+            _check_limit(f"the prompts of {name}", len(_texts_decoder.decode(data)), MAX_PROMPTS, name)
+            return
+        except msgspec.ValidationError:  # not only texts
+            pass
+    _check_limit(f"the token ids of {name}", data.count(b",") + 1, MAX_IDS, name)
+    _check_limit(f"the lists of {name}", data.count(b"[") + data.count(b"{"), MAX_PROMPTS + 1, name)
+
+
+def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
+    try:
+        if len(body) > LARGE_BYTES:
+            _check_large(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise _explained(str(error), body) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def _explained(text: str, body: bytes) -> ApiError:
+    """Returns the error for a message of msgspec, with the parameter first and its value last. Raises DecodeError when
+    the rest of the body is not JSON."""
+    match = _AT.fullmatch(text)
+    assert match is not None
+    cause, path = match["cause"].replace("`", ""), match["path"] or None
+    missing, unknown = _MISSING.search(cause), _UNKNOWN.search(cause)
+    if missing is not None:
+        field = f"{path}.{missing['field']}" if path else missing["field"]
+        return invalid(f"you must provide {field!r}", param=field)
+    if unknown is not None:
+        name = unknown["field"]
+        instead = f"; here: {REPLACEMENTS[name]}" if name in REPLACEMENTS else ""
+        return invalid(f"Unrecognized request argument supplied: {name}{instead}", param=name)
+    if path is None:
+        return invalid(f"the body: {cause}")
+    if path in _Large.__struct_fields__ and "got" not in cause:
+        value = bytes(getattr(_large_decoder.decode(body), path))[:LONGEST_VALUE]
+        cause += f", got {value.decode(errors='replace')}"
+    return invalid(f"{path}: {cause}", param=path.rpartition("[")[0] if path.endswith("]") else path)
+
+
+def _check(request: SamplingFields) -> None:
+    """Raises ApiError for fields that do not fit together."""
+    if request.max_tokens is not None and (request.min_tokens or 0) > request.max_tokens:
+        message = f"min_tokens: {request.min_tokens} is above max_tokens, {request.max_tokens}"
+        raise invalid(message, param="min_tokens")
+    if request.stop is not None:
+        _check_limit("the characters of stop", sum(map(len, request.stops())), MAX_STOP_CHARACTERS, "stop")
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options requires stream: true", param="stream_options")
+    request.guide()  # raises ApiError for a schema over a limit
+
+
+def _check_limit(name: str, count: int, limit: int, param: str) -> None:
+    if count > limit:
+        raise invalid(f"{name}: {count} exceeds the limit of {limit}", param=param)
