@@ -43,7 +43,6 @@ from orchestrator.revisions.spec_file import SpecFile, examine, load, start_prob
 from orchestrator.rollout.changes import Tag, tag_of
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from placements.explain.core_map import core_map
-from placements.explain.reference import TABLES, renewed
 from placements.facts.checkpoints import FAMILIES
 from placements.facts.engines import DTYPES, ENGINE_OPTIONS, ENGINES, Engine
 from placements.planner.plan import plan
@@ -73,6 +72,7 @@ from tests.orchestrator.fakefleet import SPEC as SHOWN_SPEC
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
+from tests.spec_reference import TABLES, renewed
 from tests.stubs import stub_checkpoint
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import Listing, RemoteFile

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 
 from placements.explain.explanation import Constraint, Explanation, Place
 from placements.explain.question import Question, changed, place_text, without
@@ -29,19 +28,17 @@ _MEMORY_HINT = "set host_memory_gib if you measured that it needs less, or add a
 _SKIPPED = "unknown-key"  # an unknown key is ignored, so that the rest of the spec can be judged
 _ORDER = ("no-suitable-host", "pin-taken", "spread-blocks", "host-memory-short", "vcpus-short", "no-room")
 _ENGINE = frozenset({"engine-unsupported-here", "family-unsupported"})
-_DIMENSIONS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {  # constraint -> the problems that report its violation
-        "degree": frozenset({"degree-exceeds-host", "illegal-degree"}),
-        "heads": frozenset({"heads-not-divisible", "gqa-not-divisible", "experts-not-divisible"}),
-        "memory": frozenset({"hbm-exceeded", "no-suitable-host"}),
-        "host memory": frozenset({"host-memory-short", "host-memory-exceeded"}),
-        "threads": frozenset({"vcpus-short"}),
-        "pins": frozenset({"pin-taken", "pin-overlap", "pin-reserved", "pin-length", "pin-misaligned"})
-        | {"pin-outside-host", "pin-unknown-host", "too-many-pins"},
-        "spread": frozenset({"spread-blocks", "spread-too-narrow"}),
-        "cores": frozenset({"no-room", "pin-taken"}),
-    }
-)
+_DIMENSIONS: Mapping[str, frozenset[str]] = {  # constraint -> the problems that report its violation
+    "degree": frozenset({"degree-exceeds-host", "illegal-degree"}),
+    "heads": frozenset({"heads-not-divisible", "gqa-not-divisible", "experts-not-divisible"}),
+    "memory": frozenset({"hbm-exceeded", "no-suitable-host"}),
+    "host memory": frozenset({"host-memory-short", "host-memory-exceeded"}),
+    "threads": frozenset({"vcpus-short"}),
+    "pins": frozenset({"pin-taken", "pin-overlap", "pin-reserved", "pin-length", "pin-misaligned"})
+    | {"pin-outside-host", "pin-unknown-host", "too-many-pins"},
+    "spread": frozenset({"spread-blocks", "spread-too-narrow"}),
+    "cores": frozenset({"no-room", "pin-taken"}),
+}
 
 
 def explain(asked: Question, problems: Iterable[Problem] = ()) -> Explanation:
@@ -116,7 +113,7 @@ def _judged(asked: Question, problems: tuple[Problem, ...]) -> tuple[Question, t
         asked,
         spec=sound,
         running=tuple(dict.fromkeys(asked.running)),
-        wanted=MappingProxyType({**asked.wanted, name: max(1, min(count, model.replicas.max))}),
+        wanted={**asked.wanted, name: max(1, min(count, model.replicas.max))},
         wrong=bool(unread or own),
         tolerated=frozenset((problem.id, problem.what) for problem in others),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 from placements.facts.checkpoints import Checkpoint
@@ -63,13 +62,13 @@ class Question:
     model: ModelSpec
     spec: Spec  # for `remedies` without other models that have errors: those run nowhere
     hosts: tuple[Host, ...]
-    checkpoints: Mapping[str, Checkpoint] = field(default_factory=lambda: MappingProxyType({}))
-    drafts: Mapping[str, Checkpoint] = field(default_factory=lambda: MappingProxyType({}))
+    checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)
+    drafts: Mapping[str, Checkpoint] = field(default_factory=dict)
     running: tuple[Running, ...] = ()
-    wanted: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # for `remedies` of this never 0
-    blocked: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
+    wanted: Mapping[str, int] = field(default_factory=dict)  # for `remedies` of this never 0
+    blocked: Mapping[str, frozenset[int]] = field(default_factory=dict)
     cordoned: Mapping[str, frozenset[int]] = field(  # the part of ``blocked`` that an operator can give back
-        default_factory=lambda: MappingProxyType({})
+        default_factory=dict
     )
     wrong: bool = False  # the model's part of the spec has errors, so that nothing of it is placed
     tolerated: frozenset[tuple[str, str]] = frozenset()  # (id, what) of errors elsewhere

@@ -72,12 +72,16 @@ class Checkpoint:
         return 3 if self.model_type in _GATED else 2
 
     @property
+    def learned_positions(self) -> int:
+        """The parameters of learned positions; 0 in families that compute positions."""
+        if self.model_type not in _EXTRA_POSITIONS or not self.max_positions:
+            return 0
+        return (self.max_positions + _EXTRA_POSITIONS[self.model_type]) * self.hidden
+
+    @property
     def groups(self) -> Parameters:
         """``parameters`` by group. The groups add up to it exactly."""
-        table = self.vocab * (self.embedding_dim or self.hidden)
-        positions = 0
-        if self.model_type in _LEARNED_POSITIONS and self.max_positions:
-            positions = (self.max_positions + _LEARNED_POSITIONS[self.model_type]) * self.hidden
+        table, positions = self.vocab * (self.embedding_dim or self.hidden), self.learned_positions
         projection = 2 * self.layers * self.hidden * self.head_dim
         feed_forward = self.layers * (self.experts or 1) * self.feed_forward_matrices * self.hidden * self.ffn
         attention, kv = projection * self.heads, projection * self.kv_heads
@@ -93,25 +97,26 @@ class Checkpoint:
         missing or invalid key.
         """
         if not isinstance(config, Mapping):
-            raise CheckpointError("checkpoint-malformed", "config.json is not a JSON object", _REPAIR)
+            raise _malformed("config.json is not a JSON object")
         family = config.get("model_type")
         if family is None:
-            raise CheckpointError("checkpoint-malformed", "config.json has no model_type", _REPAIR)
-        reader = _FAMILIES.get(family) if isinstance(family, str) else None
+            raise _malformed("config.json has no model_type")
+        reader = _READERS.get(family) if isinstance(family, str) else None
         if reader is None:
-            supported = ", ".join(sorted(_FAMILIES))
-            raise CheckpointError(
-                "unknown-family",
-                f'model_type "{family}" is not supported ({supported})',
-                "serve a checkpoint of one of these families",
-            )
-        read = _Config(config)
-        window, reading = sliding_window(family, config), Reading.of(config)
-        return replace(reader(read), stored_bytes=_stored_bytes(config), window=window, on_tnx=reading)
+            what = f'model_type "{family}" is not supported ({", ".join(FAMILIES)})'
+            raise CheckpointError("unknown-family", what, "serve a checkpoint of one of these families")
+        shape = reader(family, _Config(config))
+        return replace(
+            shape,
+            parameters=_parameters(shape, _Config(config)),
+            stored_bytes=_stored_bytes(config),
+            window=sliding_window(family, config),
+            on_tnx=Reading.of(config),
+        )
 
 
 _GATED = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3"})
-_LEARNED_POSITIONS = {"gpt2": 0, "gpt_bigcode": 0, "opt": 2}  # rows beyond the positions
+_EXTRA_POSITIONS = {"gpt2": 0, "gpt_bigcode": 0, "opt": 2}  # families with learned positions -> rows beyond them
 
 _STORED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -135,7 +140,8 @@ def sliding_window(family: str, config: Mapping[str, Any]) -> int | None:
     return read.optional("sliding_window") if family == "mixtral" else None
 
 
-_REPAIR = "use the config.json that belongs to the checkpoint"
+def _malformed(what: str) -> CheckpointError:
+    return CheckpointError("checkpoint-malformed", what, "use the config.json that belongs to the checkpoint")
 
 
 class _Config:
@@ -155,9 +161,7 @@ class _Config:
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 40:
-            raise CheckpointError(
-                "checkpoint-malformed", f"{name} in config.json is {value!r}, not a positive whole number", _REPAIR
-            )
+            raise _malformed(f"{name} in config.json is {value!r}, not a positive whole number")
         return value
 
     def given(self, name: str, absent: int) -> int | None:
@@ -168,7 +172,7 @@ class _Config:
         """Returns a positive integer. Raises CheckpointError if it is missing."""
         value = self.optional(*names)
         if value is None:
-            raise CheckpointError("checkpoint-malformed", f"config.json has no {' or '.join(names)}", _REPAIR)
+            raise _malformed(f"config.json has no {' or '.join(names)}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -176,218 +180,148 @@ class _Config:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise CheckpointError(
-                "checkpoint-malformed", f"{name} in config.json is {value!r}, not true or false", _REPAIR
-            )
+            raise _malformed(f"{name} in config.json is {value!r}, not true or false")
         return value
 
 
-def _even_head_dim(hidden: int, heads: int) -> int:
-    if hidden % heads:
-        raise CheckpointError(
-            "checkpoint-malformed", f"hidden size {hidden} in config.json does not divide by {heads} heads", _REPAIR
-        )
-    return hidden // heads
+# The readers return a Checkpoint without its parameters.
 
 
-@dataclass(frozen=True)
-class _Rotary:
-    """The shape of a model with rotary positions, grouped queries and gated feed-forward layers."""
-
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int
-
-    @property
-    def attention(self) -> int:
-        """The parameters of the four projections, without biases."""
-        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-
-    @property
-    def qkv_biases(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
-    @property
-    def feed_forward(self) -> int:
-        return 3 * self.hidden * self.ffn
-
-
-def _rotary(config: _Config, kv_heads: int | None = None, head_dim: int | None = None) -> _Rotary:
-    """Reads the shape. ``kv_heads`` and ``head_dim`` are the family's defaults; None: heads, and hidden / heads."""
-    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
-    kv_heads = config.given("num_key_value_heads", kv_heads or heads) or heads
-    if heads % kv_heads:
-        raise CheckpointError(
-            "checkpoint-malformed", f"{heads} heads in config.json do not divide by {kv_heads} key-value heads", _REPAIR
-        )
-    head_dim = config.optional("head_dim") or head_dim or _even_head_dim(hidden, heads)
-    ffn, layers = config.number("intermediate_size"), config.number("num_hidden_layers")
-    return _Rotary(hidden, ffn, heads, kv_heads, head_dim, layers)
-
-
-def _rotary_checkpoint(
-    family: str, config: _Config, shape: _Rotary, attention: int, feed_forward: int, experts: int | None = None
-) -> Checkpoint:
-    """``attention`` and ``feed_forward`` are the parameters of one layer, without its two norms."""
-    hidden, vocab = shape.hidden, config.number("vocab_size")
-    tied = config.flag("tie_word_embeddings", False)
-    block = attention + feed_forward + 2 * hidden
-    return Checkpoint(
-        family,
-        shape.heads,
-        shape.kv_heads,
-        shape.layers,
-        hidden,
-        shape.ffn,
-        shape.head_dim,
-        vocab,
-        config.optional("max_position_embeddings"),
-        tied,
-        vocab * hidden * (1 if tied else 2) + shape.layers * block + hidden,
-        experts,
-    )
-
-
-def _llama(config: _Config) -> Checkpoint:
-    shape = _rotary(config)
-    attention, feed_forward = shape.attention, shape.feed_forward
-    if config.flag("attention_bias", False):
-        attention += shape.qkv_biases + shape.hidden
-    if config.flag("mlp_bias", False):
-        feed_forward += 2 * shape.ffn + shape.hidden
-    return _rotary_checkpoint("llama", config, shape, attention, feed_forward)
-
-
-def _mistral(config: _Config) -> Checkpoint:
-    shape = _rotary(config, kv_heads=8)
-    return _rotary_checkpoint("mistral", config, shape, shape.attention, shape.feed_forward)
-
-
-def _mixtral(config: _Config) -> Checkpoint:
-    shape, experts = _rotary(config, kv_heads=8), config.number("num_local_experts")
-    feed_forward = experts * (shape.feed_forward + shape.hidden)  # each expert has a row of the router
-    return _rotary_checkpoint("mixtral", config, shape, shape.attention, feed_forward, experts)
-
-
-def _qwen2(config: _Config) -> Checkpoint:
-    shape = _rotary(config, kv_heads=32)
-    return _rotary_checkpoint("qwen2", config, shape, shape.attention + shape.qkv_biases, shape.feed_forward)
-
-
-def _qwen3(config: _Config) -> Checkpoint:
-    shape = _rotary(config, kv_heads=32, head_dim=128)
-    attention = shape.attention + 2 * shape.head_dim  # a norm each for queries and keys
-    if config.flag("attention_bias", False):
-        attention += shape.qkv_biases + shape.hidden
-    return _rotary_checkpoint("qwen3", config, shape, attention, shape.feed_forward)
-
-
-def _fused_block(hidden: int, ffn: int) -> int:
-    """Returns the parameters of a block with biases, two layer norms and a fused QKV projection (gpt2, bloom)."""
-    return 4 * hidden * (hidden + 1) + hidden * (ffn + 1) + ffn * (hidden + 1) + 4 * hidden
-
-
-def _gpt2(config: _Config) -> Checkpoint:
+def _gpt(family: str, config: _Config) -> Checkpoint:
+    """gpt2, gpt_bigcode and gptj."""
     hidden, heads = config.number("n_embd", "hidden_size"), config.number("n_head", "num_attention_heads")
-    layers, vocab = config.number("n_layer", "num_hidden_layers"), config.number("vocab_size")
-    positions = config.number("n_positions", "max_position_embeddings", "n_ctx")
-    ffn = config.optional("n_inner") or 4 * hidden
-    tied = config.flag("tie_word_embeddings", True)
-    embeddings = vocab * hidden * (1 if tied else 2) + positions * hidden
-    parameters = embeddings + layers * _fused_block(hidden, ffn) + 2 * hidden
-    head_dim = _even_head_dim(hidden, heads)
-    return Checkpoint("gpt2", heads, heads, layers, hidden, ffn, head_dim, vocab, positions, tied, parameters)
+    positions = config.number("n_positions", "max_position_embeddings", *(("n_ctx",) if family == "gpt2" else ()))
+    kv_heads = 1 if family == "gpt_bigcode" and config.flag("multi_query", True) else heads
+    layers, ffn = config.number("n_layer", "num_hidden_layers"), config.optional("n_inner") or 4 * hidden
+    return _shape(family, config, hidden, heads, kv_heads, layers, ffn, positions, tied=family != "gptj")
 
 
-def _bloom(config: _Config) -> Checkpoint:
+def _bloom(family: str, config: _Config) -> Checkpoint:
     hidden, heads = config.number("hidden_size", "n_embed"), config.number("n_head", "num_attention_heads")
-    layers, vocab = config.number("n_layer", "num_hidden_layers"), config.number("vocab_size")
-    tied = config.flag("tie_word_embeddings", True)
-    embeddings = vocab * hidden * (1 if tied else 2) + 2 * hidden  # with a layer norm of its own
-    parameters = embeddings + layers * _fused_block(hidden, 4 * hidden) + 2 * hidden
-    head_dim = _even_head_dim(hidden, heads)
-    return Checkpoint("bloom", heads, heads, layers, hidden, 4 * hidden, head_dim, vocab, None, tied, parameters)
+    layers = config.number("n_layer", "num_hidden_layers")
+    return _shape(family, config, hidden, heads, heads, layers, 4 * hidden, None, tied=True)
 
 
-def _gpt_bigcode(config: _Config) -> Checkpoint:
-    hidden, heads = config.number("n_embd", "hidden_size"), config.number("n_head", "num_attention_heads")
-    layers, vocab = config.number("n_layer", "num_hidden_layers"), config.number("vocab_size")
-    positions = config.number("n_positions", "max_position_embeddings")
-    ffn = config.optional("n_inner") or 4 * hidden
-    tied, head_dim = config.flag("tie_word_embeddings", True), _even_head_dim(hidden, heads)
-    kv_heads = 1 if config.flag("multi_query", True) else heads
-    block = _fused_block(hidden, ffn) - 2 * (heads - kv_heads) * head_dim * (hidden + 1)
-    parameters = vocab * hidden * (1 if tied else 2) + positions * hidden + layers * block + 2 * hidden
-    return Checkpoint("gpt_bigcode", heads, kv_heads, layers, hidden, ffn, head_dim, vocab, positions, tied, parameters)
-
-
-def _gptj(config: _Config) -> Checkpoint:
-    hidden, heads = config.number("n_embd", "hidden_size"), config.number("n_head", "num_attention_heads")
-    layers, vocab = config.number("n_layer", "num_hidden_layers"), config.number("vocab_size")
-    positions = config.number("n_positions", "max_position_embeddings")
-    ffn = config.optional("n_inner") or 4 * hidden
-    tied, head_dim = config.flag("tie_word_embeddings", False), _even_head_dim(hidden, heads)
-    # One norm a layer, and no biases in the attention. The head has a bias, tied or not.
-    block = 4 * hidden * hidden + hidden * (ffn + 1) + ffn * (hidden + 1) + 2 * hidden
-    parameters = vocab * hidden * (1 if tied else 2) + vocab + layers * block + 2 * hidden
-    return Checkpoint("gptj", heads, heads, layers, hidden, ffn, head_dim, vocab, positions, tied, parameters)
-
-
-def _gpt_neox(config: _Config) -> Checkpoint:
+def _opt(family: str, config: _Config) -> Checkpoint:
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
-    layers, vocab = config.number("num_hidden_layers"), config.number("vocab_size")
-    ffn, positions = config.number("intermediate_size"), config.optional("max_position_embeddings")
-    tied, head_dim = config.flag("tie_word_embeddings", False), _even_head_dim(hidden, heads)
-    block = _fused_block(hidden, ffn) - (0 if config.flag("attention_bias", True) else 4 * hidden)
-    parameters = vocab * hidden * (1 if tied else 2) + layers * block + 2 * hidden
-    return Checkpoint("gpt_neox", heads, heads, layers, hidden, ffn, head_dim, vocab, positions, tied, parameters)
-
-
-def _opt(config: _Config) -> Checkpoint:
-    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
-    layers, vocab = config.number("num_hidden_layers"), config.number("vocab_size")
-    ffn, positions = config.number("ffn_dim"), config.number("max_position_embeddings")
+    layers, ffn = config.number("num_hidden_layers"), config.number("ffn_dim")
+    positions = config.number("max_position_embeddings")
+    shape = _shape(family, config, hidden, heads, heads, layers, ffn, positions, tied=True)
     width = config.optional("word_embed_proj_dim") or hidden
-    tied, head_dim = config.flag("tie_word_embeddings", True), _even_head_dim(hidden, heads)
-    norm = 2 * hidden if config.flag("layer_norm_elementwise_affine", True) else 0
-    block = 4 * hidden * hidden + 2 * hidden * ffn + 2 * norm
-    if config.flag("enable_bias", True):
-        block += 5 * hidden + ffn
-    parameters = vocab * width * (1 if tied else 2) + (positions + 2) * hidden + layers * block
-    if width != hidden:
-        parameters += 2 * width * hidden
-    if config.flag("do_layer_norm_before", True) and not config.flag("_remove_final_layer_norm", False):
-        parameters += norm
-    return Checkpoint(
-        "opt",
-        heads,
-        heads,
-        layers,
-        hidden,
-        ffn,
-        head_dim,
-        vocab,
-        positions,
-        tied,
-        parameters,
-        embedding_dim=None if width == hidden else width,
-    )
+    return replace(shape, embedding_dim=None if width == hidden else width)
 
 
-_FAMILIES: dict[str, Callable[[_Config], Checkpoint]] = {
+def _gpt_neox(family: str, config: _Config) -> Checkpoint:
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    return _rotary_shape(family, config, hidden, heads, heads)
+
+
+def _gated(family: str, config: _Config) -> Checkpoint:
+    """The families with rotary positions, grouped queries and gated feed-forward layers."""
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    kv_heads = config.given("num_key_value_heads", _KV_HEADS.get(family, heads)) or heads
+    if heads % kv_heads:
+        raise _malformed(f"{heads} heads in config.json do not divide by {kv_heads} key-value heads")
+    head_dim = config.optional("head_dim") or (128 if family == "qwen3" else None)
+    experts = config.number("num_local_experts") if family == "mixtral" else None
+    return replace(_rotary_shape(family, config, hidden, heads, kv_heads, head_dim), experts=experts)
+
+
+_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32}  # the defaults of transformers
+
+
+def _rotary_shape(
+    family: str, config: _Config, hidden: int, heads: int, kv_heads: int, head_dim: int | None = None
+) -> Checkpoint:
+    layers, ffn = config.number("num_hidden_layers"), config.number("intermediate_size")
+    positions = config.optional("max_position_embeddings")
+    return _shape(family, config, hidden, heads, kv_heads, layers, ffn, positions, tied=False, head_dim=head_dim)
+
+
+def _shape(
+    family: str,
+    config: _Config,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    layers: int,
+    ffn: int,
+    positions: int | None,
+    *,
+    tied: bool,  # the default of transformers
+    head_dim: int | None = None,  # None: hidden / heads
+) -> Checkpoint:
+    if head_dim is None and hidden % heads:
+        raise _malformed(f"hidden size {hidden} in config.json does not divide by {heads} heads")
+    vocab, tied = config.number("vocab_size"), config.flag("tie_word_embeddings", tied)
+    head_dim = head_dim or hidden // heads
+    return Checkpoint(family, heads, kv_heads, layers, hidden, ffn, head_dim, vocab, positions, tied, parameters=0)
+
+
+_READERS: dict[str, Callable[[str, _Config], Checkpoint]] = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), _gpt),
+    **dict.fromkeys(_GATED, _gated),
     "bloom": _bloom,
-    "gpt2": _gpt2,
-    "gpt_bigcode": _gpt_bigcode,
     "gpt_neox": _gpt_neox,
-    "gptj": _gptj,
-    "llama": _llama,
-    "mistral": _mistral,
-    "mixtral": _mixtral,
     "opt": _opt,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
 }
-FAMILIES: tuple[str, ...] = tuple(sorted(_FAMILIES))
+FAMILIES: tuple[str, ...] = tuple(sorted(_READERS))
+
+
+def _parameters(shape: Checkpoint, config: _Config) -> int:
+    """Returns the parameters of the whole model, tied weights counted once."""
+    if shape.model_type in _GATED:
+        layer, rest = _gated_layer(shape, config), shape.hidden
+    elif shape.model_type == "opt":
+        layer, rest = _opt_layer(shape, config)
+    else:
+        layer, rest = _fused_layer(shape, config)
+    table = shape.vocab * (shape.embedding_dim or shape.hidden)
+    return table * (1 if shape.tied_embeddings else 2) + shape.learned_positions + shape.layers * layer + rest
+
+
+def _gated_layer(shape: Checkpoint, config: _Config) -> int:
+    """Returns the parameters of a layer with two norms."""
+    family, hidden, head_dim = shape.model_type, shape.hidden, shape.head_dim
+    biases = (shape.heads + 2 * shape.kv_heads) * head_dim
+    layer = 2 * hidden * (shape.heads + shape.kv_heads) * head_dim + 2 * hidden
+    layer += (shape.experts or 1) * 3 * hidden * shape.ffn
+    layer += (shape.experts or 0) * hidden  # the router has a row for each expert
+    if family == "qwen2":
+        layer += biases
+    if family == "qwen3":
+        layer += 2 * head_dim  # a norm each for queries and keys
+    if family in ("llama", "qwen3") and config.flag("attention_bias", False):
+        layer += biases + hidden
+    if family == "llama" and config.flag("mlp_bias", False):
+        layer += 2 * shape.ffn + hidden
+    return layer
+
+
+def _fused_layer(shape: Checkpoint, config: _Config) -> tuple[int, int]:
+    """Returns the parameters of a layer with biases, two norms and a fused QKV projection, and those of the rest."""
+    family, hidden, ffn = shape.model_type, shape.hidden, shape.ffn
+    layer, rest = 4 * hidden * (hidden + 1) + hidden * (ffn + 1) + ffn * (hidden + 1) + 4 * hidden, 2 * hidden
+    if family == "bloom":
+        rest += 2 * hidden  # a norm of the embeddings
+    elif family == "gpt_bigcode":
+        layer -= 2 * (shape.heads - shape.kv_heads) * shape.head_dim * (hidden + 1)
+    elif family == "gptj":
+        layer -= 6 * hidden  # one norm, and no biases in the attention
+        rest += shape.vocab  # the head has a bias, tied or not
+    elif family == "gpt_neox" and not config.flag("attention_bias", True):
+        layer -= 4 * hidden
+    return layer, rest
+
+
+def _opt_layer(shape: Checkpoint, config: _Config) -> tuple[int, int]:
+    """Returns the parameters of a layer, and those of the rest."""
+    hidden, ffn = shape.hidden, shape.ffn
+    norm = 2 * hidden if config.flag("layer_norm_elementwise_affine", True) else 0
+    layer = 4 * hidden * hidden + 2 * hidden * ffn + 2 * norm
+    if config.flag("enable_bias", True):
+        layer += 5 * hidden + ffn
+    rest = 2 * (shape.embedding_dim or 0) * hidden
+    if config.flag("do_layer_norm_before", True) and not config.flag("_remove_final_layer_norm", False):
+        rest += norm
+    return layer, rest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
 from placements.facts import tnx_families
@@ -15,7 +14,7 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 NAMED_ENGINES: tuple[Engine, ...] = tuple(engine for engine in ENGINES if engine != "auto")
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-BYTES: Mapping[Dtype, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
+BYTES: Mapping[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 class Option(NamedTuple):
@@ -26,21 +25,18 @@ class Option(NamedTuple):
     whole: bool
 
 
-ENGINE_OPTIONS: Mapping[Engine, Mapping[str, Option | None]] = MappingProxyType(
-    {
-        "cpu": MappingProxyType(
-            {"prefill_chunk": Option(1, 1 << 24, whole=True), "prefix_cache": None, "compile": None}
-        ),
-        "echo": MappingProxyType({"step_ms": Option(0, 3_600_000, whole=False)}),
-    }
-)
+ENGINE_OPTIONS: Mapping[Engine, Mapping[str, Option | None]] = {
+    "cpu": {"prefill_chunk": Option(1, 1 << 24, whole=True), "prefix_cache": None, "compile": None},
+    "echo": {"step_ms": Option(0, 3_600_000, whole=False)},
+}
 """The ``engine_options`` of corewright's own engines; None: a boolean. ``prefill_chunk``: tokens of a prompt in one
 forward pass; ``prefix_cache``: reuse the longest prefix that a slot still holds; ``compile``: compile each bucket with
 torch.compile; ``step_ms``: the duration of a step of the echo engine, to simulate a slow engine."""
 
-PACKAGES: Mapping[Engine, str] = MappingProxyType(
-    {"transformers-neuronx": "transformers_neuronx", "nxd-inference": "neuronx_distributed_inference"}
-)
+PACKAGES: Mapping[Engine, str] = {
+    "transformers-neuronx": "transformers_neuronx",
+    "nxd-inference": "neuronx_distributed_inference",
+}
 """The supported Neuron engines, and the import name of each one's package."""
 
 
@@ -81,9 +77,7 @@ def default_dtype(engine: Engine) -> Dtype:
 NXD_VERSIONS = ("0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9")
 """The supported series of NxD Inference, oldest first. 0.1 requires transformers 4.45, older than corewright's."""
 
-NXD_FAMILIES: Mapping[str, str] = MappingProxyType(
-    {"llama": "0.2", "mixtral": "0.2", "qwen2": "0.5", "qwen3": "0.5", "mistral": "0.2"}
-)
+NXD_FAMILIES: Mapping[str, str] = {"llama": "0.2", "mixtral": "0.2", "qwen2": "0.5", "qwen3": "0.5", "mistral": "0.2"}
 """model_type -> the first series of NxD Inference that serves it, from ``utils.constants.MODEL_TYPES`` of the series
 above, for the families in `checkpoints`. No family was dropped again. Mistral has its own class from 0.9 on; before
 that, Llama's class serves it if no sliding window applies, as in vLLM's back end."""
@@ -94,7 +88,7 @@ NXD_MISTRAL = "0.9"
 NXD_QUANTIZED_OPTIONS = ("quantized_checkpoints_path", "quantization_dtype")
 """Options of NxD Inference's NeuronConfig that require ``quantize``."""
 
-NXD_QUANTIZED_DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType({"int8": ("int8",), "fp8": ("f8e4m3", "f8e5m2")})
+NXD_QUANTIZED_DTYPES: Mapping[str, tuple[str, ...]] = {"int8": ("int8",), "fp8": ("f8e4m3", "f8e5m2")}
 """``quantize`` -> values of ``quantization_dtype``, the default first."""
 
 NXD_E5M2 = "0.7"
@@ -122,7 +116,7 @@ TNX_DRAFTING = tuple(name for name, family in tnx_families.FAMILIES.items() if f
 OPTIMUM_FAMILIES = ("llama", "mixtral", "qwen2", "qwen3")
 """Families of optimum-neuron 0.4.5, of those in `checkpoints`."""
 
-_NXD_LAST: Mapping[str, str] = MappingProxyType({"inf2": "0.8", "trn1": "0.8"})
+_NXD_LAST: Mapping[str, str] = {"inf2": "0.8", "trn1": "0.8"}
 """Machine family -> the last series of NxD Inference: the models of 0.9 require Trn2 (its release notes)."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 
@@ -25,24 +24,22 @@ class Family:
     )
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "bloom": Family(resets=True),
-        "code_llama": Family(continuous=True, speculates=True, quantizes_kv=True, resets=True),
-        "gpt2": Family(speculates=True, broadcasts=True),
-        "gpt_neox": Family(samples=False, serial=True, resets=True),
-        "llama": Family(continuous=True, speculates=True, quantizes_kv=True, resets=True),
-        "mistral": Family(continuous=True, quantizes_kv=True, resets=True),
-        "mixtral": Family(continuous=True, samples=False, quantizes_kv=True, resets=True),
-        "opt": Family(resets=True),
-    }
-)
+FAMILIES: Mapping[str, Family] = {
+    "bloom": Family(resets=True),
+    "code_llama": Family(continuous=True, speculates=True, quantizes_kv=True, resets=True),
+    "gpt2": Family(speculates=True, broadcasts=True),
+    "gpt_neox": Family(samples=False, serial=True, resets=True),
+    "llama": Family(continuous=True, speculates=True, quantizes_kv=True, resets=True),
+    "mistral": Family(continuous=True, quantizes_kv=True, resets=True),
+    "mixtral": Family(continuous=True, samples=False, quantizes_kv=True, resets=True),
+    "opt": Family(resets=True),
+}
 """The families of transformers-neuronx ``modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING`` with correct results. The
 mapping lacks gpt_bigcode, though the LMI page lists it."""
 
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {"gptj": "its class attends only to position 0 after the first token, and ignores padding in a batch"}
-)
+REFUSED: Mapping[str, str] = {
+    "gptj": "its class attends only to position 0 after the first token, and ignores padding in a batch"
+}
 """model_type -> why the package's class is not used. GPT-J: ``hlo.decoder_attention_mask_legacy`` compares the row of a
 one-token step, 0, with the positions, from December 2023 to 0.13. Prompts are processed token by token too."""
 

@@ -5,17 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal
-
-_ARCH = "AWS Neuron SDK docs, about-neuron/arch/neuron-hardware/{family}-arch.rst"
-_SCHEDULER = "AWS Neuron SDK docs, deploy/infrastructure/scheduler.rst (the device sets that it allows)"
-_NXD_GUIDE = "NxD Inference API guide"
-_COLLECTIVES = "AWS Neuron SDK 2.21 docs, general/arch/neuron-features/collective-communication.rst"
-_GUIDES = "Transformers NeuronX developer guide and NxD Inference API guide (inf2: 1, 2, 4, 8, 24)"
-_TRN1_GUIDES = "Transformers NeuronX developer guide (trn1: 1, 2, 8, 32) and NxD Inference API guide (16 as well)"
-_LLM_PAGE = "AWS Neuron SDK docs, about-neuron/transformers/generative-llm-inference-with-neuron.rst"
-
 
 Link = Literal["none", "line", "ring", "torus"]
 
@@ -32,7 +22,6 @@ class Topology:
     vcpus: int
     memory_gib: int  # host memory, without HBM
     link: Link  # topology of the links between devices; a torus is 4 x 4
-    source: str
     lnc: int | None = None  # physical cores in one logical core; None: not configurable
     note: str = ""  # uncertainty of these facts
 
@@ -60,29 +49,26 @@ LNC_CHOICES = (1, 2)
 def _type(
     instance: str, devices: int, cores: int, hbm: int, vcpus: int, memory_gib: int, link: Link, note: str = ""
 ) -> Topology:
-    family = next(prefix for prefix in ("inf2", "trn1", "trn2") if instance.startswith(prefix))
+    family = instance[:4]
     lnc = 2 if family == "trn2" else None
-    source = _ARCH.format(family=family)
-    return Topology(instance, family, devices, cores, hbm, vcpus, memory_gib, link, source, lnc, note)
+    return Topology(instance, family, devices, cores, hbm, vcpus, memory_gib, link, lnc, note)
 
 
-TOPOLOGIES: Mapping[str, Topology] = MappingProxyType(
-    {
-        topology.instance: topology
-        for topology in (
-            _type("inf2.xlarge", 1, 2, 16, 4, 16, "none"),
-            _type("inf2.8xlarge", 1, 2, 16, 32, 128, "none"),
-            _type("inf2.24xlarge", 6, 2, 16, 96, 384, "line"),
-            _type("inf2.48xlarge", 12, 2, 16, 192, 768, "ring"),
-            _type("trn1.2xlarge", 1, 2, 16, 8, 32, "none"),
-            _type("trn1.32xlarge", 16, 2, 16, 128, 512, "torus"),
-            _type("trn1n.32xlarge", 16, 2, 16, 128, 512, "torus"),
-            _type("trn2.3xlarge", 1, 4, 24, 12, 128, "none", "not in the Neuron SDK documentation that was read"),
-            _type("trn2.48xlarge", 16, 4, 24, 192, 2048, "torus"),
-            _type("trn2u.48xlarge", 16, 4, 24, 192, 2048, "torus"),  # an UltraServer has four, each a host
-        )
-    }
-)
+TOPOLOGIES: Mapping[str, Topology] = {
+    topology.instance: topology
+    for topology in (  # AWS Neuron SDK docs, about-neuron/arch/neuron-hardware/<family>-arch.rst
+        _type("inf2.xlarge", 1, 2, 16, 4, 16, "none"),
+        _type("inf2.8xlarge", 1, 2, 16, 32, 128, "none"),
+        _type("inf2.24xlarge", 6, 2, 16, 96, 384, "line"),
+        _type("inf2.48xlarge", 12, 2, 16, 192, 768, "ring"),
+        _type("trn1.2xlarge", 1, 2, 16, 8, 32, "none"),
+        _type("trn1.32xlarge", 16, 2, 16, 128, 512, "torus"),
+        _type("trn1n.32xlarge", 16, 2, 16, 128, 512, "torus"),
+        _type("trn2.3xlarge", 1, 4, 24, 12, 128, "none", "not in the Neuron SDK documentation that was read"),
+        _type("trn2.48xlarge", 16, 4, 24, 192, 2048, "torus"),
+        _type("trn2u.48xlarge", 16, 4, 24, 192, 2048, "torus"),  # an UltraServer has four, each a host
+    )
+}
 """The instance types with Neuron devices that serve language models, at their default LNC. At LNC 1 a core of trn2 has
 nominally half of the HBM; in practice the halves of a bank are uneven (AWS Neuron SDK docs,
 neuron-runtime/explore/device-memory.rst)."""
@@ -95,35 +81,27 @@ class Degree:
     tp: int
     legal: int  # ranges must begin at a multiple of this (hardware)
     preferred: int  # ranges should begin at a multiple of this, itself a multiple of ``legal``
-    documented: bool
-    source: str
+    documented: bool = True
 
 
-DEGREES: Mapping[str, Mapping[int, Degree]] = MappingProxyType(
-    {
-        "inf2": MappingProxyType(
-            {
-                1: Degree(1, 1, 1, True, _GUIDES),
-                2: Degree(2, 2, 2, True, _GUIDES),  # both cores of one device
-                4: Degree(4, 2, 4, True, f"{_GUIDES}; any consecutive devices: {_COLLECTIVES}"),
-                8: Degree(8, 2, 8, True, f"{_GUIDES}; any consecutive devices: {_COLLECTIVES}"),
-                12: Degree(12, 12, 12, False, _LLM_PAGE),  # only on that page
-                24: Degree(24, 24, 24, True, f"{_GUIDES}; the full ring: {_COLLECTIVES}"),
-            }
-        ),
-        "trn1": MappingProxyType(
-            {
-                1: Degree(1, 1, 1, True, _TRN1_GUIDES),
-                2: Degree(2, 2, 2, True, _TRN1_GUIDES),
-                **{tp: Degree(tp, tp, tp, True, f"{_TRN1_GUIDES}; {_SCHEDULER}") for tp in (8, 16, 32)},
-            }
-        ),
-        "trn2": MappingProxyType(
-            # The documents show only ranges at multiples of the degree, without calling others illegal.
-            {tp: Degree(tp, tp, tp, True, f"{_NXD_GUIDE} (trn2, LNC 2)") for tp in (1, 2, 4, 8, 16, 32, 64)}
-        ),
-    }
-)
+DEGREES: Mapping[str, Mapping[int, Degree]] = {
+    # Transformers NeuronX developer guide and NxD Inference API guide (1, 2, 4, 8, 24), 12 only on the page
+    # about-neuron/transformers/generative-llm-inference-with-neuron.rst. Any consecutive devices, and the full ring:
+    # AWS Neuron SDK 2.21 docs, general/arch/neuron-features/collective-communication.rst.
+    "inf2": {
+        1: Degree(1, 1, 1),
+        2: Degree(2, 2, 2),  # both cores of one device
+        4: Degree(4, 2, 4),
+        8: Degree(8, 2, 8),
+        12: Degree(12, 12, 12, documented=False),
+        24: Degree(24, 24, 24),
+    },
+    # Transformers NeuronX developer guide (1, 2, 8, 32) and NxD Inference API guide (16 as well). The device sets that
+    # AWS Neuron SDK docs, deploy/infrastructure/scheduler.rst, allow.
+    "trn1": {tp: Degree(tp, tp, tp) for tp in (1, 2, 8, 16, 32)},
+    # NxD Inference API guide, LNC 2: it shows only ranges at multiples of the degree, without calling others illegal.
+    "trn2": {tp: Degree(tp, tp, tp) for tp in (1, 2, 4, 8, 16, 32, 64)},
+}
 
 
 def degree(family: str, tp: int) -> Degree | None:
@@ -138,8 +116,7 @@ def documented(topology: Topology, row: Degree) -> bool:
 
 def alignment(family: str, tp: int) -> Degree:
     """Returns the table's row, or consecutive whole devices for another degree (the spec's ``allow_degrees``)."""
-    row = degree(family, tp)
-    return row or Degree(tp, 2, math.lcm(2, tp), False, "the spec's allow_degrees; consecutive devices")
+    return degree(family, tp) or Degree(tp, 2, math.lcm(2, tp), documented=False)
 
 
 @dataclass(frozen=True)

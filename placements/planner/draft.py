@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
-from types import MappingProxyType
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
@@ -51,7 +50,7 @@ class Draft:
         numbered: Mapping[str, frozenset[int]],
         moves: int | None,
         costs: Mapping[str, float],
-        held: Mapping[str, frozenset[str]] = MappingProxyType({}),
+        held: Mapping[str, frozenset[str]] = {},
     ) -> None:
         self._spec = spec
         self._ground = ground

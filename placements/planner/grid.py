@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import MappingProxyType
 
 from placements.facts.topology import DEGREES, alignment
 
@@ -143,7 +142,7 @@ def _larger(family: str, degree: int, cores: int) -> tuple[int, ...]:
 def _nested(family: str, cores: int) -> Mapping[int, tuple[int, int]]:
     """Returns degree -> (legal, preferred) alignment, for degrees whose ranges may be shifted off the preferred one."""
     table = {tp: row for tp, row in DEGREES[family].items() if tp <= cores}
-    return MappingProxyType({tp: (row.legal, row.preferred) for tp, row in table.items() if row.legal < row.preferred})
+    return {tp: (row.legal, row.preferred) for tp, row in table.items() if row.legal < row.preferred}
 
 
 def _grid_starts(grid: Grid, degree: int) -> int:

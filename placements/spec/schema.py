@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 from zoneinfo import ZoneInfo
 
@@ -696,14 +695,12 @@ class ModelSpec(_Frozen):
         return DEFAULT_MAX_LEN if positions is None else min(DEFAULT_MAX_LEN, positions)
 
 
-REACHES: Mapping[str, Reach] = MappingProxyType(
-    {
-        name: reach
-        for name, field in ModelSpec.model_fields.items()
-        for reach in field.metadata
-        if isinstance(reach, Reach)
-    }
-)
+REACHES: Mapping[str, Reach] = {
+    name: reach
+    for name, field in ModelSpec.model_fields.items()
+    for reach in field.metadata
+    if isinstance(reach, Reach)
+}
 """What a change of each field of `ModelSpec` affects."""
 
 _STARTED_WITH = tuple(name for name, reach in REACHES.items() if reach is not Reach.LIVE)

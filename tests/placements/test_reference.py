@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from placements.explain.reference import TABLES, renewed
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.spec.schema import (
     Buckets,
@@ -21,6 +20,7 @@ from placements.spec.schema import (
     Update,
     json_schema,
 )
+from tests.spec_reference import TABLES, renewed
 
 
 def rows(name: str) -> dict[str, list[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 _TABLES: Mapping[str, Mapping[str, Mapping[str, list[str]]]] = json.loads(
     Path(__file__).with_name("owned.json").read_bytes()
@@ -14,12 +13,9 @@ _TABLES: Mapping[str, Mapping[str, Mapping[str, list[str]]]] = json.loads(
 
 def _by_option(tables: Mapping[str, Mapping[str, list[str]]]) -> Mapping[str, Mapping[str, str]]:
     """{table: {text: options}} -> {table: {option: text}}."""
-    return MappingProxyType(
-        {
-            table: MappingProxyType({option: text for text, options in rows.items() for option in options})
-            for table, rows in tables.items()
-        }
-    )
+    return {
+        table: {option: text for text, options in rows.items() for option in options} for table, rows in tables.items()
+    }
 
 
 FIELDS = _by_option(_TABLES["fields"])

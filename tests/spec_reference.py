@@ -1,11 +1,10 @@
-"""The JSON Schema and the table of instance types as the markdown tables of docs/spec.md."""
+"""Writes the tables of docs/spec.md: the JSON Schema, instance types and options as markdown."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from placements.facts.checkpoints import FAMILIES
@@ -148,19 +147,17 @@ def _owned() -> str:
     return "\n".join(lines) + "\n"
 
 
-TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {
-        "file": _file,
-        "hosts": _hosts,
-        "instances": _instances,
-        "engines": _engines,
-        "served": _served,
-        "model": _model,
-        "degrees": _degrees,
-        "owned": _owned,
-        "options": _options,
-    }
-)
+TABLES: Mapping[str, Callable[[], str]] = {
+    "file": _file,
+    "hosts": _hosts,
+    "instances": _instances,
+    "engines": _engines,
+    "served": _served,
+    "model": _model,
+    "degrees": _degrees,
+    "owned": _owned,
+    "options": _options,
+}
 """What can be generated, by name, in the order of the page."""
 
 
