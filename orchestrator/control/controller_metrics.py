@@ -8,7 +8,6 @@ from typing import Any
 
 from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
-from workers.batching.batcher_stats import BatcherStats
 from workers.messages.metric_family import Histogram, MetricFamily, Point, by_label, gauge
 from workers.messages.status import ReplicaStatus
 from workers.serving.replica_metrics import METRICS, Kind
@@ -231,10 +230,9 @@ def _replicas(views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFa
 
 def engine_families(heard: Mapping[tuple[str, str], ReplicaStatus]) -> Iterable[MetricFamily]:
     """Returns the counters of each replica, by model and number, from its last report: at most some seconds old."""
-    stats = {key: _stats(status) for key, status in heard.items()}
     for metric in METRICS:
         counter = metric.kind is Kind.COUNTER
-        points = tuple(Point(key, float(metric.of(values))) for key, values in stats.items())
+        points = tuple(Point(key, float(metric.of(status))) for key, status in heard.items())
         yield MetricFamily(
             name=metric.name.removesuffix("_total") if counter else metric.name,
             kind="counter" if counter else "gauge",
@@ -242,22 +240,3 @@ def engine_families(heard: Mapping[tuple[str, str], ReplicaStatus]) -> Iterable[
             labels=OF_A_REPLICA,
             points=points,
         )
-
-
-def _stats(status: ReplicaStatus) -> BatcherStats:
-    return BatcherStats(
-        slots=status.slots,
-        live=status.live,
-        waiting=status.waiting,
-        prefilling=0,
-        steps=status.steps,
-        tokens=status.tokens,
-        step_started_at=None,
-        last_step_at=None,
-        draining=False,
-        failed=None,
-        drafted=status.drafted,
-        accepted=status.accepted,
-        prefix_queries=status.prefix_queries,
-        prefix_hits=status.prefix_hits,
-    )

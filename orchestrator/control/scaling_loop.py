@@ -365,7 +365,7 @@ class Scaler:
             return None
         latest = self._latest(name)
         return {
-            "arrivals_per_s": round(self._history.forecast(name).rates[0], 3),
+            "arrivals_per_s": round(self._history.course(name).forecast().rates[0], 3),
             "waiting": sum(window.waiting for window in latest),
             "live": sum(window.live for window in latest),
         }

@@ -29,7 +29,7 @@ class Condition(NamedTuple):
     """The current value of one condition."""
 
     type: str
-    holds: bool
+    status: bool
     reason: str  # CamelCase, one word
     message: str
 
@@ -44,20 +44,12 @@ class Conditions:
     def report(self, about: str, conditions_now: Iterable[Condition]) -> list[dict[str, Any]]:
         """Returns the conditions in the status's form, which is that of Kubernetes."""
         conditions = []
-        for finding in conditions_now:
-            key = about, finding.type
+        for condition in conditions_now:
+            key = about, condition.type
             previous = self._since.get(key)
-            if previous is None or previous[0] is not finding.holds:
-                previous = self._since[key] = finding.holds, round(self._wall(), 3)
-            conditions.append(
-                {
-                    "type": finding.type,
-                    "status": finding.holds,
-                    "reason": finding.reason,
-                    "message": finding.message,
-                    "since": previous[1],
-                }
-            )
+            if previous is None or previous[0] is not condition.status:
+                previous = self._since[key] = condition.status, round(self._wall(), 3)
+            conditions.append({**condition._asdict(), "since": previous[1]})
         return conditions
 
 

@@ -47,27 +47,14 @@ TRANSITIONS: Mapping[tuple[State, Signal], State] = MappingProxyType(
         (State.PENDING, Signal.FETCH): State.FETCHING,
         (State.PENDING, Signal.COMPILE): State.COMPILING,
         (State.PENDING, Signal.STARTED): State.LOADING,
-        (State.PENDING, Signal.STOP): State.STOPPING,
-        (State.PENDING, Signal.FAILED): State.FAILED,
         (State.FETCHING, Signal.FETCHED): State.PENDING,
         (State.FETCHING, Signal.COMPILE): State.COMPILING,
-        (State.FETCHING, Signal.STOP): State.STOPPING,
-        (State.FETCHING, Signal.FAILED): State.FAILED,
         (State.COMPILING, Signal.COMPILED): State.PENDING,
-        (State.COMPILING, Signal.STOP): State.STOPPING,
-        (State.COMPILING, Signal.FAILED): State.FAILED,
         (State.LOADING, Signal.LOADED): State.READY,
-        (State.LOADING, Signal.STOP): State.STOPPING,
-        (State.LOADING, Signal.FAILED): State.FAILED,
         (State.READY, Signal.DRAIN): State.DRAINING,
-        (State.READY, Signal.STOP): State.STOPPING,
-        (State.READY, Signal.FAILED): State.FAILED,
-        (State.DRAINING, Signal.STOP): State.STOPPING,
-        (State.DRAINING, Signal.FAILED): State.FAILED,
+        **{(state, Signal.STOP): State.STOPPING for state in State},
+        **{(state, Signal.FAILED): State.FAILED for state in State},  # a failed one keeps its first cause
         (State.STOPPING, Signal.FAILED): State.STOPPING,  # it is being killed
-        (State.STOPPING, Signal.STOP): State.STOPPING,
-        (State.FAILED, Signal.STOP): State.STOPPING,
-        (State.FAILED, Signal.FAILED): State.FAILED,  # the first cause stays the cause
     }
 )
 
@@ -89,15 +76,6 @@ def advance(state: State, signal: Signal) -> State:
         return TRANSITIONS[state, signal]
     except KeyError:
         raise IllegalTransition(f"a {state.value} replica cannot take the signal {signal.value}") from None
-
-
-def diagram() -> str:
-    """Returns the table as a Mermaid state diagram, with an arrow for each pair of states, for docs/architecture.md."""
-    arrows: dict[tuple[State, State], list[str]] = {}
-    for (before, signal), after in TRANSITIONS.items():
-        arrows.setdefault((before, after), []).append(signal.value)
-    lines = [f"    {before.value} --> {after.value} : {', '.join(names)}" for (before, after), names in arrows.items()]
-    return "\n".join(["stateDiagram-v2", f"    [*] --> {State.PENDING.value}", *lines]) + "\n"
 
 
 class ModelState(str, Enum):

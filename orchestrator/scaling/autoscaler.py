@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from orchestrator.fleet.core_allocation import CoreAllocation, Owner, Place
-from orchestrator.scaling.forecast import Forecast, History, Load
+from orchestrator.scaling.forecast import History, Load
 from orchestrator.scaling.service_capacity import RULES, Rules, ServiceCapacity
 from placements.facts.plural import counted
 
@@ -105,10 +105,11 @@ class _Seat:
         self.count = min(max(model.target, self.low), self.high)
         self.places: list[Place | None] = []  # of the replicas that have cores
         self.reason: str | None = None
-        self.last = history.last(model.name)
-        self.asked_at = history.asked_at(model.name)
-        self.unserved_s = history.unserved_s(model.name, now)
-        self.forecast: Forecast = history.forecast(model.name)
+        course = history.course(model.name)
+        self.last = course.last
+        self.asked_at = course.asked_at
+        self.unserved_s = course.unserved_s(now)
+        self.forecast = course.forecast()
         self.worth = ServiceCapacity(
             self.forecast, model.slots, self._slack_s(), model.objectives.tpot_s is not None, rules
         )

@@ -9,52 +9,24 @@ from orchestrator.scaling.forecast import Load
 AUTOSCALE_S = 5.0  # interval between decisions of the autoscaler
 
 
-class DemandWindow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One model at one gateway: the counts since its last report, and its current queue and slots."""
+class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The counts of one model since the last report: of one gateway, of all gateways, or of the simulator.
 
-    model: str
+    Callers add to the attributes, and start over with a new object.
+    """
+
     arrived: int = 0  # inference requests, including those rejected by a full queue
     ended: int = 0  # requests that had a slot and have ended
     slot_s: float = 0.0  # seconds that the ended requests held their slots, summed
     first_tokens: int = 0  # requests that have produced their first token
     prefill_s: float = 0.0  # seconds from the slot to the first token, summed over these
-    waiting: int = 0  # in the queue now
-    live: int = 0  # in slots now
-    longest_wait_s: float = 0.0  # of the requests in the queue now
 
-
-class Counts:
-    """The counts of one model since the last report: of one gateway, of all gateways, or of the simulator.
-
-    The attributes are those of `DemandWindow`; callers add to them, and start over with a new object.
-    """
-
-    __slots__ = ("arrived", "ended", "first_tokens", "prefill_s", "slot_s")
-
-    def __init__(self) -> None:
-        self.arrived = self.ended = self.first_tokens = 0
-        self.slot_s = self.prefill_s = 0.0
-
-    def add(self, window: DemandWindow) -> None:
-        self.arrived += window.arrived
-        self.ended += window.ended
-        self.slot_s += window.slot_s
-        self.first_tokens += window.first_tokens
-        self.prefill_s += window.prefill_s
-
-    def demand(self, model: str, *, waiting: int, live: int, longest_wait_s: float) -> DemandWindow:
-        """Returns the window of these counts with the current queue and slots."""
-        return DemandWindow(
-            model=model,
-            arrived=self.arrived,
-            ended=self.ended,
-            slot_s=self.slot_s,
-            first_tokens=self.first_tokens,
-            prefill_s=self.prefill_s,
-            waiting=waiting,
-            live=live,
-            longest_wait_s=longest_wait_s,
-        )
+    def add(self, counts: Counts) -> None:
+        self.arrived += counts.arrived
+        self.ended += counts.ended
+        self.slot_s += counts.slot_s
+        self.first_tokens += counts.first_tokens
+        self.prefill_s += counts.prefill_s
 
     def load(self, seconds: float, *, waiting: int, live: int, longest_wait_s: float) -> Load:
         """Returns the load of these counts over ``seconds``, with the current queue and slots."""
@@ -67,6 +39,15 @@ class Counts:
             live=live,
             longest_wait_s=longest_wait_s,
         )
+
+
+class DemandWindow(Counts, kw_only=True, omit_defaults=True):
+    """One model at one gateway: the counts since its last report, and its current queue and slots."""
+
+    model: str
+    waiting: int = 0  # in the queue now
+    live: int = 0  # in slots now
+    longest_wait_s: float = 0.0  # of the requests in the queue now
 
 
 class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

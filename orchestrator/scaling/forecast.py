@@ -96,6 +96,10 @@ class Course:
         miss = (count - expected) ** 2 / max(count, expected)
         return replace(self, window=(0.0, 0), misses=(*self.misses[1 - WINDOWS :], miss))
 
+    def unserved_s(self, now: float) -> float:
+        """Returns for how long requests have arrived without one being served; 0.0 if there are none."""
+        return 0.0 if self.unserved_since is None else now - self.unserved_since
+
     def forecast(self) -> Forecast:
         """Returns the forecast.
 
@@ -141,9 +145,6 @@ class Forecast:
     live: int
 
 
-NOTHING = Forecast((0.0,) * (len(SPANS_S) + 1), PRIOR_SERVICE_S, PRIOR_DISPERSION, 0, 0)
-
-
 @dataclass(frozen=True)
 class History:
     """The demand of all models so far. Immutable: `after` returns the next one."""
@@ -165,23 +166,6 @@ class History:
         """Returns the history without this model."""
         return History(MappingProxyType({model: course for model, course in self.courses.items() if model != name}))
 
-    def forecast(self, name: str) -> Forecast:
-        """Returns the forecast of a model; zero demand if it was never reported."""
-        course = self.courses.get(name)
-        return NOTHING if course is None else course.forecast()
-
-    def asked_at(self, name: str) -> float | None:
-        """Returns the last time with a request for the model; None if there never was one."""
-        course = self.courses.get(name)
-        return None if course is None else course.asked_at
-
-    def unserved_s(self, name: str, now: float) -> float:
-        """Returns for how long requests have arrived without one being served; 0.0 if there are none."""
-        course = self.courses.get(name)
-        since = None if course is None else course.unserved_since
-        return 0.0 if since is None else now - since
-
-    def last(self, name: str) -> Load:
-        """Returns the last load of the model."""
-        course = self.courses.get(name)
-        return Load(0.0) if course is None else course.last
+    def course(self, name: str) -> Course:
+        """Returns the demand of a model; zero if it was never reported."""
+        return self.courses.get(name, Course(began=0.0, at=0.0))

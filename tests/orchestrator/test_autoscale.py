@@ -128,11 +128,11 @@ def test_requests_that_gave_up_count_as_one_long_wait() -> None:
     assert first_woken is not None
     assert 600.0 <= first_woken <= 610.0
     served = history.after(675.0, {"cold": Load(5.0, arrived=1, ended=1)})
-    assert served.unserved_s("cold", 675.0) == 0.0
+    assert served.course("cold").unserved_s(675.0) == 0.0
     silent = history
     for tick in range(15):
         silent = silent.after(675.0 + 5.0 * tick, {"cold": Load(5.0)})
-    assert silent.unserved_s("cold", 750.0) == 0.0
+    assert silent.course("cold").unserved_s(750.0) == 0.0
 
 
 def test_a_starting_model_does_not_jump_to_its_max() -> None:
@@ -239,15 +239,15 @@ def test_models_without_cores_do_not_compete_for_cores() -> None:
 def test_a_steady_burst_is_distinguished_from_noise() -> None:
     """A short average counts as far as its difference from the longer ones exceeds chance."""
     quiet = busy({"chat": 0.2}, 1800.0)
-    once = quiet.after(1805.0, {"chat": Load(5.0, arrived=4)}).forecast("chat")
-    often = busy({"chat": 3.0}, 60.0, quiet, 1800.0).forecast("chat")
+    once = quiet.after(1805.0, {"chat": Load(5.0, arrived=4)}).course("chat").forecast()
+    often = busy({"chat": 3.0}, 60.0, quiet, 1800.0).course("chat").forecast()
     assert once.rates[0] < 0.3
     assert often.rates[0] > 2.0
 
 
 def test_service_times_are_those_of_requests_that_ended() -> None:
     """The prior fades with what is measured."""
-    assert busy({"chat": 1.0}).forecast("chat").service_s == pytest.approx(8.0, abs=0.1)
+    assert busy({"chat": 1.0}).course("chat").forecast().service_s == pytest.approx(8.0, abs=0.1)
 
 
 def test_more_slots_serve_more_and_the_gain_falls() -> None:
@@ -370,7 +370,7 @@ def test_no_capacity_is_spare_while_requests_wait() -> None:
 def test_a_replica_that_costs_ends_when_it_is_clearly_not_worth_it() -> None:
     """Between what starts one and what ends one is a quarter: a price at the edge makes no flapping."""
     history = busy({"chat": 1.5})
-    loss = ServiceCapacity(history.forecast("chat"), 4, 4.5, False, RULES)
+    loss = ServiceCapacity(history.course("chat").forecast(), 4, 4.5, False, RULES)
     even = 2.0 * 8 / ((loss.of(4) - loss.of(3)) * 3.6)  # worth per 1000 at which the fourth pays just what it costs
     paid = chat(target=4, max=4, places=(*PLACES, (1, 0)))
     assert on_paid(history, replace(paid, worth_per_1000=0.85 * even)) == 4
@@ -382,19 +382,19 @@ def test_a_replica_that_costs_ends_when_it_is_clearly_not_worth_it() -> None:
 def test_the_peak_demand_of_a_model_is_remembered_for_an_hour() -> None:
     """It is part of the forecast after the averages have decayed, and decays, too."""
     burst = busy({"chat": 3.0}, 300.0)
-    assert busy({"chat": 0.0}, 600.0, burst, 300.0).forecast("chat").rates[-1] > 2.0
-    assert busy({"chat": 0.0}, 7200.0, burst, 300.0).forecast("chat").rates[-1] < 0.5
+    assert busy({"chat": 0.0}, 600.0, burst, 300.0).course("chat").forecast().rates[-1] > 2.0
+    assert busy({"chat": 0.0}, 7200.0, burst, 300.0).course("chat").forecast().rates[-1] < 0.5
 
 
 def test_with_a_tpot_objective_only_80_percent_of_the_slots_count() -> None:
     """Each prefill stalls the tokens of the other requests."""
-    guess = busy({"chat": 1.0}).forecast("chat")
+    guess = busy({"chat": 1.0}).course("chat").forecast()
     assert ServiceCapacity(guess, 5, 5.0, True, RULES).of(3) == ServiceCapacity(guess, 4, 5.0, False, RULES).of(3)
 
 
 def test_a_load_fits_if_that_of_the_last_minutes_would() -> None:
     """Not that of the last hour: a current burst is not averaged over it."""
-    burst = busy({"chat": 4.0}, 60.0, busy({"chat": 0.1}, 3600.0), 3600.0).forecast("chat")
+    burst = busy({"chat": 4.0}, 60.0, busy({"chat": 0.1}, 3600.0), 3600.0).course("chat").forecast()
     worth = ServiceCapacity(burst, 4, 5.0, False, RULES)
     assert not worth.fits(math.ceil(burst.rates[3] * burst.service_s / 4) + 1)
     assert worth.fits(math.ceil(burst.rates[0] * burst.service_s / 4) + 2)
@@ -402,7 +402,7 @@ def test_a_load_fits_if_that_of_the_last_minutes_would() -> None:
 
 def test_the_gain_of_a_replica_is_the_best_mean_of_the_next_replicas() -> None:
     """The model still grows if the first of several serves nothing in time."""
-    worth = ServiceCapacity(busy({"chat": 4.0}).forecast("chat"), 4, 5.0, False, RULES)
+    worth = ServiceCapacity(busy({"chat": 4.0}).course("chat").forecast(), 4, 5.0, False, RULES)
     assert worth.gain(5, 9) == pytest.approx((worth.of(9) - worth.of(5)) / 4)
     assert worth.gain(5, 9) > 2 * worth.gain(5, 6)
 
@@ -543,7 +543,7 @@ def test_unusable_cores_are_not_room() -> None:
 def test_the_start_or_end_of_a_busy_period_is_not_a_burst() -> None:
     """Steady demand within each busy period counts as hardly burstier than Poisson arrivals."""
     spells = busy({"chat": 0.0}, 300.0, busy({"chat": 1.0}, 300.0), 300.0)
-    assert busy({"chat": 1.0}, 300.0, spells, 600.0).forecast("chat").dispersion < 1.5
+    assert busy({"chat": 1.0}, 300.0, spells, 600.0).course("chat").forecast().dispersion < 1.5
 
 
 def test_several_small_replicas_start_at_once_but_only_one_large_one() -> None:

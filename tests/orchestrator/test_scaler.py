@@ -134,7 +134,7 @@ def test_reports_of_all_gateways_between_two_decisions_are_one_load(tmp_path: Pa
                 sent = DemandReport(gateway=gateway, number=number, seconds=1.0, models=[demand])
                 await fleet.controller.demand(sent)
         await asyncio.sleep(5.0)
-        load = decider.asked[0][0].last("a")
+        load = decider.asked[0][0].course("a").last
         assert (load.arrived, load.ended, load.slot_s) == (24, 16, 64.0)
         assert (load.waiting, load.live, load.longest_wait_s) == (8, 10, 1.5)
         assert load.seconds == pytest.approx(5.0, abs=1.1)
@@ -223,7 +223,7 @@ def test_reports_of_a_restarted_gateway_are_accepted(tmp_path: Path, decider: De
         await report(fleet, 1, 7, DemandWindow(model="a", arrived=1))
         await report(fleet, 1, 1, DemandWindow(model="a", arrived=100))
         await report(fleet, 2, 6)
-        assert sum(history.last("a").arrived for history, _, _ in decider.asked) == 107
+        assert sum(history.course("a").last.arrived for history, _, _ in decider.asked) == 107
 
     play(tmp_path, story)
 
@@ -238,7 +238,7 @@ def test_a_removed_model_is_forgotten(tmp_path: Path, decider: Decider) -> None:
         decider.counts = {}
         await report(fleet, 8, 14, DemandWindow(model="a", arrived=1))
         assert fleet.journal.state().targets == {}
-        assert decider.asked[-1][0].asked_at("a") is None
+        assert decider.asked[-1][0].course("a").asked_at is None
         assert fleet.model("other")["wanted"] == 1
 
     play(tmp_path, story)
@@ -299,7 +299,7 @@ def test_the_longest_wait_of_all_gateways_counts(tmp_path: Path, decider: Decide
                 waits = DemandWindow(model="a", waiting=1, longest_wait_s=waited)
                 sent = DemandReport(gateway=gateway, number=number, seconds=1.0, models=[waits])
                 await fleet.controller.demand(sent)
-        assert decider.asked[-1][0].last("a").longest_wait_s == 90.0
+        assert decider.asked[-1][0].course("a").last.longest_wait_s == 90.0
 
     play(tmp_path, story)
 

@@ -12,6 +12,7 @@ from enum import Enum
 
 from workers.batching.batcher_stats import BatcherStats
 from workers.host.task_boundary import task_boundary
+from workers.messages.status import ReplicaStatus
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Metric:
 
     name: str
     kind: Kind
-    of: Callable[[BatcherStats], int]
+    of: Callable[[BatcherStats | ReplicaStatus], int]
     description: str
 
 

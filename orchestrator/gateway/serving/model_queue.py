@@ -165,7 +165,13 @@ class ModelQueue:
         """Returns the demand since the last call, and the routing decision of one request."""
         now = time.monotonic()
         longest_wait_s = round(self.dispatcher.longest_wait_s(now), 3)
-        demand = self._counts.demand(self.name, waiting=self.waiting, live=self.live, longest_wait_s=longest_wait_s)
+        demand = DemandWindow(
+            model=self.name,
+            waiting=self.waiting,
+            live=self.live,
+            longest_wait_s=longest_wait_s,
+            **msgspec.structs.asdict(self._counts),
+        )
         decision, self._sample = self._sample, None
         self._counts = Counts()
         return demand, decision
