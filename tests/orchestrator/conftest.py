@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -51,12 +52,19 @@ def admin() -> Iterator[LiveAdmin]:
     live.close()
 
 
-@pytest.fixture
-def home() -> Iterator[Path]:
-    """A home of its own; whatever the test leaves in it is ended."""
+@contextmanager
+def temporary_home() -> Iterator[Path]:
+    """Yields a temporary home; ends the processes that a test leaves in it."""
     with tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp") as folder:
         yield Path(folder)
         record = Home(Path(folder)).read_record()
         if record is not None and psutil.pid_exists(record.pid):
             psutil.Process(record.pid).kill()
         end_leftovers(Home(Path(folder)), record.fleet if record is not None else "none", 10.0)
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A temporary home of one test."""
+    with temporary_home() as folder:
+        yield folder
