@@ -488,8 +488,8 @@ def ids_in_source(within: str = "") -> frozenset[str]:
             for given in told(function):
                 found |= choices(given, function)
         for item in ast.walk(tree):
-            if isinstance(item, ast.Call) and called(item) == "Reported":  # metadata of a field's type
-                found |= {text for keyword in item.keywords if keyword.arg == "id" for text in kebabs(keyword.value)}
+            if isinstance(item, ast.Call) and called(item) in ("Reported", "Fault"):  # rows and types of a module
+                found |= kebabs(id_of(item, {"Reported": len(item.args), "Fault": 0}) or ast.Constant(None))
             if isinstance(item, ast.JoinedStr) and isinstance(item.values[0], ast.Constant):
                 cause = re.match(rf"({KEBAB.pattern}): ", str(item.values[0].value))
                 found |= {cause[1]} if cause else set()

@@ -1,4 +1,4 @@
-"""What the Neuron runtime and compiler say when something is wrong, and what is made of it."""
+"""Faults recognized in messages and status codes of the Neuron runtime and compiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.messages.status import Failure, Reaction
 STAMP = "2023-Jan-09 20:27:41.0593 15042:15042 ERROR  "
 MODULE = "/var/tmp/neuron-compile-cache/neuronxcc-2.8.0.25+a3ad0f342/MODULE_12486829708343293975+d41d8cd9"
 
-# (a line as AWS's guides, or users, show it; the id; the reaction; what must stand in the account)
+# (a line as AWS's guides or users show it, the fault's id, its reaction, a part of its text)
 LINES = [
     (
         STAMP + "NRT:nrt_allocate_neuron_cores   NeuronCore(s) not available - Requested:nc4-nc7 Available:3",
@@ -65,7 +65,7 @@ LINES = [
         "stop",
         MODULE,
     ),
-    (STAMP + "NRT:nrt_infodump   Failure: NRT_EXEC_NC_BUSY in nrt_execute()", "cores-taken", "elsewhere", "1005"),
+    (STAMP + "NRT:nrt_infodump   Failure: NRT_EXEC_NC_BUSY in nrt_execute()", "cores-taken", "elsewhere", "NC_BUSY"),
     ("RuntimeError: neuronx-cc failed with 70", "compiler-failed", "stop", "70"),
     ("[ERROR] [NCC_EVRF029] Operation sort is not supported", "compiler-failed", "stop", "NCC_EVRF029"),
     (
@@ -113,9 +113,9 @@ LINES = [
         "(FATAL-RT-UNDEFINED-STATE) execution timeout (30000 ms) on Neuron Device 0 NC 0, model x.neff, waiting for",
         "execution-timeout",
         "retry",
-        "within 30 s",
+        "(30000 ms)",
     ),
-    ("Error notifications found on NC .... INFER_ERROR_SUBTYPE_NUMERICAL", "numerical-error", "retry", "1003"),
+    ("Error notifications found on NC .... INFER_ERROR_SUBTYPE_NUMERICAL", "numerical-error", "retry", "NUMERICAL"),
     (STAMP + "NRT:nrt_infodump   Failure: NRT_EXEC_SW_NQ_OVERFLOW in nrt_execute()", "notifications-lost", "retry", ""),
     (
         "NCCL init error: Error opening libnccom.so, cannot use collective operations! Please set LD_LIBRARY_PATH",
@@ -128,15 +128,15 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "id", "reaction", "says"), LINES, ids=[f"{i}-{x[1]}" for i, x in enumerate(LINES)])
-def test_a_message_gives_its_fault_with_its_numbers(line: str, id: str, reaction: str, says: str) -> None:
-    """Raised as text, or written to the log by a library below."""
-    told = fault_of(RuntimeError(f"boom\n{line}\n"))
-    assert told is not None
-    assert (told.id, told.reaction) == (id, Reaction(reaction))
-    assert says in told.what
-    assert told.hint
-    assert fault_of(RuntimeError("boom"), ["loading", *line.splitlines()]) == told
+@pytest.mark.parametrize(("line", "id", "reaction", "detail"), LINES, ids=[f"{i}-{x[1]}" for i, x in enumerate(LINES)])
+def test_a_message_gives_its_fault_with_its_numbers(line: str, id: str, reaction: str, detail: str) -> None:
+    """Also where a library wrote the message to the log."""
+    fault = fault_of(RuntimeError(f"boom\n{line}\n"))
+    assert fault is not None
+    assert (fault.id, fault.reaction) == (id, Reaction(reaction))
+    assert detail in fault.what
+    assert fault.hint
+    assert fault_of(RuntimeError("boom"), ["loading", *line.splitlines()]) == fault
 
 
 STATUSES = {
@@ -162,14 +162,14 @@ STATUSES = {
 
 @pytest.mark.parametrize("code", STATUS_NAMES)
 def test_every_status_of_the_runtime_gives_a_fault(code: int) -> None:
-    """Those with a cause of their own by its id, the others by their number and name."""
-    told = fault_of(RuntimeError(f"nrt_execute status={code} message='...'"))
-    assert told is not None
-    assert told.id == STATUSES.get(code, "runtime-failed")
-    if told.id == "runtime-failed":
-        assert f"{code} ({STATUS_NAMES[code]})" in told.what
+    """A status without a known cause is reported by its number and name."""
+    fault = fault_of(RuntimeError(f"nrt_execute status={code} message='...'"))
+    assert fault is not None
+    assert fault.id == STATUSES.get(code, "runtime-failed")
+    if fault.id == "runtime-failed":
+        assert f"{code} ({STATUS_NAMES[code]})" in fault.what
     suspected = code in (6, 101, 1200, 1201, 1202, 1203, 1205)
-    assert (told.reaction is Reaction.QUARANTINE) == suspected
+    assert (fault.reaction is Reaction.QUARANTINE) == suspected
 
 
 @pytest.mark.parametrize(
@@ -184,37 +184,37 @@ def test_every_status_of_the_runtime_gives_a_fault(code: int) -> None:
         "",
     ],
 )
-def test_other_failures_are_none_of_the_runtimes(text: str) -> None:
-    """What looks like its words is not taken for them."""
+def test_other_failures_are_not_faults_of_the_runtime(text: str) -> None:
+    """Numbers after common words such as "status" are not its codes."""
     assert fault_of(RuntimeError(text), ["INFO loading weights, status: 5 of 12 files"]) is None
 
 
 def test_the_cause_of_an_error_counts_as_the_error() -> None:
-    """A framework's error says little; what it was raised from says it."""
+    """The error of a framework often has no details; its cause has them."""
     try:
         try:
             raise RuntimeError("nrt_execute status=1201")
         except RuntimeError as cause:
             raise ValueError("the forward pass failed") from cause
     except ValueError as error:
-        told = fault_of(error)
-    assert told is not None
-    assert told.id == "memory-uncorrectable"
+        fault = fault_of(error)
+    assert fault is not None
+    assert fault.id == "memory-uncorrectable"
 
 
-def test_a_message_goes_before_a_status() -> None:
+def test_a_message_takes_precedence_over_a_status() -> None:
     """Bad memory ends executions with the status of a timeout."""
     log = [
         "(FATAL-RT-UNDEFINED-STATE) [ND 7][NC 0] Uncorrectable memory error is detected, metadata: 0x16.",
         "(FATAL-RT-UNDEFINED-STATE) execution timeout (30000 ms) on Neuron Device 6 NC 0, model x.neff",
     ]
-    told = fault_of(RuntimeError("nrt_execute status=5"), log)
-    assert told is not None
-    assert (told.id, told.devices) == ("memory-uncorrectable", (6, 7))
+    fault = fault_of(RuntimeError("nrt_execute status=5"), log)
+    assert fault is not None
+    assert (fault.id, fault.devices) == ("memory-uncorrectable", (6, 7))
 
 
 def test_the_devices_of_a_fault_are_those_that_its_lines_name() -> None:
-    """As the host counts them; none where none is named."""
+    """Without such lines the devices are unknown."""
     named = fault_of(RuntimeError("[MLA 4][NC 0] DMA RX engine 1 is in an abort state"), ["[ND 2][NC 0] fine so far"])
     assert named is not None
     assert named.devices == (4,)
@@ -223,24 +223,24 @@ def test_the_devices_of_a_fault_are_those_that_its_lines_name() -> None:
     assert unnamed.devices == ()
 
 
-def test_what_has_served_is_tried_again() -> None:
-    """A model that once ran does not want too much; a broken device stays a broken device."""
+def test_a_replica_that_has_served_is_retried_instead_of_stopped() -> None:
+    """Its model fits, since it once ran. A broken device stays quarantined."""
     full = Failure("hbm-exhausted", "full", reaction=Reaction.STOP)
     broken = Failure("device-failed", "dead", reaction=Reaction.QUARANTINE)
     assert after_serving(full).reaction is Reaction.RETRY
     assert after_serving(broken) == broken
 
 
-def test_a_long_output_is_read_in_no_time() -> None:
-    """A compiler's failure may hold megabytes; no pattern goes over it more than a few times."""
+def test_a_long_output_is_searched_within_seconds() -> None:
+    """The output of a failed compiler may have megabytes; no pattern backtracks over it."""
     line = "neuron nrt_x compiled core lnc neuronx-cc exit status error code " * 40
-    begun = time.monotonic()
+    began = time.monotonic()
     fault_of(RuntimeError(f"{line}\n" * 2000), [line] * 400)
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - began < 5.0
 
 
 def test_last_words_begin_at_the_start_of_the_process_or_when_it_was_ready(tmp_path: Path) -> None:
-    """A log outlives the process: what an earlier one said is not this one's."""
+    """A log outlives the process; lines of an earlier process do not count."""
     log = tmp_path / "m-0.log"
     log.write_text("nrt_execute status=1201\n")
     with log.open("ab") as file:
