@@ -41,20 +41,8 @@ class AuditLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     by: str = ""  # the name that the caller gave
     action: str  # "POST /apply", "keys create", "up"
     arguments: dict[str, Any] = {}
-    status: str = ""  # an HTTP status, "done" or a problem's id; empty in the first line
+    status: str | None = None  # an HTTP status, "done" or a problem's id; None: not ended, or the outcome is not known
     revision: int | None = None  # of the fleet, after the action
-
-
-class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One action, as `corewright audit` shows it."""
-
-    at: float
-    who: str
-    by: str
-    action: str
-    arguments: dict[str, Any]
-    status: str | None  # None: the action has not ended, or its outcome could not be written
-    revision: int | None
 
 
 class Audit:
@@ -78,26 +66,18 @@ class Audit:
         return line
 
     def finish(self, line: AuditLine, status: str, revision: int | None = None) -> None:
-        """Records the outcome of an action. Raises Failed, which the caller logs: the action is already done."""
-        self._append(msgspec.structs.replace(line, at=time.time(), status=status, revision=revision, arguments={}))
+        """Records the outcome of an action. Logs an error if it cannot be written: the action is already done."""
+        try:
+            self._append(msgspec.structs.replace(line, at=time.time(), status=status, revision=revision, arguments={}))
+        except Failed as failed:
+            log.error("%s", failed)
 
-    def entries(self, last: int) -> list[AuditEntry]:
-        """Returns the ``last`` actions, oldest first. Skips lines that a crash has damaged. Raises Failed."""
-        entries: dict[str, AuditEntry] = {}
+    def entries(self, last: int) -> list[AuditLine]:
+        """Returns the ``last`` actions with their outcomes, oldest first. Skips damaged lines. Raises Failed."""
+        entries: dict[str, AuditLine] = {}
         for line in self._lines():
-            first = entries.get(line.request)
-            if first is not None:
-                entries[line.request] = msgspec.structs.replace(first, status=line.status, revision=line.revision)
-                continue
-            entries[line.request] = AuditEntry(
-                at=line.at,
-                who=line.who,
-                by=line.by,
-                action=line.action,
-                arguments=line.arguments,
-                status=line.status or None,
-                revision=line.revision,
-            )
+            first = entries.get(line.request, line)
+            entries[line.request] = msgspec.structs.replace(first, status=line.status, revision=line.revision)
         return list(entries.values())[-last:]
 
     def _lines(self) -> Iterator[AuditLine]:
@@ -167,13 +147,9 @@ def recorded(audit: Audit, who: str, action: str, arguments: Mapping[str, Any], 
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(Failed):
-            audit.finish(line, error.problem.id if isinstance(error, Failed) else type(error).__name__)
+        audit.finish(line, error.problem.id if isinstance(error, Failed) else type(error).__name__)
         raise
-    try:
-        audit.finish(line, "done")
-    except Failed as failed:  # the action is done: its caller must get the result
-        log.error("%s", failed)
+    audit.finish(line, "done")
 
 
 def recorded_command(home: Home, action: str, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:

@@ -34,17 +34,9 @@ def fleet_credentials(life: datetime.timedelta = LIFE) -> FleetCredentials:
     issuer_key = ec.generate_private_key(ec.SECP256R1())
 
     def usage(*, signs: bool) -> x509.KeyUsage:
-        return x509.KeyUsage(
-            digital_signature=not signs,
-            content_commitment=False,
-            key_encipherment=False,
-            data_encipherment=False,
-            key_agreement=False,
-            key_cert_sign=signs,
-            crl_sign=False,
-            encipher_only=False,
-            decipher_only=False,
-        )
+        enciphers = dict.fromkeys(("key_encipherment", "data_encipherment", "encipher_only", "decipher_only"), False)
+        others = dict.fromkeys(("content_commitment", "key_agreement", "crl_sign"), False)
+        return x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, **enciphers, **others)
 
     def unsigned(subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
         builder = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number())

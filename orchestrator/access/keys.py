@@ -10,14 +10,13 @@ import contextlib
 import hashlib
 import hmac
 import logging
-import math
 import os
 import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 import msgspec.structs
@@ -37,19 +36,22 @@ TEXT_LENGTH = len(PREFIX) + 1 + ID_LENGTH + 1 + SECRET_LENGTH
 LONGEST_LIFE_S = 100 * 365.25 * 86400.0
 MAX_BYTES = 16 * 2**20  # of the file: about 50,000 keys
 
-_ID = re.compile(rf"[0-9a-f]{{{ID_LENGTH}}}", re.ASCII)
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}", re.ASCII)
+_ID = rf"^[0-9a-f]{{{ID_LENGTH}}}\Z"
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}\Z"
 _NAME_RULE = (
     "use at most 63 letters, digits and . _ @ -, with a letter or digit first, and not 8 hex digits, which are an id"
 )
 NONE = "none"  # removes a limit
 MOST: dict[str, int] = {"requests_per_minute": 10**6, "tokens_per_minute": 10**9, "max_concurrent": 10**6}
-WEIGHTS = (0.01, 100.0)  # minimum and maximum
 MOST_PRIORITY = 10**6  # absolute value, as in a request's body
+BOUNDS: dict[str, tuple[float, int]] = {
+    "weight": (0.01, 100),
+    "priority": (-MOST_PRIORITY, MOST_PRIORITY),
+    **{name: (1, most) for name, most in MOST.items()},
+}
 LIMIT_RULE = (
-    f"a weight is {WEIGHTS[0]:g} to {WEIGHTS[1]:g}; a priority -{MOST_PRIORITY} to {MOST_PRIORITY}; "
-    f"a limit is an integer from 1, or {NONE}; at most " + ", ".join(f"{most} {name}" for name, most in MOST.items())
+    f"a weight is 0.01 to 100; a priority -{MOST_PRIORITY} to {MOST_PRIORITY}; a limit is an integer from 1, "
+    f"or {NONE}; at most " + ", ".join(f"{most} {name}" for name, most in MOST.items())
 )
 LONGEST_NUMBER = 12  # digits
 VERSION = 3  # of the file if `keyless_until` is set; 2 with a weight or a limit; else 1, which all versions read
@@ -63,9 +65,7 @@ EXPIRY_RULE = (
 class Allowance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The limits of one key and its share of a busy fleet: the fields of a key that can change."""
 
-    weight: float = (
-        1.0  # a key of weight 3 gets three times the tokens of a key of weight 1 while both have requests waiting
-    )
+    weight: float = 1.0  # a key of weight 3 gets three times the tokens of one of weight 1, while both have requests
     priority: int = 0  # the most urgent priority of its requests, and their default; lower goes first
     requests_per_minute: int | None = None  # None: unlimited, as for the next two
     tokens_per_minute: int | None = None  # prompt and output tokens
@@ -74,33 +74,24 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def limited(self) -> bool:
         """Whether the key has any limit."""
-        return (
-            self.requests_per_minute is not None
-            or self.tokens_per_minute is not None
-            or self.max_concurrent is not None
-        )
+        return (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent) != (None, None, None)
 
     def violation(self) -> str | None:
         """Returns the first field that is out of bounds, as a message."""
-        least, most = WEIGHTS
-        if not least <= self.weight <= most:
-            return f"a weight of {self.weight:g} is not between {least:g} and {most:g}"
-        if not -MOST_PRIORITY <= self.priority <= MOST_PRIORITY:
-            return f"a priority of {self.priority} is not between -{MOST_PRIORITY} and {MOST_PRIORITY}"
-        for name, highest in MOST.items():
-            limit: int | None = getattr(self, name)
-            if limit is not None and not 1 <= limit <= highest:
-                return f"a {name} of {limit} is not between 1 and {highest}"
+        for name, (least, most) in BOUNDS.items():
+            value: float | None = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                return f"a {name} of {value} is not between {least} and {most}"
         return None
 
 
 class ApiKey(Allowance, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One key, without its secret."""
 
-    id: str
-    name: str
-    digest: str  # SHA-256 of the secret, in hex
-    scopes: tuple[Scope, ...]
+    id: Annotated[str, msgspec.Meta(pattern=_ID)]
+    name: Annotated[str, msgspec.Meta(pattern=_NAME)]
+    digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]  # SHA-256 of the secret, in hex
+    scopes: Annotated[tuple[Scope, ...], msgspec.Meta(min_length=1)]
     models: tuple[str, ...]  # that it may use; empty: all
     created: float  # seconds since the epoch
     expires: float | None  # None: never
@@ -209,8 +200,6 @@ class KeyFile:
                 raise ValueError(f"its version is {version}; this corewright reads versions up to {VERSION}")
             stored = msgspec.json.decode(data, type=_StoredKeys)
             _check(stored.keys)
-            if not math.isfinite(stored.keyless_until or 0.0):
-                raise ValueError("keyless_until is not a time")
         except (ValueError, RecursionError) as error:  # ValueError includes msgspec's errors
             raise Failed("keys-broken", f"{self.path} is not a valid key file: {error}", hint) from None
         return KeyRing(stored.keys, keyless_until=stored.keyless_until)
@@ -261,10 +250,10 @@ class KeyFile:
         every request needs a key; a grace period that has begun keeps its end. Raises Failed for a name that is taken
         or invalid, an allowance out of bounds, and an ``activate_at`` if every request needs a key already."""
         _check_bounds(allowance)
-        if not _NAME.fullmatch(name) or _ID.fullmatch(name):
+        if not re.match(_NAME, name) or re.match(_ID, name):
             raise Failed("key-name-wrong", f"{name!r} is not a valid key name", _NAME_RULE)
         for model in models:
-            if not _NAME.fullmatch(model):
+            if not re.match(_NAME, model):
                 what = f"{model!r} is not a valid model name"
                 raise Failed("key-name-wrong", what, "--model takes the name of a model in the spec")
         now = time.time() if now is None else now
@@ -349,7 +338,8 @@ class KeyFile:
             os.close(lock)
 
     def _write(self, keys: Sequence[ApiKey], keyless_until: float | None) -> None:
-        plain = all(_allowance(key) == UNLIMITED for key in keys)
+        defaults = [getattr(UNLIMITED, name) for name in BOUNDS]
+        plain = all([getattr(key, name) for name in BOUNDS] == defaults for key in keys)
         version: Literal[1, 2, 3] = 3 if keyless_until != CLOSED else 1 if plain else 2
         stored = _StoredKeys(version=version, keys=list(keys), keyless_until=keyless_until)
         data = msgspec.json.format(msgspec.json.encode(stored), indent=2)
@@ -363,10 +353,6 @@ def _unknown(id_or_name: str, keys: Sequence[ApiKey]) -> Failed:
     names = ", ".join(key.name for key in keys)
     hint = f"existing keys: {names}" if names else "no key exists; corewright keys create NAME creates one"
     return Failed("key-unknown", f"there is no key {shown(id_or_name)!r}", hint)
-
-
-def _allowance(key: ApiKey) -> Allowance:
-    return Allowance(**{name: getattr(key, name) for name in Allowance.__struct_fields__})
 
 
 def _check_bounds(allowance: Allowance) -> None:
@@ -385,16 +371,10 @@ def shown(text: str) -> str:
 
 
 def _check(keys: Sequence[ApiKey]) -> None:
-    """Raises ValueError for keys that `create` cannot have written."""
+    """Raises ValueError for keys that `create` cannot have written, besides what their fields already exclude."""
     for key in keys:
-        if not _ID.fullmatch(key.id) or not _DIGEST.fullmatch(key.digest):
-            raise ValueError(f"the id or the digest of {key.name!r} is invalid")
-        if not _NAME.fullmatch(key.name):
-            raise ValueError(f"{key.name!r} is not a valid key name")
-        if not key.scopes or len({*key.scopes}) != len(key.scopes):
-            raise ValueError(f"{key.name!r} has no scope, or a scope twice")
-        if not all(math.isfinite(at) for at in (key.created, key.expires or 0.0)):
-            raise ValueError(f"{key.name!r} has an invalid time")
+        if len({*key.scopes}) != len(key.scopes):
+            raise ValueError(f"{key.name!r} has a scope twice")
         if (violation := key.violation()) is not None:
             raise ValueError(f"{key.name!r} has {violation}")
     for field in ("id", "name"):

@@ -9,23 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
+
+from orchestrator.access.keys import Allowance
 
 MINUTE_S = 60.0
 DEBT = 10.0  # capacities: the largest debt of a bucket, whatever was used or a file contains
 SKEW_S = 1.0  # a time that is further in the future is of an earlier boot's clock
 EXACT = 1e-9  # of a capacity: tolerance for sums of floats
-
-
-class Quota(Protocol):
-    """The limits of one key; None is unlimited."""
-
-    @property
-    def requests_per_minute(self) -> int | None: ...
-    @property
-    def tokens_per_minute(self) -> int | None: ...
-    @property
-    def max_concurrent(self) -> int | None: ...
 
 
 class Counts(NamedTuple):
@@ -63,7 +54,7 @@ class Remaining(NamedTuple):
     reset_s: float  # until the bucket is full
 
 
-def refill(counts: Counts, quota: Quota, now: float) -> Counts:
+def refill(counts: Counts, quota: Allowance, now: float) -> Counts:
     """Returns the counts at ``now``. Invalid counts, such as those of a future time, count as unused."""
     at, requests, tokens = counts
     elapsed = now - at
@@ -71,14 +62,11 @@ def refill(counts: Counts, quota: Quota, now: float) -> Counts:
         return Counts(now)
     if elapsed < 0.0:  # another gateway has updated them meanwhile
         elapsed, now = 0.0, at
-    return Counts(
-        now,
-        _used(requests, quota.requests_per_minute, elapsed),
-        _used(tokens, quota.tokens_per_minute, elapsed),
-    )
+    used_requests = _used(requests, quota.requests_per_minute, elapsed)
+    return Counts(now, used_requests, _used(tokens, quota.tokens_per_minute, elapsed))
 
 
-def reserve(counts: Counts, quota: Quota, live: int, tokens: int, now: float) -> Counts | Exceeded:
+def reserve(counts: Counts, quota: Allowance, live: int, tokens: int, now: float) -> Counts | Exceeded:
     """Returns the counts with one more request of at most ``tokens`` tokens, or the limit that it exceeds.
 
     ``live`` is the number of the key's concurrent requests.
@@ -109,7 +97,7 @@ def reserve(counts: Counts, quota: Quota, live: int, tokens: int, now: float) ->
     )
 
 
-def settle(counts: Counts, quota: Quota, reserved: int, used: int, reserved_at: float, now: float) -> Counts:
+def settle(counts: Counts, quota: Allowance, reserved: int, used: int, reserved_at: float, now: float) -> Counts:
     """Returns the counts after a request that reserved ``reserved`` tokens at ``reserved_at`` and used ``used``.
 
     After a minute nothing is returned: the bucket has refilled the whole reservation. Tokens used beyond it are owed.
@@ -122,7 +110,7 @@ def settle(counts: Counts, quota: Quota, reserved: int, used: int, reserved_at: 
     return now_used._replace(tokens=tokens)
 
 
-def remaining(counts: Counts, quota: Quota, now: float) -> tuple[Remaining | None, Remaining | None]:
+def remaining(counts: Counts, quota: Allowance, now: float) -> tuple[Remaining | None, Remaining | None]:
     """Returns what remains of requests and of tokens; None without a limit."""
     now_used = refill(counts, quota, now)
     return (

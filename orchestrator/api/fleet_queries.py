@@ -20,6 +20,8 @@ LOG_POLL_S = 0.25
 
 FIRST_LINES = 100
 
+EVENT_FIELDS = ("seq", "at", "level", "reason", "message", "model", "replica", "host")
+
 
 class FleetQueries(FleetOperation):
     """Reads the state of a fleet."""
@@ -36,19 +38,8 @@ class FleetQueries(FleetOperation):
         version = 0
         while not (events := journal.events(after, limit, model)) and (remaining_s := deadline - time.monotonic()) > 0:
             version = await self._controller.change(version, min(remaining_s, LOG_POLL_S))
-        listed = [
-            {
-                "seq": event.seq,
-                "at": round(event.at, 3),
-                "level": event.level,
-                "reason": event.reason,
-                "message": event.message,
-                "model": event.model,
-                "replica": event.replica,
-                "host": event.host,
-            }
-            for event in events
-        ]
+        rows = [{name: getattr(event, name) for name in EVENT_FIELDS} for event in events]
+        listed = [{**row, "at": round(row["at"], 3)} for row in rows]
         return {"events": listed, "next": events[-1].seq if events else after}
 
     async def logs(self, model: str, replica: int | None, offset: int | None, wait_s: float) -> dict[str, Any]:

@@ -11,11 +11,15 @@ from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
 # Requests. An unknown field is rejected.
 
 
-class EmptyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of a request."""
+
+
+class EmptyBody(Fields, frozen=True):
     """No fields."""
 
 
-class SpecText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SpecText(Fields, frozen=True, kw_only=True):
     """The text of a spec file."""
 
     text: str
@@ -25,7 +29,7 @@ class SpecText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ]
 
 
-class SpecToPlan(SpecText, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SpecToPlan(SpecText, frozen=True, kw_only=True):
     """A spec, and optionally the number of contiguous cores to free."""
 
     defrag: (
@@ -34,13 +38,13 @@ class SpecToPlan(SpecText, frozen=True, forbid_unknown_fields=True, kw_only=True
     ) = None
 
 
-class SpecToExplain(SpecText, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SpecToExplain(SpecText, frozen=True, kw_only=True):
     """A spec and one of its models."""
 
     model: str
 
 
-class SpecToApply(SpecText, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SpecToApply(SpecText, frozen=True, kw_only=True):
     """A spec and the options of an apply."""
 
     check_index: Annotated[int, msgspec.Meta(ge=0, description="Refuse if the fleet's index differs.")] | None = None
@@ -49,20 +53,20 @@ class SpecToApply(SpecText, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ) = None
 
 
-class ModelName(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ModelName(Fields, frozen=True, kw_only=True):
     model: str
 
 
-class ReplicaCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ReplicaCount(Fields, frozen=True, kw_only=True):
     model: str
     count: Annotated[int, msgspec.Meta(ge=0, description="null: the number of the spec.")] | None
 
 
-class UndoTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class UndoTarget(Fields, frozen=True, kw_only=True):
     to: Annotated[int, msgspec.Meta(ge=1, description="null: the previous revision.")] | None = None
 
 
-class HostCores(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class HostCores(Fields, frozen=True, kw_only=True):
     host: str
     cores: (
         Annotated[
@@ -72,32 +76,32 @@ class HostCores(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ) = None
 
 
-class HostOrReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class HostOrReplica(Fields, frozen=True, kw_only=True):
     target: Annotated[str, msgspec.Meta(description="A host's name or a replica's id.")]
 
 
-class RevisionNumber(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RevisionNumber(Fields, frozen=True, kw_only=True):
     number: Annotated[int, msgspec.Meta(ge=1)]
 
 
 Wait = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S, description="Seconds to wait for new data.")]
 
 
-class EventsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EventsQuery(Fields, frozen=True, kw_only=True):
     after: Annotated[int, msgspec.Meta(ge=0, description="Return only events with a greater seq.")] = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
     wait_s: Wait = 0.0
     model: str | None = None
 
 
-class LogQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LogQuery(Fields, frozen=True, kw_only=True):
     model: str
     replica: Annotated[int, msgspec.Meta(ge=0)] | None = None
     offset: Annotated[int, msgspec.Meta(ge=0, description="Return only what follows this byte offset.")] | None = None
     wait_s: Wait = 0.0
 
 
-class TraceQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TraceQuery(Fields, frozen=True, kw_only=True):
     after: Annotated[
         str, msgspec.Meta(description="The `next` of an earlier response; empty: start with the oldest.")
     ] = ""

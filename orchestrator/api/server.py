@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from orchestrator.access.audit_log import Audit, AuditLine
+from orchestrator.access.audit_log import Audit
 from orchestrator.access.keys import ApiKey, KeyFile
 from orchestrator.access.source_policy import allowed_to_keys
 from orchestrator.api.operator import Operator
@@ -161,17 +161,10 @@ class AdminApi:
             outcome = failed = _response_to(route, error)
             status = failed.status
         except BaseException:  # the server is stopping
-            await _finish(audit, line, "cut off", None)
+            await asyncio.shield(asyncio.to_thread(audit.finish, line, "cut off"))
             raise
-        await _finish(audit, line, str(status), revision)
+        await asyncio.shield(asyncio.to_thread(audit.finish, line, str(status), revision))
         return outcome
-
-
-async def _finish(audit: Audit, line: AuditLine, status: str, revision: int | None) -> None:
-    try:
-        await asyncio.shield(asyncio.to_thread(audit.finish, line, status, revision))
-    except Failed as failed:  # the action is done, and its first line is in the audit log
-        log.error("%s", failed)
 
 
 async def _check(request: AdminRequest, key: ApiKey | None) -> AdminRequest:

@@ -14,7 +14,7 @@ from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns
 
 if TYPE_CHECKING:
-    from orchestrator.access.audit_log import AuditEntry
+    from orchestrator.access.audit_log import AuditLine
     from orchestrator.access.keys import ApiKey, KeyRing
     from orchestrator.process.home import Home
 
@@ -294,7 +294,7 @@ def audit(
     show({"actions": data}, output, columns(header, rows) if rows else "nothing yet")
 
 
-def _arguments(entry: AuditEntry) -> str:
+def _arguments(entry: AuditLine) -> str:
     """Returns the arguments in one line, without terminal control characters."""
     return " ".join(f"{name}={value!r}" for name, value in entry.arguments.items())
 

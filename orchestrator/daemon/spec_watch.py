@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 from orchestrator.access.audit_log import Audit
 from orchestrator.process.failure import Failed
 from placements.spec.problems import render
-
-log = logging.getLogger(__name__)
 
 
 class SpecWatch:
@@ -61,10 +58,7 @@ class SpecWatch:
             return {"error": failed.problem, "problems": (), "status": 507}
         result = self._apply(text, self._file, self._base_dir)
         if result is not None:
-            try:
-                self._audit.finish(line, result["error"].id if "error" in result else "done", result.get("revision"))
-            except Failed as failed:
-                log.error("%s", failed)
+            self._audit.finish(line, result["error"].id if "error" in result else "done", result.get("revision"))
         return result
 
     def _report_result(self, result: dict[str, Any]) -> None:

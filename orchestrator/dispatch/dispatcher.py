@@ -281,9 +281,7 @@ class Dispatcher(Generic[E, L]):
             self.waits.ended(held_s)
         if entry.charged >= 0:
             self.charge(entry, produced)
-        if entry.in_headroom:
-            entry.in_headroom = False
-            self.headroom.remove(entry.priority, now)
+        self.over(entry, now)
 
     def over(self, entry: E, now: float) -> None:
         """Records that a request is neither in a line nor in a slot any more; may be called more than once."""

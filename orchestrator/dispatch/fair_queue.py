@@ -10,11 +10,10 @@ tenant its share in another. With ``order="deadline"`` the next request is the o
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import chain
-from typing import Generic, Literal
+from typing import Generic, Literal, NamedTuple
 
 from orchestrator.dispatch.queue_orders import REMEMBERED, DeadlineOrder, FairOrder, W
 
@@ -24,16 +23,17 @@ W_OUTPUT = 2.0
 Order = Literal["fair", "deadline"]
 
 
-class QueueFull(Exception):
+class QueueFull(NamedTuple):
     """The queue is full: ``used`` of ``dimension`` are taken, and ``needed`` more would exceed ``limit``."""
 
-    def __init__(self, dimension: Literal["count", "bytes"], used: int, needed: int, limit: int) -> None:
-        unit = "requests" if dimension == "count" else "bytes of requests"
-        super().__init__(f"{used} {unit} are waiting; {needed} more would exceed the limit of {limit}")
-        self.dimension = dimension
-        self.used = used
-        self.needed = needed
-        self.limit = limit
+    dimension: Literal["count", "bytes"]
+    used: int
+    needed: int
+    limit: int
+
+    def __str__(self) -> str:
+        unit = "requests" if self.dimension == "count" else "bytes of requests"
+        return f"{self.used} {unit} are waiting; {self.needed} more would exceed the limit of {self.limit}"
 
 
 class FairQueue(Generic[W]):
@@ -65,9 +65,7 @@ class FairQueue(Generic[W]):
         return sum(self._classes[priority].tenants for priority in self.urgent)
 
     def set_weight(self, tenant: str, weight: float) -> None:
-        """Sets the tenant's share, relative to the default of 1.0. Earlier charges stay. Raises ValueError."""
-        if not 0 < weight < math.inf:
-            raise ValueError(f"the weight of a tenant must be a number above 0, not {weight}")
+        """Sets the tenant's share, above 0 and relative to the default of 1.0. Earlier charges stay."""
         self._weights[tenant] = weight
         for group in self._classes.values():
             group.set_weight(tenant, weight)
@@ -81,26 +79,19 @@ class FairQueue(Generic[W]):
         return None
 
     def push(self, item: W) -> None:
-        """Adds ``item``. Raises QueueFull."""
-        if self.count >= self.max_count or self.bytes + item.size > self.max_bytes:
-            full = self.refusal(item)
-            assert full is not None
-            raise full
-        self._class(item.priority).push(item)
+        """Adds ``item``, for which ``refusal`` has returned None."""
+        self._marked(item.priority).push(item)
         self.count += 1
         self.bytes += item.size
 
     def pass_by(self, item: W) -> None:
         """Accounts for an ``item`` that gets a slot without waiting: lifts its tenant's counter as ``push`` does."""
-        group = self._classes.get(item.priority)
-        if group is None:
-            group = self._classes[item.priority] = self._new_class()
-        group.pass_by(item)
+        self._class(item.priority).pass_by(item)
 
     def put_back(self, item: W) -> None:
         """Returns a popped ``item`` that got no slot to the head of its priority and tenant, regardless of the limits.
         The caller takes its charge back: ``charge`` with the same tokens, negative."""
-        self._class(item.priority).put_back(item)
+        self._marked(item.priority).put_back(item)
         self.count += 1
         self.bytes += item.size
 
@@ -117,7 +108,7 @@ class FairQueue(Generic[W]):
         self.count -= 1
         self.bytes -= item.size
         if not group.count:
-            self._settle(priority, group)
+            del self.urgent[0]
         return item
 
     def remove(self, item: W) -> bool:
@@ -128,7 +119,7 @@ class FairQueue(Generic[W]):
         self.count -= 1
         self.bytes -= item.size
         if not group.count:
-            self._settle(item.priority, group)
+            del self.urgent[bisect_left(self.urgent, item.priority)]
         return True
 
     def make_room(self, item: W) -> list[W]:
@@ -160,10 +151,7 @@ class FairQueue(Generic[W]):
     def charge(self, tenant: str, prompt_tokens: int = 0, output_tokens: int = 0, priority: int = 0) -> None:
         """Charges the tenant: for the prompt when a request gets a slot, for the answer as tokens arrive. ``priority``
         is the request's. Negative tokens refund a charge."""
-        group = self._classes.get(priority)
-        if group is None:
-            group = self._classes[priority] = self._new_class()
-        group.charge(tenant, W_PROMPT * prompt_tokens + W_OUTPUT * output_tokens)
+        self._class(priority).charge(tenant, W_PROMPT * prompt_tokens + W_OUTPUT * output_tokens)
 
     def counter(self, tenant: str, priority: int = 0) -> float:
         """Returns the tenant's virtual token counter; 0 for an unknown tenant."""
@@ -196,27 +184,24 @@ class FairQueue(Generic[W]):
     # Inside
 
     def _class(self, priority: int) -> FairOrder[W] | DeadlineOrder[W]:
-        """Returns the group of the priority, and marks it as one with waiting requests."""
+        """Returns the group of the priority."""
         group = self._classes.get(priority)
         if group is None:
-            group = self._classes[priority] = self._new_class()
+            if len(self._classes) >= REMEMBERED:  # clients choose the number
+                self._classes = {each: group for each, group in self._classes.items() if group.count}
+            group = FairOrder(self._weights) if self.order == "fair" else DeadlineOrder()
+            self._classes[priority] = group
+        return group
+
+    def _marked(self, priority: int) -> FairOrder[W] | DeadlineOrder[W]:
+        """Returns the group of the priority, and marks it as one with waiting requests."""
+        group = self._class(priority)
         if not group.count:
             insort(self.urgent, priority)
         return group
 
-    def _new_class(self) -> FairOrder[W] | DeadlineOrder[W]:
-        if len(self._classes) >= REMEMBERED:  # clients choose the number
-            for priority in [each for each, group in self._classes.items() if not group.count]:
-                del self._classes[priority]
-        return FairOrder(self._weights) if self.order == "fair" else DeadlineOrder()
-
-    def _settle(self, priority: int, group: FairOrder[W] | DeadlineOrder[W]) -> None:
-        """Unmarks a priority that has become empty."""
-        if not group.count:
-            del self.urgent[bisect_left(self.urgent, priority)]
-
     def _restore(self, item: W) -> None:
         """Returns an item that was removed from the end to the end."""
-        self._class(item.priority).restore(item)
+        self._marked(item.priority).restore(item)
         self.count += 1
         self.bytes += item.size

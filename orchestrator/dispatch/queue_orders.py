@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
 from typing import Generic, TypeVar
@@ -33,19 +34,17 @@ class QueuedRequest(msgspec.Struct, eq=False):
 W = TypeVar("W", bound=QueuedRequest)
 
 
+@dataclass(slots=True, eq=False)
 class _TenantQueue(Generic[W]):
     """The waiting requests of one tenant in one priority, and the tenant's charges."""
 
-    __slots__ = ("counter", "entry", "left", "sample", "tenant", "waiting", "weight")
-
-    def __init__(self, tenant: str, weight: float) -> None:
-        self.tenant = tenant
-        self.weight = weight
-        self.counter = 0.0
-        self.waiting: OrderedDict[int, W] = OrderedDict()  # by id(): requests need not be hashable
-        self.entry: tuple[float, float, int, _TenantQueue[W]] | None = None  # its valid entry in the heap
-        self.left = 0  # requests that got a slot since the queue was last empty
-        self.sample: tuple[float, int] | None = None  # a time since then, and the value of ``left`` at that time
+    tenant: str
+    weight: float
+    counter: float = 0.0
+    waiting: OrderedDict[int, W] = field(default_factory=OrderedDict)  # by id(): requests need not be hashable
+    entry: tuple[float, float, int, _TenantQueue[W]] | None = None  # its valid entry in the heap
+    left: int = 0  # requests that got a slot since the queue was last empty
+    sample: tuple[float, int] | None = None  # a time since then, and the value of ``left`` at that time
 
     def wait_s(self, now: float) -> float:
         """Returns how long one more request would wait at the recent pace; 0.0 while the pace is unknown."""

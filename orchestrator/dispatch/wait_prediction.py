@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 RETRY_AFTER_S = (1, 60)  # the bounds of Retry-After
 MEAN_SHARE = 0.1  # weight of the newest request in the exponential averages
@@ -41,11 +42,11 @@ def predicted_wait_s(ahead: int, slots: int, mean_service_s: float, at_most_s: S
     return wait
 
 
+@dataclass
 class WaitPrediction:
     """Predicts the waits for the slots of one model, in a gateway and in the simulator."""
 
-    def __init__(self) -> None:
-        self.mean_service_s = FIRST_SERVICE_S  # of one request in a slot; an exponential average
+    mean_service_s: float = FIRST_SERVICE_S  # of one request in a slot; an exponential average
 
     def ended(self, held_s: float) -> None:
         """Records an answered request that held its slot for ``held_s`` seconds."""

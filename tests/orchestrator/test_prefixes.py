@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from orchestrator.dispatch.prefix_index import PrefixIndex, Sessions, chain
 
 PROMPT = list(range(1000, 1160))
@@ -53,17 +51,6 @@ def test_digests_are_the_same_in_every_process() -> None:
     code = "from orchestrator.dispatch.prefix_index import chain; print(chain(range(64), 16))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert told.strip() == str(chain(range(64), 16))
-
-
-def test_settings_without_any_memory_are_rejected_with_the_number() -> None:
-    with pytest.raises(ValueError, match="not 0"):
-        chain([1], 0)
-    with pytest.raises(ValueError, match="at least 1 block"):
-        PrefixIndex(0)
-    with pytest.raises(ValueError, match="0 sessions"):
-        Sessions(0, 1.0)
-    with pytest.raises(ValueError, match="for 0 s"):
-        Sessions(1, 0.0)
 
 
 def test_a_session_expires_after_its_time_without_requests() -> None:

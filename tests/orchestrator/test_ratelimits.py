@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import pytest
 
+from orchestrator.access.keys import Allowance
 from orchestrator.access.rate_limits import Counts, Exceeded, Remaining, duration, refill, remaining, reserve, settle
 
 NOW = 5000.0
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Of one key."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrent: int | None = None
-
-
-def take(counts: Counts, limits: Limits, tokens: int = 1, now: float = NOW, live: int = 0) -> Counts:
+def take(counts: Counts, limits: Allowance, tokens: int = 1, now: float = NOW, live: int = 0) -> Counts:
     outcome = reserve(counts, limits, live, tokens, now)
     assert isinstance(outcome, Counts)
     return outcome
 
 
-def refusal(counts: Counts, limits: Limits, tokens: int = 1, now: float = NOW, live: int = 0) -> Exceeded:
+def refusal(counts: Counts, limits: Allowance, tokens: int = 1, now: float = NOW, live: int = 0) -> Exceeded:
     outcome = reserve(counts, limits, live, tokens, now)
     assert isinstance(outcome, Exceeded)
     return outcome
@@ -35,7 +26,7 @@ def refusal(counts: Counts, limits: Limits, tokens: int = 1, now: float = NOW, l
 
 def test_a_minutes_requests_may_come_at_once_then_one_at_a_time() -> None:
     """The next one after its part of a minute, not all at the end of the minute."""
-    limits, counts = Limits(requests_per_minute=60), Counts()
+    limits, counts = Allowance(requests_per_minute=60), Counts()
     for _ in range(60):
         counts = take(counts, limits)
     assert refusal(counts, limits) == Exceeded("requests per minute", 60, 60, 1, pytest.approx(1.0))  # type: ignore[arg-type]
@@ -45,7 +36,7 @@ def test_a_minutes_requests_may_come_at_once_then_one_at_a_time() -> None:
 
 def test_a_retry_after_the_reported_time_is_accepted() -> None:
     """Although 9 requests in 60 s have no exact float."""
-    limits, now = Limits(requests_per_minute=9), 1_000_001.0
+    limits, now = Allowance(requests_per_minute=9), 1_000_001.0
     wait_s = refusal(Counts(now, 9), limits, now=now).wait_s
     assert wait_s is not None
     take(Counts(now, 9), limits, now=now + wait_s)
@@ -53,7 +44,7 @@ def test_a_retry_after_the_reported_time_is_accepted() -> None:
 
 def test_the_longest_limit_is_reported() -> None:
     """And the other one is not charged."""
-    limits = Limits(requests_per_minute=6, tokens_per_minute=600)
+    limits = Allowance(requests_per_minute=6, tokens_per_minute=600)
     busy = Counts(NOW, requests=6, tokens=600)
     assert refusal(busy, limits, tokens=50) == Exceeded("requests per minute", 6, 6, 1, 10.0)
     assert refusal(busy, limits, tokens=150) == Exceeded("tokens per minute", 600, 600, 150, 15.0)
@@ -62,7 +53,7 @@ def test_the_longest_limit_is_reported() -> None:
 
 def test_a_request_of_more_than_a_minutes_tokens_never_passes() -> None:
     """One of just a minute's does, when the bucket is full."""
-    limits = Limits(tokens_per_minute=100)
+    limits = Allowance(tokens_per_minute=100)
     never = refusal(Counts(), limits, tokens=101)
     assert (never.what, never.wait_s, never.ever) == ("tokens per minute", None, False)
     assert take(Counts(), limits, tokens=100).tokens == 100
@@ -70,7 +61,7 @@ def test_a_request_of_more_than_a_minutes_tokens_never_passes() -> None:
 
 def test_concurrent_requests_are_limited() -> None:
     """Whatever the buckets hold."""
-    limits = Limits(max_concurrent=2)
+    limits = Allowance(max_concurrent=2)
     take(Counts(), limits, live=1)
     assert refusal(Counts(), limits, live=2) == Exceeded("requests at a time", 2, 2, 1, None)
     assert refusal(Counts(), limits, live=2).ever
@@ -78,7 +69,7 @@ def test_concurrent_requests_are_limited() -> None:
 
 def test_an_unused_reservation_is_returned_at_once() -> None:
     """The request itself counts."""
-    limits = Limits(requests_per_minute=60, tokens_per_minute=1000)
+    limits = Allowance(requests_per_minute=60, tokens_per_minute=1000)
     counts = take(Counts(), limits, tokens=900)
     after = settle(counts, limits, 900, 120, NOW, NOW + 3)
     assert after.tokens == pytest.approx(120 - 50)  # with what three seconds have refilled
@@ -88,14 +79,14 @@ def test_an_unused_reservation_is_returned_at_once() -> None:
 
 def test_after_a_minute_no_reservation_is_returned() -> None:
     """By then the bucket has been refilled by the whole reservation."""
-    limits = Limits(tokens_per_minute=1000)
+    limits = Allowance(tokens_per_minute=1000)
     counts = take(take(Counts(), limits, tokens=1000), limits, tokens=1000, now=NOW + 60)
     assert settle(counts, limits, 1000, 10, NOW, NOW + 60).tokens == 1000
 
 
 def test_usage_beyond_the_reservation_is_charged_as_debt() -> None:
     """At most ten minutes' worth."""
-    limits = Limits(tokens_per_minute=1000)
+    limits = Allowance(tokens_per_minute=1000)
     counts = take(Counts(), limits, tokens=1000)
     owing = settle(counts, limits, 1000, 1500, NOW, NOW)
     assert refusal(owing, limits, tokens=1).wait_s == pytest.approx(30.06)
@@ -105,10 +96,10 @@ def test_usage_beyond_the_reservation_is_charged_as_debt() -> None:
 
 def test_a_changed_limit_applies_from_the_next_request_on() -> None:
     """Usage stays; a new limit starts full, a removed one is forgotten."""
-    counts = take(Counts(), Limits(requests_per_minute=2), tokens=500)
-    assert refusal(take(counts, Limits(requests_per_minute=2)), Limits(requests_per_minute=2)).wait_s == 30.0
-    assert take(counts, Limits(requests_per_minute=1000)).requests == 2
-    assert take(counts, Limits(tokens_per_minute=500), tokens=500) == Counts(NOW, 0.0, 500.0)
+    counts = take(Counts(), Allowance(requests_per_minute=2), tokens=500)
+    assert refusal(take(counts, Allowance(requests_per_minute=2)), Allowance(requests_per_minute=2)).wait_s == 30.0
+    assert take(counts, Allowance(requests_per_minute=1000)).requests == 2
+    assert take(counts, Allowance(tokens_per_minute=500), tokens=500) == Counts(NOW, 0.0, 500.0)
 
 
 @pytest.mark.parametrize(
@@ -123,12 +114,12 @@ def test_a_changed_limit_applies_from_the_next_request_on() -> None:
 )
 def test_invalid_counts_are_ignored(broken: Counts) -> None:
     """From a restarted clock, or a modified file."""
-    assert refill(broken, Limits(60, 60), NOW) == Counts(NOW)
+    assert refill(broken, Allowance(requests_per_minute=60, tokens_per_minute=60), NOW) == Counts(NOW)
 
 
 def test_counts_far_too_high_last_ten_minutes() -> None:
     """Whatever the file contains."""
-    limits = Limits(60, 60)
+    limits = Allowance(requests_per_minute=60, tokens_per_minute=60)
     assert refill(Counts(NOW, 1e300, math.inf), limits, NOW) == Counts(NOW, 600, 600)
     assert refill(Counts(NOW, 1e300, 1e300), limits, NOW + 600) == Counts(NOW + 600)
 
@@ -136,16 +127,18 @@ def test_counts_far_too_high_last_ten_minutes() -> None:
 def test_a_gateway_with_a_fast_clock_refills_nothing_twice() -> None:
     """Its time counts."""
     ahead = Counts(NOW + 0.001, 60, 60)
-    assert refill(ahead, Limits(60, 60), NOW) == ahead
+    assert refill(ahead, Allowance(requests_per_minute=60, tokens_per_minute=60), NOW) == ahead
 
 
 def test_a_client_gets_reliable_whole_numbers() -> None:
     """The remaining amount is rounded down, and a full bucket resets in 0."""
-    limits = Limits(requests_per_minute=60, tokens_per_minute=6000)
+    limits = Allowance(requests_per_minute=60, tokens_per_minute=6000)
     assert remaining(Counts(NOW, 0.5, 100.5), limits, NOW) == (Remaining(60, 59, 0.5), Remaining(6000, 5899, 1.005))
     assert remaining(Counts(), limits, NOW) == (Remaining(60, 60, 0.0), Remaining(6000, 6000, 0.0))
-    assert remaining(Counts(NOW, 1.0000000000001), Limits(60), NOW)[0] == Remaining(60, 59, pytest.approx(1.0))  # type: ignore[arg-type]
-    assert remaining(Counts(NOW, 99, 99), Limits(60), NOW) == (Remaining(60, 0, 99.0), None)
+    rounded, _ = remaining(Counts(NOW, 1.0000000000001), Allowance(requests_per_minute=60), NOW)
+    assert rounded is not None
+    assert rounded[:2] == (60, 59)
+    assert remaining(Counts(NOW, 99, 99), Allowance(requests_per_minute=60), NOW) == (Remaining(60, 0, 99.0), None)
 
 
 @pytest.mark.parametrize(

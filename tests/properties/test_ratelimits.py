@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.access.keys import Allowance
 from orchestrator.access.rate_limits import (
     DEBT,
     MINUTE_S,
@@ -29,15 +30,6 @@ ROUNDING = 1.0001
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Of one key."""
-
-    requests_per_minute: int | None
-    tokens_per_minute: int | None
-    max_concurrent: int | None = None
-
-
-@dataclass(frozen=True)
 class Step:
     """After a pause, a request that reserves ``tokens``; or the end of one of those that run, which has used a part."""
 
@@ -47,7 +39,11 @@ class Step:
     part: float
 
 
-LIMITS = st.builds(Limits, st.none() | st.integers(1, 600), st.none() | st.integers(1, 10_000), st.none())
+LIMITS = st.builds(
+    Allowance,
+    requests_per_minute=st.none() | st.integers(1, 600),
+    tokens_per_minute=st.none() | st.integers(1, 10_000),
+)
 STEPS = st.lists(
     st.builds(
         Step, st.sampled_from([0.0, 0.0, 0.1, 1.0, 20.0, 70.0]), st.integers(1, 2000), st.booleans(), st.floats(0, 1)
@@ -60,7 +56,7 @@ COUNTS = st.builds(Counts, st.floats(), st.floats(), st.floats())
 @given(limits=LIMITS, steps=STEPS, began=st.sampled_from([0.0, 1e6]))
 @settings(max_examples=EXAMPLES)
 def test_since_the_first_request_never_more_than_the_limit_and_one_for_each_minute(
-    limits: Limits, steps: list[Step], began: float
+    limits: Allowance, steps: list[Step], began: float
 ) -> None:
     """Requests, and tokens: those that were used, and those that are reserved by what runs."""
     now, counts, requests, used = began, Counts(), 0, 0
@@ -86,7 +82,7 @@ def test_since_the_first_request_never_more_than_the_limit_and_one_for_each_minu
 @given(limits=LIMITS, steps=STEPS)
 @settings(max_examples=EXAMPLES)
 def test_in_any_span_never_more_is_reserved_than_the_limit_and_one_for_each_minute(
-    limits: Limits, steps: list[Step]
+    limits: Allowance, steps: list[Step]
 ) -> None:
     """Where nothing is given back; a burst is a minute's worth."""
     now, counts = 0.0, Counts()
@@ -108,7 +104,7 @@ def test_in_any_span_never_more_is_reserved_than_the_limit_and_one_for_each_minu
 @given(limits=LIMITS, steps=STEPS, tokens=st.integers(1, 10_000))
 @settings(max_examples=EXAMPLES)
 def test_who_waits_as_told_is_let_through_and_who_comes_earlier_is_not(
-    limits: Limits, steps: list[Step], tokens: int
+    limits: Allowance, steps: list[Step], tokens: int
 ) -> None:
     """Unless it can never pass."""
     now, counts = 1e6, Counts()
@@ -127,7 +123,7 @@ def test_who_waits_as_told_is_let_through_and_who_comes_earlier_is_not(
 
 @given(limits=LIMITS, counts=COUNTS, now=st.floats(0, 1e9))
 @settings(max_examples=EXAMPLES)
-def test_any_counts_at_all_are_read_and_heal(limits: Limits, counts: Counts, now: float) -> None:
+def test_any_counts_at_all_are_read_and_heal(limits: Allowance, counts: Counts, now: float) -> None:
     """Nothing is raised, nothing is below nothing, and after ten minutes all is as new."""
     for bucket in remaining(counts, limits, now):
         assert bucket is None or (0 <= bucket.remaining <= bucket.limit and 0 <= bucket.reset_s <= DEBT * MINUTE_S)
