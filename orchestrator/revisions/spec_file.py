@@ -120,7 +120,7 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
     if spec is None:
         return ()
     problems = []
-    many = spec.where(*(("hosts", 1) if ("hosts", 1) in spec.places else ("hosts", "count")))
+    many = spec.where(*(("hosts", 1) if ("hosts", 1) in spec.places.positions else ("hosts", "count")))
     if len(file.hosts) > 1 and not file.hosts[0].emulated:
         text = f"the spec has {len(file.hosts)} machines, and `up` of this version starts one"
         hint = "use one entry with count: 1" if len(spec.hosts) > 1 else "set count: 1"

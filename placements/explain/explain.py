@@ -133,7 +133,7 @@ def _concerns(spec: Spec, name: str, problem: Problem) -> bool:
     _, line, column = (":::" + problem.where).rsplit(":", 2)
     if not line.isdecimal():
         return True
-    models = {path[1]: place for path, place in spec.places.items() if len(path) == 2 and path[0] == "models"}
+    models = {path[1]: place for path, place in spec.places.positions.items() if len(path) == 2 and path[0] == "models"}
     starts = {model: place.line for model, place in models.items()}
     if column.isdecimal() and all(place.column > int(column) for place in models.values()):
         return True  # outside of ``models``

@@ -73,13 +73,18 @@ class CoreRange:
 
 def ranges(cores: Iterable[int]) -> list[str]:
     """Returns the fewest ranges that hold exactly ``cores``: {0, 1, 2, 5} gives ["0-2", "5"]."""
-    merged: list[CoreRange] = []
-    for core in sorted(set(cores)):
-        if merged and merged[-1].last == core - 1:
-            merged[-1] = CoreRange(merged[-1].first, core)
+    return list(map(str, contiguous(sorted(set(cores)))))
+
+
+def contiguous(cores: Iterable[int]) -> list[CoreRange]:
+    """Returns the ranges of consecutive ids, in their order: [8, 9, 0] gives 8-9 and 0."""
+    merged: list[list[int]] = []
+    for core in cores:
+        if merged and merged[-1][1] == core - 1:
+            merged[-1][1] = core
         else:
-            merged.append(CoreRange(core, core))
-    return list(map(str, merged))
+            merged.append([core, core])
+    return [CoreRange(first, last) for first, last in merged]
 
 
 def runs(held: Mapping[int, T]) -> list[tuple[CoreRange, T]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
@@ -27,12 +27,12 @@ from placements.spec.schema import ModelSpec, Pin, Spec
 
 
 @dataclass(eq=False, slots=True)
-class Item:
-    """A replica to be placed."""
+class PinnedItem:
+    """A replica to be placed on a pin."""
 
     tenant: Tenant
-    pin: Pin | None = None
-    number: int = 0  # of the pin, in the model's list
+    pin: Pin
+    number: int  # of the pin, in the model's list
 
 
 _LEAST = (1 << 30, True, True)
@@ -50,7 +50,7 @@ class Draft:
         numbered: Mapping[str, frozenset[int]],
         moves: int | None,
         costs: Mapping[str, float],
-        held: Mapping[str, frozenset[str]] = {},
+        held: Mapping[str, frozenset[str]],
     ) -> None:
         self._spec = spec
         self._ground = ground
@@ -65,12 +65,13 @@ class Draft:
         self._demands = demands(spec, ground.kinds.hosts, checkpoints)
         self._taken = [0] * len(ground.hosts)
         self._tenants: list[Tenant] = []  # placed before the packer starts: running and pinned replicas
-        self._items: list[Item] = []
-        self._coreless_items: list[Item] = []
+        self._pinned: list[PinnedItem] = []  # to be placed, as the next two
+        self._floating: list[Tenant] = []
+        self._waiting_coreless: list[Tenant] = []
         self._coreless: dict[tuple[int, int], tuple[int, int]] = {}  # (model, replica) -> (host, threads)
         self._busy: Counter[int] = Counter()  # threads of replicas that take no cores, by host
         self._unplaced: list[tuple[int, Unplaced]] = []  # with the order of the model
-        self._blocked_pins: list[Item] = []
+        self._blocked_pins: list[PinnedItem] = []
         self._idle_pins: list[Pin] = []
         self._thread_counts: list[dict[int, int]] = [{} for _ in spec.models]  # by kind of host
         self._coreless_hosts = [self._hosts_without_cores(model) for model in spec.models]
@@ -111,7 +112,7 @@ class Draft:
             if index in used:
                 continue
             if cores is None:
-                self._keep_coreless(order, replica)
+                self._put_coreless(order, index, numbers[replica.host])
             else:
                 host, first = numbers[replica.host], cores.first
                 mask = ((1 << tp) - 1) << first
@@ -124,7 +125,7 @@ class Draft:
                     Tenant(order, index, tp, grade, demand, cost, host, first, fixed, host, first, True, replica)
                 )
             used[index] = pin
-        used_pins = {pin for pin in used.values() if pin is not None}
+        used_pins = set(used.values()) - {None}
         to_pin = [i for i in range(len(pins)) if i not in used_pins]
         if len(to_pin) > pinned - len(used_pins):  # an older revision may still serve on the first pins
             to_pin.sort(key=lambda i: not self._is_open(pins[i]))
@@ -174,13 +175,15 @@ class Draft:
             del unassigned[index]
             chosen[index] = pin
         required = max(0, model.replicas.min - len(used))
-        items = self._coreless_items if self._coreless_hosts[order] else self._items
+        floating = self._waiting_coreless if self._coreless_hosts[order] else self._floating
         tp, demand, cost = model.tp_degree, self._demands[order], self._costs.get(model.name, 1.0)
         grades = self._grades(model, runs=False)
         for place, index in enumerate([*sorted(chosen), *unassigned]):
             tenant = Tenant(order, index, tp, grades[place < required], demand, cost)
-            number = chosen.get(index, -1)
-            items.append(Item(tenant, model.cores[number] if number >= 0 else None, number))
+            if index in chosen:
+                self._pinned.append(PinnedItem(tenant, model.cores[chosen[index]], chosen[index]))
+            else:
+                floating.append(tenant)
 
     def _fitting(self, model: ModelSpec, order: int, running: Sequence[Running]) -> list[Running]:
         """Returns the running replicas whose size and place the spec allows."""
@@ -203,10 +206,9 @@ class Draft:
                 fitting.append(replica)
         return fitting
 
-    def _keep_coreless(self, order: int, replica: Running) -> None:
-        host = self._ground.numbers[replica.host]
+    def _put_coreless(self, order: int, replica: int, host: int) -> None:
         count = self._threads(order, host)
-        self._coreless[order, replica.replica] = (host, count)
+        self._coreless[order, replica] = (host, count)
         self._busy[host] += count
 
     def _grades(self, model: ModelSpec, *, runs: bool) -> tuple[Grade, Grade]:
@@ -215,29 +217,28 @@ class Draft:
 
     # 2.
     def place_pinned(self) -> None:
-        items = sorted((item for item in self._items if item.pin is not None), key=_rank)
+        items = sorted(self._pinned, key=lambda item: _rank(item.tenant))
         if not items:
             return
         ground = self._ground
         masks = zip(ground.hosts, ground.allowed, self._taken, strict=True)
-        free = {host.name: FreeCores("", host.cores, allowed & ~taken) for host, allowed, taken in masks}
-        pins = [_pin(item) for item in items]
+        free = {host.name: FreeCores(host.cores, allowed & ~taken) for host, allowed, taken in masks}
         able = [frozenset(ground.hosts[host].name for host in self._pin_hosts(item)) for item in items]
         unassigned = [
             item
-            for item, pin, name in zip(items, pins, assign(pins, free, able), strict=True)
-            if name is None or not self._admits_pin(item, name) or not self._put_on_pin(item, pin, name)
+            for item, name in zip(items, assign([item.pin for item in items], free, able), strict=True)
+            if name is None or not self._admits_pin(item, name) or not self._put_on_pin(item, name)
         ]
         for item in unassigned:  # the search for hosts is bounded, and considers cores only
             names = sorted(ground.hosts[host].name for host in self._pin_hosts(item))
             names.sort(key=lambda name: not self._admits_pin(item, name))
-            if not any(self._put_on_pin(item, _pin(item), name) for name in names):
+            if not any(self._put_on_pin(item, name) for name in names):
                 self._blocked_pins.append(item)
-                self._idle_pins.append(_pin(item))  # its cores may come free, so other replicas avoid them
+                self._idle_pins.append(item.pin)  # its cores may come free, so other replicas avoid them
 
-    def _pin_hosts(self, item: Item) -> list[int]:
+    def _pin_hosts(self, item: PinnedItem) -> list[int]:
         """Returns the hosts of a pin: the host that it names, or all hosts whose cores can hold it."""
-        pin, ground = _pin(item), self._ground
+        pin, ground = item.pin, self._ground
         if pin.host is not None:
             return [ground.numbers[pin.host]] if pin.host in ground.numbers else []
         kinds = item.tenant.demand.kinds or range(len(ground.kinds.hosts))
@@ -246,7 +247,7 @@ class Draft:
         ]
         return [host for host in hosts if ground.grid(host).legal(len(pin.cores)) >> pin.cores.first & 1]
 
-    def _admits_pin(self, item: Item, name: str) -> bool:
+    def _admits_pin(self, item: PinnedItem, name: str) -> bool:
         """Whether the host has the memory for the replica, and spread allows it there."""
         host, demand = self._ground.numbers[name], item.tenant.demand
         if demand.plain:
@@ -260,68 +261,60 @@ class Draft:
         used = sum(tenant.demand.memory[kind] for tenant in tenants if tenant.demand.memory)
         return used + demand.memory[kind] <= memory
 
-    def _put_on_pin(self, item: Item, pin: Pin, name: str) -> bool:
-        host, mask = self._ground.numbers[name], bits(pin.cores)
-        if pin.cores.last >= self._ground.cores[host] or mask & (self._taken[host] | ~self._ground.allowed[host]):
+    def _put_on_pin(self, item: PinnedItem, name: str) -> bool:
+        host, cores = self._ground.numbers[name], item.pin.cores
+        mask = bits(cores)
+        if cores.last >= self._ground.cores[host] or mask & (self._taken[host] | ~self._ground.allowed[host]):
             return False
-        item.tenant.host, item.tenant.first, item.tenant.fixed = host, pin.cores.first, True
+        item.tenant.host, item.tenant.first, item.tenant.fixed = host, cores.first, True
         self._taken[host] |= mask
         self._tenants.append(item.tenant)
         return True
 
     # 3.
     def place_coreless(self) -> None:
-        for item in sorted(self._coreless_items, key=_rank):
-            order = item.tenant.model
+        for tenant in sorted(self._waiting_coreless, key=_rank):
+            order = tenant.model
             near = self._held.get(order, frozenset())
             host = min(self._coreless_hosts[order], key=lambda host: (self._busy[host], host not in near))
-            count = self._threads(order, host)
-            self._coreless[order, item.tenant.replica] = (host, count)
-            self._busy[host] += count
+            self._put_coreless(order, tenant.replica, host)
 
     # 4. to 7.
     def place_floating(self) -> None:
         packer = self._packer()
-        self._fill_pins(packer)
+        self._fill_pins(packer.place_at)
         missing: list[Tenant] = []
-        waiting = sorted((item.tenant for item in self._items if item.pin is None), key=_tenant_rank)
+        waiting = self._floating
         while waiting or packer.displaced:
-            waiting = sorted([*waiting, *packer.displaced], key=_tenant_rank)
+            waiting = sorted([*waiting, *packer.displaced], key=_rank)
             packer.displaced.clear()
             grade = waiting[0].grade
             rivals = [tenant for tenant in waiting if tenant.grade == grade]
             waiting = waiting[len(rivals) :]
             missing = serve_more(packer, [*missing, *packer.place_all(rivals)])
         move_fewer(packer)
-        self._try_pins_again(packer)
+        self._fill_pins(packer.take)  # cores that have become free since
         missing = [tenant for tenant in missing if not packer.squeeze_in(tenant)]
         if self._held:
-            prefer_holders(packer, sorted((item.tenant for item in self._items), key=_tenant_rank), self._held)
+            prefer_holders(packer, sorted(self._floating, key=_rank), self._held)
         if missing:
             self._renumber({tenant.model for tenant in missing})
         if missing or self._blocked_pins:
             self._refuse(missing)
 
-    def _fill_pins(self, packer: Packer) -> None:
-        """Places pins whose cores are held, by displacing the holders if their grade allows it."""
+    def _fill_pins(self, place: Callable[[Tenant, Sequence[int], int], bool]) -> None:
+        """Places replicas whose pins are blocked, with a method of the packer."""
         for item in self._blocked_pins:
-            if packer.place_at(item.tenant, self._pin_hosts(item), _pin(item).cores.first):
-                item.tenant.fixed = True
-                self._tenants.append(item.tenant)
-
-    def _try_pins_again(self, packer: Packer) -> None:
-        """Places pins whose cores have become free since."""
-        for item in self._blocked_pins:
-            if item.tenant.host < 0 and packer.take(item.tenant, self._pin_hosts(item), _pin(item).cores.first):
+            if item.tenant.host < 0 and place(item.tenant, self._pin_hosts(item), item.pin.cores.first):
                 item.tenant.fixed = True
                 self._tenants.append(item.tenant)
 
     def _renumber(self, models: set[int]) -> None:
         """Gives the places of each model to its new replicas with the lowest numbers."""
         by_model: dict[int, list[Tenant]] = {}
-        for item in self._items:
-            if item.pin is None and item.tenant.model in models:
-                by_model.setdefault(item.tenant.model, []).append(item.tenant)
+        for tenant in self._floating:
+            if tenant.model in models:
+                by_model.setdefault(tenant.model, []).append(tenant)
         for own in by_model.values():
             numbers = sorted(tenant.replica for tenant in own)
             own.sort(key=lambda tenant: (tenant.host < 0, tenant.replica))
@@ -344,7 +337,7 @@ class Draft:
             if item is None:
                 self._report(tenant, required, refusals.no_room(tenant))
             else:
-                self._report(tenant, required, refusals.pin_taken(_pin(item)), item.number)
+                self._report(tenant, required, refusals.pin_taken(item.pin), item.number)
 
     def _report(self, tenant: Tenant, required: bool, refusal: Refusal, pin: int | None = None) -> None:
         name = self._names[tenant.model]
@@ -436,7 +429,7 @@ class Draft:
         return tuple(move for *_, move in sorted(entries, key=itemgetter(0, 1)))
 
     def _all_tenants(self) -> list[Tenant]:
-        return [*self._tenants, *(item.tenant for item in self._items if item.pin is None)]
+        return [*self._tenants, *self._floating]
 
     def _threads(self, order: int, host: int) -> int:
         counts, kind = self._thread_counts[order], self._ground.kinds.of[host]
@@ -446,16 +439,6 @@ class Draft:
         return counts[kind]
 
 
-def _rank(item: Item) -> tuple[object, ...]:
-    return _tenant_rank(item.tenant)
-
-
-def _tenant_rank(tenant: Tenant) -> tuple[object, ...]:
+def _rank(tenant: Tenant) -> tuple[object, ...]:
     """By grade, then size (largest first), then replica number."""
     return (tenant.grade, -tenant.size, tenant.replica, tenant.model)
-
-
-def _pin(item: Item) -> Pin:
-    if item.pin is None:
-        raise LookupError("the replica has no pin")
-    return item.pin

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import NamedTuple
 
 from placements.facts.core_range import CoreRange
@@ -13,19 +12,17 @@ from placements.facts.topology import Host
 class FreeCores(NamedTuple):
     """The free cores of a host: bit i of ``mask`` stands for core i."""
 
-    family: str
     cores: int
     mask: int
 
     @classmethod
     def of(cls, host: Host, taken: Iterable[int] = ()) -> FreeCores:
         """Returns the cores of a host that are neither reserved nor ``taken``."""
-        family = host.topology.family if host.topology else ""
         mask = (1 << host.cores) - 1
         for core in (*host.reserved_cores, *taken):
             if 0 <= core < host.cores:
                 mask &= ~(1 << core)
-        return cls(family, host.cores, mask)
+        return cls(host.cores, mask)
 
     def without(self, cores: CoreRange) -> FreeCores:
         """Returns a copy in which ``cores`` are not free."""
@@ -40,18 +37,3 @@ class FreeCores(NamedTuple):
 def bits(cores: CoreRange) -> int:
     """Returns the mask with these cores set."""
     return ((1 << len(cores)) - 1) << cores.first
-
-
-@lru_cache(maxsize=1 << 16)
-def runs(free: FreeCores) -> tuple[CoreRange, ...]:
-    """Returns the maximal free ranges, ascending."""
-    free_ranges: list[CoreRange] = []
-    first: int | None = None
-    for core in range(free.cores + 1):
-        is_free = core < free.cores and free.mask >> core & 1
-        if is_free and first is None:
-            first = core
-        elif not is_free and first is not None:
-            free_ranges.append(CoreRange(first, core - 1))
-            first = None
-    return tuple(free_ranges)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from placements.facts.core_range import CoreRange, contiguous
 from placements.facts.topology import DEGREES, alignment
 
 
@@ -151,37 +152,21 @@ def _grid_starts(grid: Grid, degree: int) -> int:
     if row.legal == row.preferred:
         return preferred
     starts = 0
-    for first, length in _runs(grid.usable):
-        inside = preferred & (((1 << length) - 1) << first)
-        if _preferred_is_enough(grid, first, length):
-            starts |= inside
+    for run in contiguous(core for core in range(grid.cores) if grid.usable >> core & 1):
+        if _preferred_is_enough(grid, run):
+            starts |= preferred & (((1 << len(run)) - 1) << run.first)
             continue
-        base = -(-first // row.legal) * row.legal
-        while base + degree <= first + length:
-            starts |= 1 << base
-            base += degree
+        base = -(-run.first // row.legal) * row.legal
+        for start in range(base, run.last + 2 - degree, degree):
+            starts |= 1 << start
     return starts
 
 
-def _preferred_is_enough(grid: Grid, first: int, length: int) -> bool:
+def _preferred_is_enough(grid: Grid, run: CoreRange) -> bool:
     """Whether the preferred starts in this run hold as many ranges of every degree as the legal starts do."""
-    for degree, (legal, preferred) in _nested(grid.family, grid.cores).items():
-        most = max(0, (first + length - -(-first // legal) * legal) // degree)
-        held = max(0, (first + length - -(-first // preferred) * preferred) // degree)
-        if held < most:
-            return False
-    return True
 
+    def held(degree: int, step: int) -> int:
+        return max(0, (run.last + 1 - -(-run.first // step) * step) // degree)
 
-def _runs(usable: int) -> list[tuple[int, int]]:
-    """Returns (first, length) of each maximal run of usable cores."""
-    usable_runs = []
-    at = 0
-    while usable:
-        skip = (usable & -usable).bit_length() - 1
-        usable >>= skip
-        length = (~usable & (usable + 1)).bit_length() - 1
-        usable_runs.append((at + skip, length))
-        usable >>= length
-        at += skip + length
-    return usable_runs
+    nested = _nested(grid.family, grid.cores).items()
+    return all(held(degree, preferred) >= held(degree, legal) for degree, (legal, preferred) in nested)

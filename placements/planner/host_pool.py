@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from placements.facts.topology import Host
+from placements.planner.free_cores import FreeCores
 from placements.planner.grid import Grid, grid_of
 from placements.planner.replica_demand import kinds_of
 
@@ -20,14 +21,7 @@ class HostPool:
         self.numbers = {host.name: i for i, host in enumerate(self.hosts)}
         self.cores = [host.cores for host in self.hosts]
         self.reserved = [sum(1 << core for core in host.reserved_cores) for host in self.hosts]
-        self.allowed = [self._usable(host) for host in self.hosts]
-
-    def _usable(self, host: Host) -> int:
-        mask = (1 << host.cores) - 1
-        for core in (*host.reserved_cores, *self.blocked.get(host.name, ())):
-            if 0 <= core < host.cores:
-                mask &= ~(1 << core)
-        return mask
+        self.allowed = [FreeCores.of(host, blocked.get(host.name, ())).mask for host in self.hosts]
 
     def family(self, host: int) -> str:
         """Returns the family of the host's instance type, or "" for a plain CPU host."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from placements.facts.checkpoints import Checkpoint
@@ -32,13 +32,7 @@ class ThreadLine:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the JSON of `plan -o json`."""
-        return {
-            "model": self.model,
-            "replicas": self.replicas,
-            "each": self.each,
-            "arithmetic": self.arithmetic,
-            "together": self.together,
-        }
+        return {**asdict(self), "together": self.together}
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,7 @@ from placements.planner.placement import Move, Placement, Running, Unplaced
 from placements.spec.problems import Problem
 from placements.spec.schema import Spec
 
-__all__ = [
-    "Changes",
-    "Move",
-    "Placement",
-    "Plan",
-    "Running",
-    "Unplaced",
-    "Window",
-    "defragment",
-    "diff",
-    "plan",
-]
+__all__ = ["Changes", "Move", "Placement", "Plan", "Running", "Unplaced", "Window", "defragment", "diff", "plan"]
 
 
 @dataclass(frozen=True)
@@ -168,7 +157,7 @@ def defragment(
     for allowed in (0, 1, 2, 3, 4, 6, 8, 12, 16, None):
         last = allowed is None or (moves is not None and allowed >= moves)
         most = moves if last else allowed
-        draft = Draft(spec, HostPool(hosts, blocked or {}), checkpoints or {}, {}, most, costs or {})
+        draft = Draft(spec, HostPool(hosts, blocked or {}), checkpoints or {}, {}, most, costs or {}, {})
         draft.keep(observed, counts)
         opening = draft.clear_range(cores)
         if opening is not None:

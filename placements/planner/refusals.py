@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from placements.facts.core_range import CoreRange
+from placements.facts.core_range import CoreRange, contiguous
 from placements.facts.plural import counted
 from placements.facts.topology import alignment
-from placements.planner.free_cores import FreeCores, bits, runs
+from placements.planner.free_cores import bits
 from placements.planner.grid import windows
 from placements.planner.host_pool import HostPool
 from placements.planner.tenants import NEVER, Tenant
@@ -69,9 +69,8 @@ class Refusals:
         blocked = self._ground.blocked.get(host.name, ())
         for label, unusable in (("withheld", blocked), ("reserved", host.reserved_cores)):
             shared = sorted(core for core in cores if core in unusable)
-            holders.extend(
-                [f"{', '.join(map(str, shared))} {'is' if len(shared) == 1 else 'are'} {label}"] if shared else []
-            )
+            if shared:
+                holders.append(f"{', '.join(map(str, shared))} {'is' if len(shared) == 1 else 'are'} {label}")
         return f"on {host.name} {' and '.join(holders) or 'memory, CPUs or spread exclude it'}"
 
     def no_room(self, tenant: Tenant) -> Refusal:
@@ -156,8 +155,6 @@ class Refusals:
 
 def _longest(free: int, cores: int) -> tuple[int, int]:
     """Returns (first, length) of the first longest run."""
-    best = (0, 0)
-    for run in runs(FreeCores("", cores, free)):
-        if len(run) > best[1]:
-            best = (run.first, len(run))
-    return best
+    runs = contiguous(core for core in range(cores) if free >> core & 1)
+    longest = max(runs, key=len, default=None)
+    return (0, 0) if longest is None else (longest.first, len(longest))

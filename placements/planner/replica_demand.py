@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import may_run, resolve, takes_cores
-from placements.facts.topology import Host, degree
+from placements.facts.topology import Host, Topology, degree
 from placements.planner.tenants import Demand
 from placements.resources.memory import estimate, fits, host_memory
 from placements.resources.threads import threads
@@ -51,18 +51,22 @@ def demands(spec: Spec, kinds: Sequence[Host], checkpoints: Mapping[str, Checkpo
     )
 
 
-def suits(model: ModelSpec, host: Host, checkpoint: Checkpoint | None) -> bool:
+def has_degree(model: ModelSpec, topology: Topology) -> bool:
+    """Whether hosts of the type support the model's degree, by the table or ``allow_degrees``, and have the cores."""
+    supported = model.tp_degree in model.allow_degrees or degree(topology.family, model.tp_degree) is not None
+    return supported and model.tp_degree <= topology.cores
+
+
+def suits(model: ModelSpec, host: Host, checkpoint: Checkpoint | None, draft: Checkpoint | None = None) -> bool:
     """Whether the model can be placed on such a host: it uses cores there, the family supports the degree, the engine
     runs there and serves the model, and the HBM suffices."""
-    if host.topology is None or not takes_cores(model.engine, host) or model.tp_degree > host.cores:
-        return False
-    if degree(host.topology.family, model.tp_degree) is None and model.tp_degree not in model.allow_degrees:
+    if host.topology is None or not takes_cores(model.engine, host) or not has_degree(model, host.topology):
         return False
     if not may_run(model.engine, host, checkpoint.model_type if checkpoint else None):
         return False
     if checkpoint is None:
         return True
-    return fits(estimate(model, checkpoint, resolve(model.engine, host)), host.topology)
+    return fits(estimate(model, checkpoint, resolve(model.engine, host), draft), host.topology)
 
 
 def _demand(

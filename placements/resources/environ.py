@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from placements.facts.core_range import CoreRange
+from placements.facts.core_range import CoreRange, contiguous
 from placements.facts.engines import HOST_ENGINES, Engine
 from placements.spec.schema import ModelSpec
 
@@ -61,10 +61,4 @@ def compiling(model: ModelSpec, engine: Engine) -> dict[str, str]:
 
 def cpu_list(cpus: Sequence[int]) -> str:
     """Formats CPU ids in their order as a list of taskset and cpuset: "0-2,8-10"."""
-    runs: list[list[int]] = []
-    for cpu in cpus:
-        if runs and cpu == runs[-1][1] + 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(CoreRange(first, last)) for first, last in runs)
+    return ",".join(map(str, contiguous(cpus)))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import AUTO_ENGINES, Engine, may_run, resolve, runs_on, serves, takes_cores
+from placements.facts.engines import AUTO_ENGINES, Engine, resolve, runs_on, serves, takes_cores
 from placements.facts.plural import plural
 from placements.facts.topology import Host, Topology, degree
+from placements.planner.replica_demand import has_degree, suits
 from placements.resources.memory import MemoryEstimate, estimate, fits
 from placements.spec.problems import Problem, Severity
 from placements.spec.schema import ModelSpec, Spec
@@ -21,17 +23,20 @@ class Fleet:
     """The hosts that a rule considers."""
 
     hosts: Sequence[Host]
-    names: Mapping[str, Host]
-    kinds: Sequence[tuple[Host, int]]  # one host of each type, reserve and memory, with their number
 
-    @classmethod
-    def of(cls, hosts: Sequence[Host]) -> Fleet:
+    @cached_property
+    def names(self) -> Mapping[str, Host]:
+        return {host.name: host for host in self.hosts}
+
+    @cached_property
+    def kinds(self) -> Sequence[tuple[Host, int]]:
+        """One host of each type, reserve and memory, with their number."""
         kinds: dict[tuple[object, ...], tuple[Host, int]] = {}
-        for host in hosts:
+        for host in self.hosts:
             key = (host.topology, host.reserved_cores, host.memory_gib)
             first, count = kinds.get(key, (host, 0))
             kinds[key] = (first, count + 1)
-        return cls(hosts, {host.name: host for host in hosts}, tuple(kinds.values()))
+        return tuple(kinds.values())
 
     @property
     def types(self) -> list[Topology]:
@@ -104,10 +109,7 @@ class Case:
         """Whether engine, degree and HBM allow a replica on the host if it were empty."""
         if host.topology is None or not takes_cores(self.model.engine, host):
             return True
-        need = self.memory()
-        if not may_run(self.model.engine, host, self.checkpoint.model_type if self.checkpoint else None):
-            return False
-        return self.has_degree(host.topology) and (need is None or fits(need, host.topology))
+        return suits(self.model, host, self.checkpoint, self.draft)
 
     def problem(self, id: str, path: Path, what: str, hint: str = "", severity: Severity = "error") -> Problem:
         """Returns a problem at the position of a field of the model."""
@@ -138,12 +140,6 @@ class FieldRule(NamedTuple):
 
     rule: Rule
     needs: frozenset[str]
-
-
-def has_degree(model: ModelSpec, topology: Topology) -> bool:
-    """Whether hosts of the type support the model's degree, by the table or ``allow_degrees``, and have the cores."""
-    supported = model.tp_degree in model.allow_degrees or degree(topology.family, model.tp_degree) is not None
-    return supported and model.tp_degree <= topology.cores
 
 
 def has_tp(topology: Topology, tp: int) -> bool:

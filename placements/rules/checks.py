@@ -9,9 +9,10 @@ from placements.facts.engines import HOST_ENGINES, TNX_UNPADDED, Engine, runs_on
 from placements.facts.plural import counted
 from placements.facts.topology import DEGREES, TOPOLOGIES, Host, Topology, degree, documented
 from placements.planner.plan import plan
+from placements.planner.replica_demand import has_degree
 from placements.resources.memory import USABLE_HBM, MemoryEstimate, estimate, fits, host_memory, usable_hbm
 from placements.resources.threads import threads
-from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list, has_degree, has_tp, on_each
+from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list, has_tp, on_each
 from placements.rules.engine_rules import ENGINE_RULES
 from placements.rules.pin_rules import PIN_RULES, pins_do_not_overlap
 from placements.spec.problems import Problem, in_order
@@ -34,11 +35,11 @@ def check(
     ``room``, the check that every ``max`` can fit is skipped; it needs several plans and gives only warnings.
     """
     problems: list[Problem] = []
-    everywhere = Fleet.of(hosts)
+    everywhere = Fleet(hosts)
     fleets: dict[Engine, Fleet] = {}
     for model in spec.models:
         if model.engine not in fleets:
-            fleets[model.engine] = Fleet.of([host for host in hosts if takes_cores(model.engine, host)])
+            fleets[model.engine] = Fleet([host for host in hosts if takes_cores(model.engine, host)])
         checkpoint, draft = (checkpoints or {}).get(model.name), (drafts or {}).get(model.name)
         case = Case(spec, model, fleets[model.engine], everywhere, checkpoint, draft)
         for field_rule in _RULES:
@@ -283,7 +284,7 @@ def reserve_within_host(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
         if first >= len(hosts):
             return
         host, first = hosts[first], first + wish.count
-        path: Path = ("hosts", i, "reserve") if ("hosts", i) in spec.places else ("hosts", "reserve")
+        path: Path = ("hosts", i, "reserve") if ("hosts", i) in spec.places.positions else ("hosts", "reserve")
         outside = [core for core in sorted(host.reserved_cores) if core >= host.cores]
         if outside:
             what = f"reserve.cores names {core_list(outside)}; {host.name} has cores 0-{host.cores - 1}"

@@ -79,7 +79,7 @@ def pins_have_their_degree(case: Case) -> Iterator[Problem]:
     able = [topology for topology in case.fleet.types if case.has_degree(topology)]
     fitting = [host for host, _ in case.fleet.kinds if case.suits(host)]
     for i, pin, hosts in _pinned(case):
-        own = ", ".join(topology.instance for topology in Fleet.of(hosts).types)
+        own = ", ".join(topology.instance for topology in Fleet(hosts).types)
         if not able or any(case.suits(host) for host in hosts):
             continue
         if not any(host.topology and case.has_degree(host.topology) for host in hosts):
@@ -88,7 +88,7 @@ def pins_have_their_degree(case: Case) -> Iterator[Problem]:
             yield case.problem("illegal-degree", ("cores", i), what, hint)
         elif fitting:
             what = f"pin {_quoted(pin)} is on {own}, whose cores have too little HBM for {case.model.name}"
-            hint = f"pin to a host of type {_types(Fleet.of(fitting).types)}"
+            hint = f"pin to a host of type {_types(Fleet(fitting).types)}"
             yield case.problem("hbm-exceeded", ("cores", i), what, hint)
 
 
@@ -97,7 +97,7 @@ def pins_are_aligned(case: Case) -> Iterator[Problem]:
     tp = case.model.tp_degree
     for i, pin, hosts in _pinned(case):
         inside = [host for host in hosts if pin.cores.last < host.cores] or hosts
-        types = [topology for topology in Fleet.of(inside).types if tp <= topology.cores]
+        types = [topology for topology in Fleet(inside).types if tp <= topology.cores]
         types = [topology for topology in types if case.has_degree(topology)] or types
         if len(pin.cores) != tp or not types:
             continue  # reported by another rule
@@ -165,7 +165,7 @@ def _claims(spec: Spec, hosts: Sequence[Host], cored: Mapping[str, FreeCores]) -
 
 
 def _place(spec: Spec, claim: _Claim) -> tuple[int, int]:
-    place = spec.places.get(("models", claim.model, "cores", claim.number))
+    place = spec.places.positions.get(("models", claim.model, "cores", claim.number))
     return (place.line, place.column) if place else (0, 0)
 
 

@@ -17,7 +17,7 @@ from placements.spec.field_type import MAPPING, TEXT, keys_at, type_at
 from placements.spec.other_names import OTHER_FIELDS, OTHER_VALUES, converted
 from placements.spec.problems import Problem, has_errors, in_order
 from placements.spec.schema import MAX_HOSTS, NAME, NAME_RULE, EngineSettings, HostsSpec, ModelSpec, Spec
-from placements.spec.source_positions import Path, SourcePosition, SourcePositions
+from placements.spec.source_positions import Path, SourcePosition, SourcePositions, nearest
 from placements.spec.yaml_tree import BROKEN, MAX_CHARACTERS, Tree, read
 
 _M = TypeVar("_M", bound=BaseModel)
@@ -408,13 +408,7 @@ class _Reader:
         self._report("wrong-type", where, f"{label} is {shown}, {written.kind}; it must be {wanted}", hint)
 
     def _report(self, id: str, path: Path, what: str, hint: str) -> None:
-        self._tree.report(id, self._nearest(path), what, hint)
-
-    def _nearest(self, path: Path) -> SourcePosition:
-        for length in range(len(path), 0, -1):
-            if path[:length] in self._tree.places:
-                return self._tree.places[path[:length]]
-        return self._tree.places.get((), SourcePosition(1, 1))
+        self._tree.report(id, nearest(self._tree.places, path), what, hint)
 
 
 def _holds_broken(value: Any) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 Path = tuple[str | int, ...]  # ("models", "tiny", "cores", 0)
 
@@ -16,35 +16,20 @@ class SourcePosition:
     column: int
 
 
-class SourcePositions(Mapping[Path, SourcePosition]):
-    """Path of keys -> position, for one file. All instances compare equal, so that positions do not affect equality."""
+@dataclass(frozen=True)
+class SourcePositions:
+    """The positions of one file's keys. All instances compare equal, so that positions do not affect equality."""
 
-    def __init__(self, filename: str = "<spec>", places: Mapping[Path, SourcePosition] | None = None) -> None:
-        self.filename = filename
-        self._places = dict(places or {})
+    filename: str = field(default="<spec>", compare=False)
+    positions: Mapping[Path, SourcePosition] = field(default_factory=dict, compare=False, repr=False)
 
     def where(self, *path: str | int) -> str:
         """Returns "file:line:column" of the path or of the nearest key above it; "" for a spec without a file."""
-        for length in range(len(path), -1, -1):
-            place = self._places.get(path[:length])
-            if place is not None:
-                return f"{self.filename}:{place.line}:{place.column}"
-        return ""
+        place = nearest(self.positions, path)
+        return "" if place is None else f"{self.filename}:{place.line}:{place.column}"
 
-    def __getitem__(self, path: Path) -> SourcePosition:
-        return self._places[path]
 
-    def __iter__(self) -> Iterator[Path]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SourcePositions)
-
-    def __hash__(self) -> int:
-        return hash(SourcePositions)
-
-    def __repr__(self) -> str:
-        return f"Places({self.filename!r}, {len(self)} keys)"
+def nearest(positions: Mapping[Path, SourcePosition], path: Path) -> SourcePosition | None:
+    """Returns the position of the path or of the nearest key above it."""
+    above = (path[:length] for length in range(len(path), -1, -1))
+    return next((positions[key] for key in above if key in positions), None)

@@ -64,20 +64,22 @@ class Tree:
 
 
 class _Unreadable(Exception):
-    """Aborts the walk after a problem has been reported."""
+    """Aborts the walk. The arguments are those of `Tree.report`."""
+
+    def __init__(self, id: str, place: SourcePosition | None, what: str, hint: str) -> None:
+        super().__init__(id, place, what, hint)
 
 
 def read(text: str | bytes, filename: str) -> Tree:
     """Reads one document. Reports all problems of the text in the tree, and raises none."""
     tree = Tree(filename)
     try:
-        decoded = _decoded(text, tree)
+        decoded = _decoded(text)
         node = _composed(decoded, tree)
         tree.value = _Walk(decoded, tree).value(node, (), 0)
-    except _Unreadable:
-        tree.value = BROKEN
+    except _Unreadable as error:
+        tree.report(*error.args)
     except RecursionError:
-        tree.value = BROKEN
         tree.report("yaml-too-large", None, f"the document is nested more than {MAX_DEPTH} levels deep", _SHRINK)
     return tree
 
@@ -85,19 +87,18 @@ def read(text: str | bytes, filename: str) -> Tree:
 _SHRINK = "write a flat file of a few hundred lines, without deep nesting or aliases"
 
 
-def _decoded(text: str | bytes, tree: Tree) -> str:
+def _decoded(text: str | bytes) -> str:
     if isinstance(text, bytes):
         raw = text
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            before = raw[: error.start].decode("utf-8")
-            byte = f"byte 0x{raw[error.start]:02x}"
-            tree.report("yaml-syntax", _place_after(before), f"{byte} is not UTF-8", "save the file as UTF-8")
-            raise _Unreadable from None
+            what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+            place = _place_after(raw[: error.start].decode("utf-8"))
+            raise _Unreadable("yaml-syntax", place, what, "save the file as UTF-8") from None
     if len(text) > MAX_CHARACTERS:
-        tree.report("yaml-too-large", None, f"the file has {len(text)} characters, more than {MAX_CHARACTERS}", _SHRINK)
-        raise _Unreadable
+        what = f"the file has {len(text)} characters, more than {MAX_CHARACTERS}"
+        raise _Unreadable("yaml-too-large", None, what, _SHRINK)
     return text
 
 
@@ -120,19 +121,16 @@ def _composed(text: str, tree: Tree) -> yaml.Node:
     except yaml.reader.ReaderError as error:
         code = error.character if isinstance(error.character, int) else ord(str(error.character))
         what = f"the character U+{code:04X} is not allowed in YAML"
-        tree.report("yaml-syntax", _place_after(text[: error.position]), what, "remove it")
-        raise _Unreadable from None
+        raise _Unreadable("yaml-syntax", _place_after(text[: error.position]), what, "remove it") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = _syntax_fact(error)
-        tree.report("yaml-syntax", _place(mark) if mark else None, what, _syntax_hint(what))
-        raise _Unreadable from None
+        raise _Unreadable("yaml-syntax", _place(mark) if mark else None, what, _syntax_hint(what)) from None
     except (yaml.YAMLError, ValueError, IndexError, OverflowError) as error:  # PyYAML leaks some of its internal errors
-        tree.report("yaml-syntax", None, f"the file is not YAML: {error}", _syntax_hint(str(error)))
-        raise _Unreadable from None
+        what = f"the file is not YAML: {error}"
+        raise _Unreadable("yaml-syntax", None, what, _syntax_hint(str(error))) from None
     if node is None or (isinstance(node, yaml.ScalarNode) and _kind(node) == "empty"):
-        tree.report("spec-empty", None, "the file has no content", "begin with: models: {NAME: {source: ...}}")
-        raise _Unreadable
+        raise _Unreadable("spec-empty", None, "the file has no content", "begin with: models: {NAME: {source: ...}}")
     return node
 
 
@@ -197,15 +195,14 @@ class _Walk:
         place = _place(node.start_mark)
         self._tree.places.setdefault(path, place)
         if any(node is above for above in self._above):
-            self._tree.report("yaml-too-large", place, "this alias contains itself", "write the value without an alias")
-            raise _Unreadable
+            hint = "write the value without an alias"
+            raise _Unreadable("yaml-too-large", place, "this alias contains itself", hint)
         self._check_nodes(place, depth)
         if isinstance(node, yaml.ScalarNode):
             self._characters_left -= len(node.value)
             if self._characters_left < 0:
                 what = f"the values have more than {MAX_TEXT} characters with aliases expanded"
-                self._tree.report("yaml-too-large", place, what, _SHRINK)
-                raise _Unreadable
+                raise _Unreadable("yaml-too-large", place, what, _SHRINK)
         self._tree.written[path] = self._written(node)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, place)
@@ -222,8 +219,8 @@ class _Walk:
     def _check_nodes(self, place: SourcePosition, depth: int) -> None:
         if self._nodes > MAX_NODES or depth > MAX_DEPTH:
             limit = f"more than {MAX_NODES} values" if self._nodes > MAX_NODES else f"more than {MAX_DEPTH} levels"
-            self._tree.report("yaml-too-large", place, f"the document has {limit} with aliases expanded", _SHRINK)
-            raise _Unreadable
+            what = f"the document has {limit} with aliases expanded"
+            raise _Unreadable("yaml-too-large", place, what, _SHRINK)
 
     def _mapping(self, node: yaml.Node, path: Path, depth: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -263,8 +260,7 @@ class _Walk:
         """Returns the pairs that "<<: *alias" or "<<: [*alias, *alias]" merges; earlier ones override later ones."""
         self._nodes += 1
         if self._nodes > MAX_NODES or depth > MAX_DEPTH:
-            self._tree.report("yaml-too-large", _place(node.start_mark), "too many merged mappings", _SHRINK)
-            raise _Unreadable
+            raise _Unreadable("yaml-too-large", _place(node.start_mark), "too many merged mappings", _SHRINK)
         if isinstance(node, yaml.SequenceNode):
             return [pair for item in node.value for pair in self._merged(item, depth + 1)]
         if not isinstance(node, yaml.MappingNode):
@@ -346,12 +342,17 @@ def _kind(node: yaml.ScalarNode) -> Kind | None:
     if not node.tag.startswith(_PREFIX):
         return None
     name = node.tag[len(_PREFIX) :]
-    if name in ("str", "timestamp", "value", "merge"):
-        return "text"
-    kinds: dict[str, Kind] = {"int": "a number", "float": "a number", "null": "empty"}
-    if name == "bool":
-        return "a boolean" if node.value.lower() in (*_TRUE, "no", "false", "off") else None
-    return kinds.get(name)
+    if name == "bool" and node.value.lower() not in (*_TRUE, "no", "false", "off"):
+        return None
+    return _KINDS.get(name)
+
+
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("str", "timestamp", "value", "merge"), "text"),
+    **dict.fromkeys(("int", "float"), "a number"),
+    "bool": "a boolean",
+    "null": "empty",
+}
 
 
 def _reading(node: yaml.ScalarNode) -> str:

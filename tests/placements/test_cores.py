@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from placements.facts.core_range import CoreRange, runs
+from placements.facts.core_range import CoreRange, contiguous, runs
 
 
 @pytest.mark.parametrize("text", ["0", "5", "4-7", "0-23", "0-127"])
@@ -78,3 +78,8 @@ def test_runs_are_cut_where_the_value_changes_or_a_core_is_missing() -> None:
     held = {9: "b", 0: "a", 1: "a", 2: "b", 4: "b", 5: "b"}
     found = [(str(cores), value) for cores, value in runs(held)]
     assert found == [("0-1", "a"), ("2", "b"), ("4-5", "b"), ("9", "b")]
+
+
+@pytest.mark.parametrize(("cores", "expected"), [([8, 9, 0], ["8-9", "0"]), ([5, 4], ["5", "4"]), ([], [])])
+def test_consecutive_cores_are_one_range_in_their_order(cores: list[int], expected: list[str]) -> None:
+    assert list(map(str, contiguous(cores))) == expected

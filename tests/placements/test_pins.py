@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+from placements.facts.core_range import CoreRange
 from placements.planner.free_cores import FreeCores
 from placements.planner.pins import assign
 from placements.spec.schema import Pin
-from tests.placements.fleets import host
+from tests.placements.fleets import PLAIN, host
 
 TWO = {"h/0": FreeCores.of(host()), "h/1": FreeCores.of(host())}
 
@@ -35,3 +36,13 @@ def test_a_search_is_needed_where_greed_fails() -> None:
 def test_missing_cores_are_on_no_host() -> None:
     """A pin beyond the last core, or on an unknown host."""
     assert assigned("23-24", "x:0-1") == (None, None)
+
+
+def test_used_cores_are_no_longer_free() -> None:
+    """A range with one used core is not free, and one beyond the host never was."""
+    rest = FreeCores.of(host(), range(8, 24)).without(CoreRange(2, 3))
+    assert [rest.holds(CoreRange.parse(text)) for text in ("0-1", "1-2", "4-7", "24-25")] == [True, False, True, False]
+
+
+def test_a_plain_host_has_no_free_cores() -> None:
+    assert FreeCores.of(PLAIN).mask == 0
