@@ -14,10 +14,10 @@ import yaml
 
 from orchestrator.daemon.settings import SETTINGS
 from orchestrator.gateway.telemetry.exposition import page as page_of
+from tests.docs.test_links import test_a_command_in_a_page_is_one_that_can_be_given as check_commands
+from tests.docs.test_links import test_every_relative_link_resolves as check_links
 from tests.orchestrator.played_page import played_families
 from tests.orchestrator.promql import Page, Selector, grouped, selectors
-from tests.test_docs import test_a_command_in_a_page_is_one_that_can_be_given as check_commands
-from tests.test_docs import test_every_relative_link_resolves as check_links
 from workers.messages.metric_family import MetricFamily
 
 ROOT = Path(__file__).parents[2]

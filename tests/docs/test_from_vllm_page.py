@@ -18,7 +18,7 @@ from placements.facts.engines import ENGINE_OPTIONS
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec
 
-PAGE = Path(__file__).parent.parent / "docs" / "from-vllm-and-lmi.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "from-vllm-and-lmi.md"
 
 
 def table(mark: str) -> list[list[str]]:
@@ -89,7 +89,7 @@ def is_accepted(fields: str) -> bool:
 @pytest.mark.parametrize("row", HERE, ids=lambda row: (words(row[0]) + words(row[1]))[0])
 def test_what_stands_for_a_flag_exists(row: list[str], tmp_path: Path) -> None:
     """As an option of `up`, a field of a model with a value that it takes, a folder of the home, or a command. Those
-    that begin with `corewright` are checked for all pages in test_docs.py."""
+    that begin with `corewright` are checked for all pages in test_links.py."""
     for code in words(row[2]):
         if code.startswith("corewright "):
             continue

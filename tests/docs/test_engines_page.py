@@ -15,7 +15,7 @@ from placements.rules.options.judge import Scope, known_options
 from placements.rules.options.owned import FIELDS, UNSERVED
 from placements.spec.schema import ModelSpec, Spec
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "engines.md"
 GUIDES = sorted(path.stem for path in (ROOT / "tests" / "features").glob("*.txt"))
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")

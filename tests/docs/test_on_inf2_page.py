@@ -14,7 +14,7 @@ from orchestrator.fleet.controller_settings import DRAIN_S
 from placements.spec.parse import parse
 from placements.spec.problems import has_errors
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "on-inf2.md"
 EXAMPLE = ROOT / "placements" / "examples" / "on-inf2.yaml"
 UNIT = ROOT / "deploy" / "corewright.service"

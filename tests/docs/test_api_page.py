@@ -1,0 +1,132 @@
+"""docs/api.md describes each route, request field and answer."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from orchestrator.api.routes import ROUTES
+from orchestrator.fleet.controller_settings import ADMIN_PATH
+from orchestrator.gateway.app import OPEN
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.openapi import ROUTES as GATEWAY_ROUTES
+from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest
+from tests.docs.pages import API, CLI, README, ROOT, SECURITY, example, rows, section, shape, words
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.served import Served
+from workers.messages.requests import GenerateRequest
+
+
+@pytest.fixture(scope="module")
+def answers() -> Iterator[dict[str, Any]]:
+    """What a gateway answers with an echo replica behind it."""
+    gateway, replica = LiveGateway(), Served(max_len=64)
+    try:
+        gateway.serve(routes("m", replica, max_len=64))
+        text, chat = {"model": "m", "prompt": "x"}, {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        yield {
+            "completion": gateway.http.post("/v1/completions", json=text).json(),
+            "chat": gateway.http.post("/v1/chat/completions", json=chat).json(),
+            "error": gateway.http.post("/v1/completions", json={**text, "max_tokens": 600}).json(),
+            "model": gateway.http.get("/v1/models/m").json(),
+        }
+    finally:
+        gateway.close()
+        replica.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "heading", "number"),
+    [
+        ("chat", README, "Quick start", 0),
+        ("model", API, "Routes", 0),
+        ("completion", API, "Answers", 0),
+        ("error", API, "Errors", 0),
+    ],
+)
+def test_a_shown_answer_has_the_gateways_keys(
+    name: str, page: Path, heading: str, number: int, answers: dict[str, Any]
+) -> None:
+    """At every depth."""
+    assert shape(example(page, heading, number)) == shape(answers[name])
+    if name == "error":
+        shown, real = example(page, heading, number)["error"], answers[name]["error"]
+        assert {key: shown[key] for key in ("type", "param", "code")} == {k: real[k] for k in ("type", "param", "code")}
+
+
+def routes_of(page: str) -> set[tuple[str, str]]:
+    return {(m, p) for row in rows(page) for text in words(row[0]) for m, _, p in [text.partition(" ")] if p[:1] == "/"}
+
+
+def test_every_route_is_described() -> None:
+    """Of the gateway and of the admin API."""
+    assert {(route.method, route.path) for route in GATEWAY_ROUTES} == routes_of(section(API, "Routes"))
+    assert {(route.method, f"{ADMIN_PATH}{route.path}") for route in ROUTES} == routes_of(section(CLI, "The admin API"))
+
+
+def test_the_routes_that_need_no_key_are_those_that_security_names() -> None:
+    """In each row about somebody without a key that names routes; api.md has them in its last two rows."""
+    table = [row for row in rows(section(SECURITY, "Who can do what")) if "/livez" in row[1]]
+    assert [{word for word in words(row[1]) if word.startswith("/")} for row in table] == [OPEN, OPEN]
+    last_rows = rows(section(API, "Routes"))[-2:]
+    assert {path for row in last_rows for word in words(row[0]) for path in word.split()[1:]} == OPEN
+
+
+def test_every_field_of_an_admin_route_is_described() -> None:
+    """Those that may be left out with a question mark; the answer as the OpenAPI document has it."""
+    for row, route in zip([row for row in rows(section(CLI, "The admin API")) if words(row[0])], ROUTES, strict=True):
+        fields = [field for field in msgspec.structs.fields(route.schema) if f"{{{field.name}}}" not in route.path]
+        assert row[1] == ", ".join(f"`{field.name}`" + ("" if field.required else "?") for field in fields)
+        assert row[2] == route.response
+
+
+def request_fields() -> set[str]:
+    return {field.name for kind in (ChatRequest, CompletionRequest) for field in msgspec.structs.fields(kind)}
+
+
+def listed(beginning: str) -> set[str]:
+    """The fields in the paragraph of that beginning; none when there is no such paragraph."""
+    paragraphs = section(API, "Request fields").split("\n\n")
+    return {word for text in paragraphs if text.startswith(beginning) for word in words(text)} - {
+        "unsupported_parameter"
+    }
+
+
+def test_every_request_field_is_described() -> None:
+    """As served, ignored or refused, and nothing else is."""
+    served = {word for row in rows(section(API, "Request fields")) for word in words(row[0])}
+    assert served | listed("Fields that") == request_fields()
+    assert served & (listed("Fields that are ignored") | listed("Fields that are rejected")) == set()
+
+
+def test_the_fields_that_change_nothing_yet_are_those_that_no_replica_reads() -> None:
+    """A parameter that reaches the replica and is not read there must not look as if it were served."""
+    read = {
+        node.attr
+        for path in (ROOT / "workers").rglob("*.py")
+        if path.name != "requests.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    unread = {field.name for field in msgspec.structs.fields(GenerateRequest)} - read
+    names: dict[str, set[str]] = {"guide": {"response_format"}, "logprobs": {"logprobs", "top_logprobs"}}
+    assert listed("Fields that are checked") == {name for field in unread for name in names.get(field, {field})}
+
+
+def test_the_refused_fields_are_refused() -> None:
+    """With the code that the page names."""
+    from orchestrator.gateway.openai import body_reader
+
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    for name in listed("Fields that are rejected"):
+        body: dict[str, Any] = {"model": "m", "prompt": "x", name: "x"} if name == "suffix" else {**chat, name: [{}]}
+        read = body_reader.read_completion if "prompt" in body else body_reader.read_chat
+        with pytest.raises(ApiError) as refused:
+            read(json.dumps(body).encode())
+        assert (refused.value.code, refused.value.param) == ("unsupported_parameter", name)

@@ -1,0 +1,157 @@
+"""docs/spec.md describes each field of a spec once, with its default, bounds and tag."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import get_args
+
+import pytest
+from annotated_types import Ge, Gt, Le
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from orchestrator.rollout.changes import Tag, tag_of
+from placements.facts.checkpoints import FAMILIES
+from placements.facts.engines import DTYPES, ENGINE_OPTIONS, ENGINES, Engine
+from placements.spec.schema import (
+    GROUP_QUERY_ATTENTIONS,
+    STRATEGIES,
+    Buckets,
+    Compiler,
+    Deadlines,
+    Draft,
+    EngineSettings,
+    HostsSpec,
+    ModelSpec,
+    Objectives,
+    Replicas,
+    Reserve,
+    Scaling,
+    Schedule,
+    Spec,
+    Spread,
+    Update,
+)
+from tests.docs.pages import SPEC, rows, section, words
+from tests.spec_reference import TABLES, renewed
+
+
+def described(prefix: str, kind: type[BaseModel], skipped: tuple[str, ...] = ()) -> dict[str, FieldInfo]:
+    fields = {name: field for name, field in kind.model_fields.items() if not field.exclude and name not in skipped}
+    return {f"{prefix}{name}": field for name, field in fields.items()}
+
+
+FIELDS = {
+    **described("", Spec, ("models",)),
+    **described("hosts.", HostsSpec),
+    **described("hosts.reserve.", Reserve),
+    **described("", ModelSpec, ("name",)),
+    **described("replicas.", Replicas),
+    **described("update.", Update),
+    **described("deadlines.", Deadlines),
+    **described("draft.", Draft),
+    **described("spread.", Spread),
+    **described("buckets.", Buckets),
+    **described("compiler.", Compiler),
+    **described("objectives.", Objectives),
+    **described("scaling.", Scaling),
+    **described("scaling.schedules.", Schedule),
+    **described("engines.ENGINE.", EngineSettings),
+}
+BESIDE = {"defaults": ("a mapping", "unset"), "models": ("a mapping", "required")}  # no fields of the schema's classes
+
+
+def default_of(field: FieldInfo) -> str:
+    """A default as spec.md writes it."""
+    if field.is_required():
+        return "required"
+    value = field.default
+    if value is None:
+        return "unset"
+    if value == Replicas():
+        return "1"
+    if isinstance(value, float):
+        return f"{value:g}"
+    mappings = (Reserve(), Update(), Deadlines(), Buckets(), Compiler(), Objectives(), Scaling())
+    empty = dict.fromkeys(("{}", *map(str, mappings)), "{}")
+    return {**empty, "()": "[]", "": '""', "False": "false", "True": "true"}.get(str(value), str(value))
+
+
+def field_rows() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for row in rows(SPEC.read_text()):
+        if len(row) == 4 and row[0].startswith("`"):
+            assert words(row[0])[0] not in found, f"{row[0]} is described twice"
+            found[words(row[0])[0]] = row
+    return found
+
+
+def test_every_field_of_the_spec_is_described_once() -> None:
+    """And nothing that is no field."""
+    assert field_rows().keys() == FIELDS.keys() | BESIDE.keys()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_has_the_default_and_the_bounds_that_are_described(name: str) -> None:
+    """Defaults and bounds are those of placements.spec.schema."""
+    field, row = FIELDS[name], field_rows()[name]
+    assert row[2].strip("`") == ("unset" if name == "hosts" else default_of(field))
+    lowest = next((mark.ge for mark in field.metadata if isinstance(mark, Ge)), None)
+    highest = next((mark.le for mark in field.metadata if isinstance(mark, Le)), None)
+    above = next((mark.gt for mark in field.metadata if isinstance(mark, Gt)), None)
+    if lowest is not None:
+        assert f"{lowest} to {highest}" in row[1]
+    if above is not None:
+        assert f"above {above}, at most {highest}" in row[1]
+
+
+def test_every_engine_dtype_strategy_and_thread_policy_is_described() -> None:
+    """In the order of the code."""
+    found = field_rows()
+    assert tuple(words(found["group_query_attention"][1])) == GROUP_QUERY_ATTENTIONS
+    assert tuple(words(found["engine"][1])) == ENGINES
+    assert tuple(words(found["dtype"][1])) == DTYPES
+    assert tuple(words(found["update.strategy"][1])) == STRATEGIES
+    policies = next(kind for kind in get_args(ModelSpec.model_fields["threads"].annotation) if get_args(kind))
+    assert tuple(words(found["threads"][1])) == get_args(policies)
+
+
+def test_every_family_and_engine_option_is_described() -> None:
+    """Those that the planner knows."""
+    assert tuple(words(section(SPEC, "Families").partition(". ")[0]))[2:] == FAMILIES
+    options = {name for known in ENGINE_OPTIONS.values() for name in known}
+    assert set(words(field_rows()["engine_options"][3])) == options | ENGINE_OPTIONS.keys()
+
+
+def test_the_tables_of_the_spec_are_those_of_the_schema_and_the_topology() -> None:
+    """Generated from them: UPDATE_GOLDEN=1 writes them anew."""
+    page = SPEC.read_text()
+    if os.environ.get("UPDATE_GOLDEN"):
+        SPEC.write_text(renewed(page))
+        page = SPEC.read_text()
+    assert re.findall(r"<!-- generated from the \w+: (\w+) -->", page) == list(TABLES)
+    assert page == renewed(page)
+
+
+def update_table(header: str) -> dict[str, list[str]]:
+    """The rows of a table of "Updates", by their first word."""
+    table = section(SPEC, "Updates").partition(f"| {header} |")[2].partition("\n\n")[0]
+    return {words(row[0])[0]: row for row in rows(table) if words(row[0])}
+
+
+@pytest.mark.parametrize(
+    ("engine", "of_a_graph"), [("cpu", "restart"), ("echo", "restart"), ("nxd-inference", "recompile")]
+)
+def test_every_field_of_a_model_has_the_tag_that_is_described(engine: Engine, of_a_graph: str) -> None:
+    """Once, in the table of tags; what a graph is compiled for is a restart where nothing is compiled."""
+    table = {tag: words(row[2]) for tag, row in update_table("tag").items()}
+    told = [(name, of_a_graph if tag == "recompile" else tag) for tag, names in table.items() for name in names]
+    fields = [name for name, field in ModelSpec.model_fields.items() if not field.exclude and name != "name"]
+    assert list(table) == [tag.value for tag in Tag]
+    assert sorted(told) == sorted((name, tag_of(name, engine).value) for name in fields)
+
+
+def test_every_strategy_is_described() -> None:
+    """Each but auto, which chooses among them."""
+    assert sorted(update_table("strategy")) == sorted(set(STRATEGIES) - {"auto"})

@@ -1,0 +1,146 @@
+"""The status, records and files that docs/cli.md shows are those of the code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from orchestrator.access.audit_log import Audit
+from orchestrator.access.keys import KeyFile
+from orchestrator.cli import main as cli
+from orchestrator.cli.client import AdminClient
+from orchestrator.fleet.replica_states import ModelState, State
+from orchestrator.process.home import FleetRecord, Home
+from orchestrator.records.journal import Journal
+from orchestrator.scaling.demand_report import DemandReport, DemandWindow
+from tests.docs.pages import CLI, ROOT, SOURCES, blocks, example, rows, section, shape, words
+from tests.orchestrator.fakefleet import PLAN
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from workers.host.core_claims import CoreClaim
+from workers.neff_cache.candidates import keep_of
+from workers.neff_cache.compiled_artifacts import entry
+
+
+def shown_status() -> Any:
+    return json.loads(status_block("corewright status -o json"))
+
+
+def status_block(command: str) -> str:
+    block = next(b for b in blocks(CLI) if b.language == "console" and b.section == "corewright status")
+    return next(p.partition("\n")[2] for p in block.text.split("$ ") if p.startswith(f"{command}\n"))
+
+
+def told_by_a_controller(tmp_path: Path) -> dict[str, Any]:
+    """The status of a fleet with a replica that runs, a core that somebody else holds, and a gateway that tells."""
+    text = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
+
+    async def play() -> dict[str, Any]:
+        cluster = FakeCluster()
+        cluster.held = {1: 99}
+        async with Played(tmp_path, cluster, text) as played:
+            await played.settled()
+            report = DemandReport(gateway="g", number=1, seconds=1.0, models=[DemandWindow(model="a")])
+            await played.controller.demand(report)
+            return played.controller.status()
+
+    return virtually(play)
+
+
+def test_the_shown_status_has_the_controllers_keys(tmp_path: Path) -> None:
+    """Fleet, models, replicas, hosts and leases."""
+    told = shape(told_by_a_controller(tmp_path))
+    assert told["hosts"].pop("quarantine") == dict.fromkeys(("core", "pid", "command", "cause"))
+    shown = shape(shown_status())
+    assert shown["hosts"].pop("quarantine") is None  # an empty list
+    assert shown == told
+
+
+def test_every_key_of_the_status_is_described(tmp_path: Path) -> None:
+    """Those that do not say themselves what they are."""
+    plain = {"name", "models", "hosts", "replicas", "id", "host", "cores", "model", "instance", "emulated", "message"}
+    plain |= {"leases", "type", "free", "state", "since", "log_file"}
+    plain |= {"strategy", "updated", "old", "replica"}  # of `rollout status`
+
+    def names(value: Any) -> set[str]:
+        return set().union(*({key} | names(item) for key, item in (value or {}).items())) if value else set()
+
+    text = section(CLI, "corewright status").split("```")[-1]
+    assert names(shape(told_by_a_controller(tmp_path))) - plain - set(words(text)) == set()
+
+
+def test_the_shown_plan_of_a_model_has_its_keys() -> None:
+    """Those of the played fleet, which another test compares with a real one; and each is described."""
+    shown = example(CLI, "corewright plan")
+    assert shape(shown) == shape(PLAN["models"][0])
+    described = {word for row in rows(section(CLI, "corewright plan")) for word in words(row[0])}
+    assert shown.keys() - {"model", "replicas"} <= described
+
+
+def test_the_shown_status_table_is_that_of_the_shown_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`status` prints it so."""
+    monkeypatch.setattr(AdminClient, "get", lambda self, path, query=None: shown_status())
+    monkeypatch.setattr(cli, "the_fleet", lambda: AdminClient("", "", None))
+    assert cli.run(["status"]) == 0
+    assert capsys.readouterr().out == status_block("corewright status")
+
+
+@pytest.mark.parametrize(("kind", "number"), [(State, 0), (ModelState, 1)])
+def test_every_state_is_described(kind: type[State] | type[ModelState], number: int) -> None:
+    """Of replicas and of models, in the order of the code."""
+    tables = re.split(r"^\| state of ", section(CLI, "corewright status"), flags=re.MULTILINE)[1:]
+    assert [words(row[0])[0] for row in rows(tables[number]) if words(row[0])] == [state.value for state in kind]
+
+
+def test_the_shown_record_has_the_keys_of_fleet_json() -> None:
+    """And their types."""
+    shown = example(CLI, "Files")
+    assert list(shown) == [field.name for field in msgspec.structs.fields(FleetRecord)]
+    msgspec.convert(shown, FleetRecord)
+
+
+def test_every_file_of_the_home_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that is made there: at the top by what makes it, under logs/ by its name in the sources."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that what is set below goes with this test
+        monkeypatch.delenv(name)
+    home = Home(tmp_path / "home")
+    home.prepare()
+    lock = home.lock()
+    home.secure_ray()
+    home.write_record(msgspec.convert(example(CLI, "Files"), FleetRecord))
+    home.journal.write_text("{")
+    Journal(home.journal).close()
+    KeyFile(home.keys).create("ci")
+    Audit(home.audit).begin("command", "keys create")
+    home.traces.mkdir()
+    keep_of(home.compiled).mkdir()
+    home.store.mkdir()
+    CoreClaim(home.claims(0), [0]).release()
+    with entry(home.compiled, {}):
+        pass
+    made = {path.name for path in home.path.iterdir()}
+    parts = [path.read_text() for path in SOURCES if path.is_relative_to(ROOT / "orchestrator")]
+    used = {name for text in parts for name in re.findall(r'"([a-z]+\.log)"', text)}
+    assert lock is not None
+    os.close(lock)
+
+    told = [word for row in rows(section(CLI, "Files")) for word in words(row[0]) if not word.startswith("$")]
+
+    told = [word for word in told if not re.fullmatch(r"audit\.log\.\d", word)]
+    assert {word.partition("/")[0] for word in told} == made | {"config.yaml"}
+    logs = {word.removeprefix("logs/") for word in told if word.startswith("logs/")}
+    compiled = {"compile-MODEL.log", "compile-MODEL-TARGET.log"}
+    assert logs == {home.log("MODEL", 0).name.replace("0", "N"), "generate-MODEL.log"} | compiled | (used - made)
+
+
+def test_every_file_says_when_it_may_be_deleted() -> None:
+    """None is left open."""
+    assert all(len(row) == 3 and row[2] for row in rows(section(CLI, "Files")))
