@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.fleet.effects import ClusterClient, CoreOwner
@@ -69,17 +70,21 @@ class HostWatch:
         now = self._state.clock()
         self._former = {pid: at for pid, at in self._former.items() if now - at < STALE_S}
         before = {view.pid for view in self._state.views.values() if view.pid is not None} | self._former.keys()
-        try:
+        held: dict[int, CoreOwner] | None = None
+        # an unresponsive host must not delay the others; its last report stays
+        level = logging.DEBUG if host.name in self._unresponsive else logging.WARNING
+        message, on_error = "%s does not report the owners of its cores", partial(self._note_silence, host.name)
+        with task_boundary(log, message, host.name, level=level, on_error=on_error):
             held = await self._cluster.held_cores(claims, host.name)
-        except Exception as error:  # an unresponsive host must not delay the others; its last report stays
-            if host.name not in self._unresponsive:
-                self._unresponsive.add(host.name)
-                log.warning("%s does not report the owners of its cores", host.name, exc_info=True)
-                message = f"it does not report the owners of its cores: {error}"
-                self._state.records.event("error", "HostSilent", message, host=host.name)
-            return
-        self._unresponsive.discard(host.name)
-        self._quarantine(host, {core: owner for core, owner in held.items() if owner.pid not in before})
+        if held is not None:
+            self._unresponsive.discard(host.name)
+            self._quarantine(host, {core: owner for core, owner in held.items() if owner.pid not in before})
+
+    def _note_silence(self, host: str, error: Exception) -> None:
+        if host not in self._unresponsive:
+            self._unresponsive.add(host)
+            message = f"it does not report the owners of its cores: {error}"
+            self._state.records.event("error", "HostSilent", message, host=host)
 
     def _quarantine(self, host: Host, held: dict[int, CoreOwner]) -> None:
         state = self._state

@@ -18,7 +18,7 @@ from orchestrator.revisions.config_builder import replica_config
 from orchestrator.rollout.preparation import Key, Preparation
 from orchestrator.starts.start_pipeline import Failed, Fetching, Ready, StartEvent, StartPipeline
 from orchestrator.state.fleet_state import FleetState
-from placements.spec.schema import Deadlines
+from workers.host.task_boundary import task_boundary
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, Reaction
 
@@ -86,8 +86,7 @@ class UpdatePrefetch:
 
     def _overdue(self, key: Key, spent_s: float) -> Failure | None:
         """Returns the failure of a preparation that has spent more time in its phase than its deadline allows."""
-        model, phase = self._state.current.spec.model(key[0]), self._state.preparing[key]
-        deadlines = Deadlines() if model is None else model.deadlines
+        deadlines, phase = self._state.deadlines(key[0]), self._state.preparing[key]
         limits = {"fetching": ("fetch", deadlines.fetch_s), "compiling": ("compile", deadlines.compile_s)}
         kind, limit_s = limits.get(phase, ("start", LOOKING_S))
         if spent_s < limit_s:
@@ -95,15 +94,16 @@ class UpdatePrefetch:
         return Failure(f"{kind}-deadline", f"it has been {phase} for {limit_s:.0f} s on {key[2]}")
 
     async def _prepare(self, running: _Running, config: ReplicaConfig) -> None:
-        try:
+        def fail(error: Exception) -> None:
+            self._finish(running, Failure("start-failed", f"{type(error).__name__}: {error}"))
+
+        host = running.before.host  # its old replicas keep serving, and the preparation is retried
+        with task_boundary(log, "%s cannot be prepared on %s", running.before.model, host, on_error=fail):
             async with aclosing(StartPipeline(self._state, self._cluster, config, update=True).events()) as events:
                 async for event in events:
                     if self._running.get(running.before.key) is not running:
                         return
                     self._fold(running, event)
-        except Exception as error:  # the old replicas keep serving, and the preparation is retried
-            log.exception("%s cannot be prepared on %s", running.before.model, running.before.host)
-            self._finish(running, Failure("start-failed", f"{type(error).__name__}: {error}"))
 
     def _fold(self, running: _Running, event: StartEvent) -> None:
         state, before = self._state, running.before

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from orchestrator.fleet.effects import actor_name
 from orchestrator.fleet.replica_states import AHEAD, State
 from orchestrator.process.awake_clock import AGAIN_S
 from placements.facts.core_range import CoreRange
 from placements.spec.schema import Deadlines
 from workers.artifacts.fetch.progress import FetchStatus
+from workers.messages.status import ReplicaStatus
 
 FIRST_BACKOFF_S = 1.0
 SETTLED_S = 60.0  # a replica that dies sooner after readiness counts as failed again: crash loops need pauses
@@ -73,9 +75,36 @@ class ReplicaView:
         return f"{self.model}/{self.replica}"
 
     @property
+    def actor(self) -> str:
+        """The name of its actor."""
+        return actor_name(self.model, self.replica, self.epoch)
+
+    @property
     def idle(self) -> bool:
         """Whether the replica has had no requests for ``IDLE_S``."""
         return self.live == 0 and self.waiting == 0 and self.idle_s >= IDLE_S
+
+    def after(self, status: ReplicaStatus, now: float) -> ReplicaView:
+        """Returns the view updated with the work that the replica reports.
+
+        The replica's clock includes pauses, so durations grow by at most the time since its last report.
+        """
+        passed = max(0.0, now - self.heard)
+        return replace(
+            self,
+            heard=now,
+            live=status.live,
+            waiting=status.waiting,
+            idle_s=status.idle_s,
+            step_s=min(status.step_s, self.step_s + passed),
+            compile_s=min(status.compile_s, self.compile_s + passed),
+            drafted=status.drafted,
+            accepted=status.accepted,
+        )
+
+    def without_work(self) -> ReplicaView:
+        """Returns the view of a dead process."""
+        return replace(self, live=0, waiting=0, step_s=0.0)
 
     def overdue(self, now: float) -> str | None:
         """Returns why a start in progress is overdue, or None. Fetching and compiling have their own deadlines."""

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from orchestrator.fleet.controller_settings import ControllerSettings
@@ -39,7 +40,7 @@ from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import Machine
 from placements.spec.problems import Problem
-from placements.spec.schema import ModelSpec
+from placements.spec.schema import Deadlines, ModelSpec
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.messages.replica_config import ReplicaConfig
 
@@ -429,6 +430,24 @@ class FleetState:
         for name in self.records.state.targets.keys() - names:
             self.records.note(Target(model=name, count=None))
 
+    def reserve_epochs(self, epochs: Mapping[str, int]) -> None:
+        """Ensure that later starts have higher epochs than these, by replica."""
+        for id, epoch in epochs.items():
+            self.epochs[id] = max(epoch, self.epochs.get(id, 0))
+
+    def adopt(self, view: ReplicaView, config: ReplicaConfig) -> None:
+        """Add a replica that outlived its controller."""
+        self.views[view.id] = view
+        self.configs[view.id] = config
+        self.pins.adopt(config)
+        self._numbers[config.model] = int(Path(config.socket).name.partition("-")[0])
+        self.reserve_epochs({view.id: config.epoch})
+        model = self.current.spec.model(config.model)
+        asleep = model is not None and self.counts.desired(model) == 0 and view.state is not State.DRAINING
+        if asleep and not self.counts.is_unloaded(config.model):
+            self.counts.woken.add(config.model)
+        self.records.event("info", "Adopted", f"epoch {config.epoch}, pid {view.pid}", view=view)
+
     def restart_progress(self) -> None:
         """Restart the progress deadline."""
         self.progress = ((), self.clock())
@@ -441,9 +460,10 @@ class FleetState:
             self._numbers[name] = next(i for i in itertools.count() if i not in self._numbers.values())
         return self._numbers[name]
 
-    def set_model_number(self, name: str, number: int) -> None:
-        """Assign the number that a running replica of the model already uses."""
-        self._numbers[name] = number
+    def deadlines(self, name: str) -> Deadlines:
+        """Returns the deadlines of a model; the defaults if the spec does not have it."""
+        model = self.current.spec.model(name)
+        return Deadlines() if model is None else model.deadlines
 
     def replicas_of(self, name: str) -> list[ReplicaView]:
         """Returns the replicas of a model in the order of their numbers."""

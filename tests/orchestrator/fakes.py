@@ -433,8 +433,8 @@ class Played:
         self._running.cancel()
         if self._beating is not None:
             self._beating.cancel()
-        self.controller._prefetch.stop()
-        for task in (*self.controller._tasks, self.controller.state.records._writing):  # a dead process has none
+        self.controller.prefetch.stop()
+        for task in (*self.controller.tasks.running, self.controller.state.records._writing):  # a dead process has none
             if task is not None:
                 task.cancel()
         await asyncio.gather(self._running, return_exceptions=True)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.control.controller import _with_status
 from orchestrator.control.reconcile import DRAIN_GRACE_S, Fail, Stop, reconcile
 from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import Observed, ReplicaView
@@ -211,5 +210,5 @@ def test_a_replica_measures_only_the_time_in_which_the_controller_ran() -> None:
     """Its own clock counts the pause, which must not count towards either of its deadlines."""
     view = ReplicaView("m", 0, 1, "h", None, State.LOADING, 0.0, heard=100.0, step_s=1.0, compile_s=2.0)
     status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=1, started=0.0, step_s=61.0, compile_s=62.0)
-    heard = _with_status(view, status, 103.0)
+    heard = view.after(status, 103.0)
     assert (heard.step_s, heard.compile_s, heard.heard) == (4.0, 5.0, 103.0)

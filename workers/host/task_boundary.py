@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def task_boundary(log: logging.Logger, message: str, *arguments: object, level: int = logging.ERROR) -> Iterator[None]:
-    """Logs any Exception of its body with the message; what follows the body runs in each case."""
+def task_boundary(
+    log: logging.Logger,
+    message: str,
+    *arguments: object,
+    level: int = logging.ERROR,
+    on_error: Callable[[Exception], object] | None = None,
+) -> Iterator[None]:
+    """Logs any Exception of its body with the message, and calls ``on_error``; what follows the body runs in each
+    case."""
     try:
         yield
-    except Exception:
+    except Exception as error:
         log.log(level, message, *arguments, exc_info=True)
+        if on_error is not None:
+            on_error(error)

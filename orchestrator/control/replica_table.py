@@ -1,0 +1,143 @@
+"""The replicas of one controller: applies reports and signals to their views in the state."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+
+from orchestrator.control.controller_metrics import ControllerCounters
+from orchestrator.fleet.replica_states import STARTING, Signal, State, advance
+from orchestrator.fleet.snapshot import SETTLED_S, ReplicaView
+from orchestrator.state.fleet_state import FleetState
+from orchestrator.state.quarantine import on_failure
+from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
+
+log = logging.getLogger(__name__)
+
+
+class ReplicaTable:
+    """The views of all replicas, with their last statuses. Used from one event loop."""
+
+    def __init__(self, state: FleetState, counters: ControllerCounters, wake: Callable[[], None]) -> None:
+        """``wake`` requests a round."""
+        self._state = state
+        self._counters = counters
+        self._wake = wake
+        self._statuses: dict[str, tuple[int, ReplicaStatus]] = {}  # epoch and last status, by replica
+        self.preparing: dict[str, asyncio.Task[None]] = {}  # preparations of starts, by replica
+
+    def view(self, id: str, epoch: int) -> ReplicaView | None:
+        """Returns the replica; None if this start of it is over."""
+        view = self._state.views.get(id)
+        return view if view is not None and view.epoch == epoch else None
+
+    def store(self, view: ReplicaView) -> ReplicaView:
+        self._state.views[view.id] = view
+        return view
+
+    def forget(self, id: str) -> None:
+        """Remove a replica that is gone and no longer planned."""
+        self._statuses.pop(id, None)
+        del self._state.views[id]
+        self._state.configs.pop(id, None)
+        self._wake()
+
+    def status(self, view: ReplicaView) -> ReplicaStatus | None:
+        """Returns the last status of this start of the replica."""
+        epoch, status = self._statuses.get(view.id, (None, None))
+        return status if epoch == view.epoch else None
+
+    def reset_failures(self) -> None:
+        """Forget failed starts, so that they are tried again at once."""
+        for view in list(self._state.views.values()):
+            self.store(dataclasses.replace(view, failures=0, stopped=False))
+
+    def renew_deadlines(self) -> None:
+        """Apply the deadlines of a new revision to running replicas."""
+        for view in list(self._state.views.values()):
+            if self._state.current.spec.model(view.model) is not None:
+                self.store(dataclasses.replace(view, deadlines=self._state.deadlines(view.model)))
+
+    def report(self, view: ReplicaView, status: ReplicaStatus, *, new: bool) -> None:
+        """Apply a status of the replica; ``new``: its phase or its process has changed."""
+        self._statuses[view.id] = view.epoch, status
+        if view.state is not State.FAILED:  # its reports no longer apply
+            view = self.store(view.after(status, self._state.clock()))
+        if view.step_s > view.deadlines.step_s:
+            self._wake()
+        if new:
+            self._apply(view, status)
+
+    def _apply(self, view: ReplicaView, status: ReplicaStatus) -> None:
+        view = self.store(dataclasses.replace(view, pid=status.pid, started=status.started))
+        if view.state is State.PENDING:
+            view = self.signal(view, Signal.STARTED)
+        if status.phase is Phase.READY and view.state is State.LOADING:
+            if view.early is not None:
+                return  # its status is applied again when its fetch ends
+            now = self._state.clock()
+            load_s = round(now - view.begun - view.aside(now), 3)
+            self.store(dataclasses.replace(view, load_s=load_s, socket=status.address or view.socket))
+            self.signal(view, Signal.LOADED)
+        elif status.failure is not None and view.state is not State.STOPPING:
+            self.fail(view, status.failure)
+
+    def end_early_start(self, view: ReplicaView) -> None:
+        """Note the end of the fetch that the replica's process waits for, and apply the status that was held back."""
+        aside_s = view.aside(self._state.clock())
+        view = self.store(dataclasses.replace(view, aside_s=aside_s, fetch=None, early=None))
+        status = self.status(view)
+        if status is not None:
+            self._apply(view, status)
+        self._wake()
+
+    def fail(self, view: ReplicaView, failure: Failure) -> None:
+        """Fail a replica; quarantine its cores or stop retries, as the failure's reaction requires."""
+        before = self._state.views[view.id]
+        if before.state in (State.FAILED, State.STOPPING):
+            return  # keep the first cause
+        self._counters.failed(before, failure.id)
+        if before.cores is not None and failure.reaction in (Reaction.ELSEWHERE, Reaction.QUARANTINE):
+            self._counters.quarantined(before.host, "suspect")
+        on_failure(self._state, before, failure)
+        self.store(dataclasses.replace(before, stopped=failure.reaction is Reaction.STOP))
+        self.signal(before, Signal.FAILED, str(failure))
+
+    def signal(self, view: ReplicaView, signal: Signal, reason: str | None = None) -> ReplicaView:
+        """Move the replica to its next state. Raises IllegalTransition."""
+        before = self._state.views[view.id]
+        state = advance(before.state, signal)
+        if state is before.state:
+            return before
+        now = self._state.clock()
+        early = before.early if state is State.LOADING else None
+        after = dataclasses.replace(
+            before,
+            state=state,
+            since=now,
+            reason=reason or before.reason,
+            aside_s=before.aside(now) if early is None else before.aside_s,
+            fetch=before.fetch if state is State.LOADING else None,
+            early=early,
+        )
+        if state not in STARTING and (preparation := self.preparing.pop(view.id, None)) is not None:
+            preparation.cancel()
+        if state is State.READY:  # only now the last failure is resolved
+            after = dataclasses.replace(after, served=True, log=(), reason=None)
+            self._state.compiled_on.add((after.model, after.version, after.host))
+            self._counters.loaded(after)
+            self._state.records.event("info", "Ready", f"after {after.load_s or 0:.1f} s", view=after)
+        elif state is State.FAILED:
+            settled = before.state in (State.READY, State.DRAINING) and now - before.since >= SETTLED_S
+            after = dataclasses.replace(after.without_work(), failures=0 if settled else before.failures + 1)
+            pause = f"; the next start is in {after.pause_s:.0f} s" if after.pause_s else ""
+            if after.stopped:
+                pause = f"; it is not retried before an apply or corewright rollout restart {after.model}"
+            self._state.records.event("error", "Failed", f"{reason or 'no reason'}{pause}", view=after)
+        elif state is State.DRAINING:
+            self._state.records.event("info", "Draining", "its requests may finish, new ones go elsewhere", view=after)
+        log.info("%s: %s -> %s%s", view.id, before.state.value, state.value, f" ({reason})" if reason else "")
+        self._wake()
+        return self.store(after)
