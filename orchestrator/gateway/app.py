@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
+from urllib.parse import unquote
 
 import msgspec
 import msgspec.structs
@@ -118,8 +119,7 @@ class Gateway:
         self.certificate_expires: float | None = None  # seconds since the epoch
         folder = home.sockets / "gateways"
         self.clock = AwakeClock()
-        families = lambda: self.metrics.families(*self._numbers_now())  # noqa: E731
-        self._peers = Peers(folder, families, settings.gateways, home.seats, self.clock)
+        self._peers = Peers(folder, self._families, settings.gateways, home.seats, self.clock)
         self._controller_families: list[MetricFamily] = []  # from its last answer
         self._controller_families_at: float | None = None  # monotonic
         self._routes: Mapping[str, tuple[str, Handler]] = {
@@ -462,12 +462,10 @@ class Gateway:
             self._controller_families_at = time.monotonic()
         except (ControllerAway, asyncio.TimeoutError) as error:
             log.warning("cannot get metrics from the controller: %s", error)
-        snapshot, vitals = self._numbers_now()
-        return await self.metrics.scrape(
-            snapshot, self._controller_families, openmetrics=openmetrics, vitals=vitals, peers=self._peers
-        )
+        return await self._peers.page(self._controller_families, openmetrics)
 
-    def _numbers_now(self) -> tuple[list[ModelSnapshot], Vitals]:
+    def _families(self) -> list[MetricFamily]:
+        """Returns the families of this gateway alone."""
         snapshot = [
             ModelSnapshot(
                 queue.name,
@@ -488,7 +486,7 @@ class Gateway:
             certificate_expires=self.certificate_expires,
             controller_age_s=None if families_at is None else time.monotonic() - families_at,
         )
-        return snapshot, vitals
+        return self.metrics.families(snapshot, vitals)
 
     def version(self, exchange: Exchange) -> None:
         exchange.respond(200, _encode({"version": corewright_version()}))
@@ -505,7 +503,7 @@ class Gateway:
         return [name for name, queue in self._names.items() if set(key.models) & set(queue.names)]
 
     def model(self, exchange: Exchange) -> None:
-        name = _unquoted(exchange.request.path[len(MODELS) :])
+        name = unquote(exchange.request.path[len(MODELS) :])
         exchange.respond(200, _encode(self._card(name, self._queue(exchange, name))))
 
     def _card(self, name: str, queue: ModelQueue) -> dict[str, Any]:
@@ -657,12 +655,3 @@ def _json_of(exchange: Exchange) -> bytes:
     if kind and kind != JSON and kind.partition(b";")[0].strip().lower() != b"application/json":
         raise errors.wrong_content_type(kind.decode("latin-1"))
     return exchange.request.body
-
-
-def _unquoted(path: str) -> str:
-    from urllib.parse import unquote
-
-    return unquote(path)
-
-
-__all__ = ["ApiError", "ControllerClient", "Gateway"]

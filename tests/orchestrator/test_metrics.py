@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def counted() -> GatewayMetrics:
 
 
 def read(metrics: GatewayMetrics, families: Sequence[MetricFamily] = (), vitals: Vitals | None = None) -> Page:
-    return Page.read(metrics.render(SNAPSHOT, families, vitals=vitals)[0].decode())
+    return Page.read(page([*metrics.families(SNAPSHOT, vitals), *families])[0].decode())
 
 
 def test_a_request_is_in_vllms_counters_and_histograms() -> None:
@@ -202,7 +203,7 @@ def test_the_controllers_families_are_on_the_same_page() -> None:
     """Unchanged, and merged if two have the same name."""
     cores = MetricFamily(name="cores", kind="gauge", help="", labels=("host",), points=(Point(("a",), 24.0),))
     other = MetricFamily(name="cores", kind="gauge", help="", labels=("host",), points=(Point(("b",), 2.0),))
-    text = counted().render(SNAPSHOT, [cores, other])[0].decode()
+    text = page([*counted().families(SNAPSHOT), cores, other])[0].decode()
 
     assert text.count("# TYPE cores gauge") == 1
     assert (Page.read(text).value("cores", host="a"), Page.read(text).value("cores", host="b")) == (24, 2)
@@ -210,10 +211,10 @@ def test_the_controllers_families_are_on_the_same_page() -> None:
 
 def test_openmetrics_is_sent_if_the_client_accepts_it() -> None:
     """Both formats are valid; Prometheus prefers OpenMetrics."""
-    metrics = counted()
+    families = counted().families(SNAPSHOT)
     accept = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.4"
-    body, kind = metrics.render(SNAPSHOT, openmetrics=wants_openmetrics(accept))
-    plain, plain_kind = metrics.render(SNAPSHOT)
+    body, kind = page(families, wants_openmetrics(accept))
+    plain, plain_kind = page(families)
 
     assert kind.startswith("application/openmetrics-text; version=1.0.0")
     assert body.endswith(b"# EOF\n")
@@ -256,7 +257,7 @@ def test_labels_are_escaped() -> None:
     metrics = GatewayMetrics()
     metrics.model(strange, 0).ended("stop", 1, 1, 0.1, 0.0)
 
-    found = Page.read(metrics.render(())[0].decode())
+    found = Page.read(page(metrics.families(()))[0].decode())
     assert found.value("vllm:prompt_tokens_total", model_name=strange, engine="0") == 1
 
 
@@ -314,14 +315,11 @@ async def test_a_scrape_of_any_gateway_has_the_metrics_of_all(tmp_path: Path) ->
     """The same series from each; the controller's are there once, without a gateway label."""
     one, two = counted(), counted()
     two.model("chat", 0).ended("stop", 1, 1, 0.1, 0.0)
-    peers = [Peers(tmp_path, lambda metrics=metrics: metrics.families(SNAPSHOT)) for metrics in (one, two)]  # type: ignore[misc]
+    peers = [Peers(tmp_path, partial(metrics.families, SNAPSHOT), 2) for metrics in (one, two)]
     for peer in peers:
         await peer.join()
     try:
-        pages = [
-            Page.read((await metrics.scrape(SNAPSHOT, [gauge("cores", "", 24)], peers=peer))[0].decode())
-            for metrics, peer in zip((one, two), peers, strict=True)
-        ]
+        pages = [Page.read((await peer.page([gauge("cores", "", 24)], False))[0].decode()) for peer in peers]
         assert pages[0].values == pages[1].values
         of = {"model_name": "chat", "engine": "0"}
         assert pages[0].value("vllm:prompt_tokens_total", **of, gateway="0") == 10
@@ -334,11 +332,10 @@ async def test_a_scrape_of_any_gateway_has_the_metrics_of_all(tmp_path: Path) ->
 
 async def test_the_only_gateway_of_a_fleet_has_no_label(tmp_path: Path) -> None:
     """Its series are like those of vLLM's own server."""
-    metrics = counted()
-    peers = Peers(tmp_path, lambda: metrics.families(SNAPSHOT))
+    peers = Peers(tmp_path, partial(counted().families, SNAPSHOT), 1)
     await peers.join()
     try:
-        found = Page.read((await metrics.scrape(SNAPSHOT, peers=peers))[0].decode())
+        found = Page.read((await peers.page((), False))[0].decode())
         assert found.value("vllm:prompt_tokens_total", model_name="chat", engine="0") == 10
     finally:
         await peers.leave()
@@ -346,13 +343,12 @@ async def test_the_only_gateway_of_a_fleet_has_no_label(tmp_path: Path) -> None:
 
 async def test_the_survivor_of_two_gateways_keeps_its_name(tmp_path: Path) -> None:
     """Otherwise all of its series would end, and new ones start, when another one dies."""
-    metrics = counted()
-    first, second = Peers(tmp_path, list), Peers(tmp_path, list)
+    first, second = Peers(tmp_path, list, 2), Peers(tmp_path, partial(counted().families, SNAPSHOT), 2)
     await first.join()
     await second.join()
     await first.leave()
     try:
-        found = Page.read((await metrics.scrape(SNAPSHOT, peers=second))[0].decode())
+        found = Page.read((await second.page((), False))[0].decode())
         assert found.value("vllm:prompt_tokens_total", model_name="chat", engine="0", gateway="1") == 10
     finally:
         await second.leave()
@@ -360,13 +356,14 @@ async def test_the_survivor_of_two_gateways_keeps_its_name(tmp_path: Path) -> No
 
 async def test_only_the_scraped_gateway_exports_the_age_of_the_controllers_values(tmp_path: Path) -> None:
     """The others have not requested them for long, which is not an error."""
-    asleep, scraped = counted(), counted()
-    peers = [Peers(tmp_path, lambda: asleep.families(SNAPSHOT, Vitals(controller_age_s=900.0))), Peers(tmp_path, list)]
+    peers = [
+        Peers(tmp_path, partial(counted().families, SNAPSHOT, Vitals(controller_age_s=age_s)), 2)
+        for age_s in (900.0, 0.1)
+    ]
     for peer in peers:
         await peer.join()
     try:
-        vitals = Vitals(controller_age_s=0.1)
-        found = Page.read((await scraped.scrape(SNAPSHOT, vitals=vitals, peers=peers[1]))[0].decode())
+        found = Page.read((await peers[1].page((), False))[0].decode())
         assert found.series["corewright_controller_age_seconds"] == [{"gateway": "1"}]
         assert found.value("vllm:prompt_tokens_total", model_name="chat", engine="0", gateway="0") == 10
     finally:
@@ -376,7 +373,7 @@ async def test_only_the_scraped_gateway_exports_the_age_of_the_controllers_value
 
 async def test_a_hung_or_dead_gateway_does_not_delay_the_scrape(tmp_path: Path) -> None:
     """Its socket still exists; the others are scraped in time."""
-    peer = Peers(tmp_path, lambda: [gauge("x", "", 1)])
+    peer = Peers(tmp_path, lambda: [gauge("x", "", 1)], 3)
     await peer.join()
     hung = await asyncio.start_unix_server(lambda reader, writer: None, str(tmp_path / "7"))
     dead = await asyncio.start_unix_server(lambda reader, writer: None, str(tmp_path / "8"))
@@ -390,13 +387,13 @@ async def test_a_hung_or_dead_gateway_does_not_delay_the_scrape(tmp_path: Path) 
 
 async def test_a_new_gateway_takes_the_number_of_a_dead_one(tmp_path: Path) -> None:
     """So its series continue, and there are never more series than gateways."""
-    first, second = (Peers(tmp_path, list) for _ in range(2))
+    first, second = (Peers(tmp_path, list, 2) for _ in range(2))
     await first.join()
     await second.join()
     assert (first.name, second.name) == ("0", "1")
 
     await first.leave()
-    third = Peers(tmp_path, list)
+    third = Peers(tmp_path, list, 2)
     await third.join()
     assert third.name == "0"
     await second.leave()

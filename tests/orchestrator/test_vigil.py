@@ -25,7 +25,7 @@ from pathlib import Path
 from orchestrator.gateway.telemetry.peers import Peers
 
 async def live():
-    peers = Peers(Path(sys.argv[1]), list)
+    peers = Peers(Path(sys.argv[1]), list, 1)
     assert await peers.join()
     print("joined", flush=True)
     while True:

@@ -38,22 +38,6 @@ _NEVER = math.inf
 class HttpConnection(asyncio.Protocol):
     """One client's connection; its requests are answered in order, one at a time."""
 
-    __slots__ = (
-        "_current",
-        "_key",
-        "_lingers",
-        "_paused",
-        "_queued",
-        "_reader",
-        "_starting",
-        "_task",
-        "_transport",
-        "_unsent",
-        "client",
-        "deadline",
-        "server",
-    )
-
     def __init__(self, server: HttpServer) -> None:
         self.server = server
         self.deadline = _NEVER  # monotonic

@@ -21,22 +21,6 @@ MAX_UNREAD_BYTES = 2**30  # of incomplete bodies, of all connections
 class RequestReader:
     """Calls ``begun``, ``received`` and ``refuse`` of its connection; httptools calls the methods ``on_...``."""
 
-    __slots__ = (
-        "_body",
-        "_body_bytes",
-        "_connection",
-        "_head_bytes",
-        "_headers",
-        "_headers_size",
-        "_in_head",
-        "_parser",
-        "_progress",
-        "_server",
-        "_url",
-        "reading",
-        "stopped",
-    )
-
     def __init__(self, connection: HttpConnection) -> None:
         self.reading = False  # a request has begun and is incomplete
         self.stopped = False  # nothing more is read

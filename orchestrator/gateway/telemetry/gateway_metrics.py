@@ -5,15 +5,12 @@ The calls for every token or request only update numbers and lists; families are
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from orchestrator.gateway.telemetry.exposition import merge, page
-from orchestrator.gateway.telemetry.peers import Peers
 from workers.messages.metric_family import Histogram, MetricFamily, Point, by_label, gauge
 
 QUEUE = "queue"  # the `engine` of requests without a replica; replicas have numbers, as in vLLM
@@ -47,10 +44,9 @@ REASONS = {
 FINISHED = ("stop", "length", "abort", "error")
 LABELS = ("model_name", "engine")
 FOLD_AT = 1000  # ended requests that are buffered before they are counted
-CONTROLLER_AGE = "corewright_controller_age_seconds"
 
 
-class ReplicaSnapshot(msgspec.Struct, frozen=True, array_like=True):
+class ReplicaSnapshot(msgspec.Struct, frozen=True):
     """One replica at the time of a scrape, as this gateway sees it."""
 
     replica: int
@@ -60,7 +56,7 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True, array_like=True):
     kv_capacity_tokens: int  # slots times max_len; 0 when unknown
 
 
-class ModelSnapshot(msgspec.Struct, frozen=True, array_like=True):
+class ModelSnapshot(msgspec.Struct, frozen=True):
     """One model at the time of a scrape, as this gateway sees it."""
 
     model: str
@@ -80,25 +76,6 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelMetrics:
     """The metrics of one model on one replica, or in the queue. Times in seconds."""
-
-    __slots__ = (
-        "_decode",
-        "_e2e",
-        "_ends",
-        "_first",
-        "_firsts",
-        "_gap_counts",
-        "_gap_sum",
-        "_generated",
-        "_has_replica",
-        "_output",
-        "_per_output",
-        "_prefill",
-        "_prompt",
-        "_prompt_tokens",
-        "_queued",
-        "_reasons",
-    )
 
     def __init__(self, *, has_replica: bool = True) -> None:
         self._has_replica = has_replica
@@ -203,45 +180,6 @@ class GatewayMetrics:
                 self.model(model.model, replica.replica)
         return [*_gauges(snapshot), *self._vllm(), *self._own(snapshot, vitals or Vitals())]
 
-    def render(
-        self,
-        snapshot: Sequence[ModelSnapshot],
-        families: Sequence[MetricFamily] = (),
-        *,
-        openmetrics: bool = False,
-        vitals: Vitals | None = None,
-    ) -> tuple[bytes, str]:
-        """Returns the `/metrics` page and its content type; ``families`` are the controller's.
-
-        For a single gateway where a blocked event loop does not matter: 3 ms for 24 replicas.
-        """
-        return page([*self.families(snapshot, vitals), *families], openmetrics)
-
-    async def scrape(
-        self,
-        snapshot: Sequence[ModelSnapshot],
-        families: Sequence[MetricFamily] = (),
-        *,
-        openmetrics: bool = False,
-        vitals: Vitals | None = None,
-        peers: Peers | None = None,
-    ) -> tuple[bytes, str]:
-        """Returns what ``render`` does, with the families of the other gateways; the text is made on another thread."""
-        own = self.families(snapshot, vitals)
-        shared = peers is not None and peers.shared
-        pages = await peers.fetch() if peers is not None and shared else {}
-
-        def make() -> tuple[bytes, str]:
-            if peers is None or not shared:
-                return page([*own, *families], openmetrics)
-            # only the scraped gateway has just asked the controller: the age of the others' copies means nothing
-            peer_families = {
-                name: [family for family in answer if family.name != CONTROLLER_AGE] for name, answer in pages.items()
-            }
-            return page([*merge({**peer_families, peers.name: own}), *families], openmetrics)
-
-        return await asyncio.to_thread(make)
-
     def _vllm(self) -> Iterable[MetricFamily]:
         items = self._models.items()
         for model in self._models.values():
@@ -286,7 +224,7 @@ class GatewayMetrics:
             yield gauge("corewright_certificate_expiry_timestamp_seconds", help, vitals.certificate_expires)
         if vitals.controller_age_s is not None:
             help = "Seconds since the controller last reported its metrics."
-            yield gauge(CONTROLLER_AGE, help, vitals.controller_age_s)
+            yield gauge("corewright_controller_age_seconds", help, vitals.controller_age_s)
 
 
 # Name, help, bounds and the attribute that counts it.

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from orchestrator.gateway.telemetry.exposition import merge, page
 from orchestrator.gateway.telemetry.gateway_watch import BUSY_S, HUNG_S, GatewayBeat, GatewayWatch, is_busy
 from orchestrator.process.awake_clock import AwakeClock
 from workers.host import file_lock, host_facts
@@ -28,6 +29,7 @@ from workers.messages.metric_family import MetricFamily
 
 log = logging.getLogger(__name__)
 
+CONTROLLER_AGE = "corewright_controller_age_seconds"
 ANSWER_S = 0.5  # deadline for the families of another gateway; after it, the gateway is left out
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[MetricFamily])
@@ -40,13 +42,12 @@ class Peers:
         self,
         folder: Path,
         families: Callable[[], Sequence[MetricFamily]],
-        gateways: int | None = None,
+        gateways: int,
         seats: Path | None = None,
         clock: AwakeClock | None = None,
     ) -> None:
-        """``families`` returns this gateway's own, and is called whenever another gateway is scraped. ``gateways`` is
-        how many the fleet has; None: as many as have ever taken a number in this folder. ``seats`` is the folder of the
-        locks, ``folder`` by default."""
+        """``families`` returns this gateway's own. ``gateways`` is how many the fleet has. ``seats`` is the folder of
+        the locks, ``folder`` by default."""
         self._gateways = gateways
         self._folder = folder
         self._seats = seats or folder
@@ -106,11 +107,24 @@ class Peers:
                     finally:
                         os.close(process)
 
-    @property
-    def shared(self) -> bool:
-        """True when the fleet has several gateways, so that series need a gateway label. It does not depend on how
-        many are alive: if the label went with a gateway's death, all series of the others would end."""
-        return (self._gateways or len(list(self._seats.glob("*.lock")))) > 1
+    async def page(self, families: Sequence[MetricFamily], openmetrics: bool) -> tuple[bytes, str]:
+        """Returns the `/metrics` page of all gateways and its content type; ``families`` are the controller's.
+
+        In a fleet with several gateways the series have a gateway label. It does not depend on how many are alive: if
+        the label went with a gateway's death, all series of the others would end."""
+        own = self._families()
+        pages = await self.fetch() if self._gateways > 1 else {}
+
+        def make() -> tuple[bytes, str]:
+            if self._gateways == 1:
+                return page([*own, *families], openmetrics)
+            # only the scraped gateway has just asked the controller: the age of the others' copies means nothing
+            others = {
+                name: [family for family in answer if family.name != CONTROLLER_AGE] for name, answer in pages.items()
+            }
+            return page([*merge({**others, self.name: own}), *families], openmetrics)
+
+        return await asyncio.to_thread(make)  # it takes milliseconds
 
     async def fetch(self) -> dict[str, Sequence[MetricFamily]]:
         """Returns the families of the other gateways that answer in time, by name."""

@@ -55,19 +55,6 @@ class RequestTracing:
 class TraceHandle:
     """One traced request. Each call records a time; ``end`` makes the spans."""
 
-    __slots__ = (
-        "_attempts",
-        "_began",
-        "_first",
-        "_id",
-        "_name",
-        "_parent",
-        "_queued",
-        "_request",
-        "_sink",
-        "_waits",
-    )
-
     def __init__(
         self,
         sink: SpanSink,
@@ -88,11 +75,6 @@ class TraceHandle:
         self._waits: list[tuple[int, int]] = []
         self._attempts: list[tuple[SpanId, str, int, int]] = []  # id, replica, start, end (0: still there)
         self._first = 0
-
-    @property
-    def traceparent(self) -> str:
-        """The `traceparent` of the whole request."""
-        return str(self._id)
 
     def queued(self) -> None:
         """Records that the request waits for a slot; called again after its replica is lost."""
