@@ -66,9 +66,6 @@ class Tree:
 class _Unreadable(Exception):
     """Aborts the walk. The arguments are those of `Tree.report`."""
 
-    def __init__(self, id: str, place: SourcePosition | None, what: str, hint: str) -> None:
-        super().__init__(id, place, what, hint)
-
 
 def read(text: str | bytes, filename: str) -> Tree:
     """Reads one document. Reports all problems of the text in the tree, and raises none."""

@@ -10,7 +10,7 @@ from functools import cache
 from tests.docs.pages import KEBAB, ROOT, SOURCES
 from workers.host.facts.machine import ONLOOKERS
 
-FAILURES = ("EngineLoadError", "CheckpointError", "SourceError", "StoreError")
+FAILURES = ("EngineLoadError", "CheckpointError", "SourceError", "StoreError", "_Unreadable")
 CLASSES = ("Problem", "Refusal", "Refused", "Failure", *FAILURES)
 
 
