@@ -36,11 +36,7 @@ FACTS = HostFacts(
     devices=DEVICES,
     processes=(),
     versions=Versions(driver="2.19.64.0", runtime="2.22.19.0", tools="2.20.204.0"),
-    cpus=(0, 1),
-    numa=(),
-    memory_bytes=2**30,
-    monitor=None,
-    sysfs=(),
+    runtimes=(),
     problems=(),
 )
 OWN = Interpreter(

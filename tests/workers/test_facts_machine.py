@@ -1,4 +1,4 @@
-"""Facts put together from several sources, and who holds which core."""
+"""Facts of a host combined from several sources, and the owners of its cores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import msgspec
 from workers.host.facts.machine import HostFacts, Owner, ProcessDetail, Readings, combine, owners
 from workers.host.facts.neuron_ls import NeuronLs, parse_neuron_ls
 from workers.host.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
-from workers.host.facts.numa import NumaNode
 from workers.host.facts.sysfs import Sysfs, parse_sysfs
 from workers.host.facts.versions import Versions
 
@@ -32,24 +31,24 @@ def driver() -> Sysfs:
 
 
 def facts(**readings: Any) -> HostFacts:
-    return combine(Readings(cpus=(0, 1), memory_bytes=2**34, **readings))
+    return combine(Readings(**readings))
 
 
-def told(**visible: str) -> dict[int, ProcessDetail]:
-    """What processes were told to take: p4202="8"."""
-    return {int(pid[1:]): ProcessDetail(visible_cores=cores) for pid, cores in visible.items()}
+def visible(**cores_of: str) -> dict[int, ProcessDetail]:
+    """Processes with NEURON_RT_VISIBLE_CORES, such as p4202="8"."""
+    return {int(pid[1:]): ProcessDetail(visible_cores=cores) for pid, cores in cores_of.items()}
 
 
-def test_a_host_without_devices_has_cpus_and_memory_only() -> None:
-    """Nothing is missing there."""
-    host = facts(numa=(NumaNode(node=0, cpus=(0, 1)),))
+def test_a_host_without_devices_has_no_problems() -> None:
+    """It has no Neuron tools or driver, and needs none."""
+    host = facts()
 
     assert (host.instance_type, host.devices, host.problems, host.cores) == (None, (), (), ())
     assert owners(host) == {}
 
 
 def test_sources_that_agree_give_no_problem() -> None:
-    """The whole of an inf2.48xlarge."""
+    """All sources of an inf2.48xlarge."""
     host = facts(neuron_ls=listed("inf2.48xlarge"), monitor=monitored("inf2.48xlarge"), product="inf2.48xlarge")
 
     assert host.problems == ()
@@ -57,28 +56,8 @@ def test_sources_that_agree_give_no_problem() -> None:
     assert host.cores == tuple(range(24))
 
 
-def test_facts_cross_processes_unchanged() -> None:
-    """As JSON too, for the admin API."""
-    host = facts(
-        neuron_ls=listed("inf2.48xlarge"),
-        monitor=monitored("inf2.48xlarge"),
-        sysfs=driver(),
-        processes=told(p4101="0-7"),
-    )
-
-    assert msgspec.json.decode(msgspec.json.encode(host), type=HostFacts) == host
-
-
-def test_ecc_counters_of_both_sources_are_joined() -> None:
-    """The driver tells repairable events, neuron-monitor corrected ones."""
-    host = facts(neuron_ls=listed("inf2.48xlarge"), monitor=monitored("inf2.48xlarge"), sysfs=driver())
-
-    assert (host.ecc[1].mem_repairable_uncorrected, host.ecc[3].mem_corrected) == (2, 1)
-    assert len(host.ecc) == 12
-
-
-def test_disagreement_is_named() -> None:
-    """A lost device, another logical core size, another instance type: each has its problem."""
+def test_each_difference_between_sources_is_a_problem() -> None:
+    """A lost device, another logical core size, another instance type."""
     host = facts(
         neuron_ls=listed("inf2.48xlarge"), monitor=monitored("trn2.48xlarge"), sysfs=driver(), product="inf2.48xlarge"
     )
@@ -91,7 +70,7 @@ def test_disagreement_is_named() -> None:
     ]
 
 
-def test_the_driver_stands_in_for_neuron_ls() -> None:
+def test_devices_come_from_the_driver_without_neuron_ls() -> None:
     """On Inferentia2 a logical core is a physical one, so its cores are known without the tool."""
     host = facts(sysfs=driver(), problems=("neuron-ls: found neither ...",))
 
@@ -101,10 +80,7 @@ def test_the_driver_stands_in_for_neuron_ls() -> None:
 
 def test_without_neuron_ls_logical_cores_of_trainium2_are_not_guessed() -> None:
     """Eight physical cores are four logical ones or eight."""
-    sysfs = parse_sysfs(
-        {"neuron0/core_count": "8", "neuron0/info/architecture/instance_type": "Trn2"}
-        | {f"neuron0/stats/hardware/{name}_ecc_uncorrected": "0" for name in ("mem", "sram")}
-    )
+    sysfs = parse_sysfs({"neuron0/core_count": "8", "neuron0/info/architecture/instance_type": "Trn2"})
 
     host = facts(sysfs=sysfs)
 
@@ -113,15 +89,15 @@ def test_without_neuron_ls_logical_cores_of_trainium2_are_not_guessed() -> None:
     assert facts(sysfs=sysfs, monitor=monitored("trn2.48xlarge")).cores == (0, 1, 2, 3)
 
 
-def test_the_runtime_of_a_process_tells_the_version() -> None:
-    """The runtime is often in the engine's image and no package of the host."""
+def test_the_runtime_version_is_that_of_a_running_process() -> None:
+    """The runtime is often in the engine's image instead of a package of the host."""
     host = facts(neuron_ls=listed("trn2.48xlarge"), versions=Versions(driver="2.26.5.0"))
 
     assert host.versions == Versions(driver="2.26.5.0", runtime="2.34.10")
 
 
-def test_neuron_ls_alone_gives_owners_by_device() -> None:
-    """Of two processes on one device the one with the lower pid is named."""
+def test_owners_by_neuron_ls_hold_whole_devices() -> None:
+    """Of two processes on one device, the one with the lower pid counts."""
     host = facts(neuron_ls=listed("inf2.48xlarge"))
 
     assert owners(host) == {core: Owner(4101, LLAMA) for core in range(8)} | {
@@ -130,39 +106,39 @@ def test_neuron_ls_alone_gives_owners_by_device() -> None:
     }
 
 
-def test_two_processes_share_a_device_by_what_they_were_told() -> None:
-    """NEURON_RT_VISIBLE_CORES tells what neuron-ls does not."""
-    host = facts(neuron_ls=listed("inf2.48xlarge"), processes=told(p4202="9", p4303="8"))
+def test_processes_on_one_device_own_their_visible_cores() -> None:
+    """neuron-ls reports the device only; NEURON_RT_VISIBLE_CORES has the cores."""
+    host = facts(neuron_ls=listed("inf2.48xlarge"), processes=visible(p4202="9", p4303="8"))
 
     assert {core: owner.pid for core, owner in owners(host).items() if core >= 8} == {8: 4303, 9: 4202}
 
 
-def test_two_processes_share_a_device_by_what_is_seen_on_its_cores() -> None:
-    """neuron-monitor sees 4202 on core 9 only; core 8 falls to the other process of the device."""
+def test_processes_on_one_device_own_the_cores_that_they_use() -> None:
+    """neuron-monitor reports 4202 on core 9 only; core 8 is owned by the other process of the device."""
     host = facts(neuron_ls=listed("inf2.48xlarge"), monitor=monitored("inf2.48xlarge"))
 
     assert {core: owner.pid for core, owner in owners(host).items() if core >= 8} == {8: 4303, 9: 4202}
 
 
-def test_a_core_that_a_process_did_not_take_stays_free() -> None:
-    """A process told to take core 8 leaves core 9 of the device alone."""
+def test_a_core_that_is_not_visible_to_the_process_of_its_device_is_free() -> None:
+    """A process with core 8 does not hold core 9 of the device."""
     ls = listed("inf2.48xlarge")
     only = msgspec.structs.replace(ls, processes=tuple(process for process in ls.processes if process.pid == 4202))
 
-    assert owners(facts(neuron_ls=only, processes=told(p4202="8"))) == {8: (4202, "python3 left_over.py")}
+    assert owners(facts(neuron_ls=only, processes=visible(p4202="8"))) == {8: (4202, "python3 left_over.py")}
     assert owners(facts(neuron_ls=only)).keys() == {8, 9}
 
 
-def test_a_variable_that_contradicts_what_is_seen_is_not_believed() -> None:
-    """The pid may be of another namespace, and its process another one."""
-    host = facts(neuron_ls=listed("inf2.48xlarge"), processes=told(p4202="0-3"))
+def test_visible_cores_on_other_devices_are_ignored() -> None:
+    """The pid may belong to another namespace, where it is another process."""
+    host = facts(neuron_ls=listed("inf2.48xlarge"), processes=visible(p4202="0-3"))
 
     assert {core for core, owner in owners(host).items() if owner.pid == 4202} == {8, 9}
     assert [problem.split(",")[0] for problem in host.problems] == ['process 4202: has NEURON_RT_VISIBLE_CORES="0-3"']
 
 
-def test_tools_that_look_on_hold_nothing() -> None:
-    """neuron-monitor has every device open and holds no core."""
+def test_monitoring_tools_hold_no_cores() -> None:
+    """neuron-monitor opens every device."""
     host = facts(neuron_ls=listed("trn1.32xlarge"))
 
     assert [process.pid for process in host.processes] == [900]
@@ -170,13 +146,13 @@ def test_tools_that_look_on_hold_nothing() -> None:
 
 
 def test_a_process_of_another_container_is_an_owner_without_a_command() -> None:
-    """neuron-ls gives its pid with an empty command."""
+    """neuron-ls reports its pid with an empty command."""
     host = facts(neuron_ls=listed("trn2.48xlarge"), monitor=monitored("trn2.48xlarge"))
 
     assert owners(host) == {0: (777, ""), 1: (777, "")}
 
 
-def test_neuron_monitor_alone_gives_owners() -> None:
+def test_owners_come_from_neuron_monitor_without_neuron_ls() -> None:
     """Without neuron-ls the command comes from the kernel."""
     host = facts(monitor=monitored("trn2.48xlarge"), processes={777: ProcessDetail(command="python3 serve.py")})
 

@@ -1,4 +1,4 @@
-"""What neuron-monitor tells. The samples are written after the Neuron Monitor User Guide."""
+"""Lines of neuron-monitor. The samples follow the Neuron Monitor User Guide."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def broken(path: str, value: object) -> MonitorSample:
     return parse_neuron_monitor(json.dumps(sample))
 
 
-def test_cores_are_told_with_utilization_and_memory_by_class() -> None:
-    """Each process has its cores, by their ids on the host."""
+def test_each_core_of_a_process_has_utilization_and_memory_by_class() -> None:
+    """Cores have their ids on the host."""
     runtime = parse_neuron_monitor(lines("inf2.48xlarge")[1]).runtimes[0]
 
     assert (runtime.pid, runtime.tag) == (4101, "llama-0")
@@ -42,7 +42,7 @@ def test_cores_are_told_with_utilization_and_memory_by_class() -> None:
     assert (runtime.host_bytes, runtime.device_bytes) == (6_997_643_264, 8 * (193_986_816 + 176_285_056 + 20_971_520))
 
 
-def test_errors_are_told_by_sort() -> None:
+def test_errors_are_counted_by_kind() -> None:
     """Execution errors belong to a process, ECC events to a device."""
     sample = parse_neuron_monitor(lines("inf2.48xlarge")[1])
 
@@ -52,12 +52,11 @@ def test_errors_are_told_by_sort() -> None:
     assert [ecc.device for ecc in sample.ecc if ecc.mem_corrected] == [3]
 
 
-def test_the_host_is_told() -> None:
+def test_a_line_has_the_facts_of_the_host() -> None:
     """Instance, hardware and host memory."""
     sample = parse_neuron_monitor(lines("trn2.48xlarge")[0])
 
-    assert (sample.instance_type, sample.device_type) == ("trn2.48xlarge", "trainium2")
-    assert (sample.device_count, sample.cores_per_device, sample.lnc) == (16, 4, 2)
+    assert (sample.instance_type, sample.device_count, sample.cores_per_device) == ("trn2.48xlarge", 16, 4)
     assert (sample.memory_total_bytes, sample.memory_used_bytes) == (824_633_720_832, 16_042_344_448)
     assert sample.problems == ()
 
@@ -69,8 +68,8 @@ def test_a_core_listed_with_zeros_is_not_in_use() -> None:
     assert [(use.core, use.in_use) for use in runtime.cores] == [(8, False), (9, True)]
 
 
-def test_the_first_line_lacks_a_group_and_says_so() -> None:
-    """No process and no ECC counters yet: facts with what there is."""
+def test_a_group_that_the_first_line_lacks_is_a_problem() -> None:
+    """It has no process and no ECC counters yet; the rest is read."""
     sample = parse_neuron_monitor(lines("inf2.48xlarge")[0])
 
     assert sample.problems == ("neuron-monitor: system_data.neuron_hw_counters is missing",)
@@ -78,7 +77,7 @@ def test_the_first_line_lacks_a_group_and_says_so() -> None:
 
 
 RUNTIME = "neuron_runtime_data.0"
-TOLD = "neuron-monitor: neuron_runtime_data[0]"
+PLACE = "neuron-monitor: neuron_runtime_data[0]"
 
 
 @pytest.mark.parametrize(
@@ -94,29 +93,29 @@ TOLD = "neuron-monitor: neuron_runtime_data[0]"
         ("instance_info.error", "no IMDS", 'neuron-monitor: instance_info reports an error: "no IMDS"'),
         ("neuron_hardware_info", [], "neuron-monitor: neuron_hardware_info is an array, not an object"),
         ("neuron_hardware_info.error", "no driver", 'neuron-monitor: neuron_hardware_info reports an error: "no'),
-        (f"{RUNTIME}.pid", "4101", f'{TOLD}.pid is "4101", not a non-negative integer'),
-        (f"{RUNTIME}.error", "it ended", f'{TOLD} reports an error: "it ended"'),
-        (f"{RUNTIME}.report", ..., f"{TOLD}.report is missing"),
-        (f"{RUNTIME}.report.neuroncore_counters", ..., f"{TOLD}.report.neuroncore_counters is missing"),
-        (f"{RUNTIME}.report.memory_used.neuron_runtime_used_bytes", ..., f"{TOLD}.report.memory_used.neuron_runtime"),
-        (f"{RUNTIME}.report.execution_stats", 7, f"{TOLD}.report.execution_stats is a number, not an object"),
-        (f"{RUNTIME}.report.execution_stats.error_summary", ..., f"{TOLD}.report.execution_stats.error_summary is"),
+        (f"{RUNTIME}.pid", "4101", f'{PLACE}.pid is "4101", not a non-negative integer'),
+        (f"{RUNTIME}.error", "it ended", f'{PLACE} reports an error: "it ended"'),
+        (f"{RUNTIME}.report", ..., f"{PLACE}.report is missing"),
+        (f"{RUNTIME}.report.neuroncore_counters", ..., f"{PLACE}.report.neuroncore_counters is missing"),
+        (f"{RUNTIME}.report.memory_used.neuron_runtime_used_bytes", ..., f"{PLACE}.report.memory_used.neuron_runtime"),
+        (f"{RUNTIME}.report.execution_stats", 7, f"{PLACE}.report.execution_stats is a number, not an object"),
+        (f"{RUNTIME}.report.execution_stats.error_summary", ..., f"{PLACE}.report.execution_stats.error_summary is"),
         (
             f"{RUNTIME}.report.neuroncore_counters.neuroncores_in_use.0.neuroncore_utilization",
             "high",
-            f"{TOLD}.report.neuroncore_counters.neuroncores_in_use.0.neuroncore_utilization is",
+            f"{PLACE}.report.neuroncore_counters.neuroncores_in_use.0.neuroncore_utilization is",
         ),
-        (f"{RUNTIME}.report.neuroncore_counters.neuroncores_in_use.nc0", {}, f"{TOLD}.report.neuroncore_counters"),
+        (f"{RUNTIME}.report.neuroncore_counters.neuroncores_in_use.nc0", {}, f"{PLACE}.report.neuroncore_counters"),
     ],
 )
-def test_a_broken_section_is_named(path: str, value: object, problem: str) -> None:
-    """One problem that begins with the section's place; not one more for each thing that is missing inside."""
+def test_a_broken_section_is_one_problem_with_its_place(path: str, value: object, problem: str) -> None:
+    """Values that are missing inside it are not reported again."""
     problems = broken(path, value).problems
 
-    assert [found[: len(problem)] for found in problems] == [problem]
+    assert [text[: len(problem)] for text in problems] == [problem]
 
 
-def test_other_sections_are_read_beside_a_broken_one() -> None:
+def test_a_broken_section_does_not_affect_the_others() -> None:
     """Utilization is known where memory is not."""
     sample = broken(f"{RUNTIME}.report.memory_used", ...)
 
@@ -126,8 +125,8 @@ def test_other_sections_are_read_beside_a_broken_one() -> None:
     assert len(sample.ecc) == 12
 
 
-def test_the_guide_names_one_error_in_two_ways() -> None:
-    """ "numeric" and "numerical" are the same counter."""
+def test_numeric_and_numerical_errors_are_one_counter() -> None:
+    """The guide uses both names."""
     sample = broken(f"{RUNTIME}.report.execution_stats.error_summary", {"numeric": 3})
 
     assert sample.runtimes[0].errors == {"numerical": 3}

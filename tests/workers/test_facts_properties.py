@@ -1,4 +1,4 @@
-"""No text makes a parser raise, and whatever they make of it can be put together, stored and asked."""
+"""Parsers of host facts never raise, and their results can always be combined."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from workers.host.facts.machine import HostFacts, ProcessDetail, Readings, combine, owners
+from workers.host.facts.machine import ProcessDetail, Readings, combine, owners
 from workers.host.facts.neuron_ls import parse_neuron_ls
 from workers.host.facts.neuron_monitor import parse_neuron_monitor
-from workers.host.facts.numa import parse_numa
 from workers.host.facts.sections import MOST_PROBLEMS
 from workers.host.facts.sysfs import parse_sysfs
 from workers.host.facts.versions import parse_packages
@@ -95,15 +93,13 @@ def hostile(draw: st.DrawFn, samples: list[Any]) -> Any:
 
 
 def whole_path(listing: str | bytes, line: str | bytes, files: dict[str, str], visible: str) -> None:
-    """Parse all, put it together, ask it, and send it to another process and back."""
+    """Parses and combines all sources, and determines the owners."""
     neuron_ls, monitor, sysfs = parse_neuron_ls(listing), parse_neuron_monitor(line), parse_sysfs(files)
     for parsed in (neuron_ls, monitor, sysfs):
         assert len(parsed.problems) <= MOST_PROBLEMS + 1
     pids = [process.pid for process in neuron_ls.processes] + [runtime.pid for runtime in monitor.runtimes]
     facts = combine(
         Readings(
-            cpus=(0,),
-            memory_bytes=1,
             neuron_ls=neuron_ls,
             monitor=monitor,
             sysfs=sysfs,
@@ -112,16 +108,13 @@ def whole_path(listing: str | bytes, line: str | bytes, files: dict[str, str], v
     )
     assert {owner.pid for owner in owners(facts).values()} <= set(pids)
     assert len(facts.cores) <= 100_000
-    amounts = [device.memory_bytes or 0 for device in facts.devices] + [monitor.memory_used_bytes or 0]
-    assert all(0 <= number < 2**63 for number in (*facts.cores, *amounts))
-    assert len(facts.ecc) <= len(monitor.ecc) + len(sysfs.devices)
-    assert msgspec.json.decode(msgspec.json.encode(facts), type=HostFacts) == facts
+    assert all(0 <= number < 2**63 for number in (*facts.cores, monitor.memory_used_bytes or 0))
 
 
 @settings(max_examples=150, deadline=None)
 @given(VALUES, VALUES)
 def test_any_json_is_read_without_raising(listing: Any, line: Any) -> None:
-    """Whatever a tool writes, there are facts and problems."""
+    """The result has facts and problems."""
     whole_path(json.dumps(listing), json.dumps(line), {}, "0-1")
 
 
@@ -135,7 +128,7 @@ def test_any_damage_to_a_sample_is_read_without_raising(listing: Any, line: Any,
 @settings(max_examples=150, deadline=None)
 @given(hostile(NEURON_LS), hostile(MONITOR))
 def test_any_value_of_a_key_is_read_without_raising(listing: Any, line: Any) -> None:
-    """Too large, negative, half a surrogate pair, another type: under each key that the tools have."""
+    """Too large, negative, half a surrogate pair, another type: at each key of the tools' outputs."""
     whole_path(json.dumps(listing), json.dumps(line), FILES, "0-7")
 
 
@@ -144,17 +137,12 @@ def test_any_value_of_a_key_is_read_without_raising(listing: Any, line: Any) -> 
 @example(b"[" * 100_000, b"{")
 @example('[{"neuron_device": ' + "9" * 5000 + "}]", b"NaN")
 def test_any_bytes_are_read_without_raising(listing: str | bytes, line: bytes) -> None:
-    """Text that is no JSON, and bytes that are no text."""
+    """Text that is not JSON, and bytes that are not text."""
     whole_path(listing, line, {}, "")
     parse_packages(listing)
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.dictionaries(st.sampled_from(sorted(FILES)) | st.text(max_size=20), st.text(max_size=12), max_size=6),
-    st.dictionaries(st.sampled_from(["node0", "node1", "nodex"]), st.text("0123456789-,x\n", max_size=12)),
-)
-def test_any_files_are_read_without_raising(files: dict[str, str], cpulists: dict[str, str]) -> None:
-    """Whatever the kernel's files hold."""
+@given(st.dictionaries(st.sampled_from(sorted(FILES)) | st.text(max_size=20), st.text(max_size=12), max_size=6))
+def test_any_files_of_the_driver_are_read_without_raising(files: dict[str, str]) -> None:
     whole_path("[]", "{}", FILES | files, "0")
-    parse_numa(cpulists, usable=(0, 1))

@@ -9,8 +9,7 @@ import msgspec
 
 from workers.host.facts.cpu_list import parse_cpulist
 from workers.host.facts.neuron_ls import Device, DeviceProcess, NeuronLs
-from workers.host.facts.neuron_monitor import Ecc, MonitorSample, Runtime
-from workers.host.facts.numa import NumaNode
+from workers.host.facts.neuron_monitor import MonitorSample, Runtime
 from workers.host.facts.sections import Findings, excerpt
 from workers.host.facts.sysfs import Sysfs, SysfsDevice
 from workers.host.facts.versions import Versions
@@ -30,9 +29,6 @@ class ProcessDetail(msgspec.Struct, frozen=True, kw_only=True):
 class Readings(msgspec.Struct, frozen=True, kw_only=True):
     """The reading of each source. None: the host does not have the source."""
 
-    cpus: tuple[int, ...]  # usable CPUs
-    memory_bytes: int
-    numa: tuple[NumaNode, ...] = ()
     product: str | None = None  # the machine's name in its firmware: on EC2 the instance type
     neuron_ls: NeuronLs | None = None
     monitor: MonitorSample | None = None
@@ -65,26 +61,13 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Device, ...]  # ascending
     processes: tuple[NeuronProcess, ...]  # ascending by pid
     versions: Versions
-    cpus: tuple[int, ...]  # usable CPUs, ascending
-    numa: tuple[NumaNode, ...]
-    memory_bytes: int  # usable memory
-    monitor: MonitorSample | None  # None without neuron-monitor
-    sysfs: tuple[SysfsDevice, ...]
+    runtimes: tuple[Runtime, ...]  # of neuron-monitor
     problems: tuple[str, ...]
 
     @property
     def cores(self) -> tuple[int, ...]:
         """The ids of all logical cores, ascending."""
         return tuple(sorted(core for device in self.devices for core in device.cores))
-
-    @property
-    def ecc(self) -> tuple[Ecc, ...]:
-        """ECC events of each device: the driver's counters, else neuron-monitor's."""
-        merged = {ecc.device: ecc for ecc in (self.monitor.ecc if self.monitor else ())}
-        for device in self.sysfs:
-            counts = {name: count for name, count in msgspec.structs.asdict(device.ecc).items() if count is not None}
-            merged[device.index] = msgspec.structs.replace(merged.get(device.index, device.ecc), **counts)
-        return tuple(ecc for _, ecc in sorted(merged.items()))
 
 
 class Owner(NamedTuple):
@@ -112,11 +95,7 @@ def combine(readings: Readings) -> HostFacts:
         devices=devices,
         processes=processes,
         versions=_versions(readings.versions, processes),
-        cpus=readings.cpus,
-        numa=readings.numa,
-        memory_bytes=readings.memory_bytes,
-        monitor=monitor,
-        sysfs=sysfs,
+        runtimes=monitor.runtimes if monitor else (),
         problems=tuple(dict.fromkeys(problem for problems in sources for problem in problems)),
     )
 
@@ -131,7 +110,7 @@ def owners(facts: HostFacts) -> dict[int, Owner]:
     """
     commands = {process.pid: process.command for process in facts.processes}
     held: dict[int, int] = {}
-    for runtime in _by_memory(facts.monitor.runtimes if facts.monitor else ()):  # 1
+    for runtime in _by_memory(facts.runtimes):  # 1
         for use in runtime.cores:
             if use.in_use:
                 held.setdefault(use.core, runtime.pid)
@@ -216,9 +195,6 @@ def _devices_of_driver(
             Device(
                 index=device.index,
                 cores=tuple(range(device.index * count, (device.index + 1) * count)),
-                memory_bytes=monitor.device_memory_bytes if monitor else None,
-                lnc=monitor.lnc if monitor else None,
-                connected_to=device.connected_to,
             )
         )
     return tuple(devices)
@@ -237,7 +213,7 @@ def _compare_counts(
         return
     if monitor.device_count is not None and monitor.device_count != len(devices):
         findings.add("devices:", f"neuron-ls lists {len(devices)}, neuron-monitor {monitor.device_count}; {remedy}")
-    counts = {device.nc_count for device in devices if device.cores}
+    counts = {len(device.cores) for device in devices if device.cores}
     if monitor.cores_per_device is not None and counts - {monitor.cores_per_device}:
         findings.add(
             "cores of a device:",

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from workers.host.facts.cpu_list import parse_cpulist
 from workers.host.facts.sections import Findings, Section, decode, described, elements
 
 MOST_CORES = 1024  # per device; a larger number is invalid
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """A Neuron device (/dev/neuron<index>). None: not readable."""
+    """A Neuron device (/dev/neuron<index>)."""
 
     index: int
     cores: tuple[int, ...]  # ids of its logical cores on the host, as in NEURON_RT_VISIBLE_CORES
-    memory_bytes: int | None = None  # HBM of the device
-    lnc: int | None = None  # physical cores per logical one; only on Trn2 and later
-    connected_to: tuple[int, ...] = ()
-    bdf: str | None = None  # PCI address: "0000:cc:00.0", in older releases "cc:00.0"
-    numa_node: int | None = None
-    cpu_affinity: tuple[int, ...] = ()
-
-    @property
-    def nc_count(self) -> int:
-        """The number of its logical cores."""
-        return len(self.cores)
 
 
 class DeviceProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +48,7 @@ def parse_neuron_ls(output: str | bytes) -> NeuronLs:
             if index is not None:
                 findings.add(section.where, f"repeats device {index} and is ignored")
             continue
-        devices[index] = _device(section, index)
+        devices[index] = Device(index=index, cores=_cores(section, index))
         processes += _processes(section, index)
     if value == []:
         findings.add(
@@ -106,20 +94,6 @@ def _instance_type(value: object, sections: list[Section]) -> str | None:
     return next((name for place in places if (name := place.text("instance_type", may_be_absent=True))), None)
 
 
-def _device(section: Section, index: int) -> Device:
-    """Parses a device; field names from the Neuron LS User Guide and from observed outputs."""
-    return Device(
-        index=index,
-        cores=_cores(section, index),
-        memory_bytes=section.integer("memory_size"),  # bytes
-        lnc=section.integer("logical_neuroncore_config", may_be_absent=True),
-        connected_to=section.integers("connected_to", may_be_absent=True),  # null on hosts of one device
-        bdf=section.text("bdf"),
-        numa_node=_numa_node(section),
-        cpu_affinity=_cpu_affinity(section),
-    )
-
-
 def _cores(section: Section, index: int) -> tuple[int, ...]:
     """Returns the core ids, else ids counted from ``nc_count``, assuming that all devices have equally many."""
     count = section.integer("nc_count")
@@ -134,27 +108,6 @@ def _cores(section: Section, index: int) -> tuple[int, ...]:
     if not section.raw("neuroncore_ids"):  # else it is a finding already
         section.findings.add(section.place("neuroncore_ids"), "is missing or empty; the ids are counted from nc_count")
     return tuple(range(index * count, (index + 1) * count))
-
-
-def _numa_node(section: Section) -> int | None:
-    """Parses a number that the tool writes as a string; "-1" means none."""
-    key = "numa_node"
-    value = section.raw(key)
-    text = str(value) if isinstance(value, int) else section.text(key, may_be_absent=True)
-    if text is None or text == "-1":
-        return None
-    if text.isascii() and text.isdecimal() and len(text) <= 4:
-        return int(text)
-    section.findings.add(section.place(key), f"is {described(text)}, not the number of a NUMA node")
-    return None
-
-
-def _cpu_affinity(section: Section) -> tuple[int, ...]:
-    text = section.text("cpu_affinity", may_be_absent=True)
-    cpus = parse_cpulist(text or "")
-    if cpus is None:
-        section.findings.add(section.place("cpu_affinity"), f"is {described(text)}, not a list of CPUs")
-    return cpus or ()
 
 
 def _processes(section: Section, device: int) -> list[DeviceProcess]:

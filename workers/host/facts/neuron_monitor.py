@@ -55,7 +55,6 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True):
     errors: dict[str, int] = {}  # generic, numerical, transient, model, runtime, hardware -> executions
     executions: dict[str, int] = {}  # completed, completed_with_err, timed_out, ... -> executions
     latency_s: dict[str, float] = {}  # p0, p1, p25, p50, p75, p99, p100 -> seconds of an execution
-    period_s: float | None = None  # of errors and executions
 
 
 class Ecc(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +63,6 @@ class Ecc(msgspec.Struct, frozen=True, kw_only=True):
     device: int
     mem_corrected: int | None = None
     mem_uncorrected: int | None = None
-    mem_repairable_uncorrected: int | None = None  # sysfs only
     sram_corrected: int | None = None
     sram_uncorrected: int | None = None
 
@@ -78,11 +76,9 @@ class MonitorSample(msgspec.Struct, frozen=True, kw_only=True):
     memory_used_bytes: int | None = None
     instance_type: str | None = None
     instance: dict[str, str] = {}  # id, name, availability zone, region, subnet, with the labels of AWS's exporter
-    device_type: str | None = None  # "inferentia2", "trainium", "trainium2"
     device_count: int | None = None
     device_memory_bytes: int | None = None  # of each device
     cores_per_device: int | None = None  # logical cores
-    lnc: int | None = None
     problems: tuple[str, ...] = ()
 
 
@@ -105,11 +101,9 @@ def parse_neuron_monitor(line: str | bytes) -> MonitorSample:
         memory_used_bytes=memory.integer("memory_used_bytes"),
         instance_type=instance.text("instance_type"),
         instance=_instance(instance),
-        device_type=hardware.text("neuron_device_type", may_be_absent=True),
         device_count=hardware.integer("neuron_device_count"),
         device_memory_bytes=hardware.integer("neuron_device_memory_size", may_be_absent=True),
         cores_per_device=hardware.integer("neuroncore_per_device_count"),
-        lnc=hardware.integer("logical_neuroncore_config", may_be_absent=True),
         problems=findings(),
     )
 
@@ -131,7 +125,6 @@ def _runtime(section: Section) -> Runtime | None:
         errors=_error_summary(stats),
         executions=stats.section("execution_summary").amounts(),
         latency_s=_latency(stats),
-        period_s=stats.number("period", may_be_absent=True),
     )
 
 

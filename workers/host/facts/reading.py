@@ -18,7 +18,6 @@ from workers.host.facts import neuron_monitor
 from workers.host.facts.machine import HostFacts, Owner, ProcessDetail, Readings, combine, owners
 from workers.host.facts.neuron_ls import NeuronLs, parse_neuron_ls
 from workers.host.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
-from workers.host.facts.numa import read_numa
 from workers.host.facts.sysfs import read_sysfs
 from workers.host.facts.tools import NEURON_TOOLS, Output, find_tool, run_tool
 from workers.host.facts.versions import read_versions
@@ -33,7 +32,6 @@ class Places:
     sys: Path = Path("/sys")
     dev: Path = Path("/dev")
     tools: str = NEURON_TOOLS
-    own_sys: Path = Path("/sys")  # of this container, for its limits
 
     @classmethod
     def of_this_host(cls) -> Places:
@@ -60,32 +58,22 @@ def read_host_facts(places: Places | None = None, deadlines: Deadlines = PATIENC
     Runs no Neuron tool on a host without Neuron devices.
     """
     places = places or Places.of_this_host()
-    problems: list[str] = []
-    cpus = host_facts.usable_cpus()
-    numa, new_problems = read_numa(places.sys / "devices/system/node", cpus)
-    problems += new_problems
-    memory = usable_memory(places.own_sys)
     sysfs = read_sysfs(places.sys / "devices/virtual/neuron_device")
     if sysfs is None and not any(places.dev.glob("neuron[0-9]*")):
-        return combine(Readings(cpus=cpus, memory_bytes=memory, numa=numa, problems=tuple(problems)))
-    neuron_ls, new_problems = read_neuron_ls(deadlines.neuron_ls_s, places.tools)
-    problems += new_problems
-    monitor, new_problems = read_neuron_monitor(deadlines.monitor_s, places.tools)
-    problems += new_problems
+        return combine(Readings())
+    neuron_ls, ls_problems = read_neuron_ls(deadlines.neuron_ls_s, places.tools)
+    monitor, monitor_problems = read_neuron_monitor(deadlines.monitor_s, places.tools)
     pids = {process.pid for process in (neuron_ls.processes if neuron_ls else ())}
     pids |= {runtime.pid for runtime in (monitor.runtimes if monitor else ())}
     return combine(
         Readings(
-            cpus=cpus,
-            memory_bytes=memory,
-            numa=numa,
             product=host_facts.instance_type(places.dev, places.sys / "devices/virtual/dmi/id/product_name"),
             neuron_ls=neuron_ls,
             monitor=monitor,
             sysfs=sysfs,
             versions=read_versions(places.sys, deadlines.packages_s),
             processes={pid: read_process(pid) for pid in sorted(pids)},
-            problems=tuple(problems),
+            problems=(*ls_problems, *monitor_problems),
         )
     )
 
@@ -118,7 +106,7 @@ def who_holds(cores: Iterable[int], deadline_s: float = PATIENCE.neuron_ls_s) ->
         listed, processes=tuple(process for process in listed.processes if process.pid in pids)
     )
     processes = {pid: read_process(pid) for pid in sorted(pids)}
-    held = owners(combine(Readings(cpus=(), memory_bytes=0, neuron_ls=other_processes, processes=processes)))
+    held = owners(combine(Readings(neuron_ls=other_processes, processes=processes)))
     return {core: held[core] for core in sorted(set(cores)) if core in held}
 
 
@@ -171,13 +159,3 @@ def read_process(pid: int) -> ProcessDetail:
     except (psutil.Error, OSError, ValueError, OverflowError):
         pass  # gone, or a pid of another namespace
     return ProcessDetail(command=command, visible_cores=visible and visible.encode(errors="replace").decode())
-
-
-def usable_memory(sys: Path = Path("/sys")) -> int:
-    """Returns the memory of this host in bytes, or its container's limit (cgroup v2) if that is lower."""
-    total = int(psutil.virtual_memory().total)
-    with contextlib.suppress(OSError, ValueError):
-        limit = (sys / "fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            return min(total, int(limit))
-    return total

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 MOST_PROBLEMS = 20  # per text; the rest is counted, since garbage has thousands
 LARGEST = 2**63 - 1  # the largest integer that is sent between processes
 LONGEST_NUMBER = 5  # digits of a core or device id
+
+
+T = TypeVar("T")
 
 
 class Findings:
@@ -112,23 +116,14 @@ class Section:
 
     def integer(self, key: str, *, may_be_absent: bool = False) -> int | None:
         """Returns a non-negative integer."""
-        value = self._get(key, may_be_absent=may_be_absent)
-        if value is None:
-            return None
-        number = whole(value)
-        if number is None:
-            self.findings.add(self.place(key), f"is {described(value)}, not a non-negative integer")
-        return number
+        return self._read(key, whole, "a non-negative integer", may_be_absent)
 
     def integers(self, key: str, *, may_be_absent: bool = False) -> tuple[int, ...]:
         """Returns an array of non-negative integers; skips other elements."""
         value = self._get(key, may_be_absent=may_be_absent)
-        if value is None:
-            return ()
-        if not isinstance(value, list):
+        if value is not None and not isinstance(value, list):
             self.findings.add(self.place(key), f"is {described(value)}, not an array of non-negative integers")
-            return ()
-        numbers = [whole(element) for element in value]
+        numbers = [whole(element) for element in value] if isinstance(value, list) else []
         if None in numbers:
             self.findings.add(self.place(key), "has an element that is not a non-negative integer")
         return tuple(number for number in numbers if number is not None)
@@ -146,25 +141,24 @@ class Section:
                 amounts[clean(name)] = number
         return amounts
 
-    def number(self, key: str, *, may_be_absent: bool = False) -> float | None:
+    def number(self, key: str) -> float | None:
         """Returns a finite non-negative number."""
-        value = self._get(key, may_be_absent=may_be_absent)
-        if value is None:
-            return None
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST:
-            return float(value)
-        self.findings.add(self.place(key), f"is {described(value)}, not a non-negative number")
-        return None
+        return self._read(key, _amount, "a non-negative number")
 
     def text(self, key: str, *, may_be_absent: bool = False) -> str | None:
         """Returns a string; None if it is empty."""
+        text = self._read(key, lambda value: value if isinstance(value, str) else None, "a string", may_be_absent)
+        return clean(text or "") or None
+
+    def _read(
+        self, key: str, convert: Callable[[object], T | None], expected: str, may_be_absent: bool = False
+    ) -> T | None:
+        """Returns the converted value; None if it is missing, or with a finding if it cannot be converted."""
         value = self._get(key, may_be_absent=may_be_absent)
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            self.findings.add(self.place(key), f"is {described(value)}, not a string")
-            return None
-        return clean(value) or None
+        converted = None if value is None else convert(value)
+        if value is not None and converted is None:
+            self.findings.add(self.place(key), f"is {described(value)}, not {expected}")
+        return converted
 
     def _get(self, key: str, *, may_be_absent: bool = False) -> object:
         if self._value is None:
@@ -190,6 +184,12 @@ def whole(value: object) -> int | None:
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         value = int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST else None
+
+
+def _amount(value: object) -> float | None:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST:
+        return float(value)
+    return None
 
 
 def clean(text: str) -> str:
