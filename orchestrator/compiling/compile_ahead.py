@@ -193,17 +193,10 @@ class CompileAhead:
         if not prefetch.compiles(config):
             return Outcome(**about, engine=config.engine, result="nothing")
         compiled = self._find_compiled(config) if known else None
-        if compiled is not None and (not _ahead(compiled[1]) or self._is_compiled(*compiled)):
-            fetched: ReplicaConfig | Failure = compiled[0]
-            predicted: Predicted | Failure = compiled[1]
-        else:
-            compiled = None
-            fetched = self._fetch(config, models, target)
-            predicted = fetched if isinstance(fetched, Failure) else self._predict(fetched)
-        if isinstance(fetched, Failure):
-            return Outcome(**about, engine=config.engine, result="failed", failure=fetched)
-        if isinstance(predicted, Failure):
-            return Outcome(**about, engine=config.engine, result="failed", failure=predicted)
+        prediction = compiled or self._fetch_and_predict(config, models, target)
+        if isinstance(prediction, Failure):
+            return Outcome(**about, engine=config.engine, result="failed", failure=prediction)
+        fetched, predicted = prediction
         if not _ahead(predicted):
             return Outcome(**about, engine=config.engine, result="needs-device")
         complete = compiled is not None or all(artifacts.complete for artifacts in predicted.wanted)
@@ -218,20 +211,27 @@ class CompileAhead:
         )
 
     def _find_compiled(self, config: ReplicaConfig) -> tuple[ReplicaConfig, Predicted] | None:
-        """Predicts the artifacts from the small files of the sources, without weights. None if nothing can be compiled
-        already, if the artifacts depend on the weights, or if all sources are on this host."""
+        """Predicts the artifacts from the small files of the sources, without weights. None if they are incomplete here
+        and in the ``neff_cache``, if they depend on the weights, or if all sources are on this host."""
         nowhere = config.neff_cache is None and not self._home.compiled.is_dir()
         if wanted_by(config) == (None, None) or nowhere or config.engine == OF_WEIGHTS:
             return None
         heads = self._offline.with_heads(config)
-        predicted = None if isinstance(heads, Failure) else self._predict(heads)
-        return (heads, predicted) if not isinstance(heads, Failure) and isinstance(predicted, Predicted) else None
+        predicted = heads if isinstance(heads, Failure) else self._predict(heads)
+        if isinstance(heads, Failure) or isinstance(predicted, Failure):
+            return None
+        wanted = predicted.wanted
+        complete = bool(wanted) and all(artifacts.complete or _is_pushed(heads, artifacts) for artifacts in wanted)
+        return (heads, predicted) if complete or not _ahead(predicted) else None
 
-    def _is_compiled(self, config: ReplicaConfig, predicted: Predicted) -> bool:
-        """Whether everything is compiled, on this host or in its ``neff_cache``."""
-        return bool(predicted.wanted) and all(
-            artifacts.complete or _is_pushed(config, artifacts) for artifacts in predicted.wanted
-        )
+    def _fetch_and_predict(
+        self, config: ReplicaConfig, models: tuple[str, ...], target: str
+    ) -> tuple[ReplicaConfig, Predicted] | Failure:
+        fetched = self._fetch(config, models, target)
+        if isinstance(fetched, Failure):
+            return fetched
+        predicted = self._predict(fetched)
+        return predicted if isinstance(predicted, Failure) else (fetched, predicted)
 
     def _fetch(self, config: ReplicaConfig, models: tuple[str, ...], target: str) -> ReplicaConfig | Failure:
         artifacts = wanted_by(config)

@@ -79,14 +79,15 @@ def watched(work: Callable[[], None], ended: Callable[[Failed], None]) -> None:
     """Run ``work``. Passes any exception to ``ended`` as Failed."""
     try:
         work()
-    except Failed as failure:
-        ended(failure)
-    except Exception as error:
-        log.exception("a thread of `up` failed")
-        ended(_unexpected(error))
+    except Exception as error:  # noqa: BLE001 - it ends the fleet, and is reported
+        ended(_as_failed(error))
 
 
-def _unexpected(error: Exception) -> Failed:
+def _as_failed(error: Exception) -> Failed:
+    """Returns the failure to report; logs the traceback of an unexpected error."""
+    if isinstance(error, Failed):
+        return error
+    log.error("`up` failed", exc_info=error)
     return Failed("up-failed", f"{type(error).__name__}: {error}", "this is a bug; see daemon.log")
 
 
@@ -114,7 +115,7 @@ class Daemon:
         self._report = WaitingNotice(functools.partial(_report_if_possible, report))
         self._fleet = secrets.token_hex(8)
         self._pid = os.getpid()
-        self._mark: Callable[[bytes], None] = lambda mark: None
+        self._mark: Callable[[bytes], object] = lambda mark: None
         self._requests: queue.SimpleQueue[str | Failed] = queue.SimpleQueue()  # to end: a signal, `down` or a failure
         self._threads: list[threading.Thread] = []
         self._status_version = 0  # of the last status that was reported
@@ -175,7 +176,7 @@ class Daemon:
         self._report(render([failed.problem]).rstrip("\n"))
 
     def _live(
-        self, written: AuditLine | None, on_ready: Callable[[FleetRecord], None], mark: Callable[[bytes], None]
+        self, written: AuditLine | None, on_ready: Callable[[FleetRecord], None], mark: Callable[[bytes], object]
     ) -> int:
         """Run the fleet in the child, from start to end. Returns the exit code."""
         self._mark = mark
@@ -201,10 +202,8 @@ class Daemon:
             code = 0
         except (_Interrupted, SystemExit) as reason:  # SystemExit: Ray's own handler, while Ray starts
             self._report(f"{reason}: ended before the fleet was ready")
-        except Exception as error:
-            if not isinstance(error, Failed):
-                log.exception("`up` failed")
-            failed = error if isinstance(error, Failed) else _unexpected(error)
+        except Exception as error:  # noqa: BLE001 - it is reported
+            failed = _as_failed(error)
             outcome = failed.problem.id
             self._report(render([failed.problem]).rstrip("\n"))
         finally:
@@ -395,18 +394,14 @@ class Daemon:
     def _narrate(self) -> None:
         """Report changes of replicas until the fleet ends."""
         while not self._ending:
-            if self._narrate_once(STATUS_WAIT_S):
+            reply = self._ask_controller(lambda: self._controller.status.remote(self._status_version, STATUS_WAIT_S))
+            if reply is None:
+                return
+            self._status_version, status = reply
+            for line in self._narration.news(status):
+                self._report_unless_ending(line)
+            if status["ready"]:
                 self._ready.set()
-
-    def _narrate_once(self, wait_s: float) -> bool:
-        """Report the changes of the next ``wait_s``. Returns whether the fleet is ready."""
-        answer = self._ask_controller(lambda: self._controller.status.remote(self._status_version, wait_s))
-        if answer is None:
-            return False
-        self._status_version, status = answer
-        for line in self._narration.news(status):
-            self._report_unless_ending(line)
-        return bool(status["ready"])
 
     def _report_unless_ending(self, line: str) -> None:
         if not self._ending:

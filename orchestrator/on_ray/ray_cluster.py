@@ -7,20 +7,14 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec.structs
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.fleet.effects import (
-    CoreOwner,
-    HostLost,
-    ReplicaDied,
-    Survivor,
-    actor_name,
-)
+from orchestrator.fleet.effects import CoreOwner, HostLost, ReplicaDied, Survivor, actor_name
 from orchestrator.on_ray.host_actor import HostActor
 from orchestrator.on_ray.ray_nodes import NAMESPACE, RayNode, host_labels, ray_nodes
 from orchestrator.process.awake_clock import AwakeClock
@@ -35,6 +29,8 @@ from workers.serving.dataplane import TLS_SCHEME
 from workers.serving.replica import Replica
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 WATCH_S = 5.0  # a watch returns at least this often
 CALL_DEADLINE_S = 10.0  # a call takes a millisecond: no reply within this time means a hung process
@@ -52,14 +48,11 @@ BY_SIGKILL = "was killed by SIGKILL"
 class RayCluster:
     """An ``effects.ClusterClient`` on Ray nodes. Used from one event loop."""
 
-    def __init__(self, store: StoreSettings, labels: Mapping[str, str] | None = None, *, clock: AwakeClock) -> None:
-        """``store`` has the settings of each host's artifact store; the caller runs ``clock``.
-
-        ``labels``: Ray node labels by the planner's host names. A host without one has the label of its number
-        (`inf2.48xlarge/1`: `emu-1`), and ``lost_hosts`` reports it once it has been used."""
+    def __init__(self, store: StoreSettings, *, clock: AwakeClock) -> None:
+        """``store`` has the settings of each host's artifact store; the caller runs ``clock``."""
         self._store = store
         self._clock = clock
-        self._labels = dict(labels or {})
+        self._labels: dict[str, str] = {}  # of Ray nodes, by the planner's host names
         self._here: str = ray.get_runtime_context().get_node_id()
         self._nodes: list[RayNode] = ray_nodes()
         self._host_actors: dict[str, Any] = {}  # by node id
@@ -86,11 +79,11 @@ class RayCluster:
         return dict(zip(hosts, await asyncio.gather(*map(held_by, hosts)), strict=True))
 
     async def check(self, config: ReplicaConfig) -> Failure | None:
-        ended = await self._outcome(config.host, "check", config)
+        ended = await self._outcome("check", config)
         return ended if isinstance(ended, Failure) else None
 
     async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
-        prediction = await self._outcome(config.host, "foresee", config)
+        prediction = await self._outcome("foresee", config)
         trouble = prediction.what if isinstance(prediction, Failure) else prediction.trouble
         if trouble:
             return Failure("foresee-failed", f"cannot predict what {config.model} would compile: {trouble}")
@@ -98,11 +91,11 @@ class RayCluster:
         return missing
 
     async def compile(self, config: ReplicaConfig) -> Failure | None:
-        ended = await self._outcome(config.host, "compile", config)
+        ended = await self._outcome("compile", config)
         return ended if isinstance(ended, Failure) else None
 
-    async def _outcome(self, host: str, operation: str, config: ReplicaConfig) -> Any:
-        return [reply async for reply in self._replies(host, operation, config, LONG_S)][-1]
+    async def _outcome(self, operation: str, config: ReplicaConfig) -> Any:
+        return [reply async for reply in self._replies(config.host, operation, config, LONG_S)][-1]
 
     async def _replies(
         self, host: str, operation: str, about: WantedArtifact | ReplicaConfig, each_s: float
@@ -134,6 +127,7 @@ class RayCluster:
         self._configs[name] = config
         named = type(f"Replica[{config.model}]", (Replica,), {})  # the dashboard shows the class name
         shown = ray.remote(concurrency_groups={"ctl": 8})(named)
+        interpreter = {} if config.python is None else {"py_executable": config.python}
         self._actors[name] = shown.options(
             name=name,
             namespace=NAMESPACE,
@@ -143,10 +137,7 @@ class RayCluster:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            runtime_env={
-                "env_vars": config.env,
-                **({} if config.python is None else {"py_executable": config.python}),
-            },
+            runtime_env={"env_vars": config.env, **interpreter},
         ).remote(config)
 
     def _reachable(self, config: ReplicaConfig, node: RayNode) -> ReplicaConfig:
@@ -159,15 +150,17 @@ class RayCluster:
         return msgspec.structs.replace(config, listen=f"{TLS_SCHEME}://{address}:0")
 
     def add_hosts(self, names: Iterable[str]) -> None:
-        """Add all of the planner's hosts, in its order, so that ``lost_hosts`` reports missing ones."""
+        """Add all of the planner's hosts, in its order, so that ``lost_hosts`` reports missing ones.
+
+        Until then a host has the label of its number (`inf2.48xlarge/1`: `emu-1`)."""
         self._labels.update(host_labels(names))
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
         # A starting process cannot reply yet; the controller's start deadline covers it.
         deadline = WATCH_S + CALL_DEADLINE_S if name in self._answered else None
         try:
-            answer = _result(self._actors[name].watch.remote(seen, WATCH_S))
-            status: ReplicaStatus = await (answer if deadline is None else self._clock.within(answer, deadline))
+            reply = self._actors[name].watch.remote(seen, WATCH_S)
+            status: ReplicaStatus = await (reply if deadline is None else self._clock.within(reply, deadline))
             self._answered.add(name)
         except asyncio.TimeoutError:
             message = f"it has not replied for {WATCH_S + CALL_DEADLINE_S:.0f} s: its process hangs"
@@ -225,27 +218,15 @@ class RayCluster:
             return node is None or not node.alive
 
     async def log_tail(self, path: str, lines: int, host: str | None = None) -> list[str]:
-        try:
-            tail: list[str] = await self._call(host, "log_tail", path, lines)
-        except HostLost:
-            return []
-        return tail
+        return await self._call_or([], host, "log_tail", path, lines)
 
     async def log_part(
         self, path: str, offset: int | None, most: int, lines: int, host: str | None = None
     ) -> tuple[str, int]:
-        try:
-            text, end = await self._call(host, "log_part", path, offset, most, lines)
-        except HostLost:
-            return "", offset or 0
-        return str(text), int(end)
+        return await self._call_or(("", offset or 0), host, "log_part", path, offset, most, lines)
 
     async def fault_in_log(self, path: str, host: str | None = None) -> Failure | None:
-        try:
-            fault: Failure | None = await self._call(host, "fault_in_log", path)
-        except HostLost:
-            return None
-        return fault
+        return await self._call_or(None, host, "fault_in_log", path)
 
     async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
         interpreter: Interpreter = await self._call(host, "interpreter", python)
@@ -264,7 +245,7 @@ class RayCluster:
         node = self._node_of(host)
         if node is None or not node.alive:
             return []  # no other host has these metrics
-        measured: list[MetricFamily] = await _result(self._host_actor(node).device_metrics.remote())
+        measured: list[MetricFamily] = await self._host_actor(node).device_metrics.remote()
         return measured
 
     async def lost_hosts(self) -> frozenset[str]:
@@ -281,6 +262,14 @@ class RayCluster:
         nodes = [node for node in self._nodes if (node.id == self._here if host is None else node.label == label)]
         return max(nodes, key=lambda node: node.alive, default=None)
 
+    async def _call_or(self, default: T, host: str | None, method: str, *arguments: Any) -> T:
+        """Returns the reply of the host's actor, as ``_call``; the default for a lost host."""
+        try:
+            reply: T = await self._call(host, method, *arguments)
+        except HostLost:
+            return default
+        return reply
+
     async def _call(self, host: str | None, method: str, *arguments: Any) -> Any:
         """Returns the reply of the host's actor, or of another one on the same machine if its Ray node is dead: they
         share one kernel. Raises HostLost if none replies."""
@@ -295,7 +284,7 @@ class RayCluster:
                 raise HostLost(f"no host actor replies for {host or 'this host'}")
             try:
                 call = getattr(self._host_actor(target), method).remote(*arguments)
-                return await self._clock.within(_result(call), CONFIRM_DEATH_S + CALL_DEADLINE_S)
+                return await self._clock.within(call, CONFIRM_DEATH_S + CALL_DEADLINE_S)
             except RayTaskError:
                 raise  # it has replied with a failure
             except (RayError, asyncio.TimeoutError) as error:
@@ -336,7 +325,7 @@ class RayCluster:
         except ValueError:
             return None
         try:
-            config, status = await self._clock.within(_result(actor.describe.remote()), ADOPT_S)
+            config, status = await self._clock.within(actor.describe.remote(), ADOPT_S)
         except (RayError, asyncio.TimeoutError) as error:
             log.warning("%s does not reply and is killed: %s", name, error)
             ray.kill(actor, no_restart=True)
@@ -347,16 +336,12 @@ class RayCluster:
 
     async def _is_dead(self, actor: Any) -> bool:
         try:
-            await self._clock.within(_result(actor.watch.remote(0, 0.0)), CALL_DEADLINE_S)
+            await self._clock.within(actor.watch.remote(0, 0.0), CALL_DEADLINE_S)
         except RayActorError:
             return True
         except (RayError, asyncio.TimeoutError):
             return False
         return False
-
-
-async def _result(reference: Any) -> Any:
-    return await reference
 
 
 def _death(error: RayError) -> str:

@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import NamedTuple
 
 from workers.host.process_tree import end_with
@@ -23,7 +24,7 @@ class Ended(NamedTuple):
     code: int  # its exit code, or the signal that killed it as a negative number
 
 
-def apart(work: Callable[[Callable[[bytes], None]], int], signals: Collection[int]) -> Ended:
+def apart(work: Callable[[Callable[[bytes], object]], int], signals: Collection[int]) -> Ended:
     """Run ``work`` in a child process, which ends with this one, and wait for it. Must be called on the main thread.
 
     ``work`` gets a function that sends marks to this process, and returns the exit code. ``signals`` of this process
@@ -42,7 +43,7 @@ def apart(work: Callable[[Callable[[bytes], None]], int], signals: Collection[in
             end_with(parent)
             signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal with `stty tostop` would stop it
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            code = work(lambda mark: _write(writing, mark))
+            code = work(partial(os.write, writing))
         except BaseException:  # noqa: BLE001 - it must not become a second copy of the caller
             with contextlib.suppress(OSError):
                 traceback.print_exc()
@@ -78,7 +79,3 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # they may be files on a full disk
             stream.flush()
-
-
-def _write(descriptor: int, mark: bytes) -> None:
-    os.write(descriptor, mark)

@@ -16,7 +16,6 @@ import re
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -132,11 +131,7 @@ class Logs:
         """Log a finished request. Never blocks, and never raises."""
         if len(record.path) > MAX_FIELD:
             record = msgspec.structs.replace(record, path=brief(record.path, MAX_FIELD))
-        self._put((self._wall(), record))
-
-    def put(self, record: logging.LogRecord) -> None:
-        """Log a record of the logging module."""
-        self._put(record)
+        self.put((self._wall(), record))
 
     def flush(self, deadline_s: float = FLUSH_S) -> bool:
         """Wait until all lines so far are written. Returns False at the deadline."""
@@ -151,7 +146,8 @@ class Logs:
         self._queue.put(None)
         self._thread.join(FLUSH_S)
 
-    def _put(self, item: logging.LogRecord | tuple[float, Access]) -> None:
+    def put(self, item: logging.LogRecord | tuple[float, Access]) -> None:
+        """Queue a record of the logging module, or a finished request and its time. Drops it if too much waits."""
         size = _size(item)
         with self._counting:
             if self._queue.qsize() >= MOST_WAITING or self._waiting_bytes + size > MOST_WAITING_BYTES:
@@ -203,7 +199,7 @@ class Logs:
         fields: dict[str, Any] = _head(record.created, record.levelname, record.name, record.getMessage())
         fields.update((name, getattr(record, name)) for name in ABOUT if getattr(record, name, None) is not None)
         if record.exc_info and record.exc_info[0] is not None:
-            fields["error"] = brief("".join(traceback.format_exception(*record.exc_info)).rstrip(), MAX_MESSAGE)
+            fields["error"] = brief(self._plain.formatException(record.exc_info), MAX_MESSAGE)
         if record.stack_info:
             fields["stack"] = record.stack_info
         return _encoded(fields)
@@ -229,19 +225,11 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            record.msg, record.args = (
-                brief(record.getMessage(), MAX_MESSAGE),
-                None,
-            )  # formatted now, because arguments may change
+            message = brief(record.getMessage(), MAX_MESSAGE)  # formatted now, because arguments may change
+            record.msg, record.args = message, None
         except Exception as error:  # noqa: BLE001 - a wrong log call must not raise in its caller
             record.msg, record.args = f"{record.msg} (its arguments do not fit: {error})", None
         self._logs.put(record)
-
-
-class _StandardError:
-    def write(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
 
 
 _current: Logs | None = None
@@ -263,7 +251,7 @@ def set_up(
         tear_down()
     files = [] if path is None else [LogFile(path)]
     # Ray stores stderr without a limit, so access lines go to the file only.
-    errors = [_StandardError()] if stderr else []
+    errors = [sys.stderr] if stderr else []  # it flushes each line
     sinks: Sequence[Sink] = files or errors
     _current = logs = Logs(sinks, format, record_sinks=errors if files else (), prompts=prompts, wall=wall)
     handler = _Handler(logs)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -72,9 +73,9 @@ def run_simulation(inputs: SimulationInputs, report: Callable[[str], None]) -> S
     """Runs the simulation. First passes to ``report`` which requests were dropped or cut. Raises Failed and
     InvalidTrace."""
     reads = [_read(inputs, file) for file in inputs.files]
-    load = _synthetic(inputs, inputs.load, reads, report) if isinstance(inputs.load, SyntheticLoad) else None
-    if load is None:
-        assert isinstance(inputs.load, Path)
+    if isinstance(inputs.load, SyntheticLoad):
+        load = _synthetic(inputs, inputs.load, reads, report)
+    else:
         load = _traced(inputs.load, reads, report)
     begins = next(at for at in (inputs.begins, load.begins, BEGINS) if at is not None)
     outcomes = tuple(_run(inputs, read, load.arrivals, begins) for read in reads)
@@ -84,17 +85,20 @@ def run_simulation(inputs: SimulationInputs, report: Callable[[str], None]) -> S
 def _read(inputs: SimulationInputs, file: SpecFile) -> SpecScenario:
     measured = None
     if inputs.speeds is not None and file.spec is not None:
-        text = _text(inputs.speeds)
+        with _reading(inputs.speeds, "speeds-wrong"):
+            text = inputs.speeds.read_text(encoding="utf-8")
         measured = parse_speeds(text, str(inputs.speeds), (model.name for model in file.spec.models))
     return scenario_of(file, hosts=inputs.hosts, gateways=inputs.gateways, measured=measured)
 
 
-def _text(path: Path) -> str:
+@contextlib.contextmanager
+def _reading(path: Path, problem_id: str) -> Iterator[None]:
+    """Converts the errors of reading a text file to Failed."""
     try:
-        return path.read_text(encoding="utf-8")
+        yield
     except (OSError, UnicodeDecodeError) as error:
         what = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise Failed("speeds-wrong", what, "check the path and its permissions") from None
+        raise Failed(problem_id, what, "check the path and its permissions") from None
 
 
 def _synthetic(
@@ -126,9 +130,8 @@ def _synthetic(
 
     if any(lengths.capped for lengths in fit.values()):
         uncut = load(dict.fromkeys(models, synthetic.lengths))
-        _report_cut(
-            Counter(arrival.model for arrival in uncut if _tokens(arrival) > limits[arrival.model]), limits, report
-        )
+        cut = (item.model for item in uncut if item.prompt_tokens + item.output_tokens > limits[item.model])
+        _report_cut(Counter(cut), limits, report)
     description = f"{synthetic.kind}, {synthetic.rate:g} requests/s for {span(synthetic.seconds)}, "
     return _Load(load(fit), description + f"lengths {synthetic.lengths.name}, seed {inputs.seed}")
 
@@ -140,12 +143,8 @@ def _traced(path: Path, reads: list[SpecScenario], report: Callable[[str], None]
         for read in reads
     ]
     common = {alias: name for alias, name in names[0].items() if all(alias in each for each in names)}
-    try:
-        with path.open(encoding="utf-8", newline="") as stream:
-            trace = read_trace(stream, str(path), common)
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise Failed("trace-unreadable", what, "check the path and its permissions") from None
+    with _reading(path, "trace-unreadable"), path.open(encoding="utf-8", newline="") as stream:
+        trace = read_trace(stream, str(path), common)
     if trace.unknown:
         whose = "not in the spec" if len(reads) == 1 else "not in both specs"
         report(f"{_requests(sum(trace.unknown.values()))} dropped: their models are {whose}: {by_model(trace.unknown)}")
@@ -162,10 +161,6 @@ def _report_cut(cut: Mapping[str, int], limits: Mapping[str, int], report: Calla
 
 def _requests(count: int, of: str = "") -> str:
     return f"1 request{of} is" if count == 1 else f"{count} requests{of} are"
-
-
-def _tokens(arrival: Arrival) -> int:
-    return arrival.prompt_tokens + arrival.output_tokens
 
 
 def _length(read: SpecScenario, name: str) -> int:

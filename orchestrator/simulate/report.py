@@ -15,6 +15,7 @@ from placements.planner.spec_hosts import prices
 
 BINS = 60  # columns of the core timeline
 MOST_DECISIONS = 1000  # the last ones, in the JSON
+COUNTS = ("answered", "refused", "lost", "open")  # of requests
 
 
 def run_data(read: SpecScenario, outcome: Outcome) -> dict[str, Any]:
@@ -32,10 +33,7 @@ def run_data(read: SpecScenario, outcome: Outcome) -> dict[str, Any]:
         "duration_s": round(outcome.seconds, 3),
         "requests": arrived,
         "attainment": round(outcome.attainment, 4),
-        "answered": sum(item.answered for item in outcome.measured.values()),
-        "refused": sum(item.refused for item in outcome.measured.values()),
-        "lost": sum(item.lost for item in outcome.measured.values()),
-        "open": sum(item.open for item in outcome.measured.values()),
+        **{name: sum(getattr(item, name) for item in outcome.measured.values()) for name in COUNTS},
         "starts": sum(outcome.loads.values()),
         "core_hours": round(core_hours, 2),
         "cost": _cost(outcome),
@@ -76,10 +74,7 @@ def _model_data(read: SpecScenario, outcome: Outcome, model: SimModel) -> dict[s
     return {
         "model": name,
         "requests": measured.arrived,
-        "answered": measured.answered,
-        "refused": measured.refused,
-        "lost": measured.lost,
-        "open": measured.open,
+        **{name: getattr(measured, name) for name in COUNTS},
         "attainment": round(measured.attainment, 4),
         "objectives": _objectives(model),
         **{key: None if summary is None else summary.as_dict() for key, summary in summaries.items()},
@@ -122,11 +117,10 @@ def _totals(runs: Sequence[dict[str, Any]]) -> str:
     rows: list[tuple[str, list[str]]] = [
         ("hosts", [f"{run['hosts']} with {run['cores']} cores" for run in runs]),
         ("within objectives", [f"{run['attainment']:.1%}" for run in runs]),
-        ("answered", [str(run["answered"]) for run in runs]),
-        ("refused", [str(run["refused"]) for run in runs]),
-        ("lost", [str(run["lost"]) for run in runs]),
-        ("open at the end", [str(run["open"]) for run in runs]),
-        ("starts", [str(run["starts"]) for run in runs]),
+        *(
+            ("open at the end" if name == "open" else name, [str(run[name]) for run in runs])
+            for name in (*COUNTS, "starts")
+        ),
         ("core-hours", [f"{run['core_hours']:.1f}" for run in runs]),
         ("cost", ["-" if run["cost"] is None else f"{run['cost']:.2f}" for run in runs]),
     ]

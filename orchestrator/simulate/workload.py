@@ -44,7 +44,6 @@ class Workload:
     lengths: Mapping[str, Lengths] = field(default_factory=lambda: MappingProxyType({}))  # by model; default: chat
     shares: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # by model, relative to 1.0
     period_s: float = DAY_S
-    begins: float | None = None
 
     def __iter__(self) -> Iterator[Arrival]:
         chat = Lengths.parse("chat")
