@@ -44,7 +44,7 @@ from pathlib import Path
 import ray
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.on_ray.ray_cluster import RayCluster
-from orchestrator.on_ray.ray_nodes import NAMESPACE, host_labels
+from orchestrator.on_ray.ray_nodes import NAMESPACE
 from workers.host import host_facts as host
 from workers.artifacts.store.store_settings import StoreSettings
 
