@@ -291,7 +291,7 @@ BOUNDARIES = (
     "orchestrator/api/server.py",
     "orchestrator/control/",
     "orchestrator/daemon/daemon.py",
-    "orchestrator/gateway/app.py",
+    "orchestrator/gateway/generation.py",
     "orchestrator/gateway/http/connection.py",
     "orchestrator/gateway/serving/replica_link.py",
     "orchestrator/on_ray/actors.py",

@@ -16,7 +16,8 @@ from pathlib import Path
 import uvloop
 
 from orchestrator.access.tls import CertificateFiles
-from orchestrator.gateway.app import ControllerClient, Gateway
+from orchestrator.gateway.app import Gateway
+from orchestrator.gateway.controller_client import ControllerClient
 from orchestrator.gateway.http.connection import HttpConnection
 from orchestrator.gateway.http.listener import bind
 from orchestrator.gateway.settings import GatewaySettings
@@ -91,7 +92,7 @@ class GatewayServer:
         loop = asyncio.get_running_loop()
         self._http.max_connections = _affordable(self._settings.max_connections)
         self._stopping = asyncio.Event()
-        works = (self.gateway.follow(), self.gateway.report(), self._listen_and_sweep())
+        works = (self.gateway.served.follow(), self.gateway.report(), self._listen_and_sweep())
         tasks = [loop.create_task(work) for work in works]
         stopping = loop.create_task(self._stopping.wait())
         try:
@@ -111,7 +112,7 @@ class GatewayServer:
 
         Waits for the first routes, for up to ``FIRST_ROUTES_S``: another gateway may have the same port, and can answer
         what this one would have to reject."""
-        await self.gateway.wait_for_routes(FIRST_ROUTES_S)
+        await self.gateway.served.wait_for_routes(FIRST_ROUTES_S)
         for turn in itertools.count():
             if await self.gateway.join():
                 break

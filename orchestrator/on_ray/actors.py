@@ -19,7 +19,7 @@ from orchestrator.control.controller import Controller
 from orchestrator.control.controller_metrics import CORE_STATES
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.route_table import RouteTable
-from orchestrator.gateway.app import ControllerAway
+from orchestrator.gateway.controller_client import ControllerAway
 from orchestrator.gateway.server import GatewayServer, settle_collector
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.on_ray.ray_cluster import RayCluster

@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.api.routes import ROUTES
 from orchestrator.fleet.controller_settings import ADMIN_PATH
-from orchestrator.gateway.app import OPEN
+from orchestrator.gateway.admission.authenticator import OPEN
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import ROUTES as GATEWAY_ROUTES
 from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest

@@ -13,7 +13,7 @@ import httpx
 
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
-from orchestrator.gateway.app import ControllerAway
+from orchestrator.gateway.controller_client import ControllerAway
 from orchestrator.gateway.http.http_server import HttpServer
 from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.serving.model_queue import ModelQueue
@@ -118,7 +118,7 @@ class LiveGateway:
     def serve(self, *models: ModelRoutes, ready: bool = True) -> LiveGateway:
         """Set the routes and wait until every replica is connected."""
         self.controller.set(*models, ready=ready)
-        queues = self._server.gateway.queues
+        queues = self._server.gateway.served.queues
 
         def connected() -> bool:
             return all(
@@ -133,14 +133,14 @@ class LiveGateway:
 
     @property
     def queues(self) -> dict[str, ModelQueue]:
-        return self._server.gateway.queues
+        return self._server.gateway.served.queues
 
     @property
     def http_server(self) -> HttpServer:
         return self._server.gateway.server
 
     def queue(self, model: str) -> ModelQueue:
-        return self._server.gateway.queues[model]
+        return self._server.gateway.served.queues[model]
 
     @property
     def waits(self) -> bool:

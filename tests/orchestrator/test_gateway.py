@@ -14,7 +14,7 @@ import pytest
 from openai import NotFoundError, OpenAI
 
 from orchestrator.fleet.replica_states import ModelState
-from orchestrator.gateway import app
+from orchestrator.gateway import app, request_log
 from orchestrator.gateway.http import request_reader
 from orchestrator.process.logs import Access
 from tests.fleet import until
@@ -556,7 +556,7 @@ def test_the_log_line_of_a_request_has_its_prompt_only_if_enabled(
 ) -> None:
     """And the answer; bodies of other routes are never logged."""
     lines: list[Access] = []
-    monkeypatch.setattr(app, "access_log", lines.append)
+    monkeypatch.setattr(request_log, "access_log", lines.append)
     live = LiveGateway(log_prompts=log_prompts)
     try:
         live.serve(routes("m", replica()))
@@ -577,7 +577,7 @@ def test_a_gateway_knows_the_routes_before_it_listens(replica: Make, monkeypatch
     join = app.Gateway.join
 
     async def joined(self: app.Gateway) -> bool:
-        known.append("m" in self.queues)
+        known.append("m" in self.served.queues)
         return await join(self)
 
     monkeypatch.setattr(app.Gateway, "join", joined)

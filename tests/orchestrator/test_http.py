@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.access.keys import KeyFile
-from orchestrator.gateway import app
+from orchestrator.gateway import request_log
 from orchestrator.gateway.app import Gateway
 from orchestrator.process import logs
 from orchestrator.process.home import Home
@@ -246,7 +246,7 @@ def test_requests_without_a_key_are_counted_and_not_logged_individually(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any client could fill the disk with them."""
-    monkeypatch.setattr(app, "UNAUTHENTICATED_LOG_S", 0.0)
+    monkeypatch.setattr(request_log, "UNAUTHENTICATED_LOG_S", 0.0)
     KeyFile(Home(tmp_path).keys).create("k")
     log = tmp_path / "gateway.log"
     logs.set_up(log, "text")

@@ -99,7 +99,11 @@ def gateway() -> Iterator[LiveGateway]:
 def serve(gateway: LiveGateway, *replicas: LogprobsReplica) -> None:
     table = msgspec.structs.replace(routes("m", state=ModelState.READY), replicas=[one.route for one in replicas])
     gateway.controller.set(table)
-    until(lambda: "m" in gateway._server.gateway.queues and gateway.queue("m").slots == 32 * len(replicas), 10, "open")
+    until(
+        lambda: "m" in gateway.queues and gateway.queue("m").slots == 32 * len(replicas),
+        10,
+        "open",
+    )
 
 
 class Posted(threading.Thread):

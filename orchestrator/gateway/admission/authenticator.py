@@ -17,6 +17,8 @@ from orchestrator.process.addresses import is_loopback
 if TYPE_CHECKING:
     from orchestrator.gateway.settings import GatewaySettings
 
+OPEN = frozenset({"/livez", "/readyz", "/health", "/ping"})  # routes that need no key
+
 
 @dataclass(frozen=True, slots=True)
 class _CachedKey:
@@ -171,10 +173,7 @@ EXPOSED = (
 def _cors(origin: str) -> tuple[tuple[bytes, bytes], ...]:
     return (
         (b"access-control-allow-origin", origin.encode("latin-1")),
-        (
-            b"access-control-expose-headers",
-            EXPOSED,
-        ),
+        (b"access-control-expose-headers", EXPOSED),
         (b"vary", b"origin"),
     )
 

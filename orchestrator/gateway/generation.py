@@ -1,0 +1,208 @@
+"""Starts the requests that generate text: tokenizes their prompts and puts them into the queue of their model."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar, cast
+
+from orchestrator.gateway.admission.key_limits import KeyLimits
+from orchestrator.gateway.http.exchange import Exchange
+from orchestrator.gateway.openai import body_reader, errors
+from orchestrator.gateway.openai.answers import Answer, Choice
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
+from orchestrator.gateway.openai.reply import Note, Reply
+from orchestrator.gateway.openai.request_builder import Prompts, prompts_of, requests_for
+from orchestrator.gateway.serving.model_queue import ModelQueue
+from orchestrator.gateway.serving.scheduling_parameters import read_scheduling_parameters
+from orchestrator.gateway.serving.tokenizer_threads import TokenizerThreads
+from orchestrator.gateway.serving.tokenizers import Tokenizers
+from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics
+from orchestrator.gateway.telemetry.request_spans import RequestTracing
+from workers.messages.requests import GenerateRequest
+from workers.text.tokenizer import ByteTokenizer
+from workers.text.tokenizer_process import TokenizerFault
+
+log = logging.getLogger(__name__)
+
+CHAT = "/v1/chat/completions"
+INLINE_BYTES = 2048  # the byte tokenizer runs inline up to this body size: a thread would cost more
+BYTES_OF_TOKEN = 4  # estimate by which a key is charged before tokenizing
+
+GenerationBody = ChatRequest | CompletionRequest
+T = TypeVar("T")
+
+
+class Generation:
+    """The requests of one gateway on their way into the queues. Used from one event loop."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        gateway: str,
+        tokenizers: Tokenizers,
+        limits: KeyLimits,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._settings = settings
+        self._tokenizers = tokenizers
+        self._threads = TokenizerThreads()
+        self._limits = limits
+        self._metrics = metrics
+        self._tracing = RequestTracing.from_environment(gateway)
+        self._request_ids = map(f"{gateway}-%d".__mod__, itertools.count())
+        self._answer_ids = map(f"-{gateway}%x".__mod__, itertools.count())
+        self._renewals: set[asyncio.Task[None]] = set()
+
+    def start(
+        self, exchange: Exchange, body: GenerationBody, queue: ModelQueue, prompts: int
+    ) -> Awaitable[None] | None:
+        """Starts a request with that many ``prompts``, at once or by the awaitable that it returns. Raises ApiError."""
+        routes = queue.routes
+        count = prompts * (body.n or 1)
+        if count > 1 and count > (room := routes.max_queue + queue.slots):  # before that many requests are made
+            raise errors.too_many_choices(count, room)
+        tokenizer = self._tokenizers.loaded(routes.engine, routes.source, routes.tokenizer)
+        if not isinstance(tokenizer, ByteTokenizer) or len(exchange.request.body) > INLINE_BYTES:
+            return self._start_later(exchange, body, queue)
+        self._start(exchange, body, queue, prompts_of(body, tokenizer, routes.tool_parser))
+        return None
+
+    async def on_thread(self, exchange: Exchange, queue: ModelQueue, work: Callable[[], T]) -> T:
+        """Returns what ``work`` does, which tokenizes the exchange's body. A key with limits is charged beforehand by
+        the length of the body, and the charge stays if ``work`` rejects the body. Raises ApiError."""
+        key, size = exchange.key, len(exchange.request.body)
+        charges = key is not None and key.limited and exchange.grant is None
+        try:
+            if charges:
+                exchange.grant = self._limits.take(key, size // BYTES_OF_TOKEN, time.monotonic(), least=0)
+                exchange.grant.least = exchange.grant.reserved
+            return await self._threads.run("" if key is None else key.id, size, work, queue.name)
+        except TokenizerFault as fault:
+            log.warning("the tokenizer of %s failed, request %s: %s", queue.name, exchange.id, fault)
+            raise errors.tokenizer_failed(queue.name, fault) from None
+        except ApiError:
+            if charges:
+                exchange.add_headers(self._limits.headers(key, time.monotonic()))
+            raise
+
+    def read_again(self, queue: ModelQueue) -> None:
+        """Starts to render and tokenize again the waiting requests that were read for earlier routes."""
+        task = asyncio.get_running_loop().create_task(self._renew_all(queue))
+        self._renewals.add(task)
+        task.add_done_callback(self._renewals.discard)
+
+    async def stop(self) -> None:
+        """Stops the threads and exports the remaining spans."""
+        self._threads.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+
+    async def _start_later(self, exchange: Exchange, body: GenerationBody, queue: ModelQueue) -> None:
+        self._start(exchange, body, queue, await self._prompts(exchange, queue, body))
+
+    async def _prompts(self, exchange: Exchange, queue: ModelQueue, body: GenerationBody) -> Prompts:
+        """Tokenizes on a thread, once the tokenizer is loaded. While an update holds requests, a failed load is retried
+        at each change of the routes: a rollback changes the tokenizer. Raises ApiError."""
+        until = time.monotonic() + queue.routes.hold_s
+        while True:
+            routes = queue.routes
+            try:
+                tokenizer = await self._tokenizers.get(routes.engine, routes.source, routes.tokenizer)
+            except ApiError:
+                if not await queue.other_routes(routes, until - time.monotonic()):
+                    raise
+                continue
+            limits = queue.limits.within(self._settings.max_prompt_tokens)
+            work = functools.partial(prompts_of, body, tokenizer, routes.tool_parser, limits)
+            prompts = await self.on_thread(exchange, queue, work)
+            if queue.routes.tokenizer == routes.tokenizer:
+                return prompts
+
+    def _requests(
+        self, queue: ModelQueue, body: GenerationBody, prompts: list[list[int]], ids: Iterator[str]
+    ) -> list[GenerateRequest]:
+        """Returns the requests for the replicas. Raises ApiError 400."""
+        default = None if isinstance(body, ChatRequest) else DEFAULT_COMPLETION_TOKENS
+        limits = queue.limits.within(self._settings.max_prompt_tokens)
+        return requests_for(body, prompts, limits, default, ids)
+
+    def _start(self, exchange: Exchange, body: GenerationBody, queue: ModelQueue, tokenized_prompts: Prompts) -> None:
+        """Puts the request's choices into the queue; its Reply does the rest. Raises ApiError."""
+        if exchange.ended:
+            return  # the client disconnected
+        prompts, echoes, parser = tokenized_prompts
+        chat = isinstance(body, ChatRequest)
+        copies = body.n or 1
+        requests = self._requests(queue, body, prompts, self._request_ids)
+        terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
+        self._charge(exchange, body, requests, queue)
+        choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
+        id = ("chatcmpl" if chat else "cmpl") + next(self._answer_ids)
+        answer = Answer(id, body.model, int(time.time()), chat, choices, bool(body.return_token_ids))
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        note = Note(queue.name, bool(body.stream), prompt_tokens=answer.prompt_tokens)
+        settings = self._settings
+        reply = Reply(exchange, answer, note, self._metrics, usage, settings.keep_alive_s, settings.log_prompts)
+        operation = "chat" if chat else "text_completion"
+        if self._tracing is not None:
+            exchange.trace = self._tracing.start(exchange.request.headers, queue.name, operation, exchange.id)
+        trace = exchange.trace
+        try:
+            for request, choice in zip(requests, choices, strict=True):
+                if parser is not None:
+                    choice.parser = parser()
+                reply.add(queue.submit(request, reply, trace, terms, exchange.id), choice)
+                trace = None  # only the first of several choices is traced
+        except BaseException:
+            reply.leave()
+            raise
+
+    def _charge(
+        self, exchange: Exchange, body: GenerationBody, requests: Sequence[GenerateRequest], queue: ModelQueue
+    ) -> None:
+        """Reserves what the request may use from the limits of its key. Raises ApiError 429."""
+        key = exchange.key
+        if key is None or not key.limited:
+            return
+        expected = queue.mean_answer if body.max_tokens is None else math.inf
+        tokens = sum(len(request.prompt_ids) + int(min(request.max_tokens, expected)) for request in requests)
+        least = sum(len(request.prompt_ids) for request in requests) if body.max_tokens is None else None
+        now = time.monotonic()
+        if exchange.grant is not None:  # the reservation for tokenizing
+            exchange.grant.least = 0
+            exchange.grant.settle(0, now)
+        try:
+            exchange.grant = self._limits.take(key, tokens, now, least=least)
+        finally:
+            exchange.add_headers(self._limits.headers(key, now))
+
+    async def _renew_all(self, queue: ModelQueue) -> None:
+        """Renders and tokenizes again the waiting requests that were read for earlier routes."""
+        while replies := dict.fromkeys(cast(Reply, ticket.sink) for ticket in queue.outdated()):
+            for reply in replies:
+                try:
+                    await self._renew(queue, reply)
+                except ApiError as error:
+                    reply.fail(error)
+                except Exception:
+                    log.exception("cannot tokenize again for %s, request %s", queue.name, reply.exchange.id)
+                    reply.fail(errors.internal_error())
+        queue.pump()
+
+    async def _renew(self, queue: ModelQueue, reply: Reply) -> None:
+        """Renews the requests of one reply. Raises ApiError."""
+        request = reply.exchange.request
+        read = body_reader.read_chat if request.path == CHAT else body_reader.read_completion
+        body: GenerationBody = await asyncio.to_thread(read, request.body)
+        prompts = await self._prompts(reply.exchange, queue, body)
+        if not reply.exchange.ended:
+            ids = (ticket.id for ticket in reply.tickets)
+            reply.renew(prompts, self._requests(queue, body, prompts[0], ids))

@@ -1,0 +1,100 @@
+"""Logs, records and counts the requests of one gateway when they are over."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+
+from orchestrator.gateway.admission.authenticator import OPEN, Authenticator
+from orchestrator.gateway.http.exchange import Exchange
+from orchestrator.gateway.openai.reply import Note
+from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics
+from orchestrator.gateway.telemetry.recorder import RequestRecorder
+from orchestrator.process.logs import Access, access_log
+
+log = logging.getLogger(__name__)
+
+UNAUTHENTICATED_LOG_S = 10.0  # between two log lines about requests without a valid key
+CLIENT_GONE = 499  # nginx's status for a client that disconnected before the answer
+
+
+class RequestLog:
+    """The ends of requests: in the access log, the record for `trace export`, the trace, the metrics and the limits of
+    the key."""
+
+    def __init__(
+        self, gate: Authenticator, metrics: GatewayMetrics, recorder: RequestRecorder, *, with_texts: bool
+    ) -> None:
+        """``with_texts`` logs prompts and answers."""
+        self._gate = gate
+        self._metrics = metrics
+        self._recorder = recorder
+        self._with_texts = with_texts
+        self._unauthenticated: Counter[int] = Counter()  # by status, requests without a valid key, not logged yet
+        self._unauthenticated_at = -math.inf  # their last log line (monotonic)
+        self._epoch = time.time() - time.monotonic()  # add to a monotonic time to get seconds since the epoch
+
+    def ended(self, exchange: Exchange) -> None:
+        """Counts and logs an exchange that is over."""
+        note: Note | None = exchange.note
+        self._log(exchange, note)
+        if exchange.grant is not None:
+            used = 0 if note is None else note.completion_tokens + (note.prompt_tokens if note.replica else 0)
+            exchange.grant.settle(used, time.monotonic())
+        if note is not None and note.replica is not None:
+            self._record(exchange, note)
+        if exchange.trace is not None and note is not None:
+            usage = note.prompt_tokens, note.completion_tokens
+            exchange.trace.end(exchange.code or note.reason or "cancelled", usage, exchange.status or CLIENT_GONE)
+        if exchange.code is not None:
+            self._metrics.refused(None if note is None else note.model, exchange.status, exchange.code)
+        if note is not None and note.overhead_s is not None:
+            self._metrics.overhead(note.overhead_s)
+
+    def keep(self, now: float) -> None:
+        """Writes what has been collected. To be called about once a second; ``now`` in monotonic seconds."""
+        self._recorder.write_soon()
+        self._epoch = time.time() - time.monotonic()  # the machine's clock may have been set
+        if self._unauthenticated and now - self._unauthenticated_at >= UNAUTHENTICATED_LOG_S:
+            counts = ", ".join(
+                f"{count} with status {status}" for status, count in sorted(self._unauthenticated.items())
+            )
+            log.warning("requests without a valid key since the last such line, or the start: %s", counts)
+            self._unauthenticated.clear()
+            self._unauthenticated_at = now
+
+    def _record(self, exchange: Exchange, note: Note) -> None:
+        """Records a request for `trace export`: lengths only."""
+        key = "" if exchange.key is None else exchange.key.id
+        arrived_at = exchange.request.received_at + self._epoch
+        self._recorder.note(
+            arrived_at, note.model, note.prompt_tokens, note.completion_tokens, key, note.prefill_s, note.decode_s
+        )
+
+    def _log(self, exchange: Exchange, note: Note | None) -> None:
+        request, key = exchange.request, exchange.key
+        if request.path in OPEN and exchange.status == 200:
+            return  # a probe, every second or so
+        if key is None and self._gate.demands_keys:
+            self._unauthenticated[exchange.status or CLIENT_GONE] += 1  # a line for each could fill the disk
+            return
+        prompts = self._with_texts and note is not None
+        access_log(
+            Access(
+                method=request.method,
+                path=request.path,
+                status=exchange.status or CLIENT_GONE,
+                request_id=exchange.id,
+                ms=(time.monotonic() - request.received_at) * 1000,
+                model=None if note is None else note.model,
+                replica=None if note is None else note.replica,
+                key=None if key is None else key.id,
+                prompt_tokens=None if note is None else note.prompt_tokens,
+                completion_tokens=None if note is None else note.completion_tokens,
+                reason=exchange.code or (None if note is None else note.reason),
+                prompt=request.body.decode(errors="replace") if prompts else None,
+                answer=note.answer if prompts and note is not None else None,
+            )
+        )

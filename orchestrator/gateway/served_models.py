@@ -1,0 +1,158 @@
+"""The models that a gateway serves: a queue for each, kept in line with the controller's route table."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec.structs
+
+from orchestrator.access.keys import ApiKey
+from orchestrator.fleet.route_table import RouteTable
+from orchestrator.gateway.admission.authenticator import allow_model, allow_scope
+from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
+from orchestrator.gateway.openai import errors
+from orchestrator.gateway.serving.model_queue import ModelQueue
+from orchestrator.gateway.serving.tokenizers import Tokenizers
+from orchestrator.scaling.demand_report import DemandReport
+
+log = logging.getLogger(__name__)
+
+CONTROLLER_SILENT_S = 10.0  # without an answer to a long poll: the controller is down
+
+
+class ServedModels:
+    """The queues by model, and the names that clients use. Used from one event loop."""
+
+    def __init__(
+        self,
+        controller: ControllerClient,
+        gateway: str,
+        tokenizers: Tokenizers,
+        retried: Callable[[str, str], None],
+        read_again: Callable[[ModelQueue], None],
+    ) -> None:
+        """``retried`` and ``read_again`` are those of ModelQueue."""
+        self._controller = controller
+        self._gateway = gateway
+        self._tokenizers = tokenizers
+        self._retried = retried
+        self._read_again = read_again
+        self.queues: dict[str, ModelQueue] = {}
+        self._names: dict[str, ModelQueue] = {}  # by name and alias
+        self._table: RouteTable | None = None
+        self._routes_at = 0.0  # the last answer of the controller (monotonic)
+        self._routes_known = asyncio.Event()
+        self._wakes: set[asyncio.Task[None]] = set()
+
+    async def follow(self) -> None:
+        """Applies each new route table, until cancelled. While the controller is down the last table stays in use."""
+        known_version = 0
+        while True:
+            try:
+                version, table = await self._controller.routes(known_version, CONTROLLER_SILENT_S / 3)
+            except ControllerAway as error:
+                log.warning("cannot get routes from the controller: %s", error)
+                await asyncio.sleep(0.2)
+                known_version = 0
+                continue
+            self._routes_at = time.monotonic()
+            self._routes_known.set()
+            if version != known_version:
+                known_version = version
+                self._update(table)
+
+    async def wait_for_routes(self, within_s: float) -> None:
+        """Returns when the first routes have arrived, or after ``within_s``."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._routes_known.wait(), within_s)
+
+    def demand(self, number: int, seconds: float, now: float) -> tuple[DemandReport, bool]:
+        """Returns the report of the demand in the last ``seconds``, and whether there was any."""
+        windows = [queue.report() for queue in self.queues.values()]
+        report = DemandReport(
+            gateway=self._gateway,
+            number=number,
+            seconds=round(seconds, 3),
+            models=[window for window, _ in windows],
+            decisions=[decision for _, decision in windows if decision is not None],
+            unreachable=[route.id for queue in self.queues.values() for route in queue.links.unreachable(now)],
+        )
+        busy = any(window.arrived or window.ended or window.waiting or window.live for window in report.models)
+        return report, busy or bool(report.unreachable)
+
+    def not_ready(self) -> str | None:
+        """Returns why the fleet is not ready; None when it is."""
+        if self._table is None or time.monotonic() - self._routes_at > CONTROLLER_SILENT_S:
+            return "the controller does not answer"
+        if self._table.stopping:
+            return "the fleet is stopping"
+        if not self._table.ready:
+            late = [f"{model.name}: {model.state.value}" for model in self._table.models if not model.replicas]
+            return "\n".join(["not ready", *late])
+        now = time.monotonic()
+        cut_off = [f"{name}: unreachable" for name, queue in self.queues.items() if queue.links.cut_off(now)]
+        return "\n".join(["not ready", *cut_off]) if cut_off else None
+
+    def allowed(self, key: ApiKey | None) -> dict[str, ModelQueue]:
+        """Returns the queues that the key allows, by name and alias."""
+        if key is None or not key.models:
+            return self._names
+        return {name: queue for name, queue in self._names.items() if set(key.models) & set(queue.names)}
+
+    def queue(self, key: ApiKey | None, model: str) -> ModelQueue:
+        """Returns the queue of the model with that name or alias, if the key allows it. Raises ApiError."""
+        allow_scope(key, "inference")
+        if self._table is None:
+            raise errors.model_unavailable(model, "loading", "the gateway has just started")
+        queue = self._names.get(model)
+        if key is not None and key.models:
+            allow_model(key, (model,) if queue is None else queue.names, model)
+        if queue is None:
+            raise errors.model_not_found(model, list(self.allowed(key)))
+        if self._table.stopping:
+            raise errors.model_unavailable(model, "stopping", None)
+        return queue
+
+    async def stop(self) -> None:
+        await asyncio.gather(*[queue.stop() for queue in self.queues.values()])
+
+    def _update(self, table: RouteTable) -> None:
+        if self._table is not None and self._table.ready and not table.ready:
+            table = msgspec.structs.replace(table, ready=True)  # a restarted controller has forgotten it
+        self._table = table
+        for routes in table.models:
+            queue = self.queues.get(routes.name)
+            if queue is None:
+                queue = ModelQueue(
+                    routes,
+                    gateway=self._gateway,
+                    token=table.token,
+                    credentials=table.credentials,
+                    wake=self._wake,
+                    retried=self._retried,
+                    read_again=self._read_again,
+                )
+                self.queues[routes.name] = queue
+            if queue.routes is routes or queue.routes.tokenizer != routes.tokenizer:
+                self._tokenizers.fetch(routes.engine, routes.source, routes.tokenizer)
+            queue.update(routes)
+            if table.stopping:
+                queue.close()
+        for name in self.queues.keys() - {routes.name for routes in table.models}:
+            self.queues.pop(name).close()
+        self._names = {name: queue for queue in self.queues.values() for name in queue.names}
+        self._tokenizers.retain({(routes.engine == "echo", routes.source, routes.tokenizer) for routes in table.models})
+
+    def _wake(self, model: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._controller.wake(model))
+        self._wakes.add(task)
+        task.add_done_callback(self._woken)
+
+    def _woken(self, task: asyncio.Task[None]) -> None:
+        self._wakes.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # the next routes retry it
+            log.warning("cannot request a first replica from the controller: %s", error)
