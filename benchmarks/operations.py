@@ -44,11 +44,12 @@ models:
 """
 BARE = """\
 import sys
+from pathlib import Path
 from workers.batching.batcher import Batcher
 from workers.engines.cpu.engine import CpuEngine
 from workers.messages.requests import GenerateRequest
 from workers.text.tokenizer import load_tokenizer
-engine = CpuEngine(sys.argv[1], slots=4, max_len=512, threads=1)
+engine = CpuEngine(Path(sys.argv[1]), slots=4, max_len=512, threads=1)
 engine.load()
 batcher = Batcher(engine, load_tokenizer("cpu", sys.argv[1]), lambda events: None)
 batcher.submit(GenerateRequest(id="first", prompt_ids=[1], max_tokens=2, temperature=0.0, ignore_eos=True))

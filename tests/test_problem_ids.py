@@ -195,7 +195,7 @@ def test_an_engine_that_is_not_there_or_has_no_model_is_told(monkeypatch: pytest
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 64}')
     (tmp_path / "model.safetensors").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    engine = CpuEngine(str(tmp_path), slots=1, max_len=16, dtype="fp32")
+    engine = CpuEngine(tmp_path, slots=1, max_len=16, dtype="fp32")
     assert load_error(engine.load) == "engine-not-installed"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 import re
 import sys
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 import orchestrator
 from orchestrator.cli.client import find_fleet
@@ -146,7 +147,7 @@ def _drift(python: str, engine: str, installed: str) -> Drift:
     code = _DRIFT.format(path=str(Path(package_contract.__file__)))
     output = run_tool([python, "-c", code, engine], IMPORT_S)
     try:
-        return Drift.of(json.loads(output.stdout.splitlines()[-1]))
+        return msgspec.json.decode(output.stdout.splitlines()[-1], type=Drift)
     except (ValueError, IndexError):
         return Drift(
             engine, package_contract.PACKAGES[engine], installed, problem=output.problem or "it printed nothing"

@@ -21,7 +21,7 @@ from orchestrator.cli.doctor import text
 from tests.doubles import Neuron
 from tests.doubles.machine import Machine, build_machine, make_interpreter
 from tests.orchestrator.fakefleet import LiveAdmin
-from workers.engines.package_contract import Change, Drift
+from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, NeuronProcess
 from workers.host.facts.neuron_ls import Device
 from workers.host.facts.versions import Versions
@@ -180,7 +180,7 @@ def test_engine_auto_without_an_installed_engine_is_reported() -> None:
 
 def test_drift_is_reported_for_engines_in_use() -> None:
     """In one finding for each engine; the JSON report has every line."""
-    changes = tuple(Change(f"f{index}", "(a)", "(b)") for index in range(5))
+    changes = tuple((f"f{index}", "has another signature") for index in range(5))
     drifts = (dataclasses.replace(NXD_DRIFT, changed=changes),)
     interpreters = with_second(drifts=drifts)
     (problem,) = report(dataclasses.replace(WELL, interpreters=interpreters)).problems

@@ -56,7 +56,7 @@ def claims(tmp_path: Path) -> Path:
 def test_the_answer_is_the_engines(spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Greedy, through a process of its own: the tokens that the engine gives when it is stepped by hand."""
     make_checkpoint(tmp_path / "model", "llama", eos=None)
-    engine = CpuEngine(str(tmp_path / "model"), slots=1, max_len=64, dtype="fp32")
+    engine = CpuEngine(tmp_path / "model", slots=1, max_len=64, dtype="fp32")
     engine.load()
     tokenizer = load_tokenizer("cpu", str(tmp_path / "model"))
     ids = tokenizer.encode("A slot is one row")

@@ -97,7 +97,7 @@ def _tokens(response: httpx.Response) -> Any:
 
 def cpu_answers(path: Path, prompts: Prompts) -> list[list[int]]:
     """Greedy, one prompt after the other."""
-    engine = CpuEngine(str(path), slots=1, max_len=128, dtype="fp32")
+    engine = CpuEngine(path, slots=1, max_len=128, dtype="fp32")
     engine.load()
     answers = []
     for prompt in prompts:

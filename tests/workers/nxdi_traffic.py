@@ -54,7 +54,7 @@ def replica_config(source: Path, compiled: Path | None, **fields: Any) -> Replic
 
 def opened(source: Path, compiled: Path | None, kind: Any = NxdEngine, **fields: Any) -> Any:
     """A loaded adapter, or mutant of it."""
-    engine = kind(Settings.of(replica_config(source, compiled, **fields)), None if compiled is None else str(compiled))
+    engine = kind(Settings.of(replica_config(source, compiled, **fields)), compiled)
     engine.load()
     return engine
 

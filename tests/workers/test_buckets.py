@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.batching.buckets import (
-    NoBucket,
     checked_buckets,
     default_decode_buckets,
     default_prefill_buckets,
@@ -25,7 +24,7 @@ def test_a_length_goes_to_the_smallest_bucket_that_holds_it_or_to_none(buckets: 
     if fitting:
         assert smallest_bucket(buckets, length) == min(fitting)
     else:
-        with pytest.raises(NoBucket, match=str(length)):
+        with pytest.raises(ValueError, match=f"no bucket holds {length} "):
             smallest_bucket(buckets, length)
 
 
@@ -48,8 +47,8 @@ def test_a_ladder_shorter_than_its_first_rung_has_one_rung() -> None:
     assert ladder(64, 10) == (10,)
 
 
-@pytest.mark.parametrize("buckets", [[], [0, 8], [8, 8], [16, 8], [8, 300]])
+@pytest.mark.parametrize("buckets", [[0, 8], [8, 8], [16, 8], [8, 300]])
 def test_wrong_buckets_are_refused(buckets: list[int]) -> None:
-    """Empty, unsorted, repeated, not positive or too long buckets are named as such."""
+    """Unsorted, repeated, not positive or too long buckets are named as such."""
     with pytest.raises(ValueError, match="bucket"):
         checked_buckets("prefill", buckets, 256)

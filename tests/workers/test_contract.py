@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from placements.facts import engines
@@ -72,7 +72,7 @@ def seen(folder: Path, engine: str) -> Drift:
         check=True,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(folder)},
     )
-    return Drift.of(json.loads(result.stdout))
+    return msgspec.json.decode(result.stdout, type=Drift)
 
 
 def test_the_surfaces_are_those_of_the_contracts() -> None:
@@ -120,14 +120,12 @@ def test_a_function_that_is_gone_is_named(tmp_path: Path) -> None:
     ids=["name", "default", "kind", "more"],
 )
 def test_a_function_that_is_called_otherwise_is_named(tmp_path: Path, was: str, now: str, how: str) -> None:
-    """With both signatures and in words: another name, default or kind of a parameter, or one more."""
+    """In words: another name, default or kind of a parameter, or one more."""
     install(tmp_path, "nxd-inference", "0.8", "0.8.1", lambda text: text.replace(was, now))
 
     found = seen(tmp_path, "nxd-inference")
 
-    (change,) = found.changed
     assert found.lines() == [f"{COMPILE} {how} (recorded in 0.8)"]
-    assert (was in change.recorded, now in change.installed) == (True, True)
 
 
 def test_options_that_come_and_go_are_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,8 @@ def _other_cpu(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _other_torch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    version = artifacts.metadata.version  # type: ignore[attr-defined]
-    monkeypatch.setattr(artifacts.metadata, "version", lambda name: "0.1" if name == "torch" else version(name))  # type: ignore[attr-defined]
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.1" if name == "torch" else version(name))
 
 
 @pytest.mark.parametrize("file", ["own.py", "parts/rotary.py"])

@@ -16,7 +16,8 @@ import pytest
 
 from tests.checkpoints import EOS_ID, FAMILIES, MAX_POSITIONS, VOCAB_SIZE, WINDOW, byte_level_tokenizer, set_eos
 from workers.batching.batcher import Batcher
-from workers.engines.cpu.engine import DTYPES, CpuEngine
+from workers.engines.cpu.engine import CpuEngine
+from workers.engines.engine_setup import TORCH_DTYPES
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.text.tokenizer import load_tokenizer
@@ -340,7 +341,7 @@ def test_half_precision_chooses_what_transformers_does_up_to_rounding(
     from transformers import AutoModelForCausalLM
 
     path = checkpoint(family_name)
-    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=getattr(torch, DTYPES[dtype])).eval()
+    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=getattr(torch, TORCH_DTYPES[dtype])).eval()
     served = Served(path, dtype=dtype)
     requests = ragged(6, seed=4)
     for number, (prompt, n) in enumerate(requests):
@@ -609,11 +610,8 @@ def test_an_allowed_pickle_that_cannot_be_loaded_says_why(checkpoint: Checkpoint
 @pytest.mark.parametrize(
     ("wrong", "id"),
     [
-        ({"slots": 0}, "bad-engine-size"),
-        ({"max_len": 1}, "bad-engine-size"),
         ({"max_len": MAX_POSITIONS + 1}, "max-len-too-long"),
         ({"dtype": "int3"}, "bad-dtype"),
-        ({"prefill_chunk": 0}, "bad-engine-size"),
         ({"prefill_buckets": [32, 16]}, "bad-buckets"),
         ({"prefill_buckets": [256]}, "bad-buckets"),
         ({"decode_buckets": [32]}, "bad-buckets"),

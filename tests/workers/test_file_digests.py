@@ -1,4 +1,4 @@
-"""The digest of a checkpoint: of all that its files hold, read once."""
+"""The digest of a checkpoint covers all its files, which are read once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.engines import checkpoint_digests
-from workers.engines.checkpoint_digests import digest_of
+from workers.engines.checkpoint_digests import KEPT, digest_of
+from workers.neff_cache import file_states
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_a_single_byte_makes_another_digest(source: Path, tmp_path: Path) -> None:
-    """Wherever it stands: a fine-tuned layer may be a small part of a file."""
+    """At any offset: a fine-tuned layer may be a small part of a file."""
     before = digest_of(source, tmp_path)
     with (source / "model.safetensors").open("r+b") as weights:
         weights.seek(777_777)
@@ -30,8 +30,8 @@ def test_a_single_byte_makes_another_digest(source: Path, tmp_path: Path) -> Non
     assert digest_of(source, tmp_path) != before
 
 
-def test_names_count_and_times_do_not(source: Path, tmp_path: Path) -> None:
-    """A checkpoint that was fetched again is the same; one with its files exchanged is not."""
+def test_names_change_a_digest_and_times_do_not(source: Path, tmp_path: Path) -> None:
+    """A checkpoint that was fetched again is the same; one with a renamed file is not."""
     again = Path(shutil.copytree(source, tmp_path / "again"))
     os.utime(again / "config.json", (1, 1))
     assert digest_of(again, tmp_path) == digest_of(source, tmp_path)
@@ -39,11 +39,11 @@ def test_names_count_and_times_do_not(source: Path, tmp_path: Path) -> None:
     assert digest_of(again, tmp_path) != digest_of(source, tmp_path)
 
 
-def test_what_has_not_changed_is_not_read_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By inode, size and time; a second start is fast."""
+def test_unchanged_files_are_not_read_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is unchanged with the same inode, size and modification time, so a second start is fast."""
     read: list[str] = []
-    really = checkpoint_digests._read
-    monkeypatch.setattr(checkpoint_digests, "_read", lambda path: (read.append(path.name), really(path))[1])
+    digest = file_states.digest
+    monkeypatch.setattr(file_states, "digest", lambda path: (read.append(path.name), digest(path))[1])
     first = digest_of(source, tmp_path)
     assert sorted(read) == ["config.json", "model.safetensors"]
     assert digest_of(source, tmp_path) == first
@@ -54,27 +54,27 @@ def test_what_has_not_changed_is_not_read_again(source: Path, tmp_path: Path, mo
     assert read[2:] == ["config.json"]
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_kept(
+def test_the_digest_of_a_file_that_changes_meanwhile_is_not_stored(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its digest is of neither state."""
-    really = checkpoint_digests._read
+    """It describes neither state of the file."""
+    digest = file_states.digest
 
-    def growing(path: Path) -> str:
-        found = really(path)
+    def change_after_reading(path: Path) -> str:
+        content = digest(path)
         if path.name == "config.json":
             path.write_text("{...}")
-        return found
+        return content
 
-    monkeypatch.setattr(checkpoint_digests, "_read", growing)
+    monkeypatch.setattr(file_states, "digest", change_after_reading)
     before = digest_of(source, tmp_path)
-    monkeypatch.setattr(checkpoint_digests, "_read", really)
+    monkeypatch.setattr(file_states, "digest", digest)
     assert digest_of(source, tmp_path) != before
 
 
-def test_kept_digests_that_cannot_be_read_are_made_anew(source: Path, tmp_path: Path) -> None:
-    """A full disk may have cut them off."""
+def test_unreadable_stored_digests_are_computed_again(source: Path, tmp_path: Path) -> None:
+    """A full disk may have truncated them."""
     before = digest_of(source, tmp_path)
     for broken in ("{", "[]", '{"' + str(source / "config.json") + '": 3}'):
-        (tmp_path / checkpoint_digests.KEPT).write_text(broken)
+        (tmp_path / KEPT).write_text(broken)
         assert digest_of(source, tmp_path) == before

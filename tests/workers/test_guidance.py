@@ -239,12 +239,30 @@ def test_a_real_model_answers_in_json(checkpoint: Any) -> None:
     assert len(got.ids("free")) == 20
 
 
-def test_the_choices_of_a_request_share_one_compilation(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The schemas that llguidance compiles, in order."""
+    import llguidance
+
+    schemas: list[str] = []
+    matcher = llguidance.LLMatcher
+
+    class Recorded:
+        def __new__(cls, *arguments: Any, **options: Any) -> Any:
+            return matcher(*arguments, **options)
+
+        @staticmethod
+        def grammar_from_json_schema(schema: str, **options: Any) -> str:
+            schemas.append(schema)
+            return matcher.grammar_from_json_schema(schema, **options)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Recorded)
+    return schemas
+
+
+def test_the_choices_of_a_request_share_one_compilation(tokenizer: Tokenizer, compiled: list[str]) -> None:
     """A schema is compiled once, also one that is refused, and each choice goes its own way."""
     guides = Guides(tokenizer, VOCAB_SIZE, [EOS_ID])
-    compiled: list[str] = []
-    compile_ = guides._compile
-    monkeypatch.setattr(guides, "_compile", lambda *given: compiled.append(given[1]) or compile_(*given))
     first, second = guides.start('{"enum": [true, 1]}'), guides.start('{"enum": [true, 1]}')
     for _ in range(2):
         with pytest.raises(ValueError, match="Invalid type"):
@@ -256,12 +274,12 @@ def test_the_choices_of_a_request_share_one_compilation(tokenizer: Tokenizer, mo
     assert (first.ended, second.ended) == (True, False)
 
 
-def test_only_so_many_schemas_are_kept(tokenizer: Tokenizer) -> None:
-    """The least recently used one goes."""
+def test_the_least_recently_used_schemas_are_evicted(tokenizer: Tokenizer, compiled: list[str]) -> None:
+    """The cache holds MAX_COMPILED schemas."""
     guides = Guides(tokenizer, VOCAB_SIZE, [EOS_ID])
-    for i in range(MAX_COMPILED + 5):
-        guides.start(f'{{"const": {i}}}')
-    assert len(guides._compiled) == MAX_COMPILED
+    for number in [*range(MAX_COMPILED), 0, MAX_COMPILED, 0, 1]:
+        guides.start(f'{{"const": {number}}}')
+    assert compiled[MAX_COMPILED:] == [f'{{"const": {number}}}' for number in (MAX_COMPILED, 1)]
 
 
 @pytest.mark.parametrize(

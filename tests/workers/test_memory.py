@@ -39,13 +39,14 @@ OTHERS: list[Exception] = [
 LIMITED = """
 import json, resource, sys
 import psutil, torch
+from pathlib import Path
 from workers.messages.engine_protocol import EngineLoadError
 from workers.engines.cpu.engine import CpuEngine
 
 path, slots, spare, limit = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-CpuEngine(path, slots=1, max_len=64, threads=1).load()
+CpuEngine(Path(path), slots=1, max_len=64, threads=1).load()
 resource.setrlimit(getattr(resource, limit), (psutil.Process().memory_info().vms + spare, resource.RLIM_INFINITY))
-engine = CpuEngine(path, slots=slots, max_len=512, threads=1)
+engine = CpuEngine(Path(path), slots=slots, max_len=512, threads=1)
 try:
     engine.load()
 except EngineLoadError as error:

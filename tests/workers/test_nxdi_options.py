@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def test_no_option_is_used_that_a_version_lacks(
 ) -> None:
     """The package would only log it. With LNC, fused QKV and an fp8 cache named as well."""
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    settings = replace(Settings.of(replica_config(Path("m"), None, **fields)), fuse_qkv=True, quantize_kv="fp8")
+    settings = Settings.of(replica_config(Path("m"), None, **fields, fuse_qkv=True, quantize_kv="fp8"))
     options = neuron_options(settings, lengths(settings), nxd_release(version), "q")
     for used in (options, draft_options(options)):
         assert set(used) <= set(CONTRACT.options(f"{CONFIG}NeuronConfig", version)) | {"torch_dtype"}

@@ -12,7 +12,8 @@ import pytest
 from tests.checkpoints import FAMILIES, VOCAB_SIZE
 from tests.workers.test_cpu_engine import MAX_LEN, ROUNDINGS, Reference, Served
 from tests.workers.test_speculation import config
-from workers.engines.cpu.engine import DTYPES, PREFIX_BLOCK, CpuEngine
+from workers.engines.cpu.engine import PREFIX_BLOCK, CpuEngine
+from workers.engines.engine_setup import TORCH_DTYPES
 from workers.engines.open_engine import open_engine
 from workers.engines.speculative import SpeculativeEngine
 from workers.messages.requests import FinishReason
@@ -112,7 +113,7 @@ def test_half_precision_is_right_up_to_rounding(checkpoint: Checkpoints, dtype: 
     from transformers import AutoModelForCausalLM
 
     path = checkpoint("llama")
-    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=getattr(torch, DTYPES[dtype])).eval()
+    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=getattr(torch, TORCH_DTYPES[dtype])).eval()
     served = Served(path, slots=4, dtype=dtype, prefix_cache=True)
     lost = []
     for number, turn in enumerate(turns(lambda prompt, n: words(n, len(prompt)), 4)):

@@ -65,7 +65,7 @@ class UnsortedSlots(ContinuousRows):
     def decode(self, slots: Ints, tokens: Ints, positions: Ints) -> torch.Tensor:
         starts = torch.tensor(list(slots)[::-1], dtype=torch.int32)
         ids, column = torch.tensor(tokens).flip(0)[:, None], torch.tensor(positions).flip(0)[:, None]
-        output: torch.Tensor = self._model.forward(input_ids=ids, cache_ids=column.int(), start_ids=starts)
+        output: torch.Tensor = self.model.forward(input_ids=ids, cache_ids=column.int(), start_ids=starts)
         return output.flip(0)
 
 
@@ -73,7 +73,7 @@ class PromptsIntoOtherSlots(ContinuousRows):
     """Each prompt goes into the slot after its own."""
 
     def prefill(self, slots: Ints, prompts: Sequence[Ints]) -> torch.Tensor:
-        return super().prefill([(slot + 1) % self._slots for slot in slots], prompts)
+        return super().prefill([(slot + 1) % self.slots for slot in slots], prompts)
 
 
 class OneTokenPromptAsDecode(ContinuousRows):
@@ -92,7 +92,7 @@ class LiveRowsAlone(ContinuousRows):
 
     def verify(self, slots: Ints, tokens: Sequence[Ints], positions: Ints, length: int) -> torch.Tensor:
         cells = torch.tensor(positions, dtype=torch.int32)[:, None] + torch.arange(length, dtype=torch.int32)
-        logits = self._model.speculative_forward(
+        logits = self.model.speculative_forward(
             input_ids=torch.tensor(tokens),
             cache_ids=cells,
             start_ids=torch.tensor(list(slots), dtype=torch.int32),
@@ -112,19 +112,19 @@ class IdleSlotsAtPosition0(ContinuousRows):
     """Idle slots of a verification write from position 0 on, as in a decode: the package takes them for prompts."""
 
     def verify(self, slots: Ints, tokens: Sequence[Ints], positions: Ints, length: int) -> torch.Tensor:
-        forward = self._model.speculative_forward
-        idle = [slot for slot in range(self._slots) if slot not in slots]
+        forward = self.model.speculative_forward
+        idle = [slot for slot in range(self.slots) if slot not in slots]
 
         def moved(**call: Any) -> torch.Tensor:
             call["cache_ids"][idle] -= 1
             found: torch.Tensor = forward(**call)
             return found
 
-        self._model.speculative_forward = moved
+        self.model.speculative_forward = moved
         try:
             return super().verify(slots, tokens, positions, length)
         finally:
-            del self._model.speculative_forward
+            del self.model.speculative_forward
 
 
 class NarrowPositions(ContinuousRows):
@@ -138,7 +138,7 @@ class ResetsForEachBatch(LockStepRows):
     """A new batch begins with zeros for the whole KV cache, from the host."""
 
     def prefill(self, slots: Ints, prompts: Sequence[Ints]) -> torch.Tensor:
-        self._model.reset()
+        self.model.reset()
         return super().prefill(slots, prompts)
 
 
@@ -170,7 +170,7 @@ class AbsentRowsLeftOut(LockStepRows):
     def decode(self, slots: Ints, tokens: Ints, positions: Ints) -> torch.Tensor:
         cells = torch.tensor([self._shared(slots, positions)], dtype=torch.int32)
         starts = self._start_ids()[list(slots)]
-        output: torch.Tensor = self._model.forward(
+        output: torch.Tensor = self.model.forward(
             input_ids=torch.tensor(tokens)[:, None], cache_ids=cells, start_ids=starts
         )
         return output

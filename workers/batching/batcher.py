@@ -235,8 +235,9 @@ class Batcher:
 
     def _admit(self) -> list[tuple[int, AcceptedRequest]]:
         """Step 2: returns the requests that join now with their slots, sorted by slot; empty for no prefill."""
-        live = self._slots.live_count
-        if live and (self._just_prefilled or not self._spec.continuous):  # 2a, 2b
+        if not self._waiting:
+            return []
+        if (self._just_prefilled or not self._spec.continuous) and self._slots.live_count:  # 2a, 2b
             return []
         joining: list[tuple[int, AcceptedRequest]] = []
         prompt = answer = 0  # the longest of those that join
@@ -298,5 +299,4 @@ class Batcher:
             with self._changed:
                 self._stepping = False
                 if not self._accepted:
-                    self._slots.check_integrity()
                     self._changed.notify_all()

@@ -10,10 +10,6 @@ SHORTEST_PREFILL = 16  # tokens; below this the padding costs less than a call
 SHORTEST_DECODE = 64  # tokens; reading a shorter KV cache is not measurably faster
 
 
-class NoBucket(ValueError):
-    """A length beyond the largest bucket. Taking the largest instead would silently cut the input."""
-
-
 def ladder(shortest: int, longest: int) -> tuple[int, ...]:
     """Returns lengths that double from ``shortest`` up to exactly ``longest``: 16, 32, 64, 100 for (16, 100).
 
@@ -40,18 +36,17 @@ def default_decode_buckets(max_len: int) -> tuple[int, ...]:
 
 
 def smallest_bucket(buckets: Sequence[int], length: int) -> int:
-    """Returns the smallest of the ascending ``buckets`` that holds ``length`` tokens. Raises ``NoBucket``."""
+    """Returns the smallest of the ascending ``buckets`` that holds ``length`` tokens. Raises ValueError where
+    none does: taking the largest instead would silently cut the input."""
     index = bisect_left(buckets, length)
     if index == len(buckets):
-        raise NoBucket(f"no bucket holds {length} tokens, the largest is {buckets[-1] if buckets else 'missing'}")
+        raise ValueError(f"no bucket holds {length} tokens, the largest is {buckets[-1] if buckets else 'missing'}")
     return buckets[index]
 
 
 def checked_buckets(kind: str, buckets: Sequence[int], max_len: int) -> tuple[int, ...]:
     """Returns ``buckets`` as a tuple. Raises ValueError unless positive, ascending and at most ``max_len``."""
-    lengths = tuple(buckets)
-    if not lengths:
-        raise ValueError(f"{kind} buckets are empty")
+    lengths = tuple(buckets)  # at least one
     if lengths[0] < 1 or any(a >= b for a, b in pairwise(lengths)):
         raise ValueError(f"{kind} buckets must be positive and ascending, not {list(lengths)}")
     if lengths[-1] > max_len:

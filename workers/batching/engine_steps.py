@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from workers.batching import sampling
 from workers.batching.accepted_request import AcceptedRequest
@@ -26,14 +26,8 @@ class EngineSteps:
         self._engine = engine
         self._spec = engine.spec
         self._token_bytes = token_bytes
-        self._sampling: SamplingEngine | None = None
-        self._prefixes: PrefixEngine | None = None
-        if self._spec.device_top_k:
-            assert isinstance(engine, SamplingEngine)
-            self._sampling = engine
-        if self._spec.prefix_block:
-            assert isinstance(engine, PrefixEngine)
-            self._prefixes = engine
+        self._sampling = cast(SamplingEngine, engine) if self._spec.device_top_k else None
+        self._prefixes = cast(PrefixEngine, engine) if self._spec.prefix_block else None
 
     def prefill(self, slots: Sequence[int], rows: Rows, copies: list[tuple[int, int, int]]) -> list[TokenEvent]:
         """Processes the prompts, from where each slot's reusable prefix ends. Makes the ``copies`` before, and clears
@@ -136,9 +130,7 @@ class RunSteps(EngineSteps):
 def steps_of(engine: GenerateEngine, token_bytes: TokenBytes) -> EngineSteps:
     """Returns the steps of a loaded engine, by the abilities that its ``spec`` states."""
     if engine.spec.draft_k:
-        assert isinstance(engine, DraftingEngine)
-        return DraftingSteps(engine, token_bytes)
+        return DraftingSteps(cast(DraftingEngine, engine), token_bytes)
     if engine.spec.run_k:
-        assert isinstance(engine, RunEngine)
-        return RunSteps(engine, token_bytes)
+        return RunSteps(cast(RunEngine, engine), token_bytes)
     return EngineSteps(engine, token_bytes)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
 from collections.abc import Collection
-from hashlib import blake2b
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from workers.text.tokenizer import Tokenizer
@@ -34,8 +33,8 @@ class Guides:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._vocabulary: Any = None
-        self._compiling = threading.Lock()  # guards the cache below
-        self._compiled: OrderedDict[bytes, Any] = OrderedDict()  # by digest: a matcher to copy, or an error message
+        self._compiling = threading.Lock()  # choices of one request arrive together: the first one compiles for all
+        self._compiled = lru_cache(MAX_COMPILED)(self._compile)
 
     def start(self, schema: str) -> Guide:
         """Returns the guide of a new answer. Takes up to a second for a large schema that is not compiled yet.
@@ -51,20 +50,17 @@ class Guides:
                 "pip install 'llguidance>=1.0' in its Python"
             ) from error
         vocabulary = self._loaded()
-        digest = blake2b(schema.encode(), digest_size=16).digest()
-        with self._compiling:  # choices of one request arrive together: the first one compiles for all
-            compiled = self._compiled.pop(digest, None) or self._compile(vocabulary, schema)
-            self._compiled[digest] = compiled
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+        with self._compiling:
+            compiled = self._compiled(schema)
             if isinstance(compiled, str):
                 raise ValueError(compiled)
             return Guide(compiled.deep_copy(), vocabulary.vocab_size, frozenset(vocabulary.eos_tokens))
 
-    def _compile(self, vocabulary: Any, schema: str) -> Any:
-        """Returns a matcher in its initial state, or the error message where the schema is refused."""
+    def _compile(self, schema: str) -> Any:
+        """Returns a matcher in its initial state, to be copied, or the error message where the schema is refused."""
         from llguidance import LLMatcher
 
+        vocabulary = self._loaded()
         try:
             grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
         except ValueError as error:

@@ -22,7 +22,6 @@ class Slots(Generic[Owner]):
         if count < 1:
             raise ValueError(f"an engine needs at least one slot, not {count}")
         self._owners: list[Owner | None] = [None] * count
-        self._live = 0
 
     def __len__(self) -> int:
         """Returns the number of slots, free and live."""
@@ -31,12 +30,12 @@ class Slots(Generic[Owner]):
     @property
     def live_count(self) -> int:
         """The number of slots with an owner."""
-        return self._live
+        return len(self._owners) - self.free_count
 
     @property
     def free_count(self) -> int:
         """The number of slots without an owner."""
-        return len(self._owners) - self._live
+        return self._owners.count(None)
 
     def live(self) -> list[tuple[int, Owner]]:
         """Returns every live slot with its owner, sorted by slot: the rows of the next decode."""
@@ -57,7 +56,6 @@ class Slots(Generic[Owner]):
         elif self._owners[slot] is not None:
             raise SlotError(f"slot {slot} is live already")
         self._owners[slot] = owner
-        self._live += 1
         return slot
 
     def release(self, slot: int) -> Owner:
@@ -68,11 +66,4 @@ class Slots(Generic[Owner]):
         if owner is None:
             raise SlotError(f"slot {slot} is free already")
         self._owners[slot] = None
-        self._live -= 1
         return owner
-
-    def check_integrity(self) -> None:
-        """Check that free + live = all slots. Raises ``SlotError`` otherwise; cheap enough for every idle moment."""
-        owned = sum(owner is not None for owner in self._owners)
-        if owned != self._live:
-            raise SlotError(f"{owned} slots have an owner, but {self._live} are counted live")

@@ -12,12 +12,11 @@ from pathlib import Path
 import msgspec
 
 from workers.artifacts.store.manifest import OURS
+from workers.neff_cache import file_states
 
 log = logging.getLogger(__name__)
 
 KEPT = "digests.json"  # path -> stamp and digest
-BLOCK = 1 << 24  # bytes read at once
-READERS = 4  # files read at once: disks and networks are faster than one hashing thread
 
 Stamp = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
 
@@ -37,8 +36,8 @@ def digest_of(source: Path, keep: Path) -> str:
     if missing:
         began = time.monotonic()
         size = sum(stamps[path][2] for path in missing)
-        with ThreadPoolExecutor(READERS) as pool:
-            digests |= zip(missing, pool.map(_read, missing), strict=True)
+        with ThreadPoolExecutor(file_states.READERS) as pool:
+            digests |= zip(missing, pool.map(file_states.digest, missing), strict=True)
         log.info(
             "hashed %.1f GB of %s in %.0f s: compiled artifacts contain weights",
             size / 1e9,
@@ -69,14 +68,6 @@ def _stamp(path: Path) -> Stamp:
     """Returns the stamp of a link's target: a download's folder is full of links."""
     about = path.stat()
     return (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
-
-
-def _read(path: Path) -> str:
-    digest = blake2b(digest_size=16)
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _known(file: Path) -> dict[str, tuple[Stamp, str]]:

@@ -6,11 +6,11 @@ import struct
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from workers.batching.buckets import default_decode_buckets, default_prefill_buckets, smallest_bucket
-from workers.engines.lengths import check_size
+from workers.engines.engine_setup import LoadableEngine
 from workers.messages.engine_protocol import EngineSpec
 
 VOCAB_SIZE = 257  # the bytes, and EOS
@@ -51,7 +51,8 @@ class _Row:
     next_token: int  # the engine's last output, expected as the next input
 
 
-class EchoEngine:
+@dataclass(eq=False)
+class EchoEngine(LoadableEngine):
     """Implements ``GenerateEngine`` with ``echo_tokens``; raises where a Neuron engine would return wrong tokens.
 
     As on Neuron, a decode overwrites every slot that is not listed, so a live slot that was omitted is detected when it
@@ -59,27 +60,17 @@ class EchoEngine:
     transformers.
     """
 
-    def __init__(self, slots: int, max_len: int, step_ms: float = 0.0) -> None:
-        """``step_ms`` is the time that each prefill and decode takes, in milliseconds, for tests of timing."""
-        self._slots = slots
-        self._max_len = max_len
-        self._step_ms = step_ms
-        self._spec: EngineSpec | None = None
-        self._rows: dict[int, _Row] = {}
-
-    @property
-    def spec(self) -> EngineSpec:
-        if self._spec is None:
-            raise RuntimeError("the engine is not loaded")
-        return self._spec
+    slots: int
+    max_len: int
+    step_ms: float = 0.0  # the duration of each prefill and decode, for tests of timing
+    _rows: dict[int, _Row] = field(default_factory=dict, init=False)
 
     def load(self) -> None:
-        check_size("the echo engine", self._slots, self._max_len)
         self._spec = EngineSpec(
-            slots=self._slots,
-            max_len=self._max_len,
-            prefill_buckets=default_prefill_buckets(self._max_len),
-            decode_buckets=default_decode_buckets(self._max_len),
+            slots=self.slots,
+            max_len=self.max_len,
+            prefill_buckets=default_prefill_buckets(self.max_len),
+            decode_buckets=default_decode_buckets(self.max_len),
             vocab_size=VOCAB_SIZE,
             eos_token_ids=frozenset({EOS_ID}),
             returns="tokens",
@@ -116,8 +107,8 @@ class EchoEngine:
                 raise ValueError(f"slot {slot} is empty: it was never filled, or omitted from a decode")
             if position != row.length:
                 raise ValueError(f"slot {slot} holds {row.length} tokens, so position {position} is wrong")
-            if position >= self._max_len:
-                raise ValueError(f"slot {slot} is full: {position} of {self._max_len} tokens")
+            if position >= self.max_len:
+                raise ValueError(f"slot {slot} is full: {position} of {self.max_len} tokens")
             if token != row.next_token:
                 raise ValueError(f"slot {slot} got token {token}, expected {row.next_token}")
         self._take_time()
@@ -139,5 +130,5 @@ class EchoEngine:
                 raise ValueError(f"slot {slot} does not exist, there are {self.spec.slots}")
 
     def _take_time(self) -> None:
-        if self._step_ms:
-            time.sleep(self._step_ms / 1000)
+        if self.step_ms:
+            time.sleep(self.step_ms / 1000)

@@ -19,7 +19,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,6 @@ PACKAGES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Change:
-    """A function whose signature differs from the recorded one."""
-
-    name: str
-    recorded: str  # "(self, directory)"
-    installed: str
-    how: str = "has another signature"  # the difference in words
-
-
-@dataclass(frozen=True)
 class Drift:
     """The differences of an installed package from the nearest recorded version. All empty: none."""
 
@@ -53,15 +43,8 @@ class Drift:
     known: bool = True  # whether that version is of the same release series
     removed: tuple[str, ...] = ()  # names that are gone, options as "NeuronConfig: name"
     added: tuple[str, ...] = ()  # options that it has beyond the recorded ones
-    changed: tuple[Change, ...] = ()
+    changed: tuple[tuple[str, str], ...] = ()  # functions with another signature, and the difference in words
     problem: str | None = None  # why it cannot be imported
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Drift:
-        """Returns the drift that ``main`` printed, decoded from JSON."""
-        lists = {name: tuple(record[name]) for name in ("removed", "added")}
-        changed = tuple(Change(**change) for change in record["changed"])
-        return cls(**{**record, **lists, "changed": changed})
 
     @property
     def none(self) -> bool:
@@ -76,7 +59,7 @@ class Drift:
         if not self.known:
             lines.append(f"{self.package} {self.installed} was not recorded; compared with {self.recorded}")
         lines += [f"{name} is gone (recorded in {self.recorded})" for name in self.removed]
-        lines += [f"{change.name} {change.how} (recorded in {self.recorded})" for change in self.changed]
+        lines += [f"{name} {how} (recorded in {self.recorded})" for name, how in self.changed]
         return [*lines, *(f"{name} is new (not in {self.recorded})" for name in self.added)]
 
 
@@ -104,8 +87,8 @@ def drift(engine: str) -> Drift:
         ]
     except Exception as error:  # noqa: BLE001 - report whatever its import raises
         return Drift(engine, package, installed, problem=f"{type(error).__name__}: {error}")
-    best = min(drifts, key=lambda one: len(one.removed) + len(one.changed) + len(one.added))
-    return best if nearest == _series(installed) else Drift(**{**vars(best), "known": False})
+    best = min(drifts, key=lambda candidate: len(candidate.removed + candidate.added) + len(candidate.changed))
+    return replace(best, known=nearest == _series(installed))
 
 
 def log_drift(engine: str, log: logging.Logger) -> None:
@@ -126,19 +109,16 @@ def installed_version(package: str) -> str | None:
     return "unknown"
 
 
+_STARS: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+
+
 def parameters(signature: inspect.Signature) -> list[str]:
     """Returns one text for each parameter, without annotations: "self", "debug=False", "*", "**kwargs"."""
     texts: list[str] = []
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and not any(text.startswith("*") for text in texts):
             texts.append("*")
-        stars = (
-            "*"
-            if parameter.kind is parameter.VAR_POSITIONAL
-            else "**"
-            if parameter.kind is parameter.VAR_KEYWORD
-            else ""
-        )
+        stars = _STARS.get(parameter.kind, "")
         default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
         texts.append(f"{stars}{parameter.name}{default}")
     return texts
@@ -156,8 +136,7 @@ def _compare(engine: str, installed: str, version: str, recorded: Mapping[str, A
         with contextlib.suppress(ValueError, TypeError):  # builtins and some wrappers have no signature
             installed_parameters = parameters(inspect.signature(function))
             if not _alike(expected, installed_parameters):
-                how = _difference(expected, installed_parameters)
-                changed.append(Change(name, f"({', '.join(expected)})", f"({', '.join(installed_parameters)})", how))
+                changed.append((name, _difference(expected, installed_parameters)))
     removed += [name for name in recorded["classes"] if _attribute(name) is None]
     for name, options in recorded["options"].items():
         installed_options = _options(_attribute(name))
@@ -167,15 +146,7 @@ def _compare(engine: str, installed: str, version: str, recorded: Mapping[str, A
         ):  # else options are not read by name, and are unknown
             removed += [f"{short}: {option}" for option in options if option not in installed_options]
             added += [f"{short}: {option}" for option in sorted(installed_options - set(options))]
-    return Drift(
-        engine,
-        PACKAGES[engine],
-        installed,
-        version,
-        removed=tuple(removed),
-        added=tuple(added),
-        changed=tuple(changed),
-    )
+    return Drift(engine, PACKAGES[engine], installed, version, True, tuple(removed), tuple(added), tuple(changed))
 
 
 def _difference(expected: Sequence[str], installed: Sequence[str]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+from workers.engines.engine_setup import check_vocabularies
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine, PrefixEngine, VerifyingEngine
 from workers.neff_cache.compile_units import Buildable
 
@@ -22,7 +23,6 @@ class SpeculativeEngine:
         self._target = target
         self._draft = draft
         self._k = k
-        self._prefixes: PrefixEngine  # the target, where it reuses prefixes; set by ``load``
 
     @property
     def spec(self) -> EngineSpec:
@@ -30,35 +30,24 @@ class SpeculativeEngine:
 
     def load(self) -> None:
         """Load both engines. Raises EngineLoadError, also where their vocabularies differ."""
-        if self._k < 1:
-            raise EngineLoadError("bad-draft", f"draft k must be at least 1, not {self._k}")
         self._target.load()
         try:
             self._draft.load()
         except EngineLoadError as error:
             raise EngineLoadError(error.id, f"the draft model: {error.what}", error.hint) from error
-        if self._target.spec.prefix_block:
-            assert isinstance(self._target, PrefixEngine)
-            self._prefixes = self._target
-        own, other = self._target.spec.vocab_size, self._draft.spec.vocab_size
-        if own != other:
-            raise EngineLoadError(
-                "bad-draft",
-                f"the draft model's vocabulary has {other} ids, the model's {own}",
-                "use a draft model with the same tokenizer",
-            )
+        check_vocabularies(self._target.spec.vocab_size, self._draft.spec.vocab_size)
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
         self._draft.prefill(slots, prompts)
         return self._target.prefill(slots, prompts)
 
     def copy_prefix(self, source: int, slot: int, count: int) -> None:
-        self._prefixes.copy_prefix(source, slot, count)
+        cast(PrefixEngine, self._target).copy_prefix(source, slot, count)
 
     def prefill_from(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Any:
         """The draft engine processes whole prompts: its KV cache lacks tokens of steps without a draft."""
         self._draft.prefill(slots, prompts)
-        return self._prefixes.prefill_from(slots, prompts, starts)
+        return cast(PrefixEngine, self._target).prefill_from(slots, prompts, starts)
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
         return self._target.decode(slots, tokens, positions)

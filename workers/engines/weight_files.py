@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from zipfile import is_zipfile
 
+from workers.artifacts.sources.layout import SPLIT
 from workers.engines.checkpoint_files import read_json
 from workers.messages.engine_protocol import EngineLoadError
 
@@ -24,6 +25,12 @@ def files_in(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(set(names.values()))]
 
 
+def weights_root(path: Path) -> Path:
+    """Returns the folder of the weights: ``checkpoint/`` in Optimum Neuron's layout, else the model's own."""
+    inner = path / "checkpoint"
+    return inner if (inner / "config.json").is_file() and not (path / "model.safetensors").is_file() else path
+
+
 def present_files_in(index: Path) -> list[Path]:
     """Returns the files that an index lists. Raises EngineLoadError if one is missing."""
     files = files_in(index)
@@ -35,6 +42,32 @@ def present_files_in(index: Path) -> list[Path]:
     return files
 
 
+def pickled_files(root: Path, allow_pickle: bool) -> list[Path]:
+    """Returns the files of weights without ``model.safetensors``: pickles, or one file for each weight, of either kind,
+    as transformers-neuronx splits them. Raises EngineLoadError for a missing file, and for pickles not allowed."""
+    pickle, split = root / "pytorch_model.bin", root / SPLIT
+    if split.is_file():
+        files = present_files_in(split)
+    elif pickle.is_file():
+        files = [pickle]
+    elif index_of(pickle).is_file():
+        files = present_files_in(index_of(pickle))
+    else:
+        raise no_weights(root)
+    first = next((file for file in files if file.suffix != ".safetensors"), None)
+    if first is not None and not allow_pickle:
+        raise pickles_refused(root, first.name)
+    return files
+
+
+def no_weights(folder: Path) -> EngineLoadError:
+    """Returns the error of a folder without weights that an engine reads."""
+    unsafe = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(pattern))]
+    message = f"{folder} is missing model.safetensors" + (f" and has only {', '.join(unsafe[:3])}" if unsafe else "")
+    hint = "convert the weights with save_pretrained" if unsafe else "copy the weights again"
+    return EngineLoadError("weights-missing", message, hint)
+
+
 def pickles_refused(folder: Path, name: str) -> EngineLoadError:
     """Returns the error of weights that are pickled where ``allow_pickle`` is not set."""
     return EngineLoadError(
@@ -42,18 +75,6 @@ def pickles_refused(folder: Path, name: str) -> EngineLoadError:
         f"the weights of {folder} are pickled ({name}), and reading a pickle can run code",
         "convert them with save_pretrained, or set `allow_pickle: true` if you trust the file",
     )
-
-
-def check_safetensors(files: Iterable[Path]) -> None:
-    """Detect truncated and corrupt files by their headers, before gigabytes are read. Raises EngineLoadError."""
-    from safetensors import SafetensorError, safe_open
-
-    for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise EngineLoadError("weights-broken", f"{file} cannot be read: {error}", "copy the file again") from error
 
 
 def check_pickles(files: Iterable[Path]) -> None:

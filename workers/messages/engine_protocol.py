@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 LOADS_ARRIVING: frozenset[str] = frozenset({"cpu"})
 """The engines whose ``load`` may run while the checkpoint is still being fetched: they wait for each file before they
@@ -80,7 +80,6 @@ class VerifyingEngine(GenerateEngine, Protocol):
         ...
 
 
-@runtime_checkable
 class PrefixEngine(GenerateEngine, Protocol):
     """An engine that can reuse the beginning of a prompt from a slot. ``spec.keeps_idle_slots`` is True.
 
@@ -97,7 +96,6 @@ class PrefixEngine(GenerateEngine, Protocol):
         ...
 
 
-@runtime_checkable
 class DraftingEngine(VerifyingEngine, Protocol):
     """An engine that also guesses its next tokens, at a lower cost than a step of its own."""
 
@@ -125,7 +123,6 @@ class DeviceSampling:
     temperature: float = 1.0  # above 0
 
 
-@runtime_checkable
 class SamplingEngine(GenerateEngine, Protocol):
     """An engine that samples tokens itself, by the parameters last set for the slot. ``spec.returns`` is "tokens"."""
 
@@ -134,7 +131,6 @@ class SamplingEngine(GenerateEngine, Protocol):
         ...
 
 
-@runtime_checkable
 class RunEngine(GenerateEngine, Protocol):
     """An engine that speculates within its own step. Greedy; ``spec.returns`` is "tokens"."""
 
@@ -142,27 +138,6 @@ class RunEngine(GenerateEngine, Protocol):
         """Like ``decode``, with 1 to ``spec.run_k + 1`` tokens for each slot, all of them the model's own choice.
 
         ``positions[i] + spec.run_k + 1`` is at most ``spec.max_len``; with less room, callers use ``decode``.
-        """
-        ...
-
-
-class OneOffEngine(GenerateEngine, Protocol):
-    """An engine whose package has its own generate loop, for a single answer without a batcher."""
-
-    def generate(
-        self,
-        prompt_ids: Sequence[int],
-        max_new_tokens: int,
-        *,
-        temperature: float,
-        top_k: int | None,
-        top_p: float,
-        on_token: Callable[[int], None],
-    ) -> list[int]:
-        """Returns the answer to one prompt; ``temperature`` 0 is greedy. ``on_token`` receives each id, also an EOS.
-
-        Raises ValueError, before the first token, where that loop cannot be used for the model as it was loaded:
-        callers then use ``prefill`` and ``decode``.
         """
         ...
 

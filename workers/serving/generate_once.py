@@ -168,7 +168,7 @@ def _answer(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, send: S
 
 
 def _generate_by_package(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, send: Send) -> End | None:
-    """Answer by the package's own loop (`OneOffEngine`). Returns None where it cannot serve the model as loaded."""
+    """Answer by the engine's ``generate``, its package's own loop. Returns None where it cannot serve the model."""
     stream = tokenizer.stream(request.prompt_ids)
     ends = engine.spec.eos_token_ids
     tokens: list[int] = []

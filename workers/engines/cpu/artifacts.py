@@ -17,11 +17,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from hashlib import blake2s
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from workers.engines.checkpoint_files import read_config
+from workers.engines.manifest_parts import version_of
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError
 
@@ -52,7 +52,7 @@ def manifest(
         raise EngineLoadError("config-unreadable", f"{error.filename}: {error}") from error
     return {
         "engine": "cpu",
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version_of(name) for name in PACKAGES},
         "compiler": compiler_version(),
         # inductor's command line, part of its digests, has the folders of this Python
         "python": f"{platform.python_implementation()} {platform.python_version()} in {sys.prefix}",
@@ -133,10 +133,3 @@ def cpu_target() -> str:
 def is_whole(folder: Path) -> bool:
     """Returns whether there is any code; the entry's record verifies its content."""
     return next((folder / CODE).rglob("*.so"), None) is not None
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from workers.artifacts.fetch.arrival import pending_files, wait_for
 from workers.artifacts.sources.listing import SourceError
 from workers.engines.checkpoint_files import check_length
-from workers.engines.weight_files import check_pickles, check_safetensors, files_in, index_of, pickles_refused
+from workers.engines.safetensors_headers import check_safetensors
+from workers.engines.weight_files import check_pickles, files_in, index_of, no_weights, pickles_refused
 from workers.messages.engine_protocol import EngineLoadError
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ def weight_files(path: Path, allow_pickle: bool) -> tuple[list[Path], bool]:
         file: any(candidate.exists() or candidate.name in pending for candidate in (file, index_of(file)))
         for file in (safe, pickle)
     }
-    pickled = is_there[pickle] and not is_there[safe]
+    if not any(is_there.values()):
+        raise no_weights(path)
+    pickled = not is_there[safe]
     if pickled and not allow_pickle:
         raise pickles_refused(path, (pickle if pickle.exists() or pickle.name in pending else index_of(pickle)).name)
     single = pickle if pickled else safe
@@ -80,11 +83,7 @@ def weight_files(path: Path, allow_pickle: bool) -> tuple[list[Path], bool]:
     files = files_in(index) if index.exists() else [single]
     missing = [file.name for file in files if file.name not in pending and not file.exists()]
     if missing:
-        unsafe = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
-        unsafe = [] if any(is_there.values()) else unsafe
-        message = f"{path} is missing {', '.join(missing)}" + (f" and has only {', '.join(unsafe)}" if unsafe else "")
-        hint = "convert the weights with save_pretrained" if unsafe else "copy the weights again"
-        raise EngineLoadError("weights-missing", message, hint)
+        raise EngineLoadError("weights-missing", f"{path} is missing {', '.join(missing)}", "copy the weights again")
     return files, pickled
 
 

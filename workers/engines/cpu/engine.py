@@ -16,6 +16,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from workers.engines.cpu.checkpoint import (
 )
 from workers.engines.cpu.graphs import Graphs, Traced, misses, storing_code_in, using_code_from
 from workers.engines.cpu.slot_cache import Reach, give_alibi, slot_cache
-from workers.engines.lengths import check_size, checked_lengths
+from workers.engines.engine_setup import LoadableEngine, checked_lengths, dtype_on, source_of
 from workers.engines.speculative import buildables_of, with_draft
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine
@@ -50,7 +51,6 @@ log = logging.getLogger(__name__)
 
 CPU_PACKAGES = "run python -m pip install torch safetensors numpy in the replica's Python"
 PREFIX_BLOCK = 16  # tokens; fewer save less than the chunked prefill costs
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # ours -> torch's
 
 
 def open_cpu(config: ReplicaConfig) -> GenerateEngine:
@@ -61,9 +61,7 @@ def open_cpu(config: ReplicaConfig) -> GenerateEngine:
 def buildables(config: ReplicaConfig) -> list[Buildable]:
     """Returns the engine's compile units, with its draft's; none without `compile`. Raises EngineLoadError."""
     target, draft = _engines(config)
-    if not config.engine_options.get("compile", False):
-        return []
-    return buildables_of(target, draft)
+    return buildables_of(target, draft) if target.compile else []
 
 
 def check(config: ReplicaConfig) -> None:
@@ -75,82 +73,50 @@ def check(config: ReplicaConfig) -> None:
 
 
 def _engines(config: ReplicaConfig) -> tuple[CpuEngine, CpuEngine | None]:
-    if config.source is None:
-        raise EngineLoadError("source-missing", "the cpu engine needs a checkpoint", "set `source` to a folder")
-    options = config.engine_options
-    chunk = options.get("prefill_chunk")
-    compiles = bool(options.get("compile", False))
+    source, options = source_of(config), config.engine_options
     shared: dict[str, Any] = {
         "slots": config.slots,
         "max_len": config.max_len,
         "dtype": config.dtype,
-        "prefill_buckets": config.prefill_buckets or None,
-        "decode_buckets": config.decode_buckets or None,
-        "prefill_chunk": None if chunk is None else int(chunk),
+        "prefill_buckets": config.prefill_buckets,
+        "decode_buckets": config.decode_buckets,
+        "prefill_chunk": options.get("prefill_chunk"),
         "allow_pickle": config.allow_pickle,
         "trust_remote_code": config.trust_remote_code,
-        "compile": compiles,
+        "compile": options.get("compile", False),
         "compiled": None if config.compiled is None else Path(config.compiled),
     }
-    target = CpuEngine(config.source, prefix_cache=bool(options.get("prefix_cache", False)), **shared)
-    return target, None if config.draft_source is None else CpuEngine(config.draft_source, **shared)
+    target = CpuEngine(source, prefix_cache=options.get("prefix_cache", False), **shared)
+    return target, None if config.draft_source is None else CpuEngine(Path(config.draft_source), **shared)
 
 
-class CpuEngine:
+@dataclass(eq=False, repr=False)
+class CpuEngine(LoadableEngine):
     """Implements ``GenerateEngine`` for a directory with safetensors weights. Float32 logits ``[rows, vocab_size]``.
 
-    Pickled weights are read only with ``allow_pickle``. A decode leaves unlisted slots intact.
+    A decode leaves unlisted slots intact. Nothing is read before ``load``.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        slots: int,
-        max_len: int,
-        dtype: str = "fp32",
-        threads: int | None = None,
-        prefill_buckets: Sequence[int] | None = None,
-        decode_buckets: Sequence[int] | None = None,
-        prefill_chunk: int | None = None,
-        prefix_cache: bool = False,
-        allow_pickle: bool = False,
-        trust_remote_code: bool = False,
-        compile: bool = False,
-        compiled: Path | None = None,
-    ) -> None:
-        """``threads`` is torch's number of threads for this process; None: as OMP_NUM_THREADS.
+    source: Path
+    _: KW_ONLY
+    slots: int
+    max_len: int
+    dtype: str = "fp32"
+    threads: int | None = None  # torch's, for this process; None: as OMP_NUM_THREADS
+    prefill_buckets: Sequence[int] = ()  # empty: lengths that double up to ``max_len``; so are decode_buckets
+    decode_buckets: Sequence[int] = ()
+    # The tokens of each prompt that are processed together; None: all. The attention scores of a prompt then take
+    # chunk x length numbers a head, instead of length x length.
+    prefill_chunk: int | None = None
+    prefix_cache: bool = False  # reuse the prompt prefixes that slots hold (``PrefixEngine``)
+    # Without safetensors, read ``pytorch_model.bin`` and its shards, with torch's ``weights_only``: it creates tensors
+    # and plain containers and calls no function that the file names. But unpicklers have had vulnerabilities.
+    allow_pickle: bool = False
+    trust_remote_code: bool = False  # run the Python code that config.json names (``auto_map``), whatever the family
+    compile: bool = False  # pad prompts and steps to their buckets, and run them as inductor's code for each
+    compiled: Path | None = None  # the folder of that code; None: it is not kept
 
-        ``prefill_chunk`` is the number of tokens of each prompt that are processed together; None: all. The attention
-        scores of a prompt then take chunk x length numbers a head, instead of length x length.
-
-        ``prefix_cache``: enables reuse of prompt prefixes that slots hold (``PrefixEngine``).
-
-        ``allow_pickle``: without safetensors, read ``pytorch_model.bin`` and its shards. They are read with torch's
-        ``weights_only``, which creates tensors and plain containers and calls no function that the file names; but
-        unpicklers have had vulnerabilities, so untrusted files are refused by default.
-
-        ``trust_remote_code``: run the Python code that config.json names (``auto_map``), whatever the family.
-
-        ``compile``: prompts and steps are padded to their buckets and run as inductor's code for each; it is stored in
-        ``compiled``, if given.
-
-        Nothing is read before ``load``. Buckets default to lengths that double up to ``max_len``.
-        """
-        self._path = Path(path)
-        self._slots = slots
-        self._max_len = max_len
-        self._dtype = dtype
-        self._threads = threads
-        self._prefill_buckets = prefill_buckets
-        self._decode_buckets = decode_buckets
-        self._prefill_chunk = prefill_chunk
-        self._prefix_cache = prefix_cache
-        self._allow_pickle = allow_pickle
-        self._trust_remote_code = trust_remote_code
-        self._compiles = compile
-        self._compiled = compiled
-        self._spec: EngineSpec | None = None
+    def __post_init__(self) -> None:
         self._reach = Reach()
         self._model: Any = None  # transformers' stock model, its body, its output layer, and our cache
         self._base: Any = None
@@ -159,12 +125,6 @@ class CpuEngine:
         self._graphs: Graphs | None = None  # with `compile`
         self._into: tuple[Entry, Tell] | None = None  # set when it is loaded only to compile
 
-    @property
-    def spec(self) -> EngineSpec:
-        if self._spec is None:
-            raise RuntimeError("the engine is not loaded")
-        return self._spec
-
     def load(self) -> None:
         """Read the weights, then run every bucket once. Raises ``EngineLoadError``."""
         try:
@@ -172,24 +132,24 @@ class CpuEngine:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            activity = f"{self._path} with {self._slots} slots of {self._max_len} tokens in {self._dtype}"
+            activity = f"{self.source} with {self.slots} slots of {self.max_len} tokens in {self.dtype}"
             raise out_of_memory(error, activity) from error
 
     def buildable(self) -> Buildable:
         """Returns the engine's compile unit, without torch and weights. Raises EngineLoadError."""
-        family_of(read_config(self._path), self._path, self._trust_remote_code)
-        return Buildable(source=self._path, manifest=self._manifest(), is_whole=artifacts.is_whole, make=self._make)
+        family_of(read_config(self.source), self.source, self.trust_remote_code)
+        return Buildable(source=self.source, manifest=self._manifest(), is_whole=artifacts.is_whole, make=self._make)
 
     def _manifest(self) -> dict[str, Any]:
         prefill_buckets, decode_buckets = self._checked_sizes()
         return artifacts.manifest(
-            self._path,
-            dtype=self._dtype,
-            slots=self._slots,
-            max_len=self._max_len,
+            self.source,
+            dtype=self.dtype,
+            slots=self.slots,
+            max_len=self.max_len,
             prefill_buckets=prefill_buckets,
             decode_buckets=decode_buckets,
-            trust_remote_code=self._trust_remote_code,
+            trust_remote_code=self.trust_remote_code,
         )
 
     def _make(self, target: Entry, tell: Tell) -> None:
@@ -203,14 +163,14 @@ class CpuEngine:
     def check(self) -> tuple[dict[str, Any], bool]:
         """Check everything that ``load`` needs except cores and memory: the libraries, config.json, the header of each
         weight file. Returns config.json, and whether the weights are pickles. Raises EngineLoadError."""
-        if self._compiles:
+        if self.compile:
             artifacts.check_compiler()
         self._checked_sizes()
-        arrived(lambda: wait_for_small(self._path))
-        settings = read_config(self._path)
-        family_of(settings, self._path, self._trust_remote_code)
-        eos_token_ids(self._path, settings)
-        weights, pickled = weight_files(self._path, self._allow_pickle)
+        arrived(lambda: wait_for_small(self.source))
+        settings = read_config(self.source)
+        family_of(settings, self.source, self.trust_remote_code)
+        eos_token_ids(self.source, settings)
+        weights, pickled = weight_files(self.source, self.allow_pickle)
         try:
             import safetensors  # noqa: F401
             import torch  # noqa: F401 - see below
@@ -222,42 +182,42 @@ class CpuEngine:
 
     def _load(self) -> None:
         settings, pickled = self.check()
-        family = family_of(settings, self._path, self._trust_remote_code)
-        eos = eos_token_ids(self._path, settings)
+        family = family_of(settings, self.source, self.trust_remote_code)
+        eos = eos_token_ids(self.source, settings)
         prefill_buckets, decode_buckets = self._checked_sizes()
         import torch
 
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        model = load_model(self._path, getattr(torch, DTYPES[self._dtype]), pickled, self._trust_remote_code)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        model = load_model(self.source, getattr(torch, dtype_on("cpu", self.dtype)), pickled, self.trust_remote_code)
         check_rotary(settings, model.config)
-        check_positions(model.config, self._max_len)
+        check_positions(model.config, self.max_len)
 
         self._model = model
         self._base = model.base_model
         self._head = model.get_output_embeddings()
         self._takes_positions = "position_ids" in inspect.signature(self._base.forward).parameters
         self._additive_mask = getattr(model.config, "_attn_implementation", "eager") == "eager"
-        self._kv_positions = torch.arange(self._max_len)
+        self._kv_positions = torch.arange(self.max_len)
         self._windows = windows_of(family, model.config)
         if family.alibi:
-            give_alibi(self._base, self._reach, self._max_len)
-        room = self._max_len + (1 if self._compiles else 0)  # where idle slots of a graph write
-        self._cache = slot_cache(self._reach, model.config.num_hidden_layers, self._slots, room)
+            give_alibi(self._base, self._reach, self.max_len)
+        room = self.max_len + (1 if self.compile else 0)  # where idle slots of a graph write
+        self._cache = slot_cache(self._reach, model.config.num_hidden_layers, self.slots, room)
         self._spec = EngineSpec(
-            slots=self._slots,
-            max_len=self._max_len,
+            slots=self.slots,
+            max_len=self.max_len,
             prefill_buckets=prefill_buckets,
             decode_buckets=decode_buckets,
             vocab_size=int(model.config.vocab_size),
             eos_token_ids=eos,
-            prefix_block=PREFIX_BLOCK if self._prefix_cache else 0,
+            prefix_block=PREFIX_BLOCK if self.prefix_cache else 0,
         )
-        if self._compiles:
+        if self.compile:
             self._load_graphs()
         else:
             self._warm_up()
-        arrived(lambda: wait_for_all(self._path))  # serve only once every file is fetched and verified
+        arrived(lambda: wait_for_all(self.source))  # serve only once every file is fetched and verified
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """See ``GenerateEngine.prefill``. Prompts of one call are padded to the longest of them."""
@@ -286,7 +246,7 @@ class CpuEngine:
             for row, last in zip(unshared, read, strict=True):
                 hidden[row] = last
         if reusing:
-            chunk = self._prefill_chunk or self._max_len
+            chunk = self.prefill_chunk or self.max_len
             of = [slots[row] for row in reusing], [prompts[row] for row in reusing], [starts[row] for row in reusing]
             for row, last in zip(reusing, self._read_chunks(*of, chunk), strict=True):
                 hidden[row] = last
@@ -297,11 +257,11 @@ class CpuEngine:
         import torch
 
         longest = max(len(prompt) for prompt in prompts)
-        if self._graphs is not None and longest <= (self._prefill_chunk or self._max_len):
+        if self._graphs is not None and longest <= (self.prefill_chunk or self.max_len):
             with torch.inference_mode():
                 return torch.stack([self._graphs.prompt(*of) for of in zip(slots, prompts, strict=True)])
-        if self._prefill_chunk is not None and longest > self._prefill_chunk:
-            return self._read_chunks(slots, prompts, [0] * len(prompts), self._prefill_chunk)
+        if self.prefill_chunk is not None and longest > self.prefill_chunk:
+            return self._read_chunks(slots, prompts, [0] * len(prompts), self.prefill_chunk)
         ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
         last = torch.tensor([len(prompt) - 1 for prompt in prompts])
         self._reach.move(slots, None, longest)
@@ -323,7 +283,7 @@ class CpuEngine:
         for offset in range(0, max(len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)), chunk):
             rows = [row for row, prompt in enumerate(prompts) if len(prompt) - starts[row] > offset]
             width = min(chunk, max(len(prompts[row]) - starts[row] - offset for row in rows))
-            begins = [min(starts[row] + offset, self._max_len - width) for row in rows]
+            begins = [min(starts[row] + offset, self.max_len - width) for row in rows]
             pieces = [prompts[row][begin : begin + width] for row, begin in zip(rows, begins, strict=True)]
             ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces])
             together = len(set(begins)) == 1
@@ -441,7 +401,7 @@ class CpuEngine:
             self._compile_into(*self._into)
             return
         with contextlib.ExitStack() as stack:
-            root = self._compiled or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="corewright-cpu-")))
+            root = self.compiled or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="corewright-cpu-")))
             target = stack.enter_context(entry(root, self._manifest(), artifacts.is_whole))
             if not target.complete:
                 self._compile_into(target)
@@ -456,22 +416,22 @@ class CpuEngine:
     def _compile_into(self, target: Entry, tell: Tell | None = None) -> None:
         code = target.path / artifacts.CODE
         code.mkdir()
-        activity = f"{self._path} with torch.compile"
+        activity = f"{self.source} with torch.compile"
         with compiling(activity, "this takes up to a minute for each bucket"), storing_code_in(code):
             self._open_graphs(tell)
         shutil.rmtree(code / "locks", ignore_errors=True)
-        target.finish(str(self._path))
+        target.finish(str(self.source))
 
     def _open_graphs(self, tell: Tell | None = None) -> None:
         # Run once without graphs: this allocates the KV cache, which the graphs refer to.
-        every_slot = range(self._slots)
+        every_slot = range(self.slots)
         self.prefill([0], [[0]])
-        self.decode(every_slot, [0] * self._slots, [0] * self._slots)
+        self.decode(every_slot, [0] * self.slots, [0] * self.slots)
         self._graphs = Graphs(
             Traced(
                 base=self._base,
                 layers=self._cache.layers,
-                slots=self._slots,
+                slots=self.slots,
                 takes_positions=self._takes_positions,
                 mask=self._mask,
                 before=lambda rows: self._reach.move(range(rows), None, 0),
@@ -482,14 +442,9 @@ class CpuEngine:
         self._warm_up(tell)
 
     def _checked_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        check_size("the cpu engine", self._slots, self._max_len)
-        if self._prefill_chunk is not None and self._prefill_chunk < 1:
-            message = f"prefill_chunk must be at least 1, not {self._prefill_chunk}"
-            raise EngineLoadError("bad-engine-size", message)
-        if self._dtype not in DTYPES:
-            raise EngineLoadError(
-                "bad-dtype", f"dtype {self._dtype!r} is not supported by the cpu engine", f"use {', '.join(DTYPES)}"
-            )
-        prefill = default_prefill_buckets(self._max_len) if self._prefill_buckets is None else self._prefill_buckets
-        decode = default_decode_buckets(self._max_len) if self._decode_buckets is None else self._decode_buckets
-        return checked_lengths(prefill, decode, self._max_len)
+        dtype_on("cpu", self.dtype)
+        return checked_lengths(
+            self.prefill_buckets or default_prefill_buckets(self.max_len),
+            self.decode_buckets or default_decode_buckets(self.max_len),
+            self.max_len,
+        )

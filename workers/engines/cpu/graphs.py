@@ -79,7 +79,7 @@ class Graphs:
         self._steps = {bucket: self._compiled(f"step_{bucket}", bucket, True) for bucket in decode_buckets}
 
     def prompt(self, slot: int, ids: Sequence[int]) -> torch.Tensor:
-        """Returns the hidden state ``[hidden]`` of the last of ``ids``, a whole prompt. Raises NoBucket."""
+        """Returns the hidden state ``[hidden]`` of the last of ``ids``, a whole prompt. Raises ValueError."""
         import torch
 
         bucket = smallest_bucket(self._prefill_buckets, len(ids))
@@ -93,7 +93,7 @@ class Graphs:
         return hidden[0, len(ids) - 1].clone()
 
     def step(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Returns the hidden states ``[len(slots), hidden]`` of one token of each slot. Raises NoBucket."""
+        """Returns the hidden states ``[len(slots), hidden]`` of one token of each slot. Raises ValueError."""
         import torch
 
         bucket = smallest_bucket(self._decode_buckets, max(positions) + 1)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from workers.engines.checkpoint_digests import digest_of, unread_of
+from workers.engines.manifest_parts import neuron_build, version_of
 from workers.engines.nxd_inference.config import Settings, lengths, neuron_options
-from workers.engines.nxd_inference.package import (
-    DISTRIBUTION,
-    Package,
-    build_config,
-    import_package,
-    installed_versions,
-)
+from workers.engines.nxd_inference.package import DISTRIBUTION, Package, build_config, import_package
 from workers.host.process_tree import end_with
 from workers.messages.engine_protocol import EngineLoadError
-from workers.neff_cache import neuron_target
 from workers.neff_cache.compile_session import CompileSession
 from workers.neff_cache.compiled_artifacts import Entry, compiling
 from workers.neff_cache.compiler_cache import WRAPPER_FLAGS
@@ -31,8 +25,6 @@ from workers.neff_cache.compiler_cache import WRAPPER_FLAGS
 MODEL, QUANTIZED, WORK, LOG = "model", "quantized", "work", "compile.log"  # in an entry
 TAIL = 40  # lines of the compiler's output in an error
 PACKAGES = ("neuronx-distributed", "neuronx-cc", "torch-neuronx", "libneuronxla", "torch", "transformers")
-# Environment variables that the compiler (through ``with_flags``) and torch-xla read.
-READ = ("NEURON_CC_FLAGS", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST")
 
 
 def manifest(settings: Settings, package: Package, root: Path | None) -> dict[str, Any]:
@@ -48,26 +40,26 @@ def predicted_manifest(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the manifest, and the files whose digests it lacks: with ``read`` False, only digests stored in ``root``
     are used, and the place of an unknown one is empty."""
-    target = neuron_target.current()
-    sources = [
-        folder for folder in (settings.source, settings.draft_source, settings.quantized_source) if folder is not None
-    ]
     digests, unread = [], []
-    for source in sources if root is not None else []:
-        assert root is not None
-        unknown = [] if read else [str(path) for path in unread_of(Path(source), root)]
-        digests.append("" if unknown else digest_of(Path(source), root))
-        unread += unknown
+    for source in (settings.source, settings.draft_source, settings.quantized_source):
+        if root is not None and source is not None:
+            unknown = [] if read else [str(path) for path in unread_of(Path(source), root)]
+            digests.append("" if unknown else digest_of(Path(source), root))
+            unread += unknown
     record = {
         "engine": "nxd-inference",
-        "versions": {DISTRIBUTION: package.version, **installed_versions(*PACKAGES)},
-        "environment": {name: os.environ[name] for name in READ if os.environ.get(name)},
-        "target": target.name,
-        "lnc": target.lnc,
+        "versions": {DISTRIBUTION: package.version, **{name: version_of(name) or None for name in PACKAGES}},
+        **neuron_build(),
         "options": neuron_options(settings, lengths(settings), package.release, QUANTIZED),
         "checkpoints": digests,
     }
     return record, tuple(unread)
+
+
+class _Job(msgspec.Struct):
+    settings: Settings
+    folder: str
+    parent: int  # the caller's pid
 
 
 def compile_in_subprocess(settings: Settings, entry: Entry) -> None:
@@ -77,11 +69,11 @@ def compile_in_subprocess(settings: Settings, entry: Entry) -> None:
     """
     log = entry.path / LOG
     command = [sys.executable, "-m", "workers.engines.nxd_inference.engine", "compile"]
-    job = json.dumps({"settings": asdict(settings), "folder": str(entry.path), "parent": os.getpid()})
+    job = msgspec.json.encode(_Job(settings, str(entry.path), os.getpid()))
     activity = f"{settings.source} with NxD Inference"
     with session(settings, entry).compiling(), compiling(activity, f"the compilers write to {log}"):
         with log.open("wb") as output:
-            process = subprocess.run(command, input=job.encode(), stdout=output, stderr=subprocess.STDOUT, check=False)
+            process = subprocess.run(command, input=job, stdout=output, stderr=subprocess.STDOUT, check=False)
         if process.returncode != 0:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
             kept_log = entry.path.with_suffix(".log")  # a retry removes the entry
@@ -126,12 +118,12 @@ def with_flags(own: str, environment_flags: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """``compile``, with {"settings", "folder", "parent"} on standard input; the parent is the caller's pid."""
+    """``compile``, with a job on standard input."""
     if arguments != ["compile"]:
         sys.stderr.write("usage: python -m workers.engines.nxd_inference.engine compile < JSON\n")
         return 2
-    job = json.load(sys.stdin)
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=_Job)
     # It holds the lock of the entry: without this, the next process would find two compilers in one folder.
-    end_with(job["parent"])
-    compile_here(Settings(**job["settings"]), Path(job["folder"]))
+    end_with(job.parent)
+    compile_here(job.settings, Path(job.folder))
     return 0

@@ -6,26 +6,27 @@ Pure: no package is imported, so the compiling process and the loading one deriv
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from placements.facts.engines import NXD_E5M2, NXD_QUANTIZED_DTYPES, NXD_QUANTIZED_OPTIONS, Release, nxd_release
-from workers.batching.buckets import checked_buckets, ladder
+from workers.batching.buckets import ladder
+from workers.engines.engine_setup import checked_lengths, dtype_on, source_of
 from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, UNSERVED, lacks
 from workers.messages.engine_protocol import EngineLoadError
 
 if TYPE_CHECKING:
     from workers.messages.replica_config import ReplicaConfig
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # ours -> torch's
 SHORTEST_BUCKET = 128  # tokens; where NxD Inference's own buckets begin (``modules/autobucketing``)
 GLOBAL_TOPK = 256  # the most ids that the device samples from: OnDeviceSamplingConfig's default of global_topk
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The part of a replica's configuration that the artifacts and their use depend on. Plain values, for JSON."""
+class Settings(msgspec.Struct, frozen=True):
+    """The part of a replica's configuration that the artifacts and their use depend on."""
 
     source: str
     dtype: str
@@ -47,12 +48,8 @@ class Settings:
     @classmethod
     def of(cls, config: ReplicaConfig) -> Settings:
         """Returns the settings of ``config``. Raises EngineLoadError without a checkpoint."""
-        if config.source is None:
-            raise EngineLoadError(
-                "source-missing", "the nxd-inference engine needs a checkpoint", "set `source` to a folder"
-            )
-        names = [field.name for field in fields(cls) if field.name != "presharded"]
-        return cls(**{name: _plain(getattr(config, name)) for name in names})
+        source_of(config)
+        return msgspec.convert(config, cls, from_attributes=True)
 
     @property
     def quantized_source(self) -> str | None:
@@ -85,18 +82,10 @@ def lengths(settings: Settings) -> Lengths:
     since no other decode graph is compiled, and the last one writes its guesses after max_len. The bucket must be
     larger than position + speculation_length (``model_wrapper.get_target_bucket`` compares with ``<``).
     """
-    if settings.slots < 1 or settings.max_len < 2:
-        message = f"nxd-inference needs at least 1 slot and a max_len of 2, not {settings.slots} and {settings.max_len}"
-        raise EngineLoadError("bad-engine-size", message)
     default = ladder(SHORTEST_BUCKET, settings.max_len)
-    try:
-        context = checked_buckets("prefill", settings.prefill_buckets or default, settings.max_len)
-        decode = checked_buckets("decode", settings.decode_buckets or default, settings.max_len)
-    except ValueError as error:
-        raise EngineLoadError("bad-buckets", str(error)) from error
-    if decode[-1] != settings.max_len:
-        message = f"the largest decode bucket is {decode[-1]}, less than max_len {settings.max_len}"
-        raise EngineLoadError("bad-buckets", message, f"add {settings.max_len}")
+    context, decode = checked_lengths(
+        settings.prefill_buckets or default, settings.decode_buckets or default, settings.max_len
+    )
     ahead = settings.speculation_length
     if 1 in context or ahead in context:
         # The graph distinguishes prompts from steps by width (``model_base``: "1" or "speculation_length" is a step).
@@ -115,7 +104,7 @@ def neuron_options(settings: Settings, sizes: Lengths, release: Release, quantiz
     slots = settings.slots
     options: dict[str, Any] = {
         "tp_degree": settings.tp_degree,
-        "torch_dtype": _dtype(settings.dtype),
+        "torch_dtype": dtype_on("nxd-inference", settings.dtype),
         "batch_size": slots,
         "ctx_batch_size": 1,
         "tkg_batch_size": slots,
@@ -187,14 +176,6 @@ def _refuse(option: str, why: str, hint: str) -> None:
     raise EngineLoadError("bad-engine-option", f"`engine_options.{option}` cannot be set: {why}", hint)
 
 
-def _dtype(dtype: str) -> str:
-    if dtype not in DTYPES:
-        raise EngineLoadError(
-            "bad-dtype", f"dtype {dtype!r} is not supported by the nxd-inference engine", f"use {', '.join(DTYPES)}"
-        )
-    return DTYPES[dtype]
-
-
 def _quantization(settings: Settings, folder: str, release: Release) -> dict[str, Any]:
     """Quantize with one scale for each channel: by default one large weight spoils the scale of a whole matrix."""
     options: dict[str, Any] = {}
@@ -242,14 +223,4 @@ def _sampling(settings: Settings) -> dict[str, Any]:
 def _speculation(settings: Settings) -> dict[str, Any]:
     if not settings.speculation_length:
         return {}
-    if settings.draft_k < 1:
-        raise EngineLoadError("bad-draft", f"draft k must be at least 1, not {settings.draft_k}")
     return {"enable_fused_speculation": True, "speculation_length": settings.speculation_length}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return value

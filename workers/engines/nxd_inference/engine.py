@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
+from workers.engines.engine_setup import LoadableEngine
 from workers.engines.nxd_inference import artifacts as nxd_artifacts
 from workers.engines.nxd_inference import precompiled
 from workers.engines.nxd_inference.config import GLOBAL_TOPK, Lengths, Settings, lengths
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 def open_neuronx_distributed(config: ReplicaConfig) -> NxdEngine:
     """Returns the engine, not loaded yet. Raises EngineLoadError where the package or the checkpoint is missing."""
     require_package()
-    return NxdEngine(Settings.of(config), config.compiled)
+    return NxdEngine(Settings.of(config), _kept_in(config))
 
 
 def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
@@ -64,7 +65,7 @@ def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
         )
         if model.compiled:
             return []
-    root = None if config.compiled is None else Path(config.compiled)
+    root = _kept_in(config)
     manifest, unread = nxd_artifacts.predicted_manifest(settings, package, root, read)
 
     def make(artifacts: Entry, tell: Tell) -> None:
@@ -72,6 +73,11 @@ def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
         artifacts.finish(settings.source)
 
     return [Buildable(source=Path(settings.source), manifest=manifest, make=make, kept=root is not None, unread=unread)]
+
+
+def _kept_in(config: ReplicaConfig) -> Path | None:
+    """Returns the folder of kept artifacts, if they are kept."""
+    return None if config.compiled is None else Path(config.compiled)
 
 
 def _build_config(package: Package, settings: Settings) -> tuple[Any, Any]:
@@ -87,7 +93,7 @@ def _build_config(package: Package, settings: Settings) -> tuple[Any, Any]:
     return kind, config
 
 
-class NxdEngine:
+class NxdEngine(LoadableEngine):
     """Implements ``GenerateEngine``; ``SamplingEngine`` with ``sampling: device``, ``RunEngine`` with a draft.
 
     It has no ``generate``. The package's adapter for transformers' loop raises NameError in 0.7 and 0.8
@@ -95,20 +101,13 @@ class NxdEngine:
     and divides logits on the host by the temperature twice: in transformers' warper and in its own sampler.
     """
 
-    def __init__(self, settings: Settings, compiled: str | None) -> None:
+    def __init__(self, settings: Settings, compiled: Path | None) -> None:
         """``compiled`` is the folder of kept artifacts; None: they are removed on ``close``. Nothing is read yet."""
         self._settings = settings
         self._compiled = compiled
         self._scratch: Path | None = None
-        self._spec: EngineSpec | None = None
         self._model: Any = None
         self._slot_sampling: list[DeviceSampling] = []
-
-    @property
-    def spec(self) -> EngineSpec:
-        if self._spec is None:
-            raise RuntimeError("the engine is not loaded")
-        return self._spec
 
     def load(self) -> None:
         """Compile unless compiled before, load, and run every bucket once.
@@ -153,6 +152,8 @@ class NxdEngine:
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
         """See ``GenerateEngine.prefill``. The package runs one prompt at a time."""
+        import torch
+
         single = [row for row, prompt in enumerate(prompts) if len(prompt) == 1]
         longer = [row for row, prompt in enumerate(prompts) if len(prompt) > 1]
         rows: dict[int, Any] = {}
@@ -163,7 +164,8 @@ class NxdEngine:
             # The package fills positions up to the bucket with 1, and takes the first highest one as the prompt's end,
             # which here would be padding. Only the largest bucket leaves a prompt of its own width unchanged.
             rows[row] = self._prefill([slots[row]], [prompts[row]], self.spec.prefill_buckets[-1])[0]
-        return self._stacked([rows[row] for row in range(len(prompts))])
+        ordered = [rows[row] for row in range(len(prompts))]
+        return torch.stack(ordered) if self.spec.returns == "logits" else ordered
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
         """See ``GenerateEngine.decode``. With a draft, this is a step that keeps the first token only."""
@@ -194,22 +196,15 @@ class NxdEngine:
     def _compiled_folder(self, package: Package) -> str:
         """Returns the folder of the compiled model, compiling it if needed."""
         settings = self._settings
-        manifest = nxd_artifacts.manifest(settings, package, None if self._compiled is None else Path(self._compiled))
-        with entry(self._root(), manifest) as artifacts:
+        manifest = nxd_artifacts.manifest(settings, package, self._compiled)
+        with entry(self._compiled or self._scratch_folder(), manifest) as artifacts:
             if not artifacts.complete:
                 nxd_artifacts.compile_in_subprocess(settings, artifacts)
                 artifacts.finish(settings.source)
         folder = artifacts.path / nxd_artifacts.MODEL  # complete entries stay, so others may load it as well
-        return str(
-            precompiled.link_shards(folder, Path(settings.source), self._scratch_folder())
-            if settings.presharded
-            else folder
-        )
-
-    def _root(self) -> Path:
-        if self._compiled is not None:
-            return Path(self._compiled)
-        return self._scratch_folder()
+        if settings.presharded:
+            folder = precompiled.link_shards(folder, Path(settings.source), self._scratch_folder())
+        return str(folder)
 
     def _scratch_folder(self) -> Path:
         """Returns a folder that is removed on ``close``."""
@@ -268,11 +263,6 @@ class NxdEngine:
         tokens = getattr(output, "tokens", None)
         drawn = output.hidden_states if tokens is None else tokens
         return drawn.reshape(rows, -1)[:, -1].tolist()
-
-    def _stacked(self, rows: list[Any]) -> Any:
-        import torch
-
-        return torch.stack(rows) if self.spec.returns == "logits" else rows
 
     def _warm_up(self, sizes: Lengths) -> None:
         """Call each graph once. A length is in a bucket while it is below it."""

@@ -13,6 +13,7 @@ from typing import Any
 from placements.facts.checkpoints import CheckpointError, sliding_window
 from placements.facts.engines import NXD_VERSIONS, PACKAGES, Release, distribution, nxd_release, reaches
 from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
+from workers.engines.engine_setup import check_vocabularies
 from workers.engines.nxd_inference.config import Settings, draft_options, lengths, neuron_options
 from workers.engines.nxd_inference.options import MOE_OPTIONS
 from workers.messages.engine_protocol import EngineLoadError
@@ -68,17 +69,6 @@ def _missing(name: str) -> EngineLoadError:
     return EngineLoadError("engine-not-installed", f"the nxd-inference engine needs {name}", WHERE)
 
 
-def installed_versions(*distributions: str) -> dict[str, str | None]:
-    """Returns the versions of the given distributions; None for one that is not installed."""
-    versions: dict[str, str | None] = {}
-    for name in distributions:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
-
-
 def model_class(package: Package, source: Path, max_len: int) -> Any:
     """Returns the class for a checkpoint, by its model_type. Raises EngineLoadError.
 
@@ -126,12 +116,7 @@ def build_config(package: Package, settings: Settings, quantized: str) -> tuple[
     if settings.draft_source is not None:
         draft = Path(settings.draft_source)
         own, other = (read_config(path).get("vocab_size") for path in (source, draft))
-        if own != other:
-            raise EngineLoadError(
-                "bad-draft",
-                f"the draft model's vocabulary has {other} ids, the model's {own}",
-                "use a draft model with the same tokenizer",
-            )
+        check_vocabularies(own, other)
         draft_kind = model_class(package, draft, settings.max_len)
         draft_config = _inference_config(package, draft_kind, draft, draft_options(options), None)
         named = {"draft_model_cls": draft_kind} if package.release >= (0, 7) else {}

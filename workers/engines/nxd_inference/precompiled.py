@@ -17,18 +17,21 @@ import logging
 import math
 import re
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import msgspec.structs
 
 from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG, names_in
 from workers.artifacts.sources.listing import Listing
 from workers.engines.checkpoint_files import read_json
 from workers.engines.nxd_inference.config import SHORTEST_BUCKET, Settings, lengths, neuron_options
 from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, OPTIONS, UNSERVED
+from workers.engines.safetensors_headers import tensors_of
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError
 from workers.neff_cache.file_states import damaged
@@ -43,7 +46,6 @@ log = logging.getLogger(__name__)
 DRAWN = "on_device_sampling_config"
 ENTRY = "model/"  # the prefix of these files in the record of an entry
 SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # torch's -> the file format's
-BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # of one number; 1 for all others
 OF_ONE_BYTE = frozenset({"I8", "U8", "F8_E4M3", "F8_E5M2"})
 _QUANTIZED = {"int8": "I8", "f8e4m3": "F8_E4M3", "f8e5m2": "F8_E5M2"}  # quantization_dtype -> the file format's
 
@@ -84,6 +86,12 @@ class PrecompiledModel:
         """The content of neuron_config.json. Raises EngineLoadError where it cannot be read."""
         return read_json(self.folder / NEURON_CONFIG) if NEURON_CONFIG in self.names else None
 
+    @property
+    def loads_shards(self) -> bool:
+        """Returns whether ``load`` reads shards; 0.2 always saved them unless disabled."""
+        recorded = self.recorded if self.compiled else None
+        return recorded is None or bool(recorded["neuron_config"].get("save_sharded_checkpoint", True))
+
 
 def find(source: Path) -> PrecompiledModel | None:
     """Returns what NxD Inference compiled or sharded in ``source``; None for an ordinary checkpoint."""
@@ -120,7 +128,7 @@ def with_sharding(settings: Settings) -> Settings:
     if not model.compiled and settings.draft_source is not None:
         message = f"the sharded weights in {model.folder} do not include a draft model"
         raise EngineLoadError("layout-unsupported", message, f"remove `draft`, or {_ORIGINAL_HINT}")
-    return replace(settings, presharded=not model.compiled)
+    return msgspec.structs.replace(settings, presharded=not model.compiled)
 
 
 def _optimum_hint(model: PrecompiledModel) -> str:
@@ -147,7 +155,9 @@ def check(model: PrecompiledModel, settings: Settings, config: Any, manifest: Ma
     if recorded is not None:  # 2
         mismatches = config_differences(model, config, None if model.compiled else _OF_WEIGHTS)
         _raise_mismatch(model, [*(_build_differences(model, manifest) if model.compiled else ()), *mismatches])
-    _check_weights(model, settings, str(config.neuron_config.torch_dtype).removeprefix("torch."))  # 3
+    _check_names(model, settings)  # 3
+    if model.loads_shards:
+        _check_files(model, settings, str(config.neuron_config.torch_dtype).removeprefix("torch."))
 
 
 def start_error(config: ReplicaConfig) -> EngineLoadError | None:
@@ -191,14 +201,8 @@ def _check_program(model: PrecompiledModel, settings: Settings) -> None:
         raise EngineLoadError("artifacts-mismatch", message, f"copy that file, too, or {_ORIGINAL_HINT}")
 
 
-def _check_weights(model: PrecompiledModel, settings: Settings, dtype: str) -> None:
-    _check_names(model, settings)
-    if not model.compiled or _saves_shards(model.recorded):
-        _check_files(model, settings, dtype)
-
-
 def _check_names(model: PrecompiledModel, settings: Settings) -> None:
-    if not model.compiled or _saves_shards(model.recorded):
+    if model.loads_shards:
         _check_ranks(model, settings.tp_degree)
     elif not any(name in model.names for name in _ORIGINAL):
         message = f"{model.folder} was compiled without weights, and has no safetensors"
@@ -381,11 +385,6 @@ def _raise_mismatch(model: PrecompiledModel, mismatches: Sequence[Difference]) -
         raise EngineLoadError("artifacts-mismatch", message, _ASK)
 
 
-def _saves_shards(recorded: Mapping[str, Any] | None) -> bool:
-    """Returns whether ``load`` reads shards; 0.2 always saved them unless disabled."""
-    return recorded is None or bool(recorded["neuron_config"].get("save_sharded_checkpoint", True))
-
-
 def _check_ranks(model: PrecompiledModel, degree: int) -> None:
     count = model.ranks[-1] + 1 if model.ranks else 0
     contiguous = model.ranks == tuple(range(count))
@@ -400,12 +399,12 @@ def _check_ranks(model: PrecompiledModel, degree: int) -> None:
 
 def _check_files(model: PrecompiledModel, settings: Settings, dtype: str) -> None:
     """Check the shards on this host: each is complete, and their dtype matches the spec."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()  # bytes by dtype
     for rank in model.ranks:
         file = model.folder / f"weights/tp{rank}_sharded_checkpoint.safetensors"
         if file.exists():
-            for kind, size in _sizes(file).items():
-                sizes[kind] = sizes.get(kind, 0) + size
+            for tensor in tensors_of(file).values():
+                sizes[tensor.dtype] += tensor.size
     if not sizes:
         return
     small = OF_ONE_BYTE & sizes.keys()
@@ -431,42 +430,19 @@ def check_quantized(settings: Settings, options: Any) -> None:
             "weights-missing", message, "set `quantized_checkpoints_path` to a folder with safetensors"
         )
     files = [folder / name for name in sorted(names) if name.endswith(".safetensors") and "/" not in name]
-    small = OF_ONE_BYTE & set().union(*(_sizes(file) for file in files))
+    tensors = [item for file in files for item in tensors_of(file).items()]
+    small = {tensor.dtype for _, tensor in tensors} & OF_ONE_BYTE
     expected = _QUANTIZED[options.quantization_dtype]
     if small != {expected}:
         message = f"{folder}, the quantized checkpoint, holds {', '.join(sorted(small)) or 'no quantized weights'}; "
         message += f"{options.quantization_dtype} needs {expected}"
         raise EngineLoadError("quantized-mismatch", message, "check `quantize` and `engine_options.quantization_dtype`")
-    per_channel = any(math.prod(shape) > 1 for file in files for shape in _scales(file))
+    # The package accepts names of either form.
+    scales = [tensor.shape for name, tensor in tensors if name.endswith((".scale", ".weight_scale"))]
+    per_channel = any(math.prod(shape) > 1 for shape in scales)
     if per_channel is not (options.quantization_type == "per_channel_symmetric"):
         kind = "per_channel_symmetric" if per_channel else "per_tensor_symmetric"
         message = (
             f"the scales in {folder}, the quantized checkpoint, are {kind}, but the model's {options.quantization_type}"
         )
         raise EngineLoadError("quantized-mismatch", message, f"engine_options: {{quantization_type: {kind}}}")
-
-
-def _scales(file: Path) -> Iterator[Sequence[int]]:
-    """Yields the shapes of the weights' scales; the package accepts names of either form."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118 - not a mapping
-            if name.endswith((".scale", ".weight_scale")):
-                yield opened.get_slice(name).get_shape()
-
-
-def _sizes(file: Path) -> dict[str, int]:
-    """Returns bytes by dtype. Raises EngineLoadError for a truncated or corrupt file."""
-    from safetensors import SafetensorError, safe_open
-
-    sizes: dict[str, int] = {}
-    try:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                part = opened.get_slice(name)
-                kind = str(part.get_dtype())
-                sizes[kind] = sizes.get(kind, 0) + BYTES.get(kind, 1) * math.prod(part.get_shape())
-    except (SafetensorError, OSError) as error:
-        raise EngineLoadError("weights-broken", f"{file} cannot be read: {error}", "copy the file again") from error
-    return sizes

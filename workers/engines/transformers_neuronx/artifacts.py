@@ -8,53 +8,39 @@ silently. Both are checked here beforehand, by the entry's manifest and by the r
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2s
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from workers.engines.manifest_parts import neuron_build, version_of
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError
-from workers.neff_cache import neuron_target
 from workers.neff_cache.candidates import beside, given
 from workers.neff_cache.compile_session import CompileSession
 from workers.neff_cache.compiled_artifacts import Entry, compiling, entry, peek
 from workers.neff_cache.predict import predict
 
 COMPILER = "neuronx-cc"
-WITH, WHERE = "with transformers-neuronx, except graphs in its cache", "the compilers write to this log"
+WHERE = "the compilers write to this log"
 AT_ONCE = "compilation_worker_count"  # of NeuronConfig
 MAX_REASONS = 5  # fields listed in an error
 NO_MATCH = "Could not find a matching NEFF"  # the package's error text
 PACKAGES = ("transformers-neuronx", "torch-neuronx", "libneuronxla", "torch", "transformers")
-# Environment variables that the compiler and torch-xla read.
-READ = ("NEURON_CC_FLAGS", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST")
 
 
 def manifest(path: Path, options: Mapping[str, Any], speculation: list[int]) -> dict[str, Any]:
     """Returns everything that the graphs of the model in ``path``, and their NEFFs, depend on: neither its weights nor
     the number of graphs compiled at once."""
-    target = neuron_target.current()
     neuron = {name: value for name, value in (options.get("neuron") or {}).items() if name != AT_ONCE}
     return {
         "engine": "transformers-neuronx",
         "versions": {name: version_of(name) for name in (*PACKAGES, COMPILER)},
-        "environment": {name: os.environ[name] for name in READ if os.environ.get(name)},
-        "target": target.name,
-        "lnc": target.lnc,
+        **neuron_build(),
         "model": blake2s(foreign_files.read_bytes(path / "config.json")).hexdigest(),
         "options": {**options, "neuron": neuron} if "neuron" in options else options,
         "speculation": speculation,
     }
-
-
-def version_of(distribution: str) -> str:
-    """Returns the version of an installed distribution; empty where there is none by that name."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def start_from(root: Path, expected: Mapping[str, Any], source: Path, model: Any) -> bool:
@@ -78,9 +64,7 @@ def start_from(root: Path, expected: Mapping[str, Any], source: Path, model: Any
                     raise
                 raise _stale(artifacts) from error
             return True
-        session = CompileSession(expected, source, root)
-        with session.compiling(), compiling(f"{source} {WITH}", WHERE):
-            model.to_neuron()
+        session = _compile(source, expected, root, model.to_neuron)
         _keep(artifacts, source, model)
         session.record_compiled(artifacts.path)
         return False
@@ -88,19 +72,23 @@ def start_from(root: Path, expected: Mapping[str, Any], source: Path, model: Any
 
 def compile_ahead(artifacts: Entry, source: Path, model: Any) -> None:
     """Compile into ``artifacts``, which is locked exclusively, without using a device."""
-    session = CompileSession(artifacts.manifest, source, artifacts.path.parent)
-    with session.compiling(), compiling(f"{source} {WITH}", WHERE):
-        model.cpu_compile()
+    session = _compile(source, artifacts.manifest, artifacts.path.parent, model.cpu_compile)
     _keep(artifacts, source, model)
     session.record_compiled(artifacts.path, wait=True)
 
 
 def compile_now(source: Path, model: Any, expected: Mapping[str, Any], root: Path | None) -> None:
     """Bring ``model`` to the device without an entry: the package uses its own cache, or compiles."""
+    _compile(source, expected, root, model.to_neuron).record_compiled()
+
+
+def _compile(
+    source: Path, expected: Mapping[str, Any], root: Path | None, compile: Callable[[], object]
+) -> CompileSession:
     session = CompileSession(expected, source, root)
-    with session.compiling(), compiling(f"{source} {WITH}", WHERE):
-        model.to_neuron()
-    session.record_compiled()
+    with session.compiling(), compiling(f"{source} with transformers-neuronx, except graphs in its cache", WHERE):
+        compile()
+    return session
 
 
 def _keep(artifacts: Entry, source: Path, model: Any) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placements.facts.tnx_families import MISREAD_HINT, Family, Reading, run_length
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
+from workers.engines.engine_setup import LoadableEngine, source_of
+from workers.engines.manifest_parts import version_of
 from workers.engines.speculative import buildables_of, with_draft
 from workers.engines.transformers_neuronx.artifacts import (
     compile_ahead,
@@ -23,7 +25,6 @@ from workers.engines.transformers_neuronx.artifacts import (
     is_whole,
     manifest,
     start_from,
-    version_of,
 )
 from workers.engines.transformers_neuronx.families import family_of
 from workers.engines.transformers_neuronx.options import (
@@ -35,7 +36,8 @@ from workers.engines.transformers_neuronx.options import (
     options_for,
 )
 from workers.engines.transformers_neuronx.rows import ContinuousRows, LockStepRows, Rows, SerialRows
-from workers.engines.transformers_neuronx.weights import check_layout, check_weights, weights_of
+from workers.engines.transformers_neuronx.weights import check_layout, check_weights
+from workers.engines.weight_files import weights_root
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec, GenerateEngine
 from workers.neff_cache.compile_units import Buildable, Tell
 from workers.neff_cache.compiled_artifacts import Entry
@@ -62,14 +64,10 @@ def buildables(config: ReplicaConfig) -> list[Buildable]:
 
 
 def _engines(config: ReplicaConfig) -> tuple[TransformersNeuronxEngine, TransformersNeuronxEngine | None]:
-    if config.source is None:
-        raise EngineLoadError("source-missing", "transformers-neuronx needs a checkpoint", "set `source` to a folder")
+    source = source_of(config)
     if config.draft_source is None:
-        return TransformersNeuronxEngine(config, Path(config.source)), None
-    if config.draft_k < 1:
-        raise EngineLoadError("bad-draft", f"draft k must be at least 1, not {config.draft_k}")
-    runs = run_length(config.draft_k + 1, config.slots)
-    target = TransformersNeuronxEngine(config, Path(config.source), speculates=runs)
+        return TransformersNeuronxEngine(config, source), None
+    target = TransformersNeuronxEngine(config, source, speculates=run_length(config.draft_k + 1, config.slots))
     # The draft begins with the last two tokens of a slot, so it takes several in one step, too.
     runs = run_length(2, config.slots)
     return target, TransformersNeuronxEngine(config, Path(config.draft_source), speculates=runs)
@@ -87,7 +85,7 @@ class _Planned:
     vocab_size: int
 
 
-class TransformersNeuronxEngine:
+class TransformersNeuronxEngine(LoadableEngine):
     """Implements ``GenerateEngine``; ``SamplingEngine`` with ``sampling: device``, ``VerifyingEngine`` with a draft.
 
     Exceptions of the Neuron runtime are passed on unchanged.
@@ -101,24 +99,17 @@ class TransformersNeuronxEngine:
         self._config = config
         self._path = path
         self._length = speculates
-        self._spec: EngineSpec | None = None
         self._model: Any = None
         self._rows: Rows | None = None
         self._is_serial = False
         self._sampling = [DeviceSampling()] * config.slots
         self.compiled = False  # whether ``load`` had to compile, as far as known
 
-    @property
-    def spec(self) -> EngineSpec:
-        if self._spec is None:
-            raise RuntimeError("the engine is not loaded")
-        return self._spec
-
     def load(self) -> None:
         """See ``GenerateEngine.load``. Everything that needs no device is checked before a core is claimed."""
         settings = read_config(self._path)
         plan = self._plan(settings)
-        check_weights(weights_of(self._path), self._config.allow_pickle)
+        check_weights(weights_root(self._path), self._config.allow_pickle)
         family, continuous, shapes = plan.family, plan.continuous, plan.shapes
         package_contract.log_drift("transformers-neuronx", log)
         model = self._build_model(plan)
@@ -154,7 +145,7 @@ class TransformersNeuronxEngine:
         plan = self._plan(read_config(self._path))
 
         def make(artifacts: Entry, tell: Tell) -> None:
-            check_weights(weights_of(self._path), self._config.allow_pickle)
+            check_weights(weights_root(self._path), self._config.allow_pickle)
             model = self._build_model(plan)
             if not plan.family.resets:
                 # GPT-2 is reset for each context length while its graphs are built. On the host each reset joins the
@@ -173,7 +164,7 @@ class TransformersNeuronxEngine:
         )
 
     def _plan(self, settings: Mapping[str, Any]) -> _Planned:
-        check_layout(weights_of(self._path), settings)
+        check_layout(weights_root(self._path), settings)
         family = family_of(settings.get("model_type"), self._path / "config.json")
         continuous = family.continuous and self._config.slots > 1
         shapes = Shapes.of(self._config, family, continuous)
@@ -185,13 +176,13 @@ class TransformersNeuronxEngine:
         return _Planned(family, continuous, shapes, options, model_class, vocab_size)
 
     def _manifest(self, plan: _Planned) -> dict[str, Any]:
-        return manifest(self._path, plan.options.described(), [self._length] if self._length else [])
+        return manifest(self._path, asdict(plan.options), [self._length] if self._length else [])
 
     def _build_model(self, plan: _Planned) -> Any:
         """Returns the package's model, before it reads weights."""
         config = neuron_config(plan.options.neuron)
         with self._package_errors():
-            constructor, weights = plan.options.constructor, str(weights_of(self._path))
+            constructor, weights = plan.options.constructor, str(weights_root(self._path))
             model = plan.model_class.from_pretrained(weights, neuron_config=config, **constructor)
             if self._length:
                 model.enable_speculative_decoder(self._length)
@@ -251,7 +242,8 @@ class TransformersNeuronxEngine:
         """Returns one answer by the package's adapter to transformers' ``generate``, for a loaded model of one slot.
 
         ``temperature`` 0 is greedy. ``on_token`` gets each token as it comes, also an EOS. Raises ValueError for a
-        model of several slots, whose batch no single prompt fills, and for one that samples on the device.
+        model of several slots, whose batch no single prompt fills, and for one that samples on the device: callers
+        then use ``prefill`` and ``decode``.
         """
         if self.spec.slots != 1 or self.spec.returns != "logits":
             raise ValueError("a single answer needs a model of one slot that samples on the host")

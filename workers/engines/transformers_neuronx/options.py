@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from placements.facts.tnx_families import Family
 from placements.rules.options import owned
 from workers.batching.buckets import ladder
-from workers.engines.lengths import check_size, checked_lengths
+from workers.engines.engine_setup import checked_lengths, dtype_on
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ class Shapes:
         Continuous batching has one token graph by default, as with the package's other users.
         """
         longest = config.max_len
-        check_size("transformers-neuronx", config.slots, longest)
         doubling = ladder(SHORTEST, longest)
         usual = doubling[-1:] if continuous or family.serial else doubling
         prefill, decode = checked_lengths(config.prefill_buckets or doubling, config.decode_buckets or usual, longest)
@@ -63,10 +62,6 @@ class Options:
     constructor: Mapping[str, Any]
     neuron: Mapping[str, Any]  # of NeuronConfig; enumerations and nested configurations as plain values
 
-    def described(self) -> dict[str, Any]:
-        """Returns the options as JSON, for the manifest of compiled artifacts."""
-        return {"constructor": dict(self.constructor), "neuron": dict(self.neuron)}
-
 
 def options_for(
     config: ReplicaConfig, family: Family, shapes: Shapes, continuous: bool, model_class: Any, vocab_size: int
@@ -76,10 +71,7 @@ def options_for(
     ``engine_options`` use the package's names already: those of the constructor go there, the others to NeuronConfig.
     Raises EngineLoadError for options that the class lacks, and for shapes under another name.
     """
-    amp = AMP.get(config.dtype)
-    if amp is None:
-        message = f"dtype {config.dtype!r} is not supported by transformers-neuronx"
-        raise EngineLoadError("bad-dtype", message, f"use {', '.join(AMP)}")
+    amp = dtype_on("transformers-neuronx", config.dtype, AMP)
     constructor = _constructor(config, family, shapes, amp)
     neuron = _neuron(config, family, amp, continuous, vocab_size)
     keywords = set(inspect.signature(model_class.__init__).parameters) - {"self", "config"}

@@ -1,35 +1,22 @@
 """Batches of transformers-neuronx: converts slots to the package's tensors, with rows, positions and padding.
 
-There are three kinds, by the abilities of the model's class. Inputs and outputs are in the order of ``slots``.
+There are three kinds, by the abilities of the model's class. Inputs and outputs are in the order of ``slots``: logits
+``[rows, vocab]`` or ids ``[rows, 1]``; of ``verify``, logits ``[rows, len(tokens[0]), vocab]`` from the graph of
+``length`` tokens, at least as long, which writes ``length`` positions of each slot from ``positions[i]`` on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 
-class Rows(Protocol):
-    """One loaded model as slots. Returns the model's output: logits ``[rows, vocab]`` or ids ``[rows, 1]``."""
-
-    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor: ...
-
-    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor: ...
-
-    def verify(
-        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int], length: int
-    ) -> torch.Tensor:
-        """Returns logits ``[rows, len(tokens[0]), vocab]`` from the graph of ``length`` tokens, at least as long.
-
-        It writes ``length`` positions of each slot from ``positions[i]`` on, all within the KV cache.
-        """
-        ...
-
-
+@dataclass(eq=False)
 class ContinuousRows:
     """Continuous batching: ``start_ids`` are the slots, ``cache_ids`` ``[rows, tokens]`` each row's own positions.
 
@@ -38,11 +25,9 @@ class ContinuousRows:
     (transformers-neuronx `base._prepare_for_continuous_batching`).
     """
 
-    def __init__(self, model: Any, slots: int, longest: int) -> None:
-        """``longest`` is the largest decode bucket, in tokens."""
-        self._model = model
-        self._slots = slots
-        self._longest = longest
+    model: Any
+    slots: int
+    longest: int  # the largest decode bucket, in tokens
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Right-padded, at least two tokens wide: a width of 1 would be treated as a decode and overwrite other slots.
@@ -60,7 +45,7 @@ class ContinuousRows:
         import torch
 
         check_sorted(slots)
-        check_within(max(positions), self._longest)
+        check_within(max(positions), self.longest)
         return self._forward(torch.tensor(tokens)[:, None], torch.tensor(positions)[:, None], slots)
 
     def verify(
@@ -74,14 +59,14 @@ class ContinuousRows:
         import torch
 
         check_sorted(slots)
-        starts = [1] * self._slots
-        ids = torch.zeros(self._slots, length, dtype=torch.long)
+        starts = [1] * self.slots
+        ids = torch.zeros(self.slots, length, dtype=torch.long)
         for slot, row, position in zip(slots, tokens, positions, strict=True):
             starts[slot] = position
             ids[slot, : len(row)] = torch.tensor(row)
         cells = torch.tensor(starts)[:, None] + torch.arange(length)
-        every = torch.arange(self._slots, dtype=torch.int32)
-        logits = self._model.speculative_forward(
+        every = torch.arange(self.slots, dtype=torch.int32)
+        logits = self.model.speculative_forward(
             input_ids=ids, cache_ids=cells, start_ids=every, speculation_length=length
         )
         return by_row(logits, len(tokens[0]))[list(slots)]
@@ -93,10 +78,11 @@ class ContinuousRows:
         import torch
 
         starts = torch.tensor(list(slots), dtype=torch.int32)
-        output: torch.Tensor = self._model.forward(input_ids=ids, cache_ids=positions, start_ids=starts)
+        output: torch.Tensor = self.model.forward(input_ids=ids, cache_ids=positions, start_ids=starts)
         return output
 
 
+@dataclass(eq=False)
 class LockStepRows:
     """Static batching: row i is slot i, prompts are left-padded, and all rows share one position.
 
@@ -104,12 +90,12 @@ class LockStepRows:
     padding: a row of only padding would attend to nothing and produce NaN.
     """
 
-    def __init__(self, model: Any, slots: int, longest: int) -> None:
-        """``longest`` is the largest decode bucket, in tokens."""
-        self._model = model
-        self._slots = slots
-        self._longest = longest
-        self._starts = [0] * slots
+    model: Any
+    slots: int
+    longest: int  # the largest decode bucket, in tokens
+
+    def __post_init__(self) -> None:
+        self._starts = [0] * self.slots
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Begin a new batch, which discards the contents of all slots.
@@ -120,8 +106,8 @@ class LockStepRows:
         import torch
 
         width = max(len(prompt) for prompt in prompts)
-        rows = [[0] * width for _ in range(self._slots)]
-        self._starts = [0] * self._slots
+        rows = [[0] * width for _ in range(self.slots)]
+        self._starts = [0] * self.slots
         for slot, prompt in zip(slots, prompts, strict=True):
             self._starts[slot] = width - len(prompt)
             rows[slot] = self._padded(list(prompt), width)
@@ -130,7 +116,7 @@ class LockStepRows:
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         import torch
 
-        ids = torch.zeros(self._slots, 1, dtype=torch.long)
+        ids = torch.zeros(self.slots, 1, dtype=torch.long)
         ids[list(slots), 0] = torch.tensor(tokens)
         cells = torch.tensor([self._shared(slots, positions)], dtype=torch.int32)
         return self._step(ids, cells)[list(slots)]
@@ -144,7 +130,7 @@ class LockStepRows:
         row = list(tokens[0])
         ids = torch.tensor([row + [0] * (length - len(row))])
         cells = torch.arange(length, dtype=torch.int32) + self._shared(slots, positions)
-        logits = self._model.speculative_forward(
+        logits = self.model.speculative_forward(
             input_ids=ids, cache_ids=cells, start_ids=self._start_ids(), speculation_length=length
         )
         return by_row(logits, len(row))
@@ -154,11 +140,11 @@ class LockStepRows:
 
     def _begin(self, ids: torch.Tensor) -> torch.Tensor:
         """Run a batch of prompts ``[batch, width]``; the package pads it to a context bucket, on the right."""
-        output: torch.Tensor = self._model.forward(input_ids=ids, cache_ids=None, start_ids=self._start_ids())
+        output: torch.Tensor = self.model.forward(input_ids=ids, cache_ids=None, start_ids=self._start_ids())
         return output
 
     def _step(self, ids: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self._model.forward(input_ids=ids, cache_ids=cells, start_ids=self._start_ids())
+        output: torch.Tensor = self.model.forward(input_ids=ids, cache_ids=cells, start_ids=self._start_ids())
         return output
 
     def _start_ids(self) -> torch.Tensor:
@@ -172,7 +158,7 @@ class LockStepRows:
         if len(shared) != 1:
             raise ValueError(f"the rows of a static batch must share one position, not {sorted(shared)}")
         position = shared.pop()
-        check_within(position, self._longest)
+        check_within(position, self.longest)
         return position
 
 
@@ -188,8 +174,11 @@ class SerialRows(LockStepRows):
         return self._step(ids, torch.arange(ids.shape[1], dtype=torch.int32))
 
     def _step(self, ids: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self._model.forward(input_ids=ids, cache_offset=cells, start_ids=self._start_ids())
+        output: torch.Tensor = self.model.forward(input_ids=ids, cache_offset=cells, start_ids=self._start_ids())
         return output
+
+
+Rows = ContinuousRows | LockStepRows
 
 
 def by_row(logits: torch.Tensor, count: int) -> torch.Tensor:

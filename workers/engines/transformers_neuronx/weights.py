@@ -7,16 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from workers.artifacts.sources.layout import TNX_SHARDS
-from workers.engines.weight_files import check_pickles, check_safetensors, index_of, pickles_refused, present_files_in
+from workers.engines.safetensors_headers import check_safetensors
+from workers.engines.weight_files import check_pickles, index_of, pickled_files, present_files_in
 from workers.messages.engine_protocol import EngineLoadError
-
-SPLIT = "key_to_filename.json"  # in the folder pytorch_model.bin/ that ``save_pretrained_split`` wrote
-
-
-def weights_of(path: Path) -> Path:
-    """Returns the folder of the weights: ``checkpoint/`` in Optimum Neuron's layout, else the model's own."""
-    apart = path / "checkpoint"
-    return apart if (apart / "config.json").exists() and not (path / "model.safetensors").exists() else path
 
 
 def check_layout(path: Path, settings: Mapping[str, Any]) -> None:
@@ -37,22 +30,10 @@ def check_weights(path: Path, allow_pickle: bool) -> None:
     The package prefers safetensors, then the folder ``pytorch_model.bin/``, then pickles. It unpickles without
     restrictions, so allowed pickles are first read with torch's ``weights_only``, which calls no function.
     """
-    safetensors, pickle = path / "model.safetensors", path / "pytorch_model.bin"
-    if safetensors.exists() or index_of(safetensors).exists():
-        check_safetensors(_files(safetensors))
+    single = path / "model.safetensors"
+    if single.exists() or index_of(single).exists():
+        check_safetensors([single] if single.exists() else present_files_in(index_of(single)))
         return
-    if not pickle.exists() and not index_of(pickle).exists():
-        message = f"{path} has neither {safetensors.name} nor {pickle.name}"
-        raise EngineLoadError(
-            "weights-missing", message, "copy the weights again, or convert them with save_pretrained"
-        )
-    files = present_files_in(pickle / SPLIT) if pickle.is_dir() else _files(pickle)
-    pickles = [file for file in files if file.suffix != ".safetensors"]
-    if pickles and not allow_pickle:
-        raise pickles_refused(path, pickle.name)
-    check_pickles(pickles)
-    check_safetensors([file for file in files if file.suffix == ".safetensors"])
-
-
-def _files(single: Path) -> list[Path]:
-    return [single] if single.exists() else present_files_in(index_of(single))
+    files = pickled_files(path, allow_pickle)
+    check_pickles(file for file in files if file.suffix != ".safetensors")
+    check_safetensors(file for file in files if file.suffix == ".safetensors")

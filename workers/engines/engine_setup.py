@@ -1,0 +1,64 @@
+"""What all engines share before they load: the checkpoint, the dtype, the lengths and the draft's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workers.batching.buckets import checked_buckets
+from workers.messages.engine_protocol import EngineLoadError, EngineSpec
+
+if TYPE_CHECKING:
+    from workers.messages.replica_config import ReplicaConfig
+
+TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # ours -> torch's
+
+
+class LoadableEngine:
+    """The part of ``GenerateEngine`` that does not depend on the model: a ``spec`` once it is loaded."""
+
+    _spec: EngineSpec | None = None  # set by ``load``
+
+    @property
+    def spec(self) -> EngineSpec:
+        if self._spec is None:
+            raise RuntimeError("the engine is not loaded")
+        return self._spec
+
+
+def source_of(config: ReplicaConfig) -> Path:
+    """Returns the folder of the checkpoint. Raises EngineLoadError without one."""
+    if config.source is None:
+        what = f"the {config.engine} engine needs a checkpoint"
+        raise EngineLoadError("source-missing", what, "set `source` to a folder")
+    return Path(config.source)
+
+
+def dtype_on(engine: str, dtype: str, names: Mapping[str, str] = TORCH_DTYPES) -> str:
+    """Returns the engine's name of ``dtype``, from ``names``. Raises EngineLoadError for an unsupported one."""
+    if dtype not in names:
+        what = f"dtype {dtype!r} is not supported by the {engine} engine"
+        raise EngineLoadError("bad-dtype", what, f"use {', '.join(names)}")
+    return names[dtype]
+
+
+def checked_lengths(
+    prefill: Sequence[int], decode: Sequence[int], max_len: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the buckets of prompts and of the KV cache. Raises EngineLoadError."""
+    try:
+        lengths = checked_buckets("prefill", prefill, max_len), checked_buckets("decode", decode, max_len)
+    except ValueError as error:
+        raise EngineLoadError("bad-buckets", str(error)) from error
+    if lengths[1][-1] != max_len:
+        message = f"the largest decode bucket is {lengths[1][-1]}, less than max_len {max_len}"
+        raise EngineLoadError("bad-buckets", message, f"add {max_len}")
+    return lengths
+
+
+def check_vocabularies(own: int | None, draft: int | None) -> None:
+    """Raises EngineLoadError where the vocabulary of the draft model differs from the model's."""
+    if own != draft:
+        what = f"the draft model's vocabulary has {draft} ids, the model's {own}"
+        raise EngineLoadError("bad-draft", what, "use a draft model with the same tokenizer")
