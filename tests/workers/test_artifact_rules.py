@@ -38,7 +38,7 @@ from workers.neff_cache.entries import State, read_entries, state_of
 from workers.neff_cache.file_states import part_of
 from workers.neff_cache.graph_uses import GraphUses
 from workers.neff_cache.predict import Candidate
-from workers.neff_cache.record import LOCK_FILE, missing_graphs, name_of, place_of, record_of, write_record
+from workers.neff_cache.record import LOCK_FILE, Proof, name_of, place_of, record_of, write_record
 from workers.neff_cache.sync import localized, place_at, push
 
 SPAN = 2**16
@@ -355,9 +355,9 @@ def test_a_graph_with_another_neff_is_not_there(tmp_path: Path) -> None:
     """One of its bytes has flipped; the size is the same."""
     folder = finished(tmp_path, neff="NEFF")
     told = record_of({"engine": "e"}, graphs={f"{folder.parent.name}/{folder.name}": part_of(folder / "model.neff")})
-    before = missing_graphs(tmp_path, told)
+    before = Proof(tmp_path, [told]).missing(told)
     (folder / "model.neff").write_text("NEfF")
-    assert (before, missing_graphs(tmp_path, told)) == ((), tuple(told.graphs))
+    assert (before, Proof(tmp_path, [told]).missing(told)) == ((), tuple(told.graphs))
 
 
 @pytest.mark.parametrize("program", ["a.neff", "model.pt"])
@@ -675,22 +675,22 @@ def test_what_another_host_has_sent_is_not_compiled(tmp_path: Path, makes: list[
     assert makes == [key]
 
 
-def test_what_is_compiled_from_is_not_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_not_evicted_while_it_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store would make room for another model."""
     store = Store(tmp_path, grace_s=0.0)
     artifact = store.get(FakeRemote({"config.json": b"{}"}))
-    found: list[str] = []
+    errors: list[str] = []
 
-    def answer(*_: Any) -> bool:
-        with pytest.raises(SourceError) as refused:
+    def compile_all(*_: Any) -> Built:
+        with pytest.raises(SourceError) as refusal:
             store.remove(artifact.key)
-        found.append(refused.value.id)
-        return True
+        errors.append(refusal.value.id)
+        return Built(wanted=[], seconds=0.0)
 
-    monkeypatch.setattr(build, "run", answer)
-    build._run_protected("compile", Order(config=config(Path(artifact.folder))), lambda told: None)
+    monkeypatch.setattr(build, "compile_all", compile_all)
+    assert build.run("compile", Order(config=config(Path(artifact.folder))), lambda reply: None)
     store.remove(artifact.key)
-    assert found == ["store-in-use"]
+    assert errors == ["store-in-use"]
 
 
 def test_replicas_of_one_model_wait_for_one_compile() -> None:

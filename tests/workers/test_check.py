@@ -147,5 +147,5 @@ def test_a_process_of_its_own_tells_what_it_finds(checkpoint: Checkpoints, tmp_p
     (tmp_path / "broken" / "transformers" / "__init__.py").write_text("import os; os._exit(3)")
     died = check(msgspec.structs.replace(config_of(copy), env={"PYTHONPATH": str(tmp_path / "broken")}))
     assert died == Failure(
-        "start-failed", "the process that checked m ended without an answer", f"its log is {tmp_path / 'log'}"
+        "start-failed", "the process that checked m ended without a result", f"its log is {tmp_path / 'log'}"
     )

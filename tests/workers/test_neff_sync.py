@@ -28,7 +28,7 @@ from workers.artifacts.store import locks
 from workers.neff_cache import compiler_cache, sync
 from workers.neff_cache.entries import OWN, State, read_entries
 from workers.neff_cache.file_states import part_of
-from workers.neff_cache.record import missing_graphs, place_of, read_record, record_of, write_record
+from workers.neff_cache.record import Proof, place_of, read_record, record_of, write_record
 from workers.neff_cache.sync import CachePlace, FolderPlace, Localized, localized, place_at, pull, push
 
 NEWER = "2.17.194.0+d312836f"
@@ -48,13 +48,13 @@ import sys
 from pathlib import Path
 from workers.neff_cache import sync
 place = sync.place_at(sys.argv[1])
-put = place._bucket.put
+put = place.put
 def held(name, path):
     if name.endswith("model.done"):
         print("holds", flush=True)
         sys.stdin.readline()
     put(name, path)
-place._bucket.put = held
+place.put = held
 sync.push(Path(sys.argv[2]), place)
 """
 
@@ -129,7 +129,7 @@ def test_what_was_compiled_on_one_host_comes_to_another(either: CachePlace, tmp_
     assert entries(other) == entries(one)
     told = read_record(place_of(other, name))
     assert told is not None
-    assert missing_graphs(other, told) == ()
+    assert Proof(other, [told]).missing(told) == ()
     assert push(one, either).entries == pull(either, other).entries == ()
 
 
@@ -177,7 +177,7 @@ def test_a_record_that_came_is_of_the_files_that_came(afar: CachePlace, tmp_path
     assert pull(afar, third).records == (name,)
     told = read_record(place_of(third, name))
     assert told is not None
-    assert missing_graphs(third, told) == ()
+    assert Proof(third, [told]).missing(told) == ()
 
 
 def test_what_is_not_finished_here_gives_way_and_what_is_compiled_here_does_not(

@@ -18,6 +18,7 @@ from workers import engines
 from workers.artifacts.fetch import arrival
 from workers.artifacts.fetch.arrival import pending_files, wait_for, wait_for_all, wait_for_small
 from workers.artifacts.sources.listing import SourceError, Stopped
+from workers.artifacts.store.file_checks import FileChecks
 from workers.artifacts.store.manifest import Artifact
 from workers.artifacts.store.store import Store
 from workers.engines.cpu.engine import CpuEngine
@@ -158,14 +159,14 @@ def test_all_of_it_is_waited_for_until_it_was_compared(
     """Every file may be there already; what makes the folder whole is the manifest. A fetch that ends is told."""
     monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
     reached, compare = threading.Event(), threading.Event()
-    real = Store._checked
+    real = FileChecks.fetched
 
-    def checked(self: Store, *arguments: Any) -> Any:
+    def fetched(self: FileChecks, *arguments: Any) -> Any:
         reached.set()
         assert compare.wait(DEADLINE_S)
         return real(self, *arguments)
 
-    monkeypatch.setattr(Store, "_checked", checked)
+    monkeypatch.setattr(FileChecks, "fetched", fetched)
     fetch = gated()
     fetch.go_on()
     assert reached.wait(DEADLINE_S)

@@ -247,16 +247,22 @@ def _wanted(config: ReplicaConfig, unit: Buildable) -> Wanted:
 
 
 def run(command: str, order: Order, tell: Tell) -> bool:
-    """Runs a command and reports its result; False: it failed. Reports errors of the model and the machine."""
+    """Runs a command and reports its result; False: it failed. Reports errors of the model and the machine.
+
+    The config's sources are not evicted meanwhile.
+    """
     config = order.config
     try:
-        if command == "check":
-            tell(check(config))
-        elif command == "predict":
-            tell(predict(config, order.read))
-        else:
-            tell(compile_all(config, tell, order.push, order.make))
-        return True
+        with contextlib.ExitStack() as uses:
+            for folder in filter(None, (config.source, config.draft_source)):
+                uses.enter_context(using(folder))
+            if command == "check":
+                tell(check(config))
+            elif command == "predict":
+                tell(predict(config, order.read))
+            else:
+                tell(compile_all(config, tell, order.push, order.make))
+            return True
     except (EngineLoadError, SourceError) as error:
         failure = Failure(error.id, error.what, error.hint)
         tell(Trouble(_with_known_fault(failure, error, config.log) if error.id in VAGUE else failure))
@@ -289,20 +295,7 @@ def main(arguments: list[str]) -> int:
     for name in NEVER_SET:
         os.environ.pop(name, None)
     os.environ.update(order.config.env)
-    return 0 if _run_protected(arguments[0], order, answering()) else 1
-
-
-def _run_protected(command: str, order: Order, tell: Tell) -> bool:
-    """Runs a command while it protects the config's sources from eviction."""
-    try:
-        with contextlib.ExitStack() as uses:
-            for folder in (order.config.source, order.config.draft_source):
-                if folder is not None:
-                    uses.enter_context(using(folder))
-            return run(command, order, tell)
-    except SourceError as error:  # it was removed before
-        tell(Trouble(Failure(error.id, error.what, error.hint)))
-        return False
+    return 0 if run(arguments[0], order, answering()) else 1
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from workers.artifacts.fetch.progress import FetchStatus, Progress
-from workers.artifacts.fetch.single_flight import SingleFlight
+from workers.artifacts.fetch.single_flight import End, SingleFlight, Work
 from workers.artifacts.sources.listing import Stopped
 from workers.compiling import prefetch
 from workers.compiling.build import Built, Checked
@@ -53,31 +53,29 @@ class CompileService:
 
     def foresee(self, waiter: str, config: ReplicaConfig, wait_s: float) -> prefetch.Foreseen | Failure | FetchStatus:
         """Predicts what a start of ``config`` would compile, in a process of its own; FetchStatus as in `compile`."""
-
-        def work(_: Progress, stop: threading.Event) -> prefetch.Foreseen:
-            with self._looks:
-                if stop.is_set():
-                    raise Stopped(f"stopped before {config.model} was examined")
-                return prefetch.foresee(config, stop)
-
-        return self._foresights.join(waiter, prefetch.build_key(config), config.model, work, wait_s)
+        look = self._limited(prefetch.foresee, config)
+        return self._foresights.join(waiter, prefetch.build_key(config), config.model, look, wait_s)
 
     def check(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Checked | Failure | FetchStatus:
         """Checks whether a start of ``config`` could load its files; FetchStatus as in `compile`."""
+        look = self._limited(prefetch.check, config)
+        return self._checks.join(waiter, prefetch.build_key(config), config.model, look, wait_s)
 
-        def work(_: Progress, stop: threading.Event) -> Checked | Failure:
+    def _limited(self, look: Callable[[ReplicaConfig, threading.Event], End], config: ReplicaConfig) -> Work[End]:
+        """Returns the job of a check or a prediction, which waits until few others run."""
+
+        def work(_: Progress, stop: threading.Event) -> End:
             with self._looks:
                 if stop.is_set():
                     raise Stopped(f"stopped before {config.model} was examined")
-                return prefetch.check(config, stop)
+                return look(config, stop)
 
-        return self._checks.join(waiter, prefetch.build_key(config), config.model, work, wait_s)
+        return work
 
     def leave(self, waiter: str) -> None:
         """Removes a waiter from all jobs."""
-        self._compiles.leave(waiter)
-        self._foresights.leave(waiter)
-        self._checks.leave(waiter)
+        for flights in (self._compiles, self._foresights, self._checks):
+            flights.leave(waiter)
 
 
 def looks_at_once(cpus: int) -> int:

@@ -21,7 +21,7 @@ from workers.messages.replica_config import ReplicaConfig
 
 GIB = 2**30
 LOOK_S = 1.0  # interval of memory checks, since other processes allocate and free it
-MOST = 256
+MOST = 256  # concurrent compiles
 
 
 class Compile(Protocol):
@@ -101,9 +101,9 @@ class _Turn:
 class MemoryGate:
     """Admits the compiles of one host. Thread-safe."""
 
-    def __init__(self, memory_gib: Callable[[], float] = free_gib, jobs: int = MOST) -> None:
-        """``memory_gib``: returns the free memory. ``jobs``: maximum concurrent compiles."""
-        self._free_gib, self._jobs = memory_gib, jobs
+    def __init__(self, memory_gib: Callable[[], float] = free_gib) -> None:
+        """``memory_gib``: returns the free memory."""
+        self._free_gib = memory_gib
         self._waiting: list[_Turn] = []
         self._running: list[_Turn] = []
         self._budget_gib = 0.0  # free memory when no compile was running
@@ -117,19 +117,15 @@ class MemoryGate:
         with self._changed:
             self._waiting.append(own)
             try:
+                self._begin()
                 while own not in self._running:
+                    self._changed.wait(LOOK_S)
+                    if stop.is_set():
+                        raise Stopped("stopped while waiting for memory to compile")
                     self._begin()
-                    if own not in self._running:
-                        self._changed.wait(LOOK_S)
-                        if stop.is_set():
-                            raise Stopped("stopped while waiting for memory to compile")
             except BaseException:
-                if own in self._running:
-                    self._running.remove(own)
+                (self._running if own in self._running else self._waiting).remove(own)
                 raise
-            finally:
-                if own in self._waiting:
-                    self._waiting.remove(own)
         try:
             yield
         finally:
@@ -144,7 +140,7 @@ class MemoryGate:
         if not self._running:
             self._budget_gib = free
         memory_gib = min(self._budget_gib, used + free)
-        for turn in startable(self._waiting, self._running, memory_gib=memory_gib, jobs=self._jobs):
+        for turn in startable(self._waiting, self._running, memory_gib=memory_gib, jobs=MOST):
             self._waiting.remove(turn)
             self._running.append(turn)
         self._changed.notify_all()

@@ -13,8 +13,8 @@ from workers.neff_cache.compiled_artifacts import MANIFEST, peek
 from workers.neff_cache.entries import State, listed_entries, read_entries
 from workers.neff_cache.file_states import damaged
 from workers.neff_cache.predict import Candidate, has_more_buckets
-from workers.neff_cache.record import LOCK_FILE, Proof, Record, decoded, name_of, place_of, read_record, records_in
-from workers.neff_cache.sync import S3, Localized, localized, place_at, records_at
+from workers.neff_cache.record import LOCK_FILE, Proof, Record, name_of, place_of, read_record, records_in
+from workers.neff_cache.sync import Localized, localized, place_at, records_at
 from workers.neff_cache.unavailable import describe
 
 CACHED = "transformers-neuronx"  # the engine that uses Neuron's cache; the others keep complete folders
@@ -72,16 +72,12 @@ def compiled_here(wanted: Mapping[str, Any], root: Path) -> Iterator[Candidate]:
 
 def compiled_elsewhere(wanted: Mapping[str, Any], root: Path, neff_cache: str) -> Iterator[Candidate]:
     """Yields the finished entry that another host has pushed, if any. Raises SourceError."""
-    place = shared_artifacts.entry_location(peek(root, wanted), neff_cache)
-    if not place.startswith(S3) and not Path(place).is_dir():
-        return
-    remote = place_at(place)
-    files = remote.files()
-    if {MANIFEST, LOCK_FILE} <= {file.name for file in files}:
-        record = decoded(remote.read(LOCK_FILE))
-        if record is not None:
-            missing = shared_artifacts.missing(files, record)
-            yield Candidate("elsewhere", remote.url, record.manifest, record.source, missing)
+    remote = place_at(shared_artifacts.entry_location(peek(root, wanted), neff_cache))
+    files = shared_artifacts.listed_files(remote)
+    record = shared_artifacts.finished_record(remote, files)
+    if record is not None:
+        missing = shared_artifacts.missing(files, record)
+        yield Candidate("elsewhere", remote.url, record.manifest, record.source, missing)
 
 
 def given(source: Path, environment: Mapping[str, str]) -> Path | None:
@@ -103,8 +99,7 @@ def beside(folder: Path) -> Candidate:
 
 def failed_here(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> Iterator[Candidate]:
     """Yields the recorded failures of this manifest, for an engine whose graphs are not shared between models."""
-    place = localized(environment, keep_of(root))
-    cache = compiler_cache.location(environment) if place is None else place.path
+    cache, _ = cache_of(environment, root)
     record = None if cache is None else read_record(place_of(cache, name_of(wanted)))
     if cache is None or record is None or RETRIED in environment.get("NEURON_CC_FLAGS", "").split():
         return
@@ -115,8 +110,7 @@ def failed_here(wanted: Mapping[str, Any], environment: Mapping[str, str], root:
 
 def cached(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> Iterator[Candidate]:
     """Yields the candidates of the model's NEFF cache, local and remote; an unavailable one comes first."""
-    place = localized(environment, keep_of(root))
-    cache = compiler_cache.location(environment) if place is None else place.path
+    cache, place = cache_of(environment, root)
     if cache is None:
         return
     name = name_of(wanted)
@@ -145,6 +139,13 @@ def cached(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path
             yield Candidate("neff-cache", shown, record.manifest, record.source, missing, failed, locked)
         else:
             yield Candidate("neff-cache", shown, record.manifest, record.source)
+
+
+def cache_of(environment: Mapping[str, str], root: Path | None) -> tuple[Path | None, Localized | None]:
+    """Returns the NEFF cache of a process with this environment on this host, and what it replaces. None: no cache, or
+    nothing. Local folders of remote caches are beside the compiled artifacts in ``root``."""
+    place = None if root is None else localized(environment, keep_of(root))
+    return (compiler_cache.location(environment), None) if place is None else (place.path, place)
 
 
 def keep_of(root: Path) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 from workers.artifacts.sources.listing import SourceError
 from workers.messages.engine_protocol import EngineLoadError
 from workers.neff_cache import compiler_cache
-from workers.neff_cache.candidates import keep_of
+from workers.neff_cache.candidates import cache_of
 from workers.neff_cache.graph_uses import GraphUses
 from workers.neff_cache.record import (
     Proof,
@@ -25,7 +25,7 @@ from workers.neff_cache.record import (
     record_of,
     records_in,
 )
-from workers.neff_cache.sync import URL, Localized, localized, place_at, pull, push
+from workers.neff_cache.sync import URL, Localized, place_at, pull, push
 from workers.neff_cache.unavailable import log_unavailable
 
 log = logging.getLogger(__name__)
@@ -40,8 +40,7 @@ class CompileSession:
         (the ``--logfile`` of neuronx-distributed's ``ModelBuilder``)."""
         self._manifest = manifest
         self._source = str(source)
-        self._place = None if root is None else localized(os.environ, keep_of(root))
-        self._cache = compiler_cache.location(os.environ) if self._place is None else self._place.path
+        self._cache, self._place = cache_of(os.environ, root)
         self._shared = shared
         self._uses: GraphUses | None = None
 
@@ -89,15 +88,16 @@ class CompileSession:
 def _package_pointed_to(place: Localized | None) -> Iterator[None]:
     """Points the package to the local folder of a remote cache inside the context only: the next model of this
     process, such as a draft, needs the original value."""
+    if place is None:
+        yield
+        return
     before = os.environ.get(URL)
-    if place is not None:
-        os.environ[URL] = str(place.path)
+    os.environ[URL] = str(place.path)
     try:
         yield
     finally:
-        if place is not None and before is None:
-            os.environ.pop(URL, None)
-        elif place is not None and before is not None:
+        del os.environ[URL]
+        if before is not None:
             os.environ[URL] = before
 
 

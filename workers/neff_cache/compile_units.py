@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compiled_artifacts import Entry
+from workers.neff_cache.compiled_artifacts import Entry, always
 
 
 def compiles(config: ReplicaConfig) -> bool:
@@ -20,10 +20,6 @@ Tell = Callable[[int, int], None]
 """Reports progress: compiled graphs, total graphs."""
 
 
-def _always(path: Path) -> bool:
-    return True
-
-
 @dataclass(frozen=True, kw_only=True)
 class Buildable:
     """A set of compiled artifacts that a start needs."""
@@ -31,7 +27,7 @@ class Buildable:
     role: Literal["model", "draft"] = "model"
     source: Path  # checkpoint folder
     manifest: Mapping[str, Any]  # everything the artifacts depend on, as JSON
-    is_whole: Callable[[Path], bool] = _always  # further check of an entry's completeness
+    is_whole: Callable[[Path], bool] = always  # further check of an entry's completeness
     # Compiles into an exclusively locked entry and finishes it; None: only a start can compile, on its cores.
     make: Callable[[Entry, Tell], None] | None = None
     kept: bool = True  # False: kept by the package's own cache only

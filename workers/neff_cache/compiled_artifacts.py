@@ -51,7 +51,8 @@ SPENT = Stopwatch()
 """How long this process has compiled, or waited for another process that compiles the same."""
 
 
-def _always(path: Path) -> bool:
+def always(path: Path) -> bool:
+    """The check of artifacts that are complete if all their files are."""
     return True
 
 
@@ -61,7 +62,7 @@ class Entry:
 
     path: Path
     manifest: Mapping[str, Any]
-    is_whole: Callable[[Path], bool] = field(default=_always, compare=False)  # what the manifest alone does not tell
+    is_whole: Callable[[Path], bool] = field(default=always, compare=False)  # what the manifest alone does not tell
 
     @property
     def complete(self) -> bool:
@@ -97,7 +98,7 @@ class Entry:
 
 
 @contextlib.contextmanager
-def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bool] = _always) -> Iterator[Entry]:
+def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bool] = always) -> Iterator[Entry]:
     """Holds the entry of ``manifest``, which lists all that the artifacts depend on: engine, versions, shapes, flags.
 
     A complete entry is held with a shared lock. An incomplete one is emptied and held exclusively; later callers wait
@@ -130,7 +131,7 @@ def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bo
         os.close(lock)
 
 
-def peek(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bool] = _always) -> Entry:
+def peek(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bool] = always) -> Entry:
     """Returns the entry without a lock, for reading its state only."""
     plain = plain_of(manifest)
     return Entry(root / name_of(plain), plain, is_whole)

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +72,8 @@ class GraphUses:
         """Returns the finished entries whose NEFF equals a saved file."""
         saved_parts = [part_of(path) for path in saved.glob("*.neff")]
         sizes = {part.size for part in saved_parts}
-        graphs = {}
-        for entry in read_entries(self._cache):
-            if entry.state is not State.SUCCESS:
-                continue
-            file = self._cache / entry.name / NEFF
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                if file.stat().st_size in sizes and (part := part_of(file)) in saved_parts:
-                    graphs[entry.name] = part
+        same_size = self._graphs(lambda file: file.stat().st_size in sizes)
+        graphs = {name: part for name, part in same_size.items() if part in saved_parts}
         return graphs if {part.digest for part in graphs.values()} == {part.digest for part in saved_parts} else {}
 
     def _new_or_read(self) -> dict[str, Part]:
@@ -88,14 +82,17 @@ class GraphUses:
         On a file system without access times, all entries; `cache verify` may then predict a compile for a graph that
         the model does not need.
         """
-        has_access_times = not os.statvfs(self._cache).f_flag & os.ST_NOATIME
+        if os.statvfs(self._cache).f_flag & os.ST_NOATIME:
+            return self._graphs(lambda _: True)
+        return self._graphs(lambda file: self._before.get(file) is None or file.stat().st_atime_ns >= self._began)
+
+    def _graphs(self, is_used: Callable[[Path], bool]) -> dict[str, Part]:
+        """Returns the finished entries whose NEFF is used."""
         graphs = {}
         for entry in read_entries(self._cache):
-            if entry.state is not State.SUCCESS:
-                continue
             file = self._cache / entry.name / NEFF
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                if not has_access_times or self._before.get(file) is None or file.stat().st_atime_ns >= self._began:
+                if entry.state is State.SUCCESS and is_used(file):
                     graphs[entry.name] = part_of(file)
         return graphs
 

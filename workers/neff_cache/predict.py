@@ -22,6 +22,10 @@ NAMES = {
 }
 GROUPS = ("options.constructor.", "options.neuron.", "options.", "shapes.")
 DECODE, PREFILL = "options.constructor.n_positions", "options.constructor.context_length_estimate"
+COMPLETE: Mapping[Where, str] = {
+    "compiled": "it was compiled on this host",
+    "elsewhere": "its neff_cache has artifacts compiled by another host",
+}
 LATER = "clear it with `corewright cache retry`"
 
 
@@ -87,13 +91,10 @@ def predict(
     """
     if wanted is None:  # 1
         return Prediction("hit", "nothing", "the engine compiles nothing")
-    for candidate in _same(wanted, candidates, "compiled"):  # 2
-        if not candidate.missing:
-            return Prediction("hit", "compiled", "it was compiled on this host", candidate.place)
-    for candidate in _same(wanted, candidates, "elsewhere"):
-        if candidate.missing:
-            continue
-        return Prediction("hit", "elsewhere", "its neff_cache has artifacts compiled by another host", candidate.place)
+    for where, reason in COMPLETE.items():  # 2
+        for candidate in _same(wanted, candidates, where):
+            if not candidate.missing:
+                return Prediction("hit", where, reason, candidate.place)
     beside = [candidate for candidate in candidates if candidate.where == "source"]
     if beside and not ahead:  # 3
         return _beside(wanted, beside)

@@ -50,13 +50,10 @@ def kept_in(root: Path) -> list[Kept]:
 def prune_compiled(root: Path, older_than_s: float, dry_run: bool = False) -> Iterator[Removed]:
     """Removes unlocked artifacts that are unfinished, damaged, or unused for ``older_than_s``."""
     for kept in kept_in(root):
-        if dry_run:
-            if why := _reason_to_remove(kept, older_than_s):
-                yield Removed(path=str(root / kept.name), why=why, bytes=kept.bytes)
-        elif (
-            _reason_to_remove(kept, older_than_s)
-            and (removed := _remove_unused(root, kept.name, older_than_s)) is not None
-        ):
+        why = _reason_to_remove(kept, older_than_s)
+        if why and dry_run:
+            yield Removed(path=str(root / kept.name), why=why, bytes=kept.bytes)
+        elif why and (removed := _remove_unused(root, kept.name, older_than_s)) is not None:
             yield removed
 
 
@@ -164,13 +161,11 @@ def _remove_unused(root: Path, name: str, older_than_s: float) -> Removed | None
 
     Removes the manifest first, so that a kill in between leaves nothing complete.
     """
+    lock = None
     try:
         lock = file_lock.take(root / f"{name}.lock")
-    except OSError:
-        return None
-    if lock is None:
-        return None
-    try:
+        if lock is None:
+            return None
         now = _kept(root / name, is_mine=True)
         if not (why := _reason_to_remove(now, older_than_s)):
             return None
@@ -180,4 +175,5 @@ def _remove_unused(root: Path, name: str, older_than_s: float) -> Removed | None
     except OSError:
         return None
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)

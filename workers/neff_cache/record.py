@@ -156,18 +156,13 @@ def decoded(data: bytes) -> Record | None:
 def records_in(cache: Path) -> tuple[Record, ...]:
     """Returns all records of a local cache, the newest first."""
     records = [record for file in sorted((cache / OWN).glob(f"*{SUFFIX}")) if (record := read_record(file)) is not None]
-    return tuple(sorted(records, key=lambda told: -told.made_at))
+    return tuple(sorted(records, key=lambda record: -record.made_at))
 
 
 def missing_files(folder: Path) -> tuple[str, ...] | None:
     """Returns the missing or changed files of the record in ``folder``; None: there is no record."""
     record = read_record(folder / LOCK_FILE)
     return None if record is None else damaged(folder, record.files)
-
-
-def missing_graphs(cache: Path, record: Record) -> tuple[str, ...]:
-    """Returns the entries of the record that are not finished in ``cache``, or whose NEFF differs."""
-    return tuple(name for name, part in record.graphs.items() if not is_finished(cache, name, part))
 
 
 def of_one_model(records: Iterable[Record], manifest: Mapping[str, Any]) -> list[Record]:
@@ -222,11 +217,9 @@ class Proof:
         return self._parts[name]
 
 
-def is_finished(cache: Path, name: str, part: Part | None = None) -> bool:
-    """Returns whether the entry is finished; with ``part``, also whether its NEFF matches."""
-    if read_entry(cache, name).state is not State.SUCCESS:
-        return False
-    return part is None or not damaged(cache / name, {NEFF: part})
+def is_finished(cache: Path, name: str) -> bool:
+    """Returns whether the entry is finished."""
+    return read_entry(cache, name).state is State.SUCCESS
 
 
 def looks_finished(cache: Path, name: str) -> bool:

@@ -35,13 +35,13 @@ def pull(held: Entry, location: str, stop: threading.Event | None = None) -> boo
     empty.
     """
     place = place_at(entry_location(held, location))
-    files = _files(place)
-    if not _is_finished(files):
+    files = listed_files(place)
+    record = finished_record(place, files)
+    if record is None:
         return False
     if _manifest_at(place) != held.manifest:
         return _refused(place, "its manifest does not match its name")
-    record = decoded(place.read(LOCK_FILE))
-    if record is None or missing(files, record):
+    if missing(files, record):
         return _refused(place, "files of its record are missing")
     places = _places(files, record)
     try:
@@ -66,7 +66,7 @@ def push(held: Entry, location: str) -> int:
     Resumes an interrupted upload. Raises SourceError.
     """
     place = place_at(entry_location(held, location))
-    files = _files(place)
+    files = listed_files(place)
     present = {file.name: file.size for file in files} if place.url not in DAMAGED else {}
     if present and _is_whole(place, files, held):
         return 0
@@ -126,10 +126,8 @@ def _move_out_of_digest_folders(folder: Path, places: Mapping[str, RemoteFile]) 
 
 
 def _is_whole(place: CachePlace, files: Sequence[RemoteFile], held: Entry) -> bool:
-    if not _is_finished(files) or _manifest_at(place) != held.manifest:
-        return False
-    record = decoded(place.read(LOCK_FILE))
-    return record is not None and not missing(files, record)
+    record = finished_record(place, files)
+    return record is not None and _manifest_at(place) == held.manifest and not missing(files, record)
 
 
 def _refused(place: CachePlace, why: str) -> bool:
@@ -152,11 +150,14 @@ def _empty(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def _files(place: CachePlace) -> Sequence[RemoteFile]:
+def listed_files(place: CachePlace) -> Sequence[RemoteFile]:
+    """Returns the files of an entry; none if its folder does not exist. Raises SourceError."""
     if not place.url.startswith(S3) and not Path(place.url).is_dir():
         return []
     return place.files()
 
 
-def _is_finished(files: Sequence[RemoteFile]) -> bool:
-    return {MANIFEST, LOCK_FILE} <= {file.name for file in files}
+def finished_record(place: CachePlace, files: Sequence[RemoteFile]) -> Record | None:
+    """Returns the record of an entry with these files; None: its upload is unfinished, or it has no valid record."""
+    is_finished = {MANIFEST, LOCK_FILE} <= {file.name for file in files}
+    return decoded(place.read(LOCK_FILE)) if is_finished else None

@@ -26,6 +26,7 @@ import msgspec
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError, Stopped
+from workers.artifacts.sources.s3 import Bucket
 from workers.artifacts.store import locks
 from workers.neff_cache import compiler_cache
 from workers.neff_cache.compiler_cache import LOG, NEFF
@@ -97,51 +98,29 @@ class CachePlace(Protocol):
 
 def place_at(location: str) -> CachePlace:
     """Opens the cache at ``s3://bucket/prefix`` or in a folder. Raises SourceError."""
-    return BucketPlace(location) if location.startswith(S3) else FolderPlace(Path(location.removeprefix("file://")))
+    if location.startswith(S3):
+        return BucketPlace.of(location, RetryPolicy(seconds=PATIENCE_S))
+    return FolderPlace(Path(location.removeprefix("file://")))
 
 
-class BucketPlace:
+class BucketPlace(Bucket):
     """A cache below a prefix in S3."""
-
-    def __init__(self, url: str) -> None:
-        from workers.artifacts.sources.s3 import Bucket
-
-        self._retry_policy = RetryPolicy(seconds=PATIENCE_S)
-        self._bucket = Bucket.of(url, self._retry_policy)
-
-    @property
-    def url(self) -> str:
-        return self._bucket.url
-
-    def files(self) -> Sequence[RemoteFile]:
-        return self._bucket.files()
-
-    def read(self, name: str) -> bytes:
-        return self._bucket.read(name)
 
     def fetch(self, files: Sequence[RemoteFile], folder: Path, stop: threading.Event) -> None:
         from workers.artifacts.fetch.transfer import S3Remote
 
         listing = Listing(source=self.url, files=tuple(sorted(files, key=lambda file: file.name)))
-        S3Remote(self.url, retry_policy=self._retry_policy).fetch(listing, folder, Progress(self.url), stop)
+        S3Remote(self.url, retry_policy=self.retry_policy).fetch(listing, folder, Progress(self.url), stop)
 
     def put_entry(self, name: str, folder: Path, files: Sequence[str], digest: str, replaced: bool = False) -> bool:
         """Uploads ``model.done`` last: without it the entry is not finished."""
-        from workers.artifacts.sources.s3 import Bucket
-
-        present = {file.name for file in Bucket.of(f"{self.url}/{name}", self._retry_policy).files()}
+        present = {file.name for file in Bucket.of(f"{self.url}/{name}", self.retry_policy).files()}
         if DONE in present and not replaced:  # another host was faster
             return False
-        self._bucket.put_bytes(f"{name}/{DIGEST}{digest}", b"")
+        self.put_bytes(f"{name}/{DIGEST}{digest}", b"")
         for file in (*(leaf for leaf in files if leaf != DONE), DONE):
-            self._bucket.put(f"{name}/{file}", folder / file)
+            self.put(f"{name}/{file}", folder / file)
         return True
-
-    def put(self, name: str, path: Path) -> None:
-        self._bucket.put(name, path)
-
-    def put_bytes(self, name: str, data: bytes) -> None:
-        self._bucket.put_bytes(name, data)
 
 
 class FolderPlace:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
-from workers.artifacts.sources.listing import SourceError, Stopped
+from workers.artifacts.sources.listing import SMALL_BYTES, SourceError, Stopped
 from workers.artifacts.store import manifest
 from workers.artifacts.store.artifact_uses import uses_of
 from workers.host import file_lock
@@ -22,7 +22,6 @@ LOOK_S = 0.05
 HANDOVER_S = 15.0
 """Longest gap between a fetch that dies and the one that resumes it: a host actor that was killed restarts within
 seconds and is called again at once. A fetch that fails is reported to replicas by other means."""
-SMALL_BYTES = 16 * 2**20  # files up to it are fetched first
 
 
 def pending_files(folder: Path) -> frozenset[str]:
@@ -30,7 +29,10 @@ def pending_files(folder: Path) -> frozenset[str]:
     fetch = manifest.unfinished(folder)
     if fetch is None:
         return frozenset()
-    return frozenset(file.name for file in fetch.listing.files if not _is_here(folder, file.name, fetch))
+    # Seeds are linked from other artifacts and are verified last; they may turn out to be damaged.
+    return frozenset(
+        file.name for file in fetch.listing.files if file.name in fetch.seeds or not (folder / file.name).exists()
+    )
 
 
 def wait_for(folder: Path, name: str, stop: threading.Event | None = None) -> Path:
@@ -50,12 +52,13 @@ def wait_for_all(folder: Path, stop: threading.Event | None = None) -> None:
 def wait_for_small(folder: Path, stop: threading.Event | None = None) -> None:
     """Waits for the small files: the config, the tokenizer, the index of the shards. Raises as `wait_for`."""
     fetch = manifest.unfinished(folder)
-    for name in _small(fetch) if fetch is not None else ():
-        wait_for(folder, name, stop)
+    for file in fetch.listing.files if fetch is not None else ():
+        if file.size <= SMALL_BYTES:
+            wait_for(folder, file.name, stop)
 
 
 def _wait_while(lacks: Callable[[], bool], folder: Path, state: str, stop: threading.Event | None) -> None:
-    """Waits while ``lacks()`` and a fetch into the folder is running; ``what`` names the awaited state in errors."""
+    """Waits while ``lacks()`` and a fetch into the folder is running; ``state`` is the awaited state for errors."""
     stop, since, uses = stop or threading.Event(), time.monotonic(), uses_of(folder)
     while uses is not None and lacks():
         now = time.monotonic()
@@ -66,12 +69,3 @@ def _wait_while(lacks: Callable[[], bool], folder: Path, state: str, stop: threa
             raise SourceError("fetch-ended", message, "the next start resumes it")
         if stop.wait(LOOK_S):
             raise Stopped(f"stopped before {state}")
-
-
-def _small(going: manifest.Fetch) -> Iterable[str]:
-    return (file.name for file in going.listing.files if file.size <= SMALL_BYTES)
-
-
-def _is_here(folder: Path, name: str, going: manifest.Fetch) -> bool:
-    # Seeds are linked from other artifacts and are verified last; they may turn out to be damaged.
-    return name not in going.seeds and (folder / name).exists()

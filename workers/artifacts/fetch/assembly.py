@@ -33,8 +33,10 @@ class RangeChecksum:
         self._add = crc_of(algorithm)
         self._piece = piece() if hashed else None
         self.crc = 0
+        self.size = 0  # bytes so far
 
     def add(self, data: Any) -> None:
+        self.size += len(data)
         self.crc = self._add(data, self.crc)
         if self._piece is not None:
             self._piece.update(data)
@@ -79,10 +81,9 @@ class Assembly:
         self._lock = threading.Lock()
         self._data = -1
         self._sums: dict[Span, int] = {}
-        self._parts: list[_Part] = []
         self._go_on = go_on
-        for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
-            self._parts.append(_Part(start, size, span_bytes))
+        starts = accumulate(sizes, initial=0)
+        self._parts = [_Part(start, size, span_bytes) for start, size in zip(starts, sizes, strict=False)]
         self.spans = [span for part in self._parts for span in part.spans]
         if checksum is not None and not checksum.combines:
             for part in self._parts:

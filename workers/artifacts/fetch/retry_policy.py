@@ -12,10 +12,6 @@ SILENT_S = 3.0  # seconds without a byte before the silence is reported
 Wait = Callable[[threading.Event, float], bool]  # True: the event was set meanwhile
 
 
-def _wait(stop: threading.Event, seconds: float) -> bool:
-    return stop.wait(seconds)
-
-
 def _ignore_silence(silent_s: float, why: str) -> None:
     """The default: reports nothing."""
 
@@ -28,7 +24,7 @@ class RetryPolicy:
     first_s: float = 0.05  # longest pause before the second attempt
     longest_s: float = 5.0  # longest pause
     clock: Callable[[], float] = time.monotonic
-    wait: Wait = _wait
+    wait: Wait = threading.Event.wait
     on_silence: Callable[[float, str], None] = _ignore_silence
     """Called with the seconds without a byte and the reason of the last failure; with 0 when bytes arrive again."""
 

@@ -14,12 +14,14 @@
 
 from __future__ import annotations
 
+import errno
 import heapq
 import logging
 import os
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from hashlib import blake2s
 from itertools import count
 from pathlib import Path
@@ -29,7 +31,7 @@ from workers.artifacts.fetch.assembly import Assembly, RangeChecksum, disk_error
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import Retry, RetryPolicy
 from workers.artifacts.sources.checksums import Checksum, checksum_of
-from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError, Stopped
+from workers.artifacts.sources.listing import SMALL_BYTES, Listing, RemoteFile, SourceError, Stopped
 from workers.artifacts.sources.s3 import WORK, Bucket
 from workers.artifacts.sources.s3_errors import changed, from_obstore, is_short, unreachable
 from workers.artifacts.store.content_digest import PIECE_BYTES
@@ -39,7 +41,6 @@ log = logging.getLogger(__name__)
 
 SPAN_BYTES = PIECE_BYTES  # range of one request; AWS recommends 8 to 16 MB
 CHUNK_BYTES = 2**18  # small enough to stay in the CPU's cache until it is written
-SMALL_BYTES = 2**24  # files up to this size are fetched first
 FILES_AT_ONCE = 4  # writers of a single file wait for each other: a tenth of the CPU time
 ATTEMPTS = 3  # per object, to get the right checksum
 SHORT_ATTEMPTS = 4  # per range, to get a byte that the listing promises
@@ -87,14 +88,6 @@ class S3Remote:
 
 class _Halted(Exception):
     """Another thread has failed, or the fetch is to stop."""
-
-
-class _Reading:
-    """The position within a range that is being read."""
-
-    def __init__(self, start: int, checksum: RangeChecksum) -> None:
-        self.at = start
-        self.checksum = checksum  # of the bytes before it
 
 
 class _Fetch:
@@ -150,13 +143,8 @@ class _Fetch:
         self._progress.expect(self._listing.bytes)
         try:
             self._work.mkdir(parents=True, exist_ok=True)
-            needed = self._listing.bytes - _used(self._folder)
-            if needed > (free := shutil.disk_usage(self._folder).free):
-                raise SourceError(
-                    "s3-disk-full",
-                    f"{self._folder}: {needed} bytes needed, {free} free",
-                    "free disk space, or move the store to a larger disk",
-                )
+            if self._listing.bytes - _used(self._folder) > shutil.disk_usage(self._folder).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise disk_error(error, self._folder, self._listing.bytes) from error
         completed = self._completed()
@@ -166,7 +154,7 @@ class _Fetch:
                 self._progress.add(file.size)
                 self._left -= 1
             else:
-                self._push((0, number, 0), self._head_job(file, number))
+                self._push((0, number, 0), partial(self._head, file, number))
 
     def _wait(self, stop: threading.Event) -> None:
         with self._changed:
@@ -216,10 +204,7 @@ class _Fetch:
 
     # Jobs
 
-    def _head_job(self, file: RemoteFile, number: int, damaged: int = 0) -> Callable[[], None]:
-        return lambda: self._head(file, number, damaged)
-
-    def _head(self, file: RemoteFile, number: int, damaged: int) -> None:
+    def _head(self, file: RemoteFile, number: int, damaged: int = 0) -> None:
         """Starts a file; ``damaged``: how many times it has arrived with a wrong checksum."""
         head = self._bucket.head(file.name, stop=self._halt)
         if head["ContentLength"] != file.size or head["ETag"].strip('"') != file.tag:
@@ -239,7 +224,9 @@ class _Fetch:
             self._open[file.name] = assembly
         recorded = assembly.recorded_ranges()
         for span in assembly.spans:
-            job = self._span_job(assembly, number, span, recorded.get(span))
+            job = partial(self._fetch, assembly, number, span)
+            if (crc := recorded.get(span)) is not None:
+                job = partial(self._check, assembly, number, span, crc)
             self._push((1, number // FILES_AT_ONCE, span.start), job)
         if not assembly.spans:
             self._finish(assembly, number)
@@ -273,11 +260,6 @@ class _Fetch:
         sizes = [first, *(ask(part) for part in range(2, parts + 1))] if first < file.size else []
         return sizes if sum(sizes) == file.size else None
 
-    def _span_job(self, assembly: Assembly, number: int, span: Span, recorded: int | None = None) -> Callable[[], None]:
-        if recorded is None:
-            return lambda: self._fetch(assembly, number, span)
-        return lambda: self._check(assembly, number, span, recorded)
-
     def _check(self, assembly: Assembly, number: int, span: Span, crc: int) -> None:
         """Verifies a range that an earlier attempt left, and fetches it if its CRC differs."""
         checksum = assembly.read(span)
@@ -293,42 +275,40 @@ class _Fetch:
         from obstore.exceptions import BaseError
 
         key = self._bucket.key(assembly.file.name)
-        reading = _Reading(span.start, assembly.new_checksum())
+        checksum = assembly.new_checksum()
         attempt = short = 0
-        while reading.at < span.end:
-            before, last = reading.at, None
+        while checksum.size < span.size:
+            before, last = checksum.size, None
             try:
-                self._read(assembly, key, reading, span.end)
+                self._read(assembly, key, span, checksum)
             except (BaseError, OSError, ValueError) as error:
                 if fatal := from_obstore(error, self._bucket.bucket, key):
                     raise fatal from None  # obstore's text may hold secrets
                 last = error
-            if reading.at > before:
+            if checksum.size > before:
                 attempt = short = 0
             else:
                 attempt, short = attempt + 1, short + (last is None or is_short(last))
             if short >= SHORT_ATTEMPTS:
-                raise self._damaged(assembly, f"ends after {reading.at} bytes")
+                raise self._damaged(assembly, f"ends after {span.start + checksum.size} bytes")
             if (last or attempt) and not self._waiting.again(attempt, self._halt, type(last).__name__ if last else ""):
                 raise unreachable("s3:GetObject", self._bucket.bucket, key, self._waiting.silent_s, last) from None
             self._go_on()
-        if assembly.accept(span, reading.checksum):
+        if assembly.accept(span, checksum):
             self._finish(assembly, number)
 
-    def _read(self, assembly: Assembly, key: str, reading: _Reading, end: int) -> None:
-        """Reads until the response ends, which may be before ``end``."""
+    def _read(self, assembly: Assembly, key: str, span: Span, checksum: RangeChecksum) -> None:
+        """Reads the rest of the range until the response ends, which may be too early."""
         import obstore
 
-        options: Any = {"range": (reading.at, end), "if_match": f'"{assembly.file.tag}"'}
+        options: Any = {"range": (span.start + checksum.size, span.end), "if_match": f'"{assembly.file.tag}"'}
         for chunk in obstore.get(self._bulk(), key, options=options).stream(min_chunk_size=CHUNK_BYTES):
             self._go_on()
-            size = len(chunk)
-            self._progress.transferred(size)
+            self._progress.transferred(len(chunk))
             self._waiting.arrived()
-            assembly.write(chunk, reading.at)
-            reading.checksum.add(chunk)
-            reading.at += size
-            self._progress.add(size)
+            assembly.write(chunk, span.start + checksum.size)
+            checksum.add(chunk)
+            self._progress.add(len(chunk))
 
     def _finish(self, assembly: Assembly, number: int) -> None:
         valid, content = assembly.is_valid(), assembly.content()
@@ -345,7 +325,7 @@ class _Fetch:
             raise self._damaged(assembly, f"failed its checksum {ATTEMPTS} times")
         self._progress.add(-assembly.file.size)
         assembly.close()
-        return self._push((0, number, 0), self._head_job(assembly.file, number, assembly.damaged))
+        return self._push((0, number, 0), partial(self._head, assembly.file, number, assembly.damaged))
 
     def _done(self, assembly: Assembly) -> None:
         self._record(assembly.file)

@@ -17,7 +17,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -25,15 +25,14 @@ from urllib.parse import urlsplit
 
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
-from workers.artifacts.sources.layout import INDEX, PICKLES, checked
-from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError, Stopped
+from workers.artifacts.sources.layout import INDEX, PICKLES
+from workers.artifacts.sources.listing import SMALL_BYTES, Listing, RemoteFile, SourceError, Stopped
 from workers.artifacts.store.blobs import digest_of
 from workers.host import foreign_files
 
 ASK_S = 10.0  # timeout of a metadata request
 TRIES = 3  # of a file that fails verification
 AT_ONCE = 8  # files
-SMALL_BYTES = 16 * 2**20  # files up to this size are fetched first
 _WEIGHTS = PICKLES | {".safetensors"}
 STAGING = ".fetching"  # subfolder of unverified files
 
@@ -59,14 +58,11 @@ class HubRemote:
         """Returns the files of the revision and its commit. Offline: from the hub's cache on this machine."""
         if self._offline:
             return _cached(self._source, self._revision)
-        info = self._retried(lambda: _api().model_info(self._source, **self._request))
+        about: dict[str, Any] = {"revision": self._revision, "files_metadata": True, "timeout": ASK_S}
+        info = self._retried(lambda: _api().model_info(self._source, **about))
         files = [_file(sibling) for sibling in info.siblings or ()]
         files_by_name = tuple(sorted(files, key=lambda file: file.name))
-        return checked(Listing(source=self._source, revision=info.sha or "", files=files_by_name))
-
-    @property
-    def _request(self) -> dict[str, Any]:
-        return {"revision": self._revision, "files_metadata": True, "timeout": ASK_S}
+        return Listing(source=self._source, revision=info.sha or "", files=files_by_name)
 
     def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
         """See ``Remote.fetch``. Keeps complete files and restarts partial ones. Small files are fetched first, then
@@ -76,21 +72,13 @@ class HubRemote:
         progress.enter("fetching")
         missing = sorted(set(listing.files) - set(complete), key=lambda file: (file.size > SMALL_BYTES, file.name))
         shutil.rmtree(folder / STAGING, ignore_errors=True)
-        failed = threading.Event()
-
-        def fetch_file(file: RemoteFile) -> None:
-            if failed.is_set():
-                return
-            try:
-                self._fetch_file(listing, file, folder, progress, stop)
-            except BaseException:
-                failed.set()
-                raise
-
         try:
             with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hub") as pool:
-                for done in [pool.submit(fetch_file, file) for file in missing]:
-                    done.result()
+                fetches = [pool.submit(self._fetch_file, listing, file, folder, progress, stop) for file in missing]
+                wait(fetches, return_when=FIRST_EXCEPTION)
+                pool.shutdown(wait=False, cancel_futures=True)  # those after a failed one
+                for fetch in fetches:
+                    fetch.result()
         finally:
             shutil.rmtree(folder / STAGING, ignore_errors=True)
 
@@ -294,7 +282,7 @@ def _cached(source: str, revision: str | None) -> Listing:
             raise _offline_error(source, f"has no readable {INDEX}") from None
         if shards - names:
             raise _offline_error(source, f"lacks {min(shards - names)}")
-    return checked(Listing(source=source, revision=folder.name, files=tuple(files)))
+    return Listing(source=source, revision=folder.name, files=tuple(files))
 
 
 def _snapshot(source: str, revision: str | None) -> Path:

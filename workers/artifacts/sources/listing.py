@@ -11,6 +11,8 @@ import msgspec
 
 from workers.artifacts.fetch.progress import Progress
 
+SMALL_BYTES = 16 * 2**20  # files up to this size are fetched first
+
 
 class RemoteFile(msgspec.Struct, frozen=True, kw_only=True):
     """One file of a source."""

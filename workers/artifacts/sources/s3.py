@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.listing import RemoteFile, SourceError, Stopped
 from workers.artifacts.sources.s3_errors import from_boto, unreachable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing since Python 3.11
 
 CONNECT_S = 5.0
 READ_S = 20.0  # timeout without a byte from a connection
@@ -40,7 +43,7 @@ class Bucket:
         self.bucket = bucket
         self.prefix = prefix
         self.region = DEFAULT_REGION
-        self._retry_policy = retry_policy or RetryPolicy(seconds=20.0)
+        self.retry_policy = retry_policy or RetryPolicy(seconds=20.0)
         self._session: Any = None
         self._loading = threading.Lock()  # a session is not thread-safe, a client is
         self._clients: dict[int, Any] = {}
@@ -48,7 +51,7 @@ class Bucket:
         self._virtual = False  # virtual-hosted style: the host names the bucket
 
     @classmethod
-    def of(cls, url: str, retry_policy: RetryPolicy | None = None) -> Bucket:
+    def of(cls, url: str, retry_policy: RetryPolicy | None = None) -> Self:
         """Parses an S3 URL. Raises SourceError s3-url-wrong."""
         path = url.removeprefix("s3://")
         bucket, _, prefix = path.partition("/")
@@ -84,50 +87,30 @@ class Bucket:
             raise SourceError("s3-key-unsafe", message, "rename the object")
         return sorted(files, key=lambda file: file.name)
 
-    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Returns the bytes from ``start`` to ``end`` (exclusive). A full read is verified by S3's checksum."""
-        if end is not None and end <= start:
-            return b""
-        arguments = {} if start == 0 and end is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
-        key = self.key(name)
-
-        def ask(client: Any) -> bytes:
-            data: bytes = client.get_object(Bucket=self.bucket, Key=key, **arguments)["Body"].read()
-            return data
-
-        return self._ask("s3:GetObject", key, ask)
+    def read(self, name: str) -> bytes:
+        """Returns the content of an object, verified by S3's checksum."""
+        where = {"Bucket": self.bucket, "Key": self.key(name)}
+        data: bytes = self._ask("s3:GetObject", where["Key"], lambda client: client.get_object(**where)["Body"].read())
+        return data
 
     def head(self, name: str, part: int | None = None, stop: threading.Event | None = None) -> dict[str, Any]:
         """Returns the HeadObject response with checksums, of one part of a multipart upload or of the object. Raises
         Stopped soon after ``stop`` is set."""
-        arguments = {} if part is None else {"PartNumber": part}
-        key = self.key(name)
+        arguments: dict[str, Any] = {"Bucket": self.bucket, "Key": self.key(name), "ChecksumMode": "ENABLED"}
+        arguments |= {} if part is None else {"PartNumber": part}
+        response: dict[str, Any] = self._ask(
+            "s3:GetObject", self.key(name), lambda client: client.head_object(**arguments), stop=stop
+        )
+        return response
 
-        def ask(client: Any) -> dict[str, Any]:
-            response: dict[str, Any] = client.head_object(
-                Bucket=self.bucket, Key=key, ChecksumMode="ENABLED", **arguments
-            )
-            return response
-
-        return self._ask("s3:GetObject", key, ask, stop=stop)
-
-    def put_bytes(self, name: str, data: bytes, only_new: bool = False) -> bool:
-        """Writes an object and returns True. ``only_new``: returns False if it exists, also for concurrent writers."""
-        key = self.key(name)
-        arguments = {"IfNoneMatch": "*"} if only_new else {}
-        try:
-            self._ask(
-                "s3:PutObject",
-                key,
-                lambda client: client.put_object(
-                    Bucket=self.bucket, Key=key, Body=data, ChecksumAlgorithm="CRC64NVME", **arguments
-                ),
-            )
-        except SourceError as error:
-            if only_new and error.id == "s3-changed":
-                return False
-            raise
-        return True
+    def put_bytes(self, name: str, data: bytes) -> None:
+        """Writes an object."""
+        where = {"Bucket": self.bucket, "Key": self.key(name)}
+        self._ask(
+            "s3:PutObject",
+            where["Key"],
+            lambda client: client.put_object(**where, Body=data, ChecksumAlgorithm="CRC64NVME"),
+        )
 
     def put(self, name: str, path: Path) -> None:
         """Uploads a file, in parts if it is large, each with a checksum that S3 verifies. Raises OSError if the file
@@ -215,7 +198,7 @@ class Bucket:
         from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
 
         stop = stop or threading.Event()
-        retry = self._retry_policy.begin()
+        retry = self.retry_policy.begin()
         attempt = 0
         while True:
             try:

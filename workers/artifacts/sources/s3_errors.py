@@ -13,19 +13,11 @@ from workers.artifacts.sources.listing import SourceError
 DENIED = frozenset({"AccessDenied", "AllAccessDisabled", "AccountProblem", "InvalidSecurity", "403", "401"})
 WRONG_CREDENTIALS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "NotSignedUp"})
 EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
-PASSING = frozenset(
-    {
-        "SlowDown",
-        "RequestTimeout",
-        "RequestTimeoutException",
-        "Throttling",
-        "ThrottlingException",
-        "InternalError",
-        "OperationAborted",
-        "ConditionalRequestConflict",
-    }
-)
+SLOW = frozenset({"SlowDown", "RequestTimeout", "RequestTimeoutException", "Throttling", "ThrottlingException"})
+PASSING = SLOW | {"InternalError", "OperationAborted", "ConditionalRequestConflict"}
 PASSING_STATUS = frozenset({408, 425, 429})
+# Statuses of obstore's exceptions whose text has none.
+STATUSES = {"UnauthenticatedError": 401, "PermissionDeniedError": 403, "NotFoundError": 404, "PreconditionError": 412}
 CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 STATUS = re.compile(r"status(?: code)?:? (\d{3})")
 LACKS = re.compile(r"not authorized to perform: ([a-z0-9-]+:[A-Za-z0-9]+)")
@@ -48,22 +40,15 @@ def from_response(code: str, status: int, lacks: str, action: str, bucket: str, 
     if code in EXPIRED:
         return SourceError("s3-denied", f"{action} on {where}: the credentials have expired", "renew them")
     if code in WRONG_CREDENTIALS:
-        return SourceError(
-            "s3-denied",
-            f"{action} on {where}: S3 does not accept the credentials ({code})",
-            "check them with `aws sts get-caller-identity`",
-        )
+        message = f"{action} on {where}: S3 does not accept the credentials ({code})"
+        return SourceError("s3-denied", message, "check them with `aws sts get-caller-identity`")
     if code == "RequestTimeTooSkewed":
         return SourceError("s3-denied", f"{action} on {where}: this host's clock is wrong", "synchronize it with NTP")
     if code in DENIED or status in (401, 403):
         resource = f"arn:aws:s3:::{bucket}" + ("" if action == "s3:ListBucket" else f"/{key or '*'}")
-        return SourceError(
-            "s3-denied",
-            f"{lacks or action} on {where} is not allowed",
-            "allow it in the policy of the role"
-            if lacks.startswith("kms:")
-            else f"allow {lacks or action} on {resource} in the policy of the role",
-        )
+        allowed = "it" if lacks.startswith("kms:") else f"{lacks or action} on {resource}"
+        message = f"{lacks or action} on {where} is not allowed"
+        return SourceError("s3-denied", message, f"allow {allowed} in the policy of the role")
     if code == "NoSuchBucket":
         return SourceError("s3-no-bucket", f"the bucket {bucket} does not exist", "check its name and the endpoint")
     if code in ("NoSuchKey", "NotFound", "404") or status == 404:
@@ -83,41 +68,24 @@ def from_boto(error: Exception, action: str, bucket: str, key: str = "") -> Sour
     """Translates an exception of boto3; None: it is transient."""
     from botocore import exceptions as botocore  # type: ignore[import-untyped]
 
-    where = url_of(bucket, key)
+    where, name = url_of(bucket, key), type(error).__name__
     if isinstance(error, botocore.ClientError):
         details = error.response.get("Error", {})
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         lacks = LACKS.search(str(details.get("Message", "")))
         return from_response(str(details.get("Code", "")), int(status), lacks[1] if lacks else "", action, bucket, key)
     if isinstance(error, botocore.NoCredentialsError | botocore.PartialCredentialsError):
-        return SourceError(
-            "s3-no-credentials",
-            f"{action} on {where}: boto3 finds no credentials",
-            "give the host's role access, or set AWS_PROFILE",
-        )
-    if isinstance(
-        error,
-        botocore.CredentialRetrievalError
-        | botocore.ProfileNotFound
-        | botocore.SSOError
-        | botocore.ConfigParseError
-        | botocore.ConfigNotFound,
-    ):
-        return SourceError(
-            "s3-no-credentials",
-            f"{action} on {where}: the credentials cannot be loaded ({type(error).__name__})",
-            "run `aws sts get-caller-identity` for details",
-        )
+        message, hint = "boto3 finds no credentials", "give the host's role access, or set AWS_PROFILE"
+        return SourceError("s3-no-credentials", f"{action} on {where}: {message}", hint)
+    unloadable = (botocore.CredentialRetrievalError, botocore.ProfileNotFound, botocore.SSOError)
+    if isinstance(error, (*unloadable, botocore.ConfigParseError, botocore.ConfigNotFound)):
+        message, hint = f"the credentials cannot be loaded ({name})", "run `aws sts get-caller-identity` for details"
+        return SourceError("s3-no-credentials", f"{action} on {where}: {message}", hint)
     if isinstance(error, botocore.SSLError):
-        return SourceError(
-            "s3-unreachable",
-            f"{action} on {where}: the certificate of the endpoint is not trusted",
-            "set AWS_CA_BUNDLE to a bundle with its certificate authority",
-        )
+        hint = "set AWS_CA_BUNDLE to a bundle with its certificate authority"
+        return SourceError("s3-unreachable", f"{action} on {where}: the endpoint's certificate is not trusted", hint)
     if isinstance(error, botocore.ParamValidationError | botocore.InvalidRegionError | ValueError):
-        return SourceError(
-            "s3-url-wrong", f"{where} is not a valid S3 location ({type(error).__name__})", "see docs/artifacts.md"
-        )
+        return SourceError("s3-url-wrong", f"{where} is not a valid S3 location ({name})", "see docs/artifacts.md")
     if isinstance(error, botocore.BotoCoreError | OSError):
         return None
     raise error
@@ -129,15 +97,9 @@ def from_obstore(error: Exception, bucket: str, key: str) -> SourceError | None:
         return changed(bucket, key)  # it existed when it was listed
     if isinstance(error, ValueError):  # raised before any request
         return SourceError("s3-key-unsafe", f"{url_of(bucket, key)!r} is not a readable key", "rename the object")
-    kind, text = type(error).__name__, str(error)
+    text = str(error)
     code, status, lacks = CODE.search(text), STATUS.search(text), LACKS.search(text)
-    statuses = {
-        "PermissionDeniedError": 403,
-        "UnauthenticatedError": 401,
-        "PreconditionError": 412,
-        "NotFoundError": 404,
-    }
-    number = int(status[1]) if status else statuses.get(kind, 0)
+    number = int(status[1]) if status else STATUSES.get(type(error).__name__, 0)
     if not code and not number:
         return None
     return from_response(code[1] if code else "", number, lacks[1] if lacks else "", "s3:GetObject", bucket, key)

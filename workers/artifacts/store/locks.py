@@ -23,21 +23,19 @@ def _nothing() -> None:
     pass
 
 
-@contextlib.contextmanager
-def exclusive(path: Path, stop: threading.Event | None = None, waiting: Callable[[], None] = _nothing) -> Iterator[int]:
+def exclusive(
+    path: Path, stop: threading.Event | None = None, waiting: Callable[[], None] = _nothing
+) -> contextlib.AbstractContextManager[int]:
     """Holds an exclusive lock on ``path``; yields its descriptor. ``waiting`` is called once if it has to wait.
 
     Raises Stopped when ``stop`` is set meanwhile, and OSError if the file can neither be created nor opened.
     """
-    with _held(path, False, stop, waiting) as lock:
-        yield lock
+    return _held(path, False, stop, waiting)
 
 
-@contextlib.contextmanager
-def shared(path: Path, stop: threading.Event | None = None) -> Iterator[int]:
+def shared(path: Path, stop: threading.Event | None = None) -> contextlib.AbstractContextManager[int]:
     """Holds a shared lock on ``path``; else as `exclusive`."""
-    with _held(path, True, stop, _nothing) as lock:
-        yield lock
+    return _held(path, True, stop, _nothing)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import msgspec
@@ -25,9 +25,9 @@ from workers.artifacts.sources.layout import checked
 from workers.artifacts.sources.listing import Listing, Remote, SourceError, Stopped
 from workers.artifacts.store import locks, manifest
 from workers.artifacts.store.artifact_uses import using
-from workers.artifacts.store.blobs import is_of, readable_digest_of
 from workers.artifacts.store.eviction import GRACE_S, REMEDY, DiskRoom, is_disk_full
-from workers.artifacts.store.local_source import DIGEST, LocalSource
+from workers.artifacts.store.file_checks import FileChecks
+from workers.artifacts.store.local_source import LocalSource
 from workers.artifacts.store.manifest import Artifact as Artifact
 from workers.artifacts.store.manifest import KeptFile, Manifest
 from workers.host import lifetime
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 ASSUMED_RATE = 1e9  # bytes per second, if the rate was not measured
 LOOK_S = 0.1  # interval of the check for a stop
-READERS = 4  # files that are read at once
 ATTEMPTS = 3  # to fetch files that turn out to be damaged at the end
 
 
@@ -64,6 +63,7 @@ class Store:
         self._artifacts = self._room.artifacts
         self._uses = self._room.uses
         self._blobs = self._room.blobs
+        self._checks = FileChecks(self._room)
 
     # Reading
 
@@ -129,19 +129,17 @@ class Store:
         Keeps those whose key or source is in ``keep``, and those that were returned to a caller within the grace
         period. With ``dry_run`` only returns what would be removed.
         """
-        if dry_run:
-            kept = [artifact for artifact in self.artifacts() if artifact.key in keep or artifact.source in keep]
-            return [
-                artifact for artifact in self.artifacts() if artifact not in kept and self._room.is_spare(artifact.key)
-            ]
         removed = []
         with self._disk_errors():
             for folder in self._room.folders():
                 artifact = self._artifact(folder)
                 if artifact is not None and (artifact.key in keep or artifact.source in keep):
                     continue
-                if self._room.remove(folder.name) and artifact is not None:
+                is_gone = self._room.is_spare(folder.name) if dry_run else self._room.remove(folder.name)
+                if is_gone and artifact is not None:
                     removed.append(artifact)
+            if dry_run:
+                return removed
             self._room.sweep()
         if self._memory is not None:
             self._memory.prune([folder.name for folder in self._room.folders()])
@@ -158,7 +156,7 @@ class Store:
         if published is None:
             raise self._missing(key)
         with self._disk_errors(), locks.exclusive(self._uses.flight(key), stop):
-            damaged = self._damaged(folder, published, stop)
+            damaged = self._checks.damaged(folder, published, stop)
         if self._memory is not None and manifest.published(self._memory._artifacts / key) is not None:
             damaged += self._memory.verify(key, stop)
         return sorted(set(damaged))
@@ -227,7 +225,7 @@ class Store:
             self._transfer(folder, listing, remote, progress, stop)
             progress.enter("verifying")
             _tidy(folder, listing)
-            files = self._checked(folder, listing, seeds, _digests(folder, listing, progress.digests, stop))
+            files = self._checks.fetched(folder, listing, seeds, progress.digests, stop)
             if len(files) == len(listing.files):
                 break
         else:
@@ -311,29 +309,6 @@ class Store:
                 with locks.exclusive(self._uses.room, stop):
                     self._room.make_more(folder, listing)
 
-    def _checked(
-        self, folder: Path, listing: Listing, seeds: Mapping[str, str], digests: Mapping[str, str]
-    ) -> dict[str, KeptFile]:
-        """Returns the files that match, after deduplicating them by content; removes the others."""
-        files = {}
-        for file in listing.files:
-            name, digest = file.name, digests.get(file.name)
-            if digest is None:
-                continue
-            expected = file.checksum.removeprefix(DIGEST) if file.checksum.startswith(DIGEST) else digest
-            if not digest or expected != digest:  # unreadable, or a copy that differs from its original
-                (folder / name).unlink(missing_ok=True)
-                self._remove_damaged(seeds.get(name, ""))
-                continue
-            if seeds.get(name, digest) != digest:
-                (folder / name).unlink()
-                self._remove_damaged(seeds[name])
-                continue
-            if not self._blobs.keep(folder / name, digest):
-                self._remove_damaged(digest)
-            files[name] = KeptFile(size=file.size, digest=digest, tag=file.tag, checksum=file.checksum)
-        return files
-
     # Verification
 
     def _ready(self, key: str) -> Artifact | None:
@@ -356,47 +331,11 @@ class Store:
         if complete is None:
             return None
         progress.enter("verifying")
-        if self._damaged(folder, complete, stop):
+        if self._checks.damaged(folder, complete, stop):
             return None
         with contextlib.suppress(OSError):  # read-only: the next caller verifies again
             manifest.publish(folder, msgspec.structs.replace(complete, boot=lifetime.boot()))
         return complete.artifact(folder, time.time())
-
-    def _damaged(self, folder: Path, published: Manifest, stop: threading.Event) -> list[str]:
-        """Removes files that do not match the manifest, here and in other artifacts; returns their names."""
-        damaged = []
-        for name, file in published.files.items():
-            path = folder / name
-            if manifest.is_file(path, file.size) and is_of(path, file.digest, stop.is_set):
-                continue
-            damaged.append(name)
-            self._reopen(folder, name)
-            self._remove_damaged(file.digest)
-        if damaged:
-            log.warning(
-                "damaged files of %s: %s; they will be fetched again on the next use", published.source, damaged
-            )
-        return damaged
-
-    def _remove_damaged(self, digest: str) -> None:
-        """Removes all damaged copies of a content; artifacts that lose a file become incomplete. An empty digest is
-        ignored."""
-        if not digest:
-            return
-        blob = self._blobs.path(digest)
-        if _differs(blob, digest):
-            blob.unlink(missing_ok=True)
-        for folder in self._room.folders():
-            published = manifest.published(folder)
-            for name, file in published.files.items() if published is not None else ():
-                if file.digest == digest and _differs(folder / name, digest):
-                    self._reopen(folder, name)
-
-    def _reopen(self, folder: Path, name: str) -> None:
-        """Removes a damaged file of a complete artifact; the rest stays, as after an interrupted fetch."""
-        with contextlib.suppress(FileNotFoundError):  # the artifact is being removed
-            manifest.reopen(folder)
-        (folder / name).unlink(missing_ok=True)
 
     # Memory
 
@@ -465,26 +404,6 @@ def _listed(remote: Remote, stop: threading.Event) -> Listing:
 def _whole_fetch_s(size: int, moved: int, seconds: float) -> float:
     """Extrapolates the time of ``moved`` bytes to ``size``; uses an assumed rate if less than half was moved."""
     return seconds * max(1.0, size / moved) if 2 * moved >= size > 0 else max(seconds, size / ASSUMED_RATE)
-
-
-def _digests(folder: Path, listing: Listing, computed: Mapping[str, str], stop: threading.Event) -> dict[str, str]:
-    """Returns the digests of the files that are present, empty for an unreadable one. Reads those that the transfer has
-    not ``computed``. Raises Stopped and OSError."""
-
-    def digest(name: str) -> str:
-        return computed.get(name) or readable_digest_of(folder / name, stop.is_set)
-
-    present = [file.name for file in listing.files if (folder / file.name).exists()]
-    with ThreadPoolExecutor(READERS, thread_name_prefix="digests") as pool:
-        return dict(zip(present, pool.map(digest, present), strict=True))
-
-
-def _differs(path: Path, digest: str) -> bool:
-    """Returns whether the file exists with another content."""
-    try:
-        return not is_of(path, digest)
-    except FileNotFoundError:
-        return False
 
 
 def _tidy(folder: Path, listing: Listing) -> None:
