@@ -90,17 +90,16 @@ class Controller:
             self._wake.clear()
             began = self._clock()
             # the next round observes everything again, and the fleet keeps serving
-            with task_boundary(log, "the control loop failed; it is retried in the next round", on_error=self._failed):
+            with task_boundary(
+                log, "the control loop failed; it is retried in the next round", on_error=self._counters.failed_round
+            ):
                 await self._round()
-            self._counters.rounds.observe(self._clock() - began)
+            self._counters.round(self._clock() - began)
             due_s = self.scaler.due_in() if self.state.hold is None else None
             interval_s = self._tick_s if due_s is None else max(SOONEST_S, min(due_s, self._tick_s))
             tick = asyncio.get_running_loop().call_later(interval_s, self._wake.set)
             await self._wake.wait()  # not by wait_for, which before Python 3.12 can swallow a cancellation
             tick.cancel()
-
-    def _failed(self, error: Exception) -> None:
-        self._counters.failed_rounds += 1
 
     async def _round(self) -> None:
         await asyncio.gather(self._hosts.update(), self._hosts.update_held_sources())
@@ -121,7 +120,9 @@ class Controller:
         """Compute the desired state and start the actions that lead to it."""
         state = self.state
         # the numbers of replicas stay, and repairs continue
-        with task_boundary(log, "autoscaling failed; it is retried in the next round", on_error=self._failed):
+        with task_boundary(
+            log, "autoscaling failed; it is retried in the next round", on_error=self._counters.failed_round
+        ):
             self.scaler.round()
         goal = await state.update_goal()
         rollback = follow_rollout(state)

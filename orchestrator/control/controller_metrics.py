@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.fleet.replica_states import STARTING, State
@@ -25,6 +25,42 @@ DECISIONS = ("place", "retry", "drain", "stop", "fail", "release", "forget")
 ROLLOUT_STATES = ("progressing", "paused", "canary", "complete", "failed", "rolled_back")
 ENDED = ("complete", "failed", "rolled_back")
 OF_A_REPLICA = ("model", "replica")
+COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # by name: help and labels
+    "decisions": ("Actions of the controller.", ("action",)),
+    "replica_restarts": ("Starts of a replica after an earlier process of it had ended.", ("model",)),
+    "replica_failures": ("Failed replicas, by the id of the problem.", ("model", "problem", "phase")),
+    "fetched_bytes": ("Bytes fetched over the network; bytes that the host already had are not counted.", ("model",)),
+    "failed_fetches": ("Fetches that failed.", ("model",)),
+    "rollouts": ("Finished rollouts.", ("state",)),
+    "quarantines": ("Cores put into quarantine, by cause.", ("host", "cause")),
+    "controller_failed_rounds": ("Rounds that ended with an exception.", ()),
+}
+ZEROS: Mapping[str, Iterable[tuple[str, ...]]] = {  # the series of counters that start at zero
+    "decisions": [(action,) for action in DECISIONS],
+    "rollouts": [(state,) for state in ENDED],
+    "controller_failed_rounds": [()],
+}
+HISTOGRAMS: Mapping[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
+    # by name: help, labels and buckets
+    "load_seconds": (
+        "Time from the start of a replica to its first generation, without fetching and compiling ahead.",
+        ("model",),
+        LOAD_S,
+    ),
+    "fetch_seconds": ("Time to fetch a replica's remote artifacts to its host.", ("model",), LOAD_S),
+    "controller_round_seconds": ("One round of the controller: observe, decide, act.", (), ROUND_S),
+}
+
+
+MODEL_GAUGES = (  # name, key of the model's scaling or condition, and help
+    ("replicas_wanted", "wanted", "Replicas that the model should have."),
+    ("target_replicas", "target", "Replicas that the autoscaler targets, regardless of manual scaling."),
+    ("replicas_min", "min", "Lower limit of replicas that applies now."),
+    ("replicas_max", "max", "Upper limit of replicas that applies now."),
+    ("model_available", "Available", "Whether the model has its min replicas, or as many as are desired."),
+    ("model_placed", "Placed", "Whether every desired replica is placed."),
+    ("model_reachable", "Reachable", "Whether every gateway is connected to every ready replica of the model."),
+)
 
 
 class ControllerCounters:
@@ -34,98 +70,77 @@ class ControllerCounters:
     """
 
     def __init__(self) -> None:
-        self.rounds = Histogram(ROUND_S)
-        self.failed_rounds = 0
-        self._decisions: Counter[tuple[str, ...]] = Counter()
-        self._loads: dict[str, Histogram] = {}
-        self._failures: Counter[tuple[str, ...]] = Counter()
-        self._restarts: Counter[tuple[str, ...]] = Counter()
-        self._fetches: dict[str, Histogram] = {}
-        self._fetched_bytes: Counter[tuple[str, ...]] = Counter()
-        self._failed_fetches: Counter[tuple[str, ...]] = Counter()
-        self._rollouts: Counter[tuple[str, ...]] = Counter()
-        self._quarantines: Counter[tuple[str, ...]] = Counter()
+        self._counts: dict[str, Counter[tuple[str, ...]]] = {
+            name: Counter(dict.fromkeys(ZEROS.get(name, ()), 0)) for name in COUNTERS
+        }
+        self._histograms: dict[str, dict[tuple[str, ...], Histogram]] = {name: {} for name in HISTOGRAMS}
+        self._histograms["controller_round_seconds"][()] = Histogram(ROUND_S)
         self._rollout: tuple[int, str] | None = None  # the last one counted
+
+    def _count(self, name: str, *labels: str, by: int = 1) -> None:
+        self._counts[name][labels] += by
+
+    def _observe(self, name: str, seconds: float, *labels: str) -> None:
+        self._histograms[name].setdefault(labels, Histogram(HISTOGRAMS[name][2])).observe(seconds)
+
+    def round(self, seconds: float) -> None:
+        """Count a round of the controller."""
+        self._observe("controller_round_seconds", seconds)
+
+    def failed_round(self, error: Exception) -> None:
+        """Count a round that has ended with ``error``."""
+        self._count("controller_failed_rounds")
 
     def decided(self, action: str) -> None:
         """Count an executed action, one of DECISIONS."""
-        self._decisions[(action,)] += 1
+        self._count("decisions", action)
 
     def started(self, view: ReplicaView, *, again: bool) -> None:
         """Count a start of a replica; ``again``: after an earlier process of it."""
         self.decided("retry" if again else "place")
-        self._restarts[(view.model,)] += again
+        self._count("replica_restarts", view.model, by=again)
 
     def loaded(self, view: ReplicaView) -> None:
         """Count a replica that is ready, ``view.load_s`` seconds after its start."""
-        self._loads.setdefault(view.model, Histogram(LOAD_S)).observe(view.load_s or 0.0)
+        self._observe("load_seconds", view.load_s or 0.0, view.model)
 
     def fetched(self, model: str, moved: int, seconds: float) -> None:
         """Count a completed fetch; ``moved`` is the number of bytes that came over the network."""
-        self._fetches.setdefault(model, Histogram(LOAD_S)).observe(seconds)
-        self._fetched_bytes[(model,)] += moved
+        self._observe("fetch_seconds", seconds, model)
+        self._count("fetched_bytes", model, by=moved)
 
     def not_fetched(self, model: str) -> None:
         """Count a failed fetch."""
-        self._failed_fetches[(model,)] += 1
+        self._count("failed_fetches", model)
 
     def failed(self, view: ReplicaView, problem: str) -> None:
         """Count a failed replica; ``problem`` is the id of the failure."""
         phase = "serving" if view.state in (State.READY, State.DRAINING) else "loading"
-        self._failures[(view.model, problem, phase)] += 1
+        self._count("replica_failures", view.model, problem, phase)
 
     def quarantined(self, host: str, cause: str) -> None:
         """Count a quarantined core: ``held`` by a foreign process, or ``suspect`` after a failure."""
-        self._quarantines[(host, cause)] += 1
+        self._count("quarantines", host, cause)
 
     def rollout(self, revision: int, state: str) -> None:
         """Note the state of the current rollout each round; its end is counted once."""
         if (revision, state) != self._rollout and state in ENDED:
-            self._rollouts[(state,)] += 1
+            self._count("rollouts", state)
         self._rollout = (revision, state)
 
     def families(self) -> Iterable[MetricFamily]:
-        """Returns all counters. Those whose labels have few values start at zero."""
-        decisions = {(key,): 0 for key in DECISIONS} | self._decisions
-        yield by_label("corewright_decisions", "counter", "Actions of the controller.", ("action",), decisions)
-        restarts = "Starts of a replica after an earlier process of it had ended."
-        yield by_label("corewright_replica_restarts", "counter", restarts, ("model",), self._restarts)
-        failures = "Failed replicas, by the id of the problem."
-        of_failures = ("model", "problem", "phase")
-        yield by_label("corewright_replica_failures", "counter", failures, of_failures, self._failures)
-        yield MetricFamily(
-            name="corewright_load_seconds",
-            kind="histogram",
-            help="Time from the start of a replica to its first generation, without fetching and compiling ahead.",
-            labels=("model",),
-            points=tuple(histogram.point(model) for model, histogram in self._loads.items()),
-            buckets=LOAD_S,
-        )
-        yield MetricFamily(
-            name="corewright_fetch_seconds",
-            kind="histogram",
-            help="Time to fetch a replica's remote artifacts to its host.",
-            labels=("model",),
-            points=tuple(histogram.point(model) for model, histogram in self._fetches.items()),
-            buckets=LOAD_S,
-        )
-        moved = "Bytes fetched over the network; bytes that the host already had are not counted."
-        yield by_label("corewright_fetched_bytes", "counter", moved, ("model",), self._fetched_bytes)
-        failed = "Fetches that failed."
-        yield by_label("corewright_failed_fetches", "counter", failed, ("model",), self._failed_fetches)
-        rollouts = {(key,): 0 for key in ENDED} | self._rollouts
-        yield by_label("corewright_rollouts", "counter", "Finished rollouts.", ("state",), rollouts)
-        quarantines = "Cores put into quarantine, by cause."
-        yield by_label("corewright_quarantines", "counter", quarantines, ("host", "cause"), self._quarantines)
-        yield MetricFamily(
-            name="corewright_controller_round_seconds",
-            kind="histogram",
-            help="One round of the controller: observe, decide, act.",
-            points=(self.rounds.point(),),
-            buckets=ROUND_S,
-        )
-        failed = "Rounds that ended with an exception."
-        yield by_label("corewright_controller_failed_rounds", "counter", failed, (), {(): self.failed_rounds})
+        """Returns all counters and histograms."""
+        for name, (help, labels) in COUNTERS.items():
+            yield by_label(f"corewright_{name}", "counter", help, labels, self._counts[name])
+        for name, (help, labels, buckets) in HISTOGRAMS.items():
+            yield MetricFamily(
+                name=f"corewright_{name}",
+                kind="histogram",
+                help=help,
+                labels=labels,
+                points=tuple(histogram.point(*key) for key, histogram in self._histograms[name].items()),
+                buckets=buckets,
+            )
 
 
 def fleet_families(status: Mapping[str, Any], views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFamily]:
@@ -145,63 +160,37 @@ def fleet_families(status: Mapping[str, Any], views: Mapping[str, ReplicaView], 
     yield by_label("corewright_condition", "gauge", holds, ("type",), conditions)
 
 
-def _hosts(hosts: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
-    hosts = list(hosts)
+def _hosts(hosts: Sequence[Mapping[str, Any]]) -> Iterable[MetricFamily]:
     cores = {(host["name"], state): host[key] for host in hosts for state, key in CORE_STATES.items()}
     labels = ("host", "state")
     yield by_label("corewright_cores", "gauge", "NeuronCores by state; together all of the host.", labels, cores)
-    yield by_label(
-        "corewright_host_cores",
-        "gauge",
-        "NeuronCores of the host.",
-        ("host",),
-        {(h["name"],): h["cores"] for h in hosts},
-    )
+    total = {(host["name"],): host["cores"] for host in hosts}
+    yield by_label("corewright_host_cores", "gauge", "NeuronCores of the host.", ("host",), total)
     up = {(host["name"],): float(not host["lost"]) for host in hosts}
     yield by_label("corewright_host_up", "gauge", "Whether the host's Ray node is alive.", ("host",), up)
 
 
-def _models(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
-    models = list(models)
-    desired = {(model["name"],): model["wanted"] for model in models}
-    yield by_label("corewright_replicas_wanted", "gauge", "Replicas that the model should have.", ("model",), desired)
-    yield from _scaling(models)
+def _models(models: Sequence[Mapping[str, Any]]) -> Iterable[MetricFamily]:
+    """Yields the replicas of each model, the bounds and targets of the autoscaler, and the demand at all gateways."""
+    values: dict[tuple[str, ...], dict[str, Any]] = {}
+    for model in models:
+        conditions = {condition["type"]: condition["status"] for condition in model["conditions"]}
+        values[(model["name"],)] = {"wanted": model["wanted"], **model["scaling"], **conditions}
+    for name, key, help in MODEL_GAUGES:
+        points = {labels: row[key] for labels, row in values.items()}
+        yield by_label(f"corewright_{name}", "gauge", help, ("model",), points)
     counted = {
         (model["name"], state.value): sum(replica["state"] == state.value for replica in model["replicas"])
         for model in models
         for state in State
     }
     yield by_label("corewright_replicas", "gauge", "Replicas by state.", ("model", "state"), counted)
-    for kind, text in (
-        ("Available", "Whether the model has its min replicas, or as many as are desired."),
-        ("Placed", "Whether every desired replica is placed."),
-        ("Reachable", "Whether every gateway is connected to every ready replica of the model."),
-    ):
-        holds = {
-            (model["name"],): float(condition["status"])
-            for model in models
-            for condition in model["conditions"]
-            if condition["type"] == kind
-        }
-        yield by_label(f"corewright_model_{kind.lower()}", "gauge", text, ("model",), holds)
-
-
-def _scaling(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
-    """Yields the autoscaler's targets and bounds, and the demand that all gateways report."""
-    scaling = {(model["name"],): model["scaling"] for model in models}
-    text = "Replicas that the autoscaler targets, regardless of manual scaling."
-    targets = {name: row["target"] for name, row in scaling.items()}
-    yield by_label("corewright_target_replicas", "gauge", text, ("model",), targets)
-    for key, limit in (("min", "Lower"), ("max", "Upper")):
-        text = f"{limit} limit of replicas that applies now."
-        bound = {name: row[key] for name, row in scaling.items()}
-        yield by_label(f"corewright_replicas_{key}", "gauge", text, ("model",), bound)
-    demand = {name: row["demand"] for name, row in scaling.items() if row["demand"] is not None}
+    demand = {model["name"]: row for model in models if (row := model["scaling"]["demand"]) is not None}
     text = "Requests for inference that arrive each second at all gateways, averaged over half a minute."
-    rates = {name: row["arrivals_per_s"] for name, row in demand.items()}
+    rates = {(name,): row["arrivals_per_s"] for name, row in demand.items()}
     yield by_label("corewright_demand_arrivals_per_second", "gauge", text, ("model",), rates)
     text = "Requests at all gateways now: waiting for a slot, or live in one."
-    requests = {(*name, state): row[state] for name, row in demand.items() for state in ("waiting", "live")}
+    requests = {(name, state): row[state] for name, row in demand.items() for state in ("waiting", "live")}
     yield by_label("corewright_demand_requests", "gauge", text, ("model", "state"), requests)
 
 
