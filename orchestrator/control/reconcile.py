@@ -122,11 +122,4 @@ def _matches(replica: ReplicaView, target: ReplicaTarget, replaced: frozenset[tu
 
 
 def _has_used_cores(target: ReplicaTarget, observed: Observed) -> bool:
-    return any(
-        replica.host == target.host
-        and not replica.gone
-        and target.cores is not None
-        and replica.cores is not None
-        and target.cores.overlap(replica.cores) is not None
-        for replica in observed.replicas.values()
-    )
+    return any(target.overlaps(replica) and not replica.gone for replica in observed.replicas.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -21,6 +21,11 @@ IDLE_S = 60.0  # a replica without requests for this long may lend its cores
 LOOKING_S = 600.0  # deadline of the checks before a process starts: on a small host they queue
 BREAKER_AFTER = 6  # failed starts in a row, after 31 s of pauses; further retries are rare
 BREAKER_PAUSE_S = 600.0
+
+
+def backoff_s(failures: int) -> float:
+    """Returns the pause after so many failed attempts in a row, in seconds."""
+    return BREAKER_PAUSE_S if failures >= BREAKER_AFTER else FIRST_BACKOFF_S * 2.0 ** (failures - 1)
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ class ReplicaView:
         waits_s = 0.0 if self.early is None else max(0.0, now - self.early.waits_since)
         return self.aside_s + waits_s + (now - self.since if self.state in AHEAD else 0.0)
 
-    def touches(self, cores: frozenset[int]) -> bool:
+    def touches(self, cores: Container[int]) -> bool:
         """Returns whether the replica is on any of these cores."""
         return self.cores is not None and any(core in cores for core in self.cores)
 
@@ -152,9 +157,7 @@ class ReplicaView:
             return math.inf
         if self.failures == 0 or (self.served and self.failures == 1):
             return 0.0
-        if self.breaker_open:
-            return BREAKER_PAUSE_S
-        return FIRST_BACKOFF_S * 2.0 ** (self.failures - 1)
+        return backoff_s(self.failures)
 
     @property
     def breaker_open(self) -> bool:

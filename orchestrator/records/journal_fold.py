@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import msgspec
+import msgspec.structs
 
 from orchestrator.records.journal_records import (
     AnyRecord,
@@ -40,58 +40,73 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
         return record.state if record.seq > state.seq else state
     if record.seq <= state.seq:
         return state
-    seq = index = record.seq
-    replace = msgspec.structs.replace
-    if isinstance(record, Event):
-        return replace(state, seq=seq)
-    if isinstance(record, RolloutState):
-        outcomes = _latest(state.outcomes, record.revision, record, KEEP_REVISIONS)
-        promoted = record.revision if record.promoted else state.promoted
-        completed = record.revision if record.state == "complete" else state.completed
-        return replace(state, seq=seq, rollout=record, outcomes=outcomes, promoted=promoted, completed=completed)
-    if isinstance(record, Decision):
-        id = f"{record.model}/{record.replica}"
-        epoch = max(record.epoch, state.epochs.get(id, 0))  # an adopted one may have a higher epoch
-        starts = 0 if record.action == "forget" else state.starts.get(id, 0) + (record.action == "start")
-        epochs = _latest(state.epochs, id, epoch, KEEP_REPLICAS)
-        counts = _latest(state.starts, id, starts, KEEP_REPLICAS)
-        over = record.epoch > state.replaces.get(id, record.epoch) or record.action == "forget"
-        replaces = _set(state.replaces, id, 0, absent=True) if over else state.replaces
-        return replace(state, seq=seq, index=index, epochs=epochs, starts=counts, replaces=replaces)
-    if isinstance(record, Revision):
-        revisions = _latest(state.revisions, record.number, record, KEEP_REVISIONS)
-        begins = record.cause == "up"
-        held = state.held if record.cause == "rollback" else None  # all others are an operator's decision
-        state = replace(state, seq=seq, index=index, revision=record.number, revisions=revisions, held=held)
-        return replace(state, starts={}, pins={}) if begins else state
-    if isinstance(record, Damage):
-        return replace(state, seq=seq, index=index, held=record.what)
-    if isinstance(record, Scale):
-        as_the_spec_says = record.count is None and not record.sleep
-        return replace(state, seq=seq, index=index, scales=_set(state.scales, record.model, record, as_the_spec_says))
-    if isinstance(record, Target):
-        targets = _set(state.targets, record.model, record.count or 0, record.count is None)
-        return replace(state, seq=seq, targets=targets)  # not the index: an operator's plan stays valid
-    if isinstance(record, Cordon):
-        cordoned = _cordoned(state.cordons.get(record.host, frozenset()), record)
-        drained = state.drains - {record.host}
-        if cordoned == "whole" and (record.drain or record.host in state.drains):
-            drained |= {record.host}
-        cordons = _set(state.cordons, record.host, cordoned, not cordoned)
-        return replace(state, seq=seq, index=index, cordons=cordons, drains=drained)
-    if isinstance(record, Pin):
-        removed = record.origin is None and record.draft_origin is None
-        pins = (
-            _set(state.pins, record.key, record, removed)
-            if removed
-            else _latest(state.pins, record.key, record, KEEP_PINS)
-        )
-        return replace(state, seq=seq, pins=pins)  # not the index: an operator's plan stays valid
-    if isinstance(record, Replace):
-        replaces = _set(state.replaces, f"{record.model}/{record.replica}", record.epoch, absent=False)
-        return replace(state, seq=seq, index=index, replaces=replaces)
-    cores = _set(state.quarantines.get(record.host, {}), record.core, record, not record.on)
-    return replace(state, seq=seq, index=index, quarantines=_set(state.quarantines, record.host, cores, not cores))
+    index = state.index if isinstance(record, _KEEP_INDEX) else record.seq
+    return msgspec.structs.replace(state, seq=record.seq, index=index, **_changes(state, record))
+
+
+_KEEP_INDEX = (Event, RolloutState, Target, Pin)
+"""The records after which an operator's plan stays valid."""
+
+
+def _changes(state: JournalState, record: AnyRecord) -> dict[str, Any]:
+    """Returns the fields of the state that the record changes, besides seq and index."""
+    match record:
+        case RolloutState():
+            return _rollout_changes(state, record)
+        case Decision():
+            return _decision_changes(state, record)
+        case Revision():
+            revisions = _latest(state.revisions, record.number, record, KEEP_REVISIONS)
+            held = state.held if record.cause == "rollback" else None  # all others are an operator's decision
+            begun: dict[str, Any] = {"starts": {}, "pins": {}} if record.cause == "up" else {}
+            return {"revision": record.number, "revisions": revisions, "held": held, **begun}
+        case Damage():
+            return {"held": record.what}
+        case Scale(model=model):
+            return {"scales": _set(state.scales, model, record, absent=record.count is None and not record.sleep)}
+        case Target(model=model, count=count):
+            return {"targets": _set(state.targets, model, count or 0, absent=count is None)}
+        case Cordon():
+            return _cordon_changes(state, record)
+        case Pin(origin=None, draft_origin=None):
+            return {"pins": _set(state.pins, record.key, record, absent=True)}
+        case Pin():
+            return {"pins": _latest(state.pins, record.key, record, KEEP_PINS)}
+        case Replace():
+            return {"replaces": _set(state.replaces, f"{record.model}/{record.replica}", record.epoch, absent=False)}
+        case Quarantine(host=host, core=core, on=on):
+            cores = _set(state.quarantines.get(host, {}), core, record, absent=not on)
+            return {"quarantines": _set(state.quarantines, host, cores, absent=not cores)}
+    return {}
+
+
+def _rollout_changes(state: JournalState, record: RolloutState) -> dict[str, Any]:
+    return {
+        "rollout": record,
+        "outcomes": _latest(state.outcomes, record.revision, record, KEEP_REVISIONS),
+        "promoted": record.revision if record.promoted else state.promoted,
+        "completed": record.revision if record.state == "complete" else state.completed,
+    }
+
+
+def _decision_changes(state: JournalState, record: Decision) -> dict[str, Any]:
+    id = f"{record.model}/{record.replica}"
+    epoch = max(record.epoch, state.epochs.get(id, 0))  # an adopted one may have a higher epoch
+    starts = 0 if record.action == "forget" else state.starts.get(id, 0) + (record.action == "start")
+    over = record.epoch > state.replaces.get(id, record.epoch) or record.action == "forget"
+    return {
+        "epochs": _latest(state.epochs, id, epoch, KEEP_REPLICAS),
+        "starts": _latest(state.starts, id, starts, KEEP_REPLICAS),
+        "replaces": _set(state.replaces, id, 0, absent=True) if over else state.replaces,
+    }
+
+
+def _cordon_changes(state: JournalState, record: Cordon) -> dict[str, Any]:
+    cordoned = _cordoned(state.cordons.get(record.host, frozenset()), record)
+    drains = state.drains - {record.host}
+    if cordoned == "whole" and (record.drain or record.host in state.drains):
+        drains |= {record.host}
+    return {"cordons": _set(state.cordons, record.host, cordoned, absent=not cordoned), "drains": drains}
 
 
 def failed_cores(state: JournalState) -> list[Quarantine]:

@@ -96,22 +96,18 @@ def examine(
     parsed = parse(text, name, base_dir)
     if parsed.spec is None:
         return SpecFile(text, name, base_dir, None, machine, (), {}, parsed.problems)
-    refused = allowed.problems(parsed.spec)
-    if refused:
-        problems = in_order((*parsed.problems, *refused))
-        return SpecFile(text, name, base_dir, parsed.spec, machine, hosts_for(parsed.spec, machine), {}, problems)
-    ambiguous = tuple(_ambiguous_sources(parsed.spec, allowed))
-    if ambiguous:  # do not query the hub
-        problems = in_order((*parsed.problems, *ambiguous))
-        return SpecFile(text, name, base_dir, parsed.spec, machine, hosts_for(parsed.spec, machine), {}, problems)
-    hosts = hosts_for(parsed.spec, machine)
-    facts = read_facts(parsed.spec, here=None if folders == "ignore" else folders == "load" and _loads(machine, hosts))
-    rule_problems = check(parsed.spec, hosts, facts.checkpoints, facts.drafts)
-    precompiled = precompiled_problems(parsed.spec, facts)
+    spec, hosts = parsed.spec, hosts_for(parsed.spec, machine)
+    barred = tuple(allowed.problems(spec)) or tuple(_ambiguous_sources(spec, allowed))
+    if barred:  # read nothing, and do not query the hub
+        problems = in_order((*parsed.problems, *barred))
+        return SpecFile(text, name, base_dir, spec, machine, hosts, {}, problems)
+    facts = read_facts(spec, here=None if folders == "ignore" else folders == "load" and _loads(machine, hosts))
+    rule_problems = check(spec, hosts, facts.checkpoints, facts.drafts)
+    precompiled = precompiled_problems(spec, facts)
     problems = in_order(
-        (*parsed.problems, *facts.problems, *rule_problems, *precompiled, *_unserved_engines(parsed.spec, hosts))
+        (*parsed.problems, *facts.problems, *rule_problems, *precompiled, *_unserved_engines(spec, hosts))
     )
-    return SpecFile(text, name, base_dir, parsed.spec, machine, hosts, facts.checkpoints, problems, facts.drafts)
+    return SpecFile(text, name, base_dir, spec, machine, hosts, facts.checkpoints, problems, facts.drafts)
 
 
 def start_problems(file: SpecFile) -> tuple[Problem, ...]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from orchestrator.fleet.replica_states import State
-from orchestrator.fleet.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
-from orchestrator.rollout.rollout_step import Goal, ReplicaTarget, Situation
+from orchestrator.fleet.snapshot import backoff_s
+from orchestrator.rollout.rollout_step import Goal, ReplicaTarget, Situation, new_targets
 from placements.facts.engines import Engine, needs_neuron
 from placements.spec.schema import ModelSpec
 from workers.messages.status import Failure
@@ -43,8 +42,7 @@ class Preparation:
         """When the next attempt may begin, on the controller's clock."""
         if self.stopped:
             return float("inf")
-        pause_s = BREAKER_PAUSE_S if self.failures >= BREAKER_AFTER else FIRST_BACKOFF_S * 2.0 ** (self.failures - 1)
-        return self.since + pause_s if self.failures else 0.0
+        return self.since + backoff_s(self.failures) if self.failures else 0.0
 
     def failed(self, failure: Failure, now: float, *, stopped: bool) -> Preparation:
         return replace(self, failures=self.failures + 1, reason=str(failure), stopped=stopped, since=now)
@@ -52,16 +50,4 @@ class Preparation:
 
 def upcoming_targets(situation: Situation, goal: Goal, name: str) -> tuple[ReplicaTarget, ...]:
     """Returns the replicas that the next step of a model's update starts in place of old ones, by its ``goal``."""
-    ends = (State.DRAINING, State.STOPPING)
-    existing = {
-        (view.id, view.host, view.cores, view.version)
-        for view in situation.views
-        if view.state not in ends and (view.id, view.epoch) not in situation.replaced
-    }
-    return tuple(
-        target
-        for target in goal.targets
-        if target.model == name
-        and target.placement is not None
-        and (target.id, target.host, target.cores, target.version) not in existing
-    )
+    return tuple(target for target in new_targets(goal, situation.views, situation.replaced) if target.model == name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
+from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal, cores_by_host
 from orchestrator.rollout.update_strategy import END_S
 from placements.spec.schema import Spec
 
@@ -41,9 +41,7 @@ def find_relocation(situation: Situation, goal: Goal) -> Relocation | None:
     trial = compute_goal(situation, moves=MAX_MOVES, costs=_costs(situation)).plan
     if len(trial.unplaced) >= len(goal.plan.unplaced):
         return None
-    held: dict[str, frozenset[int]] = {}
-    for view in situation.views:
-        held[view.host] = held.get(view.host, frozenset()) | frozenset(view.cores or ())
+    held = cores_by_host(situation.views)
     ready = {view.id: view for view in situation.views if view.state is State.READY}
     moves = [move for move in trial.moves if move not in goal.plan.moves]
     moving = []
@@ -54,10 +52,11 @@ def find_relocation(situation: Situation, goal: Goal) -> Relocation | None:
         moving.append(replica)
     running = {placement.running for placement in goal.plan.placements} | {move.after.running for move in moves}
     newcomers = [placement for placement in trial.placements if placement.running not in running]
-    cores: dict[str, frozenset[int]] = {}
-    for newcomer in newcomers:
-        if any(newcomer.host == view.host and view.touches(frozenset(newcomer.cores or ())) for view in moving):
-            cores[newcomer.host] = cores.get(newcomer.host, frozenset()) | frozenset(newcomer.cores or ())
+    cores = cores_by_host(
+        newcomer
+        for newcomer in newcomers
+        if any(newcomer.host == view.host and view.touches(newcomer.cores or ()) for view in moving)
+    )
     if not cores:
         return None
     return Relocation(tuple(dict.fromkeys(newcomer.model for newcomer in newcomers)), cores, tuple(moving))

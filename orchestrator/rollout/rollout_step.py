@@ -40,9 +40,18 @@ class ReplicaTarget:
     version: str
     placement: Placement | None = None
 
+    @classmethod
+    def old(cls, view: ReplicaView) -> ReplicaTarget:
+        """Returns the target of an old replica that continues."""
+        return cls(view.model, view.replica, view.host, view.cores, view.version)
+
     @property
     def id(self) -> str:
         return f"{self.model}/{self.replica}"
+
+    def overlaps(self, view: ReplicaView) -> bool:
+        """Returns whether the replica is on some of the cores."""
+        return self.host == view.host and view.touches(self.cores or ())
 
 
 @dataclass(frozen=True)
@@ -124,13 +133,12 @@ def step(desired: DesiredModel, current: Sequence[ReplicaView], old: Sequence[Re
         return replace(done, keep=tuple(keep), count=comes, lost=promised - len(keep))
     if desired.frozen or waits:  # versions are frozen, counts may still change
         keep = best_first[: max(0, desired.count - ready)]
+        count, lost = max(alive, missing), 0
         if restores:
+            count = alive
             lost = max(0, desired.count - len(keep) - sum(view.state is not State.FAILED for view in current))
-            done = replace(done, count=min(desired.count, alive), lost=lost)
-            return replace(done, keep=tuple(keep), serves_old=not desired.mixes)
-        return replace(
-            done, keep=tuple(keep), count=min(desired.count, max(alive, missing)), serves_old=not desired.mixes
-        )
+        count = min(desired.count, count)
+        return replace(done, keep=tuple(keep), count=count, lost=lost, serves_old=not desired.mixes)
     if desired.canary:
         keep = best_first[: max(0, desired.count - spare)]
         return replace(done, keep=tuple(keep), count=min(desired.count, max(1, missing)))
@@ -153,14 +161,7 @@ def defer_displacements(
     continue. Returns the goal and the targets that have to wait. Cores that at least one new replica takes at once are
     released for all.
     """
-    existing = {(view.id, view.host, view.cores, view.version) for view in views if view.state not in _ENDING}
-    late = {
-        target.id: target
-        for target in goal.targets
-        if target.placement is not None
-        and (target.id, target.host, target.cores, target.version) not in existing
-        and lacking(target)
-    }
+    late = {target.id: target for target in new_targets(goal, views) if lacking(target)}
     if not late:
         return goal, ()
     target_ids = {target.id for target in goal.targets}
@@ -168,18 +169,28 @@ def defer_displacements(
     waiting: dict[str, ReplicaTarget] = {}
     for view in views:
         if view.state is State.READY and view.id not in target_ids and stays(view):
-            takers = [target for target in goal.targets if _overlaps(target, view)]
+            takers = [target for target in goal.targets if target.overlaps(view)]
             if takers and all(target.id in late for target in takers):
-                staying.append(ReplicaTarget(view.model, view.replica, view.host, view.cores, view.version))
+                staying.append(ReplicaTarget.old(view))
                 waiting.update((target.id, target) for target in takers)
     targets = (*(target for target in goal.targets if target.id not in waiting), *staying)
     return replace(goal, targets=targets), tuple(waiting.values())
 
 
-def _overlaps(target: ReplicaTarget, view: ReplicaView) -> bool:
-    if target.cores is None or view.cores is None or target.host != view.host:
-        return False
-    return target.cores.overlap(view.cores) is not None
+def new_targets(
+    goal: Goal, views: Iterable[ReplicaView], replaced: frozenset[tuple[str, int]] = frozenset()
+) -> list[ReplicaTarget]:
+    """Returns the targets that need a new process; ``replaced`` has the (id, epoch) of processes that do not count."""
+    existing = {
+        (view.id, view.host, view.cores, view.version)
+        for view in views
+        if view.state not in _ENDING and (view.id, view.epoch) not in replaced
+    }
+    return [
+        target
+        for target in goal.targets
+        if target.placement is not None and (target.id, target.host, target.cores, target.version) not in existing
+    ]
 
 
 @dataclass(frozen=True)
@@ -250,7 +261,7 @@ def compute_goal(situation: Situation, moves: int = 0, costs: Mapping[str, float
         for p in new_plan.placements
     ]
     for model_step in steps.values():
-        targets += [ReplicaTarget(v.model, v.replica, v.host, v.cores, v.version) for v in model_step.keep]
+        targets += map(ReplicaTarget.old, model_step.keep)
     targets += _restored_targets(situation, restored, targets)
     return Goal(tuple(targets), new_plan, MappingProxyType(steps))
 
@@ -324,16 +335,14 @@ def _plan(
         name: max(0, min(model_step.count, desired_models[name].count - lent_by[name]))
         for name, model_step in steps.items()
     }
-    kept_cores = _cores_of(view for kept in steps.values() for view in kept.keep)
+    kept_cores = cores_by_host(view for kept in steps.values() for view in kept.keep)
     running = [
         Running(view.model, view.replica, view.host, view.cores)
         for views_of_one in replicas.current.values()
         for view in views_of_one
         if view.id not in lent
     ]
-    occupied = {
-        host: blocked.get(host, frozenset()) | kept_cores.get(host, frozenset()) for host in {*blocked, *kept_cores}
-    }
+    occupied = merged(blocked, kept_cores)
     numbered = {
         name: frozenset(view.replica for view in model_step.keep)
         for name, model_step in steps.items()
@@ -379,8 +388,15 @@ def _misplaced(desired: DesiredModel, current: Sequence[ReplicaView]) -> list[Re
     ]
 
 
-def _cores_of(views: Iterable[ReplicaView]) -> dict[str, frozenset[int]]:
-    cores: dict[str, frozenset[int]] = {}
-    for view in views:
-        cores[view.host] = cores.get(view.host, frozenset()) | frozenset(view.cores or ())
-    return cores
+def cores_by_host(replicas: Iterable[ReplicaView | Placement]) -> dict[str, frozenset[int]]:
+    """Returns the cores of all these replicas."""
+    return merged(*({replica.host: frozenset(replica.cores or ())} for replica in replicas))
+
+
+def merged(*cores: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:
+    """Returns the union of these cores by host."""
+    union: dict[str, frozenset[int]] = {}
+    for by_host in cores:
+        for host, some in by_host.items():
+            union[host] = union.get(host, frozenset()) | some
+    return union

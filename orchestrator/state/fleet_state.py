@@ -31,6 +31,7 @@ from orchestrator.rollout.rollout_step import (
     Situation,
     compute_goal,
     defer_displacements,
+    merged,
 )
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from orchestrator.state.content_pins import ContentPins
@@ -268,10 +269,7 @@ class FleetState:
 
     def _blocked_or_held(self) -> dict[str, frozenset[int]]:
         """Returns the blocked cores and those that a relocation is emptying."""
-        blocked = self.blocked()
-        for host, cores in (self.relocation.cores if self.relocation is not None else {}).items():
-            blocked[host] = blocked.get(host, frozenset()) | cores
-        return blocked
+        return merged(self.blocked(), {} if self.relocation is None else self.relocation.cores)
 
     async def update_goal(self) -> Goal:
         """Compute the desired state, again if cores or a ready replica that it counts on are lost meanwhile."""
