@@ -63,20 +63,6 @@ class FleetOperation:
             if view.state not in (State.DRAINING, State.STOPPING) and view.host not in self._state.lost
         )
 
-    def _cordoned(self) -> dict[str, frozenset[int]]:
-        """Returns the cordoned cores by host."""
-        cordons = self._state.records.state.cordons
-        hosts = {host.name: (host, cordons[host.name]) for host in self._state.hosts if host.name in cordons}
-        return {
-            name: frozenset(range(host.cores)) if cordoned == "whole" else frozenset(cordoned)
-            for name, (host, cordoned) in hosts.items()
-        }
-
-    def _quarantined(self) -> dict[str, frozenset[int]]:
-        """Returns the cores that foreign processes hold or that have failed, by host."""
-        quarantined = {host.name: frozenset(self._state.quarantine(host.name)) for host in self._state.hosts}
-        return {name: cores for name, cores in quarantined.items() if cores}
-
     def _refuse_on_hold(self) -> None:
         """Refuses changes of models or replicas while the newest revision is unknown."""
         hold = self._state.hold

@@ -79,7 +79,7 @@ class SpecPreview(FleetOperation):
             self._running(),
             replica_counts,
             state.blocked(),
-            self._cordoned(),
+            state.cordoned(),
         )
         explanation = await self._state.in_thread(explain, question, spec_file.problems)
         return {"index": state.records.state.index, "revision": state.current.number, **explanation.as_dict()}
@@ -89,7 +89,7 @@ class SpecPreview(FleetOperation):
         assert spec_file.spec is not None
         situation = state.situation()
         moves = await state.in_thread(
-            partial(defragmentation, quarantined=self._quarantined(), cordoned=self._cordoned()),
+            partial(defragmentation, quarantined=state.quarantined(), cordoned=state.cordoned()),
             spec_file.spec,
             state.living_hosts,
             spec_file.checkpoints,
@@ -166,8 +166,8 @@ class SpecPreview(FleetOperation):
             settled.plan,
             spec_file.checkpoints,
             spec_file.drafts,
-            self._quarantined(),
-            self._cordoned(),
+            state.quarantined(),
+            state.cordoned(),
         )
         models = []
         for change in difference(state.current.spec, generation.spec, generation.engines):

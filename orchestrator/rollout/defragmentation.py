@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from orchestrator.rollout.relocation import move_costs
+from orchestrator.rollout.rollout_step import cores_by_host, merged
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange, ranges
 from placements.facts.topology import Host
@@ -15,6 +17,8 @@ from placements.resources.threads import threads
 from placements.spec.problems import Problem
 from placements.spec.schema import Spec
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
 
 def defragmentation(
     spec: Spec,
@@ -23,30 +27,26 @@ def defragmentation(
     running: Sequence[Running],
     cores: int,
     *,
-    quarantined: Mapping[str, frozenset[int]] | None = None,
-    cordoned: Mapping[str, frozenset[int]] | None = None,
-    load_s: Mapping[str, float] | None = None,
-    traffic: Mapping[str, float] | None = None,
+    quarantined: Mapping[str, frozenset[int]] = _NONE,
+    cordoned: Mapping[str, frozenset[int]] = _NONE,
+    load_s: Mapping[str, float] = _NONE,
+    traffic: Mapping[str, float] = _NONE,
 ) -> dict[str, Any]:
     """Returns the window and its moves; a window of None and a problem if there is none.
 
     ``load_s`` and ``traffic`` are those of `relocation.move_costs`.
     """
-    times = load_s or {}
-    costs = move_costs(spec, times, traffic or {})
-    blocked = {
-        host.name: (quarantined or {}).get(host.name, frozenset()) | (cordoned or {}).get(host.name, frozenset())
-        for host in hosts
-    }
+    costs = move_costs(spec, load_s, traffic)
+    blocked = merged(quarantined, cordoned)
     window = defragment(spec, hosts, checkpoints, running, blocked, cores=cores, costs=costs)
     moves = window.moves if window is not None else ()
     placements = _after(spec, hosts, running, moves)
     book = ledger(spec, hosts, Plan(placements), checkpoints, {}, quarantined, cordoned)
-    measured = [times[move.after.model] for move in moves if move.after.model in times]
+    measured = [load_s[move.after.model] for move in moves if move.after.model in load_s]
     return {
         "cores": cores,
         "window": None if window is None else {"host": window.host, "cores": str(window.cores)},
-        "moves": [{**move.as_dict(), "load_s": times.get(move.after.model)} for move in moves],
+        "moves": [{**move.as_dict(), "load_s": load_s.get(move.after.model)} for move in moves],
         "load_s": round(float(sum(measured)), 3) if len(measured) == len(moves) else None,
         "placements": [placement.as_dict() for placement in placements],
         "hosts": [host.as_dict() for host in book.hosts],
@@ -83,12 +83,9 @@ def _problems(
 ) -> list[Problem]:
     if window is not None:
         return []
-    occupied = {
-        host.name: {core for placement in placed if placement.host == host.name for core in placement.cores or ()}
-        for host in hosts
-    }
-    usable = {host.name: set(range(host.cores)) - host.reserved_cores - blocked[host.name] for host in hosts}
-    free = {name: len(cores - occupied[name]) for name, cores in usable.items()}
+    occupied, none = cores_by_host(placed), frozenset[int]()
+    usable = {host.name: set(range(host.cores)) - host.reserved_cores - blocked.get(host.name, none) for host in hosts}
+    free = {name: len(cores - occupied.get(name, none)) for name, cores in usable.items()}
     name = max(free, key=lambda name: free[name], default=None)
     if name is None:
         return [Problem("no-window", "error", "", "there is no host", "")]

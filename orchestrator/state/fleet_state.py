@@ -195,15 +195,19 @@ class FleetState:
 
     def blocked(self) -> dict[str, frozenset[int]]:
         """Returns the cores by host where no replica may be placed."""
-        cordons = self.records.state.cordons
-        blocked = {}
-        for host in self.hosts:
-            cordoned = cordons.get(host.name, frozenset())
-            cores = frozenset(range(host.cores)) if cordoned == "whole" else frozenset(cordoned)
-            cores |= self.quarantine(host.name).keys()
-            if cores:
-                blocked[host.name] = cores
-        return blocked
+        return merged(self.cordoned(), self.quarantined())
+
+    def cordoned(self) -> dict[str, frozenset[int]]:
+        """Returns the cordoned cores by host."""
+        cordons = {host: cordon for host in self.hosts if (cordon := self.records.state.cordons.get(host.name))}
+        return {
+            host.name: frozenset(range(host.cores)) if cordon == "whole" else frozenset(cordon)
+            for host, cordon in cordons.items()
+        }
+
+    def quarantined(self) -> dict[str, frozenset[int]]:
+        """Returns the cores that foreign processes hold or that have failed, by host."""
+        return {host.name: frozenset(cores) for host in self.hosts if (cores := self.quarantine(host.name))}
 
     def quarantine(self, host: str) -> dict[int, CoreOwner | FailedCore]:
         """Returns the quarantined cores of a host, each with its foreign owner or the failure that caused it."""

@@ -56,21 +56,6 @@ def test_a_window_is_opened_by_the_fewest_moves(tmp_path: Path) -> None:
     assert {**keys(told), "placements": None} == {**keys(WINDOW), "placements": None}
 
 
-def test_a_free_window_needs_no_move(tmp_path: Path) -> None:
-    """Of two cores."""
-    told = told_by_a_scattered_fleet(tmp_path, LOOSE, "propose", defrag=2)
-    assert (told["moves"], told["load_s"], told["problems"]) == ([], 0, [])
-
-
-def test_a_window_that_no_move_opens_is_a_problem(tmp_path: Path) -> None:
-    """Nine cores are free, and twelve are requested."""
-    told = told_by_a_scattered_fleet(tmp_path, LOOSE, "propose", defrag=12)
-    assert told["window"] is None
-    (problem,) = told["problems"]
-    assert problem["id"] == "no-window"
-    assert "most are free on inf2.24xlarge/0, 9" in problem["what"]
-
-
 def test_explain_shows_why_a_new_model_has_no_place(tmp_path: Path) -> None:
     """Eight cores are free, but not contiguous; and which replica would have to move."""
     told = told_by_a_scattered_fleet(tmp_path, WITH_BIG, "explain", model="big")
