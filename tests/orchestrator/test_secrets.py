@@ -338,7 +338,7 @@ def test_no_command_reveals_a_secret(
         world.patch.setenv("HF_TOKEN", f"{TOKEN}x")
         refused = run("compile", other, "--push")
         assert "s3:PutObject" in refused.stdout + refused.stderr, refused
-        assert "does not show it to you" in run("validate", spec).stderr
+        assert "has no model org/m, or it is private" in run("validate", spec).stderr
         world.proxy.heal()
         world.patch.setenv("HF_TOKEN", TOKEN)
         world.hub.repos["org/m"].expired = True

@@ -135,8 +135,8 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_tells_what_it_finds(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Of a whole model that nothing was found; else the cause, and also when it dies at an import."""
+def test_a_check_in_a_process_of_its_own_returns_the_cause_it_finds(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """No cause for a sound model, one for damaged weights, and one when the process dies at an import."""
     copy = shutil.copytree(checkpoint("llama"), tmp_path / "model")
     assert isinstance(check(config_of(copy)), build.Checked)
     truncate(copy / "model.safetensors")

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
+from tests.workers.test_bringing import CONFIG
 from tests.workers.test_facts_reading import tool
 from workers.batching.batcher_stats import BatcherStats
 from workers.host import host_facts
@@ -119,14 +121,17 @@ def test_taken_cores_are_told_with_their_owner(
 @pytest.mark.slow
 def test_a_log_has_no_progress_bars(checkpoint: Callable[[str], Path]) -> None:
     """Where an engine is opened, in a replica or for one answer, transformers draws none from then on."""
+    config = msgspec.structs.replace(CONFIG, engine="cpu", source=str(checkpoint("llama")), draft_source=None)
     program = "import sys\n"
+    program += "import msgspec\n"
     program += "from workers.engines.open_engine import open_engine\n"
-    program += "from types import SimpleNamespace as Of\n"
-    program += "told = {'dtype': 'fp32', 'allow_pickle': False, 'engine_options': {}, 'draft_source': None}\n"
-    program += "told |= {'trust_remote_code': False, 'prefill_buckets': [], 'decode_buckets': [], 'compiled': None}\n"
-    program += "open_engine(Of(engine='cpu', source=sys.argv[1], slots=1, max_len=16, **told)).load()\n"
+    program += "from workers.messages.replica_config import ReplicaConfig\n"
+    program += "open_engine(msgspec.json.decode(sys.argv[1], type=ReplicaConfig)).load()\n"
     done = subprocess.run(
-        [sys.executable, "-c", program, str(checkpoint("llama"))], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, msgspec.json.encode(config).decode()],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "Loading" not in done.stdout + done.stderr
 
