@@ -91,7 +91,7 @@ def main() -> None:
     server = GatewayServer(Controller(table), GatewaySettings(host="127.0.0.1", port=port, home=str(home)))
     server.start()
     deadline = time.monotonic() + CONNECT_DEADLINE_S
-    while sum(queue.slots > 0 for queue in list(server.gateway.served.queues.values())) < len(told["models"]):
+    while sum(queue.links.slots > 0 for queue in list(server.gateway.served.queues.values())) < len(told["models"]):
         if time.monotonic() > deadline:
             raise RuntimeError("the replicas are not connected")
         time.sleep(0.01)

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import msgspec
 
 from orchestrator.access.keys import KeyFile
-from orchestrator.gateway.admission.authenticator import OPEN, PREFLIGHT, Authenticator, allow_scope
+from orchestrator.gateway.admission.authenticator import OPEN, PREFLIGHT, Authenticator, allow_inference
 from orchestrator.gateway.admission.key_limits import KeyLimits
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
 from orchestrator.gateway.generation import CHAT, Generation
@@ -255,7 +255,7 @@ class Gateway:
         exchange.respond(200, _encode({"version": corewright_version()}))
 
     def models(self, exchange: Exchange) -> None:
-        allow_scope(exchange.key, "inference")
+        allow_inference(exchange.key)
         cards = [self._card(name, queue) for name, queue in self.served.allowed(exchange.key).items()]
         exchange.respond(200, _encode({"object": "list", "data": cards}))
 

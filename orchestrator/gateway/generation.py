@@ -67,7 +67,7 @@ class Generation:
         """Starts a request with that many ``prompts``, at once or by the awaitable that it returns. Raises ApiError."""
         routes = queue.routes
         count = prompts * (body.n or 1)
-        if count > 1 and count > (room := routes.max_queue + queue.slots):  # before that many requests are made
+        if count > 1 and count > (room := routes.max_queue + queue.links.slots):  # before that many requests are made
             raise errors.too_many_choices(count, room)
         tokenizer = self._tokenizers.loaded(routes.engine, routes.source, routes.tokenizer)
         if not isinstance(tokenizer, ByteTokenizer) or len(exchange.request.body) > INLINE_BYTES:
@@ -120,7 +120,7 @@ class Generation:
                 if not await queue.other_routes(routes, until - time.monotonic()):
                     raise
                 continue
-            limits = queue.limits.within(self._settings.max_prompt_tokens)
+            limits = queue.links.limits.within(self._settings.max_prompt_tokens)
             work = functools.partial(prompts_of, body, tokenizer, routes.tool_parser, limits)
             prompts = await self.on_thread(exchange, queue, work)
             if queue.routes.tokenizer == routes.tokenizer:
@@ -131,7 +131,7 @@ class Generation:
     ) -> list[GenerateRequest]:
         """Returns the requests for the replicas. Raises ApiError 400."""
         default = None if isinstance(body, ChatRequest) else DEFAULT_COMPLETION_TOKENS
-        limits = queue.limits.within(self._settings.max_prompt_tokens)
+        limits = queue.links.limits.within(self._settings.max_prompt_tokens)
         return requests_for(body, prompts, limits, default, ids)
 
     def _start(self, exchange: Exchange, body: GenerationBody, queue: ModelQueue, tokenized_prompts: Prompts) -> None:

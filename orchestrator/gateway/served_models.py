@@ -12,7 +12,7 @@ import msgspec.structs
 
 from orchestrator.access.keys import ApiKey
 from orchestrator.fleet.route_table import RouteTable
-from orchestrator.gateway.admission.authenticator import allow_model, allow_scope
+from orchestrator.gateway.admission.authenticator import allow_inference
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.serving.model_queue import ModelQueue
@@ -105,12 +105,12 @@ class ServedModels:
 
     def queue(self, key: ApiKey | None, model: str) -> ModelQueue:
         """Returns the queue of the model with that name or alias, if the key allows it. Raises ApiError."""
-        allow_scope(key, "inference")
+        allow_inference(key)
         if self._table is None:
             raise errors.model_unavailable(model, "loading", "the gateway has just started")
         queue = self._names.get(model)
-        if key is not None and key.models:
-            allow_model(key, (model,) if queue is None else queue.names, model)
+        if key is not None and key.models and not set(key.models) & set((model,) if queue is None else queue.names):
+            raise errors.key_not_for(f"the model {model!r}")
         if queue is None:
             raise errors.model_not_found(model, list(self.allowed(key)))
         if self._table.stopping:
@@ -118,7 +118,7 @@ class ServedModels:
         return queue
 
     async def stop(self) -> None:
-        await asyncio.gather(*[queue.stop() for queue in self.queues.values()])
+        await asyncio.gather(*[queue.links.stop() for queue in self.queues.values()])
 
     def _update(self, table: RouteTable) -> None:
         if self._table is not None and self._table.ready and not table.ready:

@@ -124,7 +124,7 @@ class LiveGateway:
             return all(
                 model.name in queues
                 and queues[model.name].routes == model
-                and queues[model.name].slots >= len(model.replicas)
+                and queues[model.name].links.slots >= len(model.replicas)
                 for model in models
             )
 

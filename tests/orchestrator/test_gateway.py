@@ -319,11 +319,11 @@ def test_a_broken_connection_to_a_live_replica_is_reopened(gateway: LiveGateway,
     served = replica()
     gateway.serve(routes("m", served))
     served.kill()
-    until(lambda: gateway.queue("m").slots == 0, 5, "the link is lost")
+    until(lambda: gateway.queue("m").links.slots == 0, 5, "the link is lost")
 
     served.restart_plane()
 
-    until(lambda: gateway.queue("m").slots == 4, 5, "the link is back")
+    until(lambda: gateway.queue("m").links.slots == 4, 5, "the link is back")
     assert complete(gateway).status_code == 200
 
 
@@ -376,7 +376,7 @@ def test_a_replica_of_another_version_gets_no_request(gateway: LiveGateway, repl
 
     refused = until(answer, 10, "requests are refused, and none waits for a replica that will not serve")
 
-    assert queue.slots == queue.waiting == 0
+    assert queue.links.slots == queue.waiting == 0
     assert error_of(refused)["type"] == "service_unavailable"
 
 

@@ -36,7 +36,7 @@ def test_a_request_is_tried_on_at_most_three_replicas(gateway: LiveGateway, repl
     """After two retries its client gets the error that the replica was lost."""
     left = [replica(slots=1, stepped=True) for _ in range(4)]
     gateway.serve(routes("m", *left))
-    until(lambda: gateway.queue("m").slots == 4, 10, "all are reached")
+    until(lambda: gateway.queue("m").links.slots == 4, 10, "all are reached")
     asked = Asked(gateway)
     for attempt in range(3):
         until(lambda: any(served.in_step for served in left), 10, f"attempt {attempt}")

@@ -162,7 +162,7 @@ async def test_a_queue_ends_while_its_links_reconnect(ticks: int, tmp_path: Path
     for _ in range(ticks):
         await asyncio.sleep(0)
 
-    await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(queue.stop())), 5)
+    await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(queue.links.stop())), 5)
 
 
 # A real fleet

@@ -100,7 +100,7 @@ def serve(gateway: LiveGateway, *replicas: LogprobsReplica) -> None:
     table = msgspec.structs.replace(routes("m", state=ModelState.READY), replicas=[one.route for one in replicas])
     gateway.controller.set(table)
     until(
-        lambda: "m" in gateway.queues and gateway.queue("m").slots == 32 * len(replicas),
+        lambda: "m" in gateway.queues and gateway.queue("m").links.slots == 32 * len(replicas),
         10,
         "open",
     )

@@ -115,7 +115,7 @@ async def test_a_full_canary_line_reports_the_time_of_its_own_next_place(monkeyp
     queue = ModelQueue(there, gateway="g", token="t", credentials=None, wake=lambda name: None)
     queue.update(there)
     asked: list[int] = []
-    monkeypatch.setattr(ReplicaLinks, "slots", 1)
+    queue.links.slots = 1
     monkeypatch.setattr(queue.dispatcher, "predicted_wait_s", lambda ahead, own_wait_s=0.0: asked.append(ahead) or 1.0)
     request = GenerateRequest(id="r", prompt_ids=[1], max_tokens=1)
     queue.submit(request, Nobody())

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.gateway.openai.toolcalls import CallArguments, CallBegin, Content, Event, detect_format, make_parser
+from orchestrator.gateway.openai.toolcalls.events import CallArguments, CallBegin, Content, Event
+from orchestrator.gateway.openai.toolcalls.formats import detect_format, make_parser
 
 WEATHER = {"city": "San Francisco", "state": "CA", "unit": "celsius"}
 

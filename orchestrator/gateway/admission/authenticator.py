@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -101,7 +100,7 @@ class Authenticator:
             return
         exchange.key = key
         self._used[key.id] = time.monotonic()
-        if exchange.count_for(key.id) > self._limit:
+        if connection.count_for(key.id) > self._limit:
             exchange.request.keep_alive = False
             raise errors.too_many_connections(self._limit, of_key=True)
         connection.client = _CachedKey(key, header, self._ring) if header else None
@@ -128,9 +127,10 @@ class Authenticator:
         on its reader's loopback. Raises ApiError 403."""
         request = exchange.request
         origin = request.headers.get(b"origin", b"").decode("latin-1")
-        if not origin or (origin in self._origins or "*" in self._origins):
-            if origin:
-                exchange.add_headers(_cors(origin))
+        if not origin:
+            return
+        if origin in self._origins or "*" in self._origins:
+            exchange.add_headers(_cors(origin))
             return
         host = request.headers.get(b"host", b"").decode("latin-1")
         same = origin.partition("://")[2] == host and (self.demands_keys or is_loopback(host_name(host)))
@@ -138,20 +138,10 @@ class Authenticator:
             raise errors.origin_not_allowed(origin)
 
 
-def allow_model(key: ApiKey | None, names: Collection[str], requested: str) -> None:
-    """Raises ApiError 403 when the key is for other models. ``names`` are the model's name and aliases."""
-    if key is not None and key.models and not set(key.models) & set(names):
-        raise errors.key_not_for(f"the model {requested!r}")
-
-
-def allow_scope(key: ApiKey | None, *scopes: str) -> None:
-    """Raises ApiError 403 when the key has none of the scopes."""
-    if key is None:
-        return
-    for scope in scopes:
-        if scope in key.scopes:
-            return
-    raise errors.key_not_for(" or ".join(scopes))
+def allow_inference(key: ApiKey | None) -> None:
+    """Raises ApiError 403 when the key has another scope."""
+    if key is not None and "inference" not in key.scopes:
+        raise errors.key_not_for("inference")
 
 
 def host_name(host: str) -> str:

@@ -118,10 +118,6 @@ class Exchange(msgspec.Struct, eq=False):
         """Adds headers to the answer, also to an error."""
         self._extra = (*self._extra, *headers)
 
-    def count_for(self, key: str) -> int:
-        """Counts the connection for the key, and returns the key's connections."""
-        return self.connection.count_for(key)
-
     def gone(self) -> None:
         """Notifies the handler that the connection is lost."""
         if not self.ended:

@@ -9,8 +9,8 @@ import msgspec
 import msgspec.structs
 
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.toolcalls import ToolParser
 from orchestrator.gateway.openai.toolcalls import writing as toolcalls
+from orchestrator.gateway.openai.toolcalls.events import ToolParser
 from workers.messages.requests import FinishReason, TokenEvent, TokenLogprobs
 
 _encode = msgspec.json.encode

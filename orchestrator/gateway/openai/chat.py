@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.protocol import Chat, ChatRequest, NamedTool, TokenizeChatRequest
-from orchestrator.gateway.openai.toolcalls import Format, ToolParser, detect_format, make_parser
-from orchestrator.gateway.openai.toolcalls.formats import FORMATS
+from orchestrator.gateway.openai.toolcalls.events import ToolParser
+from orchestrator.gateway.openai.toolcalls.formats import FORMATS, Format, detect_format, make_parser
 from workers.text.tokenizer import ChatTemplateError, NoChatTemplate, NoToolsInTemplate, PromptTokenizer, TemplateInput
 
 

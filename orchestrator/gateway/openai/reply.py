@@ -62,7 +62,7 @@ class Reply(msgspec.Struct, eq=False):
 
     def __post_init__(self) -> None:
         self.exchange.note = self._note
-        self.exchange.on_gone = self._gone
+        self.exchange.on_gone = self._end_all
 
     def add(self, ticket: Ticket, choice: Choice) -> None:
         """Adds a choice; all are added before the first token."""
@@ -87,10 +87,6 @@ class Reply(msgspec.Struct, eq=False):
         self._answer.count_prompts()
         self._note.prompt_tokens = self._answer.prompt_tokens
 
-    def fail(self, error: ApiError) -> None:
-        """Answers with an error, or ends the stream with it."""
-        self._fail(error)
-
     def leave(self) -> None:
         """Cancels the open tickets."""
         for ticket in list(self._open):
@@ -112,7 +108,7 @@ class Reply(msgspec.Struct, eq=False):
             self._note.answer = (self._note.answer or "") + "".join(event.text for event in stream.events)
         if last.finish in _REFUSED:
             self._end(ticket, now, "error")
-            self._fail(_failure(last, self._note.model))
+            self.fail(_failure(last, self._note.model))
             return
         if last.finish is not None:
             self._end(ticket, now, last.finish._value_)  # `value` is two calls more
@@ -126,7 +122,7 @@ class Reply(msgspec.Struct, eq=False):
 
     def on_failure(self, ticket: Ticket, error: ApiError) -> None:
         self._end(ticket, time.monotonic(), "error")
-        self._fail(error)
+        self.fail(error)
 
     # Inside
 
@@ -230,22 +226,20 @@ class Reply(msgspec.Struct, eq=False):
             link.metrics = self._metrics.model(self._note.model, link.replica)
         return link.metrics
 
-    def _fail(self, error: ApiError) -> None:
-        self._end_all("abort")
+    def fail(self, error: ApiError) -> None:
+        """Answers with an error, or ends the stream with it."""
+        self._end_all()
         if self.exchange.began:
             self.exchange.code = error.code
             self.exchange.end(error_event(error))
         else:
             self.exchange.fail(error)
 
-    def _gone(self) -> None:
-        self._end_all("abort")
-
-    def _end_all(self, reason: str) -> None:
+    def _end_all(self) -> None:
         now = time.monotonic()
         for ticket in list(self._open):
             ticket.leave()
-            self._end(ticket, now, reason)
+            self._end(ticket, now, "abort")
         self._choices = {}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.chat import chat_prompt, tool_parser_for
 from orchestrator.gateway.openai.protocol import MOST, ChatRequest, CompletionRequest
-from orchestrator.gateway.openai.toolcalls import ToolParser
+from orchestrator.gateway.openai.toolcalls.events import ToolParser
 from workers.messages.requests import GenerateRequest
 from workers.text.tokenizer import PromptTokenizer, TooManyTokens
 

@@ -17,7 +17,6 @@ from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.request_builder import RequestLimits
 from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.replica_link_pool import ReplicaLinks
 from orchestrator.gateway.serving.scheduling_parameters import SchedulingParameters
@@ -81,16 +80,6 @@ class ModelQueue:
     @property
     def live(self) -> int:
         return self.links.live
-
-    @property
-    def slots(self) -> int:
-        """The slots of all connected replicas."""
-        return self.links.slots
-
-    @property
-    def limits(self) -> RequestLimits:
-        """The limits of a request of this model, as far as replicas have reported them."""
-        return self.links.limits
 
     def submit(
         self,
@@ -156,10 +145,6 @@ class ModelQueue:
         self.routes = msgspec.structs.replace(self.routes, replicas=[])
         self._fail_waiting(errors.model_unavailable(self.name, "stopping", None))
         self.links.update(self.routes)
-
-    async def stop(self) -> None:
-        """Closes the links; to be called when the gateway stops."""
-        await self.links.stop()
 
     def report(self) -> tuple[DemandWindow, RoutingDecision | None]:
         """Returns the demand since the last call, and the routing decision of one request."""
@@ -293,7 +278,7 @@ class ModelQueue:
 
     def _changed(self) -> None:
         """Handles a link that has opened, or whose replica has a free slot again."""
-        self.links.forget()
+        self.links.recount()
         self.dispatcher.pump(time.monotonic())
 
     def _ended(self, tickets: list[Ticket], now: float) -> None:

@@ -46,9 +46,7 @@ class ReplicaLinks:
         self._keeping: dict[Route, asyncio.Task[None]] = {}
         self._refused: set[Route] = set()  # replicas that refused this gateway, or have another version
         self._last: dict[Route, float] = {}  # when the route's last link ended, or the route was added (monotonic)
-        self._limits: RequestLimits | None = None  # cached until something changes
-        self._prefix_block: int | None = None  # cached likewise
-        self._slots: int | None = None  # cached likewise
+        self.recount()
 
     def __iter__(self) -> Iterator[ReplicaLink]:
         return iter(self._links.values())
@@ -56,13 +54,6 @@ class ReplicaLinks:
     @property
     def live(self) -> int:
         return sum(link.live for link in self)
-
-    @property
-    def slots(self) -> int:
-        """The slots of all connected replicas."""
-        if self._slots is None:
-            self._slots = sum(link.welcome.slots for link in self if link.welcome is not None)
-        return self._slots
 
     @property
     def routed(self) -> bool:
@@ -86,28 +77,10 @@ class ReplicaLinks:
         """Returns whether the routes have replicas, and all of them are unreachable."""
         return bool(self._routes.replicas) and len(self.unreachable(now)) == len(self._routes.replicas)
 
-    @property
-    def limits(self) -> RequestLimits:
-        """The limits of a request of this model, as far as replicas have reported them."""
-        if self._limits is None:
-            max_len = self._routes.max_len
-            welcomes = [link.welcome for link in self if link.welcome is not None]
-            longest = max((welcome.max_prompt for welcome in welcomes), default=max_len)
-            self._limits = RequestLimits(max_len, longest, welcomes[0].vocab_size if welcomes else None)
-        return self._limits
-
-    @property
-    def prefix_block(self) -> int:
-        """The tokens per block of the engines' prefix cache; 0 without one."""
-        if self._prefix_block is None:
-            blocks = [link.welcome.prefix_block for link in self if link.welcome is not None]
-            self._prefix_block = max(blocks, default=0)
-        return self._prefix_block
-
     def update(self, routes: ModelRoutes) -> None:
         """Opens links to new replicas and retires those of removed ones."""
         self._routes = routes
-        self.forget()
+        self.recount()
         self._refused &= set(routes.replicas)
         now = time.monotonic()
         self._last = {route: self._last.get(route, now) for route in routes.replicas}
@@ -116,16 +89,22 @@ class ReplicaLinks:
         for route in routes.replicas:
             self._keep_link(route)
 
-    def forget(self) -> None:
-        """Drops the cached values."""
-        self._limits = self._prefix_block = self._slots = None
+    def recount(self) -> None:
+        """Sums up what the connected replicas have reported."""
+        welcomes = [link.welcome for link in self if link.welcome is not None]
+        self.slots = sum(welcome.slots for welcome in welcomes)
+        # tokens per block of the engines' prefix cache; 0 without one
+        self.prefix_block = max((welcome.prefix_block for welcome in welcomes), default=0)
+        max_len = self._routes.max_len
+        max_prompt = max((welcome.max_prompt for welcome in welcomes), default=max_len)
+        self.limits = RequestLimits(max_len, max_prompt, welcomes[0].vocab_size if welcomes else None)
 
     def lost(self, link: ReplicaLink) -> None:
         """Removes a link whose connection has ended."""
         self._links.pop(link.route, None)
         if link.welcome is not None and link.route in self._last:
             self._last[link.route] = time.monotonic()
-        self.forget()
+        self.recount()
 
     async def stop(self) -> None:
         """Closes all links; to be called when the gateway stops."""

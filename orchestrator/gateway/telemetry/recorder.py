@@ -40,7 +40,7 @@ class RequestRecorder:
         self._file_bytes = file_bytes
         self._files = files
         self._notes: list[Record] = []
-        self._writer: ThreadPoolExecutor | None = None  # one thread
+        self._writer = ThreadPoolExecutor(1, "recorder")
         self._writing: Future[None] | None = None
         self._file: BinaryIO | None = None
         self._written = 0  # bytes in this file
@@ -72,8 +72,6 @@ class RequestRecorder:
         """Starts to write the records in a thread, since the disk may be slow; does nothing while a write runs."""
         if not self._notes or (self._writing is not None and not self._writing.done()):
             return
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, "recorder")
         notes, self._notes = self._notes, []
         self._writing = self._writer.submit(self._write_down, notes)
 
@@ -87,14 +85,11 @@ class RequestRecorder:
             self._write_down(notes)
 
     def close(self) -> None:
-        """Writes the remaining records and closes the file. The recorder may be used again."""
+        """Writes the remaining records and closes the file."""
         self.flush()
-        if self._writer is not None:
-            self._writer.shutdown()
-            self._writer = None
+        self._writer.shutdown()
         if self._file is not None:
             self._file.close()
-            self._file = None
 
     # Inside
 

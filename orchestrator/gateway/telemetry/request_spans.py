@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from workers.serving.spans import Span, SpanId, SpanSink, open_sink
@@ -29,11 +30,7 @@ class RequestTracing:
         return None if sink is None else cls(sink)
 
     def start(
-        self,
-        headers: Mapping[bytes, bytes],
-        model: str,
-        operation: str = "chat",
-        request_id: str = "",
+        self, headers: Mapping[bytes, bytes], model: str, operation: str = "chat", request_id: str = ""
     ) -> TraceHandle | None:
         """Starts the trace of a request with these ``headers``, names in lower case. Returns None when the request is
         not sampled, by the caller's `traceparent` or else by the sampler. ``operation``: chat, text_completion,
@@ -43,38 +40,29 @@ class RequestTracing:
         if traceparent is not None:
             state = headers.get(b"tracestate", b"").decode("latin-1")
             parent = SpanId.parse(traceparent.decode("latin-1"), state)
-        name = f"{operation} {model}"
-        id = self._sink.begin(parent, name)
-        return None if id is None else TraceHandle(self._sink, id, parent, name, operation, model, request_id)
+        id = self._sink.begin(parent, f"{operation} {model}")
+        return None if id is None else TraceHandle(self._sink, id, parent, operation, model, request_id)
 
     def close(self) -> None:
         """Exports the remaining spans and closes the exporter."""
         self._sink.close()
 
 
+@dataclass(eq=False)
 class TraceHandle:
     """One traced request. Each call records a time; ``end`` makes the spans."""
 
-    def __init__(
-        self,
-        sink: SpanSink,
-        id: SpanId,
-        parent: SpanId | None,
-        name: str,
-        operation: str,
-        model: str,
-        request_id: str,
-    ) -> None:
-        self._sink = sink
-        self._id = id
-        self._parent = parent
-        self._name = name
-        self._request = (operation, model, request_id)
-        self._began = time.time_ns()
-        self._queued = 0  # when it entered the queue; 0: it is not queued
-        self._waits: list[tuple[int, int]] = []
-        self._attempts: list[tuple[SpanId, str, int, int]] = []  # id, replica, start, end (0: still there)
-        self._first = 0
+    _sink: SpanSink
+    _id: SpanId
+    _parent: SpanId | None
+    _operation: str
+    _model: str
+    _request_id: str
+    _began: int = field(default_factory=time.time_ns)
+    _queued: int = 0  # when it entered the queue; 0: it is not queued
+    _waits: list[tuple[int, int]] = field(default_factory=list)
+    _attempts: list[tuple[SpanId, str, int, int]] = field(default_factory=list)  # id, replica, start, end (0: not yet)
+    _first: int = 0
 
     def queued(self) -> None:
         """Records that the request waits for a slot; called again after its replica is lost."""
@@ -122,7 +110,7 @@ class TraceHandle:
             for i, (id, replica, start, end) in enumerate(self._attempts)
         ]
         root = Span(
-            name=self._name,
+            name=f"{self._operation} {self._model}",
             id=self._id,
             parent=self._parent,
             kind="server",
@@ -136,13 +124,12 @@ class TraceHandle:
     def _attributes(
         self, reason: str, usage: tuple[int, int] | None, status: int, replica: str | None, now: int
     ) -> dict[str, Any]:
-        operation, model, request_id = self._request
         attributes: dict[str, Any] = {
-            "gen_ai.operation.name": operation,
+            "gen_ai.operation.name": self._operation,
             "gen_ai.provider.name": "corewright",
-            "gen_ai.request.model": model,
-            "gen_ai.response.model": model,
-            "gen_ai.request.id": request_id,
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
+            "gen_ai.request.id": self._request_id,
             "gen_ai.response.finish_reasons": (reason,),
             "gen_ai.latency.e2e": (now - self._began) / 1e9,
             "gen_ai.latency.time_in_queue": sum(end - start for start, end in self._waits) / 1e9,
