@@ -13,7 +13,8 @@ from placements.facts.topology import DEGREES, LNC_CHOICES, TOPOLOGIES, Topology
 from placements.rules.options.option import Option
 from placements.rules.options.owned import FIELDS, UNSERVED
 from placements.rules.options.tables import TABLES as OPTION_TABLES
-from placements.spec.schema import TYPE_IN_WORDS, json_schema
+from placements.spec.json_schema import json_schema
+from placements.spec.notation import TYPE_IN_WORDS
 
 _BLOCK = re.compile(
     r"(?P<begin><!-- generated from the (?:schema|topology|contracts): (?P<name>[a-z]+) -->\n)"

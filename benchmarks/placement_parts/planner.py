@@ -10,7 +10,8 @@ from benchmarks.placement_parts.fleet import Fleet, Layout, Replica
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.planner.plan import Plan, Running, plan
-from placements.spec.schema import ModelSpec, Pin, Replicas, Spec, Spread
+from placements.spec.notation import Pin
+from placements.spec.schema import ModelSpec, Replicas, Spec, Spread
 
 RESERVED_VCPUS = 8
 

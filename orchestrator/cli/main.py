@@ -159,7 +159,7 @@ def explain(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of specs, for editors."""
-    from placements.spec.schema import json_schema
+    from placements.spec.json_schema import json_schema
 
     show(json_schema(), Format.JSON, "")
 

@@ -10,7 +10,8 @@ from zoneinfo import ZoneInfo
 
 from cronsim import CronSim
 
-from placements.spec.schema import Replicas, Schedule
+from placements.spec.scaling import Schedule
+from placements.spec.schema import Replicas
 
 TWICE_S = 7200
 """More than the largest backward step of any zone's clock."""

@@ -9,7 +9,8 @@ from placements.explain.question import Question, Trial
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host, Topology, alignment
 from placements.planner.spec_hosts import default_reserve
-from placements.spec.schema import HostsSpec, Pin
+from placements.spec.notation import Pin
+from placements.spec.schema import HostsSpec
 
 MOST_HOSTS = 8
 """Hosts whose cordons and cores are tried one by one."""

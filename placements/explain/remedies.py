@@ -18,7 +18,8 @@ from placements.planner.plan import Plan, plan
 from placements.planner.replica_demand import suits
 from placements.resources.memory import estimate, fits, host_memory, usable_hbm
 from placements.rules.checks import check
-from placements.spec.schema import ModelSpec, Pin, Replicas, Spread
+from placements.spec.notation import Pin
+from placements.spec.schema import ModelSpec, Replicas, Spread
 
 MOVES = (1, 2, 4)
 """The numbers of moved replicas that are tried."""

@@ -22,8 +22,9 @@ from placements.planner.refusals import Refusal, Refusals
 from placements.planner.replica_demand import demands
 from placements.planner.tenants import NEVER, Demand, Grade, Space, Tenant
 from placements.resources.threads import threads
+from placements.spec.notation import Pin
 from placements.spec.problems import Problem
-from placements.spec.schema import ModelSpec, Pin, Spec
+from placements.spec.schema import ModelSpec, Spec
 
 
 @dataclass(eq=False, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from placements.planner.free_cores import FreeCores
-from placements.spec.schema import Pin
+from placements.spec.notation import Pin
 
 SEARCH_STEPS = 2_000
 

@@ -14,7 +14,8 @@ from placements.planner.grid import windows
 from placements.planner.host_pool import HostPool
 from placements.planner.tenants import NEVER, Tenant
 from placements.resources.threads import threads
-from placements.spec.schema import Pin, Spec
+from placements.spec.notation import Pin
+from placements.spec.schema import Spec
 
 
 class Refusal(NamedTuple):

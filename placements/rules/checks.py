@@ -15,8 +15,9 @@ from placements.resources.threads import threads
 from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list, has_tp, on_each
 from placements.rules.engine_rules import ENGINE_RULES
 from placements.rules.pin_rules import PIN_RULES, pins_do_not_overlap
+from placements.spec.notation import SourceKind
 from placements.spec.problems import Problem, in_order
-from placements.spec.schema import ModelSpec, SourceKind, Spec
+from placements.spec.schema import ModelSpec, Spec
 from placements.spec.source_positions import Path
 
 

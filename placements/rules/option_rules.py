@@ -19,8 +19,9 @@ from placements.facts.engines import (
 )
 from placements.rules.case import Case, FieldRule
 from placements.rules.options.judge import Scope, check_options
+from placements.spec.notation import is_path
 from placements.spec.problems import Problem
-from placements.spec.schema import ModelSpec, is_path
+from placements.spec.schema import ModelSpec
 
 _TOP_K = 256
 """The largest top_k of on-device sampling in both packages (NxD Inference ``modules/generation/sampling``)."""

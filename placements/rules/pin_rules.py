@@ -12,8 +12,9 @@ from placements.facts.topology import Host, Topology, alignment
 from placements.planner.free_cores import FreeCores
 from placements.planner.pins import assign
 from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list, on_each
+from placements.spec.notation import Pin
 from placements.spec.problems import Problem
-from placements.spec.schema import Pin, Spec
+from placements.spec.schema import Spec
 
 
 def pins_within_max(case: Case) -> Iterator[Problem]:

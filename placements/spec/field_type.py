@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from placements.facts.engines import NAMED_ENGINES
-from placements.spec.schema import OWN_FIELDS, HostsSpec, ModelSpec, Reported, Spec
+from placements.spec.notation import Reported
+from placements.spec.schema import OWN_FIELDS, HostsSpec, ModelSpec, Spec
 from placements.spec.source_positions import Path
 
 TEXT, MAPPING = "text", "a mapping"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,11 +13,13 @@ from pydantic_core import ErrorDetails
 from placements.facts.engines import NAMED_ENGINES, Engine
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.spec.field_type import MAPPING, TEXT, keys_at, type_at
+from placements.spec.notation import NAME, NAME_RULE
+from placements.spec.other_formats import other_format
 from placements.spec.other_names import OTHER_FIELDS, OTHER_VALUES, converted
 from placements.spec.problems import Problem, has_errors, in_order
-from placements.spec.schema import MAX_HOSTS, NAME, NAME_RULE, EngineSettings, HostsSpec, ModelSpec, Spec
+from placements.spec.schema import MAX_HOSTS, EngineSettings, HostsSpec, ModelSpec, Spec
 from placements.spec.source_positions import Path, SourcePosition, SourcePositions, nearest
-from placements.spec.yaml_tree import BROKEN, MAX_CHARACTERS, Tree, read
+from placements.spec.yaml_tree import BROKEN, Tree, read
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -47,33 +48,12 @@ def parse(text: str | bytes, filename: str = "<spec>", base_dir: str | None = No
     the current one.
     """
     tree = read(text, filename)
-    other = _other_format(tree.value, text)
+    other = other_format(tree.value, text)
     if other is not None:
         what, hint = other
         return Parsed(None, (Problem("not-a-spec", "error", f"{filename}:1:1", what, hint),))
     spec = None if tree.value is BROKEN else _Reader(tree, base_dir or ".").spec()
     return Parsed(spec, in_order(tree.problems))
-
-
-def _other_format(value: Any, text: str | bytes) -> tuple[str, str] | None:
-    """Returns the problem and the hint for a file of another format; None if it may be a spec."""
-    if isinstance(value, dict):
-        if not ("apiVersion" in value and "kind" in value):
-            return None
-        kind = f" of kind {_short(value['kind'])}" if isinstance(value["kind"], str) else ""
-        return f"the file is a Kubernetes manifest{kind}, not a spec", f"corewright does not read manifests; {_BEGIN}"
-    start = text[:MAX_CHARACTERS]
-    lines = (start.decode(errors="replace") if isinstance(start, bytes) else start).splitlines()
-    first = next((line for line in lines if line.strip() and not line.lstrip().startswith(("#", "!"))), "")
-    if not _PROPERTY.match(first):
-        return None
-    return "the file has properties, like serving.properties of LMI; it is not a spec", (
-        f"docs/from-vllm-and-lmi.md lists the field for each property; {_BEGIN}"
-    )
-
-
-_BEGIN = "write a spec that begins with models: {NAME: {source: ...}}"
-_PROPERTY = re.compile(r"\s*[A-Za-z][\w.-]*\s*=")
 
 
 class _Reader:
@@ -183,13 +163,7 @@ class _Reader:
 
     def _engines(self, top: dict[str, Any], broken: set[str]) -> dict[Engine, EngineSettings]:
         """Reads the settings by engine, without those that cannot be read."""
-        value = top.get("engines")
-        if value is None or value is BROKEN:
-            return {}
-        if not isinstance(value, dict):
-            self._wrong_type(("engines",))
-            broken.add("engines")
-            return {}
+        value = self._mapping(top, "engines", broken)
         settings_by_engine: dict[Engine, EngineSettings] = {}
         for name in [engine for engine in NAMED_ENGINES if engine in value]:
             fields, path = value[name], ("engines", name)
@@ -203,7 +177,7 @@ class _Reader:
         return settings_by_engine
 
     def _models(self, top: dict[str, Any], broken: set[str]) -> tuple[ModelSpec, ...]:
-        defaults, broken_defaults = self._defaults(top)
+        defaults, broken_defaults = self._defaults(self._mapping(top, "defaults", broken))
         value = top.get("models")
         if isinstance(value, dict) and value:
             models = [self._model(name, fields, defaults, broken_defaults) for name, fields in value.items()]
@@ -221,13 +195,17 @@ class _Reader:
             self._wrong_type(("models",))
         return ()
 
-    def _defaults(self, top: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
-        value = top.get("defaults")
-        if value is None or value is BROKEN:
-            return {}, set()
-        if not isinstance(value, dict):
-            self._wrong_type(("defaults",))
-            return {}, set()
+    def _mapping(self, top: dict[str, Any], key: str, broken: set[str]) -> dict[str, Any]:
+        """Returns the mapping of a key; {} if it is absent or cannot be read."""
+        value = top.get(key)
+        if isinstance(value, dict):
+            return value
+        if value is not None and value is not BROKEN:
+            self._wrong_type((key,))
+            broken.add(key)
+        return {}
+
+    def _defaults(self, value: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
         broken: set[str] = set()
         self._validated(ModelSpec, {**value, "name": "defaults", "source": "./"}, ("defaults",), broken)
         for key_path, place in self._tree.places.items():
@@ -255,7 +233,7 @@ class _Reader:
         elif "source" not in fields:
             self._report("missing-key", path, f'model "{_short(name)}" has no source', _SOURCE_HINT)
             broken.add("source")
-        if broken & {"source"}:
+        if "source" in broken:
             values["source"] = "./"
         model = self._validated(ModelSpec, values, path, broken)
         if model is None or not usable:

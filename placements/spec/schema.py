@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
-from zoneinfo import ZoneInfo
+from typing import Annotated, Any, Literal
 
-from cronsim import CronSim, CronSimError
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    StrictInt,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import Field, StrictInt, model_validator
 
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.core_range import CoreRange
-from placements.facts.engines import NAMED_ENGINES, Dtype, Engine, default_dtype
+from placements.facts.engines import Dtype, Engine, default_dtype
 from placements.facts.topology import TOPOLOGIES
+from placements.spec.notation import (
+    Alias,
+    Frozen,
+    Gib,
+    HubRevision,
+    Interpreter,
+    Lengths,
+    Location,
+    Name,
+    PinField,
+    Reported,
+    ReservedCores,
+    Seconds,
+    Source,
+    SourceKind,
+    T,
+    choice,
+    in_words,
+    is_path,
+    source_kind,
+)
+from placements.spec.scaling import Objectives, Scaling
 from placements.spec.source_positions import SourcePositions
 
 DEFAULT_MAX_LEN = 2048
@@ -36,261 +42,17 @@ DEFAULT_MAX_LEN = 2048
 MAX_HOSTS = 4096
 """The most machines of one spec, of all types."""
 
-TYPE_IN_WORDS = "x-type"
-"""The JSON Schema keyword that holds a field's type as `reference` writes it. Editors ignore it."""
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
-NAME_RULE = "letters, digits, '.', '_' and '-', at most 63 of them, beginning with a letter or digit"
-ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", re.ASCII)
-ALIAS_RULE = "letters, digits, '.', '_', '-', ':' and '/', at most 128 of them, beginning with a letter or digit"
-_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", re.ASCII)
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_REVISION = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*", re.ASCII)
-_PATH_STARTS = ("/", "./", "../", "~")
-
-SourceKind = Literal["path", "s3", "hub"]
 GroupQueryAttention = Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"]
-GROUP_QUERY_ATTENTIONS: tuple[GroupQueryAttention, ...] = get_args(GroupQueryAttention)
 Quantization = Literal["int8", "fp8"]
-QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 Sampling = Literal["host", "device"]
-SAMPLINGS: tuple[Sampling, ...] = get_args(Sampling)
-OPTLEVELS = (1, 2, 3)  # of neuronx-cc
 ToolParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
-TOOL_PARSERS: tuple[ToolParser, ...] = get_args(ToolParser)
 Strategy = Literal["auto", "surge", "in_place", "borrow", "hold"]
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 QueueOrder = Literal["fair", "deadline"]
-QUEUE_ORDERS: tuple[QueueOrder, ...] = get_args(QueueOrder)
 
-
-@dataclass(frozen=True)
-class Reported:
-    """Metadata of a type: how `parse` reports a value that it cannot read. "" where the type itself says enough."""
-
-    wanted: str = ""  # what the value must be, in words
-    id: str = "wrong-type"  # of a value that a validator rejects
-    hint: str = ""  # for such a value
-    bound_hint: str = ""  # for a number out of range
-
-
-@dataclass(frozen=True, order=True)
-class Pin:
-    """The required place of one replica: a range, on one host or (``host`` None) on any."""
-
-    cores: CoreRange
-    host: str | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Pin:
-        """Parses "0-7" or "inf2.48xlarge/0:0-7". Raises ValueError with a one-sentence reason."""
-        host, colon, cores = text.rpartition(":")
-        if colon and not host:
-            raise ValueError(f'"{text}" has no host before the colon; write "0-7" or "inf2.48xlarge/0:0-7"')
-        return cls(CoreRange.parse(cores), host or None)
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.cores}" if self.host else str(self.cores)
-
-
-def _pin(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        return value
-    return Pin.parse(str(value))
-
-
-def _reserved(value: object) -> object:
-    """[20, "22-23"] -> (20, 22, 23)."""
-    if not isinstance(value, list | tuple):
-        return value
-    cores: list[int] = []
-    for item in value:
-        if isinstance(item, bool) or not isinstance(item, str | int):
-            raise ValueError('reserved cores are a list of core ids and ranges, like [20, "22-23"]')
-        cores.extend(CoreRange.parse(str(item)))
-    return tuple(sorted(set(cores)))
-
-
-def _name(value: str) -> str:
-    if not NAME.fullmatch(value):
-        raise ValueError(f'"{value}" is not a usable name: {NAME_RULE}')
-    return value
-
-
-def _alias(value: str) -> str:
-    if not ALIAS.fullmatch(value):
-        raise ValueError(f'"{value}" is not a usable alias: {ALIAS_RULE}')
-    return value
-
-
-def _source(value: str) -> str:
-    source_kind(value)
-    return value
-
-
-def is_path(source: str) -> bool:
-    """Whether the source is written as a folder of the host."""
-    return source.startswith(_PATH_STARTS) or source in (".", "..")
-
-
-def source_kind(source: str) -> SourceKind:
-    """Returns "path" for / ./ ../ or ~, "s3" for s3://, else "hub". Raises ValueError for an invalid source."""
-    if is_path(source):
-        return "path"
-    if source.startswith("s3://"):
-        if not _BUCKET.fullmatch(source):
-            raise ValueError(f'"{source}" has no valid S3 bucket; write s3://bucket/prefix')
-        return "s3"
-    if "://" in source:
-        raise ValueError(f'"{source}" has an unknown scheme; a source is a path, s3://bucket/prefix or a hub id')
-    if not _HUB_ID.fullmatch(source):
-        raise ValueError(f'"{source}" is not a hub id like "org/model"; a path begins with / ./ ../ or ~')
-    return "hub"
-
-
-def _revision(value: str) -> str:
-    if len(value) > 255 or ".." in value or not _REVISION.fullmatch(value):
-        raise ValueError(f'"{value}" is not a branch, tag or commit')
-    return value
-
-
-def _location(value: str) -> str:
-    if not value.startswith(("s3://", *_PATH_STARTS)):
-        raise ValueError(f'"{value}" is not a path, which begins with / ./ ../ or ~, or s3://bucket/prefix')
-    source_kind(value)
-    return value
-
-
-def _cron(value: str) -> str:
-    if len(value.split()) != 5:
-        raise ValueError(f'"{value}" is not a cron expression of five fields: minute, hour, day, month, weekday')
-    try:
-        CronSim(value, datetime(2000, 1, 1, tzinfo=timezone.utc))
-    except CronSimError as error:
-        raise ValueError(f'"{value}" is not a cron expression: {str(error).lower()}') from error
-    return value
-
-
-def _zone(value: str) -> str:
-    try:
-        ZoneInfo(value)
-    except (KeyError, ValueError, OSError) as error:
-        raise ValueError(f'"{value}" is not a time zone') from error
-    return value
-
-
-def _interpreter(value: str) -> str:
-    if not value.strip():
-        raise ValueError("an interpreter is a path, like ~/envs/nxdi/bin/python")
-    return value
-
-
-_UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
-_DURATION = "(?=[0-9])" + "".join(rf"([0-9]{{1,9}}(\.[0-9]{{1,3}})?{unit})?" for unit in _UNITS)
-_DURATION_TEXT = re.compile(_DURATION)
-
-
-def _seconds(value: object) -> object:
-    """Parses a duration: "1h30m" -> 5400.0. Returns other values unchanged, for the field's type to reject."""
-    match = _DURATION_TEXT.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        return value
-    return sum(float(part[:-1]) * _UNITS[part[-1]] for part in match.groups()[::2] if part)
-
-
-def _or(known: tuple[int, ...]) -> str:
-    return " or ".join(filter(None, (", ".join(map(str, known[:-1])), str(known[-1]))))
-
-
-def _choice(*known: int) -> BeforeValidator:
-    """Rejects a boolean, which equals a number."""
-
-    def judge(value: object) -> object:
-        if isinstance(value, bool):
-            raise ValueError(f"{str(value).lower()} is a boolean; it must be {_or(known)}")
-        return value
-
-    return BeforeValidator(judge)
-
-
-_RANGE_HINT = 'write "0-7", or "inf2.48xlarge/0:0-7" to name the host as well'
-_SOURCE_HINT = "a source is a path, s3://bucket/prefix or a hub id like org/model"
 _START_ON_REQUEST = "to start a model on its first request, write replicas: {min: 0, max: 1}"
 
-_T = TypeVar("_T")
-Name = Annotated[str, AfterValidator(_name), Reported(id="bad-name")]
-Alias = Annotated[str, AfterValidator(_alias), Reported("a name", id="bad-name")]
-Source = Annotated[str, AfterValidator(_source), Reported(id="bad-source", hint=_SOURCE_HINT)]
-Location = Annotated[str, AfterValidator(_location), Reported(id="bad-source")]
-HubRevision = Annotated[str, AfterValidator(_revision), Reported("a branch, tag or commit", id="bad-revision")]
-Interpreter = Annotated[str, AfterValidator(_interpreter), Reported("a path, like ~/envs/nxdi/bin/python")]
-Zone = Annotated[
-    str,
-    AfterValidator(_zone),
-    Reported(
-        "a time zone, like Europe/Berlin",
-        id="unknown-timezone",
-        hint="use a name of the IANA database, like Europe/Berlin or UTC",
-    ),
-]
-Cron = Annotated[str, AfterValidator(_cron)]
-_CRON_WANTED = 'a cron expression, like "0 8 * * MON-FRI"'
-Count = Annotated[int, Field(strict=True)]
-Seconds = Annotated[
-    _T, BeforeValidator(_seconds), Reported("seconds, or a duration like 10m or 1h30m")
-]  # `Seconds[float]`
-Milliseconds = Annotated[float, Reported("a number of milliseconds")]
-Gib = Annotated[float, Reported("a number of GiB")]
-Lengths = Annotated[
-    tuple[Annotated[StrictInt, Field(ge=1, le=1 << 24)], ...],
-    Field(strict=False),
-    Reported("a list of whole numbers, like [128, 512]"),
-]
-PinField = Annotated[
-    Pin,
-    BeforeValidator(_pin),
-    Reported('a range, like "0-7"', id="bad-range", hint=_RANGE_HINT),
-    PlainSerializer(str),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "pattern": r"^(.+:)?[0-9]{1,3}(-[0-9]{1,3})?$"},
-                {"type": "integer", "minimum": 0},
-            ]
-        }
-    ),
-]
-ReservedCores = Annotated[
-    tuple[int, ...],
-    BeforeValidator(_reserved),
-    Reported('a list of core ids, like [20, "22-23"]', id="bad-range", hint=_RANGE_HINT),
-    WithJsonSchema(
-        {
-            "type": "array",
-            "items": {
-                "anyOf": [
-                    {"type": "integer", "minimum": 0},
-                    {"type": "string", "pattern": "^[0-9]{1,3}(-[0-9]{1,3})?$"},
-                ]
-            },
-        }
-    ),
-]
 
-
-def _words(type_: str, **more: Any) -> dict[str, Any]:
-    """Returns the type in words, for the reference, and further keywords."""
-    return {TYPE_IN_WORDS: type_, **more}
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True, use_attribute_docstrings=True
-    )
-    wanted: ClassVar[str] = "a mapping"  # in problems
-
-
-class Replicas(_Frozen):
+class Replicas(Frozen):
     """The bounds of a model's replicas. ``max`` defaults to ``min``, at least 1; ``min`` to 1.
 
     That min does not exceed max is a rule of `checks`, so that it can be reported beside all other findings.
@@ -315,7 +77,7 @@ class Replicas(_Frozen):
         return value
 
 
-class Reserve(_Frozen):
+class Reserve(Frozen):
     """Resources reserved for the system. ``vcpus`` None: 4 % of the host, at least 1; 0 on emulated hosts."""
 
     wanted = "a mapping, like {vcpus: 8, cores: [23]}"
@@ -323,11 +85,11 @@ class Reserve(_Frozen):
     """vCPUs reserved for the system, the first ones. Unset: 4 %, rounded up, at least 1; on emulated hosts 0."""
     memory_gib: Annotated[Gib, Field(ge=0, le=1 << 20)] = 0.0
     """GiB of host memory reserved for the system. No effect on emulated hosts, which share the machine's memory."""
-    cores: ReservedCores = Field((), json_schema_extra=_words("list of core ids and ranges"))
+    cores: ReservedCores = Field((), json_schema_extra=in_words("list of core ids and ranges"))
     """NeuronCores that replicas do not use, like `[20, "22-23"]`."""
 
 
-class Spread(_Frozen):
+class Spread(Frozen):
     """At most ``host`` replicas of the model on one host. ``spread: host`` means one on each."""
 
     wanted = "host, or a mapping like {host: 2}"
@@ -341,7 +103,7 @@ class Spread(_Frozen):
         return {"host": 1} if value == "host" else value
 
 
-class Draft(_Frozen):
+class Draft(Frozen):
     """A smaller model of the same vocabulary, which proposes ``k`` tokens for each step of its model."""
 
     wanted = "a mapping with a source, like {source: ./models/draft, k: 4}"
@@ -353,7 +115,7 @@ class Draft(_Frozen):
     """The branch, tag or commit of a hub id, like `revision` of the model."""
 
 
-class Buckets(_Frozen):
+class Buckets(Frozen):
     """The lengths that a Neuron engine compiles, in tokens, ascending."""
 
     wanted = "a mapping, like {prefill: [128, 512], decode: [512, 2048]}"
@@ -363,11 +125,11 @@ class Buckets(_Frozen):
     """KV cache lengths. The longest is `max_len`. Unset: 128, 256 and so on, the last `max_len`."""
 
 
-class Compiler(_Frozen):
+class Compiler(Frozen):
     """Options of neuronx-cc for a model."""
 
     wanted = "a mapping, like {optlevel: 1}"
-    optlevel: Annotated[Literal[1, 2, 3] | None, _choice(*OPTLEVELS)] = None
+    optlevel: Annotated[Literal[1, 2, 3] | None, choice(1, 2, 3)] = None
     """1 compiles fastest, 3 generates the fastest code. Unset: the compiler's default, 2."""
     flags: str = ""
     """More flags for neuronx-cc, as in `NEURON_CC_FLAGS`."""
@@ -375,7 +137,7 @@ class Compiler(_Frozen):
     """Graphs that are compiled in parallel; each needs host memory. Unset: all graphs."""
 
 
-class Update(_Frozen):
+class Update(Frozen):
     """How a model's processes are replaced when the spec changes."""
 
     wanted = "a mapping, like {strategy: surge}"
@@ -393,7 +155,7 @@ class Update(_Frozen):
     """Consecutive failures of a new replica after which the update fails."""
 
 
-class Deadlines(_Frozen):
+class Deadlines(Frozen):
     """Deadlines of a replica, in seconds."""
 
     wanted = "a mapping, like {start_s: 600}"
@@ -412,59 +174,7 @@ class Deadlines(_Frozen):
     """Seconds to drain a replica that is replaced, moved or removed. Requests that still run are then aborted."""
 
 
-class Objectives(_Frozen):
-    """Latency objectives of a model's requests, in milliseconds."""
-
-    wanted = "a mapping, like {ttft_ms: 500}"
-    ttft_ms: Annotated[Milliseconds, Field(gt=0, le=86_400_000)] | None = None
-    """Milliseconds until the first token. Later requests count as late, and the autoscaler minimizes them."""
-    tpot_ms: Annotated[Milliseconds, Field(gt=0, le=86_400_000)] | None = None
-    """Milliseconds between tokens."""
-    queue_ms: Annotated[Milliseconds, Field(gt=0, le=86_400_000)] | None = None
-    """Milliseconds that a request may wait for a slot."""
-
-
-class Schedule(_Frozen):
-    """Other bounds of a model's replicas from each ``start`` to the next ``end``."""
-
-    wanted = 'a mapping with a start and an end, like {start: "0 8 * * *", end: "0 18 * * *", min: 2}'
-    start: Annotated[Cron, Reported(_CRON_WANTED, id="bad-cron", hint='write it like "0 8 * * MON-FRI"')]
-    """When it begins: a cron expression of five fields, like `0 8 * * MON-FRI`."""
-    end: Annotated[Cron, Reported(_CRON_WANTED, id="bad-cron", hint='write it like "0 18 * * MON-FRI"')]
-    """When it ends: a cron expression of five fields, like `0 18 * * MON-FRI`."""
-    timezone: Zone = "UTC"
-    """The time zone of `start` and `end`, like `Europe/Berlin`."""
-    min: Annotated[int, Field(ge=0, le=1000)] | None = None
-    """The least replicas during the schedule. Unset: `replicas.min`."""
-    max: Annotated[int, Field(ge=0, le=1000)] | None = None
-    """The most replicas during the schedule. Unset: `replicas.max`."""
-
-
-class Scaling(_Frozen):
-    """Automatic scaling of a model's replicas."""
-
-    wanted = "a mapping, like {idle_s: 600}"
-    auto: bool = True
-    """Whether the number of replicas follows the load, between `replicas.min` and `replicas.max`. With false, `min`
-    replicas run; the first request still starts a model with `min: 0`."""
-    idle_s: Seconds[Annotated[float, Field(ge=0, le=31_536_000)]] = 600.0
-    """Seconds without an inference request after which a model with `min: 0` scales to zero, counted from when its
-    first replica was ready."""
-    hold_s: Seconds[Annotated[float, Field(ge=0, le=86_400)]] = 300.0
-    """The most seconds that a request waits for a model without a ready replica: one with `min: 0` that it starts, or
-    one whose replica an update swaps with `hold`."""
-    schedules: Annotated[
-        tuple[Schedule, ...],
-        Reported('a list, like [{start: "0 8 * * *", end: "0 18 * * *", min: 2}]'),
-    ] = Field((), strict=False, json_schema_extra=_words("list of mappings"))
-    """Other bounds on a schedule. See Schedules."""
-    worth_per_1000: Annotated[float, Field(ge=0, le=1_000_000_000)] | None = None
-    """The value of 1000 requests, in the currency of `hosts.price_per_core_hour`. A replica beyond `min` then starts
-    only on a host where its value exceeds the cost of its cores. Unset: on priced hosts it starts only if the load
-    exceeds the running replicas."""
-
-
-class EngineSettings(_Frozen):
+class EngineSettings(Frozen):
     """Settings of one engine on every host."""
 
     wanted = "a mapping, like {python: ~/envs/nxdi/bin/python}"
@@ -473,19 +183,19 @@ class EngineSettings(_Frozen):
     and Python minor version. Unset: the fleet's interpreter."""
 
 
-class HostsSpec(_Frozen):
+class HostsSpec(Frozen):
     """Machines of one type: ``instance`` for real ones, or ``emulate``; exactly one of the two."""
 
     wanted = "a mapping, like {instance: inf2.48xlarge, count: 2}"
-    instance: str | None = Field(None, json_schema_extra=_words("an instance type", enum=[*TOPOLOGIES, None]))
+    instance: str | None = Field(None, json_schema_extra=in_words("an instance type", enum=[*TOPOLOGIES, None]))
     """The type of real machines. Plans use a table of facts and need no machine. `up` starts only on a machine of this
     type."""
-    emulate: str | None = Field(None, json_schema_extra=_words("an instance type", enum=[*TOPOLOGIES, None]))
+    emulate: str | None = Field(None, json_schema_extra=in_words("an instance type", enum=[*TOPOLOGIES, None]))
     """The type whose cores are emulated on this machine, with its real CPUs and memory."""
     count: Annotated[int, Field(ge=1, le=MAX_HOSTS)] = 1
     """The number of machines. Emulated hosts share this machine's CPUs evenly, and `up` starts a Ray node for each.
     `up` serves one real machine."""
-    lnc: Annotated[Literal[1, 2] | None, _choice(1, 2)] = None
+    lnc: Annotated[Literal[1, 2] | None, choice(1, 2)] = None
     """Physical cores in one logical NeuronCore, configurable on trn2 only. With 1 there are twice as many cores, each
     with half of the HBM. Unset: 2."""
     reserve: Reserve = Reserve()
@@ -502,12 +212,12 @@ class Reach(Enum):
     SHAPE = "shape"  # the same, and compiled graphs
 
 
-Live = Annotated[_T, Reach.LIVE]
-Process = Annotated[_T, Reach.PROCESS]
-Shape = Annotated[_T, Reach.SHAPE]
+Live = Annotated[T, Reach.LIVE]
+Process = Annotated[T, Reach.PROCESS]
+Shape = Annotated[T, Reach.SHAPE]
 
 
-class ModelSpec(_Frozen):
+class ModelSpec(Frozen):
     """One model of the fleet. Each field except its name is `Live`, `Process` or `Shape`."""
 
     wanted = "a mapping, like {source: ./models/tiny}"
@@ -532,16 +242,16 @@ class ModelSpec(_Frozen):
     max_len: Shape[Annotated[int, Field(ge=2, le=1 << 24)] | None] = None
     """Tokens of one slot, prompt and answer together. Unset: 2048, or the checkpoint's positions if fewer."""
     cores: Live[Annotated[tuple[PinField, ...], Reported('a list of ranges, like ["0-7"]')]] = Field(
-        (), strict=False, json_schema_extra=_words("list of core ranges")
+        (), strict=False, json_schema_extra=in_words("list of core ranges")
     )
     """Pins, one range for each replica in order: `"0-7"` on any host, `"inf2.48xlarge/0:0-7"` on that host. Replicas
     beyond the pins are placed automatically. Pins beyond the replicas, up to twice `replicas.max`, stay free for
     updates."""
     replicas: Live[Annotated[Replicas, Reported(bound_hint=_START_ON_REQUEST)]] = Field(
-        Replicas(), json_schema_extra=_words("whole number, 1 to 1000, or a mapping")
+        Replicas(), json_schema_extra=in_words("whole number, 1 to 1000, or a mapping")
     )
     """`2` means `{min: 2, max: 2}`."""
-    neff_cache: Process[Location | None] = Field(None, json_schema_extra=_words("a path or `s3://...`"))
+    neff_cache: Process[Location | None] = Field(None, json_schema_extra=in_words("a path or `s3://...`"))
     """The Neuron compiler's cache, as in `NEURON_COMPILE_CACHE_URL`. Unset: the compiler's default folder. See
     Compiler."""
     priority: Live[Annotated[int, Field(ge=-1_000_000, le=1_000_000)]] = 0
@@ -561,7 +271,7 @@ class ModelSpec(_Frozen):
     scaling: Live[Scaling] = Scaling()
     """Automatic scaling of the replicas. See Scaling."""
     aliases: Live[Annotated[tuple[Alias, ...], Reported("a list of names, like [gpt-4o]")]] = Field(
-        (), strict=False, json_schema_extra=_words("list of names")
+        (), strict=False, json_schema_extra=in_words("list of names")
     )
     """Other names that clients may send as `model`, such as `gpt-4o` or `org/model`. Each must be unique among all
     names and aliases. Not in `defaults`."""
@@ -599,7 +309,7 @@ class ModelSpec(_Frozen):
     """How replicas are replaced when the spec changes. See Updates."""
     deadlines: Live[Deadlines] = Deadlines()
     """Deadlines of replicas. A change applies to running replicas at once."""
-    spread: Live[Spread | None] = Field(None, json_schema_extra=_words("`host`, or a mapping"))
+    spread: Live[Spread | None] = Field(None, json_schema_extra=in_words("`host`, or a mapping"))
     """Spreads the replicas of the model: `host` places each on another host, `{host: 2}` at most two on one. Unset: no
     limit."""
     host_memory_gib: Live[Annotated[Gib, Field(ge=0, le=1 << 20)] | None] = None
@@ -620,7 +330,7 @@ class ModelSpec(_Frozen):
     group_query_attention: Shape[GroupQueryAttention | None] = None
     """How the KV heads are divided among the cores. On the engine `transformers-neuronx`. Unset: the engine's default.
     See Memory."""
-    engine_options: Shape[Annotated[dict[str, Any], Reported("a mapping from option names to values")]] = {}
+    engine_options: Shape[Annotated[dict[str, Any], Reported("a mapping from option names to values")]] = Field({})
     """Options that only one engine has. `cpu`: `prefill_chunk`, a whole number, how many tokens of a prompt go through
     the model together (unset: all); `prefix_cache`, true or false (the default): a prompt that begins with what a slot
     still holds is read from there on only; `compile`, true or false (the default): each bucket is compiled, by
@@ -713,10 +423,10 @@ def _ordered(value: object) -> object:
     return [_ordered(item) for item in value] if isinstance(value, list) else value
 
 
-class Spec(_Frozen):
+class Spec(Frozen):
     """A whole spec file. The positions of its keys are not part of its value."""
 
-    version: Annotated[Literal[1], _choice(1)] = 1
+    version: Annotated[Literal[1], choice(1)] = 1
     """The version of the schema."""
     name: Name = "fleet"
     """The fleet's name, shown in `status`."""
@@ -726,18 +436,13 @@ class Spec(_Frozen):
     engines: Annotated[
         dict[Engine, EngineSettings],
         Reported("a mapping from engines to settings, like {nxd-inference: {python: ~/envs/nxdi/bin/python}}"),
-    ] = Field({}, json_schema_extra=_words("a mapping from engines to settings"))
+    ] = Field({}, json_schema_extra=in_words("a mapping from engines to settings"))
     """Settings by engine: `python` is the interpreter of its replicas. See Engines."""
     models: tuple[ModelSpec, ...] = ()
     """The models by name, at least one. Clients send the name as `model`."""
     base_dir: str = Field(".", exclude=True)
     places: SourcePositions = Field(SourcePositions(), exclude=True, repr=False)
     broken: frozenset[str] = Field(frozenset(), exclude=True, repr=False)  # top-level keys that could not be read
-
-    @property
-    def filename(self) -> str:
-        """The file name in the positions of problems."""
-        return self.places.filename
 
     def where(self, *path: str | int) -> str:
         """Returns "file:line:column" of a key, or of the nearest key above it in the file."""
@@ -755,90 +460,5 @@ class Spec(_Frozen):
         return next((model for model in self.models if model.name == name), None)
 
 
-_DEFAULTS = (
-    "Default values of the models' fields, except `source`, `revision`, `cores`, `aliases` and `draft`. A field counts "
-    "as a whole: a model's `replicas` replaces the default's completely."
-)
 OWN_FIELDS = ("source", "revision", "cores", "aliases", "draft")
 """Fields that `defaults` cannot set."""
-
-_INTERNAL = frozenset({"base_dir", "broken", "places"})
-
-
-def _with_units(field: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema of a number of seconds that may also be a duration."""
-    number = {key: field[key] for key in ("type", "minimum", "exclusiveMinimum", "maximum") if key in field}
-    rest = {key: value for key, value in field.items() if key not in number}
-    duration = {"type": "string", "pattern": f"^{_DURATION}$", **_words("a duration")}
-    return {**rest, "anyOf": [*(field.get("anyOf") or [number]), duration]}
-
-
-def json_schema() -> dict[str, Any]:
-    """Returns the JSON Schema of a spec file, for editors. Looser than `parse` and `checks`, never stricter."""
-    model, hosts = ModelSpec.model_json_schema(), HostsSpec.model_json_schema()
-    definitions = {**model.pop("$defs"), **hosts.pop("$defs"), "Hosts": hosts}
-    definitions["EngineSettings"] = EngineSettings.model_json_schema()
-    definitions["Replicas"] = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 1000}, definitions["Replicas"]]}
-    definitions["Spread"] = {"anyOf": [{"const": "host"}, definitions["Spread"]]}
-    fields = {key: value for key, value in model["properties"].items() if key not in {*_INTERNAL, "name"}}
-    fields["replicas"]["default"] = 1
-    for held in (fields, *(definition.get("properties", {}) for definition in definitions.values())):
-        for key in held:
-            if key.endswith("_s"):
-                held[key] = _with_units(held[key])
-    defaults = {key: value for key, value in fields.items() if key not in OWN_FIELDS}
-    one = {"$ref": "#/$defs/Hosts"}
-    name = {"type": "string", "pattern": f"^{NAME.pattern}$"}
-    described = {key: {"description": field.description} for key, field in Spec.model_fields.items()}
-    schema = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "corewright spec",
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["models"],
-        "properties": {
-            "version": {**described["version"], "const": 1, "default": 1},
-            "name": {**described["name"], **name, **_words("a name"), "default": "fleet"},
-            "hosts": {
-                **described["hosts"],
-                **_words("a mapping, or a list of mappings"),
-                "anyOf": [one, {"type": "array", "minItems": 1, "items": one}],
-            },
-            "engines": {
-                **described["engines"],
-                **_words("a mapping from engines to settings"),
-                "type": ["object", "null"],
-                "additionalProperties": False,
-                "properties": {engine: {"$ref": "#/$defs/EngineSettings"} for engine in NAMED_ENGINES},
-                "default": {},
-            },
-            "defaults": {
-                "description": _DEFAULTS,
-                **_words("a mapping"),
-                "type": ["object", "null"],
-                "additionalProperties": False,
-                "properties": defaults,
-            },
-            "models": {
-                **described["models"],
-                "type": "object",
-                "minProperties": 1,
-                "propertyNames": name,
-                "additionalProperties": {"$ref": "#/$defs/Model"},
-            },
-        },
-        "$defs": {
-            **definitions,
-            "Model": {"type": "object", "additionalProperties": False, "properties": fields},
-        },
-    }
-    return {key: _on_one_line(value) for key, value in schema.items()}
-
-
-def _on_one_line(schema: Any, key: str = "") -> Any:
-    """Returns the schema with each description on one line."""
-    if isinstance(schema, dict):
-        return {name: _on_one_line(value, name) for name, value in schema.items()}
-    if isinstance(schema, list):
-        return [_on_one_line(item) for item in schema]
-    return " ".join(schema.split()) if key == "description" else schema

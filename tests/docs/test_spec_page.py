@@ -14,23 +14,21 @@ from pydantic.fields import FieldInfo
 from orchestrator.rollout.changes import Tag, tag_of
 from placements.facts.checkpoints import FAMILIES
 from placements.facts.engines import DTYPES, ENGINE_OPTIONS, ENGINES, Engine
+from placements.spec.scaling import Objectives, Scaling, Schedule
 from placements.spec.schema import (
-    GROUP_QUERY_ATTENTIONS,
-    STRATEGIES,
     Buckets,
     Compiler,
     Deadlines,
     Draft,
     EngineSettings,
+    GroupQueryAttention,
     HostsSpec,
     ModelSpec,
-    Objectives,
     Replicas,
     Reserve,
-    Scaling,
-    Schedule,
     Spec,
     Spread,
+    Strategy,
     Update,
 )
 from tests.docs.pages import SPEC, rows, section, words
@@ -109,10 +107,10 @@ def test_a_field_has_the_default_and_the_bounds_that_are_described(name: str) ->
 def test_every_engine_dtype_strategy_and_thread_policy_is_described() -> None:
     """In the order of the code."""
     found = field_rows()
-    assert tuple(words(found["group_query_attention"][1])) == GROUP_QUERY_ATTENTIONS
+    assert tuple(words(found["group_query_attention"][1])) == get_args(GroupQueryAttention)
     assert tuple(words(found["engine"][1])) == ENGINES
     assert tuple(words(found["dtype"][1])) == DTYPES
-    assert tuple(words(found["update.strategy"][1])) == STRATEGIES
+    assert tuple(words(found["update.strategy"][1])) == get_args(Strategy)
     policies = next(kind for kind in get_args(ModelSpec.model_fields["threads"].annotation) if get_args(kind))
     assert tuple(words(found["threads"][1])) == get_args(policies)
 
@@ -154,4 +152,4 @@ def test_every_field_of_a_model_has_the_tag_that_is_described(engine: Engine, of
 
 def test_every_strategy_is_described() -> None:
     """Each but auto, which chooses among them."""
-    assert sorted(update_table("strategy")) == sorted(set(STRATEGIES) - {"auto"})
+    assert sorted(update_table("strategy")) == sorted(set(get_args(Strategy)) - {"auto"})

@@ -31,7 +31,7 @@ from orchestrator.cli.plan import model_lines
 from orchestrator.daemon.settings import SETTINGS, resolve
 from orchestrator.process.home import FleetRecord, Home
 from orchestrator.process.version import corewright_version
-from placements.spec.schema import json_schema
+from placements.spec.json_schema import json_schema
 from tests.fleet import until
 from tests.orchestrator.fakefleet import LOG, PLAN, ROLLOUT, SPEC, TOKEN, LiveAdmin, bad_spec, event
 from workers.host import host_facts as this_host

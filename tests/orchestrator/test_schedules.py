@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.scaling.schedules import Bounds, bounds, is_active
-from placements.spec.schema import Replicas, Schedule
+from placements.spec.scaling import Schedule
+from placements.spec.schema import Replicas
 
 BERLIN = "Europe/Berlin"
 

@@ -14,9 +14,9 @@ from placements.facts.checkpoints import Checkpoint
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
+from placements.spec.json_schema import json_schema
 from placements.spec.parse import parse
 from placements.spec.problems import has_errors
-from placements.spec.schema import json_schema
 from tests.placements.fleets import LAPTOP
 
 EXAMPLES = sorted((Path(placements.__path__[0]) / "examples").glob("*.yaml"))

@@ -665,7 +665,7 @@ def test_the_spec_has_its_file_name_and_folder() -> None:
     """For places and relative sources."""
     spec = parse(MODELS, "specs/f.yaml", "/specs").spec
     assert isinstance(spec, Spec)
-    assert (spec.filename, spec.base_dir, spec.models[0].source_path) == ("specs/f.yaml", "/specs", "/specs/a")
+    assert (spec.places.filename, spec.base_dir, spec.models[0].source_path) == ("specs/f.yaml", "/specs", "/specs/a")
 
 
 def test_hosts_are_one_mapping_or_a_list_of_mappings() -> None:

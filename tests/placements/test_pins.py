@@ -3,7 +3,7 @@ from __future__ import annotations
 from placements.facts.core_range import CoreRange
 from placements.planner.free_cores import FreeCores
 from placements.planner.pins import assign
-from placements.spec.schema import Pin
+from placements.spec.notation import Pin
 from tests.placements.fleets import PLAIN, host
 
 TWO = {"h/0": FreeCores.of(host()), "h/1": FreeCores.of(host())}

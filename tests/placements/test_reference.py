@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 
 from placements.facts.topology import DEGREES, TOPOLOGIES
+from placements.spec.json_schema import json_schema
+from placements.spec.scaling import Objectives, Scaling, Schedule
 from placements.spec.schema import (
     Buckets,
     Compiler,
@@ -11,14 +13,10 @@ from placements.spec.schema import (
     EngineSettings,
     HostsSpec,
     ModelSpec,
-    Objectives,
     Replicas,
     Reserve,
-    Scaling,
-    Schedule,
     Spread,
     Update,
-    json_schema,
 )
 from tests.spec_reference import TABLES, renewed
 

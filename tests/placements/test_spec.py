@@ -7,8 +7,10 @@ import pytest
 from pydantic import ValidationError
 
 from placements.facts.core_range import CoreRange
+from placements.spec.json_schema import json_schema
+from placements.spec.notation import Pin, source_kind
 from placements.spec.parse import parse
-from placements.spec.schema import ModelSpec, Pin, Replicas, Spec, json_schema, source_kind
+from placements.spec.schema import ModelSpec, Replicas, Spec
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B, model
 
 TEXT = "models:\n  a: {source: ./a, cores: [0-7], tp_degree: 8}\n"

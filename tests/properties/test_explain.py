@@ -23,7 +23,8 @@ from placements.facts.topology import TOPOLOGIES, Host
 from placements.planner.plan import Placement, Plan, Running, plan
 from placements.planner.spec_hosts import Machine, hosts_for
 from placements.rules.checks import check
-from placements.spec.schema import HostsSpec, ModelSpec, Pin, Replicas, Reserve, Spec, Spread
+from placements.spec.notation import Pin
+from placements.spec.schema import HostsSpec, ModelSpec, Replicas, Reserve, Spec, Spread
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B
 
 MACHINE = Machine(cpus=(0, 1))

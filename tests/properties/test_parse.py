@@ -21,9 +21,10 @@ from placements.facts.checkpoints import Checkpoint
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import Machine, hosts_for
 from placements.rules.checks import check
+from placements.spec.json_schema import json_schema
 from placements.spec.parse import parse
 from placements.spec.problems import has_errors, render
-from placements.spec.schema import HostsSpec, ModelSpec, json_schema
+from placements.spec.schema import HostsSpec, ModelSpec
 
 GOOD = """\
 version: 1

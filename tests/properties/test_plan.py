@@ -21,7 +21,8 @@ from placements.facts.topology import DEGREES, TOPOLOGIES, Host, alignment
 from placements.planner.plan import Placement, Plan, Running, defragment, diff, plan
 from placements.resources.memory import estimate, fits, host_memory
 from placements.rules.checks import check, threads_within_budget
-from placements.spec.schema import HostsSpec, ModelSpec, Pin, Spec
+from placements.spec.notation import Pin
+from placements.spec.schema import HostsSpec, ModelSpec, Spec
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B
 
 SHAPES = (GPT2_XL, LLAMA_2_7B)

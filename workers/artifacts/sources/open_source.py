@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from placements.spec.schema import source_kind
+from placements.spec.notation import source_kind
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.layout import selected
