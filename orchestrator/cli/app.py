@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from orchestrator.cli.output import Format
-from orchestrator.daemon.settings import SETTINGS, Setting
-
-if TYPE_CHECKING:
-    from orchestrator.cli.client import AdminClient
 
 USAGE = 64  # EX_USAGE of sysexits.h
 FAILED = 1
@@ -29,14 +24,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help="Path to the spec (YAML); - reads standard input.")]
+SPEC_HELP = "Path to the spec (YAML); - reads standard input."
+SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help=SPEC_HELP)]
 OptionalSpecArgument = Annotated[
     str | None,
-    typer.Argument(
-        metavar="SPEC",
-        help="Path to the spec (YAML); - reads standard input.",
-        show_default="the running fleet's spec",
-    ),
+    typer.Argument(metavar="SPEC", help=SPEC_HELP, show_default="the running fleet's spec"),
 ]
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Name of a model in the spec.")]
 FormatOption = Annotated[Format, typer.Option("--output", "-o", help="Output format.")]
@@ -70,36 +62,6 @@ def bad_parameter(option: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
-
-
-def setting_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command an option for each setting of `up` that has one, in place of its parameter ``**flags``."""
-    own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "flags"]
-    options = [_parameter(setting) for setting in SETTINGS if setting.option]
-    command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *options)}
-    return command
-
-
-def _parameter(setting: Setting) -> inspect.Parameter:
-    kind, default = setting.kind, setting.default
-    shown = "off" if "/" in setting.option and not default else "on" if default is True else default
-    repeatable = " Repeatable." if kind.type == list[str] else ""
-    option = typer.Option(
-        setting.option,
-        help=setting.doc + repeatable,
-        show_default=f"{shown:g}" if isinstance(shown, float) else str(shown) if shown else False,
-        **kind.option,
-    )
-    annotation = Annotated[kind.type | None, option]  # type: ignore[name-defined]  # None: not given
-    return inspect.Parameter(setting.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
-
-
-def the_fleet() -> AdminClient:
-    """Returns a client of the running fleet. Raises Failed `no-fleet`."""
-    from orchestrator.cli import client  # takes 30 ms; commands without a fleet skip it
-
-    return client.the_fleet()
 
 
 def group(name: str, help: str) -> typer.Typer:

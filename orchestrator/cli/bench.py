@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
+import uvloop
 
+from orchestrator.bench import report
+from orchestrator.bench.arrivals import Load
+from orchestrator.bench.goodput import Slo
+from orchestrator.bench.lengths import Lengths
+from orchestrator.bench.page import page
+from orchestrator.bench.serving import Serving, serve
+from orchestrator.bench.sweep import Sweep, sweep
+from orchestrator.bench.target import Target, origin
+from orchestrator.bench.timed_http import Client
 from orchestrator.cli.app import FAILED, INTERRUPTED, FormatOption, HtmlOption, LengthsOption, bad_parameter, group
 from orchestrator.cli.output import Format, say, show
 from orchestrator.process.failure import Failed
-
-if TYPE_CHECKING:
-    from orchestrator.bench.target import Target
-    from orchestrator.bench.timed_http import Client
-    from orchestrator.process.home import FleetRecord
+from orchestrator.process.home import FleetRecord, Home, daemon_alive
 
 T = TypeVar("T")
 KEYS = ("OPENAI_API_KEY", "COREWRIGHT_API_KEY")
@@ -97,9 +103,6 @@ def _sweep_command(name: str, doc: str) -> None:
         timeout: RequestTimeoutOption = 600.0,
         output: FormatOption = Format.TABLE,
     ) -> None:
-        from orchestrator.bench import report
-        from orchestrator.bench.sweep import Sweep, sweep
-
         batches = [int(part) for part in batch.split(",") if part.isascii() and part.isdecimal() and 0 < len(part) < 5]
         if len(batches) != len(batch.split(",")) or 0 in batches:
             raise typer.BadParameter(f"{batch!r} is not a list of numbers such as 1,4", param_hint="--batch")
@@ -139,13 +142,6 @@ def serving(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Measure latencies, throughput and goodput under a realistic load."""
-    from orchestrator.bench.arrivals import Load
-    from orchestrator.bench.goodput import Slo
-    from orchestrator.bench.lengths import Lengths
-    from orchestrator.bench.page import page
-    from orchestrator.bench.report import serving_data, serving_text
-    from orchestrator.bench.serving import Serving, serve
-
     if rate is not None and concurrency is not None:
         raise typer.BadParameter("cannot be combined with --rate", param_hint="--concurrency")
     if rate is None and concurrency is None:
@@ -164,8 +160,8 @@ def serving(
         return await serve(target, load, capped, objective, say)
 
     result = _measured(measure, url, api_key, model, chat=chat, seed=seed, timeout_s=timeout)
-    data = serving_data(result)
-    show(data, output, serving_text(data))
+    data = report.serving_data(result)
+    show(data, output, report.serving_text(data))
     if html is not None:
         try:
             html.write_text(page(result, data), encoding="utf-8")
@@ -179,10 +175,6 @@ def _measured(
     measure: Callable[[Target], Awaitable[T]], url: str | None, api_key: str | None, model: str | None, **how: Any
 ) -> T:
     """Returns the result of ``measure`` on the model at ``url``; exits after Ctrl-C."""
-    import uvloop
-
-    from orchestrator.bench.target import Target
-
     client = _client(url, api_key)
 
     async def run() -> T:
@@ -198,9 +190,6 @@ def _measured(
 
 
 def _client(url: str | None, api_key: str | None) -> Client:
-    from orchestrator.bench.target import origin
-    from orchestrator.bench.timed_http import Client
-
     key = api_key or next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
     if key is not None and not (key.isascii() and key.isprintable()):
         raise typer.BadParameter("must have printable ASCII characters only", param_hint="--api-key")
@@ -211,8 +200,6 @@ def _client(url: str | None, api_key: str | None) -> Client:
 
 
 def _fleet_record() -> FleetRecord:
-    from orchestrator.process.home import Home, daemon_alive
-
     home = Home.from_environment()
     record = home.read_record()
     if record is None or not daemon_alive(record):

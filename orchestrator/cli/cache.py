@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrator.access.audit_log import recorded_command
 from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, group
 from orchestrator.cli.cache_contents import (
     MODEL,
-    S3,
     CacheContents,
     age,
     compiled_dict,
@@ -24,20 +24,24 @@ from orchestrator.cli.cache_contents import (
     verdict_dicts,
 )
 from orchestrator.cli.output import Format, complain, fields_of, say, show
+from orchestrator.daemon.settings import store_here
 from orchestrator.fleet.progress_text import fetch_text, size_text
 from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
 from orchestrator.process.text_table import columns
+from placements.spec.problems import has_errors
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.store.store import Store
+from workers.compiling.start_forecast import Verdict, verify
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure
+from workers.neff_cache import compiler_cache, pruning
+from workers.neff_cache.pruning import Removed, kept_in, prune_cache, prune_compiled
+from workers.neff_cache.sync import S3
 
-if TYPE_CHECKING:
-    from orchestrator.process.home import Home
+if TYPE_CHECKING:  # modules that take 0.3 s, and that only `verify` and `warm` need
     from orchestrator.revisions.spec_file import SpecFile
     from orchestrator.starts.offline_configs import OfflineConfig
-    from workers.artifacts.fetch.progress import Progress
-    from workers.artifacts.store.store import Store
-    from workers.compiling.start_forecast import Verdict
-    from workers.messages.replica_config import ReplicaConfig
-    from workers.messages.status import Failure
-    from workers.neff_cache.pruning import Removed
 
 cache = group("cache", "Manage compiled artifacts and fetched models.")
 
@@ -71,9 +75,7 @@ def list_all(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """List NEFF caches, compiled artifacts and fetched models, with their states."""
-    from workers.neff_cache.pruning import kept_in
-
-    home = _home()
+    home = Home.from_environment()
     caches = [CacheContents.read(location) for location in _places(home, spec, place)]
     compiled = [] if place else kept_in(home.compiled)
     models = [] if place else _store(home).artifacts()
@@ -127,9 +129,8 @@ def verify_spec(
 def warm(spec: SpecArgument, model: ModelOption = None, output: FormatOption = Format.TABLE) -> None:
     """Fetch models and their compiled graphs to this host, from sources and NEFF caches. Compiles nothing."""
     from workers.compiling.warming import warm as fetch
-    from workers.messages.status import Failure
 
-    home = _home()
+    home = Home.from_environment()
     home.prepare()
     store, data, failed = _store(home), list[dict[str, Any]](), False
     labels = []
@@ -167,9 +168,7 @@ def prune(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Remove unfinished, damaged and old artifacts from this host. Never removes anything from S3."""
-    from workers.neff_cache.pruning import Removed, prune_cache, prune_compiled
-
-    home, old_s = _home(), older_than * 86400.0
+    home, old_s = Home.from_environment(), older_than * 86400.0
     removed: list[Removed] = []
     arguments = {"older_than": older_than, "models": models, "cache": place}
     with _audited(home, "cache prune", arguments, dry_run):
@@ -196,9 +195,7 @@ def retry(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Remove failed compilations from the cache, so that the next start retries them."""
-    from workers.neff_cache import pruning
-
-    home = _home()
+    home = Home.from_environment()
     removed: list[Removed] = []
     with _audited(home, "cache retry", {"graphs": graphs or [], "cache": place}, dry_run):
         for location in _places(home, None, place):
@@ -212,8 +209,6 @@ def retry(
 @contextlib.contextmanager
 def _fetch_reports(label: str) -> Iterator[Callable[[str], Progress]]:
     """Report the progress of the newest fetch every ``PROGRESS_S``. Yields the factory of progress objects."""
-    from workers.artifacts.fetch.progress import Progress
-
     fetches, ended = list[Progress](), threading.Event()
 
     def new_progress(source: str) -> Progress:
@@ -239,15 +234,7 @@ def _fetch_reports(label: str) -> Iterator[Callable[[str], Progress]]:
 # Reading
 
 
-def _home() -> Home:
-    from orchestrator.process.home import Home
-
-    return Home.from_environment()
-
-
 def _store(home: Home) -> Store:
-    from orchestrator.daemon.settings import store_here
-
     return store_here(home.store).open()
 
 
@@ -255,14 +242,12 @@ def _places(home: Home, spec: str | None, place: str | None) -> list[str]:
     """Returns the NEFF cache of ``--cache``; else the existing ones of this host, and those that the spec names.
 
     Raises Failed if the folder of ``--cache`` does not exist."""
-    from workers.neff_cache import compiler_cache as neuron_cache
-
     if place:
         if not place.startswith(S3) and not Path(place).is_dir():
             hint = "--cache takes a folder, or s3://BUCKET/PREFIX"
             raise Failed("neff-cache-unreadable", f"{place} is not a folder", hint)
         return [place]
-    folders = [neuron_cache.location(os.environ), *sorted((home.path / "neff").glob("*"))]
+    folders = [compiler_cache.location(os.environ), *sorted((home.path / "neff").glob("*"))]
     places = [str(path) for path in folders if path is not None and path.is_dir()]
     if spec is not None:
         file = _loaded(spec)
@@ -274,7 +259,6 @@ def _places(home: Home, spec: str | None, place: str | None) -> list[str]:
 def _loaded(spec: str) -> SpecFile:
     """Loads a spec and prints its problems. Exits if one is an error."""
     from orchestrator.revisions.spec_file import load
-    from placements.spec.problems import has_errors
 
     file = load(spec, folders="plan")
     complain(file.problems)
@@ -286,21 +270,16 @@ def _loaded(spec: str) -> SpecFile:
 def _configs(spec: str, models: Sequence[str] | None, *, heads: bool) -> Iterator[OfflineConfig]:
     from orchestrator.starts.offline_configs import configs
 
-    yield from configs(_loaded(spec), _home(), models or (), heads=heads)
+    yield from configs(_loaded(spec), Home.from_environment(), models or (), heads=heads)
 
 
 def _verdicts(config: ReplicaConfig | Failure, read: bool) -> list[Verdict] | Failure:
-    from workers.compiling.start_forecast import verify
-    from workers.messages.status import Failure
-
     return config if isinstance(config, Failure) else verify(config, read=read)
 
 
 def _audited(
     home: Home, action: str, arguments: dict[str, Any], dry_run: bool
 ) -> contextlib.AbstractContextManager[None]:
-    from orchestrator.access.audit_log import recorded_command
-
     return contextlib.nullcontext() if dry_run else recorded_command(home, action, arguments)
 
 

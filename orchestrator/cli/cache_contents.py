@@ -10,21 +10,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from orchestrator.cli.output import fields_of
 from orchestrator.fleet.progress_text import size_text
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns
+from workers.artifacts.sources.listing import RemoteFile, SourceError
+from workers.compiling.start_forecast import Verdict
+from workers.messages.status import Failure
+from workers.neff_cache import compiler_cache
+from workers.neff_cache.candidates import keep_of
+from workers.neff_cache.compiled_artifacts import MANIFEST
+from workers.neff_cache.entries import CacheEntry, listed_entries, read_entries
+from workers.neff_cache.predict import Difference, Prediction
+from workers.neff_cache.pruning import Kept
+from workers.neff_cache.record import LOCK_FILE, decoded
+from workers.neff_cache.shared_artifacts import FOLDER, missing
+from workers.neff_cache.sync import S3, localized, place_at
 
 if TYPE_CHECKING:
     from orchestrator.starts.offline_configs import OfflineConfig
-    from workers.artifacts.sources.listing import RemoteFile
-    from workers.compiling.start_forecast import Verdict
-    from workers.messages.status import Failure
-    from workers.neff_cache.entries import CacheEntry
-    from workers.neff_cache.predict import Prediction
-    from workers.neff_cache.pruning import Kept
 
-S3 = "s3://"
 RETRY = "`corewright cache retry"
 SHOWN = 6  # differences of a model in the table; -o json has all
 MODEL = "key source revision folder bytes fetched_at used_at"
@@ -41,11 +48,6 @@ class CacheContents:
     @classmethod
     def read(cls, place: str) -> CacheContents:
         """Raises Failed if the cache cannot be read."""
-        from workers.artifacts.sources.listing import SourceError
-        from workers.neff_cache.entries import listed_entries, read_entries
-        from workers.neff_cache.shared_artifacts import FOLDER
-        from workers.neff_cache.sync import place_at
-
         try:
             if place.startswith(S3):
                 remote = place_at(place)
@@ -103,10 +105,6 @@ class CacheContents:
 
 def _pushed_sets(files: Sequence[RemoteFile], read: Callable[[str], bytes]) -> list[dict[str, Any]]:
     """Groups ``files`` into sets by the first part of their names. Raises SourceError."""
-    from workers.neff_cache.compiled_artifacts import MANIFEST
-    from workers.neff_cache.record import LOCK_FILE, decoded
-    from workers.neff_cache.shared_artifacts import missing
-
     sets: dict[str, list[RemoteFile]] = {}
     for file in files:
         name, slash, _ = file.name.partition("/")
@@ -128,8 +126,6 @@ def _pushed_sets(files: Sequence[RemoteFile], read: Callable[[str], bytes]) -> l
 
 
 def _below(file: RemoteFile, folder: str) -> RemoteFile:
-    import msgspec.structs
-
     return msgspec.structs.replace(file, name=file.name[len(folder) + 1 :])
 
 
@@ -160,24 +156,17 @@ def _verdict_dict(offline: OfflineConfig, verdict: Verdict) -> dict[str, Any]:
 
 def _reason(offline: OfflineConfig, prediction: Prediction) -> str:
     """Returns the reason. Its `cache retry` gets `--cache` for a cache that `retry` does not search by default."""
-    from workers.messages.status import Failure
-    from workers.neff_cache import compiler_cache as neuron_cache
-    from workers.neff_cache.candidates import keep_of
-    from workers.neff_cache.sync import localized
-
     config = offline.config
     if not prediction.failed or isinstance(config, Failure) or not Path(prediction.place).is_dir():
         return prediction.reason
     is_local = localized({**os.environ, **config.env}, keep_of(Path(config.compiled or ""))) is not None
-    if is_local or Path(prediction.place) == neuron_cache.location(os.environ):
+    if is_local or Path(prediction.place) == compiler_cache.location(os.environ):
         return prediction.reason
     return prediction.reason.replace(RETRY, f"{RETRY} --cache {shlex.quote(prediction.place)}")
 
 
 def differences(label: str, verdict: dict[str, Any]) -> list[str]:
     """Returns the first lines of what differs, is missing or has failed."""
-    from workers.neff_cache.predict import Difference
-
     lines = [str(Difference(**why)) for why in verdict["why"]]
     lines += [f"missing or damaged: {name}" for name in verdict["missing"]]
     lines += [f"failed: {name}" for name in verdict["failed"]]

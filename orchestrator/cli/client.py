@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import time
@@ -69,8 +70,6 @@ class AdminClient:
                 time.sleep(RETRY_S)
 
     def _request(self, method: str, path: str, body: bytes | None, deadline_s: float) -> Any:
-        import http.client  # takes 50 ms; commands without a fleet skip it
-
         parts = urlsplit(self.url)
         try:
             port = parts.port

@@ -6,18 +6,24 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, app
 from orchestrator.cli.output import Format, complain, say, show, stderr
+from orchestrator.compiling import hub_push
+from orchestrator.compiling.compile_ahead import CompileAhead, Outcome, Step, named
+from orchestrator.daemon.settings import store_here
 from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
 from orchestrator.process.text_table import columns
-
-if TYPE_CHECKING:
-    from orchestrator.compiling.compile_ahead import Outcome, Step
-    from orchestrator.revisions.spec_file import SpecFile
+from orchestrator.revisions.spec_file import SpecFile, load
+from placements.spec.problems import has_errors
+from workers.artifacts.sources.listing import SourceError
+from workers.compiling.memory_gate import free_gib
+from workers.neff_cache.shared_artifacts import FOLDER
+from workers.neff_cache.sync import S3, is_writable, place_at
 
 WORDS = {
     "predicting": "checking what is compiled",
@@ -50,10 +56,6 @@ def compile_spec(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Compile the models of a spec ahead of time. Needs no fleet or devices."""
-    from orchestrator.compiling.compile_ahead import named
-    from orchestrator.revisions.spec_file import load
-    from placements.spec.problems import has_errors
-
     file = load(spec, folders="plan")
     if file.spec is None or has_errors(file.problems):
         complain(file.problems)
@@ -63,8 +65,8 @@ def compile_spec(
     if push:
         _check_places(file, model or [])
     if push_to_hub is not None:
-        _check_hub(push_to_hub)
-    outcomes = _compile(file, model or [], jobs, _memory_gib(memory_gb), push)
+        hub_push.opened(push_to_hub)
+    outcomes = _compile(file, model or [], jobs, free_gib() if memory_gb is None else memory_gb, push)
     if output is Format.TABLE:
         show(None, output, _table(outcomes))  # before the upload, which may take long and fail
     places: list[str] = []
@@ -96,10 +98,6 @@ def _check_names(file: SpecFile, names: Sequence[str]) -> None:
 
 def _check_places(file: SpecFile, names: Sequence[str]) -> None:
     """Check before hours of compiling that each ``neff_cache`` to push to is writable. Raises Failed."""
-    from workers.artifacts.sources.listing import SourceError
-    from workers.neff_cache.shared_artifacts import FOLDER
-    from workers.neff_cache.sync import S3, is_writable, place_at
-
     assert file.spec is not None
     models = [model for model in file.spec.models if not names or model.name in names]
     places = dict.fromkeys(model.neff_cache_location for model in models if model.neff_cache_location)
@@ -120,24 +118,7 @@ def _check_places(file: SpecFile, names: Sequence[str]) -> None:
             raise Failed(error.id, error.what, error.hint) from None
 
 
-def _check_hub(repository: str) -> None:
-    """Raises Failed if the repository cannot be written to."""
-    from orchestrator.compiling.hub_push import opened
-
-    opened(repository)
-
-
-def _memory_gib(limit: float | None) -> float:
-    from workers.compiling.memory_gate import free_gib
-
-    return free_gib() if limit is None else limit
-
-
 def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float, push: bool) -> list[Outcome]:
-    from orchestrator.compiling.compile_ahead import CompileAhead, named
-    from orchestrator.daemon.settings import store_here
-    from orchestrator.process.home import Home
-
     home = Home.from_environment()
     home.prepare()
     with _view() as watch:
@@ -163,8 +144,6 @@ def _view() -> Iterator[Callable[[Step], None]]:
         with _bars() as watch:
             yield watch
         return
-    from orchestrator.compiling.compile_ahead import named
-
     last: dict[str, str] = {}
     lock = threading.Lock()
 
@@ -188,8 +167,6 @@ def _bars() -> Iterator[Callable[[Step], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-    from orchestrator.compiling.compile_ahead import named
-
     tasks: dict[str, TaskID] = {}
     lock = threading.Lock()
     shown = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
@@ -210,20 +187,16 @@ def _bars() -> Iterator[Callable[[Step], None]]:
 
 
 def _push_to_hub(repository: str, outcomes: Sequence[Outcome]) -> list[str]:
-    from orchestrator.compiling.hub_push import push_to_hub
-
     outcomes = [outcome for outcome in outcomes if outcome.result != "failed"]
     folders = [Path(folder) for outcome in outcomes for folder in outcome.folders if folder]
     if not folders:
         raise Failed("push-nowhere", f"nothing is compiled to push to {repository}", "the table shows why")
-    places = push_to_hub(repository, dict.fromkeys(folders))
+    places = hub_push.push_to_hub(repository, dict.fromkeys(folders))
     say(f"pushed {len(places)} compiled sets to {repository}")
     return places
 
 
 def _table(outcomes: Sequence[Outcome]) -> str:
-    from orchestrator.compiling.compile_ahead import named
-
     rows = [
         (
             named(outcome),

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.cli.client import AdminClient, FleetRefused
-from orchestrator.cli.plan import PlanResult, cores_text, move_lines, picture, problems_of, seconds, text_of
+from orchestrator.cli.plan_result import PlanResult, cores_text, move_lines, picture, problems_of, seconds, text_of
 from orchestrator.process.failure import Failed
-from orchestrator.revisions.spec_file import SpecFile
+from orchestrator.revisions.spec_file import SpecFile, this_machine
 from orchestrator.rollout.defragmentation import defragmentation
 from placements.facts.core_range import CoreRange
 from placements.facts.plural import counted
@@ -26,8 +26,6 @@ def make_defrag(file: SpecFile | None, fleet: AdminClient | None, cores: int) ->
             raise Failed("no-fleet", "no fleet is running", "pass a spec: corewright plan --defrag N SPEC")
         return _without_fleet(file, cores)
     if file is None:
-        from orchestrator.revisions.spec_file import this_machine
-
         spec = fleet.get("spec")
         source = (spec["text"], spec["file"], spec["base_dir"])
         parsed = parse(*source).spec

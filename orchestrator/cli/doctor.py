@@ -7,11 +7,14 @@ import platform
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 import msgspec
 
 import orchestrator
+from orchestrator.cli.app import FAILED, FormatOption, app
 from orchestrator.cli.client import find_fleet
 from orchestrator.cli.diagnosis import (
     FleetReading,
@@ -22,10 +25,11 @@ from orchestrator.cli.diagnosis import (
     interpreter_problems,
     report,
 )
+from orchestrator.cli.output import Format, show
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns
 from orchestrator.process.version import corewright_version
-from orchestrator.revisions.spec_file import SpecFile, start_problems
+from orchestrator.revisions.spec_file import SpecFile, load, start_problems
 from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, NAMED_ENGINES, resolve
 from placements.facts.plural import counted
@@ -184,3 +188,16 @@ def text(report: Report) -> str:
 def _row(reading: InterpreterReading) -> tuple[object, ...]:
     engines = ", ".join(f"{drift.engine} {drift.installed}" for drift in reading.drifts)
     return reading.interpreter.python, reading.interpreter.version or None, reading.interpreter.ray, engines or None
+
+
+@app.command()
+def doctor(
+    spec: Annotated[
+        str | None, typer.Argument(metavar="SPEC", help="Spec whose hosts, engines and interpreters to check too.")
+    ] = None,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Check this machine: versions, Neuron devices and engines."""
+    result = examination(None if spec is None else load(spec))
+    show(result.as_dict(), output, text(result), result.problems)
+    raise typer.Exit(FAILED if result.problems else 0)

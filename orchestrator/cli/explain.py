@@ -6,11 +6,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import typer
+
 from orchestrator.api.refused import Refused
-from orchestrator.cli.client import AdminClient
-from orchestrator.cli.plan import cores_text, move_lines, text_of
+from orchestrator.cli.app import FAILED, FormatOption, ModelArgument, OfflineOption, OptionalSpecArgument, app
+from orchestrator.cli.client import AdminClient, with_fleet
+from orchestrator.cli.output import Format, show, stdout, use_color
+from orchestrator.cli.plan_result import cores_text, move_lines, text_of
 from orchestrator.process.failure import Failed
-from orchestrator.revisions.spec_file import SpecFile
+from orchestrator.revisions.spec_file import SpecFile, load
 from placements.explain.explain import explain
 from placements.explain.question import Question
 
@@ -117,3 +121,19 @@ def _places(replicas: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield _wrapped(f"    {reason}", 6)
     if len(replicas) > MOST:
         yield f"... and {len(replicas) - MOST} more; `-o json` has each"
+
+
+@app.command("explain")
+def explain_model(
+    model: ModelArgument,
+    spec: OptionalSpecArgument = None,
+    offline: OfflineOption = False,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Explain the placement of a model. Shows why it has no place, and which changes would help."""
+    if spec is None and offline:
+        raise typer.BadParameter("required with --offline", param_hint="SPEC")
+    file = None if spec is None else load(spec, folders="ignore")
+    data = with_fleet(spec or "", offline, lambda fleet: explanation(file, fleet, model))
+    show(data, output, explanation_text(data, color=use_color(stdout())))
+    raise typer.Exit(0 if data["fits"] else FAILED)

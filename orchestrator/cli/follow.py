@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from orchestrator.cli.app import FAILED, INTERRUPTED
 from orchestrator.cli.client import AdminClient
 from orchestrator.cli.output import say
 from orchestrator.cli.tables import event_line, rollout_line
@@ -42,6 +43,18 @@ def coming(client: AdminClient, after: int, model: str | None) -> Iterator[dict[
         )
         yield from page["events"]
         after = page["next"]
+
+
+def follow_to_end(
+    client: AdminClient, revision: int, after: int, timeout_s: float | None
+) -> tuple[dict[str, Any] | None, int]:
+    """As ``follow_rollout``, with the exit code. After Ctrl-C the state is None."""
+    try:
+        final = follow_rollout(client, revision, after, timeout_s)
+    except KeyboardInterrupt:
+        say("stopped waiting; the rollout continues: see `corewright rollout status`")
+        return None, INTERRUPTED
+    return final, 0 if final["state"] in SUCCEEDED else FAILED
 
 
 def follow_rollout(client: AdminClient, revision: int, after: int, timeout_s: float | None) -> dict[str, Any]:

@@ -10,19 +10,27 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Annotated, Any, NamedTuple, cast
 
 import msgspec
+import typer
 
-from orchestrator.cli.app import FAILED, INTERRUPTED
+from orchestrator.cli.app import FAILED, INTERRUPTED, ModelArgument, SpecArgument, app
 from orchestrator.cli.output import complain, say, stdout
+from orchestrator.daemon.settings import store_here
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from orchestrator.revisions.spec_file import SpecFile, start_problems
+from orchestrator.revisions.spec_file import SpecFile, load, start_problems
 from orchestrator.starts.offline_configs import OfflineConfigs
 from placements.facts.plural import plural
 from placements.planner.placement import Placement
 from placements.spec.problems import has_errors
+from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, wanted_by, with_folders
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.sources.listing import SourceError
+from workers.artifacts.store.artifact_uses import using
+from workers.compiling import prefetch
+from workers.compiling.build import NEEDS_DEVICE
 from workers.host import json_process
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
@@ -31,7 +39,7 @@ from workers.serving.generate_once import End, Job, Piece, Reply, Trouble
 END_S = 5.0  # for the process to exit after SIGTERM; then it is killed
 
 
-def generate(file: SpecFile, model: str, prompt: str, how: dict[str, Any]) -> int:
+def generate_once(file: SpecFile, model: str, prompt: str, how: dict[str, Any]) -> int:
     """Returns the exit code. ``how`` are fields of ``Job``. Raises Failed if the model cannot be started."""
     spec = file.spec
     if spec is None or has_errors(file.problems):
@@ -106,12 +114,6 @@ def _config(
 
 def _fetch(config: ReplicaConfig, home: Home, resources: contextlib.ExitStack) -> ReplicaConfig:
     """Fetch the artifacts. Returns the configuration with their folders. Raises Failed."""
-    from orchestrator.daemon.settings import store_here
-    from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, wanted_by, with_folders
-    from workers.artifacts.fetch.progress import Progress
-    from workers.artifacts.sources.listing import SourceError
-    from workers.artifacts.store.artifact_uses import using
-
     artifacts = wanted_by(config)
     if artifacts == (None, None):
         return config
@@ -132,10 +134,6 @@ def _fetch(config: ReplicaConfig, home: Home, resources: contextlib.ExitStack) -
 
 def _compile(config: ReplicaConfig) -> None:
     """Before the model claims a core, get its graphs from ``neff_cache`` or compile them. Raises Failed."""
-    from workers.artifacts.fetch.progress import Progress
-    from workers.compiling import prefetch
-    from workers.compiling.build import NEEDS_DEVICE
-
     if not prefetch.compiles(config):
         return
     forecast = prefetch.foresee(config)
@@ -191,3 +189,32 @@ def _print_answer(process: subprocess.Popen[bytes], job: Job) -> int:
     code = process.wait()
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     raise Failed("replica-died", f"the process of {job.config.model} {cause}", f"see {Path(job.config.log)}")
+
+
+@app.command()
+def generate(
+    spec: SpecArgument,
+    model: ModelArgument,
+    prompt: Annotated[
+        str, typer.Option(metavar="TEXT", help="User message; plain text for a model without a chat template.")
+    ],
+    raw: Annotated[bool, typer.Option("--raw", help="Send TEXT without the chat template.")] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Maximum number of output tokens.", show_default="128")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, metavar="T", help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, metavar="K", help="Sample from the K most probable tokens; 0 disables the limit.")
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0.001, max=1, metavar="P", help="Sample from the most probable tokens with a total probability of P."
+        ),
+    ] = 1.0,
+) -> None:
+    """Generate one answer with a model, without a fleet."""
+    how = {"raw": raw, "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    raise typer.Exit(generate_once(load(spec, folders="plan"), model, prompt, how))

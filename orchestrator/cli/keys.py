@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from orchestrator.access.audit_log import Audit, AuditLine, recorded_command
+from orchestrator.access.keys import SCOPES, Allowance, ApiKey, KeyFile, KeyRing, read_expiry, read_limit, shown
 from orchestrator.cli.app import FormatOption, YesOption, app, group
 from orchestrator.cli.output import Format, confirmed, fields_of, say, show
+from orchestrator.process.addresses import is_loopback
 from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home, daemon_alive
 from orchestrator.process.text_table import columns
-
-if TYPE_CHECKING:
-    from orchestrator.access.audit_log import AuditLine
-    from orchestrator.access.keys import ApiKey, KeyRing
-    from orchestrator.process.home import Home
 
 keys = group("keys", "Manage the API keys of this home. A running fleet applies changes within a second.")
 
@@ -98,10 +97,6 @@ def create(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Create an API key and print it once. The first key enables authentication."""
-    from orchestrator.access.audit_log import recorded_command
-    from orchestrator.access.keys import SCOPES, Allowance, KeyFile, read_expiry
-    from orchestrator.process.home import Home
-
     home = Home.from_environment()
     now = time.time()
     ends = None if expires is None else read_expiry(expires, now)
@@ -146,10 +141,6 @@ def change(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Change the weight, priority or limits of a key. Options that are not given stay unchanged."""
-    from orchestrator.access.audit_log import recorded_command
-    from orchestrator.access.keys import KeyFile, shown
-    from orchestrator.process.home import Home
-
     limits = _limits(weight, priority, requests_per_minute, tokens_per_minute, max_concurrent)
     if not limits:
         raise typer.BadParameter("pass --weight, --priority or a limit", param_hint="options")
@@ -163,9 +154,6 @@ def change(
 @keys.command("list")
 def list_keys(output: FormatOption = Format.TABLE) -> None:
     """List the keys, without their secrets."""
-    from orchestrator.access.keys import KeyFile
-    from orchestrator.process.home import Home
-
     ring = KeyFile(Home.from_environment().keys).read()
     now = time.time()
     rows = [
@@ -183,8 +171,8 @@ def list_keys(output: FormatOption = Format.TABLE) -> None:
     ]
     table = columns(("ID", "NAME", "SCOPES", "MODELS", *ALLOWED, "CREATED", "EXPIRES"), rows) if rows else "no keys"
     listed = [_as_dict(key) for key in ring.keys]
-    shown = {"demanded": ring.requires_key(now), "keyless_until": ring.keyless_until, "keys": listed}
-    show(shown, output, table)
+    data = {"demanded": ring.requires_key(now), "keyless_until": ring.keyless_until, "keys": listed}
+    show(data, output, table)
     if output is Format.TABLE and not ring.requires_key(now):
         say(access(ring, now))
 
@@ -195,10 +183,6 @@ def revoke(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Revoke a key. Running requests finish, and authentication stays enabled."""
-    from orchestrator.access.audit_log import recorded_command
-    from orchestrator.access.keys import KeyFile, shown
-    from orchestrator.process.home import Home
-
     home = Home.from_environment()
     with recorded_command(home, "keys revoke", {"key": shown(key)}):
         revoked = KeyFile(home.keys).revoke(key)
@@ -215,10 +199,6 @@ def open_(
     ] = None,
 ) -> None:
     """Accept requests without a key on loopback, until `keys create` or `keys close`."""
-    from orchestrator.access.audit_log import recorded_command
-    from orchestrator.access.keys import KeyFile, read_expiry
-    from orchestrator.process.home import Home
-
     home, now = Home.from_environment(), time.time()
     ends = None if until is None else read_expiry(until, now, "--until")
     address, on_network = _listen_address(home)
@@ -233,10 +213,6 @@ def open_(
 @keys.command("close")
 def close(yes: YesOption = False) -> None:
     """Require a key for every request from now on: ends a grace period, or `keys open`."""
-    from orchestrator.access.audit_log import recorded_command
-    from orchestrator.access.keys import KeyFile
-    from orchestrator.process.home import Home
-
     home, now = Home.from_environment(), time.time()
     home.prepare()
     file = KeyFile(home.keys)
@@ -256,9 +232,6 @@ def access(ring: KeyRing, now: float) -> str:
 
 def _listen_address(home: Home) -> tuple[str | None, bool]:
     """Returns the listen address of the running gateway, None without a fleet; and whether it is not loopback."""
-    from orchestrator.process.addresses import is_loopback
-    from orchestrator.process.home import daemon_alive
-
     record = home.read_record()
     listens = record.listens if record is not None and daemon_alive(record) else None
     return listens, listens is not None and not is_loopback(listens)
@@ -284,9 +257,6 @@ def audit(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Show the last actions in the audit log. Needs no fleet."""
-    from orchestrator.access.audit_log import Audit
-    from orchestrator.process.home import Home
-
     entries = Audit(Home.from_environment().audit).entries(count)
     rows = [(_time(e.at), e.who, e.by or None, e.action, e.status, e.revision, _arguments(e)) for e in entries]
     header = ("TIME", "WHO", "BY", "ACTION", "OUTCOME", "REVISION", "ARGUMENTS")
@@ -312,8 +282,6 @@ def _limits(
     max_concurrent: str | None,
 ) -> dict[str, Any]:
     """Returns the options that were given, as fields of Allowance. Raises Failed for an invalid limit."""
-    from orchestrator.access.keys import read_limit
-
     texts = dict(zip(LIMITS.split(), (requests_per_minute, tokens_per_minute, max_concurrent), strict=True))
     limits: dict[str, Any] = {} if weight is None else {"weight": weight}
     limits |= {} if priority is None else {"priority": priority}

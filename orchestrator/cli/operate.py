@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.app import FormatOption, ModelArgument, app, the_fleet
+from orchestrator.cli.app import FormatOption, ModelArgument, app, bad_parameter
+from orchestrator.cli.client import the_fleet
 from orchestrator.cli.output import Format, show
+from placements.facts.core_range import CoreRange
 from placements.facts.plural import plural
 
 CoresArgument = Annotated[
@@ -57,14 +59,10 @@ def uncordon(where: CoresArgument, output: FormatOption = Format.TABLE) -> None:
 
 
 def _cordon(where: str, verb: str, output: Format) -> None:
-    from placements.facts.core_range import CoreRange
-
     host, _, cores = where.partition(":")
     if ":" in where:
-        try:
+        with bad_parameter("HOST[:CORES]"):
             CoreRange.parse(cores)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="HOST[:CORES]") from None
     answer = the_fleet().post(verb, {"host": host, "cores": cores or None})
     show(answer, output, f"{host}{f' cores {cores}' if cores else ''}: {verb}ed")
 

@@ -99,8 +99,10 @@ def confirmed(question: str, yes: bool) -> bool:
         return False
 
 
-def show(data: Any, format: Format, table: str) -> None:
-    """Print data to stdout; ``table`` is its human-readable form."""
+def show(data: Any, format: Format, table: str, problems: Sequence[Problem] = ()) -> None:
+    """Print data to stdout; ``table`` is its human-readable form, with ``problems`` on stderr."""
+    if format is Format.TABLE:
+        complain(problems)
     if format is Format.JSON:
         stdout().write(json.dumps(data, indent=2) + "\n")
     elif format is Format.YAML:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
+from typing import Annotated, TypeVar, get_args
 
 import typer
 
+from orchestrator.bench.lengths import Lengths
 from orchestrator.cli.app import FAILED, FormatOption, HtmlOption, LengthsOption, SpecArgument, app, bad_parameter
 from orchestrator.cli.output import Format, complain, say, show, write
 from orchestrator.process.durations import moment
-
-if TYPE_CHECKING:
-    from orchestrator.revisions.spec_file import SpecFile
-    from orchestrator.simulate.inputs import SyntheticLoad
+from orchestrator.revisions.spec_file import SpecFile, load
+from orchestrator.simulate import report
+from orchestrator.simulate.inputs import POLICIES, SimulationInputs, SyntheticLoad, run_simulation
+from orchestrator.simulate.page import page
+from orchestrator.simulate.trace_file import InvalidTrace
+from orchestrator.simulate.workload import Kind
+from placements.spec.problems import has_errors
 
 T = TypeVar("T", bound=str)
 BEGINS = "2026-01-05"  # a Monday
@@ -92,13 +96,6 @@ def simulate(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Simulate a fleet under a load, in virtual time. Needs no fleet or devices."""
-    from orchestrator.revisions.spec_file import load
-    from orchestrator.simulate.inputs import POLICIES, SimulationInputs, run_simulation
-    from orchestrator.simulate.page import page
-    from orchestrator.simulate.report import text
-    from orchestrator.simulate.trace_file import InvalidTrace
-    from placements.spec.problems import has_errors
-
     if trace is None and generate is None:
         raise typer.BadParameter("pass either --trace or --generate", param_hint="--trace")
     if trace is not None and generate is not None:
@@ -123,7 +120,7 @@ def simulate(
             say(f"and {error.more} more")
         raise typer.Exit(FAILED) from None
     data = {"load": played.load, "policy": policy, "seed": seed, "runs": list(played.runs)}
-    show(data, output, text(played.runs, played.load))
+    show(data, output, report.text(played.runs, played.load))
     if html is not None:
         write(html, page(played.runs, played.outcomes, played.load))
 
@@ -131,10 +128,6 @@ def simulate(
 def _generated_load(
     kind: str, rate: float, seconds: float, lengths: str, cv: float | None, shares: dict[str, float]
 ) -> SyntheticLoad:
-    from orchestrator.bench.lengths import Lengths
-    from orchestrator.simulate.inputs import SyntheticLoad
-    from orchestrator.simulate.workload import Kind
-
     known: tuple[Kind, ...] = get_args(Kind)
     chosen = _choice(kind, known, "--generate")
     with bad_parameter("--lengths"):

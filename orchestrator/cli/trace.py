@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli.app import FAILED, group, the_fleet
+from orchestrator.cli.app import FAILED, group
+from orchestrator.cli.client import the_fleet
 from orchestrator.cli.output import say, stdout, write
 from orchestrator.process.durations import moment, span_s
+from orchestrator.simulate.speeds import measured_speeds
+from orchestrator.simulate.trace_file import write_trace
 
 PAGE = 5000  # requests in one reply
 
@@ -35,13 +41,6 @@ def export(
     ] = None,
 ) -> None:
     """Export the fleet's recent requests as CSV: times, models, token counts and key IDs, but no texts."""
-    import io
-    import json
-    import time
-
-    from orchestrator.simulate.speeds import measured_speeds
-    from orchestrator.simulate.trace_file import write_trace
-
     oldest = float("-inf") if since is None else _since(since, time.time())
     client = the_fleet()
     requests: list[dict[str, Any]] = []

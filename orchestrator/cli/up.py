@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
 
 from orchestrator.access.keys import KeyFile
+from orchestrator.access.source_policy import SourcePolicy
+from orchestrator.access.tls import server_context
+from orchestrator.cli.app import FAILED, SpecArgument, app
 from orchestrator.cli.doctor import engine_problems
+from orchestrator.cli.keys import access
 from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stdout, use_color
 from orchestrator.daemon.daemon import Daemon, UpOptions
-from orchestrator.daemon.settings import Settings, store_settings
+from orchestrator.daemon.settings import SETTINGS, Setting, Settings, resolve, store_settings
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import is_loopback
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home
 from orchestrator.process.waiting_notice import WaitingNotice
-from orchestrator.revisions.spec_file import SpecFile, start_problems
+from orchestrator.revisions.spec_file import SpecFile, load, start_problems
 from placements.explain.core_map import core_map
 from placements.planner.plan import plan
 from placements.spec.problems import Problem, has_errors
@@ -31,8 +40,6 @@ def check_listening(settings: Settings) -> None:
         options = "--tls-client-ca" if client_ca is not None and cert is None else "one of --tls-cert and --tls-key"
         raise Failed("tls-incomplete", f"only {options} is set", "set both --tls-cert FILE and --tls-key FILE")
     if cert is not None and key is not None:
-        from orchestrator.access.tls import server_context
-
         server_context(cert, key, client_ca)
     open_to_all, now = not is_loopback(host), time.time()
     if open_to_all and not settings["insecure"] and not ring.usable(now, "inference"):
@@ -44,8 +51,6 @@ def check_listening(settings: Settings) -> None:
         message = f"--insecure: requests to {host} {where} are accepted without a key"
         complain([Problem("keys-not-demanded", "warning", "", message, "remove --insecure to require keys")])
     elif ring.keys and not open_to_all and not ring.requires_key(now):
-        from orchestrator.cli.keys import access
-
         hint = "run `corewright keys close` to require keys"
         complain([Problem("keys-not-demanded", "warning", "", access(ring, now), hint)])
     if open_to_all and cert is None:
@@ -63,7 +68,7 @@ def run_up(file: SpecFile, settings: Settings) -> int:
     complain(problems)
     if file.spec is None or has_errors(problems):
         say(f"{file.name} has errors: nothing was started")
-        return 1
+        return FAILED
     if not file.spec.hosts and file.hosts[0].emulated:
         name = file.hosts[0].name
         say(f"no Neuron devices on this machine: emulating {name} (only the accelerator; the CPUs are real)")
@@ -71,7 +76,7 @@ def run_up(file: SpecFile, settings: Settings) -> int:
     if placed.unplaced:
         complain([problem for missing in placed.unplaced for problem in missing.problems])
         say(f"{file.name} does not fit: nothing was started")
-        return 1
+        return FAILED
 
     def announce(record: FleetRecord) -> None:
         say("")
@@ -133,3 +138,52 @@ def _curl_needs(settings: Settings) -> str:
     if not settings["insecure"] and KeyFile(Home.from_environment().keys).read().requires_key(time.time()):
         needs += "-H 'authorization: Bearer KEY' "
     return needs
+
+
+def setting_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command an option for each setting of `up` that has one, in place of its parameter ``**flags``."""
+    own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "flags"]
+    options = [_parameter(setting) for setting in SETTINGS if setting.option]
+    command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *options)}
+    return command
+
+
+def _parameter(setting: Setting) -> inspect.Parameter:
+    kind, default = setting.kind, setting.default
+    shown = "off" if "/" in setting.option and not default else "on" if default is True else default
+    repeatable = " Repeatable." if kind.type == list[str] else ""
+    option = typer.Option(
+        setting.option,
+        help=setting.doc + repeatable,
+        show_default=f"{shown:g}" if isinstance(shown, float) else str(shown) if shown else False,
+        **kind.option,
+    )
+    annotation = Annotated[kind.type | None, option]  # type: ignore[name-defined]  # None: not given
+    return inspect.Parameter(setting.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+
+
+@app.command()
+@setting_options
+def up(
+    spec: SpecArgument,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Address of an existing Ray cluster. Not supported yet.")
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Start a fleet in the foreground. It runs until Ctrl-C, SIGTERM or `corewright down`."""
+    if ray_address is not None:
+        message = f"--ray-address {ray_address}: this version starts its own Ray cluster, on this machine"
+        raise Failed("cluster-not-served", message, "remove the option")
+    settings = resolve(flags)
+    complain(settings.problems)
+    if has_errors(settings.problems):
+        raise typer.Exit(FAILED)
+    if settings["watch"] and spec == "-":
+        raise Failed("watch-needs-file", "standard input cannot be watched", "pass the spec as a file, or --no-watch")
+    check_listening(settings)
+    allowed = SourcePolicy(settings["allowed_sources"])  # only the operator's own spec may name interpreters
+    with WaitingNotice(say).waiting(lambda: "the sources of the spec"):
+        file = load(spec, allowed)
+    raise typer.Exit(run_up(file, settings))

@@ -1,4 +1,4 @@
-"""The commands `get`, `describe`, `events`, `logs` and `config view`: show the state of the fleet."""
+"""The commands `status`, `get`, `describe`, `events`, `logs` and `config view`: show the state of the fleet."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import contextlib
 import json
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli.app import FAILED, FollowOption, FormatOption, ModelArgument, app, group, the_fleet
+from orchestrator.cli.app import FAILED, FollowOption, FormatOption, ModelArgument, app, group
+from orchestrator.cli.client import FleetRefused, find_fleet, the_fleet
+from orchestrator.cli.follow import coming, events_after, latest
 from orchestrator.cli.output import Format, complain, show, stdout
+from orchestrator.cli.tables import description, event_line, listing, settings_text, status_text
+from orchestrator.daemon.settings import resolve
+from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
 from orchestrator.process.failure import Failed
-
-if TYPE_CHECKING:
-    from orchestrator.cli.client import AdminClient
+from placements.spec.problems import has_errors
 
 config = group("config", "Show the settings of `up`.")
 
@@ -33,6 +36,13 @@ class Kind(str, Enum):
 
 
 @app.command()
+def status(output: FormatOption = Format.TABLE) -> None:
+    """Show models, replicas and cores of the running fleet."""
+    data = the_fleet().get("status")
+    show(data, output, status_text(data))
+
+
+@app.command()
 def get(
     kind: Annotated[Kind, typer.Argument(metavar="models|replicas|hosts|revisions|events", help="Kind of the items.")],
     name: Annotated[
@@ -41,9 +51,6 @@ def get(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """List models, replicas, hosts, revisions or events."""
-    from orchestrator.cli.follow import latest
-    from orchestrator.cli.tables import listing
-
     client = the_fleet()
     if kind is Kind.EVENTS:
         items = latest(client, LATEST, name)
@@ -84,10 +91,6 @@ def describe(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Show the details of a model, replica or host. Includes conditions, failures, log and recent events."""
-    from orchestrator.cli.client import FleetRefused
-    from orchestrator.cli.follow import events_after
-    from orchestrator.cli.tables import description
-
     client = the_fleet()
     status = client.get("status")
     for kind in (Kind.MODELS, Kind.REPLICAS, Kind.HOSTS):
@@ -129,9 +132,6 @@ def events(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Show the last 20 events of the fleet, or all events since SEQ."""
-    from orchestrator.cli.follow import coming, events_after, latest
-    from orchestrator.cli.tables import event_line, listing
-
     client = the_fleet()
     shown = latest(client, LATEST, model) if since is None else list(events_after(client, since, model))
     if not follow:
@@ -148,8 +148,6 @@ def events(
 
 def _show_event(event: dict[str, Any], output: Format) -> None:
     """Print one line, so that a program can read the stream; in YAML a list of one."""
-    from orchestrator.cli.tables import event_line
-
     if output is Format.JSON:
         show(None, Format.TABLE, json.dumps(event))
     elif output is Format.YAML:
@@ -176,25 +174,14 @@ def logs(
             stdout().flush()
             if not follow:
                 break
-            page = _next_page(client, model, page)
-
-
-def _next_page(client: AdminClient, model: str, page: Mapping[str, Any]) -> Any:
-    from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
-
-    replica = page["replica"].rpartition("/")[2]
-    query = {"model": model, "replica": replica, "offset": page["offset"], "wait_s": LONGEST_WAIT_S}
-    return client.get_with_retries("logs", query)
+            number = page["replica"].rpartition("/")[2]
+            query = {"model": model, "replica": number, "offset": page["offset"], "wait_s": LONGEST_WAIT_S}
+            page = client.get_with_retries("logs", query)
 
 
 @config.command("view")
 def config_view(output: FormatOption = Format.TABLE) -> None:
     """Show each setting of `up` with its origin, for this shell and for the running fleet."""
-    from orchestrator.cli.client import find_fleet
-    from orchestrator.cli.tables import settings_text
-    from orchestrator.daemon.settings import resolve
-    from placements.spec.problems import has_errors
-
     settings = resolve({})
     complain(settings.problems)
     client, fleet = find_fleet(), None

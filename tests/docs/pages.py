@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from typer.main import get_command
 
 from orchestrator.cli import main as cli
 from orchestrator.revisions.spec_file import SpecFile, examine
@@ -120,7 +119,7 @@ def leaves(group: Any, above: str = "") -> dict[str, Any]:
     return found
 
 
-COMMANDS = leaves(get_command(cli.app))
+COMMANDS = leaves(cli.application())
 
 
 def options(command: Any) -> set[str]:

@@ -87,7 +87,7 @@ def test_the_shown_status_table_is_that_of_the_shown_json(
 ) -> None:
     """`status` prints it so."""
     monkeypatch.setattr(AdminClient, "get", lambda self, path, query=None: shown_status())
-    monkeypatch.setattr(cli, "the_fleet", lambda: AdminClient("", "", None))
+    monkeypatch.setattr("orchestrator.cli.views.the_fleet", lambda: AdminClient("", "", None))
     assert cli.run(["status"]) == 0
     assert capsys.readouterr().out == status_block("corewright status")
 

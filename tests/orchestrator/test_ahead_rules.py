@@ -401,7 +401,7 @@ def test_verify_fails_if_a_model_would_compile_at_its_start(
         read.append(options["read"])
         return [Verdict("model", "", Prediction(outcomes["ab".index(one.model)], "nothing", "why"))]
 
-    monkeypatch.setattr(start_forecast, "verify", told)
+    monkeypatch.setattr(cache_commands, "verify", told)
     found, answer = cache("verify", str(tmp_path / "spec.yaml"))
     assert (found, answer["hit"], read) == (code, code == 0, [False] * 2)
     cache("verify", "--read", str(tmp_path / "spec.yaml"))

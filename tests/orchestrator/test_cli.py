@@ -27,7 +27,7 @@ import yaml
 from orchestrator.api.refused import Refused
 from orchestrator.cli import client as cli_client
 from orchestrator.cli.main import run
-from orchestrator.cli.plan import model_lines
+from orchestrator.cli.plan_result import model_lines
 from orchestrator.daemon.settings import SETTINGS, resolve
 from orchestrator.process.home import FleetRecord, Home
 from orchestrator.process.version import corewright_version
@@ -1065,7 +1065,7 @@ def test_down_of_this_homes_fleet_times_out_after_its_drain(
         version="",
     )
     Home(home).write_record(record)
-    monkeypatch.setattr("orchestrator.cli.main.DOWN_SPARE_S", -19.8)
+    monkeypatch.setattr("orchestrator.cli.down.DOWN_SPARE_S", -19.8)
     assert run(["down"]) == 1
     assert "down-late" in capsys.readouterr().err
     with contextlib.suppress(OSError):

@@ -162,12 +162,9 @@ def test_an_invalid_value_is_reported_before_anything_starts(name: str, wrong: s
 
 def test_options_exist_for_settings_that_users_type() -> None:
     """The others are in the environment and the file."""
-    from typer.main import get_command
+    from orchestrator.cli.main import application
 
-    from orchestrator.cli import main
-
-    commands: Any = get_command(main.app)
-    options = {option for parameter in commands.commands["up"].params for option in parameter.opts}
+    options = {option for parameter in application().commands["up"].params for option in parameter.opts}
     expected = {setting.option.partition("/")[0] for setting in SETTINGS if setting.option}
     assert expected <= options
     hidden = {"--" + setting.name.replace("_", "-") for setting in SETTINGS if not setting.option}

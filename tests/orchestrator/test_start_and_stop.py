@@ -219,7 +219,7 @@ def test_down_fails_where_the_fleet_leaves_something(
     started = this_host.process_start(os.getpid())
     assert started is not None
     record(home, admin.url, os.getpid(), started)
-    monkeypatch.setattr("orchestrator.process.home.daemon_alive", lambda record: not admin.downs)
+    monkeypatch.setattr("orchestrator.cli.down.daemon_alive", lambda record: not admin.downs)
     try:
         assert run(["down"]) == 1
     finally:

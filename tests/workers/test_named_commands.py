@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-import typer.main
 
-from orchestrator.cli.main import app
+from orchestrator.cli.main import application
 
 ROOT = Path(__file__).parents[2]
 # A quoted command, or one with what follows a command: an option, a NAME, or a place that is filled in.
@@ -54,7 +53,7 @@ def named() -> list[tuple[str, str]]:
 
 def test_every_command_that_is_named_exists() -> None:
     """A hint that cannot be followed is worse than none."""
-    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    commands = set(application().commands)
     places = named()
     assert len(places) > 20
     assert [(where, word) for where, word in places if word not in commands] == []

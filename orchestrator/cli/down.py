@@ -1,0 +1,53 @@
+"""The command `down`: ends the running fleet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+from orchestrator.cli.app import app
+from orchestrator.cli.client import AdminClient, the_fleet
+from orchestrator.cli.output import say
+from orchestrator.fleet.controller_settings import DRAIN_S
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home, daemon_alive, find_leftovers
+
+DOWN_SPARE_S = 20.0  # shutdown takes up to 10 s after the drain; twice that
+
+
+@app.command()
+def down() -> None:
+    """Drain the running fleet and stop all of its processes. Fails if a process or the fleet's record remains."""
+    home = Home.from_environment()
+    record = home.read_record()
+    if record is not None and not os.environ.get("COREWRIGHT_URL") and not daemon_alive(record):
+        leftovers = find_leftovers(home, record)
+        hint = f"`corewright up` removes them; without a new fleet: kill the processes and remove {home.record_file}"
+        raise Failed("down-incomplete", f"`up` (pid {record.pid}) ended without cleaning up: {leftovers}", hint)
+    client = the_fleet()
+    within_s = _drain_s(client) + DOWN_SPARE_S
+    client.post("down")
+    if client.record is None:
+        return
+    say("draining")
+    deadline = time.monotonic() + within_s
+    while daemon_alive(client.record):
+        if time.monotonic() > deadline:
+            message = f"pid {client.record.pid} is still running after {within_s:.0f} s"
+            raise Failed("down-late", message, "check the terminal of `up`")
+        time.sleep(0.1)
+    leftovers = find_leftovers(home, client.record)
+    if leftovers is not None:
+        hint = "the terminal of `up` shows the cause; `corewright up` removes them"
+        raise Failed("down-incomplete", f"the fleet has ended, but {leftovers}", hint)
+    say("stopped")
+
+
+def _drain_s(client: AdminClient) -> float:
+    """Returns the fleet's drain timeout on shutdown, in seconds."""
+    with contextlib.suppress(Failed):  # the controller may be restarting; `down` must work all the same
+        for value in client.get("config")["values"]:
+            if value["name"] == "drain_s":
+                return float(value["value"])
+    return DRAIN_S

@@ -1,0 +1,90 @@
+"""The commands of `rollout`: show and control the rollout of the newest revision."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from orchestrator.cli.app import FormatOption, ModelArgument, TimeoutOption, WaitOption, YesOption, group
+from orchestrator.cli.apply import preview, show_applied
+from orchestrator.cli.client import PLAN_DEADLINE_S, the_fleet
+from orchestrator.cli.follow import follow_to_end
+from orchestrator.cli.output import Format, show
+from orchestrator.cli.tables import listing, rollout_text
+
+rollout = group("rollout", "Show and control the rollout of the newest revision.")
+
+
+@rollout.command("status")
+def status(wait: WaitOption = False, timeout: TimeoutOption = None, output: FormatOption = Format.TABLE) -> None:
+    """Show the progress of the newest revision."""
+    client = the_fleet()
+    state, code = client.get("rollout"), 0
+    if wait:
+        index = client.get("status").get("index") or 0
+        state, code = follow_to_end(client, state["revision"], index, timeout)
+    if state is not None:
+        show(state, output, rollout_text(state))
+    raise typer.Exit(code)
+
+
+@rollout.command("history")
+def history(output: FormatOption = Format.TABLE) -> None:
+    """List revisions, newest first."""
+    data = the_fleet().get("revisions")
+    show(data, output, listing("revisions", data["revisions"]))
+
+
+@rollout.command("undo")
+def undo(
+    to: Annotated[
+        int | None, typer.Option(min=1, metavar="REV", help="Revision to apply.", show_default="the previous one")
+    ] = None,
+    yes: YesOption = False,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Roll back to an earlier revision."""
+    client = the_fleet()
+    to = to or client.get("rollout").get("undo")
+    if to is not None:
+        revision = client.get(f"revisions/{to}")
+        if output is Format.TABLE:
+            show(None, output, f"applying revision {to} again")
+        preview(client, (revision["text"], revision["file"], revision["base_dir"]), output, yes)
+    reply = client.post("rollout/undo", {"to": to}, PLAN_DEADLINE_S)
+    raise typer.Exit(show_applied(client, reply, output, [], wait=False, timeout=None))
+
+
+def _show(reply: dict[str, Any], output: Format) -> None:
+    show(reply, output, rollout_text(reply))
+
+
+@rollout.command("pause")
+def pause(output: FormatOption = Format.TABLE) -> None:
+    """Pause the rollout: replace no further replicas."""
+    _show(the_fleet().post("rollout/pause"), output)
+
+
+@rollout.command("resume")
+def resume(output: FormatOption = Format.TABLE) -> None:
+    """Resume a paused or failed rollout."""
+    _show(the_fleet().post("rollout/resume"), output)
+
+
+@rollout.command("promote")
+def promote(output: FormatOption = Format.TABLE) -> None:
+    """Promote the canary: update all remaining replicas."""
+    client = the_fleet()
+    state = client.get("rollout")
+    if output is Format.TABLE and state.get("canary") is not None:
+        old = [f"{model['model']}: {model['old']} old to replace" for model in state["models"] if model["old"]]
+        canary = f"the canary of revision {state['revision']}, which gets {state['canary']:.0%} of the requests"
+        show(None, output, "\n".join([f"promoting {canary}", *old, ""]))
+    _show(client.post("rollout/promote"), output)
+
+
+@rollout.command("restart")
+def restart(model: ModelArgument, output: FormatOption = Format.TABLE) -> None:
+    """Restart all replicas of a model, with its update strategy."""
+    _show(the_fleet().post("rollout/restart", {"model": model}), output)
