@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -29,6 +30,11 @@ class Measured:
     @property
     def ok(self) -> bool:
         return self.error is None
+
+    @property
+    def prompt(self) -> int:
+        """The prompt tokens: the server's count; the requested number without one."""
+        return self.prompt_wanted if self.prompt_tokens is None else self.prompt_tokens
 
     @property
     def ttft_s(self) -> float | None:
@@ -68,8 +74,14 @@ class Measured:
 
 def kinds(measured: Sequence[Measured]) -> dict[str, int]:
     """Returns the number of failures by kind, the most frequent first."""
-    counts: dict[str, int] = {}
+    counts = Counter(request.error for request in measured if request.error is not None)
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def error_messages(measured: Sequence[Measured]) -> dict[str, str]:
+    """Returns the first message of each kind of error."""
+    messages: dict[str, str] = {}
     for request in measured:
         if request.error is not None:
-            counts[request.error] = counts.get(request.error, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+            messages.setdefault(request.error, request.what)
+    return messages

@@ -8,25 +8,8 @@ from html import escape
 from typing import Any
 
 from orchestrator.bench.measurement import Measured
-from orchestrator.bench.plots import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    MAX_BARS,
-    MAX_POINTS,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Scale,
-    bars,
-    cards,
-    distribution,
-    document,
-    frame,
-    plots,
-    table,
-)
-from orchestrator.bench.report import FIGURES, figures, remarks
+from orchestrator.bench.plots import MAX_BARS, bars, cards, distribution, document, plots, scatter, table
+from orchestrator.bench.report import FIGURES, figures, load_text, remarks
 from orchestrator.bench.serving import Serving
 from orchestrator.bench.statistics import PERCENTILES
 
@@ -43,12 +26,7 @@ def page(run: Serving, data: dict[str, Any]) -> str:
 
 def _subtitle(data: dict[str, Any]) -> str:
     load = data["load"]
-    loop = (
-        f"{load['concurrency']} concurrent requests"
-        if load["rate"] is None
-        else f"Poisson arrivals, {load['rate']:g}/s"
-    )
-    return escape(f"{data['url']} · {loop} · lengths {data['lengths']['name']} · seed {load['seed']}")
+    return escape(f"{data['url']} · {load_text(load)} · lengths {data['lengths']['name']} · seed {load['seed']}")
 
 
 def _cards(data: dict[str, Any]) -> str:
@@ -81,8 +59,15 @@ def _plots(run: Serving) -> list[tuple[str, str]]:
     values = figures(run.measured)
     slo = run.slo
     bounds = {"ttft_ms": slo.ttft, "tpot_ms": slo.itl, "e2e_ms": slo.e2e} if slo is not None else {}
+    answers = [
+        (answer.sent, answer.ttft_s * 1000) for answer in run.measured if answer.ok and answer.ttft_s is not None
+    ]
+    failures = [request.sent for request in run.measured if not request.ok]
     drawn = [
-        ("Time to first token over the time of sending", scatter(run.measured, run.duration_s, bounds.get("ttft_ms"))),
+        (
+            "Time to first token over the time of sending",
+            scatter(answers, failures, run.duration_s, bounds.get("ttft_ms")),
+        ),
         ("Output tokens/s over time", bars(*rates(run.measured, run.duration_s))),
     ]
     names = {"ttft_ms": "Time to first token", "tpot_ms": "Time per output token", "e2e_ms": "Whole request"}
@@ -90,29 +75,6 @@ def _plots(run: Serving) -> list[tuple[str, str]]:
         drawn.append((f"{title}: share of requests", distribution(values[key], bounds.get(key))))
     drawn.append(("Between chunks (ITL): share of gaps", distribution(values["itl_ms"], None)))
     return drawn
-
-
-def scatter(measured: Sequence[Measured], duration_s: float, bound: float | None) -> str:
-    """Plots a dot for each answer, and a cross at the bottom for each failed request."""
-    shown = [(request.sent, request.ttft_s * 1000) for request in measured if request.ok and request.ttft_s is not None]
-    if not measured:
-        return frame("", (0.0, 1.0), (0.0, 1.0), "s", "", empty=True)
-    top = max([value for _, value in shown] + [bound or 0.0]) * 1.05 or 1.0
-    end = max(duration_s, 1e-3)
-    x, y = Scale((0.0, end), LEFT, WIDTH - RIGHT), Scale((0.0, top), HEIGHT - BOTTOM, TOP)
-    step = max(1, len(shown) // (4 * MAX_POINTS))
-    dots = "".join(f'<circle class="dot" cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.2"/>' for a, b in shown[::step])
-    foot = y(0.0) - 6
-    crosses = "".join(
-        f'<path class="cross" d="M{x(request.sent) - 3:.1f} {foot - 3:.1f}l6 6m0 -6l-6 6"/>'
-        for request in measured
-        if not request.ok
-    )
-    line = ""
-    if bound is not None:
-        at = f"{y(bound):.1f}"
-        line = f'<line class="bound" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>'
-    return frame(dots + crosses + line, (0.0, end), (0.0, top), "s", "ms")
 
 
 def rates(measured: Sequence[Measured], duration_s: float) -> tuple[list[float], float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 460, 240
@@ -77,7 +77,7 @@ def areas(series: Mapping[str, Sequence[float]], width_s: float, label: str, mos
     end = width_s * count or 1.0
     sums = [0.0] * count
     top = max(most, *(sum(values) for values in zip(*series.values(), strict=True)), 1e-9) * 1.05
-    x, y = Scale((0.0, end), LEFT, WIDTH - RIGHT), Scale((0.0, top), HEIGHT - BOTTOM, TOP)
+    x, y = scales(end, top)
     drawn = []
     for number, values in enumerate(series.values()):
         before, sums = sums, [old + value for old, value in zip(sums, values, strict=True)]
@@ -85,54 +85,67 @@ def areas(series: Mapping[str, Sequence[float]], width_s: float, label: str, mos
         edges += [(i * width_s, value) for at, value in reversed(list(enumerate(before))) for i in (at + 1, at)]
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in edges)
         drawn.append(f'<polygon points="{path}" style="fill:{color(number)}"/>')
-    line = f"{y(most):.1f}"
-    drawn.append(f'<line class="bound" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{line}" y2="{line}"/>')
+    drawn.append(horizontal(most, y))
     keys = "".join(
         f'<span class="key" style="background:{color(number)}"></span>{escape(name)}'
         for number, name in enumerate(series)
     )
-    return frame("".join(drawn), (0.0, end), (0.0, top), "s", label) + f'<p class="dim">{keys}</p>'
+    return frame("".join(drawn), end, top, "s", label) + f'<p class="dim">{keys}</p>'
 
 
 def distribution(values: Sequence[float], bound: float | None) -> str:
     """Plots the cumulative distribution of milliseconds up to the 99.5th percentile; ``bound`` is an SLO."""
     if not values:
-        return frame("", (0.0, 1.0), (0.0, 1.0), "ms", "", empty=True)
+        return frame("", 1.0, 1.0, "ms", "")
     ordered = sorted(values)
     shown = ordered[: max(1, math.ceil(len(ordered) * 0.995))]
     top = max(shown[-1], bound or 0.0) * 1.03 or 1.0
     step = max(1, len(shown) // MAX_POINTS)
     points = [(0.0, 0.0), (shown[0], 0.0)]
     points += [(shown[i], (i + 1) / len(ordered)) for i in [*range(0, len(shown), step), len(shown) - 1]]
-    x, y = Scale((0.0, top), LEFT, WIDTH - RIGHT), Scale((0.0, 1.0), HEIGHT - BOTTOM, TOP)
+    x, y = scales(top, 1.0)
     path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
     drawn = f'<polyline class="curve" points="{path}"/>' + vertical(bound, x)
-    return frame(drawn, (0.0, top), (0.0, 1.0), "ms", "share")
+    return frame(drawn, top, 1.0, "ms", "share")
+
+
+def scatter(
+    points: Sequence[tuple[float, float]], failures: Sequence[float], duration_s: float, bound: float | None
+) -> str:
+    """Plots a dot for each answer (seconds, milliseconds), and a cross at the bottom for each failed request."""
+    top = max([value for _, value in points] + [bound or 0.0]) * 1.05 or 1.0
+    end = max(duration_s, 1e-3)
+    x, y = scales(end, top)
+    step = max(1, len(points) // (4 * MAX_POINTS))
+    drawn = [f'<circle class="dot" cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.2"/>' for a, b in points[::step]]
+    foot = y(0.0) - 6
+    drawn += [f'<path class="cross" d="M{x(at) - 3:.1f} {foot - 3:.1f}l6 6m0 -6l-6 6"/>' for at in failures]
+    if drawn and bound is not None:
+        drawn.append(horizontal(bound, y))
+    return frame("".join(drawn), end, top, "s", "ms")
 
 
 def bars(values: Sequence[float], width_s: float) -> str:
     """Plots one bar for each value; the first starts at 0 s."""
     top = max(values, default=0.0) * 1.05 or 1.0
     end = width_s * len(values) or 1.0
-    x, y = Scale((0.0, end), LEFT, WIDTH - RIGHT), Scale((0.0, top), HEIGHT - BOTTOM, TOP)
+    x, y = scales(end, top)
     foot = y(0.0)
     drawn = "".join(
         f'<rect class="bar" x="{x(i * width_s):.1f}" y="{y(value):.1f}" '
         f'width="{max(x((i + 1) * width_s) - x(i * width_s) - 1, 0.5):.1f}" height="{foot - y(value):.1f}"/>'
         for i, value in enumerate(values)
     )
-    return frame(drawn, (0.0, end), (0.0, top), "s", "tokens/s")
+    return frame(drawn, end, top, "s", "tokens/s")
 
 
-class Scale:
-    """Maps values to coordinates of the plot."""
+Scale = Callable[[float], float]  # from a value to its coordinate
 
-    def __init__(self, values: tuple[float, float], low: float, high: float) -> None:
-        self._first, self._span = values[0], (values[1] - values[0]) or 1.0
-        self._low, self._high = low, high
 
-    def __call__(self, value: float) -> float:
-        return self._low + (value - self._first) / self._span * (self._high - self._low)
+def scales(end: float, top: float) -> tuple[Scale, Scale]:
+    """Returns the scales of a plot with values from 0 to ``end`` (x) and from 0 to ``top`` (y)."""
+    width, height = WIDTH - RIGHT - LEFT, HEIGHT - BOTTOM - TOP
+    return (lambda x: LEFT + x / end * width), (lambda y: HEIGHT - BOTTOM - y / top * height)
 
 
 SMALLEST = 1e-300  # below this, fractions can underflow to 0
@@ -150,23 +163,26 @@ def ticks(top: float) -> list[float]:
     return [i * step for i in range(int(top / step + 1e-9) + 1)]
 
 
-def frame(
-    drawn: str, xs: tuple[float, float], ys: tuple[float, float], unit: str, label: str, *, empty: bool = False
-) -> str:
-    """Returns the plot ``drawn`` with axes from 0 and ``unit`` below; ``empty`` shows that there is no data."""
-    x, y = Scale(xs, LEFT, WIDTH - RIGHT), Scale(ys, HEIGHT - BOTTOM, TOP)
+def frame(drawn: str, end: float, top: float, unit: str, label: str) -> str:
+    """Returns the plot ``drawn`` with axes from 0 to ``end`` and ``top``, and ``unit`` below."""
+    x, y = scales(end, top)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
-    for value in ticks(ys[1]):
+    for value in ticks(top):
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>')
     foot = HEIGHT - BOTTOM + 15
-    parts += [f'<text x="{x(value):.1f}" y="{foot}" text-anchor="middle">{value:g}</text>' for value in ticks(xs[1])]
+    parts += [f'<text x="{x(value):.1f}" y="{foot}" text-anchor="middle">{value:g}</text>' for value in ticks(end)]
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">{escape(unit)}</text>')
     if label:
         parts.append(f'<text x="{LEFT}" y="{HEIGHT - 6}">{escape(label)} (upwards)</text>')
-    if empty:
+    if not drawn:
         parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">no data</text>')
     return "".join([*parts, drawn, "</svg>"])
+
+
+def horizontal(bound: float, y: Scale) -> str:
+    """Returns a horizontal line at a bound."""
+    return f'<line class="bound" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(bound):.1f}" y2="{y(bound):.1f}"/>'
 
 
 def vertical(bound: float | None, x: Scale) -> str:

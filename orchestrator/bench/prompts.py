@@ -7,24 +7,8 @@ from dataclasses import dataclass
 
 FIRST_ID, LAST_ID = 32, 126  # ordinary tokens in every common vocabulary; printable ASCII if a token is a byte
 POOL = 1 << 17
-WORDS = (
-    "of",
-    "to",
-    "in",
-    "is",
-    "it",
-    "on",
-    "at",
-    "by",
-    "we",
-    "he",
-    "as",
-    "so",
-    "me",
-    "my",
-    "or",
-    "an",
-)  # of equal length
+# Of equal length.
+WORDS = ["of", "to", "in", "is", "it", "on", "at", "by", "we", "he", "as", "so", "me", "my", "or", "an"]
 
 
 @dataclass(frozen=True)

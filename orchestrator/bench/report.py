@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from orchestrator.bench.measurement import Measured, kinds
+from orchestrator.bench.measurement import Measured, error_messages, kinds
 from orchestrator.bench.serving import Serving
 from orchestrator.bench.statistics import PERCENTILES, Summary
 from orchestrator.bench.sweep import Cell, Sweep
@@ -36,20 +37,12 @@ def serving_data(run: Serving) -> dict[str, Any]:
     answered = [request for request in run.measured if request.ok]
     output = sum(request.output_tokens or 0 for request in answered)
     chunks = sum(len(request.chunks) for request in answered)
-    prompt = sum(
-        request.prompt_wanted if request.prompt_tokens is None else request.prompt_tokens for request in answered
-    )
+    prompt = sum(request.prompt for request in answered)
     summaries = {name: Summary.of(values) for name, values in figures(run.measured).items()}
     return {
         "url": run.url,
         "model": run.model,
-        "load": {
-            "rate": run.load.rate,
-            "concurrency": run.load.concurrency,
-            "requests": run.load.requests,
-            "duration_s": run.load.duration_s,
-            "seed": run.load.seed,
-        },
+        "load": asdict(run.load),
         "lengths": {"name": run.lengths.name, "source": run.lengths.source, "capped": run.lengths.capped},
         "refused": list(run.refused),
         "sent": len(run.measured),
@@ -86,28 +79,21 @@ def _goodput(run: Serving) -> dict[str, Any]:
     }
 
 
-def error_messages(measured: Sequence[Measured]) -> dict[str, str]:
-    """Returns the first message of each kind of error."""
-    messages: dict[str, str] = {}
-    for request in measured:
-        if request.error is not None:
-            messages.setdefault(request.error, request.what)
-    return messages
+def load_text(load: dict[str, Any]) -> str:
+    """Returns the kind of a load."""
+    closed = load["rate"] is None
+    return f"{load['concurrency']} concurrent requests" if closed else f"Poisson arrivals, {load['rate']:g}/s"
 
 
 def serving_text(data: dict[str, Any]) -> str:
     """Formats ``serving_data`` as text with a table."""
     load, client, goodput = data["load"], data["client"], data["goodput"]
-    loop = (
-        f"{load['concurrency']} concurrent requests"
-        if load["rate"] is None
-        else f"Poisson arrivals, {load['rate']:g}/s, seed {load['seed']}"
-    )
+    seed = "" if load["rate"] is None else f", seed {load['seed']}"
     failed = data["sent"] - data["ok"]
     counts = ", ".join(f"{kind}: {count}" for kind, count in data["errors"].items())
     lines = [
         ("model", f"{data['model']} at {data['url']}"),
-        ("load", f"{loop}; lengths {data['lengths']['name']}"),
+        ("load", f"{load_text(load)}{seed}; lengths {data['lengths']['name']}"),
         ("requests", f"{data['ok']} answered, {failed} failed{f' ({counts})' if counts else ''}"),
         ("time", f"{data['duration_s']:.1f} s, {data['requests_per_s']:.2f} requests/s"),
         ("output", f"{data['output_tokens_per_s']:.1f} tokens/s ({data['output_tokens']} tokens)"),
@@ -147,39 +133,31 @@ def remarks(data: dict[str, Any], client: dict[str, Any]) -> list[str]:
 
 def latency_text(sweep: Sweep) -> str:
     """Formats the times to reach the length and to the first token."""
-    title = f"{sweep.model} at {sweep.url}, median of {sweep.rounds}"
-    header = _header(sweep)
-    reach = [(str(batch), *(_seconds(cell.latency_s) for cell in sweep.of(batch))) for batch in sweep.batches]
-    first = [(str(batch), *(_seconds(cell.ttft_s, 3) for cell in sweep.of(batch))) for batch in sweep.batches]
-    parts = [
-        title,
-        f"Time to reach {sweep.length} tokens:",
-        columns(header, reach),
-        "Time to the first token (prefill):",
-        columns(header, first),
-    ]
-    return "\n\n".join([*parts, *_notes(sweep)])
+    tables = {
+        f"Time to reach {sweep.length} tokens:": lambda cell: _number(cell.latency_s, ".2f", " s"),
+        "Time to the first token (prefill):": lambda cell: _number(cell.ttft_s, ".3f", " s"),
+    }
+    return _sweep_text(sweep, tables)
 
 
 def throughput_text(sweep: Sweep) -> str:
     """Formats output tokens/s and the figure as the optimum-neuron page defines it."""
-    title = f"{sweep.model} at {sweep.url}, median of {sweep.rounds}"
-    header = _header(sweep)
-    ours = [(str(batch), *(_rate(cell.throughput) for cell in sweep.of(batch))) for batch in sweep.batches]
-    page = [(str(batch), *(_rate(cell.page_throughput) for cell in sweep.of(batch))) for batch in sweep.batches]
-    parts = [
-        title,
-        f"Output tokens/s until {sweep.length} tokens are reached:",
-        columns(header, ours),
-        "As the optimum-neuron page counts, with prompt tokens (not comparable with the above):",
-        columns(header, page),
-    ]
+    page = "As the optimum-neuron page counts, with prompt tokens (not comparable with the above):"
+    tables = {
+        f"Output tokens/s until {sweep.length} tokens are reached:": lambda cell: _number(cell.throughput, ".1f"),
+        page: lambda cell: _number(cell.page_throughput, ".1f"),
+    }
+    return _sweep_text(sweep, tables)
+
+
+def _sweep_text(sweep: Sweep, tables: Mapping[str, Callable[[Cell], str]]) -> str:
+    """Returns tables with a row for each batch size; ``tables`` has the cell text of each, by title."""
+    parts = [f"{sweep.model} at {sweep.url}, median of {sweep.rounds}"]
+    header = ["BATCH", *(f"{cell.share} % ({cell.prompt} tokens)" for cell in sweep.of(sweep.batches[0]))]
+    for title, text in tables.items():
+        rows = [[str(batch), *map(text, sweep.of(batch))] for batch in sweep.batches]
+        parts += [title, columns(header, rows)]
     return "\n\n".join([*parts, *_notes(sweep)])
-
-
-def _header(sweep: Sweep) -> tuple[str, ...]:
-    first = sweep.of(sweep.batches[0])
-    return ("BATCH", *(f"{cell.share} % ({cell.prompt} tokens)" for cell in first))
 
 
 def _notes(sweep: Sweep) -> list[str]:
@@ -194,7 +172,7 @@ def _cell_notes(cell: Cell) -> list[str]:
     if cell.errors:
         failed = ", ".join(f"{kind}: {count}" for kind, count in cell.errors.items())
         lines.append(f"{where}: {len(cell.rounds) - len(cell.good)} of {len(cell.rounds)} rounds failed ({failed})")
-        lines += [f"  {kind}: {words}" for kind, words in error_messages(_all(cell)).items() if words]
+        lines += [f"  {kind}: {words}" for kind, words in error_messages(cell.measured).items() if words]
     if cell.output_tokens is not None and cell.output_tokens != cell.output:
         lines.append(f"{where}: {cell.output_tokens:g} of the {cell.output} requested tokens were generated")
     if cell.prompt_tokens is not None and cell.prompt_tokens != cell.prompt:
@@ -202,13 +180,5 @@ def _cell_notes(cell: Cell) -> list[str]:
     return lines
 
 
-def _all(cell: Cell) -> list[Measured]:
-    return [request for run in cell.rounds for request in run.measured]
-
-
-def _seconds(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f} s"
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _number(value: float | None, spec: str, unit: str = "") -> str:
+    return "-" if value is None else format(value, spec) + unit

@@ -24,8 +24,3 @@ class EventReader:
             elif line.startswith(b"data:"):
                 self._data.append(line[6:] if line.startswith(b"data: ") else line[5:])
         return events
-
-    @property
-    def whole(self) -> bool:
-        """Whether there is no incomplete event."""
-        return not self._data and not self._rest

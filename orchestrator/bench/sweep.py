@@ -27,13 +27,7 @@ class Round:
 
     @property
     def prompt_tokens(self) -> int:
-        """The server's count; the requested number without one."""
-        counted = (
-            request.prompt_wanted if request.prompt_tokens is None else request.prompt_tokens
-            for request in self.measured
-            if request.ok
-        )
-        return sum(counted)
+        return sum(request.prompt for request in self.measured if request.ok)
 
     @property
     def ok(self) -> bool:
@@ -62,9 +56,8 @@ class Cell:
     @property
     def ttft_s(self) -> float | None:
         """The median over the requests of a batch; for a batch of one this is the prefill time."""
-        return _median(
-            [ttft_s for run in self.good for request in run.measured if (ttft_s := request.ttft_s) is not None]
-        )
+        times = [request.ttft_s for run in self.good for request in run.measured]
+        return _median([ttft_s for ttft_s in times if ttft_s is not None])
 
     @property
     def output_tokens(self) -> float | None:
@@ -88,7 +81,11 @@ class Cell:
 
     @property
     def errors(self) -> dict[str, int]:
-        return kinds([request for run in self.rounds for request in run.measured])
+        return kinds(self.measured)
+
+    @property
+    def measured(self) -> list[Measured]:
+        return [request for run in self.rounds for request in run.measured]
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -125,14 +122,7 @@ class Sweep:
         return tuple(dict.fromkeys(cell.batch for cell in self.cells))
 
     def as_dict(self) -> dict[str, object]:
-        return {
-            "url": self.url,
-            "model": self.model,
-            "length": self.length,
-            "rounds": self.rounds,
-            "refused": list(self.refused),
-            "cells": [cell.as_dict() for cell in self.cells],
-        }
+        return {**vars(self), "refused": list(self.refused), "cells": [cell.as_dict() for cell in self.cells]}
 
 
 async def sweep(target: Target, length: int, batches: Sequence[int], rounds: int, say: Callable[[str], None]) -> Sweep:
