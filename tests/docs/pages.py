@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-
 from orchestrator.cli import main as cli
 from orchestrator.revisions.spec_file import SpecFile, examine
 from placements.planner.plan import plan
