@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 import msgspec
+import typer
 
 import orchestrator
 from orchestrator.cli.app import FAILED, FormatOption, app
