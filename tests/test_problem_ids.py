@@ -24,9 +24,7 @@ from tests.orchestrator.fakefleet import LiveAdmin
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.engines.cpu.engine import CpuEngine
 from workers.engines.open_engine import open_engine
-from workers.host.core_claims import CoresTaken
 from workers.messages.engine_protocol import EngineLoadError
-from workers.messages.status import Phase, ReplicaStatus
 from workers.serving.replica import NEURON_MODULES, Replica, check_environment
 
 SPEC = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
@@ -208,28 +206,6 @@ def test_an_environment_that_is_not_the_planned_one_is_told(monkeypatch: pytest.
     assert load_error(lambda: check_environment({"NEURON_RT_VISIBLE_CORES": "8-15"})) == "environment-differs"
     monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace())
     assert load_error(lambda: check_environment({})) == "environment-late"
-
-
-@pytest.mark.parametrize(
-    ("error", "id"),
-    [
-        (CoresTaken([0, 1], {1: 99}), "cores-taken"),
-        (ZeroDivisionError("of nobody's making"), "load-failed"),
-        (EngineLoadError("probe-failed", "no answer"), "probe-failed"),
-    ],
-)
-def test_a_load_that_ends_badly_leaves_its_failure_in_the_status(
-    error: Exception, id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process lives on until somebody has read it."""
-    replica = Replica.__new__(Replica)
-    replica._config = SimpleNamespace(log="m-0.log")  # type: ignore[assignment]
-    replica._status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=1, started=0.0)
-    failures: list[Any] = []
-    monkeypatch.setattr(replica, "_load", raising(error))
-    monkeypatch.setattr(replica, "_fail", failures.append)
-    replica._live()
-    assert [failure.id for failure in failures] == [id]
 
 
 def test_a_first_generation_that_fails_is_told() -> None:

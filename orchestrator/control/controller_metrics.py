@@ -10,7 +10,7 @@ from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
 from workers.messages.metric_family import Histogram, MetricFamily, Point, by_label, gauge
 from workers.messages.status import ReplicaStatus
-from workers.serving.replica_metrics import METRICS, Kind
+from workers.serving.replica_metrics import METRICS
 
 LOAD_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0, 3600.0, 7200.0)
 ROUND_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -220,11 +220,10 @@ def _replicas(views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFa
 def engine_families(heard: Mapping[tuple[str, str], ReplicaStatus]) -> Iterable[MetricFamily]:
     """Returns the counters of each replica, by model and number, from its last report: at most some seconds old."""
     for metric in METRICS:
-        counter = metric.kind is Kind.COUNTER
         points = tuple(Point(key, float(metric.of(status))) for key, status in heard.items())
         yield MetricFamily(
-            name=metric.name.removesuffix("_total") if counter else metric.name,
-            kind="counter" if counter else "gauge",
+            name=metric.name.removesuffix("_total"),
+            kind="counter" if metric.is_counter else "gauge",
             help=metric.description,
             labels=OF_A_REPLICA,
             points=points,

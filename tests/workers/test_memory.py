@@ -1,4 +1,4 @@
-"""Want of memory is a fault of its own, whoever says it and however: with numbers and a remedy."""
+"""A failed allocation is recognized in any error, and described with numbers and a remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.messages.engine_protocol import EngineLoadError
-from workers.serving.replica import failure_of
 
 TORCH = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -35,7 +34,7 @@ OTHERS: list[Exception] = [
     EngineLoadError("weights-broken", "model.safetensors cannot be read"),
 ]
 
-# Loads the model at argv[1] with as little memory to spare as argv[3] says. Its imports and first load are done before.
+# Loads the model at argv[1] with argv[3] bytes of memory to spare, after its imports and a first load.
 LIMITED = """
 import json, resource, sys
 import psutil, torch
@@ -58,8 +57,8 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("error", REFUSALS, ids=repr)
-def test_a_refusal_is_known_whatever_says_it(error: Exception) -> None:
-    """Also as the cause of another error, and as what was being handled when another came."""
+def test_a_failed_allocation_is_recognized(error: Exception) -> None:
+    """Also as the cause or the context of another error."""
     outer = EngineLoadError("weights-mismatch", "it cannot be loaded")
     outer.__cause__ = error
     during = ValueError("the cleanup failed")
@@ -68,28 +67,19 @@ def test_a_refusal_is_known_whatever_says_it(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=repr)
-def test_other_errors_are_none(error: Exception) -> None:
-    """They keep the id that they had."""
+def test_other_errors_are_not_failed_allocations(error: Exception) -> None:
+    """They keep their id."""
     assert not is_out_of_memory(error)
 
 
-def test_the_text_has_the_numbers() -> None:
-    """What was asked for, what the machine has, what the process holds."""
-    told = out_of_memory(RuntimeError(TORCH), "a step")
+def test_the_error_has_the_numbers() -> None:
+    """The requested size, the machine's memory, and the memory of the process."""
+    error = out_of_memory(RuntimeError(TORCH), "a step")
     size = r"[\d.]+ [KMGT]iB"
-    assert told.id == "out-of-memory"
-    assert "32.00 GiB were requested" in told.what
-    assert re.search(rf"{size} of the machine's {size} are available, this process uses {size}", told.what)
-    assert all(word in told.hint for word in ("max_batch", "max_len", "dtype", "replicas"))
-
-
-def test_a_step_that_fails_for_want_of_memory_says_so() -> None:
-    """A replica's failure is out-of-memory then, and else what it was."""
-    failures = [
-        failure_of("engine-failed", error, "a step of the engine", "a.log") for error in (MemoryError(), KeyError(1))
-    ]
-    assert [failure.id for failure in failures] == ["out-of-memory", "engine-failed"]
-    assert "a step of the engine" in failures[0].what
+    assert error.id == "out-of-memory"
+    assert "32.00 GiB were requested" in error.what
+    assert re.search(rf"{size} of the machine's {size} are available, this process uses {size}", error.what)
+    assert all(word in error.hint for word in ("max_batch", "max_len", "dtype", "replicas"))
 
 
 @pytest.mark.slow
@@ -98,25 +88,25 @@ def test_a_step_that_fails_for_want_of_memory_says_so() -> None:
     [(1, 256 * MIB, "loaded"), (1024, 256 * MIB, "out-of-memory"), (1, -256 * MIB, "out-of-memory")],
     ids=["enough", "no room for the KV cache", "no room for anything"],
 )
-def test_under_a_real_limit_a_load_ends_with_the_cause(
+def test_under_a_real_limit_a_load_fails_with_the_cause(
     checkpoint: Callable[[str], Path], slots: int, spare: int, id: str
 ) -> None:
     """RLIMIT_AS in a process of its own: 1024 slots of 512 tokens need 512 MiB of KV cache."""
-    found = run_limited(checkpoint("llama"), slots, spare)
-    assert found[0] == id
+    outcome, what, _ = run_limited(checkpoint("llama"), slots, spare)
+    assert outcome == id
     if id == "out-of-memory":
-        assert f"{slots} slots of 512 tokens in fp32" in found[1]
-        assert "of address space (rlimit)" in found[1]
+        assert f"{slots} slots of 512 tokens in fp32" in what
+        assert "of address space (rlimit)" in what
 
 
 def run_limited(path: Path, slots: int, spare: int) -> list[str]:
     command = [sys.executable, "-c", LIMITED, str(path), str(slots), str(spare), "RLIMIT_AS"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
-    found: list[str] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    outcome: list[str] = json.loads(result.stdout.splitlines()[-1])
+    return outcome
 
 
-def test_no_limit_is_left_in_this_process() -> None:
-    """The limited loads run elsewhere."""
+def test_the_limit_does_not_apply_to_this_process() -> None:
+    """Limited loads run in a process of their own."""
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY

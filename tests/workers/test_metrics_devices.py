@@ -1,4 +1,4 @@
-"""What neuron-monitor measures reaches /metrics under the names of AWS's own exporter, while the tool runs once."""
+"""Metrics of neuron-monitor, under the names of AWS's own exporter; the tool runs once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from workers.messages.metric_family import MetricFamily
 SAMPLE = Path(__file__).parent / "samples" / "neuron-monitor-inf2.48xlarge.jsonl"
 LINE = SAMPLE.read_text().splitlines()[1]
 DEADLINE_S = 20.0
-# A tool that says once on which line it is, and then waits for its end.
+# A tool that records its pid, writes one line, and waits to be killed.
 TOOL = """#!/bin/sh
 echo $$ >> {pids}
 cat {line}
@@ -40,7 +41,8 @@ def values(families: list[MetricFamily], name: str) -> dict[tuple[str, ...], flo
     return {tuple(point.labels[i] for i in own): point.value for point in family.points}
 
 
-def told(*samples: MonitorSample) -> list[MetricFamily]:
+def recorded(*samples: MonitorSample) -> list[MetricFamily]:
+    """The families after these lines."""
     sums = Sums()
     for sample in samples:
         sums.add(sample)
@@ -73,7 +75,7 @@ def is_gone(pid: int) -> bool:
 
 def test_the_names_and_labels_are_those_of_the_exporter_of_aws() -> None:
     """Utilization as a ratio by core and runtime, memory by location and class, in bytes."""
-    families = told(parse_neuron_monitor(LINE))
+    families = recorded(parse_neuron_monitor(LINE))
 
     assert values(families, "neuroncore_utilization_ratio")[("llama-0", "0")] == pytest.approx(0.4201)
     assert values(families, "neuroncore_memory_usage_constants")[("llama-0", "None", "0")] == 193_986_816
@@ -83,71 +85,65 @@ def test_the_names_and_labels_are_those_of_the_exporter_of_aws() -> None:
     assert values(families, "neuron_hardware_info") == {("12", "2"): 1}
 
 
-def test_every_series_says_which_instance_it_is_of() -> None:
-    """With the labels of the exporter; what is not told is empty."""
-    for family in told(parse_neuron_monitor(LINE)):
+def test_every_series_has_the_labels_of_its_instance() -> None:
+    """As in the exporter, unknown labels are empty."""
+    for family in recorded(parse_neuron_monitor(LINE)):
         assert family.labels[:2] == ("instance_type", "instance_id")
         assert all(point.labels[0] == "inf2.48xlarge" for point in family.points)
 
 
 def test_counts_of_periods_add_up() -> None:
-    """The tool tells what came since its last line; the counter is all of it."""
+    """The tool counts from its previous line; the metrics count from its start."""
     sample = parse_neuron_monitor(LINE)
 
-    assert values(told(sample, sample, sample), "execution_errors")[("llama-0", "hardware")] == 3
-    assert values(told(sample, sample), "execution_status")[("llama-0", "timed_out")] == 4
+    assert values(recorded(sample, sample, sample), "execution_errors")[("llama-0", "hardware")] == 3
+    assert values(recorded(sample, sample), "execution_status")[("llama-0", "timed_out")] == 4
 
 
 def test_a_process_that_is_gone_leaves_no_series() -> None:
-    """Its tag may be a pid: they would grow without end."""
+    """Its tag may be a pid, so that series would accumulate."""
     without: Any = json.loads(LINE)
     del without["neuron_runtime_data"][0]
-    families = told(parse_neuron_monitor(LINE), parse_neuron_monitor(json.dumps(without)))
+    families = recorded(parse_neuron_monitor(LINE), parse_neuron_monitor(json.dumps(without)))
 
     assert {key[0] for key in values(families, "execution_errors")} == {"4202"}
 
 
-def test_what_is_not_told_is_not_invented() -> None:
-    """Of a line without anything there is no series at all."""
-    assert [point for family in told(parse_neuron_monitor("{}")) for point in family.points] == []
+def test_an_empty_line_has_no_series() -> None:
+    """Missing values are not reported as zero."""
+    assert [point for family in recorded(parse_neuron_monitor("{}")) for point in family.points] == []
 
 
-def test_latency_is_told_by_percentile() -> None:
-    """Where something was executed."""
+def test_latency_has_a_series_for_each_percentile() -> None:
     line: Any = json.loads(LINE)
     stats = line["neuron_runtime_data"][0]["report"]["execution_stats"]
     stats["latency_stats"] = {"total_latency": {"p50": 0.01, "p99": 0.02}, "device_latency": None}
 
-    latency = values(told(parse_neuron_monitor(json.dumps(line))), "execution_latency_seconds")
+    latency = values(recorded(parse_neuron_monitor(json.dumps(line))), "execution_latency_seconds")
     assert latency == {("llama-0", "p50"): 0.01, ("llama-0", "p99"): 0.02}
 
 
-def test_the_tool_runs_once_however_often_it_is_asked(tmp_path: Path) -> None:
-    """And it is not started before the first question."""
+def test_the_tool_is_started_once_by_the_first_call(tmp_path: Path) -> None:
+    """Later calls return its latest line."""
     monitor = DeviceMonitor(build_host(tmp_path))
     assert pids(tmp_path) == []
     try:
-        monitor.families()
-        assert monitor.wait_for_sample(DEADLINE_S)
-        first, second = monitor.families(), monitor.families()
-
-        assert first == second != []
+        until(monitor.families, DEADLINE_S, "a line has arrived")
+        assert monitor.families() == monitor.families() != []
         assert len(pids(tmp_path)) == 1
     finally:
         monitor.close()
     until(lambda: is_gone(pids(tmp_path)[0]), DEADLINE_S, "the tool has ended")
 
 
-def test_the_made_machine_is_measured_as_a_real_one(tmp_path: Path) -> None:
-    """By the tool where AWS installs it, below the root of the host."""
+def test_the_tool_below_the_root_of_the_host_is_used(tmp_path: Path) -> None:
+    """In a container with the host mounted."""
     machine = build_machine(tmp_path)
     monitor = DeviceMonitor(
         Places(machine.root / "sys", machine.root / "dev", str(machine.root / "opt/aws/neuron/bin"))
     )
     try:
-        monitor.families()
-        assert monitor.wait_for_sample(DEADLINE_S)
-        families = monitor.families()
+        families = until(monitor.families, DEADLINE_S, "a line has arrived")
     finally:
         monitor.close()
     assert values(families, "neuron_hardware_info") == {("12", "2"): 1}
@@ -155,17 +151,23 @@ def test_the_made_machine_is_measured_as_a_real_one(tmp_path: Path) -> None:
     assert len(values(families, "hardware_ecc_events")) == 12 * 4
 
 
-def test_a_host_without_the_tool_or_without_devices_measures_nothing(tmp_path: Path) -> None:
-    """No numbers, no process and no error."""
+@pytest.mark.parametrize("missing", ["dev/neuron0", "bin/neuron-monitor"])
+def test_a_host_without_devices_or_the_tool_has_no_metrics(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that would read the tool ends."""
     places = build_host(tmp_path)
-    (tmp_path / "dev/neuron0").unlink()
+    (tmp_path / missing).unlink()
+    monkeypatch.setenv("PATH", "")
     monitor = DeviceMonitor(places)
 
-    assert (monitor.families(), monitor.wait_for_sample(0.2), pids(tmp_path)) == ([], False, [])
+    assert monitor.families() == []
+    until(lambda: not any(t.name == "neuron-monitor" for t in threading.enumerate()), DEADLINE_S, "it has ended")
+    assert (monitor.families(), pids(tmp_path)) == ([], [])
 
 
 def test_the_tool_dies_with_the_process_that_runs_it(tmp_path: Path) -> None:
-    """Even when that one is killed and can say nothing more."""
+    """Also if that process is killed."""
     build_host(tmp_path)
     program = (
         "import sys, time; from pathlib import Path; from workers.host.device_metrics import DeviceMonitor; "
@@ -180,7 +182,7 @@ def test_the_tool_dies_with_the_process_that_runs_it(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     try:
-        until(lambda: is_gone(pid), DEADLINE_S, "the tool has ended too")
+        until(lambda: is_gone(pid), DEADLINE_S, "the tool has ended")
     finally:
         if not is_gone(pid):
             os.kill(pid, signal.SIGKILL)

@@ -44,7 +44,6 @@ class DeviceMonitor:
         self._process: subprocess.Popen[bytes] | None = None
         self._sample: tuple[float, MonitorSample] | None = None
         self._sums = Sums()
-        self._arrived = threading.Condition(self._lock)
 
     def families(self) -> list[MetricFamily]:
         """Returns the families of the latest line; none before the first line, without the tool, or if it is stale."""
@@ -55,11 +54,6 @@ class DeviceMonitor:
             if self._sample is None or time.monotonic() - self._sample[0] > STALE_S:
                 return []
             return device_families(self._sample[1], self._sums)
-
-    def wait_for_sample(self, deadline_s: float) -> bool:
-        """Returns whether a line has arrived within the deadline."""
-        with self._arrived:
-            return self._arrived.wait_for(lambda: self._sample is not None, deadline_s)
 
     def close(self) -> None:
         """Ends the tool for good."""
@@ -103,10 +97,9 @@ class DeviceMonitor:
         assert process.stdout is not None
         for line in _lines(process.stdout):
             sample = parse_neuron_monitor(line)
-            with self._arrived:
+            with self._lock:
                 self._sums.add(sample)
                 self._sample = time.monotonic(), sample
-                self._arrived.notify_all()
         _end(process)
         with self._lock:
             if not self._closed:
@@ -218,8 +211,8 @@ def _families(sample: MonitorSample, sums: Sums) -> Iterable[MetricFamily]:
         ],
     )
     for name, value in (("total", sample.memory_total_bytes), ("used", sample.memory_used_bytes)):
-        told = [] if value is None else [((), value)]
-        yield family(f"system_memory_{name}_bytes", "gauge", f"System memory {name}_bytes bytes", (), told)
+        values: list[tuple[tuple[str, ...], float]] = [] if value is None else [((), value)]
+        yield family(f"system_memory_{name}_bytes", "gauge", f"System memory {name}_bytes bytes", (), values)
     if sample.device_count is not None:
         counts = (str(sample.device_count), str(sample.cores_per_device or ""))
         labels = ("neuron_device_count", "neuroncore_per_device_count")

@@ -176,7 +176,9 @@ class Endings:
             while (status := _exit_status(pidfd)) is None and time.monotonic() < deadline:
                 time.sleep(LOOK_S)
         if status is not None and os.WIFSIGNALED(status):
-            return f"was killed by {_signal_name(os.WTERMSIG(status))}"
+            number = os.WTERMSIG(status)
+            known = number in set(signal.Signals)  # others are real-time signals
+            return f"was killed by {signal.Signals(number).name if known else f'signal {number}'}"
         named = [match[1] for line in last_words(log) if (match := _SIGNAL.match(line))]
         if named:
             return f"was killed by {named[-1]}"
@@ -193,13 +195,6 @@ def _exit_status(pidfd: int) -> int | None:
         return None
     mask, status = struct.unpack_from("=Q", buffer, 0)[0], struct.unpack_from("=i", buffer, 60)[0]
     return int(status) if mask & _PIDFD_INFO_EXIT else None
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"  # a real-time signal
 
 
 def log_sigterm() -> None:
@@ -228,28 +223,24 @@ def _write(descriptor: int, line: str) -> None:
 
 def last_words(path: Path) -> list[str]:
     """Returns the lines that a replica has logged since it started or was ready, at most 400 lines and 64 KiB."""
-    try:
-        lines = _end_of(path).splitlines()
-    except FileNotFoundError:
-        return []
+    lines = _end_of(path)
     start = max((i for i, line in enumerate(lines) if line.startswith(START_MARK)), default=-1)
     return lines[start + 1 :][-LAST_WORDS:]
 
 
-def _end_of(path: Path) -> str:
-    with path.open("rb") as log:
-        log.seek(0, os.SEEK_END)
-        log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
-        return log.read().decode(errors="replace")
+def _end_of(path: Path) -> list[str]:
+    """Returns the lines of the last 64 KiB of a log; empty if there is no log."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def log_tail(path: Path, lines: int) -> list[str]:
     """Returns the last ``lines`` lines of a log, from its last 64 KiB. Empty if there is no log."""
-    try:
-        text = _end_of(path)
-    except FileNotFoundError:
-        return []
-    return [line for line in text.splitlines() if line.strip() and not line.startswith(HIDDEN)][-lines:]
+    return [line for line in _end_of(path) if line.strip() and not line.startswith(HIDDEN)][-lines:]
 
 
 def log_part(path: Path, offset: int | None, most: int, lines: int) -> tuple[str, int]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from placements.facts import engines
+from workers.host.facts.tools import end_group
 from workers.messages.status import Failure
 
 PROBE_S = 10.0  # an interpreter on a network disk may take seconds; below the deadline of a call to a host
@@ -124,13 +123,7 @@ def probe(python: str, timeout_s: float = PROBE_S) -> Interpreter:
     except subprocess.TimeoutExpired:
         return Interpreter(python=python, trouble="hangs", error=f"{python} did not answer within {timeout_s:g} s")
     finally:
-        if process.poll() is None:
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
+        end_group(process)
     with contextlib.suppress(ValueError, IndexError, msgspec.ValidationError):
         if process.returncode == 0:
             return msgspec.convert({**json.loads(output.splitlines()[-1]), "python": python}, Interpreter)

@@ -17,16 +17,13 @@ import msgspec
 
 from workers.batching.batcher import Batcher
 from workers.engines.open_engine import open_engine
-from workers.host import host_facts
-from workers.host.core_claims import CoreClaim, CoresTaken
+from workers.host.core_claims import CoreClaim
 from workers.host.json_process import answering
-from workers.host.memory_limits import is_out_of_memory, out_of_memory
-from workers.host.neuron_faults import VAGUE, fault_of
 from workers.host.process_tree import end_with
-from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure
+from workers.serving.failures import failure_of
 from workers.text.tokenizer import ChatTemplateError, NoChatTemplate, TemplateInput, Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -83,22 +80,10 @@ def run(job: Job, send: Send) -> None:
         activity, id = "a step of the engine", "engine-failed"
         request = _request(job, tokenizer, engine.spec.max_len)
         send(_answer(engine, tokenizer, request, send))
-    except EngineLoadError as error:
-        failure = Failure(error.id, error.what, error.hint)
-        send(Trouble(_explained(failure, error, config.log) if error.id in VAGUE else failure))
-    except CoresTaken as error:
-        hint = "a running fleet may hold them; corewright unload MODEL frees those of a model"
-        send(Trouble(Failure("cores-taken", f"{error} (held: {error.held})", hint)))
     except _Refused as error:
         send(Trouble(Failure("generate-refused", str(error), "see `corewright generate --help`")))
-    except Exception as error:
-        log.exception("%s failed", activity)
-        if is_out_of_memory(error):
-            shortage = out_of_memory(error, activity)
-            send(Trouble(Failure(shortage.id, shortage.what, shortage.hint)))
-        else:
-            failure = Failure(id, f"{type(error).__name__}: {error}", f"the log is {config.log}")
-            send(Trouble(_explained(failure, error, config.log)))
+    except Exception as error:  # noqa: BLE001 - it is sent as the failure
+        send(Trouble(failure_of(id, error, activity, config)))
     finally:
         if engine is not None:
             engine.close()
@@ -108,11 +93,6 @@ def run(job: Job, send: Send) -> None:
 
 class _Refused(Exception):
     """The model does not support the prompt or the sampling parameters."""
-
-
-def _explained(failure: Failure, error: Exception, log_file: str) -> Failure:
-    """Returns the failure in the Neuron runtime's terms, where the log or the exception has them."""
-    return fault_of(error, host_facts.last_words(Path(log_file))) or failure
 
 
 def _request(job: Job, tokenizer: Tokenizer, max_len: int) -> GenerateRequest:

@@ -22,28 +22,25 @@ import ray
 from ray.util.metrics import Counter, Gauge
 
 import workers
-from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
 from workers.batching.batcher import Batcher
 from workers.engines.open_engine import open_engine
 from workers.host import host_facts, private_file
-from workers.host.core_claims import CoreClaim, CoresTaken
-from workers.host.facts.reading import who_holds
-from workers.host.memory_limits import is_out_of_memory, out_of_memory
-from workers.host.neuron_faults import VAGUE, after_serving, fault_of
+from workers.host.core_claims import CoreClaim
+from workers.host.neuron_faults import after_serving
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import NEVER_SET, ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
+from workers.messages.status import Failure, Phase, ReplicaStatus
 from workers.messages.wire import Welcome
 from workers.neff_cache import compiled_artifacts
 from workers.serving.dataplane import DataPlane
-from workers.serving.replica_metrics import REFRESH_S, TAGS, Kind, Metric, Sink, StepMetrics
+from workers.serving.failures import failure_of
+from workers.serving.replica_metrics import REFRESH_S, TAGS, Metric, Sink, StepMetrics
 from workers.serving.spans import ReplicaTracing, open_sink
 from workers.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from workers.host.facts.machine import Owner
     from workers.messages.engine_protocol import GenerateEngine
 
 log = logging.getLogger(__name__)
@@ -152,16 +149,8 @@ class Replica:
     def _live(self) -> None:
         try:
             self._load()
-        except EngineLoadError as error:
-            reaction = Reaction.STOP if error.id == "engine-not-installed" else Reaction.RETRY
-            self._fail(self._explained(Failure(error.id, error.what, error.hint, reaction), error))
-        except SourceError as error:
-            self._fail(Failure(error.id, error.what, error.hint))
-        except CoresTaken as error:
-            self._fail(Failure("cores-taken", f"{error} (held: {error.held})", "end the process that holds the cores"))
-        except Exception as error:
-            log.exception("the load failed")
-            self._fail(self._explained(failure_of("load-failed", error, "the load", self._config.log), error))
+        except Exception as error:  # noqa: BLE001 - it becomes the replica's failure
+            self._fail(failure_of("load-failed", error, "the load", self._config))
 
     def _load(self) -> None:
         config = self._config
@@ -240,38 +229,21 @@ class Replica:
         threading.Thread(target=_refresh, args=(metrics, batcher), name="metrics", daemon=True).start()
         try:
             batcher.run(after_step=lambda: metrics.record(batcher.stats))
-        except Exception as error:
-            log.exception("an engine step failed")
-            failure = failure_of("engine-failed", error, "a step of the engine", self._config.log)
-            self._fail(self._explained(failure, error))
-
-    def _explained(self, failure: Failure, error: Exception) -> Failure:
-        """Returns a vague failure in the runtime's own terms, where they are known; other failures unchanged."""
-        if failure.id not in VAGUE:
-            return failure
-        fault = fault_of(error, host_facts.last_words(Path(self._config.log)))
-        if fault is None:
-            return failure
-        if fault.id == "cores-taken":
-            owners = [f"nc{core} by pid {pid} ({command})" for core, (pid, command) in self._owners().items()]
-            fault = msgspec.structs.replace(
-                fault, what=f"{fault.what}; held: {', '.join(owners) or 'by no process now'}"
-            )
-        return after_serving(fault) if self._status.phase in (Phase.READY, Phase.DRAINING) else fault
-
-    def _owners(self) -> dict[int, Owner]:
-        return who_holds(self._config.cores)
+        except Exception as error:  # noqa: BLE001 - it becomes the replica's failure
+            self._fail(failure_of("engine-failed", error, "a step of the engine", self._config))
 
     def _open_sink(self, metric: Metric) -> Sink:
-        kind, tags = (Gauge if metric.kind is Kind.GAUGE else Counter), (self._config.model, str(self._config.replica))
-        instrument = kind(metric.name, metric.description, TAGS).set_default_tags(dict(zip(TAGS, tags, strict=True)))
-        return cast(Sink, instrument.set if metric.kind is Kind.GAUGE else instrument.inc)
+        tags = dict(zip(TAGS, (self._config.model, str(self._config.replica)), strict=True))
+        if metric.is_counter:
+            return cast(Sink, Counter(metric.name, metric.description, TAGS).set_default_tags(tags).inc)
+        return cast(Sink, Gauge(metric.name, metric.description, TAGS).set_default_tags(tags).set)
 
     def _fail(self, failure: Failure) -> None:
         log.error("%s: %s", failure.id, failure.what)
         if self._status.phase is Phase.FAILED:
             return  # the first cause counts
-        self._set(Phase.FAILED, failure=failure)
+        has_served = self._status.phase in (Phase.READY, Phase.DRAINING)
+        self._set(Phase.FAILED, failure=after_serving(failure) if has_served else failure)
 
     def _set(self, phase: Phase, **changes: object) -> None:
         with self._changed:
@@ -284,14 +256,6 @@ def _refresh(metrics: StepMetrics, batcher: Batcher) -> None:
     while True:
         metrics.record(batcher.stats)
         time.sleep(REFRESH_S)
-
-
-def failure_of(id: str, error: Exception, activity: str, log_file: str) -> Failure:
-    """Returns the failure ``id`` for an unexpected exception, or ``out-of-memory`` where that is the cause."""
-    if is_out_of_memory(error):
-        shortage = out_of_memory(error, activity)
-        return Failure(shortage.id, shortage.what, shortage.hint)
-    return Failure(id, f"{type(error).__name__}: {error}", f"the log is {log_file}")
 
 
 def check_environment(expected: dict[str, str]) -> None:

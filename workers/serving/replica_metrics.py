@@ -8,11 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from operator import attrgetter
 
 from workers.batching.batcher_stats import BatcherStats
 from workers.host.task_boundary import task_boundary
-from workers.messages.status import ReplicaStatus
 
 log = logging.getLogger(__name__)
 
@@ -20,58 +19,39 @@ TAGS = ("model", "replica")
 REFRESH_S = 5.0  # Ray 2.60 exports every 10 s and then forgets gauge values: an idle replica would vanish
 
 
-class Kind(Enum):
-    """How a metric is set: a gauge to its value, a counter by its increase."""
-
-    GAUGE = "gauge"
-    COUNTER = "counter"
-
-
 @dataclass(frozen=True)
 class Metric:
     """One number of a replica. Ray exports it as ``ray_<name>``."""
 
     name: str
-    kind: Kind
-    of: Callable[[BatcherStats | ReplicaStatus], int]
+    field: str  # of BatcherStats and ReplicaStatus
     description: str
+
+    @property
+    def is_counter(self) -> bool:
+        """Whether it only grows; by Prometheus' convention for names."""
+        return self.name.endswith("_total")
+
+    @property
+    def of(self) -> Callable[[object], int]:
+        """Returns the function that reads the number."""
+        return attrgetter(self.field)
 
 
 METRICS = (
-    Metric("corewright_slots", Kind.GAUGE, lambda stats: stats.slots, "Requests that can run at once."),
-    Metric("corewright_requests_running", Kind.GAUGE, lambda stats: stats.live, "Requests that own a slot."),
+    Metric("corewright_slots", "slots", "Requests that can run at once."),
+    Metric("corewright_requests_running", "live", "Requests that own a slot."),
+    Metric("corewright_requests_waiting", "waiting", "Accepted requests that wait for a slot."),
+    Metric("corewright_engine_steps_total", "steps", "Prefills and decodes."),
+    Metric("corewright_generation_tokens_total", "tokens", "Tokens produced."),
+    Metric("corewright_spec_decode_num_draft_tokens_total", "drafted", "Tokens guessed by the draft model."),
     Metric(
-        "corewright_requests_waiting",
-        Kind.GAUGE,
-        lambda stats: stats.waiting,
-        "Accepted requests that wait for a slot.",
-    ),
-    Metric("corewright_engine_steps_total", Kind.COUNTER, lambda stats: stats.steps, "Prefills and decodes."),
-    Metric("corewright_generation_tokens_total", Kind.COUNTER, lambda stats: stats.tokens, "Tokens produced."),
-    Metric(
-        "corewright_spec_decode_num_draft_tokens_total",
-        Kind.COUNTER,
-        lambda stats: stats.drafted,
-        "Tokens guessed by the draft model.",
+        "corewright_spec_decode_num_accepted_tokens_total", "accepted", "Guessed tokens that the model agreed with."
     ),
     Metric(
-        "corewright_spec_decode_num_accepted_tokens_total",
-        Kind.COUNTER,
-        lambda stats: stats.accepted,
-        "Guessed tokens that the model agreed with.",
+        "corewright_prefix_cache_queries_total", "prefix_queries", "Prompt tokens looked up in the slots' KV caches."
     ),
-    Metric(
-        "corewright_prefix_cache_queries_total",
-        Kind.COUNTER,
-        lambda stats: stats.prefix_queries,
-        "Prompt tokens looked up in the slots' KV caches.",
-    ),
-    Metric(
-        "corewright_prefix_cache_hits_total",
-        Kind.COUNTER,
-        lambda stats: stats.prefix_hits,
-        "Prompt tokens found there and not processed again.",
-    ),
+    Metric("corewright_prefix_cache_hits_total", "prefix_hits", "Prompt tokens found there and not processed again."),
 )
 
 Sink = Callable[[float], None]
@@ -85,10 +65,10 @@ class StepMetrics:
     """
 
     def __init__(self, open_sink: Callable[[Metric], Sink], clock: Callable[[], float] = time.monotonic) -> None:
-        self._sinks = [(metric, open_sink(metric)) for metric in METRICS]
+        self._sinks = [(metric.of, metric.is_counter, open_sink(metric)) for metric in METRICS]
         self._clock = clock
         self._lock = threading.Lock()  # guards all below
-        self._previous: list[int] = [0 if metric.kind is Kind.COUNTER else -1 for metric in METRICS]
+        self._previous: list[int] = [0 if metric.is_counter else -1 for metric in METRICS]
         self._refreshed_at = -math.inf
         self._broken = False
 
@@ -107,9 +87,9 @@ class StepMetrics:
         refresh = now - self._refreshed_at >= REFRESH_S
         if refresh:
             self._refreshed_at = now
-        for index, (metric, sink) in enumerate(self._sinks):
-            value, previous = metric.of(stats), self._previous[index]
-            if metric.kind is Kind.COUNTER:
+        for index, (read, is_counter, sink) in enumerate(self._sinks):
+            value, previous = read(stats), self._previous[index]
+            if is_counter:
                 if value > previous:  # of two threads, the one with older stats may be last
                     sink(value - previous)
                     self._previous[index] = value

@@ -13,12 +13,15 @@ import random
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from workers.host.task_boundary import task_boundary
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+
+if TYPE_CHECKING:
+    from workers.serving.dataplane import RequestTable
 
 log = logging.getLogger(__name__)
 
@@ -161,14 +164,6 @@ def is_enabled(environ: Mapping[str, str]) -> bool:
     return exporter == "otlp" or (not exporter and any(environ.get(name) for name in ENDPOINTS))
 
 
-class Requests(Protocol):
-    """The batcher's interface to the data plane."""
-
-    def submit(self, request: GenerateRequest) -> None: ...
-
-    def cancel(self, id: str) -> None: ...
-
-
 class _Open(msgspec.Struct):
     """A traced request in this replica."""
 
@@ -183,7 +178,7 @@ class _Open(msgspec.Struct):
 class ReplicaTracing:
     """Wraps a batcher: records the arrival of traced requests and the results of each step."""
 
-    def __init__(self, sink: SpanSink, requests: Requests, *, model: str, replica: int) -> None:
+    def __init__(self, sink: SpanSink, requests: RequestTable, *, model: str, replica: int) -> None:
         self._sink = sink
         self._requests = requests
         self._about = {"gen_ai.response.model": model, "corewright.replica": f"{model}/{replica}"}

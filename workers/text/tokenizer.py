@@ -167,10 +167,7 @@ class ByteTokenizer:
     """A tokenizer where each byte of UTF-8 is a token; one more id is EOS. Thread-safe: it holds no state."""
 
     EOS_ID = 256
-
-    @property
-    def vocab_size(self) -> int:
-        return 257
+    vocab_size = 257
 
     def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
         data = unicode(text).encode()
@@ -244,13 +241,9 @@ class HubTokenizer:
         self._fast = loaded.backend_tokenizer
         self._fast.no_truncation()
         self._fast.no_padding()
-        self._vocab_size = len(loaded)
+        self.vocab_size = len(loaded)
         self._token_bytes = _token_decoder(self._fast)
         self._lengths: TokenLengths | None = token_lengths(self._fast, _byte_of_character())
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
         text = unicode(text)

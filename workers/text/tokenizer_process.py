@@ -84,12 +84,8 @@ class TokenizerProcess:
         self._loader: _Peer | None = None
         self._idle: list[_Peer] = []
         facts = self._load()
-        self._vocab_size: int = facts["vocab_size"]
+        self.vocab_size: int = facts["vocab_size"]
         self._templates: list[str | None] = facts["templates"]
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
         return cast(list[int], self._call("encode", unicode(text), add_special_tokens, most=most))

@@ -53,7 +53,7 @@ def run_tool(argv: Sequence[str], deadline_s: float, enough: Callable[[bytes], b
         stdout, stderr, ended = _read(process, until, enough)
         code = _wait(process, until) if ended else None
     finally:
-        _end(process)
+        end_group(process)
     by_hand = f"; run `{' '.join(argv)}` by hand"
     message = _last_line(stderr) or ("" if code == 0 else _last_line(stdout[-1000:]))
     message = f": {message}" if message else ""
@@ -96,7 +96,8 @@ def _wait(process: subprocess.Popen[bytes], until: float) -> int | None:
         return None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process that leads its own session, with its children, and closes its pipes."""
     if process.poll() is None:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
