@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 import msgspec
@@ -23,7 +22,7 @@ from orchestrator.gateway.generation import CHAT, Generation
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.http_server import Handler, HttpServer
 from orchestrator.gateway.openai import body_reader, errors
-from orchestrator.gateway.openai.openapi import openapi
+from orchestrator.gateway.openai.openapi import ModelCard, ModelList, VersionAnswer, openapi
 from orchestrator.gateway.openai.protocol import Chat, TokenizeChatRequest
 from orchestrator.gateway.openai.tokenize import detokenized, tokenized
 from orchestrator.gateway.request_log import RequestLog
@@ -198,8 +197,7 @@ class Gateway:
         self, exchange: Exchange, queue: ModelQueue, work: Callable[[PromptTokenizer], tuple[bytes, int]]
     ) -> None:
         """Answers with the JSON that ``work`` returns, and charges its tokens to the key."""
-        routes = queue.routes
-        tokenizer = await self._tokenizers.get(routes.engine, routes.source, routes.tokenizer)
+        tokenizer = await self._tokenizers.get(queue.routes)
         body, tokens = await self._generation.on_thread(exchange, queue, lambda: work(tokenizer))
         if exchange.grant is not None:
             exchange.grant.least = tokens
@@ -252,27 +250,20 @@ class Gateway:
         return self.metrics.families(snapshot, vitals)
 
     def version(self, exchange: Exchange) -> None:
-        exchange.respond(200, _encode({"version": corewright_version()}))
+        exchange.respond(200, _encode(VersionAnswer(corewright_version())))
 
     def models(self, exchange: Exchange) -> None:
         allow_inference(exchange.key)
         cards = [self._card(name, queue) for name, queue in self.served.allowed(exchange.key).items()]
-        exchange.respond(200, _encode({"object": "list", "data": cards}))
+        exchange.respond(200, _encode(ModelList("list", cards)))
 
     def model(self, exchange: Exchange) -> None:
         name = unquote(exchange.request.path[len(MODELS) :])
         exchange.respond(200, _encode(self._card(name, self.served.queue(exchange.key, name))))
 
-    def _card(self, name: str, queue: ModelQueue) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "corewright",
-            "root": queue.name,
-            "parent": None if name == queue.name else queue.name,
-            "max_model_len": queue.routes.max_len,
-        }
+    def _card(self, name: str, queue: ModelQueue) -> ModelCard:
+        parent = None if name == queue.name else queue.name
+        return ModelCard(name, "model", self._created, "corewright", queue.name, parent, queue.routes.max_len)
 
     def chat(self, exchange: Exchange) -> Awaitable[None] | None:
         body = body_reader.read_chat(_json_of(exchange))

@@ -69,7 +69,7 @@ class Generation:
         count = prompts * (body.n or 1)
         if count > 1 and count > (room := routes.max_queue + queue.links.slots):  # before that many requests are made
             raise errors.too_many_choices(count, room)
-        tokenizer = self._tokenizers.loaded(routes.engine, routes.source, routes.tokenizer)
+        tokenizer = self._tokenizers.loaded(routes)
         if not isinstance(tokenizer, ByteTokenizer) or len(exchange.request.body) > INLINE_BYTES:
             return self._start_later(exchange, body, queue)
         self._start(exchange, body, queue, prompts_of(body, tokenizer, routes.tool_parser))
@@ -115,7 +115,7 @@ class Generation:
         while True:
             routes = queue.routes
             try:
-                tokenizer = await self._tokenizers.get(routes.engine, routes.source, routes.tokenizer)
+                tokenizer = await self._tokenizers.get(routes)
             except ApiError:
                 if not await queue.other_routes(routes, until - time.monotonic()):
                     raise

@@ -138,14 +138,14 @@ class ServedModels:
                 )
                 self.queues[routes.name] = queue
             if queue.routes is routes or queue.routes.tokenizer != routes.tokenizer:
-                self._tokenizers.fetch(routes.engine, routes.source, routes.tokenizer)
+                self._tokenizers.fetch(routes)
             queue.update(routes)
             if table.stopping:
                 queue.close()
         for name in self.queues.keys() - {routes.name for routes in table.models}:
             self.queues.pop(name).close()
         self._names = {name: queue for queue in self.queues.values() for name in queue.names}
-        self._tokenizers.retain({(routes.engine == "echo", routes.source, routes.tokenizer) for routes in table.models})
+        self._tokenizers.retain(table.models)
 
     def _wake(self, model: str) -> None:
         task = asyncio.get_running_loop().create_task(self._controller.wake(model))

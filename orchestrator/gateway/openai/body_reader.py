@@ -212,7 +212,8 @@ def _explained(text: str, body: bytes) -> ApiError:
     if path in _Large.__struct_fields__ and "got" not in cause:
         value = bytes(getattr(_large_decoder.decode(body), path))[:LONGEST_VALUE]
         cause += f", got {value.decode(errors='replace')}"
-    return invalid(f"{path}: {cause}", param=path.rpartition("[")[0] if path.endswith("]") else path)
+    param = path.partition("[")[0] if path.startswith(("stop", "logit_bias")) else path
+    return invalid(f"{path}: {cause}", param=param)
 
 
 def _check(request: SamplingFields) -> None:

@@ -19,7 +19,7 @@ from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.replica_link_pool import ReplicaLinks
-from orchestrator.gateway.serving.scheduling_parameters import SchedulingParameters
+from orchestrator.gateway.serving.scheduling_parameters import PLAIN, SchedulingParameters
 from orchestrator.gateway.serving.ticket import Sink, Ticket, ticket_for
 from orchestrator.gateway.telemetry.request_spans import TraceHandle
 from orchestrator.scaling.demand_report import Counts, DemandWindow, RoutingDecision
@@ -27,8 +27,6 @@ from workers.messages.credentials import Credentials
 from workers.messages.requests import GenerateRequest
 
 EXPECTED_TOKENS = 256.0  # assumed length of an answer until one has ended
-
-_PLAIN = SchedulingParameters()
 
 
 class ModelQueue:
@@ -86,7 +84,7 @@ class ModelQueue:
         request: GenerateRequest,
         sink: Sink,
         trace: TraceHandle | None = None,
-        terms: SchedulingParameters = _PLAIN,
+        terms: SchedulingParameters = PLAIN,
         x_request_id: str = "",
     ) -> Ticket:
         """Sends a request to a free slot, or queues it. Its prompt was read with the current routes' tokenizer.

@@ -26,7 +26,7 @@ class SchedulingParameters:
     explains: bool = False  # the answer reports its routing decision
 
 
-_PLAIN = SchedulingParameters()
+PLAIN = SchedulingParameters()
 
 
 def read_scheduling_parameters(
@@ -38,7 +38,7 @@ def read_scheduling_parameters(
     session = headers.get(b"x-session-id")
     explain = headers.get(b"x-corewright-explain")
     if key is None and deadline is None and session is None and explain is None and not priority:
-        return _PLAIN
+        return PLAIN
     if key is not None and deadline is None and session is None and explain is None and priority is None:
         return _parameters_of_key(key.id, key.weight, key.priority)
     tenant, weight, least = ("", 1.0, None) if key is None else (key.id, key.weight, key.priority)

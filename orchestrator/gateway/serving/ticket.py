@@ -9,7 +9,7 @@ import msgspec.structs
 
 from orchestrator.dispatch.dispatcher import Entry
 from orchestrator.gateway.openai.errors import ApiError, invalid
-from orchestrator.gateway.serving.scheduling_parameters import SchedulingParameters
+from orchestrator.gateway.serving.scheduling_parameters import PLAIN, SchedulingParameters
 from workers.messages.requests import GenerateRequest, TokenEvent
 from workers.messages.wire import Submit, WireError, encode
 
@@ -54,9 +54,6 @@ class TicketOwner(Protocol):
     def on_began(self, ticket: Ticket, now: float) -> None:
         """Called when the first token was taken."""
         ...
-
-
-_PLAIN = SchedulingParameters()
 
 
 class Stream(msgspec.Struct, eq=False):
@@ -166,9 +163,7 @@ class Ticket(Entry):
         self._owner.on_began(self, now)
 
 
-def ticket_for(
-    request: GenerateRequest, sink: Sink, owner: TicketOwner, terms: SchedulingParameters = _PLAIN
-) -> Ticket:
+def ticket_for(request: GenerateRequest, sink: Sink, owner: TicketOwner, terms: SchedulingParameters = PLAIN) -> Ticket:
     """Returns the ticket of a new request. Raises ApiError for a request that no frame can hold."""
     frame, now = _framed(request), time.monotonic()
     prompt = request.prompt_ids
