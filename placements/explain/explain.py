@@ -41,7 +41,7 @@ _DIMENSIONS: Mapping[str, frozenset[str]] = {  # constraint -> the problems that
 }
 
 
-def explain(asked: Question, problems: Iterable[Problem] = ()) -> Explanation:
+def explain(question: Question, problems: Iterable[Problem] = ()) -> Explanation:
     """Explains why the model is placed as it is, or why replicas are missing, and suggests changes that fix it.
 
     ``problems`` are problems of the file that `check` does not report.
@@ -61,18 +61,18 @@ def explain(asked: Question, problems: Iterable[Problem] = ()) -> Explanation:
     Unknown keys are ignored. With other unreadable fields or wrong reserves, no changes are tried. See
     `remedies.remedies` for how many changes are tried.
     """
-    question, errors, hopeless = _judged(asked, tuple(problems))
-    facts = _Facts(question)
+    judged, errors, hopeless = _judged(question, tuple(problems))
+    facts = _Facts(judged)
     failed = (*errors, *facts.refusals(errors))
     search = None
     if any(constraint.id != _SKIPPED for constraint in failed) and not hopeless:
-        search = remedies(question)
+        search = remedies(judged)
     return Explanation(
-        asked.model.name,
-        question.model.priority,
-        question.model.replicas.min,
-        question.target,
-        () if errors else tuple(Place(placement, tuple(facts.reasons(placement))) for placement in question.placed),
+        question.model.name,
+        judged.model.priority,
+        judged.model.replicas.min,
+        judged.target,
+        () if errors else tuple(Place(placement, tuple(facts.reasons(placement))) for placement in judged.placed),
         failed,
         tuple(facts.holds({constraint.id for constraint in failed})),
         search.suggestions if search else (),
@@ -80,14 +80,14 @@ def explain(asked: Question, problems: Iterable[Problem] = ()) -> Explanation:
     )
 
 
-def _judged(asked: Question, problems: tuple[Problem, ...]) -> tuple[Question, tuple[Constraint, ...], bool]:
+def _judged(question: Question, problems: tuple[Problem, ...]) -> tuple[Question, tuple[Constraint, ...], bool]:
     """Returns the question, the errors of the model's part of the spec, and whether no change of a field fixes them."""
-    spec, model, name = asked.spec, asked.model, asked.model.name
+    spec, model, name = question.spec, question.model, question.model.name
 
     def errors_of(part: Spec) -> list[Problem]:
         return [
             problem
-            for problem in check(part, asked.hosts, asked.checkpoints, asked.drafts, room=False)
+            for problem in check(part, question.hosts, question.checkpoints, question.drafts, room=False)
             if problem.severity == "error"
         ]
 
@@ -108,12 +108,12 @@ def _judged(asked: Question, problems: tuple[Problem, ...]) -> tuple[Question, t
         )
         if rival is not model and wrong:
             sound = without(sound, rival.name)
-    count = asked.wanted.get(name, model.replicas.min) or 1
-    question = replace(
-        asked,
+    count = question.wanted.get(name, model.replicas.min) or 1
+    judged = replace(
+        question,
         spec=sound,
-        running=tuple(dict.fromkeys(asked.running)),
-        wanted={**asked.wanted, name: max(1, min(count, model.replicas.max))},
+        running=tuple(dict.fromkeys(question.running)),
+        wanted={**question.wanted, name: max(1, min(count, model.replicas.max))},
         wrong=bool(unread or own),
         tolerated=frozenset((problem.id, problem.what) for problem in others),
     )
@@ -121,7 +121,7 @@ def _judged(asked: Question, problems: tuple[Problem, ...]) -> tuple[Question, t
         Constraint(problem.id, problem.what, (problem.where,) if problem.where else (), problem.hint)
         for problem in (*unreadable, *own)
     )
-    return question, constraints, bool(unread) or any(map(_about_hosts, own))
+    return judged, constraints, bool(unread) or any(map(_about_hosts, own))
 
 
 def _about_hosts(problem: Problem) -> bool:
@@ -145,27 +145,27 @@ def _concerns(spec: Spec, name: str, problem: Problem) -> bool:
 class _Facts:
     """What follows from a question: unmet demands, met demands, and the reasons for places."""
 
-    asked: Question
+    question: Question
 
     @property
     def model(self) -> ModelSpec:
-        return self.asked.model
+        return self.question.model
 
     # Unmet demands
 
     def refusals(self, errors: Sequence[Constraint]) -> tuple[Constraint, ...]:
         """Why replicas are missing: the problems that `plan` reports, and every other demand that no host meets."""
-        missing = self.asked.target - len(self.asked.placed)
+        missing = self.question.target - len(self.question.placed)
         if missing <= 0:
             return ()
         by_id = {constraint.id: constraint for constraint in self._unmet()}
-        more = "" if missing == 1 else f"; {missing} of {counted(self.asked.target, 'replica')} have no place"
+        more = "" if missing == 1 else f"; {missing} of {counted(self.question.target, 'replica')} have no place"
         reported: set[str] = set()
         for problem in (problem for unplaced in self._missing for problem in unplaced.problems):
             if problem.id not in reported:  # the text of `plan`, for the first replica
                 reported.add(problem.id)
-                told = by_id.get(problem.id, Constraint(problem.id, "", (), problem.hint))
-                by_id[problem.id] = replace(told, what=problem.what + more)
+                refusal = by_id.get(problem.id, Constraint(problem.id, "", (), problem.hint))
+                by_id[problem.id] = replace(refusal, what=problem.what + more)
                 more = ""
         wrong = {constraint.id for constraint in errors}
         if wrong & (_DIMENSIONS["degree"] | _ENGINE | {"hbm-exceeded"}):
@@ -182,39 +182,39 @@ class _Facts:
     def _missing(self) -> list[Unplaced]:
         """The model's replicas without a place, ascending."""
         return sorted(
-            (replica for replica in self.asked.drawn.unplaced if replica.model == self.model.name),
+            (replica for replica in self.question.drawn.unplaced if replica.model == self.model.name),
             key=lambda one: one.replica,
         )
 
     def _unmet(self) -> Iterator[Constraint]:
         """Judges each demand by itself, for one replica more than are placed."""
-        asked, model = self.asked, self.model
-        checkpoint = asked.checkpoints.get(model.name)
-        suited = [host for host in asked.own_hosts if suits(model, host, checkpoint)]
-        name = f"{model.name}/{self._missing[0].replica if self._missing else len(asked.placed)}"
+        question, model = self.question, self.model
+        checkpoint = question.checkpoints.get(model.name)
+        suited = [host for host in question.own_hosts if suits(model, host, checkpoint)]
+        name = f"{model.name}/{self._missing[0].replica if self._missing else len(question.placed)}"
         if not suited:
-            lines = tuple(line for host in asked.kinds for line in [self._why_unsuited(host)] if line)
+            lines = tuple(line for host in question.kinds for line in [self._why_unsuited(host)] if line)
             what = f"{name}: no host is suitable"
             yield Constraint("no-suitable-host", what, lines, "use another tp_degree or instance type")
-        judged = suited or asked.own_hosts
-        on = Counter(placement.host for placement in asked.placed)
+        judged = suited or question.own_hosts
+        on = Counter(placement.host for placement in question.placed)
         spread = model.spread
         if judged and spread is not None and all(on[host.name] >= spread.host for host in judged):
             limit = f"at most {counted(spread.host, 'replica')} on one host"
             what = f"{name}: {limit}, and each of {counted(len(judged), 'host')} has as many"
             yield Constraint("spread-blocks", what, (), "add a host, or raise spread")
-        kinds = kinds_of(asked.hosts)
-        kind_of = {host.name: kind for host, kind in zip(asked.hosts, kinds.of, strict=True)}
+        kinds = kinds_of(question.hosts)
+        kind_of = {host.name: kind for host, kind in zip(question.hosts, kinds.of, strict=True)}
         asks = dict(
             zip(
-                (model_spec.name for model_spec in asked.spec.models),
-                demands(asked.spec, kinds.hosts, asked.checkpoints),
+                (model_spec.name for model_spec in question.spec.models),
+                demands(question.spec, kinds.hosts, question.checkpoints),
                 strict=True,
             )
         )
         memory = {host.name: host.memory_gib for host in judged if host.memory_gib is not None}
         cpus = {host.name: float(len(host.usable_cpus)) for host in judged if not host.emulated}
-        for placement in asked.drawn.placements:
+        for placement in question.drawn.placements:
             kind, ask = kind_of[placement.host], asks[placement.model]
             if placement.host in memory and ask.memory:
                 memory[placement.host] -= ask.memory[kind]
@@ -239,7 +239,7 @@ class _Facts:
             yield room
 
     def _why_unsuited(self, host: Host) -> str:
-        model, checkpoint = self.model, self.asked.checkpoints.get(self.model.name)
+        model, checkpoint = self.model, self.question.checkpoints.get(self.model.name)
         if host.topology is None:
             return f"{host.name} has no NeuronCores"
         topology = host.topology
@@ -255,13 +255,13 @@ class _Facts:
             )
         if checkpoint is None:
             return ""
-        need = estimate(model, checkpoint, resolve(model.engine, host), self.asked.drafts.get(model.name))
+        need = estimate(model, checkpoint, resolve(model.engine, host), self.question.drafts.get(model.name))
         on_cores = need.on_cores(model.tp_degree)
         return f"{_instance(host)}: {need} {on_cores}; each core has {usable_hbm(topology):.2f} GiB usable"
 
     def _room(self) -> Constraint | None:
         """The shortage of cores that remains if all other demands are ignored; None if there is none."""
-        asked, model = self.asked, self.model
+        question, model = self.question, self.model
         fields: dict[str, object] = {
             "allow_degrees": (*model.allow_degrees, model.tp_degree),
             "spread": None,
@@ -269,9 +269,9 @@ class _Facts:
             "threads": "share",
             "cores": (),
         }
-        relaxed = changed(asked.spec, model.name, fields)
-        known = {name: checkpoint for name, checkpoint in asked.checkpoints.items() if name != model.name}
-        drawn = plan(relaxed, asked.hosts, known, asked.running, asked.wanted, asked.blocked)
+        relaxed = changed(question.spec, model.name, fields)
+        known = {name: checkpoint for name, checkpoint in question.checkpoints.items() if name != model.name}
+        drawn = plan(relaxed, question.hosts, known, question.running, question.wanted, question.blocked)
         refused = [replica for replica in drawn.unplaced if replica.model == model.name]
         if not refused or not refused[0].problems:
             return None
@@ -282,10 +282,10 @@ class _Facts:
 
     def _holders(self) -> Iterator[str]:
         """Lists free cores, then the cores of each model with its priority, then cores that are not available."""
-        asked = self.asked
+        question = self.question
         tp = self.model.tp_degree
-        for topology in dict.fromkeys(host.topology for host in asked.own_hosts if host.topology):
-            same = [host for host in asked.own_hosts if host.topology == topology]
+        for topology in dict.fromkeys(host.topology for host in question.own_hosts if host.topology):
+            same = [host for host in question.own_hosts if host.topology == topology]
             free = {host.name: self._free[host.name] for host in same}
             runs = [(CoreRange.parse(run), name) for name, cores_left in free.items() for run in ranges(cores_left)]
             longest, where = max(runs, key=lambda run: len(run[0]), default=(None, ""))
@@ -296,12 +296,12 @@ class _Facts:
             yield f"{topology.instance}: {total} of {cores} cores are free{run}; it needs {needs}"
         held: Counter[str] = Counter()
         count: Counter[str] = Counter()
-        for placement in asked.drawn.placements:
+        for placement in question.drawn.placements:
             held[placement.model] += len(placement.cores or ())
             count[placement.model] += placement.cores is not None
         holders = [(name, cores) for name, cores in held.most_common() if cores]
         for name, cores in holders[:_MOST_HOLDERS]:
-            rival = asked.spec.model(name)
+            rival = question.spec.model(name)
             owner = "itself" if rival is self.model or rival is None else f"priority {rival.priority}"
             with_replicas = counted(count[name], "replica")
             yield f"{name} ({owner}) holds {counted(cores, 'core')} with {with_replicas}"
@@ -312,10 +312,12 @@ class _Facts:
 
     def _forbidden(self) -> Iterator[str]:
         """Lists reserved, cordoned and quarantined cores."""
-        asked = self.asked
-        quarantined = {name: cores - asked.cordoned.get(name, frozenset()) for name, cores in asked.blocked.items()}
-        reserved = {host.name: host.reserved_cores for host in asked.own_hosts}
-        for word, cores_of in (("reserved", reserved), ("cordoned", asked.cordoned), ("quarantined", quarantined)):
+        question = self.question
+        quarantined = {
+            name: cores - question.cordoned.get(name, frozenset()) for name, cores in question.blocked.items()
+        }
+        reserved = {host.name: host.reserved_cores for host in question.own_hosts}
+        for word, cores_of in (("reserved", reserved), ("cordoned", question.cordoned), ("quarantined", quarantined)):
             where = [f"{','.join(ranges(cores))} of {name}" for name, cores in cores_of.items() if cores]
             if where:
                 total = sum(map(len, cores_of.values()))
@@ -326,11 +328,8 @@ class _Facts:
     @cached_property
     def _free(self) -> dict[str, set[int]]:
         """Free and available cores, by host."""
-        free = {
-            host.name: set(range(host.cores)) - host.reserved_cores - self.asked.blocked.get(host.name, frozenset())
-            for host in self.asked.hosts
-        }
-        for placement in self.asked.drawn.placements:
+        free = {host.name: set(range(host.cores)) - self.question.unusable(host) for host in self.question.hosts}
+        for placement in self.question.drawn.placements:
             free[placement.host] -= set(placement.cores or ())
         return free
 
@@ -345,10 +344,10 @@ class _Facts:
 
     def _numbers(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """Yields (name, what, details), with a detail for each type of host where they differ."""
-        asked, model, tp = self.asked, self.model, self.model.tp_degree
-        checkpoint, draft = asked.checkpoints.get(model.name), asked.drafts.get(model.name)
-        suited = [host for host in asked.kinds if suits(model, host, checkpoint)]
-        families = dict.fromkeys(host.topology.family for host in asked.kinds if host.topology)
+        question, model, tp = self.question, self.model, self.model.tp_degree
+        checkpoint, draft = question.checkpoints.get(model.name), question.drafts.get(model.name)
+        suited = [host for host in question.kinds if suits(model, host, checkpoint)]
+        families = dict.fromkeys(host.topology.family for host in question.kinds if host.topology)
         if families:
             supported = tuple(f"{family} supports {_listed(DEGREES[family])}" for family in families)
             yield "degree", *_lines(f"tp_degree {tp}", supported, ": ")
@@ -363,9 +362,9 @@ class _Facts:
                     if host.topology
                 )
                 yield "memory", *_lines(str(need), tuple(where), " ")
-        kinds = kinds_of(asked.own_hosts)
-        asks = demands(asked.spec, kinds.hosts, asked.checkpoints)
-        order = [other.name for other in asked.spec.models].index(model.name)
+        kinds = kinds_of(question.own_hosts)
+        asks = demands(question.spec, kinds.hosts, question.checkpoints)
+        order = [other.name for other in question.spec.models].index(model.name)
         loads = [
             (need, host)
             for need, host in zip(asks[order].memory, kinds.hosts, strict=False)
@@ -374,9 +373,11 @@ class _Facts:
         if loads:
             limits = dict.fromkeys(f"of the {host.memory_gib:g} GiB of {_instance(host)}" for _, host in loads)
             yield "host memory", *_lines(f"{loads[0][0]:.1f} GiB to load", tuple(limits), ", ")
-        lies = {placement.host for placement in asked.placed}
+        lies = {placement.host for placement in question.placed}
         hosts_used = (
-            [host for host in asked.hosts if host.name in lies] or suited or [*asked.own_hosts, *asked.hosts][:1]
+            [host for host in question.hosts if host.name in lies]
+            or suited
+            or [*question.own_hosts, *question.hosts][:1]
         )
         sums = dict.fromkeys(f"{arithmetic(model.threads, tp, host)} on {_instance(host)}" for host in hosts_used)
         if sums:
@@ -385,18 +386,18 @@ class _Facts:
         if model.cores:
             yield "pins", ", ".join(f'"{pin}"' for pin in model.cores), ()
         if model.spread is not None:
-            hosts = counted(len(asked.own_hosts), "host")
+            hosts = counted(len(question.own_hosts), "host")
             yield "spread", f"at most {counted(model.spread.host, 'replica')} on one of {hosts}", ()
-        if asked.own_hosts:
-            free = sum(len(self._free[host.name]) for host in asked.own_hosts)
-            yield "cores", f"{free} of {sum(host.cores for host in asked.own_hosts)} stay free", ()
+        if question.own_hosts:
+            free = sum(len(self._free[host.name]) for host in question.own_hosts)
+            yield "cores", f"{free} of {sum(host.cores for host in question.own_hosts)} stay free", ()
 
     # Reasons for places
 
     def reasons(self, placement: Placement) -> Iterator[str]:
         """Yields the reasons for the place of one replica."""
-        asked, model, cores = self.asked, self.model, placement.cores
-        if placement.running in asked.running:
+        question, model, cores = self.question, self.model, placement.cores
+        if placement.running in question.running:
             yield "it runs there already; running replicas stay"
         pins = [pin for pin in model.cores if pin.cores == cores and pin.host in (None, placement.host)]
         if pins:
@@ -424,29 +425,29 @@ class _Facts:
 
     @cached_property
     def _hosts(self) -> dict[str, Host]:
-        return {host.name: host for host in self.asked.hosts}
+        return {host.name: host for host in self.question.hosts}
 
     @cached_property
     def _order(self) -> dict[int, int]:
         """The position of each placed replica among them."""
-        return {placement.replica: i for i, placement in enumerate(self.asked.placed)}
+        return {placement.replica: i for i, placement in enumerate(self.question.placed)}
 
     @cached_property
     def _leaving(self) -> dict[str, list[Running]]:
         """Running replicas of other models that stop or move, by host."""
-        staying = {replica.running for replica in self.asked.drawn.placements}
+        staying = {replica.running for replica in self.question.drawn.placements}
         by_host: dict[str, list[Running]] = {}
-        for replica in self.asked.running:
+        for replica in self.question.running:
             if replica not in staying and replica.model != self.model.name:
                 by_host.setdefault(replica.host, []).append(replica)
         return by_host
 
     def _displaced(self, placement: Placement) -> Iterator[str]:
         """Yields those whose cores this replica gets."""
-        moved = {move.before: move.after for move in self.asked.drawn.moves}
+        moved = {move.before: move.after for move in self.question.drawn.moves}
         for replica in self._leaving.get(placement.host, ()):
             if placement.cores is not None and replica.cores is not None and placement.cores.overlap(replica.cores):
-                rival = self.asked.spec.model(replica.model)
+                rival = self.question.spec.model(replica.model)
                 what = f"priority {rival.priority}" if rival else "not in the spec"
                 goes = moved.get(replica)
                 where = "stopped" if goes is None else f"moved to {place_text(goes.host, goes.cores)}"
@@ -455,12 +456,12 @@ class _Facts:
     @cached_property
     def _would_gain(self) -> list[str]:
         """Replicas of other models that have no place because of this model."""
-        asked = self.asked
-        missing = Counter(replica.model for replica in asked.drawn.unplaced if replica.model != self.model.name)
+        question = self.question
+        missing = Counter(replica.model for replica in question.drawn.unplaced if replica.model != self.model.name)
         if not missing:
             return []
-        none = {**asked.wanted, self.model.name: 0}
-        alone = plan(asked.spec, asked.hosts, asked.checkpoints, asked.running, none, asked.blocked)
+        none = {**question.wanted, self.model.name: 0}
+        alone = plan(question.spec, question.hosts, question.checkpoints, question.running, none, question.blocked)
         gained = missing - Counter(replica.model for replica in alone.unplaced)
         return [f"{counted(count, 'replica')} of {model}" for model, count in gained.items()]
 

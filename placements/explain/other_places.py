@@ -16,26 +16,25 @@ MOST_HOSTS = 8
 """Hosts whose cordons and cores are tried one by one."""
 
 
-def near_pins(asked: Question, pin: Pin, others: Iterable[Pin], *, itself: bool = False) -> list[Pin]:
+def near_pins(question: Question, pin: Pin, others: Iterable[Pin], *, itself: bool = False) -> list[Pin]:
     """Returns legal ranges without other models, the nearest first; with ``itself``, only the pin's own range."""
-    tp = asked.model.tp_degree
+    tp = question.model.tp_degree
     others = list(others)
     distances: dict[Pin, int] = {}
-    for host in asked.own_hosts[:MOST_HOSTS] if pin.host is None else asked.own_hosts:
+    for host in question.own_hosts[:MOST_HOSTS] if pin.host is None else question.own_hosts:
         if pin.host not in (None, host.name) or host.topology is None or tp > host.cores:
             continue
-        unusable = host.reserved_cores | asked.blocked.get(host.name, frozenset())
         held = {
             core
-            for placement in asked.drawn.placements
-            if placement.host == host.name and placement.model != asked.model.name
+            for placement in question.drawn.placements
+            if placement.host == host.name and placement.model != question.model.name
             for core in placement.cores or ()
         }
         held |= {core for one in others if one.host in (None, host.name) for core in one.cores}
         step = alignment(host.topology.family, tp).legal
         for first in range(0, host.cores - tp + 1, step):
             cores = CoreRange.of_length(first, tp)
-            if not (set(cores) & unusable or set(cores) & held) and (not itself or cores == pin.cores):
+            if not (set(cores) & question.unusable(host) or set(cores) & held) and (not itself or cores == pin.cores):
                 distances.setdefault(Pin(cores, pin.host), abs(first - pin.cores.first))
     return sorted(distances, key=lambda one: distances[one])
 

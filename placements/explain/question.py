@@ -92,6 +92,10 @@ class Question:
         """The hosts where the model uses cores."""
         return tuple(host for host in self.hosts if takes_cores(self.model.engine, host))
 
+    def unusable(self, host: Host) -> frozenset[int]:
+        """Returns the reserved and the blocked cores of a host."""
+        return host.reserved_cores | self.blocked.get(host.name, frozenset())
+
     @cached_property
     def kinds(self) -> tuple[Host, ...]:
         """One host of each type where the model uses cores."""

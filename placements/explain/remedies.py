@@ -62,7 +62,7 @@ class _Search:
     """Tries changes for one question."""
 
     def __init__(self, question: Question, plans: int) -> None:
-        self._asked = question
+        self._question = question
         self._model = question.model
         self._left = plans
         self._share = max(1, plans // _KINDS_SHARE)
@@ -72,8 +72,8 @@ class _Search:
 
     def found(self) -> Iterator[Suggestion]:
         """Yields suggestions in the numbered order of `explain`."""
-        asked = self._asked
-        start = Trial("", "", asked.spec, asked.hosts, asked.wanted, asked.blocked)
+        question = self._question
+        start = Trial("", "", question.spec, question.hosts, question.wanted, question.blocked)
         helped = False
         for kind in self._single(start):
             tried = self._first(kind)
@@ -88,7 +88,7 @@ class _Search:
         """Yields each kind of change as trials, of which the first that works suffices."""
         # 1.
         yield self._uncordoned(start)
-        if self._asked.running and not self._asked.wrong:
+        if self._question.running and not self._question.wrong:
             yield (replace(start, id="move", change="", moves=moves) for moves in MOVES)
         # 2.
         yield self._padded(start)
@@ -146,14 +146,14 @@ class _Search:
 
     def _tried(self, trial: Trial) -> Suggestion | None:
         """Returns the suggestion if the trial works, else None."""
-        asked, name = self._asked, self._model.name
-        for problem in check(trial.spec, trial.hosts, asked.checkpoints, asked.drafts, room=False):
-            if problem.severity == "error" and (problem.id, problem.what) not in asked.tolerated:
+        question, name = self._question, self._model.name
+        for problem in check(trial.spec, trial.hosts, question.checkpoints, question.drafts, room=False):
+            if problem.severity == "error" and (problem.id, problem.what) not in question.tolerated:
                 return None
         if not self._may_plan():
             return None
         drawn = self._planned(trial)
-        before, after = (Counter(one.model for one in of.placements) for of in (asked.drawn, drawn))
+        before, after = (Counter(one.model for one in of.placements) for of in (question.drawn, drawn))
         if after[name] < trial.wanted[name]:
             return None
         if any(after[one] < count for one, count in before.items() if one != name and one not in trial.losers):
@@ -176,24 +176,30 @@ class _Search:
         return True
 
     def _planned(self, trial: Trial) -> Plan:
-        asked = self._asked
+        question = self._question
         return plan(
-            trial.spec, trial.hosts, asked.checkpoints, asked.running, trial.wanted, trial.blocked, moves=trial.moves
+            trial.spec,
+            trial.hosts,
+            question.checkpoints,
+            question.running,
+            trial.wanted,
+            trial.blocked,
+            moves=trial.moves,
         )
 
     def _gives(self, trial: Trial, drawn: Plan) -> str:
         """Returns the number of replicas, the places of new ones, and their memory as text."""
-        asked = self._asked
+        question = self._question
         own = [placement for placement in drawn.placements if placement.model == self._model.name]
-        new = [placement for placement in own if placement.running not in asked.running]
+        new = [placement for placement in own if placement.running not in question.running]
         parts = [f"{len(own)} of {counted(trial.wanted[self._model.name], 'replica')}"]
         if new:
             shown = ", ".join(spots(new[:_MOST_SPOTS]))
             parts.append(shown + (f" and {len(new) - _MOST_SPOTS} more" if len(new) > _MOST_SPOTS else ""))
-        model, checkpoint = self._now(trial), asked.checkpoints.get(self._model.name)
+        model, checkpoint = self._now(trial), question.checkpoints.get(self._model.name)
         host = next((one for one in trial.hosts if own and one.name == own[0].host), None)
         if checkpoint is not None and host is not None and host.topology is not None and own[0].cores is not None:
-            need = estimate(model, checkpoint, resolve(model.engine, host), asked.drafts.get(model.name))
+            need = estimate(model, checkpoint, resolve(model.engine, host), question.drafts.get(model.name))
             on_cores = need.on_cores(model.tp_degree)
             parts.append(f"{need.total:.2f} of {usable_hbm(host.topology):.2f} GiB {on_cores}")
         return "; ".join(parts)
@@ -204,7 +210,7 @@ class _Search:
 
     def _uncordoned(self, trial: Trial) -> Iterator[Trial]:
         """Yields trials without one host's cordon, then without all cordons."""
-        cordons = {name: cores for name, cores in self._asked.cordoned.items() if cores}
+        cordons = {name: cores for name, cores in self._question.cordoned.items() if cores}
         choices = [[name] for name in list(cordons)[:MOST_HOSTS]]
         if len(cordons) > 1:
             choices.append(list(cordons))
@@ -219,7 +225,7 @@ class _Search:
         tp = self._model.tp_degree
         degrees = {
             row.tp
-            for host in self._asked.kinds
+            for host in self._question.kinds
             if host.topology is not None
             for row in DEGREES[host.topology.family].values()
             if row.documented and row.tp <= host.cores and (row.tp < tp if smaller else row.tp > tp)
@@ -242,7 +248,7 @@ class _Search:
             yield self._changed(trial, "degree", f"tp_degree: {tp}, without its pins", tp_degree=tp, cores=())
 
     def _wants_padding(self, tp: int) -> bool:
-        checkpoint = self._asked.checkpoints.get(self._model.name)
+        checkpoint = self._question.checkpoints.get(self._model.name)
         return checkpoint is not None and checkpoint.heads % tp != 0 and not self._model.allow_head_padding
 
     def _padded(self, trial: Trial) -> Iterator[Trial]:
@@ -259,8 +265,8 @@ class _Search:
             moved: list[Pin] = []
             for pin in pins:
                 others = [*moved, *(other for other in pins if other is not pin)]
-                if not near_pins(self._asked, pin, others, itself=True):
-                    near = near_pins(self._asked, pin, others)
+                if not near_pins(self._question, pin, others, itself=True):
+                    near = near_pins(self._question, pin, others)
                     if len(near) <= rank:
                         return
                     pin = near[rank]
@@ -320,14 +326,14 @@ class _Search:
     def _short_of_cpus(self) -> bool:
         return any(
             problem.id == "vcpus-short"
-            for unplaced in self._asked.drawn.unplaced
+            for unplaced in self._question.drawn.unplaced
             if unplaced.model == self._model.name
             for problem in unplaced.problems
         )
 
     def _wider_spread(self, trial: Trial) -> Iterator[Trial]:
         spread = self._model.spread
-        for most in range(spread.host + 1, self._asked.target + 1) if spread is not None else ():
+        for most in range(spread.host + 1, self._question.target + 1) if spread is not None else ():
             yield self._changed(trial, "spread", f"spread: {{host: {most}}}", spread=Spread(host=most))
 
     def _now(self, trial: Trial) -> ModelSpec:
@@ -336,7 +342,7 @@ class _Search:
 
     def _has_memory(self, model: ModelSpec, host: Host) -> bool:
         """Whether an empty host of the type has the memory for one replica."""
-        checkpoint, draft = self._asked.checkpoints[model.name], self._asked.drafts.get(model.name)
+        checkpoint, draft = self._question.checkpoints[model.name], self._question.drafts.get(model.name)
         engine = resolve(model.engine, host)
         if host.topology is not None and not fits(estimate(model, checkpoint, engine, draft), host.topology):
             return False
@@ -344,9 +350,11 @@ class _Search:
 
     def _memory_short(self, model: ModelSpec) -> list[Host]:
         """Returns one host of each type with too little memory for the model, the largest HBM first."""
-        if model.name not in self._asked.checkpoints:
+        if model.name not in self._question.checkpoints:
             return []
-        short = [host for host in self._asked.kinds if host.topology is not None and not self._has_memory(model, host)]
+        short = [
+            host for host in self._question.kinds if host.topology is not None and not self._has_memory(model, host)
+        ]
         return sorted(short, key=lambda host: -(host.topology.hbm_per_core_gib if host.topology else 0))
 
     def _fewer_slots(self, trial: Trial) -> Iterator[Trial]:
@@ -355,7 +363,7 @@ class _Search:
 
     def _shorter(self, trial: Trial) -> Iterator[Trial]:
         model = self._now(trial)
-        checkpoint = self._asked.checkpoints.get(model.name)
+        checkpoint = self._question.checkpoints.get(model.name)
         positions = checkpoint.max_positions if checkpoint is not None else None
         length = model.length(checkpoint)
         if positions and length > positions:
@@ -385,14 +393,14 @@ class _Search:
     def _fewer_replicas(self, trial: Trial) -> Iterator[Trial]:
         """Yields the number of replicas that have a place."""
         model = self._now(trial)
-        if trial.spec is self._asked.spec:
-            drawn = self._asked.drawn
+        if trial.spec is self._question.spec:
+            drawn = self._question.drawn
         elif self._may_plan():
             drawn = self._planned(trial)
         else:
             return
         count = sum(placement.model == model.name for placement in drawn.placements)
-        if 0 < count < self._asked.target:
+        if 0 < count < self._question.target:
             most = model.replicas.max
             word = f"replicas: {count}" if most == model.replicas.min else f"replicas: {{min: {count}, max: {most}}}"
             least = min(model.replicas.min, count)
@@ -402,7 +410,9 @@ class _Search:
 
     def _lower_rivals(self, trial: Trial) -> Iterator[Trial]:
         """Yields trials with fewer replicas of one rival of the same or a higher priority, the least loss first."""
-        counts = Counter(placement.model for placement in self._asked.drawn.placements if placement.cores is not None)
+        counts = Counter(
+            placement.model for placement in self._question.drawn.placements if placement.cores is not None
+        )
         rivals = [
             model
             for model in trial.spec.models
@@ -428,43 +438,37 @@ class _Search:
 
     def _more_hosts(self, trial: Trial) -> Iterator[Trial]:
         """Yields the fewest new hosts that help, of the fleet's types first."""
-        model, asked = self._now(trial), self._asked
-        real = not any(host.emulated for host in asked.hosts)
-        templates = {host.topology: host for host in asked.kinds if host.topology is not None}
+        model, question = self._now(trial), self._question
+        real = not any(host.emulated for host in question.hosts)
+        templates = {host.topology: host for host in question.kinds if host.topology is not None}
         families = {topology.family for topology in templates}
         instances = {topology.instance for topology in templates}
         other_templates = [
-            new_host(topology, asked.hosts[0], real)
+            new_host(topology, question.hosts[0], real)
             for topology in sorted(TOPOLOGIES.values(), key=lambda one: (one.family not in families, one.cores))
             if topology.instance not in instances | _UNCERTAIN and runs_on(model.engine, topology.family)
         ]
         for template in (*templates.values(), *other_templates):
-            if suits(model, template, asked.checkpoints.get(model.name)):
+            if suits(model, template, question.checkpoints.get(model.name)):
                 yield from self._fewest(trial, template)
 
     def _fewest(self, trial: Trial, template: Host) -> Iterator[Trial]:
         """Yields the fewest hosts of one type that help, if any tried number does."""
-        asked, tp = self._asked, self._now(trial).tp_degree
-        missing = max(1, asked.target - (0 if asked.wrong else len(asked.placed)))
-        own = self._short() if not asked.wrong and trial.spec is asked.spec else tp * missing
+        question, tp = self._question, self._now(trial).tp_degree
+        missing = max(1, question.target - (0 if question.wrong else len(question.placed)))
+        own = self._short() if not question.wrong and trial.spec is question.spec else tp * missing
         usable = max(1, template.cores - len(template.reserved_cores))
-        ranks = {model.name: model.priority for model in asked.spec.models}
-        equals = [one for one in asked.drawn.unplaced if ranks[one.model] >= self._model.priority]
-        sizes = {model.name: model.tp_degree for model in asked.spec.models}
+        ranks = {model.name: model.priority for model in question.spec.models}
+        equals = [one for one in question.drawn.unplaced if ranks[one.model] >= self._model.priority]
+        sizes = {model.name: model.tp_degree for model in question.spec.models}
         theirs = sum(sizes[one.model] for one in equals if one.model != self._model.name)
         most = missing + sum(one.model != self._model.name for one in equals)  # a host for each
         least, with_equals = -(-own // usable), -(-(own + theirs) // usable)
-        steps = sorted(
-            {
-                number
-                for number in (least, *doubling(least, missing), with_equals, with_equals + with_equals // 8)
-                if number
-            }
-        )
+        steps = {least, with_equals, with_equals + with_equals // 8}
+        if len(question.hosts) < _MANY_HOSTS:
+            steps.update(doubling(least, missing))
         low = 0
-        for number in (
-            steps if len(asked.hosts) < _MANY_HOSTS else sorted({least, with_equals, with_equals + with_equals // 8})
-        ):
+        for number in sorted(steps):
             if number > max(most, missing):
                 return
             if self._tried(with_hosts(trial, template, number)) is None:
@@ -485,8 +489,7 @@ class _Search:
 
     def _short(self) -> int:
         """Returns a lower bound of the missing cores."""
-        asked = self._asked
-        unusable = {host.name: host.reserved_cores | asked.blocked.get(host.name, frozenset()) for host in asked.hosts}
-        total = sum(host.cores - len(unusable[host.name]) for host in asked.own_hosts)
-        taken = sum(len(placement.cores or ()) for placement in asked.drawn.placements)
-        return max(1, (asked.target - len(asked.placed)) * self._model.tp_degree - (total - taken))
+        question = self._question
+        total = sum(host.cores - len(question.unusable(host)) for host in question.own_hosts)
+        taken = sum(len(placement.cores or ()) for placement in question.drawn.placements)
+        return max(1, (question.target - len(question.placed)) * self._model.tp_degree - (total - taken))

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 
 def greatest(most: int, works: Callable[[int], bool]) -> int:
     """Returns the greatest number up to ``most`` that works if all smaller ones do; 0 if there is none."""
-    low = 0
-    while low < most:
-        middle = (low + most + 1) // 2
-        if works(middle):
-            low = middle
-        else:
-            most = middle - 1
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda number: not works(number))
 
 
 def doubling(least: int, most: int) -> Iterator[int]:

@@ -69,14 +69,11 @@ class Board:
 
     def settle(self, tenant: Tenant) -> None:
         """Adds a tenant at its ``host`` and ``first``, before anything is placed."""
-        space, demand = self.spaces[tenant.host], tenant.demand
+        space = self.spaces[tenant.host]
         self.sizes.add(tenant.size)
-        space.free &= ~(((1 << tenant.size) - 1) << tenant.first)
+        space.free &= ~tenant.mask
         space.tenants.append(tenant)
-        if demand.memory:
-            space.memory -= demand.memory[space.kind]
-        if demand.cpus:
-            space.cpus -= demand.cpus[space.kind]
+        self._charge(space, tenant, 1)
 
     def begin(self) -> None:
         """Commits all changes; `undo` returns to this state."""

@@ -61,16 +61,13 @@ def _to_others(packer: Packer, tenant: Tenant, movable: Sequence[Tenant], held: 
 
 
 def _exchange(packer: Packer, tenant: Tenant, other: Tenant) -> bool:
-    mine, theirs = (tenant.host, tenant.first), (other.host, other.first)
+    swaps = ((tenant, other.host, other.first), (other, tenant.host, tenant.first))
     packer.begin()
     packer.remove(tenant)
     packer.remove(other)
-    if not packer.admits(tenant, theirs[0]):
-        packer.undo()
-        return False
-    packer.put(tenant, *theirs)
-    if not packer.admits(other, mine[0]):
-        packer.undo()
-        return False
-    packer.put(other, *mine)
+    for mover, host, first in swaps:
+        if not packer.admits(mover, host):
+            packer.undo()
+            return False
+        packer.put(mover, host, first)
     return True

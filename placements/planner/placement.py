@@ -10,7 +10,7 @@ from placements.facts.engines import resolve
 from placements.facts.topology import Host
 from placements.resources.environ import compiling, environment
 from placements.resources.threads import cpu_mask
-from placements.spec.problems import Problem
+from placements.spec.problems import Problem, has_errors
 from placements.spec.schema import ModelSpec
 
 
@@ -70,7 +70,7 @@ class Unplaced:
     @property
     def required(self) -> bool:
         """Whether the model has fewer than ``min`` replicas without it."""
-        return any(problem.severity == "error" for problem in self.problems)
+        return has_errors(self.problems)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the JSON of `plan -o json`."""
@@ -100,6 +100,10 @@ class Move:
         return {
             "model": self.after.model,
             "replica": self.after.replica,
-            "from": {"host": self.before.host, "cores": None if self.before.cores is None else str(self.before.cores)},
-            "to": {"host": self.after.host, "cores": None if self.after.cores is None else str(self.after.cores)},
+            "from": _spot(self.before),
+            "to": _spot(self.after),
         }
+
+
+def _spot(replica: Running | Placement) -> dict[str, str | None]:
+    return {"host": replica.host, "cores": None if replica.cores is None else str(replica.cores)}

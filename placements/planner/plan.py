@@ -13,7 +13,7 @@ from placements.facts.topology import Host
 from placements.planner.draft import Draft
 from placements.planner.host_pool import HostPool
 from placements.planner.placement import Move, Placement, Running, Unplaced
-from placements.spec.problems import Problem
+from placements.spec.problems import Problem, has_errors
 from placements.spec.schema import Spec
 
 __all__ = ["Changes", "Move", "Placement", "Plan", "Running", "Unplaced", "Window", "defragment", "diff", "plan"]
@@ -34,13 +34,7 @@ class Plan:
     @property
     def complete(self) -> bool:
         """Whether every model has its ``min`` replicas and no problem is an error (exit code 0 or 2 of `plan`)."""
-        errors = any(problem.severity == "error" for problem in self.problems)
-        return not errors and not any(unplaced.required for unplaced in self.unplaced)
-
-    @classmethod
-    def refused(cls, problems: Iterable[Problem]) -> Plan:
-        """Returns the plan of a spec with errors: only its problems."""
-        return cls(problems=tuple(problems))
+        return not has_errors(self.problems) and not any(unplaced.required for unplaced in self.unplaced)
 
     def with_problems(self, problems: Iterable[Problem]) -> Plan:
         """Returns a copy with more problems of the spec, such as the warnings of `check`."""

@@ -16,7 +16,7 @@ from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list, has_
 from placements.rules.engine_rules import ENGINE_RULES
 from placements.rules.pin_rules import PIN_RULES, pins_do_not_overlap
 from placements.spec.notation import SourceKind
-from placements.spec.problems import Problem, in_order
+from placements.spec.problems import Problem, has_errors, in_order
 from placements.spec.schema import ModelSpec, Spec
 from placements.spec.source_positions import Path
 
@@ -50,8 +50,7 @@ def check(
     problems.extend(pins_do_not_overlap(spec, hosts))
     problems.extend(names_are_of_one_model(spec))
     problems.extend(threads_within_budget(spec, hosts))
-    sound = not any(problem.severity == "error" for problem in problems) and not any(m.broken for m in spec.models)
-    if room and sound:
+    if room and not has_errors(problems) and not any(model.broken for model in spec.models):
         problems.extend(max_can_fit(spec, hosts, checkpoints))
     return in_order(problems)
 
