@@ -35,11 +35,9 @@ class SourcePolicy:
         An allowed folder includes everything in it. Anybody who can write there, or replace a link after this check,
         decides what is loaded.
         """
-        problems = [*self._interpreter_problems(spec)]
-        for model in spec.models:
-            problems += self._source_problems(spec, model)
-            problems += self._remote_code_problems(spec, model)
-        return tuple(problems)
+        models = spec.models
+        sources = [problem for model in models for problem in (*self._sources(spec, model), *self._code(spec, model))]
+        return (*self._interpreter_problems(spec), *sources)
 
     def allows(self, place: str) -> bool:
         """Whether an absolute path, an s3:// address or a hub id is at or below one of the prefixes."""
@@ -71,7 +69,7 @@ class SourcePolicy:
             hint = "an interpreter runs code: name it in the spec of `corewright up`"
             yield Problem("interpreter-not-allowed", "error", spec.where("engines", engine, "python"), what, hint)
 
-    def _remote_code_problems(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
+    def _code(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
         if self.remote_code is None or not _trusted(model) - self.remote_code:
             return
         what = f"{model.name}: trust_remote_code would run code of {min(_trusted(model) - self.remote_code)}"
@@ -79,7 +77,7 @@ class SourcePolicy:
         where = spec.where("models", model.name, "trust_remote_code")
         yield Problem("remote-code-not-allowed", "error", where, what, hint)
 
-    def _source_problems(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
+    def _sources(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
         if self.prefixes is None:
             return
         for keys, place, shown in _places(model):

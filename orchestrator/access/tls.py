@@ -14,18 +14,13 @@ log = logging.getLogger(__name__)
 _CLIENT_CA_HINT = "use a PEM file with the authorities that sign the clients' certificates"
 
 
-def server_context(cert: str, key: str, client_ca: str | None = None) -> ssl.SSLContext:
-    """Returns the TLS context of a listener, TLS 1.2 and above. With ``client_ca`` each client needs a certificate
-    that one of these authorities has signed.
+def _loaded(cert: str, key: str, client_ca: str | None) -> tuple[ssl.SSLContext, float]:
+    """Returns the TLS context of a listener, TLS 1.2 and above, and the expiry of its certificate, in seconds since the
+    epoch. With ``client_ca`` each client needs a certificate that one of these authorities has signed.
 
     ``cert`` is PEM: the server's own certificate first, then the intermediate ones. Raises Failed `tls-unusable` with
     the file and what is wrong with it.
     """
-    return _loaded(cert, key, client_ca)[0]
-
-
-def _loaded(cert: str, key: str, client_ca: str | None) -> tuple[ssl.SSLContext, float]:
-    """Returns the context and the expiry of its certificate, in seconds since the epoch."""
     pem = _read(cert, "--tls-cert")
     _read(key, "--tls-key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -117,7 +112,7 @@ class CertificateFiles:
     epoch)."""
 
     def __init__(self, cert: str, key: str, client_ca: str | None = None) -> None:
-        """Raises Failed as ``server_context``."""
+        """Raises Failed `tls-unusable`."""
         self._files = (cert, key, client_ca)
         self._seen = self._stat()
         self.context, self.expires = _loaded(cert, key, client_ca)

@@ -13,10 +13,10 @@ from orchestrator.cli.output import Format, complain, say, show, write
 from orchestrator.process.durations import moment
 from orchestrator.revisions.spec_file import SpecFile, load
 from orchestrator.simulate import report
-from orchestrator.simulate.inputs import POLICIES, SimulationInputs, SyntheticLoad, run_simulation
+from orchestrator.simulate.inputs import POLICIES, SimulationInputs, run_simulation
 from orchestrator.simulate.page import page
 from orchestrator.simulate.trace_file import InvalidTrace
-from orchestrator.simulate.workload import Kind
+from orchestrator.simulate.workload import Kind, Workload
 from placements.spec.problems import has_errors
 
 T = TypeVar("T", bound=str)
@@ -127,11 +127,11 @@ def simulate(
 
 def _generated_load(
     kind: str, rate: float, seconds: float, lengths: str, cv: float | None, shares: dict[str, float]
-) -> SyntheticLoad:
+) -> Workload:
     known: tuple[Kind, ...] = get_args(Kind)
     chosen = _choice(kind, known, "--generate")
     with bad_parameter("--lengths"):
-        return SyntheticLoad(chosen, rate, seconds, Lengths.parse(lengths), cv, shares)
+        return Workload(chosen, (), rate, seconds, cv=cv, lengths=Lengths.parse(lengths), shares=shares)
 
 
 def _choice(value: str, choices: tuple[T, ...], option: str) -> T:

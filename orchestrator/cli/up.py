@@ -13,7 +13,7 @@ import typer
 
 from orchestrator.access.keys import KeyFile
 from orchestrator.access.source_policy import SourcePolicy
-from orchestrator.access.tls import server_context
+from orchestrator.access.tls import CertificateFiles
 from orchestrator.cli.app import FAILED, SpecArgument, app
 from orchestrator.cli.doctor import engine_problems
 from orchestrator.cli.keys import access
@@ -40,7 +40,7 @@ def check_listening(settings: Settings) -> None:
         options = "--tls-client-ca" if client_ca is not None and cert is None else "one of --tls-cert and --tls-key"
         raise Failed("tls-incomplete", f"only {options} is set", "set both --tls-cert FILE and --tls-key FILE")
     if cert is not None and key is not None:
-        server_context(cert, key, client_ca)
+        CertificateFiles(cert, key, client_ca)  # fails now rather than in the gateway
     open_to_all, now = not is_loopback(host), time.time()
     if open_to_all and not settings["insecure"] and not ring.usable(now, "inference"):
         message = f"{origin.where} {host} would open the fleet to the network, and no API key exists"

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass
 from types import FrameType
 from typing import Any
 
@@ -91,27 +92,20 @@ def _as_failed(error: Exception) -> Failed:
     return Failed("up-failed", f"{type(error).__name__}: {error}", "this is a bug; see daemon.log")
 
 
+@dataclass(eq=False)
 class Daemon:
-    """Runs one fleet, from start to end. ``report`` receives each progress line."""
+    """Runs one fleet, from start to end."""
 
-    def __init__(
-        self,
-        home: Home,
-        options: UpOptions,
-        spec: tuple[str, str, str],
-        name: str,
-        hosts: tuple[Host, ...],
-        instance: str | None,
-        report: Callable[[str], None],
-    ) -> None:
-        """``spec``: its text, its file name and the folder of its relative paths; ``name``: the fleet's name."""
-        self._home = home
-        self._audit = Audit(home.audit)
-        self._options = options
-        self._spec = spec
-        self._name = name
-        self._hosts = hosts
-        self._instance = instance
+    home: Home
+    options: UpOptions
+    spec: tuple[str, str, str]  # its text, its file name and the folder of its relative paths
+    name: str  # of the fleet
+    hosts: tuple[Host, ...]
+    instance: str | None
+    report: InitVar[Callable[[str], None]]  # receives each progress line
+
+    def __post_init__(self, report: Callable[[str], None]) -> None:
+        self._audit = Audit(self.home.audit)
         self._report = WaitingNotice(functools.partial(_report_if_possible, report))
         self._fleet = secrets.token_hex(8)
         self._pid = os.getpid()
@@ -136,18 +130,18 @@ class Daemon:
         started.
         """
         check_host_root()
-        self._home.prepare()
-        lock = self._home.lock()
-        record = self._home.read_record()
+        self.home.prepare()
+        lock = self.home.lock()
+        record = self.home.read_record()
         if lock is None:
             where = f" at {record.url} (pid {record.pid})" if record is not None else ""
             raise Failed(
                 "fleet-already-running",
-                f"a fleet of {self._home.path} is already running{where}",
+                f"a fleet of {self.home.path} is already running{where}",
                 "change it with `corewright apply SPEC`, or stop it with `corewright down`",
             )
         self._end_previous(record)
-        gateway = self._options.gateway
+        gateway = self.options.gateway
         check_port(gateway.host, gateway.port)
         written: AuditLine | None = self._audit.begin("up", "up", self._audit_fields(), by=caller())
         previous = {number: signal.getsignal(number) for number in SIGNALS}
@@ -169,7 +163,7 @@ class Daemon:
         """Report the end of a child that exited without reporting it."""
         how = f"exit code {ended.code}" if ended.code >= 0 else signal.Signals(-ended.code).name
         message = f"the process that owns Ray exited unexpectedly ({how}): Ray ends it when its raylet or GCS is gone"
-        hint = f"see {self._home.logs / 'daemon.log'}, and Ray's logs under {self._home.ray}"
+        hint = f"see {self.home.logs / 'daemon.log'}, and Ray's logs under {self.home.ray}"
         failed = Failed("up-died", message, hint)
         self._audit_end(written, failed.problem.id)
         log.error("%s", failed)
@@ -190,14 +184,14 @@ class Daemon:
             mark(READY)
             with contextlib.suppress(OSError):  # as in `_report_if_possible`
                 on_ready(record)
-            if self._options.watch:
+            if self.options.watch:
                 self._in_background(self._watch_spec)
             request = self._requests.get()
             if isinstance(request, Failed):
                 raise request
             outcome = request
             self._end_requested = True
-            drain_s = self._options.drain_s
+            drain_s = self.options.drain_s
             self._report(f"{request}: draining for at most {drain_s:.0f} s (a second signal stops immediately)")
             code = 0
         except (_Interrupted, SystemExit) as reason:  # SystemExit: Ray's own handler, while Ray starts
@@ -220,8 +214,8 @@ class Daemon:
         return code
 
     def _audit_fields(self) -> dict[str, Any]:
-        text, file, base_dir = self._spec
-        gateway = self._options.gateway
+        text, file, base_dir = self.spec
+        gateway = self.options.gateway
         fields = {"text": text, "file": file, "base_dir": base_dir, "host": gateway.host, "port": gateway.port}
         return {**fields, "insecure": gateway.insecure, "tls": gateway.tls_cert is not None}
 
@@ -242,27 +236,27 @@ class Daemon:
             return
         if not daemon_alive(record):
             self._report(f"the fleet of pid {record.pid} did not end cleanly: removing its leftovers")
-        pids_left = end_leftovers(self._home, record.fleet, LEFTOVERS_DEADLINE_S)
+        pids_left = end_leftovers(self.home, record.fleet, LEFTOVERS_DEADLINE_S)
         if pids_left:
             pids = ", ".join(map(str, pids_left))
             raise Failed("leftover-processes", f"processes of an earlier fleet do not exit: {pids}", "kill them")
-        self._home.forget_fleet()
-        self._home.prepare()
+        self.home.forget_fleet()
+        self.home.prepare()
 
     def _start(self) -> FleetRecord:
         """Start Ray, then the controller with the replicas, then the gateway. Returns the fleet's record as written."""
         os.environ[FLEET_VARIABLE] = self._fleet
-        os.environ["COREWRIGHT_HOME"] = str(self._home.path)
+        os.environ["COREWRIGHT_HOME"] = str(self.home.path)
         cpus, admin_port = this_host.usable_cpus(), free_port()
         record = self._new_record(admin_port)
-        self._home.write_record(record)  # before any process starts, so that the next `up` finds leftovers
+        self.home.write_record(record)  # before any process starts, so that the next `up` finds leftovers
         self._report("starting Ray")
         with self._report.waiting(lambda: "Ray"):
             addresses = self._start_ray(len(cpus))
         dashboard = addresses.get("webui_url")
         dashboard_url = f"http://{dashboard}" if dashboard else None
         record = msgspec.structs.replace(record, ray_address=addresses["gcs_address"], dashboard_url=dashboard_url)
-        self._home.write_record(record)
+        self.home.write_record(record)
         self._raise_if_requested()
         self._report("starting the controller and the replicas")
         with self._report.waiting(lambda: "the controller"):
@@ -275,12 +269,12 @@ class Daemon:
         return record
 
     def _new_record(self, admin_port: int) -> FleetRecord:
-        gateway = self._options.gateway
+        gateway = self.options.gateway
         started = this_host.process_start(self._pid)
         assert started is not None
         return FleetRecord(
             fleet=self._fleet,
-            name=self._name,
+            name=self.name,
             url=_url(gateway),
             listens=gateway.host,
             admin_url=f"http://127.0.0.1:{admin_port}",
@@ -294,16 +288,16 @@ class Daemon:
 
     def _start_ray(self, cpus: int) -> dict[str, Any]:
         """Start a Ray node for each emulated host. Returns Ray's addresses."""
-        self._home.secure_ray()  # before the import of Ray, which reads its settings
+        self.home.secure_ray()  # before the import of Ray, which reads its settings
         from orchestrator.on_ray import ray_nodes
 
-        cores = max((host.cores for host in self._hosts), default=0)
+        cores = max((host.cores for host in self.hosts), default=0)
         self._ray_up = True
         self._raise_if_requested()
         try:
-            addresses = ray_nodes.start_ray(self._home.ray, cores=cores, cpus=cpus, dashboard=self._options.dashboard)
+            addresses = ray_nodes.start_ray(self.home.ray, cores=cores, cpus=cpus, dashboard=self.options.dashboard)
             self._listen_to_signals()
-            for index, host in enumerate(self._hosts[1:], start=1):
+            for index, host in enumerate(self.hosts[1:], start=1):
                 self._raise_if_requested()
                 self._further.append(ray_nodes.add_node(index, cores=host.cores, cpus=cpus))
         except _Interrupted:
@@ -311,7 +305,7 @@ class Daemon:
         except Exception as error:  # Ray raises many types, with pages of text
             log.exception("Ray does not start")
             cause = str(error).strip().partition("\n")[0] or type(error).__name__
-            hint = f"see Ray's logs under {self._home.ray}, and {self._home.logs / 'daemon.log'}"
+            hint = f"see Ray's logs under {self.home.ray}, and {self.home.logs / 'daemon.log'}"
             raise Failed("ray-not-started", f"Ray does not start: {cause}", hint) from None
         return addresses
 
@@ -319,23 +313,23 @@ class Daemon:
         from orchestrator.access.authority import fleet_credentials
         from orchestrator.on_ray import actors
 
-        text, file, base_dir = self._spec
+        text, file, base_dir = self.spec
         credentials = fleet_credentials()
         settings = ControllerSettings(
             fleet=self._fleet,
-            home=str(self._home.path),
+            home=str(self.home.path),
             spec_text=text,
             spec_file=file,
             base_dir=base_dir,
             token=token,
             admin_port=admin_port,
             cpus=cpus,
-            instance=self._instance,
+            instance=self.instance,
             daemon_pid=self._pid,
-            log_format=self._options.gateway.log_format,
+            log_format=self.options.gateway.log_format,
             gateway=credentials.gateway,
             replica=credentials.replica,
-            **{name: getattr(self._options, name) for name in FleetSettings.__struct_fields__},
+            **{name: getattr(self.options, name) for name in FleetSettings.__struct_fields__},
         )
         self._controller = actors.start_controller(settings)
         self._in_background(self._wait_down)
@@ -345,10 +339,10 @@ class Daemon:
 
         self._serve_up = True
         try:
-            actors.start_gateway(self._options.gateway)
+            actors.start_gateway(self.options.gateway)
         except Exception as error:  # Ray Serve raises many types
             log.exception("the gateway does not start")
-            hint = f"see {self._home.logs / 'gateway.log'}"
+            hint = f"see {self.home.logs / 'gateway.log'}"
             raise Failed("gateway-not-started", f"the gateway does not start: {error}", hint) from None
 
     def _in_background(self, work: Callable[[], None]) -> None:
@@ -385,7 +379,7 @@ class Daemon:
         return None
 
     def _controller_failed(self, what: str) -> Failed:
-        return Failed("controller-failed", what, f"see {self._home.logs / 'controller.log'}")
+        return Failed("controller-failed", what, f"see {self.home.logs / 'controller.log'}")
 
     def _wait_ready(self) -> None:
         while not self._ready.wait(READY_POLL_S):
@@ -409,7 +403,7 @@ class Daemon:
 
     def _watch_spec(self) -> None:
         """Apply the spec's file when it changes, until the fleet ends."""
-        watch = SpecWatch(self._spec, self._audit, self._apply_watched, self._report_unless_ending)
+        watch = SpecWatch(self.spec, self._audit, self._apply_watched, self._report_unless_ending)
         while not self._ending:
             time.sleep(WATCH_POLL_S)
             watch.poll()
@@ -453,7 +447,7 @@ class Daemon:
 
         if not is_connected():
             return
-        drain_s = self._options.drain_s
+        drain_s = self.options.drain_s
         if self._controller is not None:
             controller = self._controller
             with contextlib.suppress(CallFailed, ActorUnavailable):
@@ -469,13 +463,13 @@ class Daemon:
 
     def _end_everything(self) -> str | None:
         """Kill the remaining processes, and remove the record. Returns what could not be removed, or None."""
-        pids = end_leftovers(self._home, self._fleet, LAST_DEADLINE_S)
+        pids = end_leftovers(self.home, self._fleet, LAST_DEADLINE_S)
         if pids:
             return f"processes do not exit: {', '.join(map(str, pids))}"
         try:
-            self._home.forget_fleet()
+            self.home.forget_fleet()
         except OSError as error:
-            return f"{self._home.record_file} cannot be removed: {error.strerror}"
+            return f"{self.home.record_file} cannot be removed: {error.strerror}"
         return None
 
 

@@ -181,27 +181,20 @@ def _gateway(name: str, kind: Kind, doc: str, option: str = "") -> Setting:
     return Setting(name, kind, GATEWAY[name], doc, option)
 
 
+def _flag(name: str, kind: Kind, doc: str) -> Setting:
+    """Returns a setting of gateways with an option of the same name."""
+    return _gateway(name, kind, doc, f"--{name.replace('_', '-')}")
+
+
 SETTINGS = (
-    _gateway(
-        "host",
-        TEXT,
-        "Address that the gateway listens on. Beyond loopback it requires API keys, or --insecure.",
-        "--host",
-    ),
-    _gateway("port", _whole(1, 65535), "Port that the gateway listens on.", "--port"),
-    _gateway("gateways", _whole(1, 64), "Number of gateway processes that share the port.", "--gateways"),
+    _flag("host", TEXT, "Address that the gateway listens on. Beyond loopback it requires API keys, or --insecure."),
+    _flag("port", _whole(1, 65535), "Port that the gateway listens on."),
+    _flag("gateways", _whole(1, 64), "Number of gateway processes that share the port."),
     _gateway("gateway_spare", SWITCH, "Keep a spare gateway process, which takes over when another one dies."),
-    _gateway("insecure", SWITCH, "Disable API-key authentication on every address.", "--insecure"),
-    _gateway(
-        "tls_cert",
-        FILE_PATH,
-        "TLS certificate of the gateway with its chain (PEM). Reloaded when it changes.",
-        "--tls-cert",
-    ),
-    _gateway("tls_key", FILE_PATH, "Private key of the TLS certificate (PEM).", "--tls-key"),
-    _gateway(
-        "tls_client_ca", FILE_PATH, "Require client certificates signed by these authorities (PEM).", "--tls-client-ca"
-    ),
+    _flag("insecure", SWITCH, "Disable API-key authentication on every address."),
+    _flag("tls_cert", FILE_PATH, "TLS certificate of the gateway with its chain (PEM). Reloaded when it changes."),
+    _flag("tls_key", FILE_PATH, "Private key of the TLS certificate (PEM)."),
+    _flag("tls_client_ca", FILE_PATH, "Require client certificates signed by these authorities (PEM)."),
     _gateway(
         "cors_origins",
         _several("origins", _ORIGINS, _cors_origin, metavar="ORIGIN"),

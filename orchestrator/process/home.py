@@ -52,11 +52,32 @@ class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
         return WILDCARDS.get(self.listens)
 
 
+class _Below:
+    """The path of a file or folder in a home."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, home: Home, owner: type[Home]) -> Path:
+        return home.path / self._name
+
+
 @dataclass(frozen=True)
 class Home:
     """The folders under `$COREWRIGHT_HOME` (default `~/.corewright`). ``prepare`` creates them."""
 
     path: Path
+
+    record_file = _Below("fleet.json")
+    logs = _Below("logs")
+    store = _Below("store")  # fetched models, and the small files of remote models
+    compiled = _Below("compiled")  # compiled artifacts of all models
+    seats = _Below("gateways")  # the lock files of gateways; not beside their sockets, which may be removed
+    journal = _Below("journal")  # of the controller; outlives a fleet
+    keys = _Below("keys.json")  # the digests of API keys
+    traces = _Below("traces")  # lengths of recorded requests, which `corewright trace export` reads
+    audit = _Below("audit.log")  # of this home's fleets
+    ray_token_file = _Below("ray-token")  # Ray's ports are not bound to loopback, and its dashboard requires the token
 
     @classmethod
     def from_environment(cls) -> Home:
@@ -64,24 +85,6 @@ class Home:
         path = Path(os.environ.get("COREWRIGHT_HOME") or Path.home() / ".corewright").absolute()
         refuse_shared(path)
         return cls(path)
-
-    @property
-    def record_file(self) -> Path:
-        return self.path / "fleet.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def store(self) -> Path:
-        """Fetched models, and the small files of remote models."""
-        return self.path / "store"
-
-    @property
-    def compiled(self) -> Path:
-        """Compiled artifacts of all models."""
-        return self.path / "compiled"
 
     @property
     def temporary(self) -> Path:
@@ -108,38 +111,8 @@ class Home:
         return folder if usable else self.temporary
 
     @property
-    def seats(self) -> Path:
-        """The lock files of gateways; not beside their sockets, which may be removed."""
-        return self.path / "gateways"
-
-    @property
     def _digest(self) -> str:
         return blake2s(str(self.path).encode(), digest_size=4).hexdigest()
-
-    @property
-    def journal(self) -> Path:
-        """The controller's journal, which outlives a fleet."""
-        return self.path / "journal"
-
-    @property
-    def keys(self) -> Path:
-        """The digests of API keys."""
-        return self.path / "keys.json"
-
-    @property
-    def traces(self) -> Path:
-        """Lengths of recorded requests, which `corewright trace export` reads."""
-        return self.path / "traces"
-
-    @property
-    def audit(self) -> Path:
-        """The audit log of this home's fleets."""
-        return self.path / "audit.log"
-
-    @property
-    def ray_token_file(self) -> Path:
-        """Ray's authentication token: its ports are not bound to loopback, and its dashboard requires it."""
-        return self.path / "ray-token"
 
     def secure_ray(self) -> None:
         """Enable token authentication for the Ray cluster that this process starts, unless the environment sets a mode.

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from orchestrator.bench.lengths import Lengths
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.simulate.from_spec import SpecScenario, bounds_at, scenario_of
@@ -20,7 +18,7 @@ from orchestrator.simulate.scaling_policy import Fixed, Joint
 from orchestrator.simulate.simulated_request import Arrival
 from orchestrator.simulate.speeds import parse_speeds
 from orchestrator.simulate.trace_file import by_model, fit_lengths, read_trace
-from orchestrator.simulate.workload import Kind, Workload
+from orchestrator.simulate.workload import Workload
 
 Policy = Literal["auto", "fixed"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -28,23 +26,12 @@ BEGINS = 1_767_571_200.0  # Monday, 2026-01-05, in UTC
 
 
 @dataclass(frozen=True)
-class SyntheticLoad:
-    """A load generated from a seed: ``rate`` requests per second, over all models."""
-
-    kind: Kind
-    rate: float
-    seconds: float
-    lengths: Lengths
-    cv: float | None = None
-    shares: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # by model, relative to 1.0
-
-
-@dataclass(frozen=True)
 class SimulationInputs:
-    """The specs in ``files``, and the ``load`` that they are simulated with: a trace file or a synthetic load."""
+    """The specs in ``files``, and the ``load`` that they are simulated with: a trace file, or a synthetic load whose
+    models, limits and seed are not set yet."""
 
     files: tuple[SpecFile, ...]
-    load: SyntheticLoad | Path
+    load: Workload | Path
     hosts: int | None = None  # replaces the number of the specs
     gateways: int = 1
     policy: Policy = "auto"
@@ -73,7 +60,7 @@ def run_simulation(inputs: SimulationInputs, report: Callable[[str], None]) -> S
     """Runs the simulation. First passes to ``report`` which requests were dropped or cut. Raises Failed and
     InvalidTrace."""
     reads = [_read(inputs, file) for file in inputs.files]
-    if isinstance(inputs.load, SyntheticLoad):
+    if isinstance(inputs.load, Workload):
         load = _synthetic(inputs, inputs.load, reads, report)
     else:
         load = _traced(inputs.load, reads, report)
@@ -102,7 +89,7 @@ def _reading(path: Path, problem_id: str) -> Iterator[None]:
 
 
 def _synthetic(
-    inputs: SimulationInputs, synthetic: SyntheticLoad, reads: list[SpecScenario], report: Callable[[str], None]
+    inputs: SimulationInputs, synthetic: Workload, reads: list[SpecScenario], report: Callable[[str], None]
 ) -> _Load:
     """Generates a load for the models that all specs have."""
     names = [{model.name for model in read.scenario.models} for read in reads]
@@ -114,26 +101,13 @@ def _synthetic(
             "the load covers only models that both specs have",
         )
     limits = {name: min(_length(read, name) for read in reads) for name in models}
-    fit = {name: synthetic.lengths.within(limit) for name, limit in limits.items()}
-
-    def load(lengths: Mapping[str, Lengths]) -> Workload:
-        return Workload(
-            synthetic.kind,
-            models,
-            synthetic.rate,
-            synthetic.seconds,
-            inputs.seed,
-            synthetic.cv,
-            lengths,
-            synthetic.shares,
-        )
-
-    if any(lengths.capped for lengths in fit.values()):
-        uncut = load(dict.fromkeys(models, synthetic.lengths))
+    load = replace(synthetic, models=models, seed=inputs.seed, limits=limits)
+    if any(synthetic.lengths.within(limit).capped for limit in limits.values()):
+        uncut = replace(load, limits={})
         cut = (item.model for item in uncut if item.prompt_tokens + item.output_tokens > limits[item.model])
         _report_cut(Counter(cut), limits, report)
     description = f"{synthetic.kind}, {synthetic.rate:g} requests/s for {span(synthetic.seconds)}, "
-    return _Load(load(fit), description + f"lengths {synthetic.lengths.name}, seed {inputs.seed}")
+    return _Load(load, description + f"lengths {synthetic.lengths.name}, seed {inputs.seed}")
 
 
 def _traced(path: Path, reads: list[SpecScenario], report: Callable[[str], None]) -> _Load:

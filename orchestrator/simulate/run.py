@@ -76,20 +76,18 @@ def simulate(
     return run.run(arrivals, initial)
 
 
+@dataclass(eq=False)
 class _Run:
-    def __init__(
-        self,
-        scenario: Scenario,
-        policy: ScalingPolicy,
-        seed: int,
-        since: float,
-        bounds: Callable[[SimModel, float], tuple[int, int]] | None,
-        record: bool,
-    ) -> None:
-        self.scenario = scenario
-        self.policy = policy
+    scenario: Scenario
+    policy: ScalingPolicy
+    seed: int
+    since: float
+    bounds: Callable[[SimModel, float], tuple[int, int]] | None
+    record: bool
+
+    def __post_init__(self) -> None:
+        scenario, record = self.scenario, self.record
         self.clock = clock = Clock()
-        self.bounds = bounds
         self.queues: dict[str, SimulatedQueue] = {}
         self.fleet = SimFleet(
             scenario,
@@ -100,7 +98,7 @@ class _Run:
             record=record,
         )
         for model in scenario.models:
-            queue = SimulatedQueue(model, clock, gateways=scenario.gateways, seed=seed, since=since)
+            queue = SimulatedQueue(model, clock, gateways=scenario.gateways, seed=self.seed, since=self.since)
             queue.on_cold = self._on_cold
             queue.on_empty = self.fleet.emptied
             self.queues[model.name] = queue

@@ -53,6 +53,7 @@ class Change:
     what: str  # start, ready, drain, end
 
 
+@dataclass(eq=False)
 class SimFleet:
     """Carries out plans. A core is held by at most one replica at a time.
 
@@ -61,31 +62,25 @@ class SimFleet:
     3. A replica that drains for longer than the spec's ``deadlines.drain_s`` is stopped with its requests.
     """
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        clock: Clock,
-        *,
-        on_ready: Callable[[str, SimReplica], None],
-        on_drain: Callable[[str, SimReplica], None],
-        on_lost: Callable[[str, list[SimRequest]], None],
-        record: bool = False,
-    ) -> None:
-        """``on_drain`` removes the replica from routing and calls ``emptied`` after its last request. With ``record``
-        all ``changes`` are kept."""
-        self.scenario = scenario
-        self.clock = clock
+    scenario: Scenario
+    clock: Clock
+    on_ready: Callable[[str, SimReplica], None]
+    on_drain: Callable[[str, SimReplica], None]  # removes the replica from routing; calls `emptied` at its last request
+    on_lost: Callable[[str, list[SimRequest]], None]
+    record: bool  # keep all ``changes``
+
+    def __post_init__(self) -> None:
+        scenario = self.scenario
         self.holders: dict[tuple[str, int], Holder] = {}
         self.loads: dict[str, int] = dict.fromkeys((model.name for model in scenario.models), 0)
         self.core_s: dict[str, float] = dict.fromkeys(self.loads, 0.0)  # of stopped replicas
         self.reachable: dict[str, int | None] = dict.fromkeys(self.loads, None)
-        self.changes: list[Change] | None = [] if record else None
+        self.changes: list[Change] | None = [] if self.record else None
         self._models = {model.name: model for model in scenario.models}
         self._drain_s = {model.name: model.deadlines.drain_s for model in scenario.spec.models}
         self._cores = {host.name: 0 for host in scenario.hosts}  # bit masks of the cores in use
         self._pending: list[Placement] = []  # planned, waiting for cores
         self._by_replica: dict[SimReplica, Holder] = {}
-        self._on_ready, self._on_drain, self._on_lost = on_ready, on_drain, on_lost
 
     def counts(self) -> dict[str, tuple[int, int, float | None]]:
         """Returns by model: ready replicas, loading replicas, and when the newest became ready or started to load."""
@@ -177,18 +172,18 @@ class SimFleet:
         if holder.phase is Phase.LOADING:
             holder.phase, holder.since = Phase.READY, self.clock.now
             self._record(holder, "ready")
-            self._on_ready(holder.placement.model, holder.replica)
+            self.on_ready(holder.placement.model, holder.replica)
 
     def _drain(self, holder: Holder) -> None:
         name = holder.placement.model
         holder.phase, holder.since = Phase.DRAINING, self.clock.now
         self._record(holder, "drain")
         self.clock.at(self.clock.now + self._drain_s[name], self._cut_off, holder)
-        self._on_drain(name, holder.replica)
+        self.on_drain(name, holder.replica)
 
     def _cut_off(self, holder: Holder) -> None:
         if holder.phase is Phase.DRAINING:
-            self._on_lost(holder.placement.model, holder.replica.take_all())
+            self.on_lost(holder.placement.model, holder.replica.take_all())
             self._end(holder)
             self._start_pending()
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import linear_regression
 from typing import Any
 
 from orchestrator.process.failure import Failed
@@ -70,13 +71,10 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     ys = [_low([value for _, value in group]) for group in groups]
     if xs[-1] < SPREAD * xs[0]:
         return None
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    spread = sum((x - mean_x) ** 2 for x in xs)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+    slope, base = linear_regression(xs, ys)
     if slope <= 0.0:
         return None
-    base = mean_y - slope * mean_x
-    return (base, slope) if base >= 0 else (0.0, mean_y / mean_x)
+    return (base, slope) if base >= 0 else (0.0, sum(ys) / sum(xs))
 
 
 def parse_speeds(text: str, name: str, models: Iterable[str]) -> dict[str, dict[str, float]]:

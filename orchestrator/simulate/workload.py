@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from random import Random
-from types import MappingProxyType
 from typing import Literal, get_args
 
 from orchestrator.bench.lengths import Lengths
@@ -41,17 +40,18 @@ class Workload:
     seconds: float
     seed: int = 0
     cv: float | None = None  # None: GAMMA_CV for gamma, 1 for the others
-    lengths: Mapping[str, Lengths] = field(default_factory=lambda: MappingProxyType({}))  # by model; default: chat
-    shares: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # by model, relative to 1.0
+    lengths: Lengths = field(default_factory=lambda: Lengths.parse("chat"))
+    limits: Mapping[str, int] = field(default_factory=dict)  # by model: the tokens that longer requests are cut to
+    shares: Mapping[str, float] = field(default_factory=dict)  # by model, relative to 1.0
     period_s: float = DAY_S
 
     def __iter__(self) -> Iterator[Arrival]:
-        chat = Lengths.parse("chat")
-        total = sum(self.shares.get(model, 1.0) for model in self.models)
+        shares = {model: self.shares.get(model, 1.0) for model in self.models}
+        total = sum(shares.values())
         streams = [
-            self._stream(i, model, self.rate * self.shares.get(model, 1.0) / total, self.lengths.get(model, chat).pairs)
-            for i, model in enumerate(self.models)
-            if self.shares.get(model, 1.0) > 0
+            self._stream(i, model, self.rate * share / total)
+            for i, (model, share) in enumerate(shares.items())
+            if share > 0
         ]
         return iter(merge(*streams))
 
@@ -59,8 +59,9 @@ class Workload:
         """Returns the kind of the model with that number: one of MIX for a mixed load."""
         return MIX[number % len(MIX)] if self.kind == "mixed" else self.kind
 
-    def _stream(self, number: int, model: str, rate: float, pairs: Sequence[tuple[int, int]]) -> Iterator[Arrival]:
+    def _stream(self, number: int, model: str, rate: float) -> Iterator[Arrival]:
         """Yields the arrivals of one model, in order."""
+        pairs = (self.lengths.within(self.limits[model]) if model in self.limits else self.lengths).pairs
         kind = self.kind_of(number)
         draw = Random(f"{self.seed} {kind} {model}")
         clock = self._clock(kind, number, model)

@@ -117,7 +117,7 @@ def ends(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, ended: Ended) -> int:
 
     def child(work: Any, signals: Any) -> Ended:
         record = daemon._new_record(1)
-        daemon._home.write_record(record)
+        daemon.home.write_record(record)
         return ended
 
     monkeypatch.setattr(daemon_module, "apart", child)
@@ -132,10 +132,10 @@ def test_an_unexpected_end_is_reported_and_leaves_nothing(
     """On the terminal, in the audit log, and with an exit code that makes systemd restart it."""
     assert ends(daemon, monkeypatch, Ended(READY if ready else b"", code)) == 1
     assert any("error: up-died: " in line and how in line for line in daemon.said)  # type: ignore[attr-defined]
-    last = Audit(daemon._home.audit).entries(10)[-1]
+    last = Audit(daemon.home.audit).entries(10)[-1]
     told = last.arguments.get("reason") if ready else last.status
     assert (last.action, told) == ("end" if ready else "up", "up-died")
-    assert not daemon._home.record_file.exists()
+    assert not daemon.home.record_file.exists()
 
 
 @pytest.mark.parametrize(("code", "given"), [(0, 0), (1, 1), (-9, 1)])
@@ -146,8 +146,8 @@ def test_an_end_that_the_child_has_reported_is_not_reported_again(
     marks = READY + REPORTED + (GONE if code >= 0 else b"")
     assert ends(daemon, monkeypatch, Ended(marks, code)) == given
     assert daemon.said == []  # type: ignore[attr-defined]
-    assert [entry.action for entry in Audit(daemon._home.audit).entries(10)] == ["up"]
-    assert daemon._home.record_file.exists() is (code >= 0)  # which a child that left nothing has removed
+    assert [entry.action for entry in Audit(daemon.home.audit).entries(10)] == ["up"]
+    assert daemon.home.record_file.exists() is (code >= 0)  # which a child that left nothing has removed
 
 
 def test_a_failure_is_reported_and_audited_before_ray_shuts_down(
@@ -164,7 +164,7 @@ def test_a_failure_is_reported_and_audited_before_ray_shuts_down(
     def shut_down() -> None:
         raise Swallowed
 
-    written = Audit(daemon._home.audit).begin("up", "up", {}, by="me")
+    written = Audit(daemon.home.audit).begin("up", "up", {}, by="me")
     monkeypatch.setattr(daemon, "_start", fails)
     monkeypatch.setattr(daemon, "_take_down", shut_down)
     monkeypatch.setattr(daemon, "_end_everything", lambda: None)
@@ -172,7 +172,7 @@ def test_a_failure_is_reported_and_audited_before_ray_shuts_down(
     with pytest.raises(Swallowed):
         daemon._live(written, lambda record: None, marks.append)
     assert "error: controller-failed: the controller does not come back" in daemon.said[0]  # type: ignore[attr-defined]
-    assert Audit(daemon._home.audit).entries(1)[0].status == "controller-failed"
+    assert Audit(daemon.home.audit).entries(1)[0].status == "controller-failed"
     assert marks[0] == REPORTED
 
 

@@ -63,7 +63,7 @@ def test_a_pause_of_up_is_not_an_absence_of_the_controller(
     """It is called as often as without the pause, up to the length of one long gap, before the fleet is given up."""
     daemon = Daemon.__new__(Daemon)
     daemon._ending, daemon._status_version = False, 0
-    daemon._home = Home(Path("/nowhere"))
+    daemon.home = Home(Path("/nowhere"))
     absence = Absence(monkeypatch, pauses)
     with pytest.raises(Failed, match="controller-failed"):
         daemon._ask_controller(absence)

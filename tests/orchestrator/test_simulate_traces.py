@@ -155,7 +155,7 @@ def test_shares_divide_the_rate() -> None:
 
 def test_lengths_are_those_of_the_model() -> None:
     """Each is one of the given pairs."""
-    load = Workload("poisson", ("a",), 1.0, 60.0, lengths={"a": Lengths.parse("7:9")})
+    load = Workload("poisson", ("a",), 1.0, 60.0, lengths=Lengths.parse("7:9"))
     assert {(one.prompt_tokens, one.output_tokens) for one in load} == {(7, 9)}
 
 

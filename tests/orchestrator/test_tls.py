@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.access import tls
-from orchestrator.access.tls import CertificateFiles, certified_name, server_context
+from orchestrator.access.tls import CertificateFiles, certified_name
 from orchestrator.daemon import daemon
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.failure import Failed
@@ -78,13 +78,13 @@ def trusting(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
 
 def test_a_client_of_the_authority_is_served(authority: Authority, pair: Pair) -> None:
     """With TLS 1.3 and HTTP/1.1, whatever else it offers."""
-    found = handshake(server_context(str(pair.cert), str(pair.key)), trusting(authority))
+    found = handshake(CertificateFiles(str(pair.cert), str(pair.key)).context, trusting(authority))
     assert found == ("TLSv1.3", "http/1.1", b"well")
 
 
 def test_old_versions_are_not_spoken(authority: Authority, pair: Pair) -> None:
     """1.2 is the oldest."""
-    context = server_context(str(pair.cert), str(pair.key))
+    context = CertificateFiles(str(pair.cert), str(pair.key)).context
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
     client = trusting(authority)
     client.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -95,7 +95,7 @@ def test_with_an_authority_for_clients_only_its_clients_are_served(
     authority: Authority, pair: Pair, folder: Path
 ) -> None:
     """None without a certificate, of another authority, or with a server's certificate."""
-    server = server_context(str(pair.cert), str(pair.key), str(authority.file))
+    server = CertificateFiles(str(pair.cert), str(pair.key), str(authority.file)).context
     other = Authority(folder, "other")
     assert handshake(server, trusting(authority, authority.sign("client", client=True)))[2] == b"well"
     strangers = [None, other.sign("stranger", client=True), authority.sign("no-client")]
@@ -105,7 +105,7 @@ def test_with_an_authority_for_clients_only_its_clients_are_served(
 
 def unusable(cert: Path, key: Path, client_ca: Path | None = None) -> str:
     with pytest.raises(Failed) as found:
-        server_context(str(cert), str(key), None if client_ca is None else str(client_ca))
+        CertificateFiles(str(cert), str(key), None if client_ca is None else str(client_ca))
     assert found.value.problem.id == "tls-unusable"
     return found.value.problem.what
 
