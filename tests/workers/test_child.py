@@ -1,4 +1,4 @@
-"""A process that answers in lines of JSON is heard by whoever asked it, and nobody else is."""
+"""A child process replies in lines of JSON; other output goes to its log."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from workers.host.json_process import answering
 class Word(msgspec.Struct):
     text: str
 
-asked = sys.stdin.read()
-tell = answering()
+request = sys.stdin.read()
+reply = answering()
 print("a library greets")
 os.write(1, b"so does its C code\\n")
 logging.getLogger("talker").info("at work")
-tell(Word(asked))
-tell(Word(str([os.environ.get(name) for name in sys.argv[1].split(",")])))
+reply(Word(request))
+reply(Word(str([os.environ.get(name) for name in sys.argv[1].split(",")])))
 """
 
 
-def test_what_libraries_print_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in the log, with what the process logs; variables that no replica has do not reach it."""
+def test_output_of_libraries_is_not_a_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log has it. The child does not get variables that no replica gets."""
     (tmp_path / "talker.py").write_text(TALKER)
     never = NEVER_SET[0]
     monkeypatch.setenv(never, "1")
@@ -42,8 +42,8 @@ def test_what_libraries_print_is_no_answer(tmp_path: Path, monkeypatch: pytest.M
     process = json_process.start(
         ("talker", f"{never},NEURON_PROCESS_TAG"), python=sys.executable, env=env, log_file=str(log_file)
     )
-    said, _ = process.communicate(b"a question", timeout=60)
-    assert [json.loads(line)["text"] for line in said.splitlines()] == ["a question", "[None, 'chat/0']"]
+    replies, _ = process.communicate(b"a question", timeout=60)
+    assert [json.loads(line)["text"] for line in replies.splitlines()] == ["a question", "[None, 'chat/0']"]
     words = last_words(log_file)
     assert {"a library greets", "so does its C code"} <= set(words)
     assert any("talker: at work" in line for line in words)

@@ -1,4 +1,4 @@
-"""The locks that stand for NeuronCores on an emulated host."""
+"""Claims of emulated NeuronCores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.stdin.read()
 
 
 def hold(folder: Path, first: int, last: int) -> subprocess.Popen[str]:
-    """Another process that holds first..last-1."""
+    """Starts a process that holds first..last-1."""
     arguments = [sys.executable, "-c", HOLD, str(folder), str(first), str(last)]
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -31,8 +31,8 @@ def hold(folder: Path, first: int, last: int) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_core_that_another_process_holds_gives_the_runtimes_message_and_the_owner(tmp_path: Path) -> None:
-    """Two processes can never hold one core, and the refused one learns who has it, in the runtime's words."""
+def test_a_claim_of_a_taken_core_fails_with_its_owner(tmp_path: Path) -> None:
+    """The message is that of the Neuron runtime."""
     other = hold(tmp_path, 4, 8)
     try:
         with pytest.raises(CoresTaken) as refused:
@@ -47,14 +47,13 @@ def test_a_core_that_another_process_holds_gives_the_runtimes_message_and_the_ow
     assert refused.value.owners == {6: other.pid, 7: other.pid}
 
 
-def test_who_holds_cores_is_told_by_runs() -> None:
-    """Each process once for each run of its cores."""
-    taken = CoresTaken([0, 7], {0: 71, 1: 71, 2: 71, 4: 71, 5: 80, 7: None})
-    assert taken.held == "nc0-nc2 by pid 71, nc4 by pid 71, nc5 by pid 80, nc7 by pid unknown"
+def test_the_holders_of_cores_are_shown_by_ranges() -> None:
+    error = CoresTaken([0, 7], {0: 71, 1: 71, 2: 71, 4: 71, 5: 80, 7: None})
+    assert error.held == "nc0-nc2 by pid 71, nc4 by pid 71, nc5 by pid 80, nc7 by pid unknown"
 
 
-def test_a_refused_claim_leaves_nothing_held(tmp_path: Path) -> None:
-    """A claim takes all of its cores or none."""
+def test_a_failed_claim_holds_no_core(tmp_path: Path) -> None:
+    """Also none of those that were free."""
     other = hold(tmp_path, 4, 5)
     try:
         with pytest.raises(CoresTaken):
@@ -65,8 +64,8 @@ def test_a_refused_claim_leaves_nothing_held(tmp_path: Path) -> None:
         other.communicate()
 
 
-def test_the_kernel_frees_the_cores_of_a_killed_process(tmp_path: Path) -> None:
-    """After kill -9 the next process has the cores."""
+def test_the_cores_of_a_killed_process_are_free(tmp_path: Path) -> None:
+    """The kernel releases its locks, also after kill -9."""
     other = hold(tmp_path, 0, 8)
     os.kill(other.pid, signal.SIGKILL)
     other.communicate()
@@ -78,20 +77,20 @@ def test_the_kernel_frees_the_cores_of_a_killed_process(tmp_path: Path) -> None:
     assert held_cores(tmp_path) == {}
 
 
-def test_a_claim_is_not_refused_by_someone_who_only_looks(tmp_path: Path) -> None:
-    """`held_cores` has each lock for a moment; a claim made in that moment waits for it."""
-    over = threading.Event()
+def test_a_claim_waits_for_a_check_of_its_cores(tmp_path: Path) -> None:
+    """`held_cores` holds each lock for microseconds."""
+    stopped = threading.Event()
 
-    def look() -> None:
-        while not over.is_set():
+    def check() -> None:
+        while not stopped.is_set():
             held_cores(tmp_path)
 
     CoreClaim(tmp_path, range(24)).release()
-    looking = threading.Thread(target=look)
-    looking.start()
+    checker = threading.Thread(target=check)
+    checker.start()
     try:
         for _ in range(50):
             CoreClaim(tmp_path, range(24)).release()
     finally:
-        over.set()
-        looking.join()
+        stopped.set()
+        checker.join()

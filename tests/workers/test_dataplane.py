@@ -1,4 +1,4 @@
-"""The replica's socket, with a real batcher over the echo engine behind it."""
+"""The data plane of a replica, with a real batcher of the echo engine."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_requests_of_one_connection_share_its_frames(served: Served) -> None:
     [(Hello("test", "wrong", EPOCH), "wrong token"), (Hello("test", TOKEN, EPOCH - 1), "this is epoch 3, not 2")],
 )
 def test_a_wrong_token_or_another_epoch_is_refused(served: Served, hello: Hello, reason: str) -> None:
-    """Only who knows the token, and means this very start of the replica, may send requests."""
+    """Requests need the token and the epoch of this start of the replica."""
     client = Client(served.path, hello)
 
     assert client.receive() == Refused(reason)
@@ -115,7 +115,7 @@ def test_a_wrong_token_or_another_epoch_is_refused(served: Served, hello: Hello,
 
 
 def test_a_request_before_hello_ends_the_connection(served: Served) -> None:
-    """Nothing is done for a peer that has not said who it is."""
+    """Without Hello, a peer is not authenticated."""
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(10)
         stranger.connect(str(served.path))
@@ -126,12 +126,12 @@ def test_a_request_before_hello_ends_the_connection(served: Served) -> None:
 
 @pytest.mark.parametrize("served", [{"slots": 1, "step_ms": 2.0}], indirect=True)
 def test_the_end_of_a_connection_frees_its_slots(served: Served) -> None:
-    """A gateway that goes away leaves no request behind: the next one has the only slot."""
-    gone = Client(served.path)
-    gone.send(submit("long", "x", 4000))
-    assert isinstance(gone.receive(), Welcome)
-    assert isinstance(gone.receive(), Step)
-    gone.socket.close()
+    """The next gateway gets the only slot."""
+    previous = Client(served.path)
+    previous.send(submit("long", "x", 4000))
+    assert isinstance(previous.receive(), Welcome)
+    assert isinstance(previous.receive(), Step)
+    previous.socket.close()
 
     client = Client(served.path)
     client.receive()
@@ -142,7 +142,7 @@ def test_the_end_of_a_connection_frees_its_slots(served: Served) -> None:
 
 @pytest.mark.parametrize("served", [{"slots": 1, "step_ms": 2.0}], indirect=True)
 def test_a_cancelled_request_ends_with_an_event_of_its_own(served: Served) -> None:
-    """Cancel is answered, so that the gateway knows when the slot is free."""
+    """The gateway then knows that the slot is free."""
     client = Client(served.path)
     client.receive()
     client.send(submit("long", "x", 4000))
@@ -153,7 +153,7 @@ def test_a_cancelled_request_ends_with_an_event_of_its_own(served: Served) -> No
 
 
 def test_a_request_that_the_batcher_refuses_ends_with_an_error(served: Served) -> None:
-    """What cannot be served is answered with the reason, not dropped."""
+    """The error has the reason."""
     client = Client(served.path)
     client.receive()
     client.send(submit("long", "x" * 100, 4096))
@@ -167,7 +167,7 @@ def test_a_request_that_the_batcher_refuses_ends_with_an_error(served: Served) -
 
 @pytest.mark.parametrize("served", [{"slots": 1, "step_ms": 2.0}], indirect=True)
 def test_the_replica_grants_its_slots_to_several_gateways(served: Served) -> None:
-    """A request beyond its slots comes back as BUSY, and Room follows when one of another gateway has ended."""
+    """A request beyond its slots is answered with BUSY, and with Room when a request of another gateway has ended."""
     first, second = Client(served.path), Client(served.path)
     assert isinstance(first.receive(), Welcome)
     assert isinstance(second.receive(), Welcome)
@@ -185,8 +185,8 @@ def test_the_replica_grants_its_slots_to_several_gateways(served: Served) -> Non
 
 
 @pytest.mark.parametrize("served", [{"slots": 1, "step_ms": 2.0}], indirect=True)
-def test_a_gateway_that_goes_away_makes_room_for_the_others(served: Served) -> None:
-    """Its requests are cancelled, and who was told BUSY is told of the room."""
+def test_the_slots_of_a_disconnected_gateway_are_granted_to_others(served: Served) -> None:
+    """Its requests are cancelled, and gateways that got BUSY get Room."""
     first, second = Client(served.path), Client(served.path)
     first.send(submit("long", "x", 4000))
     assert isinstance(first.receive(), Welcome)
@@ -200,27 +200,24 @@ def test_a_gateway_that_goes_away_makes_room_for_the_others(served: Served) -> N
     assert second.receive() == Room(1)
 
 
-def test_an_answer_that_is_read_at_its_end_comes_in_two_events(served: Served) -> None:
-    """The first token at once, all others with the last: a gateway need not touch what nobody reads yet."""
+def test_an_answer_for_a_client_that_does_not_stream_has_two_events(served: Served) -> None:
+    """The first token comes at once, all others with the last."""
     client = Client(served.path)
     client.receive()
     prompt = list(b"hello")
     client.send(Submit(GenerateRequest(id="r", prompt_ids=prompt, max_tokens=50, temperature=0, whole=True)))
 
-    begun, ended = client.events(1)["r"]
+    first, last = client.events(1)["r"]
 
-    assert (begun.finish, len(begun.token_ids)) == (None, 1)
-    assert (ended.finish, len(ended.token_ids)) == (FinishReason.LENGTH, 49)
-    assert begun.token_ids + ended.token_ids == echo_tokens(prompt, 50)
-    assert (begun.text + ended.text).encode() == bytes(echo_tokens(prompt, 50))
+    assert (first.finish, len(first.token_ids)) == (None, 1)
+    assert (last.finish, len(last.token_ids)) == (FinishReason.LENGTH, 49)
+    assert first.token_ids + last.token_ids == echo_tokens(prompt, 50)
+    assert (first.text + last.text).encode() == bytes(echo_tokens(prompt, 50))
 
 
 @pytest.mark.parametrize("served", [{"slots": 1, "step_ms": 2.0}], indirect=True)
-def test_a_slot_that_was_promised_is_not_taken_by_who_is_faster(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gateway that has just had the slot asks for it again at once, and must wait: else a busy one starves the
-    others."""
+def test_a_granted_slot_is_not_given_to_a_faster_gateway(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that has just used the slot requests it again at once, and must wait: it would starve the others."""
     monkeypatch.setattr(dataplane, "GRANT_S", 30.0)
     busy, waiting = Client(served.path), Client(served.path)
     assert isinstance(busy.receive(), Welcome)
@@ -241,8 +238,8 @@ def test_a_slot_that_was_promised_is_not_taken_by_who_is_faster(
     assert waiting.events(1)["late"][-1].finish is FinishReason.LENGTH
 
 
-def test_a_socket_that_was_removed_is_made_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cleaners of temporary folders remove what looks old. What is connected stays, and others find it again."""
+def test_a_removed_socket_is_created_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cleaners of temporary folders remove old files. Connections stay, and new ones are possible."""
     monkeypatch.setattr(dataplane, "PATH_POLL_S", 0.02)
     served.plane.close()
     served.restart_plane()
@@ -252,7 +249,7 @@ def test_a_socket_that_was_removed_is_made_again(served: Served, monkeypatch: py
         served.path.unlink()
         if folder_too:
             served.path.parent.rmdir()
-        until(served.path.exists, 10, "there is a socket again")
+        until(served.path.exists, 10, "the socket exists again")
         after = Client(served.path)
         assert isinstance(after.receive(), Welcome)
         for client, id in ((before, f"a{folder_too}"), (after, f"b{folder_too}")):
@@ -262,11 +259,11 @@ def test_a_socket_that_was_removed_is_made_again(served: Served, monkeypatch: py
 
 
 class Panic(BaseException):
-    """As pyo3's, which is no Exception."""
+    """Derives from BaseException, as pyo3's panics do."""
 
 
 class Played:
-    """A data plane, and in place of the batcher a test that says what comes of its requests."""
+    """A data plane whose batcher is the test: it decides the outcome of each request."""
 
     def __init__(self, folder: Path) -> None:
         self.submitted: list[str] = []
@@ -295,12 +292,14 @@ class Played:
         self.cancelled.append(id)
 
     def client(self, *requests: GenerateRequest) -> Client:
-        """A gateway whose requests are here."""
+        """Returns a gateway whose requests have been submitted."""
         client = Client(Path(self.plane.address))
         assert isinstance(client.receive(), Welcome)
         for request in requests:
             client.send(Submit(request))
-        until(lambda: len(self.submitted) >= sum(one.guide is None for one in requests), 5, "they are submitted")
+        until(
+            lambda: len(self.submitted) >= sum(request.guide is None for request in requests), 5, "they are submitted"
+        )
         return client
 
 
@@ -320,7 +319,7 @@ def request(id: str, **fields: Any) -> GenerateRequest:
 
 
 def logprobs(text: str = " word") -> list[TokenLogprobs]:
-    """Of one token, and of 20 beside it."""
+    """The logprobs of one token and of 20 alternatives."""
     raw = list(text.encode())
     return [TokenLogprobs(5, -0.25, text, raw, [(id, -0.123456789 * id, text, raw) for id in range(20)])]
 
@@ -329,9 +328,9 @@ def token(id: str, finish: FinishReason | None = None, **fields: Any) -> TokenEv
     return TokenEvent(id=id, text=" word", token_ids=[5], finish=finish, **fields)
 
 
-def test_an_answer_with_logprobs_is_sent_in_bounded_pieces(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen answers that are read at their end, with all logprobs: no event holds more than a few tokens, each token
-    comes once, and no frame has more than 1 MiB."""
+def test_an_answer_with_logprobs_is_sent_in_limited_pieces(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sixteen answers that are not streamed, no event has more than a few tokens, each token comes once, and no
+    frame has more than 1 MiB."""
     sizes: list[int] = []
     monkeypatch.setattr(dataplane, "encode", lambda message: sizes.append(len(data := encode(message))) or data)
     names = [f"r{i}" for i in range(16)]
@@ -350,7 +349,7 @@ def test_an_answer_with_logprobs_is_sent_in_bounded_pieces(played: Played, monke
 
 
 def test_a_gateway_that_reads_slowly_is_not_disconnected(played: Played) -> None:
-    """However much it has left unread: 20 MB, of which it reads a little between two checks."""
+    """Of 20 MB, it reads a little between two checks."""
     client = played.client(request("r", logprobs=20))
     large = logprobs(" word" * 40)
     for i in range(2000):
@@ -380,8 +379,8 @@ def test_a_gateway_that_reads_nothing_for_long_is_disconnected(played: Played) -
     client.socket.close()
 
 
-def test_an_answer_that_no_message_can_hold_ends_alone(played: Played) -> None:
-    """With an error for its own client, and nothing for the others."""
+def test_an_answer_too_large_for_a_message_ends_with_an_error(played: Played) -> None:
+    """Other answers in the same step are sent."""
     client = played.client(request("huge"), request("fine"))
 
     played.plane.emit([token("huge", logprobs=logprobs("x" * 2**20)), token("fine", FinishReason.LENGTH)])
@@ -392,8 +391,8 @@ def test_an_answer_that_no_message_can_hold_ends_alone(played: Played) -> None:
     assert played.cancelled == ["huge"]
 
 
-def test_a_schema_that_compiles_delays_no_other_request(played: Played) -> None:
-    """It is compiled on another thread than that of the streams; its own request begins after it."""
+def test_a_schema_that_is_compiled_delays_no_other_request(played: Played) -> None:
+    """It has a thread of its own; its request starts afterwards."""
     client = played.client(request("guided", guide="{}"), request("free"))
     assert played.compiling.wait(5)
     played.plane.emit([token("free", FinishReason.LENGTH)])
@@ -404,8 +403,8 @@ def test_a_schema_that_compiles_delays_no_other_request(played: Played) -> None:
     until(lambda: played.submitted == ["free", "guided"], 5, "it is submitted")
 
 
-def test_a_schema_that_nobody_waits_for_any_more_is_not_compiled(played: Played) -> None:
-    """The request in work is cancelled once it is accepted, the one behind it never begins."""
+def test_the_schema_of_a_cancelled_request_is_not_compiled(played: Played) -> None:
+    """A request whose schema is being compiled is cancelled afterwards; one that waits is never submitted."""
     client = played.client(request("first", guide="{}"), request("second", guide="{}"))
     assert played.compiling.wait(5)
     client.send(Cancel("first"))
@@ -414,7 +413,7 @@ def test_a_schema_that_nobody_waits_for_any_more_is_not_compiled(played: Played)
     played.compiled.set()
 
     assert client.events(1)["second"][-1].finish is FinishReason.CANCELLED
-    until(lambda: "first" in played.cancelled[2:], 5, "it is cancelled once more")
+    until(lambda: "first" in played.cancelled[2:], 5, "it is cancelled again")
     assert played.submitted == ["first"]
 
 
@@ -430,7 +429,7 @@ def test_a_schema_that_nobody_waits_for_any_more_is_not_compiled(played: Played)
 def test_a_schema_that_cannot_be_compiled_ends_its_request(
     played: Played, error: BaseException, finish: FinishReason
 ) -> None:
-    """Whatever is raised: its client does not wait for ever."""
+    """Its client gets an error for each exception."""
     played.raises = error
     played.compiled.set()
     client = played.client(request("r", guide="{}"))

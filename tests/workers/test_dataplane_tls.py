@@ -1,4 +1,4 @@
-"""The data plane between hosts: gateway and replica each prove who they are, and nobody else reads or says a word."""
+"""The data plane between hosts: gateway and replica authenticate each other, and traffic is encrypted."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def first(
 
 @pytest.mark.parametrize("uv", [False, True], ids=["asyncio", "uvloop"])
 def test_requests_and_tokens_cross_hosts(uv: bool, served: Served) -> None:
-    """Token for token, as on the unix socket; on both event loops."""
+    """The tokens are those of the unix socket, on both event loops."""
     import uvloop
 
     async def ask(loop: asyncio.AbstractEventLoop) -> list[int]:
@@ -108,8 +108,8 @@ def test_requests_and_tokens_cross_hosts(uv: bool, served: Served) -> None:
 @pytest.mark.parametrize(
     "own", [OTHER.gateway, LATE.gateway, FLEET.replica, None], ids=["other fleet", "expired", "a replica", "nobody"]
 )
-def test_a_peer_that_is_no_gateway_of_the_fleet_hears_nothing(own: Credentials | None, served: Served) -> None:
-    """The token does not help it: it knows the right one, and is not let so far as to say it."""
+def test_a_peer_that_is_not_a_gateway_of_the_fleet_is_disconnected(own: Credentials | None, served: Served) -> None:
+    """It has the right token, but the handshake fails first."""
     trusting = own or FLEET.gateway
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=FLEET.gateway.authority)  # it believes the replica
@@ -140,8 +140,8 @@ def _files(own: Credentials) -> Iterator[str]:
         yield file.name
 
 
-def test_a_gateway_says_nothing_to_what_is_no_replica_of_its_fleet() -> None:
-    """Of another fleet, of an authority that has expired, or a gateway that poses as a replica: no token is told."""
+def test_a_gateway_sends_no_token_to_a_server_that_is_not_a_replica_of_its_fleet() -> None:
+    """It is of another fleet, has an expired authority, or is a gateway."""
     for poser in (OTHER.replica, LATE.replica, FLEET.gateway):
         stranger = Served(credentials=poser)
         try:
@@ -151,14 +151,14 @@ def test_a_gateway_says_nothing_to_what_is_no_replica_of_its_fleet() -> None:
             stranger.close()
 
 
-def test_without_credentials_no_link_is_opened(served: Served) -> None:
-    """A gateway of an older fleet's controller."""
+def test_a_gateway_without_credentials_opens_no_tls_link(served: Served) -> None:
+    """The controller of an older fleet issues none."""
     with pytest.raises(OSError, match="requires credentials"):
         run(lambda loop: first(loop, served.plane.address, None))
 
 
-def test_token_and_epoch_count_over_tls_too(served: Served) -> None:
-    """A certificate alone opens nothing: each start of a replica is meant by its epoch."""
+def test_token_and_epoch_are_also_checked_over_tls(served: Served) -> None:
+    """A certificate does not replace them."""
     for hello, reason in (
         (Hello("test", "wrong", EPOCH), "wrong token"),
         (Hello("test", TOKEN, EPOCH - 1), "this is epoch 3, not 2"),
@@ -168,7 +168,7 @@ def test_token_and_epoch_count_over_tls_too(served: Served) -> None:
 
 
 def test_a_peer_without_tls_is_disconnected(served: Served) -> None:
-    """What it says is not read."""
+    """Its data is not read."""
     parts = urlsplit(served.plane.address)
     assert parts.hostname is not None
     with socket.create_connection((parts.hostname, parts.port or 0), 10) as peer:
@@ -180,8 +180,8 @@ def test_a_peer_without_tls_is_disconnected(served: Served) -> None:
     assert b"Welcome" not in heard
 
 
-def test_who_listens_in_between_reads_nothing(served: Served) -> None:
-    """Neither token nor prompt nor answer pass in the clear; with the replica's key afterwards neither (TLS 1.3)."""
+def test_recorded_traffic_cannot_be_read(served: Served) -> None:
+    """Token, prompt and answer are encrypted; also the replica's key does not decrypt them later (TLS 1.3)."""
     parts = urlsplit(served.plane.address)
     seen = bytearray()
     tap = socket.create_server(("127.0.0.1", 0))
@@ -231,8 +231,8 @@ def test_who_listens_in_between_reads_nothing(served: Served) -> None:
     assert bytes(echo_tokens(list(prompt), 5)) not in seen
 
 
-def test_a_silent_peer_does_not_keep_others_waiting(served: Served) -> None:
-    """Those that connect and say nothing hold no slot of anybody."""
+def test_a_silent_peer_does_not_delay_others(served: Served) -> None:
+    """Connections without a handshake use no slots."""
     parts = urlsplit(served.plane.address)
     assert parts.hostname is not None
     silent = [socket.create_connection((parts.hostname, parts.port or 0), 10) for _ in range(50)]
@@ -243,8 +243,8 @@ def test_a_silent_peer_does_not_keep_others_waiting(served: Served) -> None:
         one.close()
 
 
-def test_a_unix_socket_is_dialled_as_ever() -> None:
-    """Without TLS: its folder is the user's alone."""
+def test_a_unix_socket_has_no_tls() -> None:
+    """Only this user can open its folder."""
     local = Served()
     try:
         assert local.plane.address == str(local.path)
@@ -255,7 +255,7 @@ def test_a_unix_socket_is_dialled_as_ever() -> None:
 
 
 def test_a_plane_without_credentials_does_not_listen_on_tcp(served: Served) -> None:
-    """It would serve whoever comes."""
+    """It could not authenticate its peers."""
     plane = DataPlane(
         served.path,
         welcome=Welcome("", "", 1, 1, 1, 1),
@@ -269,8 +269,8 @@ def test_a_plane_without_credentials_does_not_listen_on_tcp(served: Served) -> N
     plane.close()
 
 
-def test_keys_do_not_get_into_a_log_with_what_holds_them(caplog: pytest.LogCaptureFixture) -> None:
-    """A value that is printed tells nothing."""
+def test_credentials_are_printed_without_their_keys(caplog: pytest.LogCaptureFixture) -> None:
+    """They may appear in a log with their owner."""
     with caplog.at_level(logging.INFO):
         logging.getLogger("x").info("%s %r", FLEET.gateway, [FLEET])
     assert "PRIVATE" not in caplog.text
@@ -278,7 +278,7 @@ def test_keys_do_not_get_into_a_log_with_what_holds_them(caplog: pytest.LogCaptu
 
 
 def test_each_fleet_has_an_authority_of_its_own() -> None:
-    """And nobody has its key: a further certificate cannot be made."""
+    """Its key is not kept, so that no further certificate can be issued."""
     assert FLEET.gateway.authority != OTHER.gateway.authority
     assert FLEET.gateway.authority == FLEET.replica.authority
     assert FLEET.gateway.key != FLEET.replica.key

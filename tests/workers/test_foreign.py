@@ -1,4 +1,4 @@
-"""Files that others made: pipes, devices, and JSON that no reader survives."""
+"""Untrusted files: pipes, devices, and JSON that crashes a parser."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_config_is_said_and_not_waited_for(name: str, tmp_path: Path) -> None:
-    """By `validate`, and by the replica that would load it."""
+def test_an_invalid_config_is_an_error_and_does_not_block(name: str, tmp_path: Path) -> None:
+    """In `validate` and in a replica."""
     make, message = BAD[name]
     make(tmp_path / "config.json")
     spec = tmp_path / "spec.yaml"
     spec.write_text("version: 1\nname: x\nhosts: {emulate: inf2.xlarge}\nmodels: {m: {source: ., engine: cpu}}\n")
 
-    told = [problem for problem in load(str(spec)).problems if "config.json" in problem.what]
+    problems = [problem for problem in load(str(spec)).problems if "config.json" in problem.what]
 
-    assert [message in problem.what for problem in told] == [True], told
+    assert [message in problem.what for problem in problems] == [True], problems
     with pytest.raises(EngineLoadError, match=message):
         read_config(tmp_path)
 
 
-def test_a_long_value_is_cut_and_its_control_characters_are_escaped(tmp_path: Path) -> None:
-    """Wherever it is shown: a checkpoint's text neither fills a screen nor moves its cursor."""
+def test_a_long_value_is_shortened_and_its_control_characters_are_escaped(tmp_path: Path) -> None:
+    """A checkpoint's text cannot fill a terminal or move its cursor."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "\x1b[2J\nerror: forged " + "x" * 5_000_000}))
     spec = tmp_path / "spec.yaml"
     spec.write_text("version: 1\nname: x\nhosts: {emulate: inf2.xlarge}\nmodels: {m: {source: ., engine: cpu}}\n")
 
-    told = [problem for problem in load(str(spec)).problems if "forged" in problem.what]
+    problems = [problem for problem in load(str(spec)).problems if "forged" in problem.what]
 
-    assert told
-    for problem in told:
+    assert problems
+    for problem in problems:
         assert problem.what.isprintable()
         assert len(problem.what) < 2500
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 def test_a_tokenizer_that_is_a_pipe_is_refused(name: str, tmp_path: Path) -> None:
-    """transformers would wait for somebody to write into it."""
+    """transformers would block until it is written to."""
     save_tokenizer(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
@@ -77,15 +77,15 @@ def test_a_tokenizer_that_is_a_pipe_is_refused(name: str, tmp_path: Path) -> Non
 
 
 def test_weights_that_are_a_pipe_are_refused(tmp_path: Path) -> None:
-    """Whatever in the folder a library might open."""
+    """This holds for each file that a library might open."""
     (tmp_path / "config.json").write_text("{}")
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(EngineLoadError, match="not a regular file"):
         check_checkpoint(tmp_path)
 
 
-def test_a_regular_file_is_read_whole(tmp_path: Path) -> None:
-    """Through links too, as the hub's cache has them; a link that leads nowhere harms nothing."""
+def test_a_regular_file_is_read_through_links(tmp_path: Path) -> None:
+    """The hub's cache has links. Dangling ones are ignored."""
     content = {"a": [1, {"b": "é"}], "deep": json.loads(brackets(60))}
     (tmp_path / "real").write_text(json.dumps(content))
     (tmp_path / "config.json").symlink_to("real")

@@ -1,4 +1,4 @@
-"""What is asked of a host."""
+"""Processes, logs, CPUs and memory of a host."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from workers.host import host_facts
 from workers.host.facts.reading import Places
 
 
-def test_confirm_death_kills_that_process_and_sees_it_gone() -> None:
-    """When it says that a process is dead, the process is dead."""
+def test_confirm_death_kills_the_process() -> None:
+    """Once it returns True, the process is gone."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = host_facts.process_start(process.pid)
     assert started is not None
@@ -25,14 +25,14 @@ def test_confirm_death_kills_that_process_and_sees_it_gone() -> None:
     assert not host_facts.is_alive(process.pid, started)
 
 
-def test_a_pid_that_was_used_again_is_another_process() -> None:
-    """A process is named by its pid and its start: a later process with the same pid is left alone."""
+def test_a_later_process_with_the_same_pid_is_not_killed() -> None:
+    """A process is identified by its pid and its start time."""
     assert not host_facts.is_alive(os.getpid(), time.time() - 10**6)
     assert host_facts.confirm_death(os.getpid(), time.time() - 10**6, 1.0)
 
 
-def ended(code: str, folder: Path, *, attended: bool = True) -> str | None:
-    """How a process ended that ran ``code``, in the words of its host."""
+def ending(code: str, folder: Path, *, attended: bool = True) -> str | None:
+    """Returns how a process that ran ``code`` ended, according to its host."""
     log = folder / "model-0.log"
     with log.open("w") as stream:
         process = subprocess.Popen([sys.executable, "-c", f"input(); {code}"], stdin=subprocess.PIPE, stderr=stream)
@@ -51,9 +51,9 @@ def ended(code: str, folder: Path, *, attended: bool = True) -> str | None:
 KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2])
 
 
-@pytest.mark.skipif(KERNEL < (6, 15), reason="the kernel tells only the parent how a process ended")
+@pytest.mark.skipif(KERNEL < (6, 15), reason="the kernel reports exit statuses to parents only")
 @pytest.mark.parametrize(
-    ("code", "says"),
+    ("code", "expected"),
     [
         ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
         ("import os; os.kill(os.getpid(), 1)", "was killed by SIGHUP"),
@@ -62,33 +62,33 @@ KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2])
         ("", "exited with code 0"),
     ],
 )
-def test_a_host_says_how_a_process_ended(code: str, says: str, tmp_path: Path) -> None:
-    """Also of one whose exit status somebody else has taken."""
-    assert ended(code, tmp_path) == says
+def test_a_host_reports_how_a_process_ended(code: str, expected: str, tmp_path: Path) -> None:
+    """Also if its parent has already read the exit status."""
+    assert ending(code, tmp_path) == expected
 
 
-def test_a_process_that_exits_at_sigterm_is_known_by_its_log(tmp_path: Path) -> None:
-    """As Ray's workers do."""
+def test_a_process_that_exits_on_sigterm_is_recognized_by_its_log(tmp_path: Path) -> None:
+    """Workers of Ray exit like this."""
     code = (
         "import os, signal, sys; from workers.host import host_facts as host; "
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); "
         "host.log_sigterm(); os.kill(os.getpid(), signal.SIGTERM); signal.pause()"
     )
-    assert ended(code, tmp_path) == "was killed by SIGTERM"
+    assert ending(code, tmp_path) == "was killed by SIGTERM"
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("*** SIGSEGV received at time=1 on cpu 1 ***", "was killed by SIGSEGV"), ("Ready.", None)]
+    ("text", "expected"), [("*** SIGSEGV received at time=1 on cpu 1 ***", "was killed by SIGSEGV"), ("Ready.", None)]
 )
-def test_a_process_that_nobody_attended_says_in_its_log_how_it_ended(
-    text: str, says: str | None, tmp_path: Path
+def test_the_end_of_a_process_that_was_not_tracked_is_read_from_its_log(
+    text: str, expected: str | None, tmp_path: Path
 ) -> None:
-    """On older kernels, and after the host actor's own death."""
-    assert ended(f"import sys; sys.stderr.write({text!r})", tmp_path, attended=False) == says
+    """Used on older kernels, and after a restart of the host actor."""
+    assert ending(f"import sys; sys.stderr.write({text!r})", tmp_path, attended=False) == expected
 
 
-def test_log_tail_gives_the_last_lines_of_a_large_log(tmp_path: Path) -> None:
-    """The end of a log is read without the rest of it."""
+def test_log_tail_returns_the_last_lines_of_a_large_log(tmp_path: Path) -> None:
+    """A missing log has none."""
     log = tmp_path / "model-0.log"
     log.write_text("".join(f"line {i}\n" for i in range(100_000)))
 
@@ -97,7 +97,7 @@ def test_log_tail_gives_the_last_lines_of_a_large_log(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_neuron_devices_has_no_instance_type(tmp_path: Path) -> None:
-    """The instance type counts only where /dev/neuron* exists; without devices the host is emulated."""
+    """Without /dev/neuron* its cores can only be emulated."""
     product = tmp_path / "product_name"
     product.write_text("inf2.48xlarge\n")
 
@@ -107,13 +107,13 @@ def test_a_machine_without_neuron_devices_has_no_instance_type(tmp_path: Path) -
 
 
 def test_usable_cpus_are_those_of_the_affinity_mask() -> None:
-    """The budget is what this process may use, not what the machine has."""
+    """The machine may have more."""
     assert set(host_facts.usable_cpus()) <= os.sched_getaffinity(0)
     assert host_facts.usable_cpus()
 
 
-def test_cpus_that_are_not_there_are_left_out() -> None:
-    """A plan for an instance type is for all of its CPUs; with none of them the process keeps what it has."""
+def test_planned_cpus_that_do_not_exist_are_ignored() -> None:
+    """Without any of the planned CPUs, the process keeps its mask."""
     before = os.sched_getaffinity(0)
     try:
         host_facts.pin_to(None)
@@ -127,22 +127,22 @@ def test_cpus_that_are_not_there_are_left_out() -> None:
             os.sched_setaffinity(int(task.name), before)
 
 
-def test_log_part_goes_on_where_it_ended_and_gives_whole_lines(tmp_path: Path) -> None:
-    """Ray's marks are left out, a line under way waits, and a log begun anew is read from its start."""
+def test_log_part_continues_at_an_offset_with_complete_lines(tmp_path: Path) -> None:
+    """Ray's marks are hidden, an incomplete line waits, and a rotated log is read from its start."""
     log = tmp_path / "replica.log"
-    log.write_text("one\n:job_id:1\ntwo\nthree\nunder w")
+    log.write_text("one\n:job_id:1\ntwo\nthree\nincompl")
     assert host_facts.log_part(log, None, 1000, 2) == ("two\nthree\n", 24)
     assert host_facts.log_part(log, 24, 1000, 2) == ("", 24)
     with log.open("a") as more:
-        more.write("ay\n")
-    assert host_facts.log_part(log, 24, 1000, 2) == ("under way\n", 34)
+        more.write("ete\n")
+    assert host_facts.log_part(log, 24, 1000, 2) == ("incomplete\n", 35)
     log.write_text("anew\n")
-    assert host_facts.log_part(log, 34, 1000, 2) == ("anew\n", 5)
+    assert host_facts.log_part(log, 35, 1000, 2) == ("anew\n", 5)
     assert host_facts.log_part(tmp_path / "none.log", 7, 1000, 2) == ("", 0)
 
 
-def test_a_host_that_is_mounted_elsewhere_is_read_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """COREWRIGHT_HOST_ROOT, as in a container: devices, firmware and tools are below it."""
+def test_a_mounted_host_is_read_below_its_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container, COREWRIGHT_HOST_ROOT has its devices, firmware and tools."""
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/neuron0").touch()
     (tmp_path / "sys/devices/virtual/dmi/id").mkdir(parents=True)
@@ -155,8 +155,8 @@ def test_a_host_that_is_mounted_elsewhere_is_read_there(tmp_path: Path, monkeypa
     assert Places.of_this_host() == Places()
 
 
-def test_a_container_has_the_memory_that_its_limit_leaves(tmp_path: Path) -> None:
-    """Pages of files that can be dropped count as free; without a limit the machine's memory does."""
+def test_the_available_memory_of_a_container_is_limited(tmp_path: Path) -> None:
+    """Inactive page cache counts as free. Without a limit, the machine's memory counts."""
     machine = host_facts.available_memory(tmp_path / "none")
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("2500000\n")
@@ -168,20 +168,20 @@ def test_a_container_has_the_memory_that_its_limit_leaves(tmp_path: Path) -> Non
     assert host_facts.available_memory(tmp_path) > machine // 2
 
 
-def test_a_log_that_grew_large_is_begun_anew(tmp_path: Path) -> None:
-    """While processes go on appending to it; what it held is beside it, and no more than that."""
+def test_a_large_log_is_rotated_under_its_writers(tmp_path: Path) -> None:
+    """Its last content is kept in one other file."""
     log = tmp_path / "m-0.log"
     with log.open("a") as writer:
         for part in ("old", "new"):
             writer.write(part * 100)
             writer.flush()
             host_facts.cut_log(log, most=200)
-        writer.write("goes on")
+        writer.write("continues")
 
-    assert log.read_text() == "goes on"
+    assert log.read_text() == "continues"
     assert (tmp_path / "m-0.log.1").read_text() == "new" * 100
     host_facts.cut_log(log, most=200)
-    assert log.read_text() == "goes on"
+    assert log.read_text() == "continues"
 
 
 OWN_LOG = """
@@ -201,7 +201,7 @@ while not log.with_name("m-0.log.1").exists() and time.monotonic() < deadline:
 """
 
 
-def test_a_replica_bounds_its_own_log_while_it_runs(tmp_path: Path) -> None:
+def test_a_replica_limits_the_size_of_its_own_log(tmp_path: Path) -> None:
     log = tmp_path / "m-0.log"
     subprocess.run([sys.executable, "-c", OWN_LOG, str(log)], check=True, timeout=60)
     assert (tmp_path / "m-0.log.1").exists()
@@ -219,5 +219,5 @@ signal.raise_signal(signal.SIGTERM)
 """
 
 
-def test_a_log_on_a_full_disk_keeps_no_process_from_its_start_and_its_end() -> None:
+def test_a_full_disk_does_not_break_the_log_marks_of_a_process() -> None:
     assert subprocess.run([sys.executable, "-c", NO_ROOM], check=False).returncode == 7

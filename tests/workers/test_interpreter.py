@@ -1,4 +1,4 @@
-"""What an interpreter is asked, and why one is refused."""
+"""Probes of interpreters, and their differences from the fleet."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_own_interpreter_tells_what_it_holds() -> None:
-    """Versions without importing anything of them, and where our packages come from."""
-    found = probe(sys.executable, 30.0)
-    assert (found.trouble, found.version, found.ray) == (None, platform.python_version(), version("ray"))
-    assert found.corewright == version("corewright")
-    assert found.folders["workers"] == str(Path(__file__).parents[2] / "workers")
-    assert found.packages["transformers"] == version("transformers")
-    assert "transformers-neuronx" not in found.packages
-    assert refusal(found, **{**FLEET, "python_minor": found.minor, "ray": version("ray")}) is None
+def test_a_probe_has_the_versions_and_folders_of_this_interpreter() -> None:
+    """No package is imported for it."""
+    own = probe(sys.executable, 30.0)
+    assert (own.trouble, own.version, own.ray) == (None, platform.python_version(), version("ray"))
+    assert own.corewright == version("corewright")
+    assert own.folders["workers"] == str(Path(__file__).parents[2] / "workers")
+    assert own.packages["transformers"] == version("transformers")
+    assert "transformers-neuronx" not in own.packages
+    assert refusal(own, **{**FLEET, "python_minor": own.minor, "ray": version("ray")}) is None
 
 
-def test_a_package_on_its_path_is_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known by its metadata alone: the package itself is not imported."""
+def test_an_engine_is_found_by_the_metadata_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package itself is not imported."""
     info = tmp_path / "transformers_neuronx-0.13.380.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers-neuronx\nVersion: 0.13.380\n")
@@ -58,7 +58,7 @@ def test_a_package_on_its_path_is_an_engine(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("body", "id", "says"),
+    ("body", "id", "detail"),
     [
         (None, "interpreter-missing", "does not exist"),
         ("exec sleep 60", "interpreter-hangs", "within 0.5 s"),
@@ -66,19 +66,21 @@ def test_a_package_on_its_path_is_an_engine(tmp_path: Path, monkeypatch: pytest.
         ("exit 0", "interpreter-broken", "exited with code 0"),
     ],
 )
-def test_what_is_no_interpreter_is_told_in_time(body: str | None, id: str, says: str, tmp_path: Path) -> None:
-    """Missing, deaf, or something else: each by its id, and nothing of it is left running."""
+def test_a_file_that_is_not_an_interpreter_is_refused_in_time(
+    body: str | None, id: str, detail: str, tmp_path: Path
+) -> None:
+    """It may be missing, hang, or be another program."""
     python = str(tmp_path / "python") if body is None else script(tmp_path / "python", body)
-    begun = time.monotonic()
+    began = time.monotonic()
     refused = refusal(probe(python, 0.5), **FLEET)
     assert refused is not None
     assert refused.id == id
-    assert says in refused.what
-    assert time.monotonic() - begun < 10.0
+    assert detail in refused.what
+    assert time.monotonic() - began < 10.0
 
 
-def test_a_file_that_cannot_be_run_is_told(tmp_path: Path) -> None:
-    """Such as a path to a folder's activate script."""
+def test_a_file_that_is_not_executable_is_refused(tmp_path: Path) -> None:
+    """For example, a venv's activate script."""
     (tmp_path / "python").write_text("text")
     refused = refusal(probe(str(tmp_path / "python"), 5.0), **FLEET)
     assert refused is not None
@@ -90,7 +92,7 @@ def changed(**fields: Any) -> Interpreter:
 
 
 @pytest.mark.parametrize(
-    ("found", "engine", "id", "says"),
+    ("interpreter", "engine", "id", "detail"),
     [
         (changed(version="3.10.12"), None, "interpreter-python-differs", "Python 3.10.12"),
         (changed(ray="2.59.0"), None, "interpreter-ray-differs", "Ray 2.59.0, and the fleet runs on Ray 2.60.0"),
@@ -102,14 +104,14 @@ def changed(**fields: Any) -> Interpreter:
         (changed(packages={"numpy": "2.0"}), "cpu", "engine-not-installed", "has no torch and no safetensors"),
     ],
 )
-def test_each_difference_from_the_fleet_is_refused_by_its_id(
-    found: Interpreter, engine: str | None, id: str, says: str
+def test_each_difference_from_the_fleet_has_its_id(
+    interpreter: Interpreter, engine: str | None, id: str, detail: str
 ) -> None:
-    """With both versions, and the command that mends it."""
-    refused = refusal(found, engine, **FLEET)
+    """Its hint has the command that installs the right version."""
+    refused = refusal(interpreter, engine, **FLEET)
     assert refused is not None
     assert refused.id == id
-    assert says in refused.what
+    assert detail in refused.what
     assert refused.hint
 
 
@@ -121,38 +123,38 @@ def test_a_missing_corewright_is_installed_from_the_fleets_wheel() -> None:
 
 
 @pytest.mark.parametrize("engine", [None, "cpu", "nxd-inference"])
-def test_an_interpreter_like_the_fleets_is_taken(engine: str | None) -> None:
+def test_an_interpreter_like_the_fleets_is_accepted(engine: str | None) -> None:
     """Patch versions of Python may differ."""
     assert refusal(SOUND, engine, **FLEET) is None
 
 
-def test_those_who_ask_together_wait_for_one_answer(tmp_path: Path) -> None:
-    """A deaf interpreter costs its deadline once, not once for each replica."""
-    asked = tmp_path / "asked"
-    python = script(tmp_path / "python", f"echo x >> {asked}\nexec sleep 60")
+def test_concurrent_callers_share_one_probe(tmp_path: Path) -> None:
+    """A hanging interpreter costs its deadline once, instead of once for each replica."""
+    calls = tmp_path / "calls"
+    python = script(tmp_path / "python", f"echo x >> {calls}\nexec sleep 60")
     interpreters = Interpreters()
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: interpreters.ask(python, 1.0), range(4)))
-    assert {one.trouble for one in found} == {"hangs"}
-    assert asked.read_text() == "x\n"
+        probes = list(pool.map(lambda _: interpreters.ask(python, 1.0), range(4)))
+    assert {interpreter.trouble for interpreter in probes} == {"hangs"}
+    assert calls.read_text() == "x\n"
 
 
-def test_an_answer_is_kept_until_a_package_is_installed(tmp_path: Path) -> None:
-    """By the times of the interpreter and of its package folders; one that could not be asked is asked again."""
-    asked, told = tmp_path / "asked", tmp_path / "site-packages"
-    told.mkdir()
-    answer = json.dumps({"version": "3.11.9", "libraries": [str(told)]})
-    python = script(tmp_path / "python", f"echo x >> {asked}\necho '{answer}'")
+def test_a_probe_is_cached_until_a_package_is_installed(tmp_path: Path) -> None:
+    """The times of the interpreter and of its package folders count. Failed probes are not cached."""
+    calls, packages = tmp_path / "calls", tmp_path / "site-packages"
+    packages.mkdir()
+    answer = json.dumps({"version": "3.11.9", "libraries": [str(packages)]})
+    python = script(tmp_path / "python", f"echo x >> {calls}\necho '{answer}'")
     interpreters = Interpreters()
 
     assert interpreters.ask(python).version == "3.11.9"
     assert interpreters.ask(python).version == "3.11.9"
-    assert asked.read_text() == "x\n"
+    assert calls.read_text() == "x\n"
 
-    os.utime(told, ns=(1, 1))
+    os.utime(packages, ns=(1, 1))
     interpreters.ask(python)
-    assert asked.read_text() == "x\nx\n"
+    assert calls.read_text() == "x\nx\n"
 
-    script(tmp_path / "python", f"echo x >> {asked}\nexit 3")
+    script(tmp_path / "python", f"echo x >> {calls}\nexit 3")
     assert interpreters.ask(python).trouble == interpreters.ask(python).trouble == "no-python"
-    assert asked.read_text() == "x\n" * 4
+    assert calls.read_text() == "x\n" * 4

@@ -1,4 +1,4 @@
-"""A process is named by its pid and its start, whatever becomes of the wall clock."""
+"""Processes are identified by pid and start time, also when the wall clock is set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture(params=[-DAY_S, DAY_S])
 def set_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Sets the wall clock: what the kernel tells of the time of the boot moves with it."""
+    """Sets the wall clock, and with it the kernel's boot time."""
     boot_time, wall, by = psutil.boot_time(), time.time, float(request.param)
 
     def jump() -> None:
@@ -36,7 +36,7 @@ def set_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return jump
 
 
-def test_a_process_stays_the_same_when_the_clock_is_set(
+def test_a_process_keeps_its_identity_when_the_clock_is_set(
     sleeper: subprocess.Popen[bytes], set_clock: Callable[[], None]
 ) -> None:
     started = lifetime.process_start(sleeper.pid)
@@ -45,10 +45,10 @@ def test_a_process_stays_the_same_when_the_clock_is_set(
     assert lifetime.is_alive(sleeper.pid, started)
 
 
-def test_a_death_is_confirmed_only_when_it_is_one_after_the_clock_was_set(
+def test_a_death_is_confirmed_after_the_clock_was_set(
     sleeper: subprocess.Popen[bytes], set_clock: Callable[[], None]
 ) -> None:
-    """Cores are given to the next process only after the last one is gone."""
+    """Only then do its cores get another process."""
     started = lifetime.process_start(sleeper.pid)
     assert started is not None
     set_clock()
@@ -63,7 +63,7 @@ def test_a_zombie_has_ended() -> None:
     process.wait()
 
 
-def test_the_start_of_this_process_is_in_the_past_of_this_boot() -> None:
+def test_the_start_of_this_process_is_between_boot_and_now() -> None:
     started = lifetime.process_start(os.getpid())
     assert started is not None
     assert 0 < started <= lifetime.since_boot()

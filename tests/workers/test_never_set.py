@@ -1,4 +1,4 @@
-"""A replica has no variable that would make its engine another one than was planned."""
+"""Environment variables that would change the planned engine are removed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DEADLINE_S = 30
 
 
 @pytest.fixture(autouse=True)
-def set_by_somebody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a profile or an image may do it."""
+def set_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile or an image may set them."""
     for name in NEVER_SET:
         monkeypatch.setenv(name, "2")
 
@@ -36,24 +36,24 @@ def set_by_somebody(monkeypatch: pytest.MonkeyPatch) -> None:
         "NEURON_VOCAB_PAD_DIVISOR",
     ],
 )
-def test_a_replica_drops_what_is_for_models_over_several_hosts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything reads it."""
-    monkeypatch.setattr(replica, "NEURON_MODULES", frozenset())  # torch is there already in this process
+def test_a_replica_removes_variables_for_models_over_several_hosts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines read them at import."""
+    monkeypatch.setattr(replica, "NEURON_MODULES", frozenset())  # torch is already imported in this process
     replica.check_environment({})
     assert name not in os.environ
 
 
-def test_an_answer_without_a_fleet_does_not_have_them_either(tmp_path: Path) -> None:
-    """Its process begins without; the rest of the environment, and the placement's, is there."""
+def test_the_process_of_generate_starts_without_them(tmp_path: Path) -> None:
+    """It has the rest of the environment, and the variables of its placement."""
     python = tmp_path / "python"
     python.write_text(f"#!{sys.executable}\nimport json, os\nprint(json.dumps(dict(os.environ)))\n")
     python.chmod(0o755)
-    told = msgspec.structs.replace(
+    placed = msgspec.structs.replace(
         config(tmp_path), python=str(python), log=str(tmp_path / "log"), env={"NEURON_RT_VISIBLE_CORES": "0-1"}
     )
-    with generate._process(told) as process:
+    with generate._process(placed) as process:
         output, _ = process.communicate(timeout=DEADLINE_S)
-    found = json.loads(output)
-    assert found["NEURON_RT_VISIBLE_CORES"] == "0-1"
-    assert found["PATH"] == os.environ["PATH"]
-    assert not set(NEVER_SET) & set(found)
+    variables = json.loads(output)
+    assert variables["NEURON_RT_VISIBLE_CORES"] == "0-1"
+    assert variables["PATH"] == os.environ["PATH"]
+    assert not set(NEVER_SET) & set(variables)

@@ -1,4 +1,4 @@
-"""``workers`` on the oldest Python and transformers that Neuron images hold, in an environment of its own."""
+"""``workers`` with the oldest Python and transformers of Neuron images, in a virtual environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys, workers
 names = [module.name for module in pkgutil.walk_packages(workers.__path__, "workers.")]
 for name in names:
-    if name != "workers.serving.replica":  # it is Ray's
+    if name != "workers.serving.replica":  # needs Ray
         importlib.import_module(name)
 assert not {"torch", "ray"} & set(sys.modules)
 print(len(names))
@@ -27,7 +27,7 @@ print(len(names))
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S + 10)
 def test_workers_import_on_python_3_10_and_transformers_4_47(tmp_path: Path) -> None:
-    """Every module but the Ray actor, without torch: engines import their libraries when they are opened."""
+    """Without torch and Ray: engines import their libraries when they are opened."""
     interpreter = next(filter(works, candidates()), None)
     if interpreter is None:
         pytest.skip(f"this machine has no {PYTHON}")
@@ -37,13 +37,13 @@ def test_workers_import_on_python_3_10_and_transformers_4_47(tmp_path: Path) -> 
     python = str(environment / "bin" / "python")
     run(began, python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", *PACKAGES)
 
-    told = run(began, python, "-c", IMPORT_ALL)
+    count = run(began, python, "-c", IMPORT_ALL)
 
-    assert int(told) > 40
+    assert int(count) > 40
 
 
 def candidates() -> list[str]:
-    """Pythons of that minor version: on the path, and of pyenv, whose commands on the path need not be active ones."""
+    """Returns Pythons of that minor version on the PATH and of pyenv, where the one on the PATH may be inactive."""
     return [PYTHON, *map(str, sorted(Path.home().glob(f".pyenv/versions/3.10*/bin/{PYTHON}")))]
 
 

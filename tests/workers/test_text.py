@@ -26,8 +26,8 @@ def text_of(stream: TextStream, ids: list[int]) -> str:
 
 @given(any_ids, any_ids, st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_the_pieces_are_the_decoded_whole_without_the_prompt(prompt: list[int], output: list[int], skip: bool) -> None:
-    """For any ids, broken UTF-8 and special tokens included: nothing is lost, repeated or altered by streaming."""
+def test_the_streamed_text_equals_the_decoded_answer(prompt: list[int], output: list[int], skip: bool) -> None:
+    """For any ids, including broken UTF-8 and special tokens."""
     tokenizer = byte_level_tokenizer()
     prompt_text = tokenizer.decode(prompt, skip_special_tokens=skip)
     full_text = tokenizer.decode(prompt + output, skip_special_tokens=skip)
@@ -37,7 +37,7 @@ def test_the_pieces_are_the_decoded_whole_without_the_prompt(prompt: list[int], 
 @given(split_characters, st.data())
 @settings(deadline=None)
 def test_a_prompt_may_end_inside_a_character(text: str, data: st.DataObject) -> None:
-    """Ids cut anywhere: the answer then begins with the character that it completes."""
+    """The answer then begins with the character that it completes."""
     tokenizer = byte_level_tokenizer()
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     cut = data.draw(st.integers(0, len(ids)))
@@ -47,16 +47,16 @@ def test_a_prompt_may_end_inside_a_character(text: str, data: st.DataObject) -> 
 
 @given(split_characters)
 @settings(deadline=None)
-def test_no_piece_shows_half_a_character(text: str) -> None:
-    """Every piece holds whole characters: U+FFFD is only shown where the text itself has it."""
+def test_no_piece_has_an_incomplete_character(text: str) -> None:
+    """U+FFFD appears only where the text itself has it."""
     tokenizer = byte_level_tokenizer()
     stream = FastTextStream(tokenizer, [BOS_ID], True)
     pieces = [stream.push(token_id) for token_id in tokenizer.encode(text, add_special_tokens=False).ids]
     assert sum(piece.count("�") for piece in pieces) <= text.count("�")
 
 
-def test_special_tokens_are_shown_only_when_asked_for() -> None:
-    """skip_special_tokens decides whether <|user|> is part of the answer."""
+def test_special_tokens_are_shown_on_request_only() -> None:
+    """The parameter is skip_special_tokens."""
     tokenizer = byte_level_tokenizer()
     ids = tokenizer.encode(f"a{SPECIAL_TOKENS[3]}b", add_special_tokens=False).ids
     shown = [text_of(FastTextStream(tokenizer, [BOS_ID], skip), ids) for skip in (True, False)]
@@ -65,8 +65,8 @@ def test_special_tokens_are_shown_only_when_asked_for() -> None:
 
 @given(any_ids, any_ids)
 @settings(deadline=None)
-def test_an_older_decode_stream_gives_the_same_text(prompt: list[int], output: list[int]) -> None:
-    """tokenizers 0.21, which the Neuron images have, cannot be primed with ids; stepping over the prompt does it."""
+def test_an_older_decode_stream_returns_the_same_text(prompt: list[int], output: list[int]) -> None:
+    """tokenizers 0.21 of the Neuron images must be primed step by step."""
     from tokenizers import decoders
 
     def without_ids(skip_special_tokens: bool) -> Any:
@@ -91,12 +91,12 @@ def byte_fallback_tokenizer() -> Any:
 
 
 def test_the_space_before_the_first_word_of_an_answer_is_kept() -> None:
-    """Sentencepiece decoders strip the first space of what they are given, so the prompt is given too."""
+    """Sentencepiece decoders strip the first space of their input, so the prompt is decoded, too."""
     assert text_of(FastTextStream(byte_fallback_tokenizer(), [256], True), [256, 256]) == " b b"
 
 
-def test_a_tokenizer_that_takes_characters_back_does_not_stop_the_answer() -> None:
-    """Byte fallback turns a shown "A" into U+FFFD when a lone byte follows; what comes behind is still streamed."""
+def test_an_answer_continues_after_a_tokenizer_revises_a_character() -> None:
+    """Byte fallback turns an emitted "A" into U+FFFD when a lone byte follows."""
     stream = FastTextStream(byte_fallback_tokenizer(), [256], True)
     pieces = [stream.push(token_id) for token_id in (0x41, 0xE2, 256, 256)]
     assert pieces == ["A", "", "� b", " b"]
@@ -106,8 +106,8 @@ def test_a_tokenizer_that_takes_characters_back_does_not_stop_the_answer() -> No
 @example([0xE2], [0x41])
 @example([0xF0, 0x9F], [0x99, 0x82])
 @example([0xED, 0xA0], [0x43])
-def test_bytes_are_decoded_as_one_text(prompt: list[int], output: list[int]) -> None:
-    """The byte tokenizer's stream is the decoded whole without the prompt, for any bytes."""
+def test_the_stream_of_the_byte_tokenizer_equals_the_decoded_answer(prompt: list[int], output: list[int]) -> None:
+    """For any bytes."""
     decode = lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")  # noqa: E731
     assert text_of(ByteTextStream(prompt), output) == behind_prompt(decode(prompt), decode(prompt + output))
 
@@ -128,8 +128,8 @@ stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 @given(st.lists(few_letters, max_size=12), stop_lists)
 @settings(max_examples=300)
 @example(["abcd"], ["abcd", "bc"])
-def test_the_first_stop_is_found_however_the_text_is_cut_up(pieces: list[str], stops: list[str]) -> None:
-    """The shown text ends before the first stop string, for any chunking, and all of it is shown otherwise."""
+def test_the_first_stop_string_is_found_in_any_pieces(pieces: list[str], stops: list[str]) -> None:
+    """The text ends before it; without one, all of the text is returned."""
     scanner = StopScanner(stops)
     shown = "".join(scanner.push(piece) for piece in pieces) + scanner.flush()
     text = "".join(pieces)
@@ -139,8 +139,8 @@ def test_the_first_stop_is_found_however_the_text_is_cut_up(pieces: list[str], s
 
 @given(st.lists(few_letters, max_size=12), stop_lists)
 @settings(max_examples=300)
-def test_only_what_may_become_a_stop_is_held_back(pieces: list[str], stops: list[str]) -> None:
-    """After every piece, the text not yet shown is a beginning of some stop string, and as short as it can be."""
+def test_only_the_possible_beginning_of_a_stop_string_is_held_back(pieces: list[str], stops: list[str]) -> None:
+    """The held text is as short as possible."""
     scanner = StopScanner(stops)
     seen = shown = ""
     for piece in pieces:
@@ -156,27 +156,27 @@ def test_only_what_may_become_a_stop_is_held_back(pieces: list[str], stops: list
 
 @given(st.lists(few_letters, max_size=12), stop_lists, st.integers(0, 12))
 @settings(max_examples=300)
-def test_a_stop_that_ends_in_an_ignored_piece_is_text(pieces: list[str], stops: list[str], ignored: int) -> None:
-    """One that only begins there still counts, and what is shown of it is at most what came before it."""
+def test_a_stop_string_that_ends_in_an_ignored_piece_is_text(pieces: list[str], stops: list[str], ignored: int) -> None:
+    """One that only begins there still counts."""
     scanner = StopScanner(stops)
     shown = "".join(scanner.push(piece, index < ignored) for index, piece in enumerate(pieces)) + scanner.flush()
     assert shown == cut_at_first_stop("".join(pieces), stops, len("".join(pieces[:ignored])))
 
 
-def test_an_empty_stop_string_is_refused() -> None:
+def test_an_empty_stop_string_is_rejected() -> None:
     """It would end every answer before its first character."""
     with pytest.raises(ValueError, match="empty"):
         StopScanner([""])
 
 
 def test_a_stop_string_completed_by_the_flush_counts() -> None:
-    """Incomplete bytes become U+FFFD at the end, and that may be a stop string too."""
+    """Incomplete bytes become U+FFFD at the end, which may be a stop string."""
     answer = AnswerText(ByteTextStream([]), ["�"])
     assert answer.push(ord("a")) + answer.push(0xE2) + answer.finish() == "a"
     assert answer.stopped
 
 
 def test_nothing_follows_a_stop_string() -> None:
-    """Once stopped, neither more tokens nor the flush add text."""
+    """Neither further tokens nor the flush add text."""
     answer = AnswerText(ByteTextStream([]), ["!"])
     assert [answer.push(ord(letter)) for letter in "a!b"] + [answer.finish()] == ["a", "", "", ""]

@@ -1,4 +1,4 @@
-"""A text that is too long is refused without tokenizing it whole, and no text that fits is refused."""
+"""Texts that are too long are rejected without tokenizing them whole; texts that fit never are."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ TEXTS = st.lists(
 
 @pytest.mark.parametrize("make", BOUNDED)
 def test_no_text_has_fewer_tokens_than_the_bound(make: Any) -> None:
-    """A prompt that fits is never refused for its characters."""
+    """So a prompt that fits is never rejected by its characters."""
     tokenizer = make()
     lengths = token_lengths(tokenizer, ALPHABET)
     assert lengths is not None
@@ -84,8 +84,8 @@ def test_no_text_has_fewer_tokens_than_the_bound(make: Any) -> None:
     check()
 
 
-def test_a_composed_character_stands_for_four_at_most() -> None:
-    """The factor of NFC and NFKC, of every character that there is."""
+def test_at_most_four_characters_are_composed_to_one() -> None:
+    """By NFC and NFKC, for all of Unicode."""
     longest = max(len(unicodedata.normalize("NFD", chr(code))) for code in range(0x110000))
     assert longest == 4
 
@@ -114,7 +114,7 @@ def unbounded() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", sorted(unbounded()))
-def test_what_may_drop_text_has_no_bound(what: str) -> None:
+def test_a_tokenizer_that_may_drop_text_has_no_bound(what: str) -> None:
     assert token_lengths(unbounded()[what], ALPHABET) is None
 
 
@@ -139,7 +139,7 @@ def test_a_text_with_too_many_characters_is_not_tokenized(tmp_path: Path) -> Non
     assert not refused.value.exact
 
 
-def test_the_last_token_that_fits_is_answered_and_the_next_is_not(tmp_path: Path) -> None:
+def test_a_text_of_exactly_the_limit_is_accepted_and_one_more_token_is_not(tmp_path: Path) -> None:
     tokenizer = hub(tmp_path)
     text = "hello world " * 300
     ids = tokenizer.encode(text)
@@ -149,16 +149,16 @@ def test_the_last_token_that_fits_is_answered_and_the_next_is_not(tmp_path: Path
     assert (refused.value.count, refused.value.exact) == (len(ids), True)
 
 
-def test_bytes_are_counted_as_they_are() -> None:
+def test_the_byte_tokenizer_counts_bytes() -> None:
     assert ByteTokenizer().encode("é", most=2) == [0xC3, 0xA9]
     with pytest.raises(TooManyTokens, match="2 tokens"):
         ByteTokenizer().encode("é", most=1)
 
 
-def test_a_text_without_a_bound_is_tokenized_no_further_than_it_is_surely_too_long(
+def test_a_text_without_a_bound_is_tokenized_only_until_it_is_certainly_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory of a tokenized text is more than a hundred times its length."""
+    """A tokenized text takes more than a hundred times its length in memory."""
     tokenizer = hub(tmp_path)
     tokenizer._lengths = None
     monkeypatch.setattr(module, "PIECE_CHARACTERS", 4096)
@@ -176,7 +176,7 @@ def test_a_text_without_a_bound_is_tokenized_no_further_than_it_is_surely_too_lo
     assert seen == [4096]
 
 
-def test_counting_by_pieces_refuses_nothing_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_in_pieces_rejects_no_text_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHORT_CHARACTERS", 0)
     monkeypatch.setattr(module, "PIECE_CHARACTERS", 16)
     monkeypatch.setattr(module, "PIECE_SLACK", 2)
@@ -192,7 +192,7 @@ def test_counting_by_pieces_refuses_nothing_that_fits(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("work", ["encode", "decode"])
-def test_a_long_text_leaves_other_threads_the_interpreter(work: str, tmp_path: Path) -> None:
+def test_other_threads_run_while_a_long_text_is_tokenized(work: str, tmp_path: Path) -> None:
     tokenizer = hub(tmp_path)
     text = "The quick brown fox. " * 20_000
     given_ids = tokenizer.encode(text) * 4

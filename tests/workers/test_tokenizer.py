@@ -42,32 +42,32 @@ def transformers_tokenizer(path: Path):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("special", [True, False])
 def test_ids_are_those_of_transformers(tmp_path: Path, special: bool) -> None:
-    """Going straight to the fast tokenizer changes no id."""
+    """They are encoded by the fast tokenizer directly."""
     save_tokenizer(tmp_path)
     expected = transformers_tokenizer(tmp_path)("Hello wörld 日本", add_special_tokens=special)["input_ids"]
     assert load_tokenizer("cpu", str(tmp_path)).encode("Hello wörld 日本", add_special_tokens=special) == expected
 
 
 def test_a_prompt_gets_its_special_tokens_and_a_rendered_chat_does_not(hub: Tokenizer) -> None:
-    """The template writes the special tokens itself; adding them again would double the BOS."""
+    """The template writes them itself; otherwise BOS would be doubled."""
     assert hub.encode("hi")[0] == BOS_ID
     assert hub.apply_chat_template(TemplateInput(CHAT)).count(BOS_ID) == 1
 
 
-def test_a_chat_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
-    """The same ids as apply_chat_template with the generation prompt."""
+def test_the_ids_of_a_chat_are_those_of_transformers(tmp_path: Path) -> None:
+    """Of its apply_chat_template, with the generation prompt."""
     save_tokenizer(tmp_path)
     expected = transformers_tokenizer(tmp_path).apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)
     assert load_tokenizer("cpu", str(tmp_path)).apply_chat_template(TemplateInput(CHAT)) == expected["input_ids"]
 
 
-def test_the_vocabulary_counts_added_tokens(hub: Tokenizer) -> None:
-    """vocab_size bounds every id that encode can return."""
+def test_the_vocabulary_size_includes_added_tokens(hub: Tokenizer) -> None:
+    """Ids are below it."""
     assert hub.vocab_size == VOCAB_SIZE
 
 
-def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
-    """It is a 400 of its own kind: this model takes prompts only."""
+def test_a_model_without_a_chat_template_rejects_chats(tmp_path: Path) -> None:
+    """With an exception of its own: the model takes prompts only."""
     save_tokenizer(tmp_path, chat_template=None)
     with pytest.raises(NoChatTemplate, match="chat template"):
         load_tokenizer("cpu", str(tmp_path)).apply_chat_template(TemplateInput(CHAT))
@@ -83,24 +83,24 @@ def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
         ("{{ messages[0].nothing.deeper }}", CHAT, "nothing"),
     ],
 )
-def test_what_the_template_cannot_render_is_a_template_error(
+def test_a_chat_that_the_template_cannot_render_is_a_template_error(
     tmp_path: Path, template: str | None, messages: list[dict[str, str]], message: str
 ) -> None:
-    """The client sees the template's own words, whichever way it failed."""
+    """With the template's own text for each exception."""
     save_tokenizer(tmp_path, **({} if template is None else {"chat_template": template}))
     with pytest.raises(ChatTemplateError, match=message):
         load_tokenizer("cpu", str(tmp_path)).apply_chat_template(TemplateInput(messages))
 
 
 @pytest.mark.parametrize("engine", ["cpu", "echo"])
-def test_a_lone_surrogate_is_the_clients_error(hub: Tokenizer, engine: str) -> None:
-    r"""JSON can carry "\ud800", which is no text: ValueError, and not a crash in the tokenizer."""
+def test_a_lone_surrogate_is_a_value_error(hub: Tokenizer, engine: str) -> None:
+    r"""JSON can carry "\ud800", which is not text and must not crash the tokenizer."""
     with pytest.raises(ValueError, match="not valid Unicode"):
         (hub if engine == "cpu" else ByteTokenizer()).encode("a\ud800")
 
 
 def test_threads_may_share_a_tokenizer(hub: Tokenizer) -> None:
-    """No "Already borrowed": encoding, chats and streams at once from eight threads give what one thread gives."""
+    """No "Already borrowed": eight threads encode, render and stream as one thread does."""
 
     def work(number: int) -> tuple[list[int], list[int], str]:
         ids = hub.encode(f"number {number} " * 20)
@@ -132,7 +132,7 @@ def truncated(path: Path) -> None:
 def test_a_tokenizer_that_cannot_be_read_is_a_load_error(
     tmp_path: Path, fault: Callable[[Path], None], id: str
 ) -> None:
-    """The error says whether it is missing or broken, and where."""
+    """The id distinguishes missing from broken; the text has the folder."""
     fault(tmp_path)
     with pytest.raises(EngineLoadError) as caught:
         load_tokenizer("cpu", str(tmp_path))
@@ -140,14 +140,14 @@ def test_a_tokenizer_that_cannot_be_read_is_a_load_error(
     assert str(tmp_path) in caught.value.what
 
 
-def test_an_engine_with_a_model_needs_a_directory() -> None:
-    """Only echo has a tokenizer without one."""
+def test_an_engine_with_a_model_needs_a_tokenizer_directory() -> None:
+    """Echo does not."""
     with pytest.raises(EngineLoadError, match="no-tokenizer"):
         load_tokenizer("cpu", None)
 
 
-def test_settings_that_cut_prompts_are_undone(tmp_path: Path) -> None:
-    """A tokenizer.json saved with truncation and padding must not shorten or fill what a client sends."""
+def test_saved_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
+    """They would change the prompts of clients."""
     save_tokenizer(tmp_path)
     saved = json.loads((tmp_path / "tokenizer.json").read_text())
     saved["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
@@ -156,7 +156,7 @@ def test_settings_that_cut_prompts_are_undone(tmp_path: Path) -> None:
 
 
 def test_echo_tokenizes_to_bytes() -> None:
-    """Its ids are the bytes of UTF-8, and a chat is one line for each message."""
+    """A chat is one line for each message."""
     tokenizer = load_tokenizer("echo", None)
     assert tokenizer.encode("aé") == [0x61, 0xC3, 0xA9]
     assert (
@@ -165,35 +165,35 @@ def test_echo_tokenizes_to_bytes() -> None:
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"content": "x"}, {"role": "user", "content": ["x"]}])
-def test_echo_refuses_messages_that_are_no_text(message: dict[str, object]) -> None:
-    """The byte tokenizer keeps the same promise as a template."""
+def test_echo_rejects_messages_that_are_not_text(message: dict[str, object]) -> None:
+    """With the error of a template."""
     with pytest.raises(ChatTemplateError):
         ByteTokenizer().apply_chat_template(TemplateInput([message]))
 
 
-def test_a_saved_checkpoint_brings_its_tokenizer(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_saved_checkpoint_has_its_tokenizer(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """A copied model directory is complete."""
     copy = shutil.copytree(checkpoint("gpt2"), tmp_path / "copy")
     assert load_tokenizer("cpu", str(copy)).vocab_size == VOCAB_SIZE
 
 
 @pytest.mark.parametrize("text", ["Zwölf Boxkämpfer 🙂\n\t日本", " a  b", "x\x00\x7f\xa0\xad"])
-def test_the_bytes_of_tokens_together_are_those_of_the_text(hub: Tokenizer, text: str) -> None:
-    """Whole characters or parts of them: nothing is lost between the tokens."""
+def test_the_bytes_of_tokens_joined_are_those_of_the_text(hub: Tokenizer, text: str) -> None:
+    """Also where a token is a part of a character."""
     for tokenizer in (hub, ByteTokenizer()):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
 
 
 def test_a_part_of_a_character_keeps_its_bytes(hub: Tokenizer) -> None:
-    """Where decoding it alone would only show U+FFFD."""
+    """Decoding it alone would return U+FFFD."""
     pieces = [hub.token_bytes(id) for id in hub.encode("🚀", add_special_tokens=False)]
     assert len(pieces) > 1
     assert all(b"\xef\xbf\xbd" not in piece for piece in pieces)
 
 
-def test_special_added_and_unknown_ids_have_bytes_too(hub: Tokenizer) -> None:
-    """The name of a special token, an added token's own text, nothing for an id beyond the vocabulary."""
+def test_special_and_added_tokens_have_bytes_and_unknown_ids_none(hub: Tokenizer) -> None:
+    """Those of a special token are its name."""
     assert hub.token_bytes(BOS_ID) == b"<|bos|>"
     assert hub.token_bytes(VOCAB_SIZE - 1).decode().startswith("⟨")
     assert hub.token_bytes(VOCAB_SIZE + 5) == b""
@@ -212,8 +212,8 @@ def sentencepiece_like(path: Path, decoder: object) -> Tokenizer:
     return load_tokenizer("cpu", str(path))
 
 
-def test_sentencepiece_vocabularies_have_spaces_and_bytes(tmp_path: Path) -> None:
-    """The lower block is a space and <0xE4> is a byte, with both decoders that such models come with."""
+def test_sentencepiece_tokens_are_converted_to_bytes(tmp_path: Path) -> None:
+    """U+2581 is a space and <0xE4> is a byte, with both decoders of such models."""
     from tokenizers import decoders
 
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -223,8 +223,8 @@ def test_sentencepiece_vocabularies_have_spaces_and_bytes(tmp_path: Path) -> Non
     assert [metaspace.token_bytes(id) for id in (1, 2, 4)] == [b" Hi", b" ", b"<0x00>"]
 
 
-def test_other_vocabularies_are_asked_for_the_text_of_one_token(tmp_path: Path) -> None:
-    """Such as BPE with a mark at the end of words."""
+def test_tokens_of_other_vocabularies_are_decoded_one_by_one(tmp_path: Path) -> None:
+    """For example, those of BPE with a suffix at the end of words."""
     from tokenizers import decoders
 
     assert sentencepiece_like(tmp_path, decoders.BPEDecoder(suffix="▁Hi")).token_bytes(3) == b"there"
@@ -246,8 +246,8 @@ def rendered(path: Path, template: str, messages: list[dict[str, object]], *args
     return tokenizer.decode(tokenizer.apply_chat_template(TemplateInput(messages, *args, **more)))  # type: ignore[arg-type]
 
 
-def test_the_template_is_told_of_tools_and_calls(tmp_path: Path) -> None:
-    """Of the tools as they were given, and of all that a message holds."""
+def test_the_template_gets_tools_and_calls(tmp_path: Path) -> None:
+    """Tools and messages are passed on unchanged."""
     messages: list[dict[str, object]] = [
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 7}}}]},
         {"role": "tool", "content": "8", "tool_call_id": "c1"},
@@ -258,8 +258,8 @@ def test_the_template_is_told_of_tools_and_calls(tmp_path: Path) -> None:
     assert text == f"[{json.dumps(TOOLS)}]<assistant>f(7)<tool>8c1<assistant>"
 
 
-def test_a_template_that_knows_no_tools_refuses_them(tmp_path: Path) -> None:
-    """The model would not hear of them. A comment that speaks of tools does not make it know them."""
+def test_a_template_without_tools_rejects_them(tmp_path: Path) -> None:
+    """The model would not see them. A comment about tools does not count."""
     save_tokenizer(tmp_path, "{# tools #}no tools{{ messages[0].content }}")
     for tokenizer in (load_tokenizer("cpu", str(tmp_path)), ByteTokenizer()):
         with pytest.raises(NoToolsInTemplate, match="does not support tools"):
@@ -267,8 +267,8 @@ def test_a_template_that_knows_no_tools_refuses_them(tmp_path: Path) -> None:
         assert tokenizer.apply_chat_template(TemplateInput(CHAT, []))
 
 
-def test_a_model_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
-    """Its files name it `tool_use`; without tools the default one is taken."""
+def test_a_model_may_have_a_separate_template_for_tools(tmp_path: Path) -> None:
+    """It is named `tool_use`; without tools, the default is used."""
     save_tokenizer(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     named = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
@@ -283,8 +283,8 @@ def test_a_model_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> Non
     assert [tokenizer.chat_template(tools) for tools in (False, True)] == list(named.values())
 
 
-def test_further_variables_reach_the_template_and_nothing_else(tmp_path: Path) -> None:
-    """What transformers itself is told by such a name (here: not to render at all) cannot be set by a client."""
+def test_template_variables_cannot_be_arguments_of_transformers(tmp_path: Path) -> None:
+    """A client could otherwise disable the rendering."""
     hello: list[dict[str, object]] = [{"role": "user", "content": "x"}]
     assert rendered(tmp_path, WITH_TOOLS, hello, template_kwargs={"extra": "!"}) == "<user>x!<assistant>"
     for name in ("tokenize", "chat_template", "tools", "conversation", "messages", "kwargs", "self"):
@@ -292,8 +292,8 @@ def test_further_variables_reach_the_template_and_nothing_else(tmp_path: Path) -
             rendered(tmp_path, WITH_TOOLS, hello, template_kwargs={name: "x"})
 
 
-def test_the_last_message_can_be_gone_on_with(tmp_path: Path) -> None:
-    """Instead of a new one of the assistant's; or the chat just ends."""
+def test_the_last_message_can_be_continued(tmp_path: Path) -> None:
+    """Without a generation prompt, the chat just ends."""
     chat: list[dict[str, object]] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]
     assert rendered(tmp_path, WITH_TOOLS, chat, continue_final_message=True) == "<user>Hi<assistant>Well,"
     assert rendered(tmp_path, WITH_TOOLS, chat[:1], add_generation_prompt=False) == "<user>Hi"
@@ -305,16 +305,16 @@ def test_the_last_message_can_be_gone_on_with(tmp_path: Path) -> None:
     assert byte.decode(byte.apply_chat_template(TemplateInput(chat[:1], add_generation_prompt=False))) == "user: Hi\n"
 
 
-def test_a_developer_is_the_system_where_the_template_knows_none(tmp_path: Path) -> None:
-    """Most templates leave out a role that they do not know."""
+def test_the_role_developer_becomes_system_if_the_template_does_not_have_it(tmp_path: Path) -> None:
+    """Most templates drop unknown roles."""
     chat: list[dict[str, object]] = [{"role": "developer", "content": "x"}]
     assert rendered(tmp_path, WITH_TOOLS, chat) == "<system>x<assistant>"
     knows = "{{ 'developer' if messages[0].role == 'developer' else 'system' }}"
     assert rendered(tmp_path, knows, chat) == "developer"
 
 
-def test_tokens_are_text_and_words_of_the_vocabulary_again(hub: Tokenizer) -> None:
-    """Special tokens are told by their names; an id that stands for nothing is nothing."""
+def test_ids_are_converted_to_text_and_to_vocabulary_entries(hub: Tokenizer) -> None:
+    """Special tokens have their names; unknown ids are empty."""
     ids = hub.encode("Hi there 🙂")
     assert hub.decode(ids) == "<|bos|>Hi there 🙂"
     assert hub.tokens(ids)[0] == "<|bos|>"

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates that would hang or exhaust whoever runs them: only their own process ends."""
+"""Tokenizers and chat templates that hang or exhaust memory end their own process only."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_a_template_without_end_is_ended(name: str, tmp_path: Path) -> None:
-    """By its deadline or the limit of its memory; and the process that it ran in is no more."""
+def test_a_template_that_does_not_end_is_killed(name: str, tmp_path: Path) -> None:
+    """At its deadline or its memory limit."""
     tokenizer = of_template(tmp_path, LATE[name])
     before = processes()
     began = time.monotonic()
@@ -103,7 +103,7 @@ def test_a_template_without_end_is_ended(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.usefixtures("patient")
-def test_a_template_that_asks_for_too_much_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_template_that_needs_too_much_is_rejected(name: str, tmp_path: Path) -> None:
     template, message = REFUSED[name]
     with pytest.raises(ChatTemplateError, match=message):
         of_template(tmp_path, template).apply_chat_template(TemplateInput(CHAT))
@@ -129,8 +129,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_tokenizer_without_end_is_ended(name: str, tmp_path: Path) -> None:
-    """Also where its library panics, which Python has no usual exception for."""
+def test_a_tokenizer_that_does_not_end_is_killed(name: str, tmp_path: Path) -> None:
+    """Also if its library panics, which does not raise an Exception."""
     tokenizer = of_json(tmp_path, FAULTS[name])
     began = time.monotonic()
     with pytest.raises(TokenizerFault):
@@ -156,7 +156,7 @@ UNREADABLE: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_what_is_no_tokenizer_is_a_load_error(name: str, tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_a_load_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(EngineLoadError) as caught:
         of_json(tmp_path, UNREADABLE[name])
     assert caught.value.id == "bad-tokenizer"
@@ -182,7 +182,7 @@ FILES |= {f"128 GiB of {name}": (name, large) for name in ("tokenizer.json", "ch
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_no_reader_survives_is_a_load_error(name: str, tmp_path: Path) -> None:
+def test_a_file_that_crashes_its_reader_is_a_load_error(name: str, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     file, make = FILES[name]
     make(tmp_path / file)
@@ -191,7 +191,7 @@ def test_a_file_that_no_reader_survives_is_a_load_error(name: str, tmp_path: Pat
     assert caught.value.id == "bad-tokenizer"
 
 
-def test_a_load_that_needs_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_takes_too_long_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """300,000 added tokens take 10 s."""
     token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     added = [{"id": 600 + i, "content": f"tok{i}", **token} for i in range(300_000)]
@@ -207,8 +207,8 @@ def _good(folder: Path) -> Path:
 
 
 @pytest.mark.usefixtures("patient")
-def test_it_answers_as_the_tokenizer_itself(tmp_path: Path) -> None:
-    """All methods, and their errors."""
+def test_a_tokenizer_process_returns_the_results_of_the_tokenizer(tmp_path: Path) -> None:
+    """All methods and their errors."""
     save_tokenizer(tmp_path)
     apart, here = load_apart("cpu", str(tmp_path)), load_tokenizer("cpu", str(tmp_path))
 
@@ -247,8 +247,8 @@ def test_it_answers_as_the_tokenizer_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_whatever_process_is_killed_the_next_call_has_another(tmp_path: Path) -> None:
-    """A worker, a loader with its workers, and the nursery with all of them."""
+def test_the_call_after_a_killed_process_uses_another(tmp_path: Path) -> None:
+    """After the end of a worker, of a loader with its workers, or of the nursery with all of them."""
     tokenizer = load_apart("cpu", str(_good(tmp_path)))
     ids = tokenizer.encode("hello")
     for depth in (3, 2, 1):
@@ -266,8 +266,8 @@ def _depth(process: psutil.Process) -> int:
 
 
 @pytest.mark.usefixtures("patient")
-def test_calls_at_once_have_a_process_each(tmp_path: Path) -> None:
-    """A text that takes its time does not keep a short one waiting."""
+def test_concurrent_calls_have_separate_processes(tmp_path: Path) -> None:
+    """A slow text does not delay a short one."""
     tokenizer = of_json(tmp_path, split("a*a*[bc]|a"))
     tokenizer.encode("b")
 
@@ -283,7 +283,7 @@ def test_calls_at_once_have_a_process_each(tmp_path: Path) -> None:
     assert time.monotonic() - began < SURE_S / 2
 
 
-def test_a_tokenizer_that_is_forgotten_leaves_no_process(tmp_path: Path) -> None:
+def test_a_deleted_tokenizer_leaves_no_process(tmp_path: Path) -> None:
     tokenizer = load_apart("cpu", str(_good(tmp_path)))
     before = processes()
     other = load_apart("cpu", str(_good(tmp_path)))
@@ -297,7 +297,7 @@ def test_a_tokenizer_that_is_forgotten_leaves_no_process(tmp_path: Path) -> None
     assert tokenizer.encode("hello")
 
 
-def test_the_tokens_that_no_answer_shows_are_not_in_a_text(tmp_path: Path) -> None:
+def test_special_tokens_are_not_in_a_text(tmp_path: Path) -> None:
     tokenizer = load_apart("cpu", str(_good(tmp_path)))
     ids = tokenizer.encode("hello")
     assert tokenizer.text([*ids, 2]) == "hello"
