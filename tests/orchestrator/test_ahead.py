@@ -18,7 +18,7 @@ from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakefleet import STATUS
 from tests.orchestrator.fakes import FakeCluster, Played, play
 from tests.stubs import stub_checkpoint
-from tests.workers.test_bringing import CONFIG
+from tests.workers.test_artifact_fetcher import CONFIG
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.messages.status import Failure, Reaction
 

@@ -66,8 +66,8 @@ def kept(source: Path, tmp_path: Path, **fields: Any) -> ReplicaConfig:
     return config(source, compiled=str(tmp_path / "compiled"), **BUCKETS | fields)
 
 
-def test_what_is_predicted_is_what_a_start_takes(checkpoint: Checkpoints, machine: Neuron, tmp_path: Path) -> None:
-    """It is compiled without a core, and the start compiles nothing."""
+def test_a_start_uses_the_predicted_artifacts(checkpoint: Checkpoints, machine: Neuron, tmp_path: Path) -> None:
+    """They are compiled without a core, and the start compiles nothing."""
     one = kept(checkpoint("llama"), tmp_path)
     (before,) = wanted(one)
     assert (before.complete, before.ahead, compiles(machine)) == (False, True, 0)
@@ -84,8 +84,8 @@ def test_what_is_predicted_is_what_a_start_takes(checkpoint: Checkpoints, machin
     assert (engine.compiled, compiles(machine) - count) == (False, 0)
 
 
-def test_what_is_there_is_not_compiled_again(checkpoint: Checkpoints, machine: Neuron, tmp_path: Path) -> None:
-    """The answer says that nothing was done."""
+def test_complete_artifacts_are_not_compiled_again(checkpoint: Checkpoints, machine: Neuron, tmp_path: Path) -> None:
+    """The result names no compiled set."""
     one = kept(checkpoint("llama"), tmp_path)
     asked("compile", one)
     count = compiles(machine)
@@ -94,8 +94,8 @@ def test_what_is_there_is_not_compiled_again(checkpoint: Checkpoints, machine: N
     assert (built.compiled, built.pulled, compiles(machine) - count) == ([], [], 0)
 
 
-def test_who_waits_for_another_says_so(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Only while somebody holds the set."""
+def test_a_compile_reports_that_it_waits_for_another(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Only while the set is locked."""
     one = kept(checkpoint("llama"), tmp_path)
     (before,) = wanted(one)
     phases: list[str] = []
@@ -113,8 +113,8 @@ def test_who_waits_for_another_says_so(checkpoint: Checkpoints, tmp_path: Path) 
     assert phases == ["waiting", "looking", "compiling", "done"]
 
 
-def test_what_cannot_be_sent_is_compiled_none_the_less(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """And it is told why it was not sent."""
+def test_a_failed_push_does_not_fail_the_compile(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """The result has its error."""
     one = kept(checkpoint("llama"), tmp_path, neff_cache="/proc/nowhere")
     *_, built = asked("compile", one, push=True)
     assert isinstance(built, Built)
@@ -125,7 +125,7 @@ def test_what_cannot_be_sent_is_compiled_none_the_less(checkpoint: Checkpoints, 
 
 
 def test_a_prediction_reads_no_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """The config is enough: of a source elsewhere there is no more on the machine that asks."""
+    """The config is enough: remote weights are not on the machine that predicts."""
     one = kept(checkpoint("llama"), tmp_path)
     head = tmp_path / "head"
     head.mkdir()
@@ -138,8 +138,8 @@ def test_a_prediction_reads_no_weights(checkpoint: Checkpoints, tmp_path: Path) 
     assert on_cpu.ahead
 
 
-def test_a_draft_is_compiled_as_well(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Each has a set of its own, for their graphs differ."""
+def test_a_draft_has_its_own_artifacts(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Its graphs differ."""
     one = kept(checkpoint("llama"), tmp_path, draft_source=str(checkpoint("llama")), draft_k=3)
     found = wanted(one)
     assert [told.role for told in found] == ["model", "draft"]
@@ -149,8 +149,8 @@ def test_a_draft_is_compiled_as_well(checkpoint: Checkpoints, tmp_path: Path) ->
     assert built.compiled == [told.key for told in found]
 
 
-def test_a_model_that_only_its_cores_compile_says_so(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """GPT-NeoX's class keeps no files."""
+def test_a_model_that_needs_cores_to_compile_is_reported(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """GPT-NeoX's class saves no files."""
     one = kept(checkpoint("gpt_neox"), tmp_path, prefill_buckets=[], decode_buckets=[])
     (told,) = wanted(one)
     assert (told.ahead, told.folder, told.complete) == (False, "", False)
@@ -158,8 +158,10 @@ def test_a_model_that_only_its_cores_compile_says_so(checkpoint: Checkpoints, tm
 
 
 @pytest.mark.parametrize("engine", ["cpu", "echo"])
-def test_an_engine_that_compiles_nothing_wants_nothing(checkpoint: Checkpoints, tmp_path: Path, engine: str) -> None:
-    """Nor does compiling it fail."""
+def test_an_engine_that_compiles_nothing_needs_no_artifacts(
+    checkpoint: Checkpoints, tmp_path: Path, engine: str
+) -> None:
+    """Its `compile` succeeds."""
     one = kept(checkpoint("llama"), tmp_path, engine=engine)
     assert wanted(one) == []
     (built,) = asked("compile", one)
@@ -167,15 +169,15 @@ def test_an_engine_that_compiles_nothing_wants_nothing(checkpoint: Checkpoints, 
     assert built.wanted == []
 
 
-def test_what_cannot_be_is_told_with_its_id(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_unsupported_configs_are_reported_by_id(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """By predict and by compile."""
     one = kept(checkpoint("llama"), tmp_path, dtype="fp64")
     assert trouble(asked("predict", one)) == "bad-dtype"
     assert trouble(asked("compile", one)) == "bad-dtype"
 
 
-def test_a_compile_that_fails_leaves_nothing_whole(checkpoint: Checkpoints, machine: Neuron, tmp_path: Path) -> None:
-    """And the next one is not told what became of the first."""
+def test_a_failed_compile_leaves_no_complete_set(checkpoint: Checkpoints, machine: Neuron, tmp_path: Path) -> None:
+    """The next one starts over."""
     one = kept(checkpoint("llama"), tmp_path)
     machine.plan({"at": "compile", "exit": 70})
     assert isinstance(asked("compile", one)[-1], Trouble)
@@ -187,7 +189,7 @@ def test_a_compile_that_fails_leaves_nothing_whole(checkpoint: Checkpoints, mach
 def test_every_part_of_the_environment_that_a_compiler_reads_is_a_part_of_the_key(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flags are told by the environment, not by the configuration."""
+    """Flags come from the environment, not from the config."""
     one = kept(checkpoint("llama"), tmp_path)
     (before,) = wanted(one)
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
@@ -227,10 +229,10 @@ def told_by(process: subprocess.Popen[bytes]) -> Iterator[Reply]:
 
 
 @pytest.mark.compile
-def test_two_processes_compile_one_key_once(
+def test_two_processes_compile_a_set_once(
     checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, processes: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    """The second waits, and says that it had nothing to compile."""
+    """The second one waits, and reports that it compiled nothing."""
     one = kept(checkpoint("llama"), tmp_path)
     ends = [list(told_by(process))[-1] for process in [processes("compile", one), processes("compile", one)]]
     assert sorted(len(told.compiled) for told in ends if isinstance(told, Built)) == [0, 1]
@@ -239,10 +241,10 @@ def test_two_processes_compile_one_key_once(
 
 
 @pytest.mark.live
-def test_a_compile_that_is_killed_leaves_nothing_whole_and_no_compiler(
+def test_a_killed_compile_leaves_no_complete_set_and_no_compiler(
     checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, processes: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    """With SIGKILL, in the middle of a graph. The next one compiles."""
+    """SIGKILL within a graph. The next one compiles."""
     one = kept(checkpoint("llama"), tmp_path)
     machine.plan({"at": "compile", "hangs": True})
     process = processes("compile", one)
@@ -260,10 +262,10 @@ def test_a_compile_that_is_killed_leaves_nothing_whole_and_no_compiler(
 
 
 @pytest.mark.compile
-def test_a_compile_that_nobody_waits_for_is_ended(
+def test_a_stopped_compile_ends_its_compilers(
     checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its compilers, before the wait returns."""
+    """Before `answers` raises."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), machine.env["PYTHONPATH"]]))
     one = kept(checkpoint("llama"), tmp_path, log=str(tmp_path / "log"))
     machine.plan({"at": "compile", "hangs": True})
@@ -283,10 +285,10 @@ def test_a_compile_that_nobody_waits_for_is_ended(
 
 
 @pytest.mark.compile
-def test_a_prediction_of_weights_that_nobody_has_read_says_which(
+def test_a_prediction_names_unread_weights(
     checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, processes: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    """NxD Inference's artifacts hold them. Once they are read, or compiled, they are known."""
+    """Artifacts of NxD Inference contain them. Once they are read or compiled, the folder is known."""
     one = kept(checkpoint("llama"), tmp_path, engine="nxd-inference")
     (unread,) = wanted(one)
     assert "model.safetensors" in {Path(name).name for name in unread.unread}

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec.structs
 import pytest
 
-from tests.workers.test_bringing import CONFIG
+from tests.workers.test_artifact_fetcher import CONFIG
 from tests.workers.test_cpu_engine import FAULTS, pickle_weights, truncate
 from workers.compiling import build
 from workers.compiling.prefetch import check
@@ -44,10 +44,10 @@ def no_tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", sorted(SHOWN))
-def test_a_check_finds_what_a_start_would_without_reading_weights(
+def test_a_check_finds_the_problems_of_a_start_without_reading_weights(
     checkpoint: Checkpoints, tmp_path: Path, fault: str
 ) -> None:
-    """With the same id as the start itself. What the engine alone knows is left to its own check."""
+    """With the same id as the start. The engine's own problems are left to its own check."""
     id, _, spoil = FAULTS[fault]
     copy = shutil.copytree(checkpoint("llama"), tmp_path / "model")
     check_checkpoint(copy)
@@ -62,10 +62,8 @@ def test_a_check_finds_what_a_start_would_without_reading_weights(
 
 
 @pytest.mark.parametrize(("spoil", "id"), [(tokenizer_cut_off, "bad-tokenizer"), (no_tokenizer, "no-tokenizer")])
-def test_a_check_finds_a_tokenizer_that_cannot_be_read(
-    checkpoint: Checkpoints, tmp_path: Path, spoil: Spoil, id: str
-) -> None:
-    """By its files alone, as `validate` looks, and by loading it."""
+def test_a_check_finds_an_unreadable_tokenizer(checkpoint: Checkpoints, tmp_path: Path, spoil: Spoil, id: str) -> None:
+    """By its files, as `validate`, and by loading it."""
     copy = shutil.copytree(checkpoint("llama"), tmp_path / "model")
     check_tokenizer_files(copy)
     spoil(copy)
@@ -75,8 +73,8 @@ def test_a_check_finds_a_tokenizer_that_cannot_be_read(
         assert caught.value.id == id
 
 
-def test_pickles_pass_where_they_are_allowed(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """One whose file is missing does not."""
+def test_allowed_pickles_pass_the_check(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """A missing file of one does not."""
     copy = pickle_weights(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     check_checkpoint(copy, allow_pickle=True)
     index = {"weight_map": {"a": "pytorch_model.bin", "b": "gone.bin"}}
@@ -87,7 +85,7 @@ def test_pickles_pass_where_they_are_allowed(checkpoint: Checkpoints, tmp_path: 
 
 
 def tensors(file: Path, size: int = 4, *, whole: bool = True) -> None:
-    """A file of safetensors with one tensor of ``size`` bytes."""
+    """Returns a safetensors file with one tensor of ``size`` bytes."""
     header = json.dumps({"__metadata__": {"a": "b"}, "w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}})
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(size if whole else size - 1))
@@ -102,8 +100,8 @@ def tensors(file: Path, size: int = 4, *, whole: bool = True) -> None:
         "model.safetensors",
     ],
 )
-def test_the_weights_of_each_layout_are_looked_at(tmp_path: Path, file: str) -> None:
-    """Of Optimum Neuron, of NxD Inference, split by transformers-neuronx, and the usual one."""
+def test_the_weights_of_each_layout_are_checked(tmp_path: Path, file: str) -> None:
+    """Of Optimum Neuron, NxD Inference, split by transformers-neuronx, and the usual one."""
     (tmp_path / "config.json").write_text("{}")
     tensors(tmp_path / file)
     if file.startswith("checkpoint/"):
@@ -116,16 +114,16 @@ def test_the_weights_of_each_layout_are_looked_at(tmp_path: Path, file: str) -> 
         check_checkpoint(tmp_path)
 
 
-def test_a_compiled_model_may_hold_its_weights(tmp_path: Path) -> None:
-    """NxD Inference saves them beside it only where it is told to."""
+def test_a_compiled_model_may_contain_its_weights(tmp_path: Path) -> None:
+    """NxD Inference saves them separately only if it is set to."""
     for name in ("config.json", "neuron_config.json", "model.pt"):
         (tmp_path / name).write_text("{}")
     check_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, name: str) -> None:
-    """A pipe would keep whoever looks waiting for ever."""
+def test_only_regular_files_are_opened(tmp_path: Path, name: str) -> None:
+    """Opening a pipe would block."""
     (tmp_path / "config.json").write_text("{}")
     os.mkfifo(tmp_path / name)
     look = check_checkpoint if name == "model.safetensors" else check_tokenizer_files

@@ -20,15 +20,15 @@ def base64_of(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def test_the_crcs_are_those_of_the_books() -> None:
-    """The check values of the catalogue of CRCs, for "123456789"."""
+def test_crcs_have_their_published_check_values() -> None:
+    """Of the text "123456789"."""
     found = {name: crc_of(name)(b"123456789", 0) for name in CRC_BYTES}
     assert found == {"crc64nvme": 0xAE8B14860A799888, "crc32c": 0xE3069283, "crc32": zlib.crc32(b"123456789")}
 
 
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=6), st.sampled_from(list(CRC_BYTES)))
-def test_the_crcs_of_ranges_combine_to_that_of_the_whole(ranges: list[bytes], algorithm: str) -> None:
-    """However the object is cut."""
+def test_crcs_of_ranges_combine_to_the_crc_of_the_whole(ranges: list[bytes], algorithm: str) -> None:
+    """However the object is split."""
     parts = [digest(algorithm, data) for data in ranges]
     assert combined(algorithm, parts, [len(data) for data in ranges]) == digest(algorithm, b"".join(ranges))
 
@@ -36,8 +36,8 @@ def test_the_crcs_of_ranges_combine_to_that_of_the_whole(ranges: list[bytes], al
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("cuts", [[len(CONTENT)], [4000, 4000, 2240]])
 @pytest.mark.parametrize("composite", [True, False, None])
-def test_a_checksum_fits_its_content_and_no_other(algorithm: str, cuts: list[int], composite: bool | None) -> None:
-    """Of the whole object, or of its parts' values; also where S3 does not say which of the two it is."""
+def test_a_checksum_fits_only_its_content(algorithm: str, cuts: list[int], composite: bool | None) -> None:
+    """A checksum of the whole object or of its parts, also if S3 does not say which."""
     ranges = [CONTENT[sum(cuts[:i]) : sum(cuts[: i + 1])] for i in range(len(cuts))]
     parts = [digest(algorithm, data) for data in ranges]
     if composite is not True and len(cuts) > 1 and algorithm not in CRC_BYTES:
@@ -72,8 +72,10 @@ CRC = base64_of(digest("crc32c", CONTENT))
         ({"ETag": f'"{MD5}"', "ChecksumCRC32C": "no base64!"}, "md5", False, 1),
     ],
 )
-def test_the_best_checksum_is_taken(head: dict[str, str], algorithm: str, composite: bool | None, parts: int) -> None:
-    """CRCs before hashes, S3's own before the ETag, and no ETag that is no MD5."""
+def test_the_best_checksum_of_an_object_is_used(
+    head: dict[str, str], algorithm: str, composite: bool | None, parts: int
+) -> None:
+    """CRCs before hashes, S3's own before the ETag, and only ETags that are MD5s."""
     checksum, count = checksum_of(head)
     assert count == parts
     assert (checksum and checksum.algorithm, checksum and checksum.composite) == (algorithm, composite)

@@ -29,7 +29,7 @@ HURRIED = RetryPolicy(seconds=5.0, first_s=0.001, longest_s=0.01)
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """With one model. Pauses of huggingface_hub itself take no time."""
+    """A hub with one model; huggingface_hub's own pauses take no time."""
     from huggingface_hub import constants
 
     with HubServer() as server:
@@ -56,7 +56,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_listing_tells_the_commit_and_the_hubs_digests(hub: HubServer) -> None:
+def test_a_listing_has_the_commit_and_the_hubs_digests(hub: HubServer) -> None:
     """Git's digests of small files, SHA-256 of large ones."""
     found = remote().listing()
     assert found.revision == hub.repos[ID].names["main"]
@@ -66,8 +66,8 @@ def test_a_listing_tells_the_commit_and_the_hubs_digests(hub: HubServer) -> None
     assert [file.checksum.partition(":")[0] for file in found.files] == ["git-sha1", "sha256", "git-sha1"]
 
 
-def test_a_fetch_brings_the_files_and_nothing_else(hub: HubServer, tmp_path: Path) -> None:
-    """Every byte once; what is there already is not asked for again."""
+def test_a_fetch_leaves_exactly_the_listed_files(hub: HubServer, tmp_path: Path) -> None:
+    """Each byte is sent once; complete files are not requested."""
     listing = remote().listing()
     progress = fetched(listing, tmp_path / "a")
     assert contents(tmp_path / "a") == FILES
@@ -76,8 +76,8 @@ def test_a_fetch_brings_the_files_and_nothing_else(hub: HubServer, tmp_path: Pat
     assert hub.sent == listing.bytes
 
 
-def test_the_commit_is_fetched_that_was_listed(hub: HubServer, tmp_path: Path) -> None:
-    """Also when the branch has moved meanwhile; a tag and a commit stay what they were."""
+def test_the_listed_commit_is_fetched(hub: HubServer, tmp_path: Path) -> None:
+    """Also if the branch has moved since."""
     first = hub.repos[ID].commit(FILES, "main", "v1")
     listing = remote().listing()
     hub.repos[ID].commit({**FILES, "model.safetensors": b"other"})
@@ -90,8 +90,8 @@ def test_the_commit_is_fetched_that_was_listed(hub: HubServer, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("fault", ["flips", "cuts"])
-def test_what_arrives_damaged_or_short_is_fetched_again(hub: HubServer, tmp_path: Path, name: str, fault: str) -> None:
-    """Twice is borne."""
+def test_damaged_and_short_files_are_fetched_again(hub: HubServer, tmp_path: Path, name: str, fault: str) -> None:
+    """Up to two times."""
     getattr(hub, fault)[name] = 2
     listing = remote().listing()
     progress = fetched(listing, tmp_path)
@@ -101,8 +101,8 @@ def test_what_arrives_damaged_or_short_is_fetched_again(hub: HubServer, tmp_path
 
 
 @pytest.mark.slow
-def test_answers_that_the_hub_is_busy_are_borne(hub: HubServer, tmp_path: Path) -> None:
-    """503, to the listing and to every kind of request for a file."""
+def test_a_busy_hub_is_retried(hub: HubServer, tmp_path: Path) -> None:
+    """503 for the listing and for each kind of file request."""
     hub.busy = 3
     listing = remote().listing()
     hub.busy = 12
@@ -112,8 +112,8 @@ def test_answers_that_the_hub_is_busy_are_borne(hub: HubServer, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_file_that_stays_damaged_never_gets_its_name(hub: HubServer, tmp_path: Path) -> None:
-    """The others are kept for the next time."""
+def test_a_file_that_stays_damaged_never_gets_its_final_name(hub: HubServer, tmp_path: Path) -> None:
+    """The others are kept for the next fetch."""
     hub.flips["model.safetensors"] = 99
     with pytest.raises(SourceError) as refused:
         fetched(remote().listing(), tmp_path)
@@ -123,8 +123,8 @@ def test_a_file_that_stays_damaged_never_gets_its_name(hub: HubServer, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_hub_that_is_away_is_waited_for(hub: HubServer, tmp_path: Path) -> None:
-    """Until it is back; asked in vain so often before."""
+def test_an_unreachable_hub_is_retried(hub: HubServer, tmp_path: Path) -> None:
+    """Until it is back."""
     listing = remote().listing()
     hub.away()
     waits: list[float] = []
@@ -141,8 +141,8 @@ def test_a_hub_that_is_away_is_waited_for(hub: HubServer, tmp_path: Path) -> Non
     assert len(waits) >= 5
 
 
-def test_a_hub_that_stays_away_is_told_by_its_name(hub: HubServer) -> None:
-    """With the variable that decides whom we ask."""
+def test_an_unreachable_hub_is_reported_by_its_host(hub: HubServer) -> None:
+    """With the variable that sets it."""
     hub.away()
     with pytest.raises(SourceError, match="HF_ENDPOINT") as refused:
         remote(retry_policy=RetryPolicy(seconds=0.0)).listing()
@@ -150,8 +150,8 @@ def test_a_hub_that_stays_away_is_told_by_its_name(hub: HubServer) -> None:
     assert "127.0.0.1" in refused.value.what
 
 
-def test_a_fetch_that_is_stopped_goes_on_later(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that were whole by then stay, and no other is there."""
+def test_a_stopped_fetch_is_resumed(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Complete files are kept, and there are no others."""
     stop = threading.Event()
 
     class StopsAtWeights(Progress):
@@ -182,8 +182,8 @@ remote.fetch(listing, Path(sys.argv[2]), Progress(""), threading.Event())
 
 
 @pytest.mark.slow
-def test_after_a_kill_only_what_is_missing_is_fetched(hub: HubServer, tmp_path: Path) -> None:
-    """kill -9 in the middle of the weights: no half of a file has its name, and whole ones are not fetched again."""
+def test_after_a_kill_only_missing_files_are_fetched(hub: HubServer, tmp_path: Path) -> None:
+    """SIGKILL during the weights: no partial file has its final name."""
     half = hub.held["model.safetensors"] = threading.Event()
     process = subprocess.Popen([sys.executable, "-c", KILLED, ID, str(tmp_path / "a")])
     try:
@@ -213,8 +213,10 @@ def test_after_a_kill_only_what_is_missing_is_fetched(hub: HubServer, tmp_path: 
         ("org/..", None, "hub-not-found"),
     ],
 )
-def test_what_is_not_there_is_told_at_once(hub: HubServer, repo: str, revision: str | None, id: str) -> None:
-    """No second try, and the name is in the text."""
+def test_missing_models_and_revisions_fail_without_a_retry(
+    hub: HubServer, repo: str, revision: str | None, id: str
+) -> None:
+    """The error has the name."""
     hub.repos["org/private"] = Repo(private=True)
     hub.repos["org/private"].commit(FILES)
     with pytest.raises(SourceError) as refused:
@@ -224,27 +226,26 @@ def test_what_is_not_there_is_told_at_once(hub: HubServer, repo: str, revision: 
     assert len([one for one in hub.asked if one.path.startswith("/api/models")]) <= 1
 
 
-def test_terms_that_nobody_has_accepted_are_told(hub: HubServer, tmp_path: Path) -> None:
-    """A gated model lists its files to everybody."""
+def test_gated_models_are_reported(hub: HubServer, tmp_path: Path) -> None:
+    """Their listing is public."""
     hub.repos[ID].gated = True
     with pytest.raises(SourceError, match="terms") as refused:
         fetched(remote().listing(), tmp_path)
     assert refused.value.id == "hub-denied"
 
 
-def test_what_is_no_hub_is_told(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address with a path too much, for one."""
+def test_a_server_that_is_not_a_hub_is_reported(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as an endpoint with a wrong path."""
     monkeypatch.setenv("HF_ENDPOINT", f"{hub.url}/elsewhere")
     with pytest.raises(SourceError) as refused:
         remote().listing()
     assert refused.value.id in ("hub-refused", "hub-not-found")
 
 
-def test_the_token_opens_a_private_model_and_is_told_to_nobody(
+def test_the_token_is_sent_to_the_hub_only(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It comes from the environment, goes to the hub alone, and with faults and at every level stays out of the log,
-    as the signed addresses do."""
+    """It comes from the environment, and like signed URLs never appears in the log, at any level and with faults."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.repos[ID].private = True
@@ -262,8 +263,10 @@ def test_the_token_opens_a_private_model_and_is_told_to_nobody(
         assert SIGNATURE not in told
 
 
-def test_offline_the_hubs_own_cache_is_taken(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole and verified, without a question to anybody; and it is the same artifact."""
+def test_in_offline_mode_the_hubs_cache_is_the_source(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Complete and verified, without a request; the artifact is the same."""
     from huggingface_hub import snapshot_download
 
     snapshot_download(ID, endpoint=hub.url, cache_dir=tmp_path / "hf" / "hub")
@@ -278,8 +281,10 @@ def test_offline_the_hubs_own_cache_is_taken(hub: HubServer, tmp_path: Path, mon
 
 
 @pytest.mark.slow
-def test_offline_what_is_not_there_is_told(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the model, another revision, or a shard too few."""
+def test_in_offline_mode_missing_files_are_reported(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing model, revision or shard."""
     from huggingface_hub import snapshot_download
 
     index = b'{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
@@ -296,8 +301,10 @@ def test_offline_what_is_not_there_is_told(hub: HubServer, tmp_path: Path, monke
     assert len(hub.asked) == asked
 
 
-def test_offline_a_tokenizer_is_no_model(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache holds what somebody else's program has read."""
+def test_in_offline_mode_a_tokenizer_alone_is_not_a_model(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program may have cached it."""
     from huggingface_hub import hf_hub_download
 
     for name in ("config.json", "tokenizer.json"):
@@ -315,10 +322,10 @@ def test_offline_a_tokenizer_is_no_model(hub: HubServer, tmp_path: Path, monkeyp
         ("IO Error: No space left (os error 28)", OSError),
     ],
 )
-def test_what_xet_complains_of_is_told_as_what_it_is(
+def test_errors_of_xet_are_told_apart(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, told: type[Exception]
 ) -> None:
-    """It raises RuntimeErrors, of the network as of the disk."""
+    """It raises RuntimeErrors for the network and for the disk."""
 
     def download(*_: object, **__: object) -> str:
         raise RuntimeError(f"Task error: File reconstruction error: {said}")
@@ -332,7 +339,7 @@ def test_what_xet_complains_of_is_told_as_what_it_is(
 
 
 def test_a_source_is_opened_by_the_form_of_its_name(hub: HubServer) -> None:
-    """A path is nothing to be fetched, and S3 has no revisions."""
+    """A path needs no fetch, and S3 has no revisions."""
     assert SourceQuery(source=ID).open().listing().source == ID
     with pytest.raises(ValueError, match="is a path"):
         SourceQuery(source="./models/tiny").open()

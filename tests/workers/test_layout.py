@@ -43,13 +43,13 @@ def taken(*names: str, allow_pickle: bool = False, trust_remote_code: bool = Fal
         SPLIT_PICKLED,
     ],
 )
-def test_safetensors_come_alone(beside: tuple[str, ...]) -> None:
-    """No other form of the weights, nothing of other programs, no code and nothing of ours."""
+def test_safetensors_exclude_other_weights(beside: tuple[str, ...]) -> None:
+    """Without files of other programs, code, and corewright's own."""
     assert taken(*SAFE, *beside) == set(SAFE)
 
 
-def test_all_shards_of_an_index_come() -> None:
-    """Whatever they are called; other precisions and formats do not."""
+def test_all_shards_of_an_index_are_selected() -> None:
+    """Whatever their names; other precisions and formats are not."""
     others = ("consolidated.safetensors", "model.fp16-00001-of-00001.safetensors")
     assert taken(CONFIG, INDEX, *SHARDS, "odd.safetensors", *others) == {CONFIG, INDEX, *SHARDS, "odd.safetensors"}
 
@@ -66,28 +66,28 @@ def test_all_shards_of_an_index_come() -> None:
         ("checkpoint/pytorch_model.bin", "compiled/a.neff"),
     ],
 )
-def test_pickles_are_refused_unless_they_are_allowed(names: tuple[str, ...]) -> None:
-    """Before a byte of them is fetched; where they are allowed all of them come."""
+def test_pickles_are_rejected_unless_allowed(names: tuple[str, ...]) -> None:
+    """Before anything is fetched; with `allow_pickle` all are selected."""
     with pytest.raises(SourceError, match=r"org/model are pickled") as refused:
         taken(CONFIG, *names)
     assert refused.value.id == "pickle-refused"
     assert taken(CONFIG, *names, allow_pickle=True) == {CONFIG, *names}
 
 
-def test_of_pickles_those_come_that_are_read() -> None:
-    """Not the original's beside transformers' own."""
+def test_only_pickles_that_transformers_reads_are_selected() -> None:
+    """Not the original weights beside them."""
     allowed = taken(CONFIG, "pytorch_model.bin", "consolidated.00.pth", allow_pickle=True)
     assert allowed == {CONFIG, "pytorch_model.bin"}
 
 
-def test_the_proof_of_compiled_files_comes_with_them() -> None:
-    """What corewright wrote beside NEFFs is no file of the store."""
+def test_the_record_of_compiled_files_is_selected() -> None:
+    """corewright's record beside NEFFs is not a file of the store."""
     names = {CONFIG, "checkpoint/config.json", "checkpoint/model.safetensors", "compiled/a.neff"}
     assert taken(*names, f"compiled/{LOCK_FILE}") == {*names, f"compiled/{LOCK_FILE}"}
 
 
-def test_code_comes_only_where_it_is_trusted() -> None:
-    """Python files are not even fetched otherwise."""
+def test_python_files_need_trust_remote_code() -> None:
+    """They are not fetched otherwise."""
     names = (*SAFE, "modeling_own.py", "tokenization_own.py")
     assert taken(*names) == set(SAFE)
     assert taken(*names, trust_remote_code=True) == set(names)
@@ -96,15 +96,15 @@ def test_code_comes_only_where_it_is_trusted() -> None:
 @pytest.mark.parametrize(
     "name", ["../x.json", "/etc/x.json", "a/../../x", "a//b", "./x", "a/.", "", "x\0.json", "n" * 256]
 )
-def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
-    """Whoever writes into the bucket does not write into our home."""
+def test_names_that_lead_out_of_the_folder_are_rejected(name: str) -> None:
+    """Write access to the bucket gives no write access to the home."""
     with pytest.raises(SourceError) as refused:
         taken(*SAFE, name)
     assert refused.value.id == "name-unsafe"
 
 
-def test_without_a_config_it_is_no_model() -> None:
-    """A prefix one level too high, for one."""
+def test_a_source_without_config_json_is_not_a_model() -> None:
+    """Such as a prefix one level too high."""
     with pytest.raises(SourceError, match=r"llama/config\.json") as refused:
         taken("llama/config.json", "llama/model.safetensors")
     assert refused.value.id == "layout-unknown"
@@ -113,8 +113,8 @@ def test_without_a_config_it_is_no_model() -> None:
 @given(
     st.sets(st.sampled_from([*SAFE, *SHARDS, INDEX, *SPLIT, *SPLIT_PICKLED, "pytorch_model.bin.x", "a.py", "x.bin"]))
 )
-def test_what_is_taken_is_taken_again(names: set[str]) -> None:
-    """Selecting twice is selecting once; what is left out never decides."""
+def test_selecting_twice_equals_selecting_once(names: set[str]) -> None:
+    """Excluded files never decide."""
     once = selected(listed(CONFIG, *names), allow_pickle=True, trust_remote_code=True)
     assert selected(once, allow_pickle=True, trust_remote_code=True) == once
 
@@ -146,16 +146,16 @@ def test_what_is_taken_is_taken_again(names: set[str]) -> None:
         ((CONFIG, "DecoderLMHead.safetensors", "decoder_layer_0.safetensors"), {}, "presharded", ()),
     ],
 )
-def test_layouts_are_known_by_names_and_config(
+def test_layouts_are_detected_by_names_and_config(
     names: tuple[str, ...], config: dict[str, object], layout: str, engines: tuple[str, ...]
 ) -> None:
-    """And by which engines each is loaded."""
+    """With the engines that load each."""
     found = layout_of(names, config)
     assert (found, served_by(found, names)) == (layout, engines)
 
 
-def test_a_head_holds_small_files_of_the_root() -> None:
-    """The config and the tokenizer; no weights, no index, no folders, nothing huge."""
+def test_metadata_files_are_small_files_of_the_root() -> None:
+    """The config and the tokenizer; no weights, index, folders or huge files."""
     huge = RemoteFile(name="vocab.json", size=65 * 2**20, tag="t")
     small = listed(*SAFE, INDEX, "merges.txt", "tokenizer.model", "chat_template.jinja", "compiled/x.json")
     found = metadata_files(Listing(source="s", files=(*small.files, huge)))

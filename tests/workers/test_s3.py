@@ -29,8 +29,8 @@ def failed(work: Callable[[], object]) -> SourceError:
     return found.value
 
 
-def test_a_listing_has_every_file_and_no_folder(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
-    """Also more than the thousand of one answer, spaces and signs of all kinds; markers of folders are no files."""
+def test_a_listing_has_all_files_and_no_folder_markers(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """More than the thousand of one response, with spaces and special characters."""
     many = dict.fromkeys([f"m/shard/{number:04}" for number in range(1010)], b"")
     odd = {"m/a b/ä%20+&=?#'\"~ 模.txt": b"12", "m/empty": b"", "m2/other": b"", "m": b"", "m/": b"", "m/a b/": b""}
     url = s3_server.bucket(files=odd)
@@ -57,15 +57,17 @@ def test_a_listing_has_every_file_and_no_folder(s3_server: S3Server, s3_proxy: F
         ("ä" * 128, "longer than 255 bytes"),
     ],
 )
-def test_a_key_that_is_no_file_name_is_known(name: str, why: str) -> None:
-    """It might lead out of the folder."""
+def test_keys_that_are_not_file_paths_are_detected(name: str, why: str) -> None:
+    """They could lead out of the folder."""
     assert (why in name_problem(name), name_problem("a b/ä%+&.safetensors")) == (True, "")
 
 
 @pytest.mark.parametrize(
     ("key", "why"), [("m/../b", "leads out of the folder"), ("m/a/b/c", "'m/a' is both an object and a folder")]
 )
-def test_a_listing_with_such_a_key_is_refused(key: str, why: str, s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+def test_a_listing_with_an_unsafe_key_is_rejected(
+    key: str, why: str, s3_server: S3Server, s3_proxy: FaultProxy
+) -> None:
     """Before anything is written."""
     url = s3_server.bucket()
     s3_server.fill(url.removeprefix("s3://"), ["m/a", key])
@@ -74,8 +76,8 @@ def test_a_listing_with_such_a_key_is_refused(key: str, why: str, s3_server: S3S
 
 
 @pytest.mark.parametrize("url", ["http://bucket/a", "s3://", "s3:///a", "s3://me:secret@bucket/a", "bucket/a"])
-def test_what_is_no_url_of_s3_is_refused(url: str) -> None:
-    """Without telling what may be a password."""
+def test_invalid_s3_urls_are_rejected(url: str) -> None:
+    """The error does not repeat possible passwords."""
     error = failed(lambda: Bucket.of(url))
     assert (error.id, "secret" in str(error)) == ("s3-url-wrong", False)
 
@@ -92,8 +94,8 @@ def test_uploaded_objects_have_checksums(s3_server: S3Server, s3_proxy: FaultPro
     assert len([one for one in s3_proxy.seen("a/big", "PUT") if "partNumber" in one.query]) == 2
 
 
-def test_an_object_is_there_until_it_is_deleted(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
-    """A second deletion does no harm."""
+def test_deleted_objects_are_gone(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """A second deletion is not an error."""
     bucket = Bucket.of(s3_server.bucket())
     bucket.put_bytes("a", b"1")
     there = bucket.files()
@@ -102,15 +104,15 @@ def test_an_object_is_there_until_it_is_deleted(s3_server: S3Server, s3_proxy: F
     assert (len(there), bucket.files()) == (1, [])
 
 
-def test_a_flipped_byte_of_a_small_read_is_noticed(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
-    """It is read again."""
+def test_a_flipped_byte_of_a_small_read_is_detected(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """The object is read again."""
     bucket = Bucket.of(s3_server.bucket(files={"a": b"0123456789"}))
     s3_proxy.flip("a", 5)
     assert (bucket.read("a"), len(s3_proxy.seen("a"))) == (b"0123456789", 2)
 
 
-def test_small_requests_outlast_errors_that_pass(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
-    """503, 500 and a connection that breaks."""
+def test_small_requests_survive_transient_errors(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """503, 500 and a reset connection."""
     bucket = Bucket.of(s3_server.bucket(files={"a": b"0123456789"}))
     s3_proxy.answer(503, "SlowDown", times=2, key="a")
     s3_proxy.answer(500, "InternalError", times=1, key="a")
@@ -118,8 +120,8 @@ def test_small_requests_outlast_errors_that_pass(s3_server: S3Server, s3_proxy: 
     assert (bucket.read("a"), len(s3_proxy.seen("a"))) == (b"0123456789", 5)
 
 
-def test_an_upload_outlasts_errors_that_pass(s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path) -> None:
-    """Its parts are sent again."""
+def test_uploads_survive_transient_errors(s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path) -> None:
+    """The parts are sent again."""
     bucket = Bucket.of(s3_server.bucket())
     (tmp_path / "a").write_bytes(b"x" * 100)
     s3_proxy.answer(503, "SlowDown", times=1, key="a", methods=("PUT",))
@@ -137,10 +139,10 @@ ACTIONS: list[tuple[str, str, Callable[[Bucket], object]]] = [
 ]
 
 
-def test_a_refusal_names_the_action_and_the_key_and_no_secret(
+def test_a_denied_request_names_the_action_and_key_but_no_secret(
     s3_server: S3Server, s3_proxy: FaultProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S3's answer holds the access key, and is handed on nowhere."""
+    """S3's response holds the access key."""
     caplog.set_level(logging.INFO)
     url = s3_server.bucket()
     bucket = Bucket.of(f"{url}/m")
@@ -156,13 +158,15 @@ def test_a_refusal_names_the_action_and_the_key_and_no_secret(
 @pytest.mark.parametrize(
     ("id", "url", "name"), [("s3-no-bucket", "s3://no-such-bucket/a", "b"), ("s3-not-found", "", "no-such-key")]
 )
-def test_what_is_not_there_is_told(id: str, url: str, name: str, s3_server: S3Server, s3_proxy: FaultProxy) -> None:
-    """A bucket or a key."""
+def test_missing_buckets_and_keys_are_reported(
+    id: str, url: str, name: str, s3_server: S3Server, s3_proxy: FaultProxy
+) -> None:
+    """By different ids."""
     url = url or s3_server.bucket()
     assert failed(lambda: Bucket.of(url).read(name)).id == id
 
 
-def test_an_s3_that_is_away_is_told(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+def test_an_unreachable_s3_is_reported(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
     """After the retry deadline."""
     bucket = Bucket.of(s3_server.bucket(), AT_ONCE)
     s3_proxy.away()
@@ -170,8 +174,8 @@ def test_an_s3_that_is_away_is_told(s3_server: S3Server, s3_proxy: FaultProxy) -
     assert (error.id, "s3:ListBucket" in str(error)) == ("s3-unreachable", True)
 
 
-def test_without_credentials_the_error_says_where_they_come_from(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
-    """And nothing is asked of S3."""
+def test_missing_credentials_are_reported_with_a_remedy(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """Without a request to S3."""
     url = s3_server.bucket()
     none = dict.fromkeys(["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"], "")
     with s3_environment(none):
@@ -185,8 +189,8 @@ def test_without_credentials_the_error_says_where_they_come_from(s3_server: S3Se
     ("address", "virtual"),
     [("https://bucket.s3.eu-west-1.amazonaws.com", True), ("http://minio.example:9000", False)],
 )
-def test_bulk_reads_go_where_small_requests_went(address: str, virtual: bool, s3_server: S3Server) -> None:
-    """To the bucket's own region, in its own style of address, and with the same certificates."""
+def test_bulk_reads_use_the_endpoint_of_small_requests(address: str, virtual: bool, s3_server: S3Server) -> None:
+    """The bucket's own region, address style and certificates."""
     bucket = Bucket.of("s3://bucket/a")
     bucket._on_call({"url": f"{address}{'' if virtual else '/bucket'}/key", "url_path": "/key"})
     bucket._on_send(SimpleNamespace(url=f"{address}/key"))
@@ -201,17 +205,17 @@ def test_bulk_reads_go_where_small_requests_went(address: str, virtual: bool, s3
 
 
 @pytest.mark.parametrize("name", ["127", "bucket"])
-def test_a_host_that_begins_with_the_buckets_name_is_no_bucket(
+def test_an_endpoint_that_begins_with_the_buckets_name_is_not_virtual_hosted(
     name: str, s3_server: S3Server, s3_proxy: FaultProxy
 ) -> None:
-    """http://models.example may have a bucket models, and asks for it by the path; keys may begin with it as well."""
+    """http://models.example may have a bucket models, addressed by path."""
     bucket = Bucket.of(s3_server.bucket(f"{name}", {f"{name}/a": b"1"}))
     bucket.files()
     assert bytes(obstore.get(bucket.bulk(), f"{name}/a").bytes()) == b"1"
 
 
-def test_what_can_never_be_asked_for_is_given_up_at_once() -> None:
-    """Whatever key that may be."""
+def test_unreadable_keys_fail_without_a_retry() -> None:
+    """Whatever the key is."""
     with pytest.raises(ValueError, match="path") as refused:
         obstore.get(MemoryStore(), "a\x7fb")
     told = from_obstore(refused.value, "models", "a\x7fb")
@@ -235,8 +239,8 @@ def test_what_can_never_be_asked_for_is_given_up_at_once() -> None:
         ("MethodNotAllowed", 405, "s3-refused"),
     ],
 )
-def test_each_answer_of_s3_has_its_meaning(code: str, status: int, id: str | None) -> None:
-    """None: another attempt may go better."""
+def test_each_s3_response_maps_to_an_error(code: str, status: int, id: str | None) -> None:
+    """None: it is transient."""
     error = from_response(code, status, "", "s3:GetObject", "bucket", "key")
     assert (error and error.id) == id
 
@@ -249,19 +253,19 @@ def test_each_answer_of_s3_has_its_meaning(code: str, status: int, id: str | Non
         ("RequestTimeTooSkewed", "clock is wrong"),
     ],
 )
-def test_credentials_that_are_not_accepted_are_no_missing_permission(code: str, said: str) -> None:
-    """No change of a policy would help."""
+def test_rejected_credentials_are_not_a_missing_permission(code: str, said: str) -> None:
+    """A change of the policy would not help."""
     assert said in str(from_response(code, 403, "", "s3:GetObject", "bucket", "key"))
 
 
-def test_a_missing_permission_for_the_key_of_the_encryption_is_named() -> None:
-    """S3 tells it in its message; the rest of that is not handed on."""
+def test_a_missing_permission_for_the_encryption_key_is_named() -> None:
+    """It is taken from S3's message; the rest of the message is not repeated."""
     error = from_response("AccessDenied", 403, "kms:Decrypt", "s3:GetObject", "bucket", "key")
     assert str(error) == "s3-denied: kms:Decrypt on s3://bucket/key is not allowed; allow it in the policy of the role"
 
 
-def test_patience_grows_is_spread_and_ends() -> None:
-    """Twice as long each time, between half and the whole of it, until nothing has come for too long."""
+def test_retry_pauses_double_with_jitter_until_the_deadline() -> None:
+    """Each pause is between half and all of its limit."""
     now = [0.0]
     waited: list[float] = []
 

@@ -39,7 +39,7 @@ Fetchers = Callable[..., Fetcher]
 
 @pytest.fixture
 def fetcher() -> Iterator[Fetchers]:
-    """Processes that fetch; all end with the test."""
+    """Starts processes that fetch; kills them after the test."""
     with contextlib.ExitStack() as stack:
 
         def start(*args: object, **kwargs: object) -> Fetcher:
@@ -51,14 +51,14 @@ def fetcher() -> Iterator[Fetchers]:
 
 
 def content(artifact: Artifact) -> dict[str, bytes]:
-    """Of the files in its folder, by name."""
+    """Returns the contents of the files in the artifact's folder, by name."""
     folder = Path(artifact.folder)
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in OURS]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def assert_sound(store: Store, keys: set[str] | None = None) -> None:
-    """Every artifact holds what its manifest says and nothing else; no content and no unfinished fetch lies about."""
+    """Asserts that every artifact matches its manifest, without unused contents or unfinished fetches."""
     used = set()
     for artifact in store.artifacts():
         recorded = {name: (file.size, file.digest) for name, file in artifact.files.items()}
@@ -79,14 +79,14 @@ def files(artifact: Artifact) -> dict[str, Path]:
 
 
 def failure(work: Callable[[], object]) -> str:
-    """The id of what it fails with."""
+    """Returns the id of the SourceError that ``work`` raises."""
     with pytest.raises(SourceError) as found:
         work()
     return found.value.id
 
 
 def flip(path: Path) -> None:
-    """One bit of it, in place: under every name that it has."""
+    """Flips one bit of the file in place, also for its other hard links."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.chmod(0o644)
@@ -96,8 +96,8 @@ def flip(path: Path) -> None:
 # Whole, and once
 
 
-def test_files_come_under_their_names_and_with_their_content(tmp_path: Path) -> None:
-    """A fetched artifact holds the files of the source, in its folders."""
+def test_an_artifact_has_the_names_and_contents_of_its_source(tmp_path: Path) -> None:
+    """Subfolders included."""
     store = Store(tmp_path)
     artifact = store.get(FakeRemote(FILES))
     assert content(artifact) == FILES
@@ -106,7 +106,7 @@ def test_files_come_under_their_names_and_with_their_content(tmp_path: Path) -> 
 
 
 def test_a_second_load_transfers_nothing(tmp_path: Path) -> None:
-    """What is here is not fetched again, by this store or by the next one on the same folder."""
+    """Complete artifacts are not fetched again, also by another store on the same folder."""
     first, second, progress = FakeRemote(FILES), FakeRemote(FILES), Progress("s3://models/one")
     artifact = Store(tmp_path).get(first)
     again = Store(tmp_path).get(second, progress)
@@ -116,8 +116,8 @@ def test_a_second_load_transfers_nothing(tmp_path: Path) -> None:
     assert (progress.status().phase, progress.status().done) == ("done", artifact.bytes)
 
 
-def test_it_is_found_without_asking_the_source(tmp_path: Path) -> None:
-    """`newest` returns the newest of a source, or the one of a revision."""
+def test_the_newest_artifact_is_found_without_a_request(tmp_path: Path) -> None:
+    """`newest` returns the newest one of a source, or the one of a revision."""
     store = Store(tmp_path)
     first = store.get(FakeRemote(FILES, revision="1"))
     newer = store.get(FakeRemote({**FILES, "config.json": b"[]"}, revision="2"))
@@ -126,7 +126,7 @@ def test_it_is_found_without_asking_the_source(tmp_path: Path) -> None:
 
 
 def test_a_commit_that_changes_no_file_is_the_same_artifact(tmp_path: Path) -> None:
-    """It is found by either commit, and nothing is fetched."""
+    """Both commits find it, and nothing is fetched."""
     store = Store(tmp_path)
     first, same = store.get(FakeRemote(FILES, revision="1")), FakeRemote(FILES, revision="2")
     assert (store.get(same).folder, store.get(same).revision, same.moved) == (first.folder, "2", [])
@@ -140,7 +140,7 @@ def test_a_commit_that_changes_no_file_is_the_same_artifact(tmp_path: Path) -> N
 
 
 def test_equal_files_exist_once(tmp_path: Path) -> None:
-    """Two sources with a file in common have one copy of it."""
+    """Two sources with a common file share one copy of it."""
     store = Store(tmp_path)
     one = store.get(FakeRemote(FILES))
     other = store.get(FakeRemote({**FILES, "config.json": b"[]"}, "s3://models/other"))
@@ -149,8 +149,8 @@ def test_equal_files_exist_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("checksums", "source"), [(False, "s3://models/one"), (True, "org/other")])
-def test_of_a_new_version_only_what_has_changed_is_fetched(tmp_path: Path, checksums: bool, source: str) -> None:
-    """A file with the same tag at the same source, or with the same sha256 at any, is linked."""
+def test_only_changed_files_of_a_new_version_are_fetched(tmp_path: Path, checksums: bool, source: str) -> None:
+    """Files with the same tag at the same source, or the same sha256 at any source, are linked."""
     store = Store(tmp_path)
     store.get(FakeRemote(FILES, checksums=checksums))
     newer = FakeRemote({**FILES, "config.json": b"[1]"}, source, checksums=checksums)
@@ -159,8 +159,8 @@ def test_of_a_new_version_only_what_has_changed_is_fetched(tmp_path: Path, check
     assert_sound(store)
 
 
-def test_equal_tags_of_different_sources_say_nothing(tmp_path: Path) -> None:
-    """A tag belongs to its source; without a digest nothing is taken from another."""
+def test_equal_tags_of_different_sources_are_not_equal_files(tmp_path: Path) -> None:
+    """Tags are compared within a source only."""
     store = Store(tmp_path)
     store.get(FakeRemote(FILES))
     other = FakeRemote({**FILES, "config.json": b"[1]"}, "s3://models/other")
@@ -179,7 +179,7 @@ def test_a_copy_of_a_store_can_be_a_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../out", "a//b"])
-def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+def test_names_that_lead_out_of_the_folder_are_rejected(tmp_path: Path, name: str) -> None:
     """Nothing is written."""
     assert failure(lambda: Store(tmp_path / "store").get(FakeRemote({name: b""}))) == "name-unsafe"
     assert not (tmp_path / "store").exists()
@@ -188,8 +188,8 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> Non
 # Together
 
 
-def test_two_threads_that_ask_at_once_fetch_once(tmp_path: Path) -> None:
-    """The second waits, says so, and transfers nothing."""
+def test_two_threads_fetch_an_artifact_once(tmp_path: Path) -> None:
+    """The second one waits, shows the phase `waiting`, and transfers nothing."""
     store, asked, go = Store(tmp_path), threading.Event(), threading.Event()
 
     def before(name: str) -> None:
@@ -207,7 +207,7 @@ def test_two_threads_that_ask_at_once_fetch_once(tmp_path: Path) -> None:
 
 
 class Waiting(Progress):
-    """Sets the event when it waits for another."""
+    """Sets the event when the fetch waits for another."""
 
     def __init__(self, event: threading.Event) -> None:
         super().__init__("s3://models/one")
@@ -219,7 +219,7 @@ class Waiting(Progress):
             self.event.set()
 
 
-def test_two_processes_that_ask_at_once_fetch_once(tmp_path: Path, fetcher: Fetchers) -> None:
+def test_two_processes_fetch_an_artifact_once(tmp_path: Path, fetcher: Fetchers) -> None:
     """As among threads."""
     first = fetcher(tmp_path, FILES, gate=BIG)
     assert first.line() == "gate"
@@ -231,8 +231,8 @@ def test_two_processes_that_ask_at_once_fetch_once(tmp_path: Path, fetcher: Fetc
     assert_sound(Store(tmp_path))
 
 
-def test_who_waits_can_be_told_to_stop(tmp_path: Path, fetcher: Fetchers) -> None:
-    """Without the other's end."""
+def test_a_waiting_fetch_can_be_stopped(tmp_path: Path, fetcher: Fetchers) -> None:
+    """Before the other fetch ends."""
     first = fetcher(tmp_path, FILES, gate=BIG)
     assert first.line() == "gate"
     stop = threading.Event()
@@ -240,8 +240,8 @@ def test_who_waits_can_be_told_to_stop(tmp_path: Path, fetcher: Fetchers) -> Non
         Store(tmp_path).get(FakeRemote(FILES), Waiting(stop), stop)
 
 
-def test_who_waited_for_one_that_dies_fetches_the_rest(tmp_path: Path, fetcher: Fetchers) -> None:
-    """kill -9 in mid-fetch, by a real process: what it had whole is kept."""
+def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path: Path, fetcher: Fetchers) -> None:
+    """Files that the killed process completed are kept."""
     first, waiting = fetcher(tmp_path, FILES, gate=BIG), threading.Event()
     assert first.line() == "gate"
     remote = FakeRemote(FILES)
@@ -254,8 +254,8 @@ def test_who_waited_for_one_that_dies_fetches_the_rest(tmp_path: Path, fetcher: 
     assert_sound(Store(tmp_path))
 
 
-def test_a_fetch_that_is_stopped_goes_on_later(tmp_path: Path) -> None:
-    """What has arrived is kept; nothing looks whole meanwhile."""
+def test_a_stopped_fetch_is_resumed(tmp_path: Path) -> None:
+    """Complete files are kept; meanwhile the artifact is incomplete."""
     store, stop = Store(tmp_path), threading.Event()
     with pytest.raises(Stopped):
         store.get(FakeRemote(FILES, before=lambda name: stop.set() if name == BIG else None), None, stop)
@@ -306,8 +306,8 @@ print(step, status)
 
 
 @pytest.mark.slow
-def test_killed_at_any_step_it_holds_only_what_is_whole(tmp_path: Path) -> None:
-    """kill -9 before every single change of the disk, in fetching, publishing and evicting; then everything works."""
+def test_a_kill_at_any_step_leaves_only_complete_artifacts(tmp_path: Path) -> None:
+    """SIGKILL before each change of the disk while fetching, publishing and evicting; the store works afterwards."""
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ | {"PYTHONPATH": str(ROOT)}
@@ -326,8 +326,8 @@ def test_killed_at_any_step_it_holds_only_what_is_whole(tmp_path: Path) -> None:
 # Damaged
 
 
-def test_a_flipped_bit_is_found_and_its_file_fetched_again(tmp_path: Path) -> None:
-    """`verify` names the file; until it is fetched again, the artifact is not whole."""
+def test_verify_finds_a_flipped_bit_and_its_file_is_fetched_again(tmp_path: Path) -> None:
+    """The artifact is incomplete until then."""
     store = Store(tmp_path)
     artifact = store.get(FakeRemote(FILES))
     flip(Path(artifact.folder) / BIG)
@@ -339,8 +339,8 @@ def test_a_flipped_bit_is_found_and_its_file_fetched_again(tmp_path: Path) -> No
     assert_sound(store)
 
 
-def test_a_damaged_content_is_damaged_in_every_artifact_that_has_it(tmp_path: Path) -> None:
-    """It is one file under several names: none of them stays."""
+def test_damaged_content_is_removed_from_every_artifact(tmp_path: Path) -> None:
+    """It is one file with several hard links."""
     store = Store(tmp_path)
     one = store.get(FakeRemote(FILES))
     other = FakeRemote({**FILES, "config.json": b"[]"}, "s3://models/other")
@@ -354,8 +354,8 @@ def test_a_damaged_content_is_damaged_in_every_artifact_that_has_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("damage", [flip, lambda path: os.truncate(path, 7), Path.unlink])
-def test_a_fetch_believes_no_content_that_is_here_unread(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """One that was damaged in secret is found when the next version of the source would share it."""
+def test_linked_content_is_verified_before_it_is_used(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """Damage is found when the next version of the source shares the file."""
     store = Store(tmp_path, grace_s=0)
     one = store.get(FakeRemote(FILES))
     damage(Path(one.folder) / BIG)
@@ -365,8 +365,8 @@ def test_a_fetch_believes_no_content_that_is_here_unread(tmp_path: Path, damage:
     assert_sound(store)
 
 
-def test_a_fresh_content_replaces_a_damaged_one(tmp_path: Path) -> None:
-    """What comes over the network has just been verified, and what is here may have been damaged since."""
+def test_fetched_content_replaces_a_damaged_copy(tmp_path: Path) -> None:
+    """Fetched content has just been verified."""
     store = Store(tmp_path)
     one = store.get(FakeRemote(FILES))
     flip(Path(one.folder) / BIG)
@@ -377,8 +377,8 @@ def test_a_fresh_content_replaces_a_damaged_one(tmp_path: Path) -> None:
     assert_sound(store)
 
 
-def test_a_file_that_somebody_cut_short_is_fetched_again(tmp_path: Path) -> None:
-    """Sizes are looked at on every load."""
+def test_a_truncated_file_is_fetched_again(tmp_path: Path) -> None:
+    """Each load checks the sizes."""
     store = Store(tmp_path)
     artifact = store.get(FakeRemote(FILES))
     os.truncate(Path(artifact.folder) / BIG, 5)
@@ -388,8 +388,8 @@ def test_a_file_that_somebody_cut_short_is_fetched_again(tmp_path: Path) -> None
     assert remote.moved == [BIG]
 
 
-def test_a_source_that_gives_less_than_it_lists_is_told(tmp_path: Path) -> None:
-    """Nothing of it looks whole."""
+def test_a_source_that_sends_less_than_it_lists_fails_the_fetch(tmp_path: Path) -> None:
+    """No artifact is complete afterwards."""
     remote, store = FakeRemote(FILES), Store(tmp_path)
     listing = remote.listing()
     remote.listing = lambda: listing  # type: ignore[method-assign]
@@ -399,14 +399,12 @@ def test_a_source_that_gives_less_than_it_lists_is_told(tmp_path: Path) -> None:
 
 
 def after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine has started again."""
+    """Simulates a reboot of the machine."""
     monkeypatch.setattr(lifetime, "boot", lambda: "another boot")
 
 
-def test_after_a_crash_of_the_machine_contents_are_read_before_they_are_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What had not reached the disk is fetched again, and nothing else; once read, it is trusted until the next one."""
+def test_after_a_reboot_contents_are_verified_before_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only lost files are fetched again; verified ones are trusted until the next reboot."""
     store, remote = Store(tmp_path), FakeRemote(FILES)
     artifact = store.get(remote)
     flip(Path(artifact.folder) / BIG)  # with its old size, as after a lost write
@@ -419,17 +417,15 @@ def test_after_a_crash_of_the_machine_contents_are_read_before_they_are_trusted(
 
 
 def unreadable(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
-    """As a disk with a bad sector in what is marked by its time, under any name."""
+    """Fails like a disk with a bad sector for files whose mtime is 0."""
     if path.stat().st_mtime == 0:
         raise OSError(errno.EIO, "Input/output error", str(path))
     return digest_of(path, stopped)
 
 
 @pytest.mark.parametrize("when", ["whole", "linked from another"])
-def test_what_the_disk_cannot_read_any_more_is_fetched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
-    """A bad sector is damage, and no want of rights."""
+def test_unreadable_files_are_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """A bad sector counts as damage, not as missing permissions."""
     store, remote = Store(tmp_path), FakeRemote(FILES)
     artifact = store.get(remote)
     os.utime(Path(artifact.folder) / BIG, (0, 0))
@@ -443,8 +439,8 @@ def test_what_the_disk_cannot_read_any_more_is_fetched_again(
     assert remote.moved == ([BIG] if when == "whole" else ["config.json", BIG])
 
 
-def test_verify_finds_what_the_disk_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And goes on with the others."""
+def test_verify_reports_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And verifies the others."""
     store = Store(tmp_path)
     artifact = store.get(FakeRemote(FILES))
     os.utime(Path(artifact.folder) / BIG, (0, 0))
@@ -452,10 +448,10 @@ def test_verify_finds_what_the_disk_cannot_read(tmp_path: Path, monkeypatch: pyt
     assert store.verify(artifact.key) == [BIG]
 
 
-def test_after_a_crash_of_the_machine_an_unfinished_fetch_begins_anew(
+def test_after_a_reboot_an_unfinished_fetch_starts_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetcher: Fetchers
 ) -> None:
-    """Nobody knows what of it had reached the disk."""
+    """It is unknown what had reached the disk."""
     first = fetcher(tmp_path, FILES, gate=BIG)
     assert first.line() == "gate"
     first.kill()
@@ -472,8 +468,8 @@ def budget_for(*sources: dict[str, bytes]) -> int:
     return sum(len(data) for files in sources for data in files.values())
 
 
-def test_what_costs_least_to_bring_back_makes_room(tmp_path: Path) -> None:
-    """Equal sizes: the one that was fetched in no time goes, and the slow one stays though it is older."""
+def test_the_artifact_that_is_cheapest_to_fetch_again_is_evicted(tmp_path: Path) -> None:
+    """Of equal sizes, the slowly fetched one stays although it is older."""
     store = Store(tmp_path, budget=2100, grace_s=0)
     slow = FakeRemote({"a": b"a" * 1000}, "s3://models/slow")
     key = store.get(slow).key
@@ -485,7 +481,7 @@ def test_what_costs_least_to_bring_back_makes_room(tmp_path: Path) -> None:
     assert_sound(store)
 
 
-def test_of_equal_costs_the_one_not_used_for_longest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_equal_costs_the_least_recently_used_is_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load from the store is a use."""
     monkeypatch.setattr("workers.artifacts.store.store._whole_fetch_s", lambda size, moved, seconds: 1.0)
     store = Store(tmp_path, budget=2100, grace_s=0)
@@ -495,8 +491,8 @@ def test_of_equal_costs_the_one_not_used_for_longest_goes(tmp_path: Path, monkey
     assert sorted(one.source for one in store.artifacts()) == ["s3://models/first", "s3://models/third"]
 
 
-def test_even_the_dearest_goes_when_nobody_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each one that goes raises the level of the store, from which those that come begin: its root remembers it."""
+def test_an_expensive_unused_artifact_is_evicted_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each eviction raises the level that new artifacts start from; the store records it."""
     costs = iter([5.0, *[1.0] * 9])
     monkeypatch.setattr("workers.artifacts.store.store._whole_fetch_s", lambda size, moved, seconds: next(costs))
     for number in range(6):
@@ -504,8 +500,8 @@ def test_even_the_dearest_goes_when_nobody_uses_it(tmp_path: Path, monkeypatch: 
     assert Store(tmp_path).newest("s3://models/0") is None
 
 
-def test_what_is_used_is_never_removed(tmp_path: Path, fetcher: Fetchers) -> None:
-    """A process that holds an artifact keeps it while others make room; the kernel lets go of it with the process."""
+def test_artifacts_in_use_are_never_removed(tmp_path: Path, fetcher: Fetchers) -> None:
+    """The kernel releases the lock with the process that uses it."""
     user = fetcher(tmp_path, FILES, use=True)
     user.line()
     assert user.line() == "using"
@@ -521,8 +517,8 @@ def test_what_is_used_is_never_removed(tmp_path: Path, fetcher: Fetchers) -> Non
     assert_sound(store)
 
 
-def test_what_is_being_fetched_is_never_removed(tmp_path: Path, fetcher: Fetchers) -> None:
-    """And counts against the budget with all that it will have."""
+def test_an_artifact_that_is_being_fetched_is_never_removed(tmp_path: Path, fetcher: Fetchers) -> None:
+    """It counts against the budget with its full size."""
     fetch = fetcher(tmp_path, FILES, gate="config.json")
     assert fetch.line() == "gate"
     store = Store(tmp_path, budget=budget_for(FILES, OTHER) - 1, grace_s=0)
@@ -533,15 +529,15 @@ def test_what_is_being_fetched_is_never_removed(tmp_path: Path, fetcher: Fetcher
     assert_sound(store)
 
 
-def test_what_was_just_asked_for_is_not_removed(tmp_path: Path) -> None:
-    """Between a fetch and the process that will hold it there is a while."""
+def test_a_just_returned_artifact_is_not_evicted(tmp_path: Path) -> None:
+    """The process that will use it has not locked it yet."""
     store = Store(tmp_path, budget=budget_for(FILES))
     store.get(FakeRemote(FILES))
     assert failure(lambda: store.get(FakeRemote(OTHER, "s3://models/other"))) == "store-full"
 
 
-def test_what_was_just_asked_for_is_not_pruned(tmp_path: Path) -> None:
-    """Between a fetch and the process that will hold it there is a while; a clock that is set back does not end it."""
+def test_a_just_returned_artifact_is_not_pruned(tmp_path: Path) -> None:
+    """Also if the clock is set back meanwhile."""
     store = Store(tmp_path, grace_s=1000)
     artifact = store.get(FakeRemote(FILES))
     assert store.prune() == []
@@ -552,8 +548,10 @@ def test_what_was_just_asked_for_is_not_pruned(tmp_path: Path) -> None:
     assert store.artifacts() == ()
 
 
-def test_what_somebody_gets_while_room_is_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was chosen to go a moment before."""
+def test_an_artifact_that_comes_into_use_during_an_eviction_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was chosen a moment before."""
     budget = budget_for(FILES)
     old = Store(tmp_path, budget=budget, grace_s=0).get(FakeRemote(FILES))
     use = tmp_path / "locks" / f"{old.key}.use"
@@ -572,8 +570,8 @@ def test_what_somebody_gets_while_room_is_made_stays(tmp_path: Path, monkeypatch
         assert got == [old.folder]
 
 
-def test_the_newest_is_what_was_fetched_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the clock was set back in between."""
+def test_the_newest_artifact_is_the_last_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the clock was set back in between."""
     store, now = Store(tmp_path), time.time()
     store.get(FakeRemote(FILES))
     monkeypatch.setattr(time, "time", lambda: now - 3600)
@@ -583,8 +581,8 @@ def test_the_newest_is_what_was_fetched_last(tmp_path: Path, monkeypatch: pytest
     assert found.key == newer.key
 
 
-def test_more_than_the_budget_is_refused_before_anything_is_fetched_or_removed(tmp_path: Path) -> None:
-    """The error names the sizes; what is here stays."""
+def test_an_artifact_larger_than_the_budget_is_rejected_at_once(tmp_path: Path) -> None:
+    """The error names the sizes; nothing is fetched or removed."""
     store = Store(tmp_path, budget=budget_for(OTHER), grace_s=0)
     kept = store.get(FakeRemote(OTHER))
     remote = FakeRemote(FILES, "s3://models/large")
@@ -594,8 +592,8 @@ def test_more_than_the_budget_is_refused_before_anything_is_fetched_or_removed(t
     assert_sound(store, {kept.key})
 
 
-def test_what_died_fetches_have_left_goes_first(tmp_path: Path, fetcher: Fetchers) -> None:
-    """However dear the others are not."""
+def test_leftovers_of_dead_fetches_are_evicted_first(tmp_path: Path, fetcher: Fetchers) -> None:
+    """Even if all other artifacts are cheap."""
     dead = fetcher(tmp_path, FILES, gate=BIG)
     assert dead.line() == "gate"
     dead.kill()
@@ -605,8 +603,8 @@ def test_what_died_fetches_have_left_goes_first(tmp_path: Path, fetcher: Fetcher
     assert_sound(store, {small.key, other.key})
 
 
-def test_what_a_dead_fetch_has_left_of_an_older_version_goes_with_the_next(tmp_path: Path, fetcher: Fetchers) -> None:
-    """Nobody would go on with it."""
+def test_leftovers_of_an_older_version_go_with_the_next_fetch(tmp_path: Path, fetcher: Fetchers) -> None:
+    """They would not be resumed."""
     dead = fetcher(tmp_path, FILES, gate=BIG)
     assert dead.line() == "gate"
     dead.kill()
@@ -615,8 +613,8 @@ def test_what_a_dead_fetch_has_left_of_an_older_version_goes_with_the_next(tmp_p
     assert_sound(store, {newer.key})
 
 
-def test_prune_leaves_what_is_named(tmp_path: Path, fetcher: Fetchers) -> None:
-    """By key or by source; what died fetches have left goes, and contents that nobody has."""
+def test_prune_keeps_named_artifacts(tmp_path: Path, fetcher: Fetchers) -> None:
+    """Named by key or by source; leftovers of dead fetches and unused contents are removed."""
     dead = fetcher(tmp_path, FILES, gate=BIG)
     assert dead.line() == "gate"
     dead.kill()
@@ -627,8 +625,8 @@ def test_prune_leaves_what_is_named(tmp_path: Path, fetcher: Fetchers) -> None:
     assert_sound(store, {made["k"].key, made["s"].key})
 
 
-def test_removing_takes_nothing_from_others(tmp_path: Path) -> None:
-    """Contents that another artifact has stay; removing what is not there is told."""
+def test_removing_an_artifact_keeps_shared_contents(tmp_path: Path) -> None:
+    """Removing a missing artifact is an error."""
     store = Store(tmp_path)
     one, other = store.get(FakeRemote(FILES)), store.get(FakeRemote(FILES, "s3://models/other"))
     store.remove(one.key)
@@ -639,8 +637,8 @@ def test_removing_takes_nothing_from_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["", ".", "../victim", "../../victim"])
-def test_what_is_no_key_removes_nothing(tmp_path: Path, key: str) -> None:
-    """It would name all artifacts, or a folder of somebody else."""
+def test_malformed_keys_remove_nothing(tmp_path: Path, key: str) -> None:
+    """They could name all artifacts, or another folder."""
     store = Store(tmp_path / "store")
     artifact = store.get(FakeRemote(FILES))
     for victim in (tmp_path / "victim", tmp_path / "store" / "victim"):
@@ -651,8 +649,8 @@ def test_what_is_no_key_removes_nothing(tmp_path: Path, key: str) -> None:
     assert len(list(tmp_path.rglob("victim"))) == 2
 
 
-def test_the_locks_of_what_is_removed_go_too(tmp_path: Path) -> None:
-    """Else their files would grow in number for ever."""
+def test_locks_of_removed_artifacts_are_removed(tmp_path: Path) -> None:
+    """Else their number would grow without bound."""
     store = Store(tmp_path, grace_s=0)
     removed = store.get(FakeRemote(FILES, "s3://models/removed"))
     kept = store.get(FakeRemote(FILES))
@@ -663,8 +661,8 @@ def test_the_locks_of_what_is_removed_go_too(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "locks").iterdir()} == {"room", f"{kept.key}.flight", f"{kept.key}.use"}
 
 
-def test_who_waits_for_a_lock_whose_file_goes_gets_the_next_one(tmp_path: Path) -> None:
-    """Two would hold it alone otherwise."""
+def test_a_waiter_for_a_removed_lock_file_locks_the_next_one(tmp_path: Path) -> None:
+    """Else two waiters could hold the lock exclusively."""
     path, waits, holds, done = tmp_path / "lock", threading.Event(), threading.Event(), threading.Event()
 
     def second() -> None:
@@ -684,8 +682,8 @@ def test_who_waits_for_a_lock_whose_file_goes_gets_the_next_one(tmp_path: Path) 
     thread.join(DEADLINE_S)
 
 
-def test_a_lock_ends_with_its_holder_and_not_with_a_child_of_it(tmp_path: Path) -> None:
-    """A process that was forked meanwhile has the descriptor too."""
+def test_a_lock_is_released_despite_a_forked_child(tmp_path: Path) -> None:
+    """The child has the descriptor open, too."""
     with locks.exclusive(tmp_path / "lock") as lock:
         childs = os.dup(lock)
     try:
@@ -694,8 +692,8 @@ def test_a_lock_ends_with_its_holder_and_not_with_a_child_of_it(tmp_path: Path) 
         os.close(childs)
 
 
-def test_a_source_that_says_nothing_is_not_waited_for_when_asked_to_stop(tmp_path: Path) -> None:
-    """It may be silent for as long as its retry deadline allows."""
+def test_a_silent_source_does_not_delay_a_stop(tmp_path: Path) -> None:
+    """It may be silent until its retry deadline."""
     asked, stop, answer = threading.Event(), threading.Event(), threading.Event()
 
     class Silent(FakeRemote):
@@ -711,8 +709,8 @@ def test_a_source_that_says_nothing_is_not_waited_for_when_asked_to_stop(tmp_pat
     answer.set()
 
 
-def test_what_was_removed_cannot_be_used(tmp_path: Path) -> None:
-    """Who comes too late is told, instead of reading half a model."""
+def test_a_removed_artifact_cannot_be_used(tmp_path: Path) -> None:
+    """`using` raises instead of a load that reads half a model."""
     store = Store(tmp_path)
     artifact = store.get(FakeRemote(FILES))
     store.remove(artifact.key)
@@ -720,8 +718,8 @@ def test_what_was_removed_cannot_be_used(tmp_path: Path) -> None:
         pass
 
 
-def test_any_folder_may_be_used(tmp_path: Path) -> None:
-    """One that is no store's is nobody's to remove, and gets no files of ours."""
+def test_folders_outside_a_store_can_be_used(tmp_path: Path) -> None:
+    """No lock files are created there."""
     with using(tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -730,8 +728,8 @@ def test_any_folder_may_be_used(tmp_path: Path) -> None:
 # The disk
 
 
-def test_a_disk_that_fills_up_meanwhile_is_made_room_on(tmp_path: Path) -> None:
-    """Somebody else has taken what was free: an artifact goes, and the fetch goes on where it was."""
+def test_a_full_disk_during_a_fetch_evicts_and_resumes(tmp_path: Path) -> None:
+    """Other programs have used the free space."""
     store, failing = Store(tmp_path, grace_s=0), [True]
     store.get(FakeRemote(OTHER, "s3://models/other"))
 
@@ -747,10 +745,10 @@ def test_a_disk_that_fills_up_meanwhile_is_made_room_on(tmp_path: Path) -> None:
     assert_sound(store, {kept.key})
 
 
-def test_what_others_have_begun_to_fetch_is_not_free(
+def test_space_promised_to_other_fetches_is_not_free(
     tmp_path: Path, fetcher: Fetchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the disk does not know of it yet."""
+    """Although the disk still shows it as free."""
     fetch = fetcher(tmp_path, FILES, gate="config.json")
     assert fetch.line() == "gate"
     free = budget_for(FILES, OTHER) - 50_000
@@ -761,8 +759,8 @@ def test_what_others_have_begun_to_fetch_is_not_free(
 
 
 @pytest.mark.parametrize("told", [OSError(errno.ENOSPC, "No space left"), SourceError("s3-disk-full", "no room")])
-def test_a_disk_that_stays_full_is_told(tmp_path: Path, told: Exception) -> None:
-    """When nothing more can go; what has arrived is kept for the next time."""
+def test_a_disk_that_stays_full_fails_the_fetch(tmp_path: Path, told: Exception) -> None:
+    """When nothing more can be evicted; complete files are kept."""
     store = Store(tmp_path, grace_s=0)
     store.get(FakeRemote(OTHER, "s3://models/other"))
 
@@ -825,8 +823,8 @@ print(*told)
     subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode != 0,
     reason="makes a file system of its own",
 )
-def test_on_a_small_disk_there_is_always_room_for_the_next_one(tmp_path: Path) -> None:
-    """Without a budget the disk is the bound: before a fetch, and when others fill it in the middle of one."""
+def test_without_a_budget_the_disk_is_the_limit(tmp_path: Path) -> None:
+    """Room is made before a fetch, and when other programs fill the disk during one."""
     command = f'mount -t tmpfs -o size=4m none {tmp_path} && exec {sys.executable} -c "$SCRIPT" {tmp_path}'
     ended = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command],
@@ -865,8 +863,8 @@ print(json.dumps(told))
 
 
 @pytest.mark.parametrize("locks", ["there", "not there", "not there, after a crash"])
-def test_from_a_folder_that_can_only_be_read_what_it_has_is_loaded(tmp_path: Path, locks: str) -> None:
-    """Made elsewhere and given to this host; what it lacks cannot be fetched, and the error names the folder."""
+def test_a_read_only_store_serves_its_artifacts(tmp_path: Path, locks: str) -> None:
+    """Fetching a missing one fails with an error that names the folder."""
     root = tmp_path / "store"
     artifact = Store(root).get(FakeRemote({"config.json": b"a", "weights": b"b" * 1000}))
     if locks != "there":
@@ -898,8 +896,8 @@ def test_from_a_folder_that_can_only_be_read_what_it_has_is_loaded(tmp_path: Pat
 # Memory
 
 
-def test_what_fits_into_memory_is_loaded_from_there(tmp_path: Path) -> None:
-    """A copy, whole and verified; the disk keeps the artifact, and the source is asked for nothing twice."""
+def test_artifacts_that_fit_into_memory_are_loaded_from_there(tmp_path: Path) -> None:
+    """The copy is verified, the disk keeps the original, and the source gets no second request."""
     store = Store(tmp_path / "disk", memory=tmp_path / "memory", memory_budget=budget_for(FILES), grace_s=0)
     remote, progress = FakeRemote(FILES), Progress("s3://models/one")
     artifact = store.get(remote, progress)
@@ -915,15 +913,17 @@ def test_what_fits_into_memory_is_loaded_from_there(tmp_path: Path) -> None:
     assert_sound(Store(tmp_path / "memory"))
 
 
-def test_what_does_not_fit_into_memory_is_loaded_from_disk(tmp_path: Path) -> None:
-    """It is no error."""
+def test_artifacts_that_exceed_the_memory_are_loaded_from_disk(tmp_path: Path) -> None:
+    """This is not an error."""
     store = Store(tmp_path / "disk", memory=tmp_path / "memory", memory_budget=1000)
     assert store.get(FakeRemote(FILES)).folder.startswith(str(tmp_path / "disk"))
 
 
 @pytest.mark.parametrize("damage", ["flipped", "unreadable"])
-def test_a_damaged_byte_is_not_copied_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
-    """The copy is compared with what was fetched; what the disk has lost is fetched again."""
+def test_a_damaged_file_is_fetched_again_before_it_is_copied_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """The copy is compared with the digest of the fetch."""
     artifact = Store(tmp_path / "disk").get(FakeRemote(FILES))
     path, sendfile = Path(artifact.folder) / BIG, os.sendfile
     if damage == "flipped":
@@ -945,8 +945,8 @@ def test_a_damaged_byte_is_not_copied_into_memory(tmp_path: Path, monkeypatch: p
     assert digests(found) == digests(artifact)
 
 
-def test_memory_has_a_budget_of_its_own_and_keeps_what_is_used(tmp_path: Path) -> None:
-    """What is used from memory is not removed, there or on disk; afterwards it makes room in memory only."""
+def test_memory_has_its_own_budget_and_keeps_artifacts_in_use(tmp_path: Path) -> None:
+    """An artifact used from memory stays there and on disk; afterwards it is evicted from memory only."""
     store = Store(tmp_path / "disk", memory=tmp_path / "memory", memory_budget=budget_for(FILES), grace_s=0)
     one = store.get(FakeRemote(FILES))
     with using(one.folder):
@@ -957,16 +957,16 @@ def test_memory_has_a_budget_of_its_own_and_keeps_what_is_used(tmp_path: Path) -
     assert [Path(artifact.folder).exists() for artifact in store.artifacts()] == [True, True]
 
 
-def test_removing_removes_from_memory_too(tmp_path: Path) -> None:
-    """Else it would come back from there."""
+def test_removing_an_artifact_removes_its_copy_in_memory(tmp_path: Path) -> None:
+    """Else the copy would be loaded."""
     store = Store(tmp_path / "disk", memory=tmp_path / "memory")
     store.remove(store.get(FakeRemote(FILES)).key)
     assert list((tmp_path / "memory" / "artifacts").iterdir()) == []
     assert list((tmp_path / "memory" / "blobs").iterdir()) == []
 
 
-def test_verify_reads_the_copy_in_memory_too(tmp_path: Path) -> None:
-    """It is what a replica loads."""
+def test_verify_reads_the_copy_in_memory(tmp_path: Path) -> None:
+    """Replicas load the copy."""
     store = Store(tmp_path / "disk", memory=tmp_path / "memory")
     artifact = store.get(FakeRemote(FILES))
     flip(Path(artifact.folder) / BIG)
@@ -1031,8 +1031,8 @@ for thread in threads:
 
 
 @pytest.mark.slow
-def test_processes_that_do_everything_at_once_and_are_killed_leave_a_whole_store(tmp_path: Path) -> None:
-    """Nobody ever reads a wrong byte, fails in another way than for want of room, or waits without end."""
+def test_concurrent_killed_processes_leave_a_sound_store(tmp_path: Path) -> None:
+    """No reader gets a wrong byte, waits forever, or fails for another reason than missing space."""
 
     def start(number: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", BUSY, str(tmp_path / "disk"), str(number), str(tmp_path / "memory")]

@@ -30,7 +30,7 @@ Checkpoints = Callable[[str], Path]
 
 
 class Gated:
-    """A fetch into a store that stands still before its last file is whole."""
+    """A fetch into a store that stops before its last file is complete."""
 
     def __init__(self, root: Path, files: dict[str, bytes], gate: str) -> None:
         self.store = Store(root)
@@ -72,7 +72,7 @@ def gated(tmp_path: Path) -> Iterator[Callable[..., Gated]]:
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set as soon as somebody finds that a file is still pending_files."""
+    """An event that is set whenever a waiter finds that a file is still pending."""
     event, real = threading.Event(), arrival.pending_files
 
     def told(folder: Path) -> frozenset[str]:
@@ -85,8 +85,8 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_a_file_is_waited_for_until_it_is_whole(gated: Callable[..., Gated], looked: threading.Event) -> None:
-    """Half of it is there, under another name; those before it are there already."""
+def test_a_file_is_waited_for_until_it_is_complete(gated: Callable[..., Gated], looked: threading.Event) -> None:
+    """Its first half is there under another name; earlier files are complete."""
     fetch = gated()
     assert pending_files(fetch.folder) == {LAST}
     assert wait_for(fetch.folder, "model-1.safetensors").read_bytes() == FILES["model-1.safetensors"]
@@ -100,16 +100,18 @@ def test_a_file_is_waited_for_until_it_is_whole(gated: Callable[..., Gated], loo
     assert pending_files(fetch.folder) == frozenset()
 
 
-def test_where_nothing_is_fetched_nothing_is_waited_for(tmp_path: Path) -> None:
-    """A folder of no store, and an artifact that is whole: what is not there is somebody else's error."""
+def test_without_a_fetch_there_is_no_wait(tmp_path: Path) -> None:
+    """Folders outside a store, and complete artifacts; a missing file is an error of the loader."""
     artifact = Store(tmp_path / "store").get(FakeRemote(FILES))
     for folder in (tmp_path, Path(artifact.folder)):
         wait_for_small(folder)
         assert not wait_for(folder, "missing.safetensors").exists()
 
 
-def test_a_fetch_that_ends_too_early_is_told(gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of being waited for without end."""
+def test_the_end_of_an_incomplete_fetch_ends_the_wait(
+    gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the error `fetch-ended`."""
     monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
     fetch = gated()
     fetch.end()
@@ -117,8 +119,8 @@ def test_a_fetch_that_ends_too_early_is_told(gated: Callable[..., Gated], monkey
         wait_for(fetch.folder, LAST)
 
 
-def test_who_goes_on_with_a_dead_fetch_is_waited_for(tmp_path: Path, looked: threading.Event) -> None:
-    """kill -9 of the process that fetches, and another one takes over."""
+def test_a_wait_continues_with_the_process_that_resumes_the_fetch(tmp_path: Path, looked: threading.Event) -> None:
+    """The first fetching process is killed."""
     fetcher = Fetcher(tmp_path, FILES, gate=LAST)
     try:
         assert fetcher.line() == "gate"
@@ -137,26 +139,24 @@ def test_who_goes_on_with_a_dead_fetch_is_waited_for(tmp_path: Path, looked: thr
         fetcher.end()
 
 
-def test_who_waits_for_a_file_can_be_told_to_stop(gated: Callable[..., Gated]) -> None:
-    """Without the end of the fetch."""
+def test_a_wait_for_a_file_can_be_stopped(gated: Callable[..., Gated]) -> None:
+    """Before the fetch ends."""
     fetch, stop = gated(), threading.Event()
     stop.set()
     with pytest.raises(Stopped):
         wait_for(fetch.folder, LAST, stop)
 
 
-def test_small_files_are_waited_for_and_large_ones_are_not(
-    gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A load begins with the config; the fetch brings it first."""
+def test_a_load_waits_for_small_files_only(gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins with the config, which is fetched first."""
     monkeypatch.setattr(arrival, "SMALL_BYTES", 1000)
     wait_for_small(gated().folder)
 
 
-def test_all_of_it_is_waited_for_until_it_was_compared(
+def test_a_wait_for_all_files_ends_after_their_verification(
     gated: Callable[..., Gated], looked: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file may be there already; what makes the folder whole is the manifest. A fetch that ends is told."""
+    """All files may be present already; the manifest completes the folder."""
     monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
     reached, compare = threading.Event(), threading.Event()
     real = FileChecks.fetched
@@ -180,10 +180,10 @@ def test_all_of_it_is_waited_for_until_it_was_compared(
     assert fetch.fetch.result(DEADLINE_S).folder == str(fetch.folder)
 
 
-def test_of_a_fetch_that_ends_nobody_gets_the_whole(
+def test_the_end_of_an_incomplete_fetch_ends_the_wait_for_all_files(
     gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of one of its files."""
+    """As for a single file."""
     monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
     fetch = gated()
     fetch.end()
@@ -191,10 +191,10 @@ def test_of_a_fetch_that_ends_nobody_gets_the_whole(
         wait_for_all(fetch.folder)
 
 
-def test_a_file_linked_from_another_version_is_waited_for_until_it_was_read(
+def test_a_file_linked_from_another_version_is_pending_until_it_is_verified(
     gated: Callable[..., Gated], tmp_path: Path
 ) -> None:
-    """It may be damaged, which shows when the artifact is published."""
+    """It may be damaged."""
     Store(tmp_path / "store").get(FakeRemote({**FILES, LAST: b"old"}))
     fetch = gated()
     assert (fetch.folder / "model-1.safetensors").exists()
@@ -203,7 +203,7 @@ def test_a_file_linked_from_another_version_is_waited_for_until_it_was_read(
 
 @pytest.fixture
 def sharded(checkpoint: Checkpoints) -> dict[str, bytes]:
-    """The files of a llama with every fifth tensor in the same of five shards."""
+    """Splits the weights of a llama into five shards."""
     from safetensors.torch import load_file, save
 
     files = {path.name: path.read_bytes() for path in checkpoint("llama").iterdir()}
@@ -230,7 +230,7 @@ def test_the_cpu_engine_loads_while_shards_arrive(
     gated: Callable[..., Gated],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It begins before the last shard is there, waits for it, and computes what it computes from the whole."""
+    """It begins before the last shard arrives, and computes the same as from the complete folder."""
     monkeypatch.setattr(arrival, "SMALL_BYTES", len(sharded[LAST_SHARD]) - 1)
     asked, real = threading.Event(), arrival.wait_for
 
@@ -250,10 +250,10 @@ def test_the_cpu_engine_loads_while_shards_arrive(
         assert loading.result(DEADLINE_S) == pytest.approx(first_logits(checkpoint("llama")), abs=1e-4)
 
 
-def test_the_cpu_engine_is_loaded_when_all_is_there(
+def test_the_cpu_engine_waits_for_all_files(
     sharded: dict[str, bytes], gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what it does not read: a replica never serves from less than the whole."""
+    """Also for files that it does not read: a replica serves from verified artifacts only."""
     monkeypatch.setattr(arrival, "SMALL_BYTES", 100)
     asked, real = threading.Event(), arrival.wait_for_all
 
@@ -271,10 +271,10 @@ def test_the_cpu_engine_is_loaded_when_all_is_there(
         assert len(loading.result(DEADLINE_S)) > 0
 
 
-def test_pickled_weights_that_arrive_are_waited_for(
+def test_arriving_pickled_weights_are_waited_for(
     checkpoint: Checkpoints, gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are not there when the engine looks which weights there are; refused without `allow_pickle` all the same."""
+    """They are missing when the engine looks for weights; without `allow_pickle` they are still rejected."""
     import torch
     from safetensors.torch import load_file
 
@@ -303,17 +303,17 @@ def test_pickled_weights_that_arrive_are_waited_for(
 
 
 def test_the_engines_that_may_load_early_are_those_that_wait_for_files() -> None:
-    """By what their modules use: the controller asks the set and not the engine."""
+    """By the imports of their modules: the controller reads the set, not the engine."""
     folder = Path(engines.__file__).parent
     modules = folder.glob("*/*.py")
     waits = {path.parent.name for path in modules if "workers.artifacts.fetch.arrival" in path.read_text()}
     assert waits == LOADS_ARRIVING
 
 
-def test_the_cpu_engine_says_when_a_shard_does_not_come(
+def test_the_cpu_engine_reports_a_failed_fetch_of_a_shard(
     sharded: dict[str, bytes], gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the problem of the fetch, and not of a missing file."""
+    """With the error of the fetch, not as a missing file."""
     monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
     fetch = gated(sharded, LAST_SHARD)
     fetch.end()

@@ -57,12 +57,12 @@ def content(folder: str) -> dict[str, bytes]:
 
 
 def noted(root: Path) -> int:
-    """Ranges of objects that are known to be here."""
+    """Returns the ranges of objects that are recorded as complete."""
     return sum(len(path.read_text().splitlines()) - 1 for path in root.rglob("*.ranges"))
 
 
 def assert_whole(root: Path) -> None:
-    """One artifact, verified, and nothing besides."""
+    """Asserts that the store has one verified artifact and nothing else."""
     store = Store(root)
     (artifact,) = store.artifacts()
     assert content(artifact.folder) == FILES
@@ -74,7 +74,7 @@ def assert_whole(root: Path) -> None:
 
 @pytest.fixture
 def fetching(tmp_path: Path, url: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that fetches into the store; it ends with the test."""
+    """Starts a process that fetches into the store; kills it after the test."""
     with subprocess.Popen(
         [sys.executable, "-c", PROCESS, str(tmp_path), url],
         stdout=subprocess.PIPE,
@@ -85,8 +85,8 @@ def fetching(tmp_path: Path, url: str) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_second_load_asks_for_names_only(tmp_path: Path, url: str, s3_proxy: FaultProxy) -> None:
-    """And transfers 0 bytes of any object."""
+def test_a_second_load_requests_only_the_listing(tmp_path: Path, url: str, s3_proxy: FaultProxy) -> None:
+    """It transfers no bytes of objects."""
     size = sum(map(len, FILES.values()))
     first, second = Progress(url), Progress(url)
     Store(tmp_path).get(remote(url), first)
@@ -99,10 +99,10 @@ def test_a_second_load_asks_for_names_only(tmp_path: Path, url: str, s3_proxy: F
 
 
 @pytest.mark.slow
-def test_two_processes_that_start_together_transfer_the_bytes_once(
+def test_two_processes_transfer_each_byte_once(
     tmp_path: Path, url: str, s3_proxy: FaultProxy, fetching: subprocess.Popen[str]
 ) -> None:
-    """The second waits while the first is in the middle of an object, and then transfers 0 bytes."""
+    """The second one waits while the first is within an object."""
     held, waiting = s3_proxy.hold(KEY, 5 * SPAN), Releasing(s3_proxy)
     assert held.reached.wait(DEADLINE_S)
     artifact = Store(tmp_path).get(remote(url), waiting)
@@ -114,7 +114,7 @@ def test_two_processes_that_start_together_transfer_the_bytes_once(
 
 
 class Releasing(Progress):
-    """Lets the held answers go when it waits for another fetch."""
+    """Releases the delayed responses when it waits for another fetch."""
 
     def __init__(self, proxy: FaultProxy) -> None:
         super().__init__("s3")
@@ -129,11 +129,10 @@ class Releasing(Progress):
 
 
 @pytest.mark.live
-def test_after_a_kill_in_mid_download_the_rest_is_fetched(
+def test_a_fetch_resumes_after_a_kill_within_objects(
     tmp_path: Path, url: str, s3_proxy: FaultProxy, fetching: subprocess.Popen[str]
 ) -> None:
-    """kill -9 in the middle of two objects: ranges that were whole do not come again, and nothing looks whole
-    meanwhile."""
+    """Complete ranges are not requested again; meanwhile the artifact is incomplete."""
     held = [s3_proxy.hold(KEY, at * SPAN + 100) for at in range(8)]
     held += [s3_proxy.hold(OTHER, at * SPAN + 100) for at in range(4, 8)]
     until(lambda: sum(fault.reached.is_set() for fault in held) == 4, DEADLINE_S, "all connections are held")
@@ -152,8 +151,8 @@ def test_after_a_kill_in_mid_download_the_rest_is_fetched(
 
 
 @pytest.mark.slow
-def test_a_damaged_file_comes_again_and_no_other(tmp_path: Path, url: str, s3_proxy: FaultProxy) -> None:
-    """What `verify` found to be damaged on the disk."""
+def test_only_damaged_files_are_fetched_again(tmp_path: Path, url: str, s3_proxy: FaultProxy) -> None:
+    """`verify` finds them on the disk."""
     store = Store(tmp_path)
     artifact = store.get(remote(url))
     path = Path(artifact.folder) / NAMES[1]
@@ -167,8 +166,8 @@ def test_a_damaged_file_comes_again_and_no_other(tmp_path: Path, url: str, s3_pr
 
 
 @pytest.mark.slow
-def test_many_threads_and_a_faulty_network(tmp_path: Path, url: str, s3_proxy: FaultProxy) -> None:
-    """Bytes turned, connections cut, answers refused, eight who ask at once: one fetch, and all is whole."""
+def test_concurrent_fetches_survive_a_faulty_network(tmp_path: Path, url: str, s3_proxy: FaultProxy) -> None:
+    """Flipped bytes, resets, errors and eight callers: one fetch, and all files are complete."""
     s3_proxy.flip(KEY, 3 * SPAN + 5)
     s3_proxy.cut("m/model-1.safetensors", 2 * SPAN + 7)
     s3_proxy.answer(share=0.1, times=5)

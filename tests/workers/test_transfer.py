@@ -46,7 +46,7 @@ QUICK = RetryPolicy(first_s=0.001, longest_s=0.01)
 
 
 class Play:
-    """A checkpoint in S3 and the way to it, which is sound at the beginning of each test."""
+    """A checkpoint in S3, behind a proxy that the test can make faulty."""
 
     def __init__(self, server: S3Server, proxy: FaultProxy) -> None:
         self.server = server
@@ -89,8 +89,8 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_every_file_arrives_and_nothing_else_is_left(play: Play, tmp_path: Path) -> None:
-    """Large ones, small ones, an empty one, and names of all kinds; each byte once."""
+def test_a_fetch_leaves_exactly_the_listed_files(play: Play, tmp_path: Path) -> None:
+    """Large, small and empty files with special names; each byte is sent once."""
     progress = play.fetch(tmp_path / "new")
     status = progress.status()
     assert content(tmp_path / "new") == FILES
@@ -99,15 +99,15 @@ def test_every_file_arrives_and_nothing_else_is_left(play: Play, tmp_path: Path)
 
 
 def test_a_second_fetch_transfers_nothing(play: Play, tmp_path: Path) -> None:
-    """Files that are there and right are not asked for."""
+    """Complete files are not requested."""
     play.fetch(tmp_path)
     play.proxy.forget()
     progress = play.fetch(tmp_path)
     assert (play.proxy.bytes(), progress.moved, progress.status().done) == (0, 0, play.listing.bytes)
 
 
-def test_a_file_that_is_there_and_wrong_is_replaced(play: Play, tmp_path: Path) -> None:
-    """Not overwritten: another name of it may be in use."""
+def test_a_file_with_wrong_content_is_replaced(play: Play, tmp_path: Path) -> None:
+    """Not overwritten: another hard link may be in use."""
     play.fetch(tmp_path)
     wrong = tmp_path / "model.safetensors"
     with wrong.open("r+b") as file:
@@ -120,8 +120,8 @@ def test_a_file_that_is_there_and_wrong_is_replaced(play: Play, tmp_path: Path) 
     assert play.proxy.bytes() == SIZE
 
 
-def test_small_files_come_first(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load can begin with them."""
+def test_small_files_are_fetched_first(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a load can begin."""
     monkeypatch.setattr("workers.artifacts.fetch.transfer.SMALL_BYTES", 100)
     files = {"a-large": BIG, "z-small": b"1", "y-small": b"2"}
     remote = S3Remote(play.server.bucket(files=files), connections=1, span_bytes=SPAN, retry_policy=QUICK)
@@ -130,8 +130,8 @@ def test_small_files_come_first(play: Play, tmp_path: Path, monkeypatch: pytest.
     assert order == ["y-small", "z-small"] + ["a-large"] * 11
 
 
-def test_nothing_below_the_prefix_is_told(play: Play) -> None:
-    """An object is no prefix."""
+def test_an_empty_prefix_is_an_error(play: Play) -> None:
+    """A single object is not a prefix."""
     with pytest.raises(SourceError, match=r"^s3-not-found: no objects below s3://.*/m/empty/"):
         play.of(f"{play.url}/empty").listing()
 
@@ -142,7 +142,7 @@ PART = 100_000
 
 
 def uploaded(play: Play, kind: str, data: bytes) -> None:
-    """As key "k" of the bucket, with the checksum that ``kind`` says."""
+    """Uploads key "k" to the bucket, with the checksum ``kind``."""
     import boto3  # type: ignore[import-untyped]
     from botocore.config import Config  # type: ignore[import-untyped]
 
@@ -166,8 +166,8 @@ def uploaded(play: Play, kind: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["md5", *FIELDS])
-def test_a_flipped_byte_is_noticed_whatever_the_checksum(kind: str, play: Play, tmp_path: Path) -> None:
-    """And the object fetched again: twice its bytes have come."""
+def test_a_flipped_byte_is_detected_by_each_checksum(kind: str, play: Play, tmp_path: Path) -> None:
+    """The object is fetched again: twice its bytes are transferred."""
     uploaded(play, kind, BIG)
     remote = S3Remote(play.url[:-1] + "k", connections=2, span_bytes=SPAN, retry_policy=QUICK)
     listing = Listing(source="", files=tuple(file for file in remote.listing().files if file.name == kind))
@@ -178,9 +178,8 @@ def test_a_flipped_byte_is_noticed_whatever_the_checksum(kind: str, play: Play, 
 
 @pytest.mark.parametrize("kind", ["md5", "crc64nvme", "sha256"])
 @pytest.mark.parametrize("parts", [f"{3 * PART}", f"{PART}+{PART + 1}", f"{PART + 1}+{PART + 2}+{PART}"])
-def test_an_upload_in_parts_is_verified(kind: str, parts: str, play: Play, tmp_path: Path) -> None:
-    """By a checksum of the whole, or of the parts, whose sizes S3 tells; also where those differ, and neither
-    the first nor the last shows it."""
+def test_multipart_uploads_are_verified(kind: str, parts: str, play: Play, tmp_path: Path) -> None:
+    """By a checksum of the whole or of the parts, also if their sizes differ in the middle only."""
     data = random.Random(2).randbytes(3 * PART + 70_000)
     kind = f"{kind} {parts}"
     uploaded(play, kind, data)
@@ -191,29 +190,29 @@ def test_an_upload_in_parts_is_verified(kind: str, parts: str, play: Play, tmp_p
     assert content(tmp_path) == {kind: data}
 
 
-def test_an_object_that_is_damaged_every_time_is_told(play: Play, tmp_path: Path) -> None:
-    """It never gets its name."""
+def test_an_object_that_is_always_damaged_is_an_error(play: Play, tmp_path: Path) -> None:
+    """It never gets its final name."""
     play.proxy.flip("m/model.safetensors", 5, times=99)
     error = play.failed(tmp_path)
     assert (error.id, "m/model.safetensors failed its checksum 3 times" in str(error)) == ("s3-damaged", True)
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_a_short_object_is_told(play: Play, tmp_path: Path) -> None:
-    """S3 gives less of it than it says; it never gets its name."""
+def test_a_short_object_is_an_error(play: Play, tmp_path: Path) -> None:
+    """S3 sends less than it lists; the file never gets its final name."""
     play.proxy.shorten("m/model.safetensors", 10)
     error = play.failed(tmp_path)
     assert (error.id, (tmp_path / "model.safetensors").exists()) == ("s3-damaged", False)
 
 
-def test_a_short_answer_is_completed(play: Play, tmp_path: Path) -> None:
-    """Only what is missing is asked for."""
+def test_a_short_response_is_completed(play: Play, tmp_path: Path) -> None:
+    """Only the missing bytes are requested."""
     play.proxy.shorten("m/model.safetensors", 10, times=3)
     progress = play.fetch(tmp_path)
     assert (content(tmp_path), progress.moved) == (FILES, play.listing.bytes)
 
 
-def test_an_object_that_is_replaced_meanwhile_is_told(play: Play, tmp_path: Path) -> None:
+def test_an_object_replaced_during_the_fetch_is_an_error(play: Play, tmp_path: Path) -> None:
     """Two versions are never mixed."""
     url = play.server.bucket(files={"m": BIG, "n": b"1"})
     remote = play.of(url)
@@ -234,8 +233,8 @@ def test_an_object_that_is_replaced_meanwhile_is_told(play: Play, tmp_path: Path
 
 
 @pytest.mark.parametrize("at", ["first", "middle", "last"])
-def test_a_connection_that_is_cut_at_any_range_goes_on_from_there(at: str, play: Play, tmp_path: Path) -> None:
-    """All ranges are cut; what had come is not asked for again."""
+def test_a_reset_connection_resumes_within_its_range(at: str, play: Play, tmp_path: Path) -> None:
+    """All ranges are interrupted; received bytes are not requested again."""
     for start in range(0, SIZE, SPAN):
         size = min(SPAN, SIZE - start)
         play.proxy.cut("m/model.safetensors", start + {"first": 0, "middle": size // 2, "last": size - 1}[at])
@@ -244,8 +243,8 @@ def test_a_connection_that_is_cut_at_any_range_goes_on_from_there(at: str, play:
     assert len(play.proxy.seen("m/model.safetensors")) == 22
 
 
-def test_errors_that_pass_change_nothing(play: Play, tmp_path: Path) -> None:
-    """503 and 500 in the middle of everything, whatever a request asks for."""
+def test_transient_errors_do_not_change_the_result(play: Play, tmp_path: Path) -> None:
+    """503 and 500 for all kinds of requests."""
     play.proxy.answer(503, "SlowDown", share=0.5, times=6)
     play.proxy.answer(500, "InternalError", share=0.5, times=6)
     progress = play.fetch(tmp_path)
@@ -254,7 +253,7 @@ def test_errors_that_pass_change_nothing(play: Play, tmp_path: Path) -> None:
 
 
 class Outage:
-    """S3 goes away when a fetch is half done, and comes back when its threads have waited for ``seconds``."""
+    """Makes S3 unavailable in the middle of a fetch, until its threads have waited for ``seconds``."""
 
     def __init__(self, play: Play, seconds: float) -> None:
         self._play = play
@@ -275,15 +274,15 @@ class Outage:
         return stop.is_set()
 
 
-def test_s3_may_be_away_for_half_a_minute(play: Play, tmp_path: Path) -> None:
-    """The fetch goes on by itself, and fetches nothing twice."""
+def test_a_fetch_survives_an_outage_of_half_a_minute(play: Play, tmp_path: Path) -> None:
+    """It continues by itself, and fetches nothing twice."""
     outage = Outage(play, 30.0)
     progress = play.fetch(tmp_path, remote=play.of(play.url, outage.retry_policy))
     assert (content(tmp_path), progress.moved, outage.now >= 30.0) == (FILES, play.listing.bytes, True)
 
 
-def test_an_s3_that_stays_away_is_told_and_what_had_come_is_kept(play: Play, tmp_path: Path) -> None:
-    """The next fetch goes on from there."""
+def test_a_long_outage_fails_the_fetch_and_keeps_received_ranges(play: Play, tmp_path: Path) -> None:
+    """The next fetch resumes."""
     outage = Outage(play, float("inf"))
     error = play.failed(tmp_path, remote=play.of(play.url, outage.retry_policy))
     kept = play.proxy.bytes()
@@ -294,8 +293,8 @@ def test_an_s3_that_stays_away_is_told_and_what_had_come_is_kept(play: Play, tmp
     assert play.proxy.bytes() <= play.listing.bytes - kept + 4 * SPAN
 
 
-def test_a_fetch_that_is_stopped_ends_soon_and_goes_on_later(play: Play, tmp_path: Path) -> None:
-    """Also while a connection says nothing."""
+def test_a_stopped_fetch_ends_soon_and_is_resumed(play: Play, tmp_path: Path) -> None:
+    """Also while a connection is silent."""
     held = play.proxy.hold("m/model.safetensors", 5 * SPAN + 10)
     stop = threading.Event()
     threading.Thread(target=lambda: held.reached.wait(DEADLINE_S) and stop.set()).start()
@@ -310,10 +309,10 @@ def test_a_fetch_that_is_stopped_ends_soon_and_goes_on_later(play: Play, tmp_pat
 
 
 @pytest.mark.parametrize(("method", "key"), [("GET", "m/model.safetensors"), ("HEAD", "m/config.json")])
-def test_a_missing_permission_names_the_action_and_the_key_and_no_secret(
+def test_a_denied_fetch_names_the_action_and_key_but_no_secret(
     method: str, key: str, play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S3's answer holds the access key; neither the error nor the log does."""
+    """S3's response holds the access key; neither the error nor the log repeats it."""
     caplog.set_level(logging.DEBUG)
     play.proxy.answer(403, "AccessDenied", key=key, methods=(method,))
     error = play.failed(tmp_path)
@@ -329,10 +328,10 @@ def test_a_missing_permission_names_the_action_and_the_key_and_no_secret(
 # The disk
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_comes(
+def test_a_disk_that_is_too_small_fails_the_fetch_at_once(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With both figures."""
+    """The error has both sizes."""
     free = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     error = play.failed(tmp_path)
@@ -340,10 +339,10 @@ def test_a_disk_that_is_too_small_is_told_before_anything_comes(
     assert play.proxy.requests == []
 
 
-def test_a_disk_that_fills_up_is_told_and_what_had_come_is_kept(
+def test_a_full_disk_fails_the_fetch_and_keeps_received_ranges(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When there is room again, the next fetch goes on."""
+    """The next fetch resumes when there is space again."""
     written = [0]
 
     def pwrite(file: int, data: Any, at: int) -> int:
@@ -382,7 +381,7 @@ except SourceError as error:
 
 
 def process(play: Play, folder: Path, limit: int = 0) -> subprocess.Popen[str]:
-    """One that fetches; ``limit``: bytes of a file that it may write."""
+    """Starts a process that fetches; ``limit``: the largest file that it may write, in bytes."""
     import msgspec
 
     told = json.dumps([play.url, msgspec.json.encode(play.listing).decode(), str(folder), SPAN, limit])
@@ -390,15 +389,15 @@ def process(play: Play, folder: Path, limit: int = 0) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_a_limit_of_the_kernel_is_a_full_disk(play: Play, tmp_path: Path) -> None:
-    """As a quota is; the process lives on and says so."""
+def test_a_file_size_limit_counts_as_a_full_disk(play: Play, tmp_path: Path) -> None:
+    """Like a quota; the process survives and reports it."""
     with process(play, tmp_path, limit=SIZE // 2) as fetching:
         said, _ = fetching.communicate(timeout=DEADLINE_S)
     assert (fetching.returncode, said[:13]) == (0, "s3-disk-full:")
 
 
-def test_a_read_only_folder_is_told(play: Play, tmp_path: Path) -> None:
-    """It is no folder at all, here: root may write into any."""
+def test_an_unwritable_folder_is_an_error(play: Play, tmp_path: Path) -> None:
+    """Here a file in its place: root can write into any folder."""
     (tmp_path / "file").write_text("")
     assert play.failed(tmp_path / "file" / "folder").id == "s3-disk-unwritable"
 
@@ -408,7 +407,7 @@ def test_a_read_only_folder_is_told(play: Play, tmp_path: Path) -> None:
 
 @pytest.fixture
 def killed(play: Play, tmp_path: Path) -> Path:
-    """The folder of a process that was killed in mid-download, when seven ranges were whole."""
+    """The folder of a process that was killed during a fetch, after seven complete ranges."""
     held = [play.proxy.hold("m/model.safetensors", at * SPAN + 100) for at in (7, 8, 9, 10)]
     with process(play, tmp_path) as fetching:
         for fault in held:
@@ -422,8 +421,8 @@ def killed(play: Play, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_after_a_kill_no_range_that_was_whole_is_fetched_again(play: Play, killed: Path) -> None:
-    """And no file had its name before it was whole."""
+def test_after_a_kill_complete_ranges_are_not_fetched_again(play: Play, killed: Path) -> None:
+    """No file has its final name before it is complete."""
     assert not (killed / "model.safetensors").exists()
     progress = play.fetch(killed)
     assert content(killed) == FILES
@@ -434,8 +433,8 @@ def test_after_a_kill_no_range_that_was_whole_is_fetched_again(play: Play, kille
 
 
 @pytest.mark.slow
-def test_what_a_crash_of_the_machine_has_lost_is_fetched_again(play: Play, killed: Path) -> None:
-    """A range that the ledger has and the disk has not; and a ledger whose last line was cut off."""
+def test_ranges_that_a_crash_lost_are_fetched_again(play: Play, killed: Path) -> None:
+    """A range that is in the ledger but not on disk, and a ledger with a truncated last line."""
     (ledger,) = (killed / WORK).glob("*.ranges")
     with ledger.open("a") as file:
         file.write("655360 6556")
@@ -462,7 +461,7 @@ def test_what_a_crash_of_the_machine_has_lost_is_fetched_again(play: Play, kille
     noise=st.randoms(use_true_random=False),
     flipped=st.booleans(),
 )
-def test_ranges_in_any_order_make_the_object(
+def test_ranges_may_arrive_in_any_order(
     sizes: list[int],
     span: int,
     piece: int,
@@ -472,7 +471,7 @@ def test_ranges_in_any_order_make_the_object(
     flipped: bool,
     tmp_path: Path,
 ) -> None:
-    """However it was uploaded and is cut; and one wrong byte is noticed."""
+    """However the object was uploaded and split; one wrong byte is detected."""
     data = noise.randbytes(sum(sizes))
     if not composite:
         sizes = [len(data)]
@@ -497,14 +496,14 @@ def test_ranges_in_any_order_make_the_object(
 
 
 def known_by(data: bytes, piece: int) -> str:
-    """The digest of a content, as docs/artifacts.md tells."""
+    """Computes the digest of a content by the description in docs/artifacts.md."""
     pieces = [blake3(data[at : at + piece]).digest() for at in range(0, len(data), piece)]
     several = blake3(b"".join(pieces), derive_key_context="corewright 2026-11-22 contents by pieces of 8 MiB")
     return (several if len(pieces) > 1 else blake3(data)).hexdigest()
 
 
-def test_a_content_of_several_pieces_is_known_by_its_pieces(tmp_path: Path) -> None:
-    """Of 8 MiB each; read from a file it is the same as of ranges that arrive."""
+def test_large_contents_are_hashed_by_pieces(tmp_path: Path) -> None:
+    """Of 8 MiB; a file and arriving ranges give the same digest."""
     for size in (0, 1, 2**23 - 1, 2**23, 2**23 + 1, 2**24, 2**24 + 5):
         data = random.Random(size).randbytes(size)
         (tmp_path / "a").write_bytes(data)
@@ -512,10 +511,10 @@ def test_a_content_of_several_pieces_is_known_by_its_pieces(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("piece", [SPAN, 3 * SPAN])
-def test_the_digest_of_each_file_is_told_before_it_appears(
+def test_each_file_appears_after_its_digest_was_recorded(
     play: Play, tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether ranges are pieces of the content or not, and damaged and cut off at first: nobody need read it again."""
+    """Whether or not ranges are pieces of the content, and after damage and resets: no second read is needed."""
     for module in (contents, assembling):
         monkeypatch.setattr(module, "PIECE_BYTES", piece)
     play.proxy.flip("m/model.safetensors", 3)
@@ -524,10 +523,8 @@ def test_the_digest_of_each_file_is_told_before_it_appears(
     assert progress.digests == {name: known_by(data, piece) for name, data in FILES.items()}
 
 
-def test_a_fetch_that_has_ended_names_no_file_any_more(
-    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its threads may still compare what has arrived, while the next fetch works in the same folder."""
+def test_an_ended_fetch_renames_no_files(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads may still verify while the next fetch uses the folder."""
     comparing, go_on, right = threading.Event(), threading.Event(), Assembly.is_valid
 
     def slow(assembly: Assembly) -> bool:
@@ -551,8 +548,8 @@ def test_a_fetch_that_has_ended_names_no_file_any_more(
     assert content(tmp_path) == FILES
 
 
-def test_what_is_read_from_the_disk_ends_when_it_is_to(tmp_path: Path) -> None:
-    """Files of gigabytes are read again where a fetch goes on."""
+def test_reads_from_disk_can_be_stopped(tmp_path: Path) -> None:
+    """A resumed fetch reads files of gigabytes."""
     (tmp_path / "a").write_bytes(BIG)
     asked: list[Any] = []
 
@@ -571,8 +568,8 @@ def test_what_is_read_from_the_disk_ends_when_it_is_to(tmp_path: Path) -> None:
     assembly.close()
 
 
-def test_an_upload_in_ten_thousands_of_parts_costs_no_time(tmp_path: Path) -> None:
-    """Less than two CPU seconds: all connections would wait."""
+def test_ten_thousand_parts_take_less_than_two_cpu_seconds(tmp_path: Path) -> None:
+    """All connections would wait."""
     sizes = [1000] * 20_000
     began = time.process_time()
     checksum = Checksum(algorithm="crc32", value=b"", composite=True)

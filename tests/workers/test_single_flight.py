@@ -16,7 +16,7 @@ DEADLINE_S = 10.0
 
 
 class Played:
-    """Work that a test lets go on, and how often it was begun."""
+    """Work that ends when the test releases it; counts its starts."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -41,8 +41,8 @@ def asked(
     return flights.join(who, "key", "s3://models/one", work, DEADLINE_S)
 
 
-def test_what_several_wait_for_is_done_once_and_each_hears_of_its_end() -> None:
-    """Who asks later begins anew."""
+def test_a_job_runs_once_and_each_waiter_gets_its_outcome() -> None:
+    """A later call starts it anew."""
     work, flights = Played(), SingleFlight[str]()
     told: list[str | Failure | FetchStatus] = []
     threads = [threading.Thread(target=lambda who=who: told.append(asked(flights, who, work))) for who in ("a", "b")]
@@ -60,7 +60,7 @@ def test_what_several_wait_for_is_done_once_and_each_hears_of_its_end() -> None:
     assert asked(flights, "c", work) == "end 2"
 
 
-def test_what_nobody_waits_for_any_more_is_stopped() -> None:
+def test_a_job_without_waiters_is_stopped() -> None:
     """Not before the last one has left."""
     work, flights = Played(), SingleFlight[str]()
     for who in ("a", "b"):
@@ -77,8 +77,8 @@ def test_what_nobody_waits_for_any_more_is_stopped() -> None:
     assert told == [Failure("nobody-waits", "stopped one: it has no waiters left")]
 
 
-def test_who_does_not_ask_again_has_gone() -> None:
-    """As a controller that was killed; one that asks in time goes on waiting for the same."""
+def test_a_waiter_that_stops_polling_is_dropped() -> None:
+    """Such as a killed controller; one that polls in time keeps waiting for the same job."""
     now = [0.0]
     work, flights = Played(), SingleFlight[str](clock=lambda: now[0])
     assert isinstance(flights.join("a", "key", "one", work, 0.0), FetchStatus)
@@ -100,8 +100,8 @@ def test_who_does_not_ask_again_has_gone() -> None:
         (OSError("the disk"), Failure("fetch-failed", "s3://models/one: OSError: the disk")),
     ],
 )
-def test_a_failure_is_told_and_the_next_one_begins_anew(error: Exception, failure: Failure) -> None:
-    """What no second attempt could mend is not tried again."""
+def test_a_failed_job_is_reported_and_starts_anew(error: Exception, failure: Failure) -> None:
+    """Errors that only a change of the spec fixes are not retried."""
     begun = []
 
     def fail(progress: Progress, stop: threading.Event) -> str:
@@ -115,11 +115,11 @@ def test_a_failure_is_told_and_the_next_one_begins_anew(error: Exception, failur
 
 
 class Panic(BaseException):
-    """As PyO3 raises where a library in Rust panics."""
+    """Raised like PyO3's exception when a Rust library panics."""
 
 
-def test_a_panic_is_an_end_too() -> None:
-    """Nobody waits for it in vain."""
+def test_a_panic_ends_a_job() -> None:
+    """Its waiters get an outcome."""
 
     def panics(progress: Progress, stop: threading.Event) -> str:
         raise Panic("index out of bounds")

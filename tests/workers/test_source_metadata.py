@@ -21,7 +21,7 @@ CONFIG = b'{"model_type": "llama"}'
 
 
 class Source:
-    """Of which a test says what it holds, and whether it answers."""
+    """A source whose files and availability the test sets."""
 
     def __init__(self, **files: bytes) -> None:
         self.files = {"config.json": CONFIG, "model.safetensors": b"w" * 1000, **files}
@@ -56,8 +56,8 @@ def heads(tmp_path: Path, source: Source) -> SourceMetadata:
     return SourceMetadata(tmp_path / "heads", source.open)
 
 
-def test_the_small_files_are_fetched_once(heads: SourceMetadata, source: Source) -> None:
-    """And no weights, though all files are known; asked again it is listed again, and nothing is sent."""
+def test_small_files_are_fetched_once(heads: SourceMetadata, source: Source) -> None:
+    """Without weights, though all files are listed; a second refresh lists and fetches nothing."""
     seen = heads.refresh(ASKED)
     assert seen.away is None
     assert sorted(path.name for path in Path(seen.head.folder).iterdir()) == ["config.json", MARK]
@@ -67,14 +67,14 @@ def test_the_small_files_are_fetched_once(heads: SourceMetadata, source: Source)
     assert (source.listed, source.sent) == (2, ["config.json"])
 
 
-def test_what_is_known_is_taken_without_a_question(heads: SourceMetadata, source: Source) -> None:
-    """`get` asks only the first time."""
+def test_cached_metadata_needs_no_request(heads: SourceMetadata, source: Source) -> None:
+    """`get` lists the source only the first time."""
     assert heads.get(ASKED) == heads.get(ASKED) == heads.refresh(ASKED)
     assert source.listed == 2
 
 
-def test_new_content_is_another_head(heads: SourceMetadata, source: Source) -> None:
-    """The old one stays for who reads it."""
+def test_new_content_has_its_own_folder(heads: SourceMetadata, source: Source) -> None:
+    """The old one stays for its readers."""
     old = heads.refresh(ASKED).head
     source.files["model.safetensors"] = b"new"
     new = heads.refresh(ASKED).head
@@ -84,8 +84,8 @@ def test_new_content_is_another_head(heads: SourceMetadata, source: Source) -> N
 
 
 @pytest.mark.parametrize("id", ["s3-unreachable", "hub-unreachable", "hub-offline", "s3-denied", "s3-no-credentials"])
-def test_a_source_that_is_away_is_as_it_was(heads: SourceMetadata, source: Source, id: str) -> None:
-    """With the reason; without anything known, the error."""
+def test_an_unavailable_source_has_its_cached_metadata(heads: SourceMetadata, source: Source, id: str) -> None:
+    """With the reason; without a cache the error is raised."""
     source.error = SourceError(id, "gone")
     with pytest.raises(SourceError):
         heads.refresh(ASKED)
@@ -97,10 +97,8 @@ def test_a_source_that_is_away_is_as_it_was(heads: SourceMetadata, source: Sourc
 
 
 @pytest.mark.parametrize("id", ["s3-not-found", "hub-not-found", "pickle-refused"])
-def test_what_the_source_says_of_itself_counts_more_than_what_was(
-    heads: SourceMetadata, source: Source, id: str
-) -> None:
-    """A model that is gone is gone."""
+def test_an_answer_of_the_source_overrides_the_cache(heads: SourceMetadata, source: Source, id: str) -> None:
+    """A removed model is gone."""
     heads.refresh(ASKED)
     source.error = SourceError(id, "no")
     with pytest.raises(SourceError) as told:
@@ -108,14 +106,14 @@ def test_what_the_source_says_of_itself_counts_more_than_what_was(
     assert told.value.id == id
 
 
-def test_what_may_be_fetched_is_part_of_the_question(heads: SourceMetadata, source: Source) -> None:
-    """What was seen with pickles allowed is nothing for who does not allow them."""
+def test_the_allowed_kinds_of_files_are_part_of_the_query(heads: SourceMetadata, source: Source) -> None:
+    """Metadata fetched with pickles allowed is not used without."""
     heads.refresh(SourceQuery(source="org/model", allow_pickle=True))
     assert heads.cached(ASKED) is None
 
 
-def test_a_fetch_that_breaks_off_leaves_nothing(heads: SourceMetadata, source: Source, tmp_path: Path) -> None:
-    """And nothing that looks whole."""
+def test_a_failed_fetch_leaves_nothing(heads: SourceMetadata, source: Source, tmp_path: Path) -> None:
+    """Nothing that looks complete."""
     del source.files["config.json"]
     source.files["config.json"] = CONFIG
     broken = KeyError("broken")
@@ -130,8 +128,8 @@ def test_a_fetch_that_breaks_off_leaves_nothing(heads: SourceMetadata, source: S
     assert list((tmp_path / "heads").rglob("config.json")) == []
 
 
-def test_many_who_ask_at_once_get_the_same(heads: SourceMetadata) -> None:
-    """Also where each of them fetches."""
+def test_concurrent_queries_get_the_same_metadata(heads: SourceMetadata) -> None:
+    """Also if each of them fetches."""
     found = []
     threads = [threading.Thread(target=lambda: found.append(heads.refresh(ASKED).head)) for _ in range(8)]
     for thread in threads:
@@ -143,16 +141,16 @@ def test_many_who_ask_at_once_get_the_same(heads: SourceMetadata) -> None:
     assert (Path(found[0].folder) / "config.json").read_bytes() == CONFIG
 
 
-def test_a_home_that_cannot_be_written_is_told(tmp_path: Path, source: Source) -> None:
-    """With the path."""
+def test_an_unwritable_home_is_reported(tmp_path: Path, source: Source) -> None:
+    """With its path."""
     (tmp_path / "file").write_text("")
     with pytest.raises(SourceError, match="file") as told:
         SourceMetadata(tmp_path / "file" / "heads", source.open).refresh(ASKED)
     assert told.value.id == "heads-unwritable"
 
 
-def test_a_fleet_stays_at_its_commits(heads: SourceMetadata, source: Source) -> None:
-    """What is pinned is found again, and stays when others forget what they have not asked for in a month."""
+def test_a_fleet_keeps_its_pinned_commits(heads: SourceMetadata, source: Source) -> None:
+    """Pins survive a month without use."""
     old = heads.refresh(ASKED).head
     heads.pin("fleet-1", {ASKED.digest: old})
     source.commit, source.files["model.safetensors"] = "c2", b"new"
@@ -167,16 +165,16 @@ def test_a_fleet_stays_at_its_commits(heads: SourceMetadata, source: Source) -> 
 
 
 @pytest.mark.parametrize("key", ["../../etc", "", "x", "." * 32, "a/b" * 11])
-def test_no_key_leads_out_of_the_folder(heads: SourceMetadata, key: str) -> None:
+def test_malformed_keys_find_nothing(heads: SourceMetadata, key: str) -> None:
     """Keys are read from files."""
     assert heads.kept(key) is None
 
 
 @pytest.mark.parametrize("lost", [{"config.json": b""}, {"config.json": None, MARK: None}, {"config.json": None}])
-def test_a_head_that_has_lost_something_is_fetched_again(
+def test_an_incomplete_folder_is_fetched_again(
     heads: SourceMetadata, source: Source, lost: dict[str, bytes | None]
 ) -> None:
-    """To a crash of the machine, or to a removal that was killed: it is none until then."""
+    """After a crash of the machine, or a killed removal."""
     source.files["tokenizer.json"] = b"{}"
     folder = Path(heads.refresh(ASKED).head.folder)
     for name, left in lost.items():
@@ -191,13 +189,13 @@ def test_a_head_that_has_lost_something_is_fetched_again(
 
 
 def aged(*paths: Path) -> None:
-    """As if nobody had asked for them for more than a month."""
+    """Makes the metadata look unused for more than a month."""
     for path in paths:
         os.utime(path, (0, time.time() - KEPT_S - 60))
 
 
-def test_what_is_asked_for_daily_is_never_forgotten(heads: SourceMetadata, source: Source) -> None:
-    """Though it was fetched long ago."""
+def test_used_metadata_is_never_pruned(heads: SourceMetadata, source: Source) -> None:
+    """However long ago it was fetched."""
     head = heads.refresh(ASKED).head
     aged(Path(head.folder) / MARK)
     heads.refresh(ASKED)
@@ -206,8 +204,8 @@ def test_what_is_asked_for_daily_is_never_forgotten(heads: SourceMetadata, sourc
     assert heads.kept(head.listing.key) == head
 
 
-def test_a_fleet_that_runs_for_months_stays_at_its_commits(heads: SourceMetadata, source: Source) -> None:
-    """It reads them when its controller is started again only; those of fleets long gone are forgotten."""
+def test_pins_outlive_months_without_a_read(heads: SourceMetadata, source: Source) -> None:
+    """The controller reads them only at its start; those of old fleets are removed."""
     head = heads.refresh(ASKED).head
     pins = Path(head.folder).parent / "pins"
     for number in range(KEPT_PINS + 1):
@@ -221,7 +219,7 @@ def test_a_fleet_that_runs_for_months_stays_at_its_commits(heads: SourceMetadata
     assert not (pins / "fleet-0").exists()
 
 
-def test_a_home_that_can_only_be_read_tells_what_it_has(
+def test_a_read_only_home_serves_its_cache(
     heads: SourceMetadata, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another user may have filled it."""
@@ -235,8 +233,8 @@ def test_a_home_that_can_only_be_read_tells_what_it_has(
     assert heads.cached(ASKED) == heads.refresh(ASKED).head == head
 
 
-def test_a_head_is_there_for_every_user(tmp_path: Path, source: Source) -> None:
-    """As far as the umask allows it."""
+def test_other_users_can_read_the_metadata(tmp_path: Path, source: Source) -> None:
+    """As far as the umask allows."""
     before = os.umask(0o022)
     try:
         folder = Path(SourceMetadata(tmp_path / "heads", source.open).refresh(ASKED).head.folder)
@@ -246,8 +244,8 @@ def test_a_head_is_there_for_every_user(tmp_path: Path, source: Source) -> None:
     assert (folder.stat().st_mode & 0o777, index.stat().st_mode & 0o777) == (0o755, 0o644)
 
 
-def test_nothing_that_is_of_no_use_is_left_for_ever(heads: SourceMetadata, source: Source) -> None:
-    """What killed processes have left, and names of heads that are gone."""
+def test_leftovers_are_pruned(heads: SourceMetadata, source: Source) -> None:
+    """Those of killed processes, and names of removed metadata."""
     head = heads.refresh(ASKED).head
     root = Path(head.folder).parent
     left = [root / ".arriving-1", root / "pins" / ".half", root / "index" / ".half"]

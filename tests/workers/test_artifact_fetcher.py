@@ -61,8 +61,8 @@ def bring(store: Store, remote: FakeRemote, artifact: str = "") -> FetchedArtifa
     return ArtifactFetcher(store, lambda *_: remote)(wanted, Progress(SOURCE), threading.Event())
 
 
-def test_what_is_meant_is_taken_from_the_store_without_a_question(tmp_path: Path) -> None:
-    """By the key of its content, whatever the source has now; without one the source is asked."""
+def test_a_wanted_key_in_the_store_needs_no_request(tmp_path: Path) -> None:
+    """Whatever content the source has now; without a key the source is listed."""
     store = Store(tmp_path)
     first = bring(store, FakeRemote(FILES, SOURCE))
     assert first.moved == first.bytes == sum(map(len, FILES.values()))
@@ -76,8 +76,8 @@ def test_what_is_meant_is_taken_from_the_store_without_a_question(tmp_path: Path
     assert (Path(other.folder) / "config.json").read_bytes() == b"{1}"
 
 
-def test_a_source_that_is_away_is_no_matter_where_it_is_held(tmp_path: Path) -> None:
-    """With a warning, since it may have changed; where nothing is held the cause is told."""
+def test_the_store_replaces_an_unavailable_source(tmp_path: Path) -> None:
+    """With a warning, since the source may have changed; without a stored artifact the error is raised."""
     store = Store(tmp_path)
     with pytest.raises(SourceError, match="s3-unreachable"):
         bring(store, Away({}, SOURCE))
@@ -87,10 +87,8 @@ def test_a_source_that_is_away_is_no_matter_where_it_is_held(tmp_path: Path) -> 
     assert (found.artifact, found.moved, found.warning) == (held.artifact, 0, "s3-unreachable: nobody answers")
 
 
-def test_offline_what_is_whole_here_counts_more_than_the_hubs_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which may hold a part of the model; S3 is asked, and the hub where nobody may say offline."""
+def test_in_offline_mode_the_store_precedes_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That cache may hold a part of the model; S3 is listed all the same."""
     store, hub = Store(tmp_path), WantedArtifact(source="org/model")
     whole = store.get(FakeRemote(FILES, hub.source, revision="c1"))
     part = FakeRemote({"config.json": b"{}"}, hub.source, revision="c1")
@@ -109,8 +107,8 @@ def test_offline_what_is_whole_here_counts_more_than_the_hubs_cache(
     assert brought(hub) == (False, 1)
 
 
-def test_a_slash_at_the_end_of_a_source_means_nothing(tmp_path: Path) -> None:
-    """It is fetched once, and found when S3 is away."""
+def test_a_trailing_slash_of_a_source_is_ignored(tmp_path: Path) -> None:
+    """It is fetched once, and found when S3 is unavailable."""
     store, remotes = Store(tmp_path), (FakeRemote(FILES, SOURCE), Away({}, SOURCE))
     wanted = WantedArtifact(source=f"{SOURCE}/")
     first, again = (
@@ -122,14 +120,14 @@ def test_a_slash_at_the_end_of_a_source_means_nothing(tmp_path: Path) -> None:
     assert again.warning.startswith("s3-unreachable")
 
 
-def test_what_is_meant_and_is_not_here_is_asked_for(tmp_path: Path) -> None:
-    """The store may have removed it."""
+def test_a_wanted_key_missing_from_the_store_is_fetched(tmp_path: Path) -> None:
+    """The store may have evicted it."""
     found = bring(Store(tmp_path), FakeRemote(FILES, SOURCE), artifact="0" * 32)
     assert found.moved == found.bytes
 
 
-def test_what_arrives_is_told_while_it_comes_from_its_source(tmp_path: Path) -> None:
-    """With the folder that it will have, named by its key; neither before nor after."""
+def test_a_fetch_reports_its_folder_while_files_arrive(tmp_path: Path) -> None:
+    """The folder is named by the key; there is none before and after."""
     reached, go_on = threading.Event(), threading.Event()
 
     def before(name: str) -> None:
@@ -153,8 +151,8 @@ def test_what_arrives_is_told_while_it_comes_from_its_source(tmp_path: Path) -> 
     assert progress.status().folder == ""
 
 
-def test_a_replica_can_be_told_of_the_last_that_arrives_and_of_what_is_meant_only() -> None:
-    """While its draft is still to come, or other content than its version has, there is nothing to tell."""
+def test_only_the_last_artifact_to_fetch_allows_an_early_start() -> None:
+    """And only with the content that the version has."""
     both = msgspec.structs.replace(CONFIG, source=SOURCE, draft_source="s3://models/draft")
     wanted = wanted_by(both)
     going = FetchStatus(source="", phase="fetching", done=5, total=10, moved=5, folder="/store/k2")
@@ -170,8 +168,8 @@ def test_a_replica_can_be_told_of_the_last_that_arrives_and_of_what_is_meant_onl
         assert (early_start_config(config, wanted_by(config), [], going) is not None) == allowed
 
 
-def test_a_configuration_names_what_is_fetched_before_and_after() -> None:
-    """A start after the first fetch asks for the very content that it got."""
+def test_a_config_names_its_artifacts_before_and_after_the_fetch() -> None:
+    """A start after the first fetch wants the content that it got."""
     hub = msgspec.structs.replace(CONFIG, draft_source="org/draft", draft_revision="abc", allow_pickle=True)
     assert wanted_by(CONFIG) == (None, None)
     both = wanted_by(hub)
@@ -183,10 +181,10 @@ def test_a_configuration_names_what_is_fetched_before_and_after() -> None:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_who_waits_sees_why_nothing_comes(
+def test_the_status_shows_why_nothing_arrives(
     held: bool, tmp_path: Path, s3_server: S3Server, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether S3 goes away before the listing or in the middle of an object; and that it is back."""
+    """If S3 is unavailable before the listing or within an object; and that it is back."""
     monkeypatch.setattr(retry_policy, "SILENT_S", 0.0)
     url = f"{s3_server.bucket(files={f'm/{name}': data for name, data in FILES.items()})}/m"
     fault = s3_proxy.hold("m/model.safetensors", 100)
@@ -208,8 +206,8 @@ def test_who_waits_sees_why_nothing_comes(
     assert progress.status().trouble == ""
 
 
-def test_one_attempt_that_waits_is_no_silence_while_bytes_come_to_another() -> None:
-    """Nor is it told by turns; the time goes on between attempts."""
+def test_one_waiting_attempt_is_not_a_silence_while_others_receive_bytes() -> None:
+    """The time continues between attempts."""
     now = [0.0]
     progress = Progress("org/m", clock=lambda: now[0])
     now[0] = 40.0

@@ -32,7 +32,7 @@ def model(name: str) -> ReplicaConfig:
 
 
 class Played:
-    """The work itself: counts who is at it, and ends when a test lets it."""
+    """Replaces the work: counts the running jobs, and ends them when the test releases them."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -78,8 +78,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
     return found
 
 
-def test_models_that_start_together_do_not_wait_for_each_others_imports(played: Played) -> None:
-    """As many looks at once as are allowed, and one for all that wait for the same."""
+def test_predictions_run_concurrently_within_their_limit(played: Played) -> None:
+    """All waiters for the same config share one."""
     workshop = CompileService(looks=2)
     for waiter, name in [("1", "a"), ("2", "a"), ("3", "b"), ("4", "c")]:
         assert isinstance(workshop.foresee(waiter, model(name), 0.0), FetchStatus)
@@ -92,13 +92,13 @@ def test_models_that_start_together_do_not_wait_for_each_others_imports(played: 
 
 
 @given(st.integers(1, 512))
-def test_looks_are_few(cpus: int) -> None:
-    """Two models at least need not wait, and the host's CPUs are left to what serves."""
+def test_concurrent_predictions_are_limited_by_the_cpus(cpus: int) -> None:
+    """At least two, and the other CPUs are left to replicas that serve."""
     assert 2 <= looks_at_once(cpus) <= max(2, min(LOOKS, cpus))
 
 
-def test_compiles_of_a_host_stay_within_its_memory(played: Played) -> None:
-    """Of all models together: who does not fit waits for who has ended, and lets a smaller one pass."""
+def test_concurrent_compiles_stay_within_the_hosts_memory(played: Played) -> None:
+    """One that does not fit waits, and smaller ones may overtake it."""
     needs = {"a": 64.0, "b": 64.0, "c": 20.0}
     workshop = CompileService(
         MemoryGate(lambda: 100.0 - sum(needs[name] for name in played.running)), need=lambda of: needs[of.model]
@@ -116,8 +116,8 @@ def test_compiles_of_a_host_stay_within_its_memory(played: Played) -> None:
     assert sorted(played.begun) == ["a", "b", "c"]
 
 
-def test_who_has_left_is_not_compiled_for(played: Played) -> None:
-    """A replica that is not wanted any more gives up its turn before it has come."""
+def test_a_compile_without_waiters_gives_up_its_turn(played: Played) -> None:
+    """Before it has started."""
     workshop = CompileService(MemoryGate(lambda: 10.0), need=lambda _: 10.0)
     workshop.compile("1", model("a"), 0.0)
     played.until("a")
@@ -131,8 +131,8 @@ def test_who_has_left_is_not_compiled_for(played: Played) -> None:
     assert played.begun == ["a", "c"]
 
 
-def test_a_checkpoint_that_cannot_be_read_fails_nobody(played: Played, tmp_path: Path) -> None:
-    """The compile itself tells what is wrong with it."""
+def test_an_unreadable_checkpoint_does_not_block_a_compile(played: Played, tmp_path: Path) -> None:
+    """The compile itself reports the error."""
     workshop = CompileService(MemoryGate(lambda: 1.0))
     played.end("a")
     told = workshop.compile("1", config(tmp_path / "nowhere", model="a"), DEADLINE_S)
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_cannot_be_read_fails_nobody(played: Played, tmp_path:
 
 
 class Crowd:
-    """Threads that each take a turn, and stay in it until they are told to go."""
+    """Threads that each hold a turn until the test releases them."""
 
     def __init__(self, turns: MemoryGate) -> None:
         self._turns = turns
@@ -190,8 +190,8 @@ class Crowd:
             thread.join(DEADLINE_S)
 
 
-def test_one_that_needs_more_than_there_is_runs_alone() -> None:
-    """What it needs is an estimate; nobody begins beside it."""
+def test_a_compile_that_exceeds_the_memory_runs_alone() -> None:
+    """Its need is an estimate."""
     crowd = Crowd(MemoryGate(lambda: 10.0))
     crowd.come("large", 64.0)
     crowd.until(lambda: "large" in crowd.inside)
@@ -204,8 +204,8 @@ def test_one_that_needs_more_than_there_is_runs_alone() -> None:
     crowd.end()
 
 
-def test_memory_that_others_have_taken_meanwhile_is_not_given_away() -> None:
-    """What was free when nothing was compiled is no longer free when a replica has begun to load."""
+def test_memory_taken_by_other_processes_is_not_given_away() -> None:
+    """Such as a replica that has begun to load."""
     free = [100.0]
     crowd = Crowd(MemoryGate(lambda: free[0]))
     crowd.come("first", 40.0)
@@ -219,8 +219,8 @@ def test_memory_that_others_have_taken_meanwhile_is_not_given_away() -> None:
     crowd.end()
 
 
-def test_memory_that_is_not_used_yet_is_not_given_away_twice() -> None:
-    """A compile takes its memory by and by."""
+def test_reserved_memory_is_not_given_away_twice() -> None:
+    """A compile allocates its memory over time."""
     crowd = Crowd(MemoryGate(lambda: 100.0))
     crowd.come("first", 60.0)
     crowd.until(lambda: "first" in crowd.inside)
@@ -237,8 +237,8 @@ def test_memory_that_is_not_used_yet_is_not_given_away_twice() -> None:
 
 
 @pytest.mark.parametrize("engine", ["cpu", "transformers-neuronx", "nxd-inference"])
-def test_a_host_reckons_as_the_plan_does(tmp_path: Path, engine: str) -> None:
-    """From what the replica is told and from its checkpoint, as `plan` from the spec."""
+def test_a_host_estimates_memory_as_the_plan_does(tmp_path: Path, engine: str) -> None:
+    """From the replica's config and the checkpoint, as `plan` from the spec."""
     make_checkpoint(tmp_path / "model", "llama")
     hosts = "emulate" if engine == "cpu" else "instance"
     (tmp_path / "spec.yaml").write_text(
@@ -252,16 +252,16 @@ def test_a_host_reckons_as_the_plan_does(tmp_path: Path, engine: str) -> None:
     assert need_gib(config(tmp_path / "model", engine=engine), 200.0) == 200.0 + told.compile
 
 
-def test_a_compiler_counts_for_a_checkpoint_that_nobody_knows(tmp_path: Path) -> None:
-    """It takes most. So it does for a dtype that nobody knows: the compile refuses it."""
+def test_unknown_checkpoints_count_by_their_compiler(tmp_path: Path) -> None:
+    """It takes most of the memory. So do unknown dtypes, which the compile rejects."""
     assert need_gib(config(tmp_path)) == 64.0 + PROCESS_GIB
     make_checkpoint(tmp_path / "model", "llama")
     assert need_gib(config(tmp_path / "model", dtype="fp64")) == 64.0 + PROCESS_GIB
     assert need_gib(config(tmp_path, engine="cpu", engine_options={"compile": True})) == 3.0 + PROCESS_GIB
 
 
-def test_a_failure_is_handed_on(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its id, to each that waits."""
+def test_a_failed_compile_is_reported_to_each_waiter(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its id."""
     monkeypatch.setattr(prefetch, "build", lambda *_: Failure("compile-failed", "the compiler crashed"))
     told = CompileService(MemoryGate(lambda: 10.0), need=lambda _: 1.0).compile("1", model("a"), DEADLINE_S)
     assert told == Failure("compile-failed", "the compiler crashed")
