@@ -64,7 +64,7 @@ def fetched(remote: S3Remote, listing: Listing, folder: Path) -> Progress:
 def test_an_object_without_a_checksum_is_of_one_version(
     s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path
 ) -> None:
-    """Of what S3 encrypts by KMS the ETag tells no digest: only that each range is of the listed version helps."""
+    """The ETag of KMS-encrypted objects is not a digest; each range must have the listed version."""
     url = s3_server.bucket()
     name = url.removeprefix("s3://")
     put: dict[str, Any] = {"Bucket": name, "Key": "m", "ServerSideEncryption": "aws:kms"}
@@ -93,7 +93,7 @@ def test_an_object_without_a_checksum_is_of_one_version(
 
 
 class Ended(Progress):
-    """Ends a fetch when more than four ranges have come."""
+    """Ends a fetch after more than four ranges."""
 
     def add(self, count: int) -> None:
         super().add(count)
@@ -103,7 +103,7 @@ class Ended(Progress):
 
 @pytest.fixture
 def stopped(s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path) -> tuple[S3Remote, Listing, Path]:
-    """A fetch whose first four ranges were whole when it was stopped."""
+    """A fetch that was stopped after four complete ranges."""
     remote = s3_remote(s3_server.bucket(files={"m": BIG}), connections=1)
     listing = remote.listing()
     with pytest.raises(Stopped):
@@ -112,20 +112,16 @@ def stopped(s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path) -> tuple[
     return remote, listing, tmp_path
 
 
-def test_just_the_ranges_that_are_not_noted_are_fetched(
-    stopped: tuple[S3Remote, Listing, Path], s3_proxy: FaultProxy
-) -> None:
-    """All that were whole count, the first as well."""
+def test_only_unrecorded_ranges_are_fetched(stopped: tuple[S3Remote, Listing, Path], s3_proxy: FaultProxy) -> None:
+    """All complete ranges count, the first one, too."""
     remote, listing, folder = stopped
     fetched(remote, listing, folder)
     assert (folder / "m").read_bytes() == BIG
     assert [seen.start for seen in s3_proxy.seen("m")] == [at * SPAN for at in range(4, 8)]
 
 
-def test_a_noted_range_is_read_before_it_is_believed(
-    stopped: tuple[S3Remote, Listing, Path], s3_proxy: FaultProxy
-) -> None:
-    """The disk may have lost what the ledger tells of."""
+def test_a_recorded_range_is_verified(stopped: tuple[S3Remote, Listing, Path], s3_proxy: FaultProxy) -> None:
+    """The disk may have lost it."""
     remote, listing, folder = stopped
     (ledger,) = (folder / WORK).glob("*.ranges")
     with ledger.with_suffix("").open("r+b") as data:
@@ -137,13 +133,13 @@ def test_a_noted_range_is_read_before_it_is_believed(
 
 
 def grows(pauses: list[float]) -> bool:
-    """Of pauses between half and the whole of what doubles: each is longer than the one before the last."""
+    """Returns whether pauses with jitter double: each is longer than the one before the last."""
     return len(pauses) >= 5 and all(after > before for before, after in pairwise(pauses[::2]))
 
 
 @pytest.mark.parametrize("what", ["ranges", "small requests"])
-def test_the_pauses_of_one_request_grow(what: str, s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path) -> None:
-    """An S3 that says SlowDown is asked less and less."""
+def test_retry_pauses_of_a_request_grow(what: str, s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path) -> None:
+    """An S3 that responds SlowDown gets fewer requests."""
     url = s3_server.bucket(files={"m": b"0123456789"})
     pauses: list[float] = []
 
@@ -159,10 +155,10 @@ def test_the_pauses_of_one_request_grow(what: str, s3_server: S3Server, s3_proxy
     assert grows(pauses)
 
 
-def test_parts_of_other_sizes_are_asked_for_before_anything_is_fetched(
+def test_part_sizes_are_requested_before_anything_is_fetched(
     s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path
 ) -> None:
-    """Where the last one shows that they are not all alike, each byte comes once."""
+    """If the last part shows that they differ; each byte is sent once."""
     url = s3_server.bucket()
     place = {"Bucket": url.removeprefix("s3://"), "Key": "m"}
     s3 = s3_server.client()
@@ -182,8 +178,8 @@ def test_parts_of_other_sizes_are_asked_for_before_anything_is_fetched(
 # The hub
 
 
-def test_the_pauses_of_the_hub_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is away is asked less and less."""
+def test_retry_pauses_of_the_hub_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unreachable hub gets fewer requests."""
     from huggingface_hub import constants
 
     now, pauses = [0.0], list[float]()
@@ -206,7 +202,7 @@ def test_the_pauses_of_the_hub_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
-def test_offline_is_what_the_hubs_own_library_takes_for_it(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_follows_the_hubs_library(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By either of its variables."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
@@ -219,7 +215,7 @@ def test_offline_is_what_the_hubs_own_library_takes_for_it(variable: str, monkey
 
 
 class Asked:
-    """Takes the place of the hub: remembers which revision was asked for, and gives these files."""
+    """Replaces the hub: records the requested revision and serves these files."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **files: bytes) -> None:
         self.remote = FakeRemote({name.replace("__", "."): data for name, data in files.items()}, "org/m", "c1")
@@ -236,8 +232,8 @@ def bring(store: Store, **wanted: Any) -> FetchedArtifact:
     return ArtifactFetcher(store)(one, Progress("org/m"), threading.Event())
 
 
-def test_a_host_brings_pickles_only_where_the_spec_allows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nothing of the model comes."""
+def test_a_host_fetches_pickles_only_if_the_spec_allows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing of the model is fetched."""
     asked = Asked(monkeypatch, config__json=b"{}", pytorch_model__bin=b"pickled")
     with pytest.raises(SourceError, match="pickle-refused"):
         bring(Store(tmp_path))
@@ -245,22 +241,22 @@ def test_a_host_brings_pickles_only_where_the_spec_allows_them(tmp_path: Path, m
     assert (Path(bring(Store(tmp_path), allow_pickle=True).folder) / "pytorch_model.bin").exists()
 
 
-def test_a_host_brings_code_only_where_the_spec_trusts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_fetches_code_only_if_the_spec_trusts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint has it beside its weights."""
     Asked(monkeypatch, config__json=b"{}", model__safetensors=b"weights", modeling_m__py=b"import os")
     plain, trusting = bring(Store(tmp_path / "a")), bring(Store(tmp_path / "b"), trust_remote_code=True)
     assert [(Path(one.folder) / "modeling_m.py").exists() for one in (plain, trusting)] == [False, True]
 
 
-def test_a_host_asks_for_the_revision_that_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not for where main stands."""
+def test_a_host_fetches_the_wanted_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the branch main."""
     asked = Asked(monkeypatch, config__json=b"{}", model__safetensors=b"weights")
     bring(Store(tmp_path), revision="607a30d7")
     assert asked.revisions == ["607a30d7"]
 
 
-def test_of_a_hub_that_is_away_no_other_commit_is_taken(tmp_path: Path) -> None:
-    """What the store holds of another one is another model."""
+def test_another_commit_does_not_replace_an_unavailable_revision(tmp_path: Path) -> None:
+    """It is another model."""
     store = Store(tmp_path)
     remote = FakeRemote({"config.json": b"{}"}, "org/m", "c1")
 
@@ -279,8 +275,8 @@ def test_of_a_hub_that_is_away_no_other_commit_is_taken(tmp_path: Path) -> None:
         brought("c2")
 
 
-def test_who_looks_in_now_and_then_hears_of_the_end_that_was_meant_for_it() -> None:
-    """The second of two hosts that poll does not begin anew what the first has seen end."""
+def test_a_polling_waiter_gets_the_outcome_of_its_job() -> None:
+    """The second of two waiters does not start the job anew."""
     begun: list[int] = []
     ended = threading.Event()
 
@@ -296,8 +292,8 @@ def test_who_looks_in_now_and_then_hears_of_the_end_that_was_meant_for_it() -> N
     assert (told, begun) == (["end 1"] * 2, [1])
 
 
-def test_a_link_to_elsewhere_is_no_file_of_an_artifact(tmp_path: Path) -> None:
-    """However long it is: what it leads to is nobody's promise."""
+def test_a_symlink_is_not_a_file_of_an_artifact(tmp_path: Path) -> None:
+    """Whatever its length: its target is not under the store's control."""
     elsewhere = tmp_path / "elsewhere"
     files = {"config.json": b"x" * len(str(elsewhere))}
     elsewhere.write_bytes(b"y" * 9)
@@ -322,25 +318,23 @@ LOCK = "model.hlo_module.pb.lock"
 
 
 def test_a_neff_that_is_being_written_is_locked() -> None:
-    """Only model.done tells that it is whole."""
+    """Only model.done shows that it is complete."""
     assert state_of({"model.neff", LOCK}) is State.LOCKED
     assert state_of({"model.neff", LOCK}, at_work=False) is State.STALE
 
 
 @pytest.mark.parametrize(("kind", "state"), [("ext4", State.STALE), ("nfs4", State.LOCKED)])
-def test_no_lock_is_stale_on_a_file_system_of_many_hosts(
+def test_no_lock_is_stale_on_a_shared_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, state: State
 ) -> None:
-    """Whether another host compiles is not seen from here."""
+    """Compilers of other hosts are not visible."""
     graph(tmp_path, **{LOCK: ""})
     monkeypatch.setattr(compiler_cache, "file_system", lambda path: kind)
     assert [entry.state for entry in read_entries(tmp_path)] == [state]
 
 
-def test_of_an_entry_in_s3_the_proof_that_it_is_finished_comes_last(
-    s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path
-) -> None:
-    """Whoever looks meanwhile sees none."""
+def test_model_done_is_uploaded_last(s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path) -> None:
+    """Readers never see a partial entry as finished."""
     finished(tmp_path)
     assert len(push(tmp_path, place_at(f"{s3_server.bucket()}/cache")).entries) == 1
     put = [seen.key.rpartition("/")[2] for seen in s3_proxy.seen(method="PUT")]
@@ -351,8 +345,8 @@ def test_of_an_entry_in_s3_the_proof_that_it_is_finished_comes_last(
     )
 
 
-def test_a_graph_with_another_neff_is_not_there(tmp_path: Path) -> None:
-    """One of its bytes has flipped; the size is the same."""
+def test_a_graph_with_another_neff_is_missing(tmp_path: Path) -> None:
+    """A byte is flipped; the sizes are equal."""
     folder = finished(tmp_path, neff="NEFF")
     told = record_of({"engine": "e"}, graphs={f"{folder.parent.name}/{folder.name}": part_of(folder / "model.neff")})
     before = Proof(tmp_path, [told]).missing(told)
@@ -361,8 +355,8 @@ def test_a_graph_with_another_neff_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", ["a.neff", "model.pt"])
-def test_a_program_with_another_content_is_compiled_anew(tmp_path: Path, program: str) -> None:
-    """That of either engine; weights are compared by size."""
+def test_a_program_with_other_content_is_compiled_again(tmp_path: Path, program: str) -> None:
+    """Of either engine; weights are compared by size."""
     for _ in range(2):
         with entry(tmp_path, {"engine": "e"}) as made:
             (made.path / program).write_bytes(b"program")
@@ -374,7 +368,7 @@ def test_a_program_with_another_content_is_compiled_anew(tmp_path: Path, program
     assert (weights, made.complete) == (True, False)
 
 
-def test_a_graph_that_was_read_lately_is_not_pruned(tmp_path: Path) -> None:
+def test_a_recently_read_graph_is_not_pruned(tmp_path: Path) -> None:
     """However long ago it was compiled."""
     folder = finished(tmp_path)
     for path in folder.iterdir():
@@ -388,8 +382,8 @@ def test_a_graph_that_was_read_lately_is_not_pruned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("age_s", [0.0, 7200.0])
-def test_an_entry_in_which_a_compile_just_begins_is_not_pruned(tmp_path: Path, age_s: float) -> None:
-    """Its folder is there before anything tells who works at it."""
+def test_an_entry_of_a_starting_compile_is_not_pruned(tmp_path: Path, age_s: float) -> None:
+    """Its folder exists before its lock."""
     folder = graph(tmp_path, **{"model.hlo_module.pb": "graph"})
     made = (folder / "model.hlo_module.pb").stat().st_mtime - age_s
     os.utime(folder / "model.hlo_module.pb", (made, made))
@@ -397,7 +391,7 @@ def test_an_entry_in_which_a_compile_just_begins_is_not_pruned(tmp_path: Path, a
     assert gone == ([str(folder)] if age_s else [])
 
 
-def test_artifacts_that_were_asked_for_lately_are_not_pruned(tmp_path: Path) -> None:
+def test_recently_used_artifacts_are_not_pruned(tmp_path: Path) -> None:
     """However long ago they were compiled."""
     for kind in ("asked for", "old"):
         with entry(tmp_path, {"engine": kind}) as made:
@@ -409,8 +403,8 @@ def test_artifacts_that_were_asked_for_lately_are_not_pruned(tmp_path: Path) -> 
     assert [one.path for one in pruning.prune_compiled(tmp_path, 86400.0)] == [str(made.path)]
 
 
-def test_failures_in_s3_are_forgotten_and_nothing_else(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
-    """And by a dry run not even they."""
+def test_retry_in_s3_removes_only_failures(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """And none in a dry run."""
     cache = f"neuronxcc-{COMPILER}/MODULE"
     failed, other = [f"{cache}_a+b/model.log", f"{cache}_a+b/model.hlo_module.pb"], [f"{cache}_c+d/model.log"]
     good = [f"{cache}_e+f/model.neff", f"{cache}_e+f/model.done", f"{cache}_e+f/model.log"]
@@ -439,7 +433,7 @@ MANIFEST = {"engine": "transformers-neuronx", "model": "digest", "versions": {"n
 
 @dataclass
 class Start:
-    """Of one model, whose graphs are in a cache that the environment names."""
+    """The start of one model, whose graphs are in a cache from the environment."""
 
     home: Path
     cache: Path
@@ -478,7 +472,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 def test_neffs_beside_a_model_are_compared_with_their_record(tmp_path: Path) -> None:
-    """One that was changed is told."""
+    """Changed ones are reported."""
     (tmp_path / "a.neff").write_text("NEFF")
     made = record_of(MANIFEST, files={"a.neff": part_of(tmp_path / "a.neff")})
     write_record(tmp_path / LOCK_FILE, made)
@@ -487,8 +481,8 @@ def test_neffs_beside_a_model_are_compared_with_their_record(tmp_path: Path) -> 
     assert (before, beside(tmp_path).missing) == ((), ("a.neff",))
 
 
-def test_a_changed_program_of_compiled_artifacts_is_told(tmp_path: Path) -> None:
-    """Before a start finds it so, and compiles."""
+def test_a_changed_program_is_a_predicted_compile(tmp_path: Path) -> None:
+    """Before a start finds it."""
     with entry(tmp_path, MANIFEST) as made:
         (made.path / "a.neff").write_text("NEFF")
         made.finish()
@@ -506,18 +500,16 @@ def test_a_changed_program_of_compiled_artifacts_is_told(tmp_path: Path) -> None
         ("[NCC_EVRF029] Operation sort is not supported\n", "--retry_failed_compilation", False),
     ],
 )
-def test_a_failure_is_told_as_one_where_the_compiler_does_not_try_again(
-    start: Start, log: str, flags: str, stuck: bool
-) -> None:
-    """One of a compiler that was killed is forgotten by the start."""
+def test_only_failures_without_a_retry_are_predicted_to_fail(start: Start, log: str, flags: str, stuck: bool) -> None:
+    """Those of killed compilers are removed by the start."""
     folder = graph(start.cache, **{"model.log": log})
     start.keep(failed=(name_of_graph(folder),))
     found = start.found(NEURON_CC_FLAGS=flags)
     assert (found.failed, found.missing) == ((name_of_graph(folder),) if stuck else (), (name_of_graph(folder),))
 
 
-def test_a_start_removes_a_graph_that_is_not_what_was_compiled(start: Start) -> None:
-    """The compiler's wrapper would load it; others of the cache are nobody's to judge."""
+def test_a_start_removes_its_damaged_graphs(start: Start) -> None:
+    """The compiler's wrapper would load them; graphs of other models stay."""
     changed, good, other = (finished(start.cache, str(digit) * 20) for digit in (1, 2, 3))
     start.keep(changed, good)
     for folder in (changed, other):
@@ -526,15 +518,15 @@ def test_a_start_removes_a_graph_that_is_not_what_was_compiled(start: Start) -> 
         assert [folder.exists() for folder in (changed, good, other)] == [False, True, True]
 
 
-def test_a_start_removes_the_lock_of_a_compiler_that_died(start: Start) -> None:
-    """The package would wait for it without end."""
+def test_a_start_removes_the_lock_of_a_dead_compiler(start: Start) -> None:
+    """The package would wait for it forever."""
     folder = graph(start.cache, **{LOCK: ""})
     with start.visit().compiling():
         assert not (folder / LOCK).exists()
 
 
-def test_a_failed_compilation_is_written_down(start: Start) -> None:
-    """So that the next start is known to fail."""
+def test_a_failed_compile_is_recorded(start: Start) -> None:
+    """So that the next start is predicted to fail."""
     old = graph(start.cache, "1" * 20, **{"model.log": "[NCC_EVRF029] of another model\n"})
     failed: list[Path] = []
 
@@ -548,8 +540,8 @@ def test_a_failed_compilation_is_written_down(start: Start) -> None:
     assert old.exists()
 
 
-def test_nothing_is_sent_to_a_cache_that_can_only_be_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled stays in the folder of this host."""
+def test_nothing_is_pushed_to_a_read_only_cache(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled graphs stay in the local folder."""
     is_writable = sync.is_writable
     monkeypatch.setattr(sync, "is_writable", lambda folder: folder != start.cache and is_writable(folder))
     visit = start.visit()
@@ -561,10 +553,10 @@ def test_nothing_is_sent_to_a_cache_that_can_only_be_read(start: Start, monkeypa
     assert [*start.cache.rglob("*")] == []
 
 
-def test_with_all_graphs_here_nobody_elsewhere_is_asked(
+def test_a_start_with_all_graphs_here_needs_no_remote_cache(
     start: Start, s3_server: S3Server, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By their record; a start needs S3 for what it lacks only."""
+    """S3 is used for missing graphs only."""
     url = f"{s3_server.bucket()}/cache"
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", url)
     place = localized(os.environ, start.home / "neff")
@@ -575,8 +567,8 @@ def test_with_all_graphs_here_nobody_elsewhere_is_asked(
         assert s3_proxy.requests == []
 
 
-def test_the_graphs_of_saved_neffs_are_known_all_or_none(start: Start, tmp_path: Path) -> None:
-    """A record that lacks one would promise a hit where a graph is compiled."""
+def test_the_graphs_of_saved_neffs_are_recorded_all_or_none(start: Start, tmp_path: Path) -> None:
+    """A partial record would predict a hit where a graph is compiled."""
     saved = tmp_path / "saved"
     saved.mkdir()
     for name in ("a", "b"):
@@ -591,8 +583,8 @@ def test_the_graphs_of_saved_neffs_are_known_all_or_none(start: Start, tmp_path:
     assert set(told.graphs) == {name_of_graph(first), name_of_graph(second)}
 
 
-def test_what_somebody_faster_has_compiled_is_not_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two have found it missing; the second gets hold of it alone when the first has finished."""
+def test_an_entry_that_another_process_finished_is_not_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes found it missing; the second gets the lock after the first has finished."""
     acquire, faster = compiled_artifacts._acquire, compiled_artifacts.peek(tmp_path, MANIFEST)
 
     def late(lock: int, path: Path, *, shared: bool) -> None:
@@ -609,8 +601,8 @@ def test_what_somebody_faster_has_compiled_is_not_emptied(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("told", ["{}", '{"engine": "another"}', "[]"])
-def test_an_entry_is_complete_by_its_very_manifest(tmp_path: Path, told: str) -> None:
-    """The name of its folder is no proof."""
+def test_an_entry_is_complete_only_with_its_own_manifest(tmp_path: Path, told: str) -> None:
+    """The name of its folder is not enough."""
     with entry(tmp_path, MANIFEST) as made:
         made.finish()
     before = made.complete
@@ -618,8 +610,8 @@ def test_an_entry_is_complete_by_its_very_manifest(tmp_path: Path, told: str) ->
     assert (before, made.complete) == (True, False)
 
 
-def test_of_an_entry_that_is_sent_the_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its record just before: without either it is an upload that has died."""
+def test_the_manifest_of_an_entry_is_pushed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its record; without both it is an unfinished upload."""
     put: list[str] = []
     real = sync.FolderPlace.put
 
@@ -641,7 +633,7 @@ def test_of_an_entry_that_is_sent_the_manifest_comes_last(tmp_path: Path, monkey
 
 @pytest.fixture
 def makes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was compiled: one set, of a file."""
+    """Records what was compiled: one set with one file."""
     made: list[str] = []
 
     def make(held: Entry, tell: Callable[[int, int], None]) -> None:
@@ -662,8 +654,8 @@ def built(home: Path, push: bool = False, **fields: Any) -> Built:
     return told[-1]
 
 
-def test_what_another_host_has_sent_is_not_compiled(tmp_path: Path, makes: list[str]) -> None:
-    """And only who is told to sends what it has compiled."""
+def test_artifacts_pushed_by_another_host_are_not_compiled(tmp_path: Path, makes: list[str]) -> None:
+    """Only an order with ``push`` sends compiled artifacts."""
     there = str(tmp_path / "there")
     key = name_of(MANIFEST)
     kept = built(tmp_path / "a", neff_cache=there)
@@ -694,7 +686,7 @@ def test_a_checkpoint_is_not_evicted_while_it_is_compiled(tmp_path: Path, monkey
 
 
 def test_replicas_of_one_model_wait_for_one_compile() -> None:
-    """Whatever is of the replica alone; another dtype is compiled apart."""
+    """Fields of one replica do not matter; another dtype is compiled separately."""
     one = config(Path("/models/m"))
     other = config(
         Path("/models/m"), replica=1, epoch=7, cores=[2, 3], env={"A": "1"}, token="t", log="/l", socket="/s"

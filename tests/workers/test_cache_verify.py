@@ -37,7 +37,7 @@ NEWER = "2.17.194.0+d312836f"
 
 @dataclass
 class World:
-    """A model, what was compiled of it, and its cache."""
+    """A model, its compiled artifacts, and its cache."""
 
     source: Path
     compiled: Path
@@ -89,7 +89,7 @@ def world(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> World:
-    """A Llama that has been compiled here once; the installed compiler is the one that the double plays."""
+    """A Llama that has been compiled here once; the double plays the installed compiler."""
     installed = metadata.version
 
     def version(name: str) -> str:
@@ -138,13 +138,13 @@ def other_config(world: World) -> None:
 
 
 def other_weights(world: World) -> None:
-    """They are in no graph."""
+    """Weights are not part of graphs."""
     weights = world.source / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
 
 
 def a_neff_is_missing(world: World) -> None:
-    """The cache has it still."""
+    """The cache still has it."""
     world.neff.unlink()
 
 
@@ -159,7 +159,7 @@ def a_neff_is_short(world: World) -> None:
 
 
 def a_neff_is_other(world: World) -> None:
-    """A byte has flipped; the sizes are the same."""
+    """A byte is flipped; the sizes are equal."""
     data = world.neff.read_bytes()
     world.neff.write_bytes(b"#" + data[1:])
     shutil.rmtree(world.cache)
@@ -171,7 +171,7 @@ def the_record_is_gone(world: World) -> None:
 
 
 def the_cache_is_gone(world: World) -> None:
-    """What was saved is enough."""
+    """The saved files are enough."""
     shutil.rmtree(world.cache)
 
 
@@ -203,14 +203,14 @@ def a_stale_lock(world: World) -> None:
 
 
 def a_failure(world: World) -> None:
-    """That the compiler does not try again."""
+    """One that the compiler does not retry."""
     a_graph_is_not_done(world)
     (world.graph / "model.neff").unlink()
     (world.graph / "model.log").write_text("[NCC_EVRF029] Operation sort is not supported\n")
 
 
 def a_failure_to_be_retried(world: World) -> None:
-    """The flag is the wrapper's own, but the flags are others by it."""
+    """The flag is the wrapper's own, but it changes the flags."""
     a_failure(world)
     world.setenv("NEURON_CC_FLAGS", "--retry_failed_compilation")
 
@@ -221,13 +221,13 @@ def a_killed_compiler(world: World) -> None:
 
 
 def beside_unproven(world: World) -> None:
-    """NEFFs as Optimum leaves them beside a checkpoint; nothing tells their compiler."""
+    """NEFFs as Optimum leaves them beside a checkpoint, without a record of their compiler."""
     shutil.move(world.entry, world.source / "compiled")
     (world.source / "compiled" / LOCK_FILE).unlink()
 
 
 def beside_proven(world: World) -> None:
-    """The entry was moved there, its record with it."""
+    """The entry was moved there with its record."""
     shutil.move(world.entry, world.source / "compiled")
     shutil.rmtree(world.cache)
 
@@ -243,13 +243,13 @@ def beside_damaged(world: World) -> None:
 
 
 def beside_what_is_compiled_here(world: World) -> None:
-    """Its own come first."""
+    """Artifacts compiled here come first."""
     shutil.copytree(world.entry, world.source / "compiled")
     (world.source / "compiled" / LOCK_FILE).unlink()
 
 
 def flat_in_the_cache(world: World) -> None:
-    """A folder of bare NEFFs, named as the cache."""
+    """A folder of bare NEFFs, configured as the cache."""
     shutil.move(world.entry, world.source.parent / "flat")
     (world.source.parent / "flat" / LOCK_FILE).unlink()
     world.setenv("NEURON_COMPILE_CACHE_URL", str(world.source.parent / "flat"))
@@ -310,8 +310,8 @@ SAME: dict[str, dict[str, Any]] = {
         *(pytest.param(fields(**changed), "hit", id=name, marks=pytest.mark.compile) for name, changed in SAME.items()),
     ],
 )
-def test_a_start_does_what_was_foretold(world: World, change: Callable[[World], None], outcome: str) -> None:
-    """Of every compiler, set of flags, shape, degree, dtype and layout, and of what is missing or damaged."""
+def test_a_start_does_what_was_predicted(world: World, change: Callable[[World], None], outcome: str) -> None:
+    """For each compiler, set of flags, shape, degree, dtype and layout, and for missing and damaged files."""
     assert world.predicted().outcome == "compile"
     assert world.start() == "compile"
     change(world)
@@ -319,8 +319,8 @@ def test_a_start_does_what_was_foretold(world: World, change: Callable[[World], 
     assert (told.outcome, world.start()) == (outcome, outcome), told
 
 
-def test_neffs_that_prove_nothing_are_refused_with_the_way_out(world: World) -> None:
-    """By an id, the folder, and the fields that differ."""
+def test_neffs_without_a_matching_record_are_rejected_with_a_remedy(world: World) -> None:
+    """The error has the folder and the fields that differ."""
     (world.source / "compiled").mkdir()
     (world.source / "compiled" / "0123456789abcdef0123.neff").write_bytes(b"NEFF")
     with pytest.raises(EngineLoadError) as unproven:
@@ -338,8 +338,8 @@ def test_neffs_that_prove_nothing_are_refused_with_the_way_out(world: World) -> 
 
 
 @pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python"])
-def test_an_interpreter_that_does_not_answer_is_told(tmp_path: Path, python: str) -> None:
-    """It is no prediction."""
+def test_an_interpreter_without_a_result_is_an_error(tmp_path: Path, python: str) -> None:
+    """It is not a prediction."""
     told = needed(config(tmp_path, python=python))
     assert isinstance(told, Failure)
     assert told.id == "cache-not-verified"
@@ -380,10 +380,10 @@ NXD = {
 
 @pytest.mark.compile
 @pytest.mark.parametrize(("change", "outcome"), NXD.values(), ids=NXD)
-def test_a_start_of_nxd_inference_does_what_was_foretold(
+def test_a_start_of_nxd_inference_does_what_was_predicted(
     world: World, change: Callable[[World], None], outcome: str
 ) -> None:
-    """The same of the engine that keeps whole folders, whose graphs in Neuron's cache no other entry finds."""
+    """The engine keeps complete folders, and its graphs in Neuron's cache are not shared."""
     world.engine, world.fields = "nxd-inference", {}
     assert world.predicted().outcome == "compile"
     assert world.start() == "compile"
@@ -393,8 +393,8 @@ def test_a_start_of_nxd_inference_does_what_was_foretold(
     assert (told.outcome, world.start()) == (outcome, outcome), told
 
 
-def test_what_nobody_has_read_yet_is_told(world: World) -> None:
-    """The artifacts of NxD Inference depend on weights: without reading them nobody knows."""
+def test_a_prediction_reports_unread_weights(world: World) -> None:
+    """Artifacts of NxD Inference depend on weights."""
     world.engine, world.fields = "nxd-inference", {}
     (told,) = verdicts(world.config(), needed_here(world.config()), os.environ)
     assert told.prediction.outcome == "compile"
@@ -405,8 +405,8 @@ def test_what_nobody_has_read_yet_is_told(world: World) -> None:
 
 
 @pytest.mark.compile
-def test_the_graphs_of_a_model_that_saves_no_files_are_known(world: World, checkpoint: Checkpoints) -> None:
-    """Of those in the cache that others have left there: what goes of these does not matter."""
+def test_graphs_of_a_model_without_saved_files_are_recorded(world: World, checkpoint: Checkpoints) -> None:
+    """Graphs of other models in the cache do not matter."""
     assert world.start() == "compile"
     others = set(world.cache.glob(compiler_cache.GRAPHS))
     world.source, world.fields = checkpoint("gpt_neox"), {}
@@ -428,8 +428,8 @@ def test_the_graphs_of_a_model_that_saves_no_files_are_known(world: World, check
 
 
 @pytest.mark.compile
-def test_a_cache_that_can_only_be_read_is_copied(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start takes what it has, compiles what it lacks into the copy, and changes nothing in it."""
+def test_a_read_only_cache_is_copied(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start compiles missing graphs into the copy, and does not change the cache."""
     assert world.start() == "compile"
     given, is_writable = world.cache, sync.is_writable
     before = {path: path.stat().st_mtime_ns for path in given.rglob("*")}
@@ -444,7 +444,7 @@ def test_a_cache_that_can_only_be_read_is_copied(world: World, monkeypatch: pyte
 
 @pytest.mark.compile
 def test_a_cache_in_s3_serves_all_hosts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one has compiled no other compiles; where it is denied, a start says so and compiles."""
+    """A graph is compiled once; a start without permission reports it and compiles."""
     with S3Server() as server, FaultProxy(server.url) as proxy:
         for name, value in proxy.env.items():
             monkeypatch.setenv(name, value)

@@ -19,7 +19,7 @@ LOCK = "model.hlo_module.pb.lock"
 
 @pytest.fixture(autouse=True)
 def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The command lines of compilers that run; and nothing is waited for."""
+    """The command lines of running compilers; nothing waits for the cache to settle."""
     commands: list[str] = []
     monkeypatch.setattr(compiler_cache, "compilers", lambda: commands)
     monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
@@ -41,15 +41,15 @@ def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ({}, State.EMPTY),
     ],
 )
-def test_an_entry_has_the_state_that_a_start_meets(tmp_path: Path, files: dict[str, str], state: State) -> None:
-    """By AWS's rules; and a NEFF without a byte, which a power failure leaves, is none."""
+def test_entries_have_the_state_that_a_start_finds(tmp_path: Path, files: dict[str, str], state: State) -> None:
+    """By AWS's rules; an empty NEFF, left by a power failure, does not count."""
     graph(tmp_path, **files)
     (entry,) = read_entries(tmp_path)
     assert entry.state is state
 
 
-def test_an_entry_tells_its_compiler_key_flags_size_and_last_words(tmp_path: Path) -> None:
-    """What `cache ls` shows."""
+def test_an_entry_has_its_compiler_key_flags_size_and_last_log_line(tmp_path: Path) -> None:
+    """As `cache ls` shows them."""
     flags = ["--model-type=transformer", "-O1"]
     log = "compiling\n[NCC_EVRF029] Operation sort is not supported\n\n"
     folder = graph(tmp_path, **{"model.log": log, "compile_flags.json": json.dumps(flags)})
@@ -63,8 +63,8 @@ def test_an_entry_tells_its_compiler_key_flags_size_and_last_words(tmp_path: Pat
     assert entry.words == "[NCC_EVRF029] Operation sort is not supported"
 
 
-def test_a_lock_is_somebodys_while_a_compiler_works_at_the_graph(tmp_path: Path, nobody_compiles: list[str]) -> None:
-    """Also when a compiler does not tell at which."""
+def test_a_lock_of_a_running_compiler_is_not_stale(tmp_path: Path, nobody_compiles: list[str]) -> None:
+    """Also if the compiler does not name its graph."""
     folder = graph(tmp_path, **{LOCK: ""})
     graph(tmp_path, key="7be3aa4c6f1c5a0f2f3d", **{LOCK: ""})
     nobody_compiles[:] = [f"neuronx-cc compile /tmp/{folder.name}/model.pb"]
@@ -76,8 +76,8 @@ def test_a_lock_is_somebodys_while_a_compiler_works_at_the_graph(tmp_path: Path,
     assert {entry.state for entry in read_entries(tmp_path)} == {State.LOCKED}
 
 
-def test_a_lock_that_was_just_taken_is_somebodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between lock and compiler is a moment."""
+def test_a_new_lock_is_not_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler starts a moment later."""
     monkeypatch.setattr(compiler_cache, "SETTLE_S", 2.0)
     folder = graph(tmp_path, **{LOCK: ""})
     at = (folder / LOCK).stat().st_mtime
@@ -85,8 +85,8 @@ def test_a_lock_that_was_just_taken_is_somebodys(tmp_path: Path, monkeypatch: py
     assert [entry.state for entry in read_entries(tmp_path, now=at + 2.1)] == [State.STALE]
 
 
-def test_of_a_cache_elsewhere_names_and_sizes_tell(tmp_path: Path) -> None:
-    """Who compiles there is not seen, so no lock is stale; and what is no entry is none."""
+def test_remote_entries_are_read_from_names_and_sizes(tmp_path: Path) -> None:
+    """Remote compilers are not visible, so no lock is stale."""
     entry = f"neuronxcc-{COMPILER}/MODULE_{GRAPH}+{FLAGS}"
     other = f"neuronxcc-{COMPILER}/MODULE_{GRAPH}+d41d8cd9"
     files = {
@@ -104,14 +104,14 @@ def test_of_a_cache_elsewhere_names_and_sizes_tell(tmp_path: Path) -> None:
     ]
 
 
-def test_there_are_no_entries_where_there_is_no_cache(tmp_path: Path) -> None:
-    """And none are made by looking."""
+def test_a_missing_cache_has_no_entries(tmp_path: Path) -> None:
+    """It is not created."""
     assert read_entries(tmp_path / "nowhere") == ()
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_states_are_a_function_of_names() -> None:
-    """Whoever may be at work."""
+    """With and without running compilers."""
     assert state_of({LOCK}) is State.LOCKED
     assert state_of({LOCK}, at_work=False) is State.STALE
 
@@ -119,8 +119,8 @@ def test_states_are_a_function_of_names() -> None:
 # Upkeep
 
 
-def test_failures_are_forgotten_when_they_are_to_be_tried_again(tmp_path: Path) -> None:
-    """All, or those that are named; what is compiled stays."""
+def test_retry_removes_failures(tmp_path: Path) -> None:
+    """All, or the named ones; compiled graphs stay."""
     failed = graph(tmp_path, **{"model.log": "neuronx-cc failed with 70"})
     other = graph(tmp_path, key="7be3aa4c6f1c5a0f2f3d", **{"model.log": "neuronx-cc failed with 70"})
     good = graph(tmp_path, key="11111111111111111111", **FINISHED)
@@ -133,8 +133,8 @@ def test_failures_are_forgotten_when_they_are_to_be_tried_again(tmp_path: Path) 
     assert good.exists()
 
 
-def test_what_is_of_no_use_is_pruned(tmp_path: Path) -> None:
-    """A stale lock, an empty entry, and a graph that nobody read for long; failures and good graphs stay."""
+def test_prune_removes_unused_entries(tmp_path: Path) -> None:
+    """Stale locks, empty entries and old graphs; failures and used graphs stay."""
     stale = graph(tmp_path, **{LOCK: "", "model.hlo_module.pb": "graph"})
     empty = graph(tmp_path, key="22222222222222222222", **{"model.hlo_module.pb": "graph"})
     old = graph(tmp_path, key="33333333333333333333", **FINISHED)

@@ -36,7 +36,7 @@ CACHED = Candidate("neff-cache", "/cache", WANTED)
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """Another manifest."""
+    """Returns another manifest."""
     made = copy.deepcopy(WANTED)
     *above, last = path.split(".")
     place = made
@@ -66,8 +66,8 @@ def beside(manifest: dict[str, Any] | None, *missing: str) -> Candidate:
         ("model", "another", "config.json"),
     ],
 )
-def test_a_compile_is_told_with_the_field_that_differs(path: str, value: Any, field: str) -> None:
-    """Both values of it."""
+def test_a_predicted_compile_names_the_field_that_differs(path: str, value: Any, field: str) -> None:
+    """With both values."""
     there = [Candidate("compiled", "/a", changed(path, value), source="/model")]
     told = predict(WANTED, there, "/model")
     assert told.outcome == "compile"
@@ -75,8 +75,8 @@ def test_a_compile_is_told_with_the_field_that_differs(path: str, value: Any, fi
     assert str(told.why[0]).startswith(f"{field}: needs ")
 
 
-def test_a_place_that_gave_no_answer_is_told_beside_the_reason() -> None:
-    """Once, and only where something is compiled: what is here is taken without it."""
+def test_an_unavailable_cache_is_named_beside_the_reason() -> None:
+    """Once, and only if something is compiled."""
     silent = Candidate("neff-cache", "s3://neffs", None, silent="the cache at s3://neffs does not answer")
     elsewhere = Candidate("elsewhere", "s3://neffs", None, silent="the cache at s3://neffs does not answer")
     told = predict(WANTED, [silent, elsewhere])
@@ -88,8 +88,8 @@ def test_a_place_that_gave_no_answer_is_told_beside_the_reason() -> None:
         assert predict(WANTED, [silent, there]).hit
 
 
-def test_of_several_the_nearest_tells_why() -> None:
-    """And another model's tell nothing."""
+def test_the_nearest_candidate_gives_the_reason() -> None:
+    """Candidates of other models do not count."""
     near, far = changed("lnc", 2), changed("lnc", 2) | {"target": "trn2"}
     there = [Candidate("compiled", "/far", far), Candidate("compiled", "/near", near)]
     assert predict(WANTED, there, "/model").place == "/near"
@@ -113,8 +113,8 @@ def test_of_several_the_nearest_tells_why() -> None:
         ([Candidate("neff-cache", "/cache", WANTED, missing=("a",), failed=("a",))], "fail", "neff-cache"),
     ],
 )
-def test_what_a_start_takes_is_what_it_looks_for_first(there: list[Candidate], outcome: str, where: str) -> None:
-    """Its own artifacts, those of other hosts, what came with the model, the cache."""
+def test_candidates_are_checked_in_the_order_of_a_start(there: list[Candidate], outcome: str, where: str) -> None:
+    """Local artifacts, those of other hosts, those beside the model, the cache."""
     told = predict(WANTED, there, "/model")
     assert (told.outcome, told.where) == (outcome, where)
 
@@ -124,8 +124,8 @@ def test_neffs_beside_the_model_do_not_matter_to_a_compile_ahead() -> None:
     assert predict(WANTED, [beside(None)], "/model", ahead=True).outcome == "compile"
 
 
-def test_an_engine_that_compiles_nothing_has_all_it_needs() -> None:
-    """Whatever is there."""
+def test_an_engine_that_compiles_nothing_is_a_hit() -> None:
+    """Whatever candidates exist."""
     assert predict(None, [HERE]).hit
 
 
@@ -139,8 +139,8 @@ def test_an_engine_that_compiles_nothing_has_all_it_needs() -> None:
         ({"context_length_estimate": [128, 512, 2048], "tp_degree": 4}, False),
     ],
 )
-def test_fewer_buckets_are_among_those_of_more(found: dict[str, Any], hit: bool) -> None:
-    """In a cache of graphs; a folder of artifacts is one of its own."""
+def test_graphs_of_more_buckets_include_those_of_fewer(found: dict[str, Any], hit: bool) -> None:
+    """In a cache of graphs; a folder of artifacts is for one manifest."""
     constructor = {**WANTED["options"]["constructor"], **found}
     made = changed("options.constructor", constructor)
     assert predict(WANTED, [Candidate("neff-cache", "/cache", made)]).hit == hit
@@ -158,8 +158,8 @@ MANIFESTS = st.dictionaries(st.sampled_from(["engine", "options", "shapes", "ver
 
 
 @given(MANIFESTS, MANIFESTS)
-def test_manifests_differ_just_where_a_field_of_theirs_does(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """And a start hits only what has no difference."""
+def test_manifests_differ_exactly_in_their_fields(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """A start is a hit only without a difference."""
     told = differences(one, other)
     ours, theirs = flat(one), flat(other)
     assert bool(told) == any(ours.get(path) != theirs.get(path) for path in ours | theirs)
@@ -170,14 +170,14 @@ def test_manifests_differ_just_where_a_field_of_theirs_does(one: dict[str, Any],
 
 
 @given(MANIFESTS)
-def test_a_record_of_any_manifest_can_be_read_again(manifest: dict[str, Any]) -> None:
+def test_a_record_of_any_manifest_round_trips(manifest: dict[str, Any]) -> None:
     """Its name is that of the manifest."""
     made = record_of(manifest)
     assert decoded(encoded(made)) == made
     assert made.name == name_of(manifest) == name_of(made.manifest)
 
 
-def test_a_record_names_for_people_what_it_is_of() -> None:
+def test_a_record_repeats_the_main_fields_of_its_manifest() -> None:
     """Compiler, flags, shapes, degree, dtype, layout."""
     made = record_of(WANTED, "/model")
     assert (made.compiler, made.flags, made.target, made.lnc) == ("2.16", "-O1", "trn1", 1)

@@ -81,21 +81,21 @@ def proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultPr
 
 @pytest.fixture
 def bucket(server: S3Server, proxy: FaultProxy, tmp_path: Path) -> str:
-    """The URL of a cache that is empty."""
+    """The URL of an empty cache in S3."""
     name = f"neffs-{abs(hash(tmp_path))}"
     return f"{server.bucket(name)}/cache"
 
 
 @pytest.fixture
 def afar(tmp_path: Path) -> CachePlace:
-    """A cache elsewhere, empty: a folder."""
+    """An empty cache in another folder."""
     (tmp_path / "afar").mkdir()
     return FolderPlace(tmp_path / "afar")
 
 
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.slow)])
 def either(request: pytest.FixtureRequest) -> CachePlace:
-    """The same, a folder or in S3."""
+    """An empty cache, in a folder or in S3."""
     if request.param == "s3":
         return place_at(request.getfixturevalue("bucket"))
     found: CachePlace = request.getfixturevalue("afar")
@@ -103,7 +103,7 @@ def either(request: pytest.FixtureRequest) -> CachePlace:
 
 
 def kept(cache: Path, *folders: Path, manifest: dict[str, Any] | None = None) -> str:
-    """The record of a model with these graphs."""
+    """Writes the record of a model with these graphs."""
     graphs = {str(folder.relative_to(cache)): part_of(folder / "model.neff") for folder in folders}
     made = record_of(manifest or MANIFEST, graphs=graphs)
     write_record(place_of(cache, made.name), made)
@@ -111,7 +111,7 @@ def kept(cache: Path, *folders: Path, manifest: dict[str, Any] | None = None) ->
 
 
 def entries(cache: Path) -> dict[str, str]:
-    """The files of the compilers, without those of corewright's own."""
+    """Returns the files of the compilers' entries, without corewright's own folder."""
     return {name: text for name, text in content(cache).items() if not name.startswith(OWN)}
 
 
@@ -119,8 +119,8 @@ def names(place: CachePlace) -> set[str]:
     return {file.name for file in place.files()}
 
 
-def test_what_was_compiled_on_one_host_comes_to_another(either: CachePlace, tmp_path: Path) -> None:
-    """The entries byte for byte, and the record that proves them."""
+def test_pushed_graphs_are_pulled_by_another_host(either: CachePlace, tmp_path: Path) -> None:
+    """Byte for byte, with the record."""
     one, other = tmp_path / "one", tmp_path / "other"
     name = kept(one, finished(one), finished(one, "22222222222222222222", neff="another"))
     sent = push(one, either)
@@ -133,8 +133,8 @@ def test_what_was_compiled_on_one_host_comes_to_another(either: CachePlace, tmp_
     assert push(one, either).entries == pull(either, other).entries == ()
 
 
-def test_only_finished_entries_move(either: CachePlace, tmp_path: Path) -> None:
-    """No lock, no failure, no half of a NEFF; neither way."""
+def test_only_finished_entries_are_synced(either: CachePlace, tmp_path: Path) -> None:
+    """No locks, failures or partial NEFFs, in both directions."""
     one, other = tmp_path / "one", tmp_path / "other"
     good = finished(one)
     (good / "model.log").write_text("warnings")
@@ -154,8 +154,8 @@ def test_only_finished_entries_move(either: CachePlace, tmp_path: Path) -> None:
     assert list(entries(other)) == sorted(f"{base}/{file.name}" for file in good.iterdir() if file.name != "model.log")
 
 
-def test_a_good_entry_is_never_replaced(afar: CachePlace, tmp_path: Path) -> None:
-    """Two hosts that compile a graph at once do not make the same bytes of it; each keeps its own."""
+def test_finished_entries_are_never_replaced(afar: CachePlace, tmp_path: Path) -> None:
+    """Two hosts that compile one graph produce different bytes; each keeps its own."""
     one, other = tmp_path / "one", tmp_path / "other"
     finished(one, neff="of one")
     (neff,) = (folder / "model.neff" for folder in [finished(other, neff="of the other")])
@@ -167,8 +167,8 @@ def test_a_good_entry_is_never_replaced(afar: CachePlace, tmp_path: Path) -> Non
     assert [path.read_text() for path in third.rglob("model.neff")] == ["of one"]
 
 
-def test_a_record_that_came_is_of_the_files_that_came(afar: CachePlace, tmp_path: Path) -> None:
-    """Where the graph that another host pushed first is another one than the record tells."""
+def test_a_pulled_record_has_the_digests_of_the_pulled_files(afar: CachePlace, tmp_path: Path) -> None:
+    """Also if another host has pushed other bytes of the graph first."""
     one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
     finished(one, neff="of one")
     push(one, afar)
@@ -180,10 +180,8 @@ def test_a_record_that_came_is_of_the_files_that_came(afar: CachePlace, tmp_path
     assert Proof(third, [told]).missing(told) == ()
 
 
-def test_what_is_not_finished_here_gives_way_and_what_is_compiled_here_does_not(
-    afar: CachePlace, tmp_path: Path
-) -> None:
-    """An empty entry and a failure; and what is locked, which a start looks at before."""
+def test_a_pull_replaces_unfinished_entries_but_not_locked_ones(afar: CachePlace, tmp_path: Path) -> None:
+    """Empty entries and failures are replaced."""
     one, other = tmp_path / "one", tmp_path / "other"
     keys = [str(digit) * 20 for digit in range(1, 5)]
     for key in keys:
@@ -197,8 +195,8 @@ def test_what_is_not_finished_here_gives_way_and_what_is_compiled_here_does_not(
     assert finished_here == [keys[0], keys[1], keys[3]]
 
 
-def test_a_model_is_brought_by_its_record_or_by_its_compiler(afar: CachePlace, tmp_path: Path) -> None:
-    """A cache holds those of many models and releases."""
+def test_a_pull_selects_graphs_by_record_or_compiler(afar: CachePlace, tmp_path: Path) -> None:
+    """A cache has graphs of many models and compiler versions."""
     one = tmp_path / "one"
     own = finished(one)
     finished(one, "22222222222222222222")
@@ -213,8 +211,8 @@ def test_a_model_is_brought_by_its_record_or_by_its_compiler(afar: CachePlace, t
     assert len(pull(afar, tmp_path / "all").entries) == 3
 
 
-def test_a_record_comes_with_all_of_its_graphs_or_not(afar: CachePlace, tmp_path: Path) -> None:
-    """Neither does one go that tells of a failure."""
+def test_a_record_is_synced_only_with_all_its_graphs(afar: CachePlace, tmp_path: Path) -> None:
+    """Records of failures are not pushed."""
     one, other = tmp_path / "one", tmp_path / "other"
     first, second = finished(one), finished(one, "22222222222222222222")
     kept(one, first, second)
@@ -228,8 +226,8 @@ def test_a_record_comes_with_all_of_its_graphs_or_not(afar: CachePlace, tmp_path
     assert len(pull(afar, other).records) == 1
 
 
-def test_several_who_ask_at_once_bring_each_entry_once(afar: CachePlace, tmp_path: Path) -> None:
-    """The others wait, and find all there."""
+def test_concurrent_pulls_fetch_each_entry_once(afar: CachePlace, tmp_path: Path) -> None:
+    """The later ones wait, and find all entries."""
     one = tmp_path / "one"
     for digit in range(1, 4):
         finished(one, str(digit) * 20)
@@ -263,10 +261,8 @@ def kill(one: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_was_killed_in_mid_pull_leaves_whole_entries_alone(
-    bucket: str, proxy: FaultProxy, tmp_path: Path
-) -> None:
-    """Where the compiler looks nothing has come; the next pull goes on, and whoever waited was not held up."""
+def test_a_killed_pull_leaves_no_partial_entry(bucket: str, proxy: FaultProxy, tmp_path: Path) -> None:
+    """The next pull fetches the rest, without waiting for the dead process."""
     one, other = tmp_path / "one", tmp_path / "other"
     finished(one, "1" * 20, neff="x" * 200_000)
     push(one, place_at(bucket))
@@ -287,8 +283,8 @@ def test_a_process_that_was_killed_in_mid_pull_leaves_whole_entries_alone(
 
 
 @pytest.mark.slow
-def test_a_process_that_was_killed_in_mid_push_leaves_no_finished_entry(bucket: str, tmp_path: Path) -> None:
-    """Another host takes nothing of it, and the next push makes it whole."""
+def test_a_killed_push_leaves_no_finished_entry(bucket: str, tmp_path: Path) -> None:
+    """Other hosts do not pull it, and the next push completes it."""
     one, other = tmp_path / "one", tmp_path / "other"
     finished(one)
     first = process(PUSH, bucket, str(one))
@@ -301,8 +297,8 @@ def test_a_process_that_was_killed_in_mid_push_leaves_no_finished_entry(bucket: 
     assert entries(other) == entries(one)
 
 
-def test_what_a_killed_push_left_in_a_folder_is_no_entry(tmp_path: Path) -> None:
-    """It lies where nobody looks, and goes after a day."""
+def test_leftovers_of_a_killed_push_are_not_entries(tmp_path: Path) -> None:
+    """They are in a staging folder, and are removed after a day."""
     one, afar = tmp_path / "one", tmp_path / "afar"
     finished(one)
     stray = afar / OWN / f"{sync.STAGED}dead"
@@ -320,7 +316,7 @@ def test_what_a_killed_push_left_in_a_folder_is_no_entry(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_missing_permission_names_the_action_and_the_key(bucket: str, proxy: FaultProxy, tmp_path: Path) -> None:
-    """To list, to read and to write."""
+    """For listing, reading and writing."""
     finished(tmp_path / "one")
     push(tmp_path / "one", place_at(bucket))
     proxy.answer(403, "AccessDenied", methods=("PUT",))
@@ -336,7 +332,7 @@ def test_a_missing_permission_names_the_action_and_the_key(bucket: str, proxy: F
     assert entries(tmp_path / "other") == {}
 
 
-def test_a_folder_that_is_away_is_told(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     """It is not taken for an empty cache."""
     with pytest.raises(SourceError, match="neff-cache-unreadable"):
         pull(FolderPlace(tmp_path / "away"), tmp_path / "other")
@@ -352,8 +348,8 @@ def test_a_folder_that_is_away_is_told(tmp_path: Path) -> None:
 # Where a process is sent
 
 
-def test_a_cache_in_s3_is_kept_in_a_folder_of_this_host(tmp_path: Path) -> None:
-    """The same for all models that name it."""
+def test_a_cache_in_s3_has_a_local_folder(tmp_path: Path) -> None:
+    """The same for all models with that URL."""
     found = localized({"NEURON_COMPILE_CACHE_URL": "s3://neffs/chat"}, tmp_path)
     assert found is not None
     assert (found.location, found.why, found.path.parent) == ("s3://neffs/chat", "s3", tmp_path)
@@ -365,21 +361,21 @@ def test_a_cache_in_s3_is_kept_in_a_folder_of_this_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", ["--no_cache", "--cache_dir=s3://bucket/neffs -O1"])
-def test_what_the_flags_say_of_the_cache_is_left_alone(flags: str, tmp_path: Path) -> None:
-    """They are a part of what graphs are found by."""
+def test_a_cache_in_the_compiler_flags_is_not_replaced(flags: str, tmp_path: Path) -> None:
+    """The flags are part of the graphs' keys."""
     told = {"NEURON_COMPILE_CACHE_URL": "s3://neffs/chat", "NEURON_CC_FLAGS": flags}
     assert localized(told, tmp_path) is None
 
 
-def test_a_folder_of_this_host_is_used_where_it_is(tmp_path: Path) -> None:
-    """One that is still to be made, too; nothing is made by asking."""
+def test_a_local_folder_is_used_directly(tmp_path: Path) -> None:
+    """Also if it does not exist yet; it is not created."""
     told = {"NEURON_COMPILE_CACHE_URL": str(tmp_path / "a" / "neffs")}
     assert localized(told, tmp_path / "keep") is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_many_hosts_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a lock there is stale is seen by nobody."""
+def test_a_shared_folder_has_a_local_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers of other hosts are not visible, so stale locks cannot be detected."""
     mounts = [SimpleNamespace(mountpoint=str(tmp_path / "nfs"), fstype="nfs4")]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
     told = {"NEURON_COMPILE_CACHE_URL": str(tmp_path / "nfs")}
@@ -388,8 +384,8 @@ def test_a_folder_of_many_hosts_is_not(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.why == "shared"
 
 
-def test_a_folder_that_can_only_be_read_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modes do not tell it: it is tried out."""
+def test_a_read_only_folder_has_a_local_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permissions do not show a read-only mount."""
     make = tempfile.mkstemp
 
     def refused(*args: Any, **kwargs: Any) -> Any:
@@ -404,8 +400,8 @@ def test_a_folder_that_can_only_be_read_is_not(tmp_path: Path, monkeypatch: pyte
     assert found.why == "read-only"
 
 
-def test_a_pull_that_is_stopped_leaves_nothing_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stopped it is told."""
+def test_a_stopped_pull_leaves_no_partial_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises Stopped."""
     finished(tmp_path / "one")
     push(tmp_path / "one", FolderPlace(tmp_path / "one"))
 
@@ -422,8 +418,8 @@ def test_a_pull_that_is_stopped_leaves_nothing_half(tmp_path: Path, monkeypatch:
 # What is not as it was compiled
 
 
-def test_a_damaged_graph_is_not_sent(afar: CachePlace, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A record tells that it is another NEFF than was compiled; the others go."""
+def test_damaged_graphs_are_not_pushed(afar: CachePlace, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Their NEFF does not match the record; the others are pushed."""
     one = tmp_path / "one"
     bad, good = finished(one), finished(one, "2" * 20)
     kept(one, bad, good)
@@ -433,8 +429,8 @@ def test_a_damaged_graph_is_not_sent(afar: CachePlace, tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("told_by", ["sender", "record"])
-def test_a_graph_that_was_damaged_elsewhere_is_not_taken(either: CachePlace, tmp_path: Path, told_by: str) -> None:
-    """By the digest that its sender has told, or else by the record that is pulled; the next push mends it."""
+def test_damaged_remote_graphs_are_not_pulled(either: CachePlace, tmp_path: Path, told_by: str) -> None:
+    """By the digest of the marker file or of the record; the next push replaces them."""
     one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
     folder = finished(one)
     name = kept(one, folder)
@@ -462,10 +458,10 @@ def _delete(place: CachePlace, file: str) -> None:
 # Several hosts at once
 
 
-def test_a_graph_that_another_host_was_faster_with_stays(
+def test_a_push_keeps_a_graph_that_another_host_finished_first(
     either: CachePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was finished after the list was read."""
+    """After this push has listed the cache."""
     one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
     finished(one, neff="of one")
     finished(other, neff="of the other")
@@ -484,10 +480,10 @@ def test_a_graph_that_another_host_was_faster_with_stays(
 
 
 @pytest.mark.slow
-def test_a_graph_that_is_sent_while_it_is_pulled_is_asked_for_again(
+def test_a_graph_replaced_during_a_pull_is_pulled_again(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two hosts have sent it at once: it is another object than was listed."""
+    """Another host has pushed it since the listing."""
     one, other = tmp_path / "one", tmp_path / "other"
     folder = finished(one, neff="of one")
     place = place_at(bucket)
@@ -509,8 +505,8 @@ def test_a_graph_that_is_sent_while_it_is_pulled_is_asked_for_again(
 
 
 @pytest.mark.parametrize("age_s", [60.0, 2 * sync.STRAY_S])
-def test_what_somebody_compiles_in_a_folder_of_many_hosts_stays(tmp_path: Path, age_s: float) -> None:
-    """Its compiler would lose its folder; a lock of yesterday is nobody's any more."""
+def test_a_push_keeps_entries_that_are_being_compiled(tmp_path: Path, age_s: float) -> None:
+    """A lock older than a day is stale."""
     one, afar = tmp_path / "one", tmp_path / "afar"
     finished(one)
     lock = graph(afar, **{"model.hlo_module.pb.lock": ""}) / "model.hlo_module.pb.lock"
@@ -520,8 +516,8 @@ def test_what_somebody_compiles_in_a_folder_of_many_hosts_stays(tmp_path: Path, 
     assert lock.exists() == (age_s == 60.0)
 
 
-def test_what_is_sent_to_a_folder_other_users_can_read(tmp_path: Path) -> None:
-    """As far as the umask lets them: graphs and records."""
+def test_other_users_can_read_pushed_graphs_and_records(tmp_path: Path) -> None:
+    """As far as the umask allows."""
     one, afar = tmp_path / "one", tmp_path / "afar"
     kept(one, finished(one))
     afar.mkdir()
@@ -532,8 +528,8 @@ def test_what_is_sent_to_a_folder_other_users_can_read(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in afar.rglob("*")} == modes
 
 
-def test_what_a_killed_push_has_left_of_a_record_goes(tmp_path: Path) -> None:
-    """A file, and not a folder."""
+def test_leftover_records_of_killed_pushes_are_removed(tmp_path: Path) -> None:
+    """They are files, not folders."""
     one, afar = tmp_path / "one", tmp_path / "afar"
     finished(one)
     (afar / OWN).mkdir(parents=True)
@@ -544,8 +540,8 @@ def test_what_a_killed_push_has_left_of_a_record_goes(tmp_path: Path) -> None:
     assert not stray.exists()
 
 
-def test_a_pull_waits_for_no_push(afar: CachePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica that starts does not wait until another has sent its gigabytes."""
+def test_a_pull_does_not_wait_for_a_push(afar: CachePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start is not delayed by an upload of gigabytes."""
     one = tmp_path / "one"
     finished(one)
     put_entry = FolderPlace.put_entry
@@ -562,10 +558,10 @@ def test_a_pull_waits_for_no_push(afar: CachePlace, tmp_path: Path, monkeypatch:
     assert len(push(one, afar).entries) == 1
 
 
-def test_a_pull_that_waits_for_another_says_so_and_can_be_stopped(
+def test_a_waiting_pull_is_logged_and_can_be_stopped(
     afar: CachePlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may take as long as all graphs of a model."""
+    """The other one may take minutes."""
     stop = threading.Event()
     stop.set()
     (tmp_path / "other" / OWN).mkdir(parents=True)

@@ -32,7 +32,7 @@ def manifest(model: str = "target", decode: tuple[int, ...] = (128, 256), **more
 
 @dataclass
 class Host:
-    """One, whose cache is a folder of many hosts or its own."""
+    """A host whose cache is local or a shared folder."""
 
     cache: Path
     home: Path
@@ -57,7 +57,7 @@ def name(folder: Path) -> str:
 
 
 def write(cache: Path, of: Manifest, *folders: Path, failed: tuple[str, ...] = ()) -> None:
-    """The record of a model."""
+    """Writes the record of a model."""
     made = record_of(of, graphs={name(one): part_of(one / "model.neff") for one in folders}, failed=failed)
     write_record(place_of(cache, made.name), made)
 
@@ -71,7 +71,7 @@ def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
-    """Its cache is its own."""
+    """A host with a local cache."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv(URL, str(tmp_path / "cache"))
     return Host(tmp_path / "cache", tmp_path / "home")
@@ -79,13 +79,13 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 @pytest.fixture
 def shared(host: Host, monkeypatch: pytest.MonkeyPatch) -> Host:
-    """Its cache is a folder of many hosts."""
+    """A host whose cache is a folder of many hosts."""
     told = compiler_cache.file_system
     monkeypatch.setattr(compiler_cache, "file_system", lambda path: "nfs4" if path == host.cache else told(path))
     return host
 
 
-def test_the_second_model_of_a_process_sees_the_cache_too(shared: Host) -> None:
+def test_the_second_model_of_a_process_uses_the_remote_cache(shared: Host) -> None:
     """A draft beside its target."""
     folders = {}
     for model, key in (("target", "1" * 20), ("draft", "2" * 20)):
@@ -97,15 +97,15 @@ def test_the_second_model_of_a_process_sees_the_cache_too(shared: Host) -> None:
     assert os.environ[URL] == str(shared.cache)
 
 
-def test_what_the_package_was_told_is_taken_back_when_it_fails(shared: Host) -> None:
-    """The next model of the process may fare better."""
+def test_a_failed_compile_restores_the_cache_url(shared: Host) -> None:
+    """The next model of the process needs the original value."""
     with pytest.raises(RuntimeError), CompileSession(manifest(), shared.home, shared.home / "compiled").compiling():
         raise RuntimeError("the compiler has failed")
     assert os.environ[URL] == str(shared.cache)
 
 
 def test_a_damaged_graph_is_not_loaded_by_a_model_with_fewer_buckets(host: Host) -> None:
-    """There is no record of its own; that of the model with more buckets tells what was compiled."""
+    """It has no record of its own; the record with more buckets shows the damage."""
     bad, good = finished(host.cache, "1" * 20), finished(host.cache, "2" * 20)
     write(host.cache, manifest(), bad, good)
     fewer = manifest(decode=(256,))
@@ -115,8 +115,8 @@ def test_a_damaged_graph_is_not_loaded_by_a_model_with_fewer_buckets(host: Host)
     assert host.start(fewer) == {name(good): "NEFF"}
 
 
-def test_a_graph_that_another_model_has_compiled_anew_is_good(host: Host) -> None:
-    """Two models of one architecture share it; each would compile it anew at every start of the other."""
+def test_a_graph_that_another_model_compiled_again_is_valid(host: Host) -> None:
+    """Two models of one architecture share it."""
     folder = finished(host.cache, neff="first")
     write(host.cache, manifest("one"), folder)
     (folder / "model.neff").write_text("again")
@@ -126,7 +126,7 @@ def test_a_graph_that_another_model_has_compiled_anew_is_good(host: Host) -> Non
 
 
 @pytest.mark.parametrize("is_written_down", [False, True])
-def test_what_has_failed_here_and_not_elsewhere_is_brought(shared: Host, is_written_down: bool) -> None:
+def test_a_graph_that_failed_here_is_pulled(shared: Host, is_written_down: bool) -> None:
     """Another host has compiled it since."""
     folder = finished(shared.cache)
     write(shared.cache, manifest(), folder)
@@ -140,8 +140,8 @@ def test_what_has_failed_here_and_not_elsewhere_is_brought(shared: Host, is_writ
     assert shared.foretold(manifest()).outcome == "hit"
 
 
-def test_what_is_damaged_here_is_brought_again(shared: Host, tmp_path: Path) -> None:
-    """And what was sent of it is what was compiled."""
+def test_a_graph_damaged_here_is_pulled_again(shared: Host, tmp_path: Path) -> None:
+    """The remote copy is intact."""
     folder = finished(tmp_path / "other")
     write(tmp_path / "other", manifest(), folder)
     push(tmp_path / "other", FolderPlace(shared.cache))
@@ -154,8 +154,8 @@ def test_what_is_damaged_here_is_brought_again(shared: Host, tmp_path: Path) -> 
     assert [file for file in content(place.path) if sync.DIGEST in Path(file).name.removesuffix(".json")] == []
 
 
-def test_a_cache_is_looked_at_once_however_many_records_it_has(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every start looks; of other models no NEFF is read."""
+def test_a_start_reads_no_neffs_of_other_models(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many records the cache has."""
     folders = [finished(host.cache, f"{number:020}") for number in range(3)]
     for number in range(5):
         write(host.cache, manifest(flags=number), *folders)
@@ -177,8 +177,8 @@ def test_a_cache_is_looked_at_once_however_many_records_it_has(host: Host, monke
     assert (len(looks), sorted(reads)) == (1, sorted(folder / "model.neff" for folder in folders))
 
 
-def test_a_start_writes_down_when_it_was(host: Host) -> None:
-    """By it a prune knows what is used where files do not tell when they were read."""
+def test_a_start_renews_its_record(host: Host) -> None:
+    """A prune needs it on file systems without access times."""
     folder = finished(host.cache)
     write(host.cache, manifest(), folder)
     file = place_of(host.cache, record_of(manifest()).name)

@@ -28,7 +28,7 @@ def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def old(folder: Path, at: float = 1e9) -> Path:
-    """Its files were changed and read long ago."""
+    """Makes files look as if changed and read long ago."""
     for path in folder.iterdir():
         os.utime(path, (at, at))
     return folder
@@ -46,7 +46,7 @@ def pruned(cache: Path) -> list[str]:
 
 
 def test_a_set_whose_compile_ends_during_a_prune_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All sets are looked at first, which takes minutes."""
+    """All sets are examined first, which takes minutes."""
     look = pruning.kept_in
 
     def compiled_meanwhile(root: Path) -> list[pruning.Kept]:
@@ -61,8 +61,8 @@ def test_a_set_whose_compile_ends_during_a_prune_stays(tmp_path: Path, monkeypat
     assert peek(tmp_path, MANIFEST).complete
 
 
-def test_a_damaged_set_that_was_made_anew_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its turn comes later than the look at it."""
+def test_a_damaged_set_compiled_again_during_a_prune_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is examined again under its lock."""
 
     def made() -> Entry:
         with entry(tmp_path, MANIFEST) as held:
@@ -81,16 +81,16 @@ def test_a_damaged_set_that_was_made_anew_meanwhile_stays(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_a_set_that_is_being_compiled_is_not_named(tmp_path: Path, dry_run: bool) -> None:
-    """That it is not whole yet is no reason; what a killed compile has left is one."""
+def test_a_set_that_is_being_compiled_is_not_pruned(tmp_path: Path, dry_run: bool) -> None:
+    """A leftover of a killed compile is."""
     with entry(tmp_path, MANIFEST) as held:
         assert list(pruning.prune_compiled(tmp_path, DAY_S, dry_run)) == []
     assert [one.path for one in pruning.prune_compiled(tmp_path, DAY_S, dry_run)] == [str(held.path)]
 
 
 @pytest.mark.parametrize("program", ["a.neff", "model.pt", "code/a.so"])
-def test_every_kind_of_program_is_compared_by_its_content(tmp_path: Path, program: str) -> None:
-    """All of them are run; the cpu engine's are shared objects."""
+def test_all_kinds_of_programs_are_compared_by_content(tmp_path: Path, program: str) -> None:
+    """The cpu engine's are shared objects."""
     with entry(tmp_path, MANIFEST) as held:
         (held.path / program).parent.mkdir(exist_ok=True)
         (held.path / program).write_bytes(b"program")
@@ -102,16 +102,16 @@ def test_every_kind_of_program_is_compared_by_its_content(tmp_path: Path, progra
 # Graphs
 
 
-def test_an_empty_folder_that_was_just_made_stays(tmp_path: Path) -> None:
-    """A compile begins with it; after an hour nobody is at it."""
+def test_a_new_empty_folder_is_not_pruned(tmp_path: Path) -> None:
+    """A compile begins with it; after an hour it is a leftover."""
     begun, left = graph(tmp_path, "1" * 20), graph(tmp_path, "2" * 20)
     os.utime(left, (1e9, 1e9))
     assert pruned(tmp_path) == [str(left)]
     assert begun.exists()
 
 
-def test_a_start_of_another_model_makes_no_graph_look_unread(tmp_path: Path) -> None:
-    """It marks all that is there, to see what is read; what nobody has read gets its time back."""
+def test_a_start_restores_the_access_times_of_unread_graphs(tmp_path: Path) -> None:
+    """It sets them back to see which graphs are read."""
     read, unread = old(finished(tmp_path, "1" * 20)), old(finished(tmp_path, "2" * 20))
     neff = read / "model.neff"
     os.utime(neff, ns=(neff.stat().st_ctime_ns, neff.stat().st_mtime_ns))
@@ -119,8 +119,8 @@ def test_a_start_of_another_model_makes_no_graph_look_unread(tmp_path: Path) -> 
     assert pruned(tmp_path) == [str(unread)]
 
 
-def test_of_two_starts_at_once_each_knows_its_own_graphs(tmp_path: Path) -> None:
-    """The times that the first puts back are no reads in the eyes of the second."""
+def test_concurrent_starts_record_only_their_own_graphs(tmp_path: Path) -> None:
+    """Restored times do not count as reads."""
     unread = old(finished(tmp_path, "1" * 20))
     first, second = GraphUses(tmp_path), GraphUses(tmp_path)
     first.record(MANIFEST, "m")
@@ -131,8 +131,8 @@ def test_of_two_starts_at_once_each_knows_its_own_graphs(tmp_path: Path) -> None
     assert name(unread) not in told.graphs
 
 
-def test_a_graph_that_a_start_has_named_lately_stays(tmp_path: Path) -> None:
-    """On a file system that does not tell reads its record does."""
+def test_a_graph_of_a_recent_record_is_not_pruned(tmp_path: Path) -> None:
+    """On a file system without access times."""
     named, unread = old(finished(tmp_path, "1" * 20)), old(finished(tmp_path, "2" * 20))
     made = record_of(MANIFEST, graphs={name(named): part_of(named / "model.neff")})
     write_record(place_of(tmp_path, made.name), made)
@@ -140,8 +140,8 @@ def test_a_graph_that_a_start_has_named_lately_stays(tmp_path: Path) -> None:
     assert pruned(tmp_path) == [str(unread)]
 
 
-def test_a_record_of_which_nothing_is_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would be read by every start; one of which a graph is left stays, and one that was just written."""
+def test_a_record_without_graphs_is_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with a remaining graph stays, and so does a new one."""
     left = finished(tmp_path)
     part = part_of(left / "model.neff")
     made = [
@@ -161,7 +161,7 @@ def test_a_record_of_which_nothing_is_left_goes(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def vanishes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
-    """Has a folder go when one of its files is asked for once more than so many times."""
+    """Removes a folder when one of its files is read for more than a number of times."""
     stat = Path.stat
 
     def later(folder: Path, times: int) -> None:
@@ -190,10 +190,10 @@ LOOKS = [read_entries, _uses, _uses_that_fail, lambda cache: list(pruning.prune_
 
 @pytest.mark.parametrize("times", range(16))
 @pytest.mark.parametrize("look", LOOKS)
-def test_a_graph_that_goes_meanwhile_is_passed_over(
+def test_a_graph_removed_meanwhile_is_skipped(
     look: Callable[[Path], object], times: int, tmp_path: Path, vanishes: Callable[[Path, int], None]
 ) -> None:
-    """Other starts and prunes remove graphs at any moment."""
+    """Other starts and prunes remove graphs at any time."""
     stays, gone = finished(tmp_path, "1" * 20), finished(tmp_path, "2" * 20)
     (gone / "model.log").write_text("failed")
     vanishes(gone, times)
@@ -201,8 +201,8 @@ def test_a_graph_that_goes_meanwhile_is_passed_over(
     assert (stays / "model.neff").exists()
 
 
-def test_files_that_go_meanwhile_are_no_part_of_a_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """inductor makes and removes folders all the time."""
+def test_files_removed_meanwhile_are_not_part_of_a_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """inductor creates and removes folders all the time."""
     (tmp_path / "set" / "code").mkdir(parents=True)
     (tmp_path / "set" / "code" / "a.so").write_bytes(b"program")
     (tmp_path / "set" / "b.neff").write_bytes(b"NEFF")

@@ -27,7 +27,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 @pytest.fixture(autouse=True)
 def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa: F811
-    """A bucket without requests so far, with a short retry deadline."""
+    """A bucket without requests so far, and a short retry deadline."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
     monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
     monkeypatch.setattr(unavailable, "_logged", set())
@@ -80,7 +80,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
 
 
 @silent
-def test_a_cache_that_gives_no_answer_fails_no_compile(
+def test_an_unavailable_cache_does_not_fail_a_compile(
     checkpoint: Checkpoints,
     tmp_path: Path,
     proxy: FaultProxy,
@@ -89,7 +89,7 @@ def test_a_cache_that_gives_no_answer_fails_no_compile(
     level: int,
     says: str,
 ) -> None:
-    """It is compiled, of the draft too; the log has it once, as an error where somebody has to mend it."""
+    """Also not that of the draft; it is logged once, as an error if it needs a fix."""
     fault(proxy)
     built = asked(kept(checkpoint("llama"), tmp_path, draft_source=str(checkpoint("llama")), draft_k=3))
     assert isinstance(built, Built)
@@ -100,7 +100,7 @@ def test_a_cache_that_gives_no_answer_fails_no_compile(
 
 
 @silent
-def test_a_start_that_needs_graphs_from_a_silent_cache_compiles_them(
+def test_a_start_compiles_graphs_of_an_unavailable_cache(
     checkpoint: Checkpoints,
     tmp_path: Path,
     proxy: FaultProxy,
@@ -110,7 +110,7 @@ def test_a_start_that_needs_graphs_from_a_silent_cache_compiles_them(
     level: int,
     says: str,
 ) -> None:
-    """Also one that nothing was compiled ahead of."""
+    """Also without a compile ahead of time."""
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", CACHE)
     fault(proxy)
     engine: Any = open_transformers_neuronx(kept(checkpoint("llama"), tmp_path))
@@ -121,7 +121,7 @@ def test_a_start_that_needs_graphs_from_a_silent_cache_compiles_them(
 
 
 @silent
-def test_what_a_start_would_compile_is_told_with_the_silence(
+def test_a_prediction_names_the_unavailable_cache(
     checkpoint: Checkpoints,
     tmp_path: Path,
     proxy: FaultProxy,
@@ -130,7 +130,7 @@ def test_what_a_start_would_compile_is_told_with_the_silence(
     level: int,
     says: str,
 ) -> None:
-    """As the reason for the state `compiling`; the whole sets and the graphs are asked for once."""
+    """As the reason of the state `compiling`; sets and graphs are requested once."""
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", CACHE)
     fault(proxy)
     one = kept(checkpoint("llama"), tmp_path)
@@ -139,10 +139,10 @@ def test_what_a_start_would_compile_is_told_with_the_silence(
     assert told.count("the cache at") == 1
 
 
-def test_a_silent_cache_hides_nothing_that_is_here(
+def test_an_unavailable_cache_does_not_hide_local_artifacts(
     checkpoint: Checkpoints, tmp_path: Path, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start whose set lies on this host compiles nothing, and `verify` says so."""
+    """The start compiles nothing, and `verify` predicts that."""
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", CACHE)
     proxy.away()
     one = kept(checkpoint("llama"), tmp_path)
@@ -156,8 +156,8 @@ def test_a_silent_cache_hides_nothing_that_is_here(
     assert not engine.compiled
 
 
-def test_who_asks_for_a_push_is_told_that_it_failed(checkpoint: Checkpoints, tmp_path: Path, proxy: FaultProxy) -> None:
-    """With the action that is not allowed; what was compiled stays."""
+def test_a_failed_push_is_reported(checkpoint: Checkpoints, tmp_path: Path, proxy: FaultProxy) -> None:
+    """With the action that is not allowed; the compiled artifacts stay."""
     _denied(proxy)
     one = kept(checkpoint("llama"), tmp_path)
     told = asked(one, push=True)
@@ -167,10 +167,10 @@ def test_who_asks_for_a_push_is_told_that_it_failed(checkpoint: Checkpoints, tmp
     assert all(wanted.complete for wanted in build.predict(one).wanted)
 
 
-def test_a_cache_that_falls_silent_in_the_middle_leaves_nothing(
+def test_a_pull_that_fails_midway_leaves_nothing(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has arrived of the set would be taken for compiled here."""
+    """Partial content must not count as compiled here."""
     first = config(
         checkpoint("llama"), compiled=str(tmp_path / "first"), neff_cache=str(tmp_path / "shared"), **BUCKETS
     )
@@ -189,8 +189,8 @@ def test_a_cache_that_falls_silent_in_the_middle_leaves_nothing(
     assert not list((tmp_path / "other").rglob("arrived.neff"))
 
 
-def test_a_manifest_that_is_none_is_not_taken(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Whatever it is."""
+def test_an_invalid_remote_manifest_is_rejected(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Whatever its content."""
     shared = tmp_path / "shared"
     one = config(checkpoint("llama"), compiled=str(tmp_path / "a"), neff_cache=str(shared), **BUCKETS)
     assert isinstance(asked(one, push=True), Built)
@@ -201,8 +201,8 @@ def test_a_manifest_that_is_none_is_not_taken(checkpoint: Checkpoints, tmp_path:
     assert len(built.compiled) == 1
 
 
-def test_no_credential_of_a_wrong_url_is_told() -> None:
-    """Nor a signature."""
+def test_credentials_in_a_wrong_url_are_not_shown() -> None:
+    """Nor signatures."""
     error = SourceError("s3-url-wrong", "it is no s3://BUCKET/PREFIX")
     words = unavailable.describe("s3://KEY:SECRET@neffs/chat?X-Amz-Signature=abc", error)
     assert words == "the cache at s3://neffs/chat cannot be used: s3-url-wrong: it is no s3://BUCKET/PREFIX"

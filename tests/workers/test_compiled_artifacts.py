@@ -63,7 +63,7 @@ def line(of: subprocess.Popen[str]) -> str:
 
 
 def make(root: Path) -> Path:
-    """A complete entry."""
+    """Returns a complete entry."""
     with entry(root, WANTED) as found:
         (found.path / "artifact").write_text("compiled\n")
         found.finish()
@@ -71,7 +71,7 @@ def make(root: Path) -> Path:
 
 
 def test_two_processes_compile_a_manifest_once(tmp_path: Path) -> None:
-    """The second waits, says for whom, and finds it complete."""
+    """The second one waits, logs for which process, and finds it complete."""
     first = process(tmp_path)
     assert line(first) == "holds True"
     second = process(tmp_path)
@@ -87,7 +87,7 @@ def test_two_processes_compile_a_manifest_once(tmp_path: Path) -> None:
 
 
 def test_many_processes_hold_a_complete_entry_at_once(tmp_path: Path) -> None:
-    """Loading takes minutes, and nobody waits for another's."""
+    """Loads take minutes and do not wait for each other."""
     make(tmp_path)
     several = [process(tmp_path) for _ in range(2)]
     assert [line(one) for one in several] == ["holds False"] * 2
@@ -95,8 +95,8 @@ def test_many_processes_hold_a_complete_entry_at_once(tmp_path: Path) -> None:
         one.communicate("\n", DEADLINE_S)
 
 
-def test_a_process_that_was_killed_in_a_compile_leaves_an_entry_to_be_made(tmp_path: Path) -> None:
-    """It leaves no lock, and what it wrote is gone."""
+def test_a_killed_compile_leaves_an_empty_entry(tmp_path: Path) -> None:
+    """Its lock is released and its files are removed."""
     first = process(tmp_path)
     assert line(first) == "holds True"
     (stray,) = (path / "stray" for path in tmp_path.iterdir() if path.is_dir())
@@ -110,16 +110,16 @@ def test_a_process_that_was_killed_in_a_compile_leaves_an_entry_to_be_made(tmp_p
 
 
 @pytest.mark.parametrize("manifest", ["", "{}", '{"engine": "e", "shapes": [1'])
-def test_a_manifest_that_is_not_the_wanted_one_makes_no_entry_complete(tmp_path: Path, manifest: str) -> None:
-    """A disk that was full, or a hand that was in it."""
+def test_an_entry_with_another_manifest_is_incomplete(tmp_path: Path, manifest: str) -> None:
+    """After a full disk or a manual change."""
     (make(tmp_path) / MANIFEST).write_text(manifest)
     with entry(tmp_path, WANTED) as found:
         assert not found.complete
         assert list(found.path.iterdir()) == []
 
 
-def test_a_child_that_was_forked_inside_holds_no_entry(tmp_path: Path) -> None:
-    """A pool of processes may outlive what it was made for, and nobody would get the entry any more."""
+def test_a_forked_child_does_not_hold_the_entry(tmp_path: Path) -> None:
+    """A pool of processes may outlive the compile."""
     waits, ends = os.pipe()
     with entry(tmp_path, WANTED) as found:
         child = os.fork()
@@ -136,16 +136,16 @@ def test_a_child_that_was_forked_inside_holds_no_entry(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_an_entry_that_is_not_whole_is_made_anew(tmp_path: Path) -> None:
-    """The manifest is there, and files are missing."""
+def test_an_entry_with_missing_files_is_compiled_again(tmp_path: Path) -> None:
+    """Although its manifest is there."""
     (make(tmp_path) / "artifact").unlink()
     with entry(tmp_path, WANTED, lambda path: (path / "artifact").exists()) as found:
         assert not found.complete
         assert not (found.path / MANIFEST).exists()
 
 
-def test_an_entry_is_finished_when_all_of_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power failure leaves no manifest beside files that were never written: it comes last."""
+def test_an_entry_is_finished_after_its_files_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest comes last, so that a power failure leaves none beside missing files."""
     synced: list[tuple[str, bool]] = []
     real = os.fsync
 
@@ -166,8 +166,8 @@ def test_an_entry_is_finished_when_all_of_it_is_on_the_disk(tmp_path: Path, monk
     assert (name, True) in synced  # the manifest's own name
 
 
-def test_a_disk_that_does_not_take_a_file_finishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel could not write is told by the call alone."""
+def test_a_failed_sync_leaves_the_entry_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only fsync reports a failed write."""
 
     def fsync(descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -181,8 +181,8 @@ def test_a_disk_that_does_not_take_a_file_finishes_nothing(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "no record"])
-def test_an_entry_whose_files_are_not_as_they_were_is_made_anew(tmp_path: Path, damage: str) -> None:
-    """Of every engine: its record has them all."""
+def test_an_entry_with_changed_files_is_compiled_again(tmp_path: Path, damage: str) -> None:
+    """Of each engine: the record lists all files."""
     made = make(tmp_path)
     if damage == "short":
         (made / "artifact").write_text("")
@@ -193,8 +193,8 @@ def test_an_entry_whose_files_are_not_as_they_were_is_made_anew(tmp_path: Path, 
         assert list(found.path.iterdir()) == []
 
 
-def test_a_forgotten_entry_stays_for_those_who_hold_it(tmp_path: Path) -> None:
-    """Its files go when the next one makes it anew."""
+def test_a_forgotten_entry_stays_for_its_holders(tmp_path: Path) -> None:
+    """The next compile removes its files."""
     made = make(tmp_path)
     with entry(tmp_path, WANTED) as found:
         found.forget()
@@ -209,7 +209,7 @@ def test_a_forgotten_entry_stays_for_those_who_hold_it(tmp_path: Path) -> None:
 
 @pytest.fixture
 def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Makes a folder one of a file system that is mounted to be read: for root as well, who minds no permission."""
+    """Makes a folder look like a read-only mount, also for root."""
 
     def make_so(root: Path) -> None:
         opening, making = os.open, os.mkdir
@@ -240,8 +240,8 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     return make_so
 
 
-def test_a_complete_entry_on_a_read_only_root_is_taken(tmp_path: Path, read_only: Callable[[Path], None]) -> None:
-    """Compiled on another host, and given to this one."""
+def test_a_complete_entry_on_a_read_only_root_is_used(tmp_path: Path, read_only: Callable[[Path], None]) -> None:
+    """It was compiled on another host."""
     make(tmp_path)
     read_only(tmp_path)
     with entry(tmp_path, WANTED) as found:
@@ -249,8 +249,8 @@ def test_a_complete_entry_on_a_read_only_root_is_taken(tmp_path: Path, read_only
         assert (found.path / "artifact").read_text() == "compiled\n"
 
 
-def test_what_is_missing_on_a_read_only_root_is_told(tmp_path: Path, read_only: Callable[[Path], None]) -> None:
-    """By an id, with the folder and what the system says."""
+def test_a_missing_entry_on_a_read_only_root_is_an_error(tmp_path: Path, read_only: Callable[[Path], None]) -> None:
+    """With the folder and the system's message."""
     make(tmp_path)
     read_only(tmp_path)
     with pytest.raises(EngineLoadError) as caught, entry(tmp_path, WANTED | {"flags": {}}):
@@ -260,25 +260,25 @@ def test_what_is_missing_on_a_read_only_root_is_told(tmp_path: Path, read_only: 
     assert "Read-only file system" in caught.value.what
 
 
-def test_a_root_that_is_no_folder_is_told(tmp_path: Path) -> None:
-    """A file is in the way."""
+def test_a_root_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    """With its path."""
     (tmp_path / "file").write_text("")
     with pytest.raises(EngineLoadError, match="compiled-unwritable"), entry(tmp_path / "file" / "compiled", WANTED):
         pass
 
 
-def test_a_folder_that_cannot_be_emptied_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It belongs to somebody else."""
+def test_a_folder_that_cannot_be_emptied_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to another user."""
     (make(tmp_path) / MANIFEST).unlink()
     monkeypatch.setattr(compiled_artifacts.shutil, "rmtree", lambda path, ignore_errors: None)  # type: ignore[attr-defined]
     with pytest.raises(EngineLoadError, match="compiled-unwritable"), entry(tmp_path, WANTED):
         pass
 
 
-def test_digests_that_cannot_be_kept_are_computed_each_time(
+def test_digests_that_cannot_be_cached_are_computed_each_time(
     tmp_path: Path, read_only: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Artifacts that hold weights load from a read-only root too."""
+    """Artifacts with weights load from a read-only root, too."""
     source = tmp_path / "model"
     source.mkdir()
     (source / "model.safetensors").write_text("weights")
@@ -299,10 +299,10 @@ def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa:
     return neuron
 
 
-def test_neffs_of_other_graphs_are_given_up(
+def test_neffs_of_other_graphs_are_discarded(
     machine: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The package makes other graphs of what the manifest names: that start fails and says so, the next compiles."""
+    """The package compiles other graphs than the manifest names: that start fails, and the next one compiles."""
     runtime = importlib.import_module("neuron_double.runtime")
     graphs = importlib.import_module("transformers_neuronx.graphs")
     fields = {"compiled": str(tmp_path / "compiled"), **BUCKETS}
@@ -323,7 +323,7 @@ def test_neffs_of_other_graphs_are_given_up(
     assert [start(), start()] == [True, False]
 
 
-def test_another_file_that_is_missing_is_not_taken_for_neffs_that_do_not_fit(
+def test_another_missing_file_does_not_discard_the_neffs(
     machine: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The artifacts stay."""
@@ -345,8 +345,8 @@ def test_another_file_that_is_missing_is_not_taken_for_neffs_that_do_not_fit(
     assert not engine.compiled
 
 
-def test_a_compile_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that fails too."""
+def test_compile_time_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of a failed compile."""
     times = iter([0.0, 5.0, 10.0, 17.0])
     monkeypatch.setattr(compiled_artifacts, "SPENT", compiled_artifacts.Stopwatch(clock=times.__next__))
     with compiled_artifacts.compiling("a model", "its log is here"):
@@ -357,8 +357,8 @@ def test_a_compile_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled_artifacts.SPENT.seconds == 12.0
 
 
-def test_the_stopwatch_runs_inside_only() -> None:
-    """What a replica tells of its compiling: so far, while it runs, and the sum of all times."""
+def test_the_stopwatch_runs_only_inside_its_context() -> None:
+    """It adds up all runs, and can be read meanwhile."""
     now = 10.0
     watch = compiled_artifacts.Stopwatch(clock=lambda: now)
     with watch.running():

@@ -37,13 +37,13 @@ LOAD = (
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of the cache, which is not waited for."""
+    """An empty cache; nothing waits for it to settle."""
     monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
     return tmp_path / "neuron-compile-cache"
 
 
 def graph(cache: Path, name: str = GRAPH, **files: str) -> Path:
-    """The folder of a graph with these files, whose names have "_" for "."."""
+    """Creates the folder of a graph with these files, whose names have "_" for "."."""
     folder = cache / "neuronxcc-2.16.372.0+4a9b2326" / name
     folder.mkdir(parents=True)
     for file, text in files.items():
@@ -53,7 +53,7 @@ def graph(cache: Path, name: str = GRAPH, **files: str) -> Path:
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> Iterator[Callable[[str], None]]:
-    """Starts what looks like neuronx-cc at work: a script of that name, with the words that the wrapper gives it."""
+    """Starts a process that looks like neuronx-cc: a script of that name with the wrapper's arguments."""
     script = tmp_path / "neuronx-cc"
     script.write_text("#!/bin/sh\necho started\nread line\n")
     script.chmod(0o755)
@@ -88,8 +88,8 @@ def compiler(tmp_path: Path) -> Iterator[Callable[[str], None]]:
         ({"NEURON_CC_FLAGS": "--no_cache"}, None),
     ],
 )
-def test_the_cache_is_where_the_wrapper_looks_for_it(environment: dict[str, str], where: Path | None) -> None:
-    """The flag goes before the variable, and that before AWS's default; in S3 nothing is touched."""
+def test_the_cache_location_is_that_of_the_wrapper(environment: dict[str, str], where: Path | None) -> None:
+    """The flag precedes the variable, and that AWS's default; caches in S3 are not touched."""
     assert compiler_cache.location(environment) == where
 
 
@@ -105,8 +105,8 @@ def test_the_cache_is_where_the_wrapper_looks_for_it(environment: dict[str, str]
         "x" * 200_000 + "\nneuronx-cc failed with -9\n",
     ],
 )
-def test_a_failure_of_a_killed_compiler_is_forgotten(cache: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whether it was the kernel, or whoever ended the replica; the log says which graph is tried again."""
+def test_failures_of_killed_compilers_are_removed(cache: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Killed by the kernel or with the replica; the log names the graph."""
     folder = graph(cache, model_log=text)
     with caplog.at_level(logging.WARNING):
         compiler_cache.make_ready(cache)
@@ -125,26 +125,26 @@ def test_a_failure_of_a_killed_compiler_is_forgotten(cache: Path, text: str, cap
         {"model_hlo": "a graph that nobody has compiled yet"},
     ],
 )
-def test_whatever_else_the_cache_holds_stays(cache: Path, files: dict[str, str]) -> None:
-    """A graph that cannot be compiled, and one that has been after a failure."""
+def test_other_entries_of_the_cache_stay(cache: Path, files: dict[str, str]) -> None:
+    """A graph that cannot be compiled, and one compiled after a failure."""
     folder = graph(cache, **files)
     before = sorted(folder.iterdir())
     compiler_cache.make_ready(cache)
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_failure_that_is_just_tried_again_stays(cache: Path, compiler: Callable[[str], None]) -> None:
-    """Somebody else has the graph's lock, and a compiler at work."""
+def test_a_failure_that_is_being_retried_stays(cache: Path, compiler: Callable[[str], None]) -> None:
+    """Another process has the graph's lock."""
     folder = graph(cache, model_log="neuronx-cc failed with -9", model_pb_lock="")
     compiler(COMMAND.format(GRAPH))
     compiler_cache.make_ready(cache)
     assert len(list(folder.iterdir())) == 2
 
 
-def test_a_folder_that_cannot_be_removed_is_told(
+def test_a_folder_that_cannot_be_removed_is_logged(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is another user's; the load goes on, and says itself what it finds."""
+    """It belongs to another user; the load continues."""
 
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -159,10 +159,10 @@ def test_a_folder_that_cannot_be_removed_is_told(
 # Locks
 
 
-def test_a_lock_without_a_compiler_is_removed(
+def test_a_stale_lock_is_removed(
     cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That of another graph, which one works at, stays; and what is compiled already."""
+    """Locks of running compilers stay, and so do compiled graphs."""
     stale = graph(cache, model_pb_lock="", model_pb="graph")
     other = graph(cache, "MODULE_7be3aa4c6f1c5a0f2f3d+d41d8cd9", model_pb_lock="")
     compiler(COMMAND.format(other.name))
@@ -174,14 +174,14 @@ def test_a_lock_without_a_compiler_is_removed(
 
 
 def test_a_compiler_that_does_not_name_its_graph_keeps_all_locks(cache: Path, compiler: Callable[[str], None]) -> None:
-    """It may work at any of them."""
+    """It may be compiling any of them."""
     folder = graph(cache, model_pb_lock="")
     compiler("compile --target=trn1 graph.hlo")
     compiler_cache.make_ready(cache)
     assert (folder / "model.pb.lock").exists()
 
 
-def test_a_lock_of_a_folder_that_changes_stays(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_of_a_changing_folder_stays(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler has ended, and the wrapper copies its NEFF."""
     folder = graph(cache, model_pb_lock="")
     monkeypatch.setattr(
@@ -191,10 +191,10 @@ def test_a_lock_of_a_folder_that_changes_stays(cache: Path, monkeypatch: pytest.
     assert (folder / "model.pb.lock").exists()
 
 
-def test_locks_on_a_file_system_of_many_hosts_stay(
+def test_locks_on_a_shared_file_system_stay(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Compilers of the other hosts are not seen; it is told."""
+    """Compilers of other hosts are not visible; this is logged."""
     folder = graph(cache, model_pb_lock="")
     mounts = [SimpleNamespace(mountpoint=str(point), fstype=kind) for point, kind in [(cache, "nfs4"), ("/", "ext4")]]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
@@ -214,7 +214,7 @@ def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Neu
 
 
 def start(source: Path, **fields: Any) -> TransformersNeuronxEngine:
-    """As a process of its own would, whose cores are free by now."""
+    """Starts the model as a process of its own would, with free cores."""
     importlib.import_module("neuron_double.runtime").reset_for_tests()
     engine = open_transformers_neuronx(config(source, **fields))
     assert isinstance(engine, TransformersNeuronxEngine)
@@ -223,10 +223,10 @@ def start(source: Path, **fields: Any) -> TransformersNeuronxEngine:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_a_compile_that_was_killed_is_tried_again_by_the_next_start(
+def test_a_killed_compile_is_retried_by_the_next_start(
     machine: Neuron, checkpoint: Checkpoints, tmp_path: Path, family: str
 ) -> None:
-    """The package itself does not try it again: the failure stays in the cache. GPT-NeoX has nothing but that."""
+    """The package itself does not retry a failure in the cache. GPT-NeoX has no other artifacts."""
     fields = {"compiled": str(tmp_path / "compiled")} | ({} if family in SERIAL else BUCKETS)
     machine.plan({"at": "compile", "exit": -9, "times": 1})
     with pytest.raises(RuntimeError) as first:
@@ -237,8 +237,8 @@ def test_a_compile_that_was_killed_is_tried_again_by_the_next_start(
     assert start(checkpoint(family), **fields).compiled
 
 
-def test_a_graph_that_cannot_be_compiled_is_not_tried_again(machine: Neuron, checkpoint: Checkpoints) -> None:
-    """The cache says so, and what had been said."""
+def test_a_graph_that_cannot_be_compiled_is_not_retried(machine: Neuron, checkpoint: Checkpoints) -> None:
+    """The error repeats the compiler's message."""
     machine.plan({"at": "compile", "exit": 70, "times": 1})
     failures = []
     for _ in range(2):
@@ -254,10 +254,10 @@ def test_a_graph_that_cannot_be_compiled_is_not_tried_again(machine: Neuron, che
 
 
 @pytest.mark.slow
-def test_a_process_that_was_killed_in_a_compile_stops_no_other(
+def test_a_killed_compile_does_not_block_the_next_start(
     machine: Neuron, checkpoint: Checkpoints, tmp_path: Path, cache: Path
 ) -> None:
-    """It leaves the lock of its graph, which the next start would wait for without end."""
+    """It leaves the lock of its graph."""
     machine.plan({"at": "compile", "die": True, "times": 1})
     told = config(checkpoint("llama"), compiled=str(tmp_path / "compiled"), **BUCKETS)
     env = os.environ | machine.env

@@ -32,7 +32,7 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.slow)])
 def location(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An empty place, of each kind."""
+    """An empty cache of each kind."""
     if request.param == "folder":
         return str(tmp_path / "shared")
     server = request.getfixturevalue("server")
@@ -48,7 +48,7 @@ def held(root: Path) -> Iterator[Entry]:
 
 
 def make(root: Path, program: bytes = b"program") -> Entry:
-    """A complete one, with a file in a folder."""
+    """Creates a complete entry with a file in a subfolder."""
     with held(root) as found:
         (found.path / "code").mkdir()
         (found.path / "code" / "a.so").write_bytes(program)
@@ -58,7 +58,7 @@ def make(root: Path, program: bytes = b"program") -> Entry:
 
 
 def there(folder: Path, file: str) -> Path:
-    """Where that file of the entry lies in a place that is a folder."""
+    """Returns the path of that file in a cache that is a folder."""
     (found,) = folder.rglob(file)
     return found
 
@@ -71,8 +71,8 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_what_was_pushed_is_what_is_pulled(location: str, tmp_path: Path) -> None:
-    """On another host: an entry that is complete, with the same files."""
+def test_a_pushed_entry_is_pulled_by_another_host(location: str, tmp_path: Path) -> None:
+    """It is complete there, with the same files."""
     here = make(tmp_path / "a")
     assert shared_artifacts.push(here, location) > 0
     with held(tmp_path / "b") as other:
@@ -82,21 +82,21 @@ def test_what_was_pushed_is_what_is_pulled(location: str, tmp_path: Path) -> Non
     assert content(other.path) == content(here.path)
 
 
-def test_an_entry_that_is_there_is_not_sent_again(location: str, tmp_path: Path) -> None:
-    """Nor is it overwritten by one that another host has made."""
+def test_a_present_entry_is_not_pushed_again(location: str, tmp_path: Path) -> None:
+    """Nor replaced by that of another host."""
     shared_artifacts.push(make(tmp_path / "a"), location)
     assert shared_artifacts.push(make(tmp_path / "b"), location) == 0
 
 
-def test_of_a_place_that_lacks_it_nothing_is_pulled(location: str, tmp_path: Path) -> None:
-    """It is held as before, to be compiled into."""
+def test_an_empty_cache_has_nothing_to_pull(location: str, tmp_path: Path) -> None:
+    """The entry stays locked for the compile."""
     with held(tmp_path / "b") as other:
         assert not shared_artifacts.pull(other, location)
         assert list(other.path.iterdir()) == []
 
 
 def _without_manifest(folder: Path) -> None:
-    """As an upload leaves it that dies before its end."""
+    """An interrupted upload."""
     (folder / MANIFEST).unlink()
 
 
@@ -128,8 +128,8 @@ DAMAGES = [_without_manifest, _flipped, _short, _missing, _without_record, _reco
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_not_as_it_was_made_is_not_taken(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """Nothing of it stays, and what is compiled instead is complete."""
+def test_damaged_remote_entries_are_not_pulled(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """Nothing of them stays, and what is compiled instead is complete."""
     shared = str(tmp_path / "shared")
     here = make(tmp_path / "a")
     shared_artifacts.push(here, shared)
@@ -140,8 +140,8 @@ def test_what_is_not_as_it_was_made_is_not_taken(tmp_path: Path, damage: Callabl
         assert not other.complete
 
 
-def test_an_upload_that_died_is_begun_anew(tmp_path: Path) -> None:
-    """The manifest is what tells a finished one."""
+def test_an_unfinished_upload_is_pushed_again(tmp_path: Path) -> None:
+    """The manifest marks a finished one."""
     shared = str(tmp_path / "shared")
     here = make(tmp_path / "a")
     shared_artifacts.push(here, shared)
@@ -155,8 +155,8 @@ def test_an_upload_that_died_is_begun_anew(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("location", ["s3"], indirect=True)
-def test_a_pull_that_is_stopped_leaves_nothing_complete(location: str, tmp_path: Path) -> None:
-    """Whatever has arrived by then."""
+def test_a_stopped_pull_leaves_no_complete_entry(location: str, tmp_path: Path) -> None:
+    """Whatever has arrived."""
     shared_artifacts.push(make(tmp_path / "a"), location)
     stop = threading.Event()
     stop.set()
@@ -167,16 +167,16 @@ def test_a_pull_that_is_stopped_leaves_nothing_complete(location: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_bucket_that_is_not_there_is_told(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by every source."""
+def test_a_missing_bucket_is_an_error(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for other sources."""
     for name, value in server.env.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SourceError, match="s3-no-bucket"):
         shared_artifacts.push(make(tmp_path / "a"), "s3://not-there-at-all/neffs")
 
 
-def test_what_another_upload_has_left_does_not_matter(location: str, tmp_path: Path) -> None:
-    """One that died, of files by other names: a compiler names them as it likes."""
+def test_leftovers_of_another_upload_are_ignored(location: str, tmp_path: Path) -> None:
+    """Compilers choose file names freely."""
     here = make(tmp_path / "a")
     cache = place_at(location)
     for name in ("code/stranger.so", "b.neff", "staged-abc"):
@@ -187,8 +187,8 @@ def test_what_another_upload_has_left_does_not_matter(location: str, tmp_path: P
     assert content(other.path) == content(here.path)
 
 
-def test_an_upload_that_died_is_gone_on_with(tmp_path: Path) -> None:
-    """What has arrived whole is not sent again."""
+def test_an_interrupted_upload_is_resumed(tmp_path: Path) -> None:
+    """Complete files are not sent again."""
     shared = str(tmp_path / "shared")
     here = make(tmp_path / "a")
     whole = shared_artifacts.push(here, shared)
@@ -196,8 +196,8 @@ def test_an_upload_that_died_is_gone_on_with(tmp_path: Path) -> None:
     assert shared_artifacts.push(here, shared) == whole - len(b"program") - len(b"neff")
 
 
-def test_two_hosts_that_send_one_entry_at_once_mix_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compilers do not make the same bytes twice: what is pulled is one host's."""
+def test_concurrent_pushes_of_an_entry_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers do not reproduce bytes: a pull gets one host's files."""
     shared = str(tmp_path / "shared")
     one, other = make(tmp_path / "a"), make(tmp_path / "b", program=b"another")
     put = FolderPlace.put
@@ -216,8 +216,8 @@ def test_two_hosts_that_send_one_entry_at_once_mix_nothing(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_was_refused_is_replaced_by_the_next_push(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """Of whoever found it, for it has had to be compiled."""
+def test_a_rejected_entry_is_replaced_by_the_next_push(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """Of the process that rejected it, since it compiled the entry."""
     shared = str(tmp_path / "shared")
     shared_artifacts.push(make(tmp_path / "a"), shared)
     with held(tmp_path / "b") as other:
@@ -230,8 +230,8 @@ def test_what_was_refused_is_replaced_by_the_next_push(tmp_path: Path, damage: C
         assert shared_artifacts.pull(third, shared)
 
 
-def test_an_entry_as_the_hub_lays_it_out_is_taken(tmp_path: Path) -> None:
-    """Its files lie beside the manifest, by their own names."""
+def test_an_entry_in_the_hubs_layout_is_pulled(tmp_path: Path) -> None:
+    """Its files are beside the manifest, without digest folders."""
     here = make(tmp_path / "a")
     shutil.copytree(here.path, shared_artifacts.entry_location(here, str(tmp_path / "shared")))
     with held(tmp_path / "b") as other:
@@ -239,8 +239,8 @@ def test_an_entry_as_the_hub_lays_it_out_is_taken(tmp_path: Path) -> None:
     assert content(other.path) == content(here.path)
 
 
-def test_what_is_sent_to_a_folder_other_users_can_read(tmp_path: Path) -> None:
-    """As far as the umask lets them: each host may have its own user."""
+def test_other_users_can_read_a_pushed_entry(tmp_path: Path) -> None:
+    """As far as the umask allows: each host may have its own user."""
     shared = tmp_path / "shared"
     shared_artifacts.push(make(tmp_path / "a"), str(shared))
     (tmp_path / "made").mkdir()
@@ -249,7 +249,7 @@ def test_what_is_sent_to_a_folder_other_users_can_read(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in shared.rglob("*")} == modes
 
 
-def test_of_what_is_sent_only_a_part_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_needs_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of weights have many gigabytes."""
     here = make(tmp_path / "a")
 
@@ -263,8 +263,8 @@ def test_of_what_is_sent_only_a_part_is_in_memory(tmp_path: Path, monkeypatch: p
     assert shared_artifacts.push(here, str(tmp_path / "shared")) > 0
 
 
-def test_what_is_pulled_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To be compared with its record; hundreds of gigabytes take a while."""
+def test_a_pulled_entry_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compare it with its record."""
     shared = str(tmp_path / "shared")
     shared_artifacts.push(make(tmp_path / "a"), shared)
     seen: list[str] = []
@@ -280,7 +280,7 @@ def test_what_is_pulled_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert sorted(seen) == ["a.so", "b.neff"]
 
 
-def test_a_pull_from_a_folder_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+def test_a_stopped_pull_from_a_folder_leaves_nothing(tmp_path: Path) -> None:
     """It ends between two blocks of a file."""
     shared_artifacts.push(make(tmp_path / "a"), str(tmp_path / "shared"))
     stop = threading.Event()
@@ -292,8 +292,8 @@ def test_a_pull_from_a_folder_that_is_stopped_leaves_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("damage", [_short, _missing])
-def test_an_entry_elsewhere_that_lacks_a_file_is_no_hit(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """Its start compiles; the listing tells it."""
+def test_a_remote_entry_with_a_missing_file_is_not_a_hit(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """The listing shows it, and the start compiles."""
     shared = str(tmp_path / "shared")
     here = make(tmp_path / "a")
     shared_artifacts.push(here, shared)
