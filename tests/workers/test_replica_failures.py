@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from tests.workers.test_bringing import CONFIG
 
+from tests.workers.test_artifact_fetcher import CONFIG
 from tests.workers.test_facts_reading import tool
 from tests.workers.tnx_runs import config
 from workers.artifacts.sources.listing import SourceError
