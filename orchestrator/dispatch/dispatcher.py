@@ -311,8 +311,7 @@ class Dispatcher(Generic[E, L]):
     def hold(self, now: float) -> None:
         """Holds the waiting requests from now on, as if they had just arrived: the last replica is gone."""
         for entry in list(self.entries):
-            if entry.held_since is None:
-                self._wait(entry, now)
+            self._wait(entry, now)
 
     def clear(self, now: float) -> list[E]:
         """Removes and returns all waiting requests, in order."""
