@@ -19,9 +19,9 @@ from orchestrator.bench.sweep import Sweep, sweep
 from orchestrator.bench.target import Target, origin
 from orchestrator.bench.timed_http import Client
 from orchestrator.cli.app import FAILED, INTERRUPTED, FormatOption, HtmlOption, LengthsOption, bad_parameter, group
+from orchestrator.cli.client import no_fleet, running_fleet
 from orchestrator.cli.output import Format, say, show
 from orchestrator.process.failure import Failed
-from orchestrator.process.home import FleetRecord, Home, daemon_alive
 
 T = TypeVar("T")
 KEYS = ("OPENAI_API_KEY", "COREWRIGHT_API_KEY")
@@ -195,14 +195,7 @@ def _client(url: str | None, api_key: str | None) -> Client:
         raise typer.BadParameter("must have printable ASCII characters only", param_hint="--api-key")
     if url is not None:
         return Client(origin(url), key)
-    record = _fleet_record()
+    record = running_fleet()
+    if record is None:
+        raise no_fleet("start one with `corewright up SPEC`, or pass --url URL")
     return Client(origin(record.url), key, record.nearby)
-
-
-def _fleet_record() -> FleetRecord:
-    home = Home.from_environment()
-    record = home.read_record()
-    if record is None or not daemon_alive(record):
-        message = f"no fleet is running ({home.record_file} is missing or stale)"
-        raise Failed("no-fleet", message, "start one with `corewright up SPEC`, or pass --url URL")
-    return record

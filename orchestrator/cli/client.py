@@ -114,18 +114,27 @@ def _refusal(request: str, answer: Any, reason: str) -> Failed:
     return Failed("fleet-refused", f"{request} {message}", hint)
 
 
+def running_fleet() -> FleetRecord | None:
+    """Returns the record of the fleet that runs from `$COREWRIGHT_HOME`."""
+    record = Home.from_environment().read_record()
+    return record if record is not None and daemon_alive(record) else None
+
+
+def no_fleet(hint: str) -> Failed:
+    record_file = Home.from_environment().record_file
+    return Failed("no-fleet", f"no fleet is running ({record_file} is missing or stale)", hint)
+
+
 def find_fleet() -> AdminClient | None:
     """Returns the fleet of COREWRIGHT_URL and COREWRIGHT_TOKEN, else of `$COREWRIGHT_HOME`; None if it has none."""
-    home = Home.from_environment()
-    record = home.read_record()
     url = os.environ.get("COREWRIGHT_URL")
     if url:
+        record = Home.from_environment().read_record()
         is_ours = record is not None and record.admin_url == url.rstrip("/")  # never send the token elsewhere
         token = record.token if record is not None and is_ours else ""
         return AdminClient(url.rstrip("/"), os.environ.get("COREWRIGHT_TOKEN") or token, None)
-    if record is None or not daemon_alive(record):
-        return None
-    return AdminClient(record.admin_url, record.token, record)
+    record = running_fleet()
+    return None if record is None else AdminClient(record.admin_url, record.token, record)
 
 
 def with_fleet(name: str, offline: bool, answer: Callable[[AdminClient | None], T]) -> T:
@@ -146,7 +155,5 @@ def the_fleet() -> AdminClient:
     """As ``find_fleet``. Raises Failed `no-fleet` if no fleet is running."""
     client = find_fleet()
     if client is None:
-        message = f"no fleet is running ({Home.from_environment().record_file} is missing or stale)"
-        hint = "start one with `corewright up SPEC`, or set COREWRIGHT_URL and COREWRIGHT_TOKEN"
-        raise Failed("no-fleet", message, hint)
+        raise no_fleet("start one with `corewright up SPEC`, or set COREWRIGHT_URL and COREWRIGHT_TOKEN")
     return client

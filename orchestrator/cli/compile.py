@@ -61,12 +61,13 @@ def compile_spec(
         complain(file.problems)
         say(f"{file.name} has errors: nothing was compiled")
         raise typer.Exit(FAILED)
-    _check_names(file, model or [])
+    names = model or []
+    _check_names(file, names)
     if push:
-        _check_places(file, model or [])
+        _check_places(file, names)
     if push_to_hub is not None:
         hub_push.opened(push_to_hub)
-    outcomes = _compile(file, model or [], jobs, free_gib() if memory_gb is None else memory_gb, push)
+    outcomes = _compile(file, names, jobs, free_gib() if memory_gb is None else memory_gb, push)
     if output is Format.TABLE:
         show(None, output, _table(outcomes))  # before the upload, which may take long and fail
     places: list[str] = []

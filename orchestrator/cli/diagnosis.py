@@ -30,7 +30,6 @@ class ReplicaReading:
     pid: int | None
     cores: str | None
     state: str
-    engine: str | None
 
 
 @dataclass(frozen=True)
@@ -194,9 +193,8 @@ def _core_problems(readings: Readings, held: Mapping[int, Owner]) -> list[Proble
     pids = {owner.pid for owner in held.values()} | {process.pid for process in readings.facts.processes}
     for replica in readings.fleet.replicas:
         if replica.state in HOLDING and replica.cores is not None and replica.pid not in pids:
-            message = (
-                f"{replica.id} serves on cores {replica.cores}, but neuron-ls shows no device for pid {replica.pid}"
-            )
+            message = f"{replica.id} serves on cores {replica.cores}"
+            message += f", but neuron-ls shows no device for pid {replica.pid}"
             hint = "in a container neuron-ls shows only processes of that container"
             problems.append(Problem("cores-unheld", "warning", "", message, hint))
     return problems
@@ -218,10 +216,8 @@ def interpreter_problems(
                 break  # a problem of an interpreter concerns all of its engines
         if {"auto", "transformers-neuronx"} & set(reading.needed_for) and hides_rope(interpreter.packages):
             version = interpreter.packages["transformers"]
-            message = (
-                f"{interpreter.python}: transformers-neuronx does not read rope_theta with transformers {version}:"
-            )
-            message += " gpt_neox models, and models with another rope_theta than the package's default, do not start"
+            message = f"{interpreter.python}: transformers-neuronx does not read rope_theta with transformers {version}"
+            message += ": gpt_neox models, and models with another rope_theta than the package's default, do not start"
             problems.append(Problem("rotary-misread", "warning", reading.where, message, MISREAD_HINT))
         if "auto" in reading.needed_for and not any(other.interpreter.engines for other in readings):
             message = f"engine auto: neither {' nor '.join(AUTO_ENGINES)} is installed on this machine"

@@ -87,10 +87,8 @@ def _fleet() -> FleetReading | None:
         name=status["name"],
         url=client.url if client.record is None else client.record.url,
         emulated=any(host["emulated"] for host in status["hosts"]),
-        replicas=tuple(
-            ReplicaReading(replica["id"], replica["pid"], replica["cores"], replica["state"], replica.get("engine"))
-            for model in status["models"]
-            for replica in model["replicas"]
+        replicas=msgspec.convert(
+            [replica for model in status["models"] for replica in model["replicas"]], tuple[ReplicaReading, ...]
         ),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +20,6 @@ from placements.explain.question import Question
 
 MOST = 8  # replicas whose places are shown
 WIDTH = 80  # columns
-_COLORS = re.compile("\x1b\\[[0-9;]*m")
 _NONE = {
     "nothing": "No change was tried: fix the errors above first.",
     "some": "No change that was tried would help. Not all were tried: there were too many.",
@@ -62,7 +61,8 @@ def explanation_text(data: Mapping[str, Any], *, color: bool = False) -> str:
     if failed:
         lines = []
         for number, constraint in enumerate(failed, 1):
-            lines.append(_wrapped(f"{number}. {paint('1;31', constraint['id'])}: {constraint['what']}", 5))
+            text = _wrapped(f"{number}. {constraint['id']}: {constraint['what']}", 5)
+            lines.append(text.replace(constraint["id"], paint("1;31", constraint["id"]), 1))
             lines += [_wrapped(f"     {line}", 7) for line in constraint["details"]]
             lines += [_wrapped(f"     hint: {constraint['hint']}", 11)] if constraint["hint"] else []
         parts.append("\n".join(lines))
@@ -70,8 +70,8 @@ def explanation_text(data: Mapping[str, Any], *, color: bool = False) -> str:
         skipped = any(constraint["id"] == "unknown-key" for constraint in failed)
         lines = [f"Each of these would help{', once unknown keys are gone' if skipped else ''}, and has been tried:"]
         for suggestion in data["suggestions"]:
-            lines += [_wrapped(f"  {paint('32', suggestion['change'])}", 4)]
-            lines += [_wrapped(f"      {suggestion['gives']}", 8)]
+            lines.append("  " + paint("32", _wrapped(f"  {suggestion['change']}", 4).lstrip()))
+            lines.append(_wrapped(f"      {suggestion['gives']}", 8))
             if suggestion["id"] != "move":
                 lines += [_wrapped(f"      {line}", 8) for line in move_lines(suggestion["moves"])]
         lines += ["  Not all changes were tried: there were too many."] if data.get("tried") == "some" else []
@@ -91,18 +91,8 @@ def explanation_text(data: Mapping[str, Any], *, color: bool = False) -> str:
 
 
 def _wrapped(line: str, indent: int) -> str:
-    """Returns the line wrapped at WIDTH columns, with further lines indented. Color codes count as zero columns."""
-    start = len(line) - len(line.lstrip())
-    lines, width = [line[:start]], start
-    for i, word in enumerate(re.split(r"(?<=\S) ", line[start:])):
-        size = len(_COLORS.sub("", word))
-        if i and width + 1 + size > WIDTH:
-            lines.append(" " * indent + word)
-            width = indent + size
-        else:
-            lines[-1] += f" {word}" if i else word
-            width += size + (1 if i else 0)
-    return "\n".join(lines)
+    """Returns the line wrapped at WIDTH columns, with further lines indented."""
+    return textwrap.fill(line, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _headline(data: Mapping[str, Any]) -> str:

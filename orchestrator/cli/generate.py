@@ -10,7 +10,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple, cast
+from typing import IO, Annotated, Any, cast
 
 import msgspec
 import typer
@@ -39,8 +39,8 @@ from workers.serving.generate_once import End, Job, Piece, Reply, Trouble
 END_S = 5.0  # for the process to exit after SIGTERM; then it is killed
 
 
-def generate_once(file: SpecFile, model: str, prompt: str, how: dict[str, Any]) -> int:
-    """Returns the exit code. ``how`` are fields of ``Job``. Raises Failed if the model cannot be started."""
+def generate_once(file: SpecFile, model: str, question: dict[str, Any]) -> int:
+    """Returns the exit code. ``question`` has fields of ``Job``. Raises Failed if the model cannot be started."""
     spec = file.spec
     if spec is None or has_errors(file.problems):
         complain(file.problems)
@@ -65,26 +65,18 @@ def generate_once(file: SpecFile, model: str, prompt: str, how: dict[str, Any]) 
     if isinstance(places, Failure):
         raise Failed(places.id, places.what, places.hint)
     with contextlib.ExitStack() as resources:
-        return _generate(offline, next(iter(places.values())), home, Question(prompt, how), resources)
+        placement = next(iter(places.values()))
+        return _generate(_config(offline, placement, home, resources), placement, question)
 
 
-class Question(NamedTuple):
-    prompt: str
-    how: dict[str, Any]  # fields of ``Job``
-
-
-def _generate(
-    offline: OfflineConfigs, placement: Placement, home: Home, question: Question, resources: contextlib.ExitStack
-) -> int:
-    model = placement.model
-    config = _config(offline, placement, home, resources)
+def _generate(config: ReplicaConfig, placement: Placement, question: dict[str, Any]) -> int:
     where = placement.host
     if placement.cores is not None:
         where = f"{plural(len(placement.cores), 'core')} {placement.cores} of {where}"
-    job = Job(config=config, prompt=question.prompt, parent=os.getpid(), **question.how)
+    job = Job(config=config, parent=os.getpid(), **question)
     try:
         _compile(config)
-        say(f"loading {model} ({config.engine}) on {where}")
+        say(f"loading {config.model} ({config.engine}) on {where}")
         with _process(config) as process:
             return _print_answer(process, job)
     except KeyboardInterrupt:
@@ -216,5 +208,5 @@ def generate(
     ] = 1.0,
 ) -> None:
     """Generate one answer with a model, without a fleet."""
-    how = {"raw": raw, "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    raise typer.Exit(generate_once(load(spec, folders="plan"), model, prompt, how))
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    raise typer.Exit(generate_once(load(spec, folders="plan"), model, {"prompt": prompt, "raw": raw, **sampling}))

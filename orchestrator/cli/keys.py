@@ -11,10 +11,11 @@ import typer
 from orchestrator.access.audit_log import Audit, AuditLine, recorded_command
 from orchestrator.access.keys import SCOPES, Allowance, ApiKey, KeyFile, KeyRing, read_expiry, read_limit, shown
 from orchestrator.cli.app import FormatOption, YesOption, app, group
+from orchestrator.cli.client import running_fleet
 from orchestrator.cli.output import Format, confirmed, fields_of, say, show
 from orchestrator.process.addresses import is_loopback
 from orchestrator.process.failure import Failed
-from orchestrator.process.home import Home, daemon_alive
+from orchestrator.process.home import Home
 from orchestrator.process.text_table import columns
 
 keys = group("keys", "Manage the API keys of this home. A running fleet applies changes within a second.")
@@ -109,7 +110,7 @@ def create(
     home.prepare()
     file = KeyFile(home.keys)
     if starts is None and file.read().keyless_until is None:
-        _confirm_closing(home, file.read(), now, yes, "--activate-at 30m gives clients time to get their keys")
+        _confirm_closing(file.read(), now, yes, "--activate-at 30m gives clients time to get their keys")
     arguments = {
         "name": name,
         "scopes": scopes,
@@ -201,7 +202,7 @@ def open_(
     """Accept requests without a key on loopback, until `keys create` or `keys close`."""
     home, now = Home.from_environment(), time.time()
     ends = None if until is None else read_expiry(until, now, "--until")
-    address, on_network = _listen_address(home)
+    address, on_network = _listen_address()
     if on_network:
         message = f"the running fleet listens on {address}, where every request needs a key"
         raise Failed("keys-open-refused", message, "`corewright up --insecure` accepts requests without a key there")
@@ -216,7 +217,7 @@ def close(yes: YesOption = False) -> None:
     home, now = Home.from_environment(), time.time()
     home.prepare()
     file = KeyFile(home.keys)
-    _confirm_closing(home, file.read(), now, yes, "`corewright keys create NAME` creates a key")
+    _confirm_closing(file.read(), now, yes, "`corewright keys create NAME` creates a key")
     with recorded_command(home, "keys close", {}):
         file.close_keyless()
     say(access(file.read(), now))
@@ -230,18 +231,18 @@ def access(ring: KeyRing, now: float) -> str:
     return f"requests without a key are accepted on loopback{until}"
 
 
-def _listen_address(home: Home) -> tuple[str | None, bool]:
+def _listen_address() -> tuple[str | None, bool]:
     """Returns the listen address of the running gateway, None without a fleet; and whether it is not loopback."""
-    record = home.read_record()
-    listens = record.listens if record is not None and daemon_alive(record) else None
+    record = running_fleet()
+    listens = None if record is None else record.listens
     return listens, listens is not None and not is_loopback(listens)
 
 
-def _confirm_closing(home: Home, ring: KeyRing, now: float, yes: bool, hint: str) -> None:
+def _confirm_closing(ring: KeyRing, now: float, yes: bool, hint: str) -> None:
     """Report that requests without a key will be rejected, and prompt if a fleet is running. Aborts unless confirmed.
 
     Does nothing if keys are required already."""
-    address, on_network = _listen_address(home)
+    address, on_network = _listen_address()
     if ring.requires_key(now) or on_network:
         return
     say(f"from now on requests without a key are rejected (except with `up --insecure`)\n    hint: {hint}")
@@ -282,13 +283,12 @@ def _limits(
     max_concurrent: str | None,
 ) -> dict[str, Any]:
     """Returns the options that were given, as fields of Allowance. Raises Failed for an invalid limit."""
+    shares = {"weight": weight, "priority": priority}
     texts = dict(zip(LIMITS.split(), (requests_per_minute, tokens_per_minute, max_concurrent), strict=True))
-    limits: dict[str, Any] = {} if weight is None else {"weight": weight}
-    limits |= {} if priority is None else {"priority": priority}
-    for name, text in texts.items():
-        if text is not None:
-            limits[name] = read_limit(f"--{name.replace('_', '-')}", text)
-    return limits
+    limits = {name: value for name, value in shares.items() if value is not None}
+    return limits | {
+        name: read_limit(f"--{name.replace('_', '-')}", text) for name, text in texts.items() if text is not None
+    }
 
 
 def _audited(limits: dict[str, Any]) -> dict[str, Any]:

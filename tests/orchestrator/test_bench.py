@@ -629,7 +629,7 @@ def running(record: FleetRecord, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     home = Home.from_environment()
     home.path.mkdir(parents=True)
     home.write_record(record)
-    monkeypatch.setattr("orchestrator.cli.bench.daemon_alive", lambda record: True)
+    monkeypatch.setattr("orchestrator.cli.client.daemon_alive", lambda record: True)
     yield
 
 

@@ -67,9 +67,7 @@ WELL = Readings(
     spec="fleet.yaml",
 )
 HOLDER = NeuronProcess(pid=71, devices=(2, 3), cores=(4, 5, 6, 7), command="python serve.py", runtime_version="2.22")
-FLEET = FleetReading(
-    "chat", "http://127.0.0.1:8080", False, (ReplicaReading("chat/0", 71, "4-7", "ready", "nxd-inference"),)
-)
+FLEET = FleetReading("chat", "http://127.0.0.1:8080", False, (ReplicaReading("chat/0", 71, "4-7", "ready"),))
 
 
 def found(**changes: Any) -> list[tuple[str, str, str]]:
