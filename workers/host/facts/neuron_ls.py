@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from workers.host.facts.sections import Findings, Section, decode, described, elements
+from workers.host.facts.sections import Findings, Section, decode, described, objects
 
 MOST_CORES = 1024  # per device; a larger number is invalid
 
@@ -73,31 +73,28 @@ def _device_sections(value: object, findings: Findings) -> list[Section]:
     3. An object without devices, which can only report an error.
     """
     if not isinstance(value, dict):
-        return [section for section in elements(value, "neuron-ls: device", findings) if section.present]
+        return objects(value, "neuron-ls: device", findings)
     root = Section(value, "neuron-ls: the output", findings)
     root.report_error()
     for key, inside in value.items():
         if isinstance(inside, list) and any(
             isinstance(element, dict) and "neuron_device" in element for element in inside
         ):
-            return [
-                element for element in elements(inside, f"neuron-ls: {described(key)}", findings) if element.present
-            ]
+            return objects(inside, f"neuron-ls: {described(key)}", findings)
     if not root.has("error"):
         findings.add("neuron-ls: the output", "is an object without a list of devices")
     return []
 
 
 def _instance_type(value: object, sections: list[Section]) -> str | None:
-    top = Section(value, "neuron-ls: ", Findings()) if isinstance(value, dict) else None
-    places = [*([top] if top else []), *sections]
+    places = [Section(value, "neuron-ls: ", Findings()), *sections]
     return next((name for place in places if (name := place.text("instance_type", may_be_absent=True))), None)
 
 
 def _cores(section: Section, index: int) -> tuple[int, ...]:
     """Returns the core ids, else ids counted from ``nc_count``, assuming that all devices have equally many."""
     count = section.integer("nc_count")
-    ids = section.integers("neuroncore_ids", may_be_absent=True)
+    ids = section.integers("neuroncore_ids")
     if ids:
         if count is not None and count != len(ids):
             section.findings.add(section.where, f"has nc_count {count} but {len(ids)} neuroncore_ids, which are used")

@@ -59,22 +59,17 @@ class Section:
     def __init__(self, value: object, where: str, findings: Findings) -> None:
         self.where = where
         self.findings = findings
-        self._value: Mapping[str, object] | None = None
-        if isinstance(value, dict):
-            self._value = value
-        elif value is not None:
+        self.present = isinstance(value, dict)
+        self._value: Mapping[str, object] = value if isinstance(value, dict) else {}
+        if value is not None and not self.present:
             findings.add(where, f"is {kind(value)}, not an object")
 
-    @property
-    def present(self) -> bool:
-        return self._value is not None
-
     def has(self, key: str) -> bool:
-        return self._value is not None and self._value.get(key) is not None
+        return self._value.get(key) is not None
 
     def raw(self, key: str) -> object:
         """Returns the value of a key, of any type; None if it is missing."""
-        return self._value.get(key) if self._value is not None else None
+        return self._value.get(key)
 
     def place(self, key: str) -> str:
         """Returns the place of a key, such as "neuron-monitor: system_data.memory_info"."""
@@ -91,14 +86,13 @@ class Section:
         """Returns the objects of an array."""
         if may_be_absent and not self.has(key):
             return []
-        sections = elements(self._get(key), self.place(key), self.findings)
-        return [section for section in sections if section.present]
+        return objects(self._get(key), self.place(key), self.findings)
 
     def numbered(self, key: str) -> dict[int, Section]:
         """Returns the objects of an object whose keys are ids: {"0": {...}, "1": {...}}. Ascending."""
         inside = self.section(key)
         sections = {}
-        for name, value in (inside._value or {}).items():
+        for name, value in inside._value.items():
             if not (name.isascii() and name.isdecimal() and len(name) <= LONGEST_NUMBER):
                 if name not in ("error", "period"):
                     self.findings.add(inside.where, f"has the key {excerpt(name)}, which is not an id")
@@ -110,17 +104,16 @@ class Section:
 
     def report_error(self) -> None:
         """Adds the block's ``error`` to the findings; empty means no error."""
-        error = self._value.get("error") if self._value is not None else None
-        if error:
+        if error := self._value.get("error"):
             self.findings.add(self.where, f"reports an error: {excerpt(error)}")
 
     def integer(self, key: str, *, may_be_absent: bool = False) -> int | None:
         """Returns a non-negative integer."""
         return self._read(key, whole, "a non-negative integer", may_be_absent)
 
-    def integers(self, key: str, *, may_be_absent: bool = False) -> tuple[int, ...]:
-        """Returns an array of non-negative integers; skips other elements."""
-        value = self._get(key, may_be_absent=may_be_absent)
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Returns an array of non-negative integers, which may be absent; skips other elements."""
+        value = self._value.get(key)
         if value is not None and not isinstance(value, list):
             self.findings.add(self.place(key), f"is {described(value)}, not an array of non-negative integers")
         numbers = [whole(element) for element in value] if isinstance(value, list) else []
@@ -131,7 +124,7 @@ class Section:
     def amounts(self) -> dict[str, int]:
         """Returns all keys with a non-negative integer, such as memory classes, unknown ones included."""
         amounts = {}
-        for name, value in (self._value or {}).items():
+        for name, value in self._value.items():
             if name in ("error", "period") or isinstance(value, dict | list):
                 continue
             number = whole(value)
@@ -161,22 +154,21 @@ class Section:
         return converted
 
     def _get(self, key: str, *, may_be_absent: bool = False) -> object:
-        if self._value is None:
-            return None
         value = self._value.get(key)
-        if value is None and not may_be_absent:
+        if value is None and self.present and not may_be_absent:
             self.findings.add(self.place(key), "is null" if key in self._value else "is missing")
         return value
 
 
-def elements(value: object, where: str, findings: Findings) -> list[Section]:
-    """Returns the elements of a JSON array as sections; none if it is not an array."""
+def objects(value: object, where: str, findings: Findings) -> list[Section]:
+    """Returns the objects in a JSON array; none if it is not an array."""
     if value is None:
         return []
     if not isinstance(value, list):
         findings.add(where, f"is {described(value)}, not an array")
         return []
-    return [Section(element, f"{where}[{i}]", findings) for i, element in enumerate(value)]
+    sections = [Section(element, f"{where}[{i}]", findings) for i, element in enumerate(value)]
+    return [section for section in sections if section.present]
 
 
 def whole(value: object) -> int | None:
