@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,3 +166,40 @@ def test_the_first_cause_of_a_failure_stays() -> None:
     failing = replica(Phase.FAILED, first)
     failing._fail(Failure("probe-failed", "no answer"))
     assert failing._status.failure == first
+
+
+# Starts a replica without Ray, waits until it is ready or has failed, and prints its status.
+REPLICA = """
+import os, sys
+output = os.fdopen(os.dup(1), "wb")
+import msgspec
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Phase
+from workers.serving.replica import Replica
+replica = Replica(msgspec.json.decode(sys.argv[1], type=ReplicaConfig))
+status = replica.watch(0, 0)
+while status.phase is Phase.LOADING:
+    status = replica.watch(status.version, 60)
+output.write(msgspec.json.encode(status))
+output.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(
+    ("engine", "phase", "id"), [("echo", Phase.READY, None), ("nxd-inference", Phase.FAILED, "engine-not-installed")]
+)
+def test_a_replica_reports_the_end_of_its_load(engine: str, phase: Phase, id: str | None) -> None:
+    """Its process runs on after a failure, until the status is read."""
+    with tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp") as folder:
+        path = Path(folder)
+        placed = config(path, engine=engine, log=str(path / "m-0.log"), socket=str(path / "s"), cores=[])
+        result = subprocess.run(
+            [sys.executable, "-c", REPLICA, msgspec.json.encode(placed).decode()],
+            capture_output=True,
+            timeout=100,
+            check=True,
+        )
+    status = msgspec.json.decode(result.stdout, type=ReplicaStatus)
+    assert (status.phase, status.failure and status.failure.id) == (phase, id)
