@@ -7,7 +7,7 @@ gateway reports the numbers stay as they are.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,7 +79,7 @@ class Scaler:
         self._urged: set[str] = set()  # models with an urgent decision since the last regular one
         self._urgent = False
         self._history = History()
-        self._known: dict[str, _ModelHistory] = {}
+        self._known: defaultdict[str, _ModelHistory] = defaultdict(_ModelHistory)
 
     # Reports
 
@@ -134,7 +134,7 @@ class Scaler:
         for decision in decisions:
             if self._state.current.spec.model(decision.model) is None:
                 continue
-            memory = self._memory(decision.model)
+            memory = self._known[decision.model]
             if now - memory.routed_at >= ROUTED_S:
                 memory.routed_at = now
                 view = self._state.views.get(decision.replica)
@@ -181,7 +181,7 @@ class Scaler:
         """Update start times and first readiness, which decisions need."""
         views_of = self._views()
         for model in self._state.current.spec.models:
-            memory = self._memory(model.name)
+            memory = self._known[model.name]
             views = views_of.get(model.name, [])
             measured = [view.load_s for view in views if view.load_s is not None]
             memory.load_s = max(measured, default=memory.load_s)
@@ -195,7 +195,7 @@ class Scaler:
         """Record when a schedule begins or ends. If a schedule or a new revision lowers the minimum, running replicas
         stay until the autoscaler removes them."""
         for model in self._state.current.spec.models:
-            memory, held = self._memory(model.name), self._state.counts.bounds(model)
+            memory, held = self._known[model.name], self._state.counts.bounds(model)
             previous, memory.bounds = memory.bounds, (model, held)
             if previous is None or previous[1] == held:
                 continue
@@ -220,7 +220,7 @@ class Scaler:
         self._history = history
         self._since, self._urgent = now, False
         for name, counts in self._sums.items():
-            self._memory(name).measure_prefill(counts)
+            self._known[name].measure_prefill(counts)
         self._sums.clear()
         self._woken.clear()
         decision = autoscale(history, self.fleet_now(), now)
@@ -247,7 +247,7 @@ class Scaler:
         return model.scaling.auto and model.name not in self._state.records.state.scales
 
     def _record_change(self, model: ModelSpec, before: int, after: int, why: str, *, woken: bool = False) -> None:
-        memory = self._memory(model.name)
+        memory = self._known[model.name]
         memory.why = why
         if after == before:
             return
@@ -262,7 +262,7 @@ class Scaler:
 
     def _record_held_back(self, model: ModelSpec, why: str, now: float) -> None:
         """Record that the model is held back: when it begins, then rarely."""
-        memory = self._memory(model.name)
+        memory = self._known[model.name]
         memory.why = why
         began = now - memory.held_on > ROUTED_S
         self._state.counts.held_back.setdefault(model.name, why)  # the first reason: its figures change all the time
@@ -309,7 +309,7 @@ class Scaler:
         self, model: ModelSpec, every: Iterable[ReplicaView], placed: int, hosts: Mapping[str, int]
     ) -> ModelNow:
         """``placed``: replicas in the last plan; ``hosts``: the numbers of live hosts, by name."""
-        state, memory = self._state, self._memory(model.name)
+        state, memory = self._state, self._known[model.name]
         every = list(every)
         views = [view for view in every if _is_counted(view) and view.host in hosts]
         given_up = sum(view.state is State.FAILED and not _is_counted(view) for view in every)
@@ -342,15 +342,12 @@ class Scaler:
             places=tuple((hosts[view.host], view.cores.first) for view in views if view.cores is not None),
         )
 
-    def _memory(self, name: str) -> _ModelHistory:
-        return self._known.setdefault(name, _ModelHistory())
-
     # Status
 
     def status(self, model: ModelSpec) -> dict[str, Any]:
         """Returns the scaling status of a model: target, reason, bounds and demand."""
         held = self._state.counts.bounds(model)
-        memory = self._known.get(model.name) or _ModelHistory()
+        memory = self._known[model.name]
         return {
             "auto": model.scaling.auto,
             "min": held.min,
@@ -378,7 +375,7 @@ class Scaler:
     def changes(self) -> dict[tuple[str, ...], int]:
         """Returns the number of scaling events by model and kind."""
         names = [model.name for model in self._state.current.spec.models]
-        return {(name, kind): self._memory(name).changes.get(kind, 0) for name in names for kind in KINDS}
+        return {(name, kind): self._known[name].changes.get(kind, 0) for name in names for kind in KINDS}
 
 
 def _is_counted(view: ReplicaView) -> bool:

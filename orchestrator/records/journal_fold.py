@@ -82,7 +82,6 @@ def _changes(state: JournalState, record: AnyRecord) -> dict[str, Any]:
 
 def _rollout_changes(state: JournalState, record: RolloutState) -> dict[str, Any]:
     return {
-        "rollout": record,
         "outcomes": _latest(state.outcomes, record.revision, record, KEEP_REVISIONS),
         "promoted": record.revision if record.promoted else state.promoted,
         "completed": record.revision if record.state == "complete" else state.completed,

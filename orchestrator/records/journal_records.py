@@ -140,7 +140,6 @@ class JournalState(msgspec.Struct, frozen=True, kw_only=True):
     seq: int = 0
     index: int = 0  # seq of the last record that is neither event nor rollout state, for `--check-index`
     revision: int | None = None  # the current one's number; None before the first
-    rollout: RolloutState | None = None
     revisions: Mapping[int, Revision] = msgspec.field(default_factory=dict)  # by number, the newest KEEP_REVISIONS
     scales: Mapping[str, Scale] = msgspec.field(default_factory=dict)  # by model; missing if the spec decides
     targets: Mapping[str, int] = msgspec.field(default_factory=dict)  # by model; missing if the spec decides

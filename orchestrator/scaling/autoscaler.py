@@ -13,10 +13,10 @@ from types import MappingProxyType
 
 from orchestrator.fleet.core_allocation import CoreAllocation, Owner, Place
 from orchestrator.scaling.forecast import History, Load
-from orchestrator.scaling.service_capacity import RULES, Rules, ServiceCapacity
+from orchestrator.scaling.service_capacity import RULES, ServiceCapacity
 from placements.facts.plural import counted
 
-__all__ = ["RULES", "FleetNow", "History", "Load", "ModelNow", "Objectives", "Rules", "Targets", "autoscale"]
+__all__ = ["FleetNow", "History", "Load", "ModelNow", "Objectives", "Targets", "autoscale"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Targets:
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def autoscale(history: History, fleet: FleetNow, now: float, rules: Rules = RULES) -> Targets:
+def autoscale(history: History, fleet: FleetNow, now: float) -> Targets:
     """Returns the number of replicas that each model should have now.
 
     1. A model keeps its replicas, within its min and max; a model that an operator has scaled gets that number.
@@ -85,7 +85,7 @@ def autoscale(history: History, fleet: FleetNow, now: float, rules: Rules = RULE
 
     All targets together never use more cores than the hosts have.
     """
-    table = _Table(history, fleet, now, rules)
+    table = _Table(history, fleet, now)
     table.drop_idle()
     table.drop_costly()
     table.settle()
@@ -96,10 +96,9 @@ def autoscale(history: History, fleet: FleetNow, now: float, rules: Rules = RULE
 class _Seat:
     """One model during a decision."""
 
-    def __init__(self, model: ModelNow, history: History, now: float, rules: Rules) -> None:
+    def __init__(self, model: ModelNow, history: History, now: float) -> None:
         override = model.override
         self.model = model
-        self.rules = rules
         self.low = max(0, min(model.min, model.max) if override is None else min(override, model.max))
         self.high = max(self.low, model.max if override is None else self.low)
         self.count = min(max(model.target, self.low), self.high)
@@ -110,11 +109,9 @@ class _Seat:
         self.asked_at = course.asked_at
         self.unserved_s = course.unserved_s(now)
         self.forecast = course.forecast()
-        self.worth = ServiceCapacity(
-            self.forecast, model.slots, self._slack_s(), model.objectives.tpot_s is not None, rules
-        )
-        self.horizon_s = max(rules.horizon_s, rules.horizon_loads * model.load_s)
-        self.resident = self._resident(now, rules)
+        self.worth = ServiceCapacity(self.forecast, model.slots, self._slack_s(), model.objectives.tpot_s is not None)
+        self.horizon_s = max(RULES.horizon_s, RULES.horizon_loads * model.load_s)
+        self.resident = self._resident(now)
 
     def _slack_s(self) -> float | None:
         """Returns how long a request may wait by the objectives."""
@@ -124,7 +121,7 @@ class _Seat:
             slack.append(max(0.0, objectives.ttft_s - self.model.prefill_s))
         return min(slack, default=None)
 
-    def _resident(self, now: float, rules: Rules) -> bool:
+    def _resident(self, now: float) -> bool:
         """Whether its newest replica has served long enough: earlier measurements do not include it."""
         model = self.model
         target = model.target if model.reachable is None else min(model.target, model.reachable)
@@ -132,7 +129,7 @@ class _Seat:
             return False  # its newest replica has not started: it waits for cores
         if model.since is None:
             return model.starting == 0
-        return model.starting == 0 and now - model.since >= max(rules.residency * model.load_s, rules.warm_up_s)
+        return model.starting == 0 and now - model.since >= max(RULES.residency * model.load_s, RULES.warm_up_s)
 
     @property
     def changed(self) -> int:
@@ -146,7 +143,7 @@ class _Seat:
     def step(self) -> int:
         """The largest number of replicas to add in one decision."""
         cores = self.model.cores
-        return max(1, self.rules.step_cores // cores) if cores else 1
+        return max(1, RULES.step_cores // cores) if cores else 1
 
     def loss(self, fewer: int = 1) -> float:
         """Returns the requests per second, over the horizon, that are no longer served in time with ``fewer`` replicas
@@ -157,7 +154,7 @@ class _Seat:
         lost = self.worth.of(self.count) - self.worth.of(self.count - fewer)
         if self.last.live or self.last.waiting or self.last.arrived:
             return lost
-        return lost * min(1.0, self.rules.reload * self.model.load_s / self.horizon_s)
+        return lost * min(1.0, RULES.reload * self.model.load_s / self.horizon_s)
 
     def spare(self) -> bool:
         """Whether the load fits on one replica less."""
@@ -179,10 +176,9 @@ class _Offer:
 class _Table:
     """All models and the allocation of their cores during a decision."""
 
-    def __init__(self, history: History, fleet: FleetNow, now: float, rules: Rules) -> None:
+    def __init__(self, history: History, fleet: FleetNow, now: float) -> None:
         self.now = now
-        self.rules = rules
-        self.seats = {model.name: _Seat(model, history, now, rules) for model in fleet.models}
+        self.seats = {model.name: _Seat(model, history, now) for model in fleet.models}
         self.classes = sorted({model.priority for model in fleet.models}, reverse=True)
         self.allocation = CoreAllocation(fleet.hosts, fleet.blocked)
         self.total = sum(cores for cores, _ in fleet.hosts)
@@ -222,7 +218,7 @@ class _Table:
                     )
                 continue
             worth = self._worth(seat, seat.loss())
-            if worth * self.rules.keep_paid < cost:
+            if worth * RULES.keep_paid < cost:
                 seat.count -= 1
                 seat.reason = f"its cores cost {cost:.2f} per hour, and the last replica is worth {worth:.2f}"
 
@@ -288,22 +284,22 @@ class _Table:
 
     def _bid(self, seat: _Seat) -> float:
         """Returns what one more core would serve for the rest of the horizon; 0.0 if the model must not grow."""
-        model, rules = seat.model, self.rules
+        model = seat.model
         if seat.count >= seat.high or seat.count < model.target or len(seat.places) < seat.count:
             return 0.0
         if seat.changed >= seat.step:
             return 0.0
         if model.reachable is not None and model.reachable < model.target:
             return 0.0  # the planner has not found room for the last replica yet
-        if model.ready == 0 and seat.count >= max(rules.first_steps, seat.step):
+        if model.ready == 0 and seat.count >= max(RULES.first_steps, seat.step):
             return 0.0
         if seat.count == 0 and self._idle(seat) and not self._must_wake(seat):
             return 0.0  # the decaying forecast of a model that scaled to zero must not start it
         remaining_s = seat.horizon_s - model.load_s
-        if seat.worth.unserved(seat.count) * remaining_s < rules.least_served and not self._must_wake(seat):
+        if seat.worth.unserved(seat.count) * remaining_s < RULES.least_served and not self._must_wake(seat):
             return 0.0
         served = self._served(seat)
-        return served / max(1, model.cores) if served >= rules.least_served or self._must_wake(seat) else 0.0
+        return served / max(1, model.cores) if served >= RULES.least_served or self._must_wake(seat) else 0.0
 
     def _idle(self, seat: _Seat) -> bool:
         """Whether it has been without requests for idle_s."""
@@ -314,7 +310,7 @@ class _Table:
         of the waiting ones."""
         served = seat.gain() * (seat.horizon_s - seat.model.load_s)
         if seat.count == 0:
-            served += self.rules.waiting_weight * seat.last.waiting
+            served += RULES.waiting_weight * seat.last.waiting
         return served
 
     def _must_wake(self, seat: _Seat) -> bool:
@@ -384,9 +380,9 @@ class _Table:
             if not least and offer.equal:
                 if seat.count and self._abandons(offer):
                     continue
-                if self.removed + offer.equal > self.rules.removals_per_decision:
+                if self.removed + offer.equal > RULES.removals_per_decision:
                     continue
-                if worth <= self.rules.reluctance * offer.loss and not (starved and offer.keeps_one):
+                if worth <= RULES.reluctance * offer.loss and not (starved and offer.keeps_one):
                     if starved or len(self.classes) > 1:
                         continue
                     return None  # the remaining offers cost more
@@ -438,7 +434,7 @@ class _Table:
         return any(seat.last.waiting for seat in emptied)
 
     def _starved(self, seat: _Seat) -> bool:
-        waited = seat.last.longest_wait_s >= self.rules.starved_s or seat.unserved_s >= self.rules.unserved_s
+        waited = seat.last.longest_wait_s >= RULES.starved_s or seat.unserved_s >= RULES.unserved_s
         return seat.count == 0 and waited
 
     def _removable(self, priority: int, other: _Seat, *, least: bool) -> int:

@@ -41,14 +41,13 @@ RULES = Rules()
 class ServiceCapacity:
     """The capacity of one model for any number of its replicas, cached per number."""
 
-    def __init__(self, forecast: Forecast, slots: int, slack_s: float | None, tpot: bool, rules: Rules) -> None:
+    def __init__(self, forecast: Forecast, slots: int, slack_s: float | None, tpot: bool) -> None:
         self._forecast = forecast
-        self._rules = rules
-        self._slots = slots * (rules.tpot_fill if tpot else 1.0)
-        self._slack_s = rules.slack_s if slack_s is None else slack_s
+        self._slots = slots * (RULES.tpot_fill if tpot else 1.0)
+        self._slack_s = RULES.slack_s if slack_s is None else slack_s
         self._z = peakedness(forecast.dispersion)
-        self._slack_s *= rules.patience
-        self._all = sum(weight * rate for weight, rate in zip(rules.weights, forecast.rates, strict=True))
+        self._slack_s *= RULES.patience
+        self._all = sum(weight * rate for weight, rate in zip(RULES.weights, forecast.rates, strict=True))
         self._cache: dict[int, float] = {}
 
     def of(self, replicas: int) -> float:
@@ -59,7 +58,7 @@ class ServiceCapacity:
         if capacity is None:
             capacity = self._cache[replicas] = sum(
                 weight * self._served(rate, self._slots * replicas)
-                for weight, rate in zip(self._rules.weights, self._forecast.rates, strict=True)
+                for weight, rate in zip(RULES.weights, self._forecast.rates, strict=True)
                 if rate > 0.0
             )
         return capacity
@@ -73,14 +72,14 @@ class ServiceCapacity:
         ``most``."""
         now = self.of(replicas)
         return max(
-            ((self.of(replicas + n) - now) / n for n in range(1, min(self._rules.ahead, most - replicas) + 1)),
+            ((self.of(replicas + n) - now) / n for n in range(1, min(RULES.ahead, most - replicas) + 1)),
             default=0.0,
         )
 
     def _served(self, rate: float, slots: float) -> float:
         load, service = rate * self._forecast.service_s, self._forecast.service_s
         in_time = 1.0 - delayed(load, self._z, slots, service, self._slack_s)
-        fluid = self._rules.fluid
+        fluid = RULES.fluid
         return rate * (1.0 - fluid) * in_time + fluid * occupied(load, self._z, slots) / service
 
     def fits(self, replicas: int) -> bool:
@@ -88,4 +87,4 @@ class ServiceCapacity:
         service = self._forecast.service_s
         load = max(self._forecast.rates[:3]) * service
         late = delayed(load, self._z, self._slots * replicas, service, self._slack_s)
-        return late <= self._rules.late_share and self._forecast.waiting == 0
+        return late <= RULES.late_share and self._forecast.waiting == 0

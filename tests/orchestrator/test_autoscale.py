@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
 from orchestrator.scaling.queueing_model import delayed, occupied
-from orchestrator.scaling.service_capacity import RULES, ServiceCapacity
+from orchestrator.scaling.service_capacity import ServiceCapacity
 
 HOST = (24, 0.0)
 
@@ -370,7 +370,7 @@ def test_no_capacity_is_spare_while_requests_wait() -> None:
 def test_a_replica_that_costs_ends_when_it_is_clearly_not_worth_it() -> None:
     """Between what starts one and what ends one is a quarter: a price at the edge makes no flapping."""
     history = busy({"chat": 1.5})
-    loss = ServiceCapacity(history.course("chat").forecast(), 4, 4.5, False, RULES)
+    loss = ServiceCapacity(history.course("chat").forecast(), 4, 4.5, False)
     even = 2.0 * 8 / ((loss.of(4) - loss.of(3)) * 3.6)  # worth per 1000 at which the fourth pays just what it costs
     paid = chat(target=4, max=4, places=(*PLACES, (1, 0)))
     assert on_paid(history, replace(paid, worth_per_1000=0.85 * even)) == 4
@@ -389,20 +389,20 @@ def test_the_peak_demand_of_a_model_is_remembered_for_an_hour() -> None:
 def test_with_a_tpot_objective_only_80_percent_of_the_slots_count() -> None:
     """Each prefill stalls the tokens of the other requests."""
     guess = busy({"chat": 1.0}).course("chat").forecast()
-    assert ServiceCapacity(guess, 5, 5.0, True, RULES).of(3) == ServiceCapacity(guess, 4, 5.0, False, RULES).of(3)
+    assert ServiceCapacity(guess, 5, 5.0, True).of(3) == ServiceCapacity(guess, 4, 5.0, False).of(3)
 
 
 def test_a_load_fits_if_that_of_the_last_minutes_would() -> None:
     """Not that of the last hour: a current burst is not averaged over it."""
     burst = busy({"chat": 4.0}, 60.0, busy({"chat": 0.1}, 3600.0), 3600.0).course("chat").forecast()
-    worth = ServiceCapacity(burst, 4, 5.0, False, RULES)
+    worth = ServiceCapacity(burst, 4, 5.0, False)
     assert not worth.fits(math.ceil(burst.rates[3] * burst.service_s / 4) + 1)
     assert worth.fits(math.ceil(burst.rates[0] * burst.service_s / 4) + 2)
 
 
 def test_the_gain_of_a_replica_is_the_best_mean_of_the_next_replicas() -> None:
     """The model still grows if the first of several serves nothing in time."""
-    worth = ServiceCapacity(busy({"chat": 4.0}).course("chat").forecast(), 4, 5.0, False, RULES)
+    worth = ServiceCapacity(busy({"chat": 4.0}).course("chat").forecast(), 4, 5.0, False)
     assert worth.gain(5, 9) == pytest.approx((worth.of(9) - worth.of(5)) / 4)
     assert worth.gain(5, 9) > 2 * worth.gain(5, 6)
 

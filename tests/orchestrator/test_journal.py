@@ -190,8 +190,7 @@ def test_the_index_changes_only_with_changes_of_the_fleet() -> None:
     state = folded(revision(1), event("a"), rollout)
 
     assert (state.index, state.seq) == (1, 3)
-    assert state.rollout is not None
-    assert state.rollout.state == "complete"
+    assert state.outcomes[1].state == "complete"
     assert folded(revision(1), event("a"), scale("m", 1)).index == 3
 
 

@@ -32,21 +32,21 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration that a replica gets at its start."""
 
     model: str
-    replica: int
-    epoch: int
-    host: str  # as the planner names it
+    replica: int = 0
+    epoch: int = 0
+    host: str = ""  # as the planner names it
     engine: str
     source: str | None  # a folder on this host, or a source to fetch; None for the echo engine
     revision: str | None = None  # of a source on the hub: the commit
     dtype: str
     slots: int
     max_len: int
-    cores: list[int]  # empty where the engine uses none
-    claims: str | None  # the folder of the core locks of an emulated host
-    env: dict[str, str]  # variables that the process must have
-    log: str
-    socket: str  # the path of a unix socket, for gateways of the same host
-    token: str
+    cores: list[int] = []  # empty where the engine uses none
+    claims: str | None = None  # the folder of the core locks of an emulated host
+    env: dict[str, str] = {}  # variables that the process must have
+    log: str = ""
+    socket: str = ""  # the path of a unix socket, for gateways of the same host
+    token: str = ""
     listen: str = ""  # for gateways of another host: `tls://ADDRESS:0`, or `tls` where the address is not known yet
     credentials: Credentials | None = None  # of the replicas of this fleet
     draft_source: str | None = None  # as ``source``, of the draft model; None: no drafting
