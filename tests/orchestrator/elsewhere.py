@@ -16,7 +16,7 @@ def _unreachable(query: SourceQuery, _: RetryPolicy) -> Remote:
     raise SourceError("s3-unreachable", f"the test has no {query.source}")
 
 
-def nobody_is_asked(patch: pytest.MonkeyPatch, home: Path) -> None:
+def forbid_remote_sources(patch: pytest.MonkeyPatch, home: Path) -> None:
     """Makes every remote source unreachable for the planner."""
     for module in ("orchestrator.revisions.checkpoint_reader", "orchestrator.revisions.resolved_revision"):
         patch.setattr(f"{module}.source_metadata_store", lambda: SourceMetadata(home / "heads", _unreachable))

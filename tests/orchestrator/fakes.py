@@ -1,4 +1,4 @@
-"""A cluster without processes, and an event loop whose clock jumps: years of a controller's life in seconds."""
+"""A cluster without processes, and an event loop whose clock jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from workers.messages.status import Failure, Phase, ReplicaStatus
 T = TypeVar("T")
 DEADLINE_S = 10.0
 SIZE = 100  # bytes of any model
-LOOK_S = 0.05  # between two looks of a replica whether what it loads is there
-OWN = Interpreter(  # one that is like the fleet's own, and has the cpu engine's packages alone
+LOOK_S = 0.05  # interval at which a replica checks for missing files
+OWN = Interpreter(  # like the fleet's own, with the packages of the cpu engine only
     python=sys.executable,
     version=platform.python_version(),
     ray=version("ray"),
@@ -55,12 +55,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
-        self._clock_resolution = 1e-6  # seconds; a nanosecond after half a year is nothing, and no timer would be due
+        self._clock_resolution = 1e-6  # seconds; after half a year, a nanosecond is below the precision of floats
         select = self._selector.select  # type: ignore[attr-defined]
 
         def jump(timeout: float | None = None) -> Any:
             if timeout is None:
-                raise AssertionError("nothing will ever happen: every task waits")
+                raise AssertionError("all tasks wait, and no timer is set")
             self._now += max(0.0, timeout)
             return select(0)
 
@@ -70,27 +70,27 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def pause(self, seconds: float) -> None:
-        """As if the process had been stopped for so long."""
+        """Advance the clock, as a stopped process would find it."""
         self._now += seconds
 
 
 def virtually(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine on such a loop."""
+    """Run a coroutine on a virtual loop."""
     loop = VirtualLoop()
     try:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(main())
     finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         asyncio.set_event_loop(None)
         loop.close()
 
 
 async def _at_once(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """A thread would let the clock jump while it works. Others run before and after, as they do beside a thread."""
+    """Stands for `asyncio.to_thread`, during which the clock would jump. Other tasks run before and after it."""
     await asyncio.sleep(0)
     result = function(*arguments, **named)
     await asyncio.sleep(0)
@@ -99,7 +99,7 @@ async def _at_once(function: Callable[..., T], *arguments: Any, **named: Any) ->
 
 @dataclass(eq=False)
 class FakeReplica:
-    """What the fake cluster keeps of one start."""
+    """One start of a replica in the fake cluster."""
 
     config: ReplicaConfig
     status: ReplicaStatus
@@ -107,8 +107,8 @@ class FakeReplica:
     live: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def tell(self, **changes: Any) -> None:
-        """A new status, which those who watch hear of."""
+    async def report(self, **changes: Any) -> None:
+        """Publish a new status to its watchers."""
         async with self.changed:
             values = {name: getattr(self.status, name) for name in self.status.__struct_fields__}
             self.status = ReplicaStatus(**{**values, "version": self.status.version + 1, **changes})
@@ -121,9 +121,12 @@ class FakeReplica:
 
 
 class FakeCluster:
-    """Remembers every effect. Replicas get ready after ``load_s`` seconds, unless ``loads`` is off or their version is
-    in ``broken``. It fails a test at once when two living replicas hold one core, two starts have one name, a start is
-    not in the journal, or a replica is started that would load what its host does not have."""
+    """Records every effect. Replicas become ready after ``load_s`` seconds, unless ``loads`` is off or their version is
+    in ``broken``.
+
+    ``violations`` lists broken rules: two live replicas on one core, two starts with one name, a start that is not in
+    the journal, and a start whose artifacts are not on its host.
+    """
 
     def __init__(self) -> None:
         self.replicas: dict[str, FakeReplica] = {}
@@ -132,40 +135,40 @@ class FakeCluster:
         self.drained: list[str] = []
         self.loads = True
         self.load_s = 0.0
-        self.process_s = 0.0  # of a replica's process, before it wants its weights
-        self.fetch_s = 0.0  # where the host does not have it yet
-        self.tells = False  # fetches tell how far they are, so that replicas may be started meanwhile
-        self.stall_s = 0.0  # how much longer they take, when all but the last bytes have come
-        self.tidy_s = 0.0  # and how long after all is there
-        self.broken_fetch: Failure | None = None  # how they end then
-        self.store: dict[str, set[str]] = {}  # by host, the contents that are there: SOURCE@CONTENT
-        self.contents: dict[str, str] = {}  # by source, what it has now; else "1"
+        self.process_s = 0.0  # from the start of a process until it reads its weights
+        self.fetch_s = 0.0  # of a source that the host does not store
+        self.reports_progress = False  # of fetches, so that replicas may be started meanwhile
+        self.stall_s = 0.0  # before the last bytes of a fetch
+        self.tidy_s = 0.0  # after the last bytes of a fetch
+        self.broken_fetch: Failure | None = None  # at the end of a fetch
+        self.store: dict[str, set[str]] = {}  # by host, the stored contents: SOURCE@CONTENT
+        self.contents: dict[str, str] = {}  # by source, its current content; by default "1"
         self.unfetchable: dict[str, Failure] = {}  # by source
-        self.fetching: list[tuple[str, str]] = []  # (host, source) of what goes on
-        self.fetches: list[tuple[str, str]] = []  # of all that were begun
+        self.fetching: list[tuple[str, str]] = []  # (host, source) of fetches in progress
+        self.fetches: list[tuple[str, str]] = []  # of all fetches
         self.stopped_fetches: list[tuple[str, str]] = []
         self.checks: list[str] = []  # versions
         self.check_s = 0.0
-        self.unloadable: dict[str, Failure] = {}  # by version, what a check finds
-        self.uncompiled: set[str] = set()  # versions that would be compiled
+        self.unloadable: dict[str, Failure] = {}  # by version, the outcome of its check
+        self.uncompiled: set[str] = set()  # versions that have graphs to compile
         self.compile_s = 0.0
         self.compiles: list[str] = []  # versions
         self.compile_logs: list[str] = []
-        self.look_s = 0.0  # to find out what would be compiled
+        self.look_s = 0.0  # of the prediction of graphs to compile
         self.unforeseeable: Failure | None = None
         self.uncompilable: Failure | None = None
         self.drain_s = 0.0
         self.broken: dict[str, Failure] = {}  # by version
-        self.held: dict[int, int | None] = {}  # of the first host
-        self.told_held: set[int] = set()  # what was said of it last
+        self.held: dict[int, int | None] = {}  # pids by core of the first host
+        self.reported_held: set[int] = set()  # the cores of its last report
         self.lost_now: set[str] = set()
         self.refuses_start: Exception | None = None
         self.unadoptable: dict[str, int] = {}
-        self.interpreters: dict[str | None, Interpreter] = {}  # by path; any other is like the fleet's own
-        self.asked: list[str | None] = []  # of which interpreters it was asked
-        self.devices: list[MetricFamily] = []  # what the devices of every real host measure
-        self.last_words: dict[str, Failure] = {}  # by the name of the log
-        self.late: asyncio.Event | None = None  # what has died is told only after this
+        self.interpreters: dict[str | None, Interpreter] = {}  # by path; by default the fleet's own
+        self.interpreter_queries: list[str | None] = []
+        self.devices: list[MetricFamily] = []  # device metrics of each real host
+        self.log_faults: dict[str, Failure] = {}  # by the name of the log
+        self.late: asyncio.Event | None = None  # deaths are reported after this
         self.records: RecordWriter | None = None  # of the controller
         self.violations: list[str] = []
         self._pids = itertools.count(1001)
@@ -203,7 +206,7 @@ class FakeCluster:
         whole = False
         try:
             yield FetchStatus(source=source, phase="fetching", done=30, total=SIZE, rate=10.0)
-            parts = 100 if self.tells else 1
+            parts = 100 if self.reports_progress else 1
             for part in range(1, parts):
                 await asyncio.sleep(self.fetch_s / parts)
                 done = part * SIZE // parts
@@ -219,7 +222,7 @@ class FakeCluster:
 
     async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
         return {
-            host: frozenset(name for one in here if (name := one.rpartition("@")[0]) in sources)
+            host: frozenset(name for content in here if (name := content.rpartition("@")[0]) in sources)
             for host, here in self.store.items()
         }
 
@@ -246,7 +249,7 @@ class FakeCluster:
 
     def _check_loadable(self, config: ReplicaConfig) -> None:
         for wanted, folder in zip(wanted_by(config), (config.source, config.draft_source), strict=True):
-            arriving = self.tells and wanted is not None and (config.host, wanted.source) in self.fetching
+            arriving = self.reports_progress and wanted is not None and (config.host, wanted.source) in self.fetching
             if wanted is not None and not arriving and not self._holds(config.host, folder):
                 self.violations.append(f"{config.model} is started on {config.host} without {wanted.source}")
 
@@ -262,11 +265,13 @@ class FakeCluster:
         if name in self.replicas:
             self.violations.append(f"{name} was started twice")
         for other in self.living():
-            both = set(other.config.cores) & set(config.cores)
-            if other.config.host == config.host and both:
-                self.violations.append(f"{name} takes {sorted(both)}, which {other.config.model} holds")
-        if config.host.endswith("/0") and (strange := set(config.cores) & self.told_held & set(self.held)):
-            self.violations.append(f"{name} is started on {sorted(strange)}, which a stranger was said to hold")
+            shared = set(other.config.cores) & set(config.cores)
+            if other.config.host == config.host and shared:
+                self.violations.append(f"{name} takes {sorted(shared)}, which {other.config.model} holds")
+        if config.host.endswith("/0") and (foreign := set(config.cores) & self.reported_held & set(self.held)):
+            self.violations.append(
+                f"{name} is started on {sorted(foreign)}, which another process was reported to hold"
+            )
         if self.records is not None and self.records.writable:
             epoch = self.records.journal.state().epochs.get(f"{config.model}/{config.replica}", 0)
             if epoch < config.epoch:
@@ -290,10 +295,10 @@ class FakeCluster:
         failure = failure or self.broken.get(replica.config.version)
         if replica.dead is None:
             phase = Phase.READY if failure is None else Phase.FAILED
-            await replica.tell(phase=phase, failure=failure, load_s=self.load_s, idle_s=0.0)
+            await replica.report(phase=phase, failure=failure, load_s=self.load_s, idle_s=0.0)
 
     async def _arrived(self, config: ReplicaConfig) -> Failure | None:
-        """As an engine does: wait for what somebody still fetches, and fail when nobody does any more."""
+        """Wait for files that are being fetched, as an engine does, and fail when their fetch has ended."""
         silent_s = 0.0
         for wanted, folder in zip(wanted_by(config), (config.source, config.draft_source), strict=True):
             while wanted is not None and not self._holds(config.host, folder):
@@ -335,17 +340,17 @@ class FakeCluster:
         return (text, len(text)) if not offset else ("", offset)
 
     async def fault_in_log(self, path: str, host: str | None = None) -> Failure | None:
-        return self.last_words.get(Path(path).name)
+        return self.log_faults.get(Path(path).name)
 
     async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
-        self.asked.append(python)
+        self.interpreter_queries.append(python)
         return self.interpreters.get(python, OWN)
 
     async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, CoreOwner]:
         if host is not None and not host.endswith("/0"):
             return {}
-        self.told_held = set(self.held)
-        return {core: CoreOwner(pid, "somebody") for core, pid in self.held.items()}
+        self.reported_held = set(self.held)
+        return {core: CoreOwner(pid, "another process") for core, pid in self.held.items()}
 
     async def device_metrics(self, host: str) -> list[MetricFamily]:
         return self.devices
@@ -357,18 +362,18 @@ class FakeCluster:
         living = [Survivor(replica.config, replica.status) for replica in self.living()]
         return living, self.unadoptable
 
-    # What befalls it
+    # For stories
 
     def configs(self, model: str) -> list[ReplicaConfig]:
-        """Of every start of the model."""
+        """Returns the configuration of each start of the model."""
         return [config for config in self.started if config.model == model]
 
     def find(self, id: str) -> FakeReplica:
-        """The living start of that replica."""
+        """Returns the live start of that replica."""
         return next(r for r in self.living() if f"{r.config.model}/{r.config.replica}" == id)
 
     async def lose(self, host: str) -> None:
-        """Its node dies, with every process on it."""
+        """The node of the host dies, with all its processes."""
         self.lost_now.add(host)
         for replica in self.living():
             if replica.config.host == host:
@@ -376,7 +381,7 @@ class FakeCluster:
 
 
 class Played:
-    """A controller and its operator at work on a fake cluster."""
+    """A controller and its operator on a fake cluster."""
 
     def __init__(
         self,
@@ -428,7 +433,7 @@ class Played:
         await self.kill()
 
     async def kill(self) -> None:
-        """As a SIGKILL: nothing more is said or done."""
+        """Ends the controller like SIGKILL."""
         assert self._running is not None
         self._running.cancel()
         if self._beating is not None:
@@ -460,36 +465,36 @@ class Played:
 
     def is_settled(self) -> bool:
         status = self.controller.status()
-        found = [[replica["state"] for replica in model["replicas"]] for model in status["models"]]
+        states = [[replica["state"] for replica in model["replicas"]] for model in status["models"]]
         wished = [["ready"] * model["wanted"] for model in status["models"]]
-        return bool(status["rollout"]["state"] == "complete" and found == wished)
+        return bool(status["rollout"]["state"] == "complete" and states == wished)
 
     async def apply(self, spec: str, **options: Any) -> dict[str, Any]:
         return await self.operator.apply(spec, "spec.yaml", str(self.home), by="tester", **options)
 
     def replica(self, id: str) -> dict[str, Any]:
         models = self.controller.status()["models"]
-        found: dict[str, Any] = next((r for model in models for r in model["replicas"] if r["id"] == id), {})
-        return found
+        row: dict[str, Any] = next((r for model in models for r in model["replicas"] if r["id"] == id), {})
+        return row
 
     def model(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = next(m for m in self.controller.status()["models"] if m["name"] == name)
-        return found
+        row: dict[str, Any] = next(m for m in self.controller.status()["models"] if m["name"] == name)
+        return row
 
     def host(self, index: int = 0) -> dict[str, Any]:
-        found: dict[str, Any] = self.controller.status()["hosts"][index]
-        return found
+        row: dict[str, Any] = self.controller.status()["hosts"][index]
+        return row
 
     def ready(self, name: str) -> list[dict[str, Any]]:
         return [replica for replica in self.model(name)["replicas"] if replica["state"] == "ready"]
 
     def happened(self) -> list[str]:
-        """The reasons of all events."""
+        """Returns the reasons of all events."""
         return [event.reason for event in self.journal.events()]
 
 
 def play(tmp_path: Path, cluster: FakeCluster, text: str, story: Callable[[Played], Coroutine[Any, Any, None]]) -> None:
-    """A story of a fleet, in virtual time; nothing that a fake cluster forbids may happen meanwhile."""
+    """Run a story of a fleet in virtual time, and check the rules of the fake cluster."""
 
     async def live() -> None:
         async with Played(tmp_path, cluster, text) as played:

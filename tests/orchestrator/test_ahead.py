@@ -14,7 +14,7 @@ from orchestrator.cli.tables import status_text
 from orchestrator.daemon.narration import progress
 from orchestrator.fleet.progress_text import fetch_text
 from orchestrator.starts.early_start import PROCESS_S, RemainingTime, lead_of
-from tests.orchestrator.elsewhere import nobody_is_asked
+from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakefleet import STATUS
 from tests.orchestrator.fakes import FakeCluster, Played, play
 from tests.stubs import stub_checkpoint
@@ -48,13 +48,13 @@ def spec(
     hosts: int = 1,
     compiles: bool = False,
 ) -> str:
-    told = {"source": source, "replicas": replicas, "degree": degree, "batch": batch, "strategy": strategy}
-    return SPEC.format(**told, hosts=hosts) + ("    engine_options: {compile: true}\n" if compiles else "")
+    values = {"source": source, "replicas": replicas, "degree": degree, "batch": batch, "strategy": strategy}
+    return SPEC.format(**values, hosts=hosts) + ("    engine_options: {compile: true}\n" if compiles else "")
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nobody_is_asked(monkeypatch, tmp_path)
+    forbid_remote_sources(monkeypatch, tmp_path)
 
 
 def test_artifacts_are_fetched_before_the_process_is_requested(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_artifacts_are_fetched_before_the_process_is_requested(tmp_path: Path) -
 
     async def story(played: Played) -> None:
         await played.until(lambda: played.replica("m/0").get("fetch"), "it is fetched", 60.0)
-        told = played.replica("m/0")
-        assert told["state"] == "fetching"
-        assert told["fetch"] == {
+        replica = played.replica("m/0")
+        assert replica["state"] == "fetching"
+        assert replica["fetch"] == {
             "source": "s3://models/one",
             "phase": "fetching",
             "bytes": 30,
@@ -75,7 +75,7 @@ def test_artifacts_are_fetched_before_the_process_is_requested(tmp_path: Path) -
             "left_s": 7.0,
             "trouble": None,
         }
-        assert played.host()["fetches"] == [told["fetch"]]
+        assert played.host()["fetches"] == [replica["fetch"]]
         assert cluster.started == []
         await played.settled()
         assert [config.source for config in cluster.started] == ["/store/s3://models/one@1"]
@@ -141,14 +141,14 @@ def test_cores_taken_by_another_process_during_a_fetch_are_not_used(tmp_path: Pa
     play(tmp_path, cluster, spec(), story)
 
 
-@pytest.mark.parametrize("tells", [False, True])
+@pytest.mark.parametrize("with_progress", [False, True])
 @pytest.mark.parametrize("strategy", ["in_place", "hold", "surge"])
 def test_the_old_replica_serves_until_the_new_artifacts_are_complete(
-    tmp_path: Path, strategy: str, tells: bool
+    tmp_path: Path, strategy: str, with_progress: bool
 ) -> None:
     """An update on a full host stops nothing for a model that is still being fetched."""
     cluster = FakeCluster()
-    cluster.load_s, cluster.tells = 5.0, tells
+    cluster.load_s, cluster.reports_progress = 5.0, with_progress
     degree = 8 if strategy == "surge" else 24
 
     async def story(played: Played) -> None:
@@ -176,9 +176,11 @@ def test_an_update_with_unavailable_artifacts_is_rolled_back_without_an_interrup
     async def story(played: Played) -> None:
         await played.settled()
         await played.apply(spec("s3://models/two", degree=24))
-        await played.until(lambda: any(one["failures"] for one in played.model("m")["preparing"]), "told", 60.0)
-        told = played.model("m")["preparing"][0]
-        assert (told["host"], told["reason"]) == (HOST, "s3-denied: no s3:GetObject")
+        await played.until(
+            lambda: any(preparation["failures"] for preparation in played.model("m")["preparing"]), "told", 60.0
+        )
+        waiting = played.model("m")["preparing"][0]
+        assert (waiting["host"], waiting["reason"]) == (HOST, "s3-denied: no s3:GetObject")
         await played.until(lambda: "RolledBack" in played.happened(), "rolled back", 600.0)
         await played.settled()
         assert (cluster.drained, len(cluster.started)) == ([], 1)
@@ -265,9 +267,9 @@ def test_a_model_is_compiled_ahead_before_a_core_is_claimed(tmp_path: Path) -> N
         assert cluster.started == []
         await played.settled()
         assert cluster.compiles == [version]
-        told = {event.reason: event.message for event in played.journal.events()}
-        assert told["WillCompile"] == "the model is not compiled as it is now"
-        assert told["Compiled"] == "ahead, in 150 s"
+        messages = {event.reason: event.message for event in played.journal.events()}
+        assert messages["WillCompile"] == "the model is not compiled as it is now"
+        assert messages["Compiled"] == "ahead, in 150 s"
 
     async def begun(played: Played) -> None:
         cluster.uncompiled = {played.controller.state.current.versions["m"]}
@@ -343,7 +345,7 @@ def test_a_replica_that_has_served_restarts_without_a_compile_check(tmp_path: Pa
 def arriving(fetch_s: float = 100.0) -> FakeCluster:
     """One whose fetches tell how far they are."""
     cluster = FakeCluster()
-    cluster.tells, cluster.fetch_s, cluster.process_s, cluster.load_s = True, fetch_s, 5.0, 3.0
+    cluster.reports_progress, cluster.fetch_s, cluster.process_s, cluster.load_s = True, fetch_s, 5.0, 3.0
     return cluster
 
 
@@ -356,25 +358,25 @@ def test_a_process_starts_during_the_last_seconds_of_its_fetch(tmp_path: Path) -
     progress of the fetch.
     """
     took = {}
-    for tells in (False, True):
+    for with_progress in (False, True):
         cluster = arriving()
-        cluster.tells = tells
+        cluster.reports_progress = with_progress
 
-        async def story(played: Played, cluster: FakeCluster = cluster, tells: bool = tells) -> None:
+        async def story(played: Played, cluster: FakeCluster = cluster, with_progress: bool = with_progress) -> None:
             await played.until(lambda: cluster.started, "its process is asked for", 200.0)
-            assert now() == pytest.approx(95.0 if tells else 100.0, abs=1.5)
-            if tells:
+            assert now() == pytest.approx(95.0 if with_progress else 100.0, abs=1.5)
+            if with_progress:
                 await played.until(lambda: played.replica("m/0")["state"] == "loading", "loading", 3.0)
                 assert played.replica("m/0")["fetch"]["source"] == "s3://models/one"
             await played.settled()
-            took[tells] = now()
+            took[with_progress] = now()
             assert played.replica("m/0")["fetch"] is None
             assert played.replica("m/0")["load_s"] == pytest.approx(8.0, abs=0.2)
-            expected = ["Starting", "Fetching", *(["StartsEarly"] if tells else []), "Fetched", "Ready"]
-            assert [one for one in played.happened() if one in {*expected, "Failed"}] == expected
+            expected = ["Starting", "Fetching", *(["StartsEarly"] if with_progress else []), "Fetched", "Ready"]
+            assert [reason for reason in played.happened() if reason in {*expected, "Failed"}] == expected
             assert len(cluster.started) == len(cluster.fetches) == 1
 
-        play(tmp_path / str(tells), cluster, spec(), story)
+        play(tmp_path / str(with_progress), cluster, spec(), story)
     assert took[False] - took[True] == pytest.approx(5.0, abs=1.5)
 
 
@@ -548,9 +550,9 @@ def test_a_process_starts_ahead_by_at_most_its_last_start_time() -> None:
 # In words
 
 
-def fetch(**told: Any) -> dict[str, Any]:
+def fetch(**changes: Any) -> dict[str, Any]:
     plain = {"source": "s3://models/one", "phase": "fetching", "bytes": 0, "total": None}
-    return {**plain, "bytes_per_s": None, "left_s": None, "trouble": None, **told}
+    return {**plain, "bytes_per_s": None, "left_s": None, "trouble": None, **changes}
 
 
 def test_a_fetch_is_described_with_the_known_figures() -> None:
@@ -564,8 +566,8 @@ def test_a_fetch_is_described_with_the_known_figures() -> None:
 def test_up_reports_a_fetch_by_phases_and_tenths() -> None:
     """A line each second would hide other events."""
     plain = {"id": "m/0", "state": "fetching", "cores": "0-7", "reason": None}
-    told = [("listing", 100), ("fetching", 100), ("fetching", 150), ("fetching", 200), ("verifying", 200)]
-    lines = [progress({**plain, "fetch": fetch(phase=phase, bytes=done, total=1000)}) for phase, done in told]
+    steps = [("listing", 100), ("fetching", 100), ("fetching", 150), ("fetching", 200), ("verifying", 200)]
+    lines = [progress({**plain, "fetch": fetch(phase=phase, bytes=done, total=1000)}) for phase, done in steps]
     assert [news for news, _ in lines] == [
         "m/0 fetching on cores 0-7 listing 1",
         "m/0 fetching on cores 0-7 fetching 1",
@@ -585,10 +587,10 @@ def test_the_status_shows_what_an_update_waits_for() -> None:
     status["models"][0]["replicas"][1]["fetch"] = fetch()
     status["models"][0]["preparing"] = [{"host": HOST, "state": "failed", "failures": 2, "reason": "s3-denied: no"}]
     status["hosts"][0]["fetches"] = [fetch(bytes=1, total=2)]
-    told = status_text(status)
-    assert "chat/1: fetching s3://models/one\n" in told
-    assert f"chat: preparing the new version on {HOST} (failed); the old replicas keep serving\n" in told
-    assert "    2 failed attempts: s3-denied: no\n    fetching s3://models/one: 1 bytes of 2 bytes" in told
+    text = status_text(status)
+    assert "chat/1: fetching s3://models/one\n" in text
+    assert f"chat: preparing the new version on {HOST} (failed); the old replicas keep serving\n" in text
+    assert "    2 failed attempts: s3-denied: no\n    fetching s3://models/one: 1 bytes of 2 bytes" in text
 
 
 UNLOADABLE = Failure("weights-broken", "model.safetensors is cut off")
@@ -626,7 +628,9 @@ def test_an_update_continues_after_a_check_that_ends_in_time(tmp_path: Path) -> 
         cluster.check_s = 30.0
         await played.apply(spec(folder, degree=24, batch=3))
         await played.until(
-            lambda: [one["state"] for one in played.model("m")["preparing"]] == ["checking"], "it is checked", 60.0
+            lambda: [preparation["state"] for preparation in played.model("m")["preparing"]] == ["checking"],
+            "it is checked",
+            60.0,
         )
         assert (len(played.ready("m")), cluster.drained) == (1, [])
         await played.settled()
@@ -653,7 +657,7 @@ def test_an_update_that_cannot_be_loaded_borrows_no_replica(tmp_path: Path) -> N
 
     async def story(played: Played) -> None:
         await played.settled()
-        await cluster.find("idle/0").tell(idle_s=600.0)
+        await cluster.find("idle/0").report(idle_s=600.0)
         await played.until(lambda: played.controller.state.views["idle/0"].idle, "idle")
         second = LENDING.format(folder=tmp_path, batch=3)
         _, generation = await played.operator._read(second, "spec.yaml", str(tmp_path), by="x", cause="apply")

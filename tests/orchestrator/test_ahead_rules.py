@@ -22,7 +22,7 @@ from orchestrator.fleet.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BA
 from orchestrator.records.journal import Journal
 from orchestrator.rollout.preparation import Preparation
 from placements.spec.schema import HostsSpec, Spec
-from tests.orchestrator.elsewhere import nobody_is_asked
+from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, play, virtually
 from tests.orchestrator.test_ahead import spec
 from tests.placements.fleets import model, places, planned
@@ -47,7 +47,7 @@ ONE, TWO = "s3://models/one", "s3://models/two"
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nobody_is_asked(monkeypatch, tmp_path)
+    forbid_remote_sources(monkeypatch, tmp_path)
 
 
 def now() -> float:
@@ -59,13 +59,13 @@ def now() -> float:
 
 def test_pauses_grow_after_each_failed_preparation() -> None:
     """Up to a maximum; a permanent error is not retried."""
-    one, pauses = Preparation("m", "v", "h"), list[float]()
-    assert one.retry_at == 0.0
+    preparation, pauses = Preparation("m", "v", "h"), list[float]()
+    assert preparation.retry_at == 0.0
     for _ in range(BREAKER_AFTER):
-        one = one.failed(Failure("s3-unreachable", "nobody answers"), 10.0, stopped=False)
-        pauses.append(one.retry_at - 10.0)
+        preparation = preparation.failed(Failure("s3-unreachable", "nobody answers"), 10.0, stopped=False)
+        pauses.append(preparation.retry_at - 10.0)
     assert pauses == [*(FIRST_BACKOFF_S * 2.0**n for n in range(BREAKER_AFTER - 1)), BREAKER_PAUSE_S]
-    assert one.failed(Failure("pickle-refused", "pickled"), 10.0, stopped=True).retry_at == float("inf")
+    assert preparation.failed(Failure("pickle-refused", "pickled"), 10.0, stopped=True).retry_at == float("inf")
 
 
 def test_an_update_with_a_permanent_error_is_tried_once(tmp_path: Path) -> None:
@@ -232,14 +232,14 @@ def test_a_foreign_owner_does_not_clear_the_fault_of_a_core(tmp_path: Path) -> N
         broken = Failure("memory-uncorrectable", "bad memory", "replace it", Reaction.QUARANTINE)
         async with Played(tmp_path, cluster, spec(), journal=journal) as played:
             await played.settled()
-            await cluster.replicas["m/0.1"].tell(phase=Phase.FAILED, failure=broken)
+            await cluster.replicas["m/0.1"].report(phase=Phase.FAILED, failure=broken)
             await played.until(lambda: len(cluster.started) == 2, "elsewhere", 60.0)
             for held in ({3: 7}, {}):
                 cluster.held = dict[int, int | None](held)
                 await asyncio.sleep(10.0)
         async with Played(tmp_path, cluster, spec(), journal=journal) as played:
             await played.settled()
-            assert {one["core"] for one in played.host()["quarantine"]} == set(range(8))
+            assert {core["core"] for core in played.host()["quarantine"]} == set(range(8))
 
     virtually(live)
 
@@ -256,19 +256,19 @@ class Looked:
 
     def foreseen(self, monkeypatch: pytest.MonkeyPatch, ahead_too: bool) -> list[str]:
         """What is missing; ``ahead_too``: it can be compiled without a device."""
-        found = peek(self.home, MANIFEST)
+        entry = peek(self.home, MANIFEST)
         wanted = Wanted(
             role="model",
             source="/models/m",
             manifest=dict(MANIFEST),
-            folder=str(found.path),
-            complete=found.complete,
+            folder=str(entry.path),
+            complete=entry.complete,
             ahead=ahead_too,
         )
-        told = Predicted(engine="transformers-neuronx", wanted=[wanted])
-        monkeypatch.setattr(prefetch, "answers", lambda *_, **__: iter([told]))
-        one = config(Path("/models/m"), compiled=str(self.home), neff_cache=str(self.there))
-        return prefetch.foresee(one).missing
+        predicted = Predicted(engine="transformers-neuronx", wanted=[wanted])
+        monkeypatch.setattr(prefetch, "answers", lambda *_, **__: iter([predicted]))
+        replica = config(Path("/models/m"), compiled=str(self.home), neff_cache=str(self.there))
+        return prefetch.foresee(replica).missing
 
 
 MANIFEST = {"engine": "transformers-neuronx", "model": "digest", "versions": {}}
@@ -314,12 +314,12 @@ def test_graphs_that_only_a_start_compiles_are_not_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`compile` reports them, starts no compiler, and exits with 0."""
-    asked: list[str] = []
+    commands: list[str] = []
 
-    def answers(command: str, one: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Reply]:
-        asked.append(command)
+    def answers(command: str, config: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Reply]:
+        commands.append(command)
         wanted = Wanted(role="model", source="/m", manifest=MANIFEST, folder="", complete=False, ahead=False)
-        yield Predicted(engine=one.engine, wanted=[wanted])
+        yield Predicted(engine=config.engine, wanted=[wanted])
 
     monkeypatch.setattr(prefetch, "answers", answers)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
@@ -327,8 +327,8 @@ def test_graphs_that_only_a_start_compiles_are_not_a_failure(
     (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "spec.yaml").write_text(spec(str(tmp_path / "m"), degree=2, compiles=True))
     code = cli.run(["compile", str(tmp_path / "spec.yaml"), "-o", "json"])
-    told = json.loads(capsys.readouterr().out)
-    assert (code, [one["result"] for one in told["models"]], asked) == (0, ["needs-device"], ["predict"])
+    answer = json.loads(capsys.readouterr().out)
+    assert (code, [model["result"] for model in answer["models"]], commands) == (0, ["needs-device"], ["predict"])
 
 
 # Places
@@ -402,8 +402,8 @@ def test_verify_fails_if_a_model_would_compile_at_its_start(
         return [Verdict("model", "", Prediction(outcomes["ab".index(one.model)], "nothing", "why"))]
 
     monkeypatch.setattr(cache_commands, "verify", told)
-    found, answer = cache("verify", str(tmp_path / "spec.yaml"))
-    assert (found, answer["hit"], read) == (code, code == 0, [False] * 2)
+    status, answer = cache("verify", str(tmp_path / "spec.yaml"))
+    assert (status, answer["hit"], read) == (code, code == 0, [False] * 2)
     cache("verify", "--read", str(tmp_path / "spec.yaml"))
     assert read[2:] == [True] * 2
 
@@ -414,8 +414,8 @@ def test_warm_fails_if_a_set_could_not_be_fetched(
 ) -> None:
     """It reports the fetched sets, and why the others are missing."""
     monkeypatch.setattr(warming, "warm", lambda one, *_: Warmed(bytes=7, problem=problem if one.model == "a" else ""))
-    found, answer = cache("warm", str(tmp_path / "spec.yaml"))
-    assert (found, [one["problem"] for one in answer["models"]]) == (code, [problem, ""])
+    status, answer = cache("warm", str(tmp_path / "spec.yaml"))
+    assert (status, [model["problem"] for model in answer["models"]]) == (code, [problem, ""])
 
 
 def test_a_dry_run_of_prune_removes_nothing(
@@ -434,9 +434,9 @@ def test_a_dry_run_of_prune_removes_nothing(
     def left() -> list[bool]:
         return [path.exists() for path in (stale / "model.hlo_module.pb.lock", unfinished.path, model_here)]
 
-    code, told = cache("prune", "--models", "--dry-run")
+    code, answer = cache("prune", "--models", "--dry-run")
     assert (code, sorted(tmp_path.rglob("*"))) == (0, before)
-    assert {one["path"] for one in told["removed"]} >= {str(stale), str(unfinished.path)}
+    assert {one["path"] for one in answer["removed"]} >= {str(stale), str(unfinished.path)}
     assert (cache("prune")[0], left()) == (0, [False, False, True])
     assert (cache("prune", "--models")[0], left()) == (0, [False, False, False])
 
@@ -450,19 +450,21 @@ def test_concurrent_compilations_are_limited(tmp_path: Path, monkeypatch: pytest
         at_once.append(len(running) + len(begun))
         return begun
 
-    def answers(command: str, one: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Reply]:
+    def answers(command: str, config: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Reply]:
         wanted = Wanted(
-            role="model", source="/m", manifest=MANIFEST, folder=f"/{one.model}", complete=False, ahead=True
+            role="model", source="/m", manifest=MANIFEST, folder=f"/{config.model}", complete=False, ahead=True
         )
-        yield Predicted(engine=one.engine, wanted=[wanted]) if command == "predict" else Built(wanted=[], seconds=1.0)
+        yield (
+            Predicted(engine=config.engine, wanted=[wanted]) if command == "predict" else Built(wanted=[], seconds=1.0)
+        )
 
     monkeypatch.setattr("orchestrator.compiling.compile_ahead.startable", spied)
     monkeypatch.setattr(prefetch, "answers", answers)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
-    one = spec(str(tmp_path / "m"), degree=2, compiles=True)
-    (tmp_path / "spec.yaml").write_text(one + one.partition("models:\n")[2].replace("  m:", "  n:"))
+    model = spec(str(tmp_path / "m"), degree=2, compiles=True)
+    (tmp_path / "spec.yaml").write_text(model + model.partition("models:\n")[2].replace("  m:", "  n:"))
     assert cli.run(["compile", str(tmp_path / "spec.yaml"), "--memory-gb", "1000", "--jobs", "1"]) == 0
     one_by_one = max(at_once)
     assert cli.run(["compile", str(tmp_path / "spec.yaml"), "--memory-gb", "1000"]) == 0
@@ -476,9 +478,9 @@ def test_an_entry_that_the_engine_rejects_is_not_a_hit(looked: Looked) -> None:
     wanted = Wanted(
         role="model", source="/models/m", manifest=MANIFEST, folder=str(made.path), complete=False, ahead=True
     )
-    one = config(Path("/models/m"), compiled=str(looked.home))
+    replica = config(Path("/models/m"), compiled=str(looked.home))
     outcomes = [
-        start_forecast.verdicts(one, Predicted(engine="transformers-neuronx", wanted=[told]), os.environ)[
+        start_forecast.verdicts(replica, Predicted(engine="transformers-neuronx", wanted=[told]), os.environ)[
             0
         ].prediction.outcome
         for told in (wanted, msgspec.structs.replace(wanted, complete=True))

@@ -99,8 +99,8 @@ def test_at_most_two_replicas_are_removed_for_others_in_one_decision() -> None:
     eager = [chat(f"eager-{i}", target=0) for i in range(6)]
     history = busy({f"eager-{i}": 2.0 for i in range(6)})
     targets = decide(history, *idle, *eager, hosts=2)
-    assert sum(targets.counts[one.name] for one in idle) == 4
-    assert sum(targets.counts[one.name] for one in eager) == 2
+    assert sum(targets.counts[model.name] for model in idle) == 4
+    assert sum(targets.counts[model.name] for model in eager) == 2
 
 
 def test_the_first_request_wakes_a_model_at_zero() -> None:
@@ -438,8 +438,8 @@ def test_only_a_request_restarts_a_model_that_scaled_to_zero() -> None:
     """A decaying forecast does not, even if cores are free."""
     history = busy({"chat": 0.0}, 605.0, busy({"chat": 3.0}, 600.0), 600.0)
     assert decide(history, chat(target=0, idle_s=600.0), now=1205.0).counts == {"chat": 0}
-    asked = history.after(1210.0, {"chat": Load(5.0, arrived=1, waiting=1)})
-    assert decide(asked, chat(target=0, idle_s=600.0), now=1210.0).counts == {"chat": 1}
+    requested = history.after(1210.0, {"chat": Load(5.0, arrived=1, waiting=1)})
+    assert decide(requested, chat(target=0, idle_s=600.0), now=1210.0).counts == {"chat": 1}
 
 
 def test_a_replica_that_waits_for_cores_is_not_removed_but_a_given_up_one_is() -> None:
@@ -488,7 +488,7 @@ def test_cores_reserved_for_a_min_are_not_used_for_growth() -> None:
     eager = [chat(f"eager-{i}", target=0, cores=4) for i in range(2)]
     targets = decide(busy({"eager-0": 1.0, "eager-1": 1.0}), chat(target=1, min=1), *scattered, *eager)
     assert targets.counts["chat"] == 1
-    assert sum(targets.counts[one.name] for one in eager) == 1
+    assert sum(targets.counts[model.name] for model in eager) == 1
 
 
 def test_priced_cores_of_others_are_taken_only_if_they_pay_off() -> None:

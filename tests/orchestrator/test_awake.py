@@ -126,11 +126,11 @@ def test_no_sequence_of_pauses_ends_a_healthy_replica(
             await asyncio.sleep(ran)
             pause(paused)
             if stepping:  # one step that began before the pause and has not ended
-                await replica.tell(phase=Phase.READY, step_s=loop.time() - began)
+                await replica.report(phase=Phase.READY, step_s=loop.time() - began)
             await asyncio.sleep(AGAIN_S + 1.0)
-            await replica.tell(phase=Phase.READY, step_s=0.0)
+            await replica.report(phase=Phase.READY, step_s=0.0)
         if loading:
-            await cluster.find("m/1").tell(phase=Phase.READY)
+            await cluster.find("m/1").report(phase=Phase.READY)
         await asyncio.sleep(30.0)
         assert cluster.ended == []
         assert len(cluster.started) == (2 if loading else 1)
@@ -147,12 +147,12 @@ def test_a_hanging_step_is_detected_although_the_controller_was_paused(tmp_path:
         hung, began = cluster.find("m/0"), asyncio.get_running_loop().time()
         for _ in range(3):
             await asyncio.sleep(5.0)
-            await hung.tell(phase=Phase.READY, step_s=asyncio.get_running_loop().time() - began)
+            await hung.report(phase=Phase.READY, step_s=asyncio.get_running_loop().time() - began)
         pause(1000.0)
         for _ in range(5):
             await asyncio.sleep(5.0)
             if hung.dead is None:
-                await hung.tell(phase=Phase.READY, step_s=asyncio.get_running_loop().time() - began)
+                await hung.report(phase=Phase.READY, step_s=asyncio.get_running_loop().time() - began)
         assert hung.dead is not None
         assert "Paused" in fleet.happened()
 

@@ -39,7 +39,7 @@ NXDI = "engines: {nxd-inference: {python: PATH}}\n"
 
 
 @pytest.mark.parametrize(
-    ("engine", "before", "after", "found"),
+    ("engine", "before", "after", "expected"),
     [
         ("nxd-inference", "", NXDI, (Tag.RESTART, ["engines.nxd-inference.python"])),
         ("nxd-inference", NXDI, "", (Tag.RESTART, ["engines.nxd-inference.python"])),
@@ -50,17 +50,17 @@ NXDI = "engines: {nxd-inference: {python: PATH}}\n"
     ],
 )
 def test_another_interpreter_restarts_the_models_of_its_engine(
-    engine: Engine, before: str, after: str, found: tuple[Tag, list[str]]
+    engine: Engine, before: str, after: str, expected: tuple[Tag, list[str]]
 ) -> None:
     """And no others; the same path in another notation is equal."""
-    assert changed(before, after, engine) == [found]
+    assert changed(before, after, engine) == [expected]
 
 
 def test_the_interpreter_is_a_part_of_the_version() -> None:
     """Replicas of two interpreters are not interchangeable; without one the version is as it was."""
     text = MODEL.replace("ENGINE", "auto")
     specs = [read(text), read(NXDI + text), read(NXDI.replace("PATH", "/p") + text)]
-    versions = [version_of(one.models[0], "auto", 8, interpreters(one, "auto")) for one in specs]
+    versions = [version_of(spec.models[0], "auto", 8, interpreters(spec, "auto")) for spec in specs]
     assert len(set(versions)) == 3
     assert versions[0] == version_of(specs[0].models[0], "auto", 8)
 
@@ -132,7 +132,9 @@ def test_every_field_of_a_model_has_a_reach() -> None:
     """Otherwise a new field would count as without effect."""
     assert REACHES.keys() == ModelSpec.model_fields.keys() - {"name", "base_dir", "broken"}
     assert REACHES.keys() == OTHERWISE.keys()
-    assert all(sum(isinstance(one, Reach) for one in ModelSpec.model_fields[name].metadata) == 1 for name in REACHES)
+    assert all(
+        sum(isinstance(reach, Reach) for reach in ModelSpec.model_fields[name].metadata) == 1 for name in REACHES
+    )
 
 
 @pytest.mark.parametrize("field", OTHERWISE)

@@ -72,17 +72,17 @@ async def test_requests_wait_for_a_replica_that_died_in_service(tmp_path: Path) 
     """A model whose only replica died is loading, not failed: the gateway keeps requests that can still be answered."""
     async with running(tmp_path) as fleet:
         await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
-        said: list[str] = []
+        states: list[str] = []
 
         def died() -> bool:
-            said.append(fleet.controller.routes().models[0].state.value)
+            states.append(fleet.controller.routes().models[0].state.value)
             return bool(fleet.replica("a/0")["restarts"] == 1 and fleet.replica("a/0")["state"] == "ready")
 
         await fleet.cluster.replicas["a/0.1"].die("killed by signal 9")
         await fleet.until(died, "ready again")
 
-        assert "loading" in said
-        assert "failed" not in said
+        assert "loading" in states
+        assert "failed" not in states
 
 
 async def test_a_replica_that_cannot_start_shows_its_cause_and_its_last_log_lines(tmp_path: Path) -> None:
@@ -91,11 +91,11 @@ async def test_a_replica_that_cannot_start_shows_its_cause_and_its_last_log_line
     cluster.loads = False
     async with running(tmp_path, cluster) as fleet:
         await fleet.until(lambda: len(cluster.replicas) == 3, "all asked for")
-        await cluster.replicas["a/0.1"].tell(
+        await cluster.replicas["a/0.1"].report(
             phase=Phase.FAILED, failure=Failure("weights-missing", "no safetensors", "convert it")
         )
         for name in ("b/0.1", "b/1.1"):
-            await cluster.replicas[name].tell(phase=Phase.READY)
+            await cluster.replicas[name].report(phase=Phase.READY)
         await fleet.until(lambda: fleet.replica("a/0")["log"], "the log is read")
 
         failed = fleet.replica("a/0")
@@ -109,10 +109,10 @@ async def test_a_failed_replica_has_no_requests(tmp_path: Path) -> None:
     """Its last report of slots and queue no longer applies."""
     async with running(tmp_path) as fleet:
         await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
-        await fleet.cluster.find("a/0").tell(live=3, waiting=1, version=5)
+        await fleet.cluster.find("a/0").report(live=3, waiting=1, version=5)
         await fleet.until(lambda: fleet.replica("a/0")["live"] == 3, "it works")
         failure = Failure("device-failed", "it is broken", reaction=Reaction.STOP)
-        await fleet.cluster.find("a/0").tell(phase=Phase.FAILED, failure=failure)
+        await fleet.cluster.find("a/0").report(phase=Phase.FAILED, failure=failure)
         await fleet.until(lambda: fleet.replica("a/0")["state"] == "failed", "it fails")
 
         assert (fleet.replica("a/0")["live"], fleet.replica("a/0")["waiting"]) == (0, 0)
@@ -213,14 +213,14 @@ async def test_the_cause_and_the_log_stay_until_the_replica_is_ready(tmp_path: P
     cluster.loads = False
     async with running(tmp_path, cluster) as fleet:
         await fleet.until(lambda: "a/0.1" in cluster.replicas, "asked for")
-        await cluster.replicas["a/0.1"].tell(phase=Phase.FAILED, failure=Failure("weights-missing", "no safetensors"))
+        await cluster.replicas["a/0.1"].report(phase=Phase.FAILED, failure=Failure("weights-missing", "no safetensors"))
         await fleet.until(lambda: "a/0.2" in cluster.replicas, "the second start")
-        await cluster.replicas["a/0.2"].tell(phase=Phase.LOADING)
+        await cluster.replicas["a/0.2"].report(phase=Phase.LOADING)
         await fleet.until(lambda: fleet.replica("a/0")["state"] == "loading", "it loads")
 
         assert fleet.replica("a/0")["reason"] == "weights-missing: no safetensors"
         assert fleet.replica("a/0")["log"] == ["the end of a-0.log"]
-        await cluster.replicas["a/0.2"].tell(phase=Phase.READY)
+        await cluster.replicas["a/0.2"].report(phase=Phase.READY)
         await fleet.until(lambda: fleet.replica("a/0")["state"] == "ready", "ready")
         assert (fleet.replica("a/0")["reason"], fleet.replica("a/0")["log"]) == (None, [])
 
@@ -231,13 +231,13 @@ async def test_no_routes_are_published_before_the_live_replicas_are_adopted(tmp_
         await first.until(lambda: first.controller.status()["ready"], "ready")
         cluster = first.cluster
     fresh = running(tmp_path, cluster)
-    asked = asyncio.create_task(fresh.controller.change(0, 0.01))
+    change = asyncio.create_task(fresh.controller.change(0, 0.01))
     for _ in range(20):
         await asyncio.sleep(0)
-    assert not asked.done()
+    assert not change.done()
 
     task = asyncio.create_task(fresh.controller.run())
-    await asyncio.wait_for(asked, DEADLINE_S)
+    await asyncio.wait_for(change, DEADLINE_S)
 
     assert [len(model.replicas) for model in fresh.controller.routes().models] == [1, 2, 0]
     task.cancel()

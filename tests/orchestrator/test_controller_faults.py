@@ -118,7 +118,7 @@ def test_a_replica_is_watched_again_after_an_unexpected_error(tmp_path: Path) ->
 
     async def story(fleet: Played) -> None:
         cluster.bad = True
-        await cluster.find("m/0").tell(live=1)
+        await cluster.find("m/0").report(live=1)
         await fleet.until(lambda: not cluster.bad, "the bad answer")
         await asyncio.sleep(5.0)
         await cluster.find("m/0").die("killed")
@@ -158,16 +158,16 @@ def test_routes_follow_the_schedules(tmp_path: Path) -> None:
     async def live() -> None:
         async with Played(tmp_path, FakeCluster(), SPEC % (0, schedules)) as fleet:
             await fleet.settled()
-            controller, told = fleet.controller, []
+            controller, routes = fleet.controller, []
             version, stale = 0, 0
             for _ in range(3600):
                 await asyncio.sleep(1.0)
                 seen = await controller.change(version - 1, 0.0)
                 if seen != version:  # what a gateway takes over
                     version = seen
-                    told.append(controller.routes().models[0].loads_on_request)
-                stale = stale + 1 if told[-1] != controller.routes().models[0].loads_on_request else 0
+                    routes.append(controller.routes().models[0].loads_on_request)
+                stale = stale + 1 if routes[-1] != controller.routes().models[0].loads_on_request else 0
                 assert stale <= 2  # seconds: a round of the controller
-            assert {True, False} <= set(told)
+            assert {True, False} <= set(routes)
 
     virtually(live)

@@ -103,10 +103,10 @@ def test_a_hold_is_an_error_event_and_a_condition(tmp_path: Path) -> None:
     """With the problem's id and the remedy, for `events`, `status` and `up`."""
 
     async def story(played: Played) -> None:
-        told = {event.reason: event for event in played.journal.events() if event.level == "error"}
+        events = {event.reason: event for event in played.journal.events() if event.level == "error"}
         text = hold_text(played.controller.status())
-        assert told["JournalDamaged"].message.startswith("journal-damaged: bytes ")
-        assert told["ActionsHeld"].message == text
+        assert events["JournalDamaged"].message.startswith("journal-damaged: bytes ")
+        assert events["ActionsHeld"].message == text
         assert text.startswith("journal-damaged: ")
         assert "corewright apply SPEC; or corewright rollout undo --to 1" in text
 
@@ -220,7 +220,7 @@ def test_a_draining_replica_continues_only_after_the_hold(tmp_path: Path) -> Non
         damaged(path, 2)
         for replica in cluster.living():
             if cluster.drained[0].startswith(f"{replica.config.model}/{replica.config.replica}."):
-                await replica.tell(phase=Phase.DRAINING)
+                await replica.report(phase=Phase.DRAINING)
         cluster.drained.clear()
         cluster.started.clear()
         journal = Journal(path)

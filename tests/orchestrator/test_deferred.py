@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.orchestrator.elsewhere import nobody_is_asked
+from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.stubs import stub_checkpoint
 from workers.messages.status import Failure
@@ -27,7 +27,7 @@ FETCH_S = 500.0
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nobody_is_asked(monkeypatch, tmp_path)
+    forbid_remote_sources(monkeypatch, tmp_path)
 
 
 def play(tmp_path: Path, story: Callable[[Played, FakeCluster], Coroutine[Any, Any, None]]) -> None:
@@ -56,10 +56,10 @@ def test_a_replica_serves_until_the_model_that_takes_its_cores_is_fetched(tmp_pa
         await asyncio.sleep(FETCH_S - 60.0)
         assert len(played.ready("low")) == 3
         assert cluster.drained == []
-        assert [one["state"] for one in played.model("high")["preparing"]] == ["fetching"]
+        assert [row["state"] for row in played.model("high")["preparing"]] == ["fetching"]
         await played.until(lambda: played.ready("high"), "it took the cores of one", 120.0)
         assert (len(played.ready("low")), len(cluster.drained)) == (2, 1)
-        assert len([one for one in cluster.fetches if one[1] == "s3://models/high"]) == 1
+        assert len([row for row in cluster.fetches if row[1] == "s3://models/high"]) == 1
 
     play(tmp_path, story)
 
@@ -74,7 +74,7 @@ def test_a_replica_serves_while_the_model_that_takes_its_cores_cannot_be_loaded(
         _, generation = await played.operator._read(text, "spec.yaml", str(tmp_path), by="x", cause="apply")
         cluster.unloadable[generation.versions["high"]] = Failure("bad-tokenizer", "it is cut off")
         await played.apply(text)
-        await played.until(lambda: any(one["failures"] > 1 for one in played.model("high")["preparing"]), "twice", 60.0)
+        await played.until(lambda: any(row["failures"] > 1 for row in played.model("high")["preparing"]), "twice", 60.0)
         assert (len(played.ready("low")), cluster.drained) == (3, [])
 
     play(tmp_path, story)

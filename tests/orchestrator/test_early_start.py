@@ -78,8 +78,8 @@ def arriving(
     first, last = s3_proxy.hold(WEIGHTS, 0), s3_proxy.hold(WEIGHTS, size - 2**18)
     fleet = LiveFleet(SPEC.format(source=source), home=home)
     try:
-        for one in (first, last):
-            assert one.reached.wait(DEADLINE_S), fleet.output()
+        for file in (first, last):
+            assert file.reached.wait(DEADLINE_S), fleet.output()
         until(lambda: (fleet.replica("m/0")["fetch"] or {}).get("bytes"), DEADLINE_S, "its fetch is seen")
         first.released.set()
         yield fleet, last
@@ -92,26 +92,26 @@ def loading(fleet: LiveFleet) -> Any:
     """The replica, once its process is there and loads."""
 
     def found() -> Any:
-        one = fleet.replica("m/0")
-        return one if one["state"] == "loading" and one["pid"] else None
+        replica = fleet.replica("m/0")
+        return replica if replica["state"] == "loading" and replica["pid"] else None
 
     return until(found, DEADLINE_S, f"its process loads: {fleet.output()}")
 
 
 def reasons(fleet: LiveFleet) -> list[str]:
-    told = json.loads(fleet.corewright("events", "-o", "json").stdout)["events"]
-    return [event["reason"] for event in told if event["model"] == "m"]
+    events = json.loads(fleet.corewright("events", "-o", "json").stdout)["events"]
+    return [event["reason"] for event in events if event["model"] == "m"]
 
 
 def artifact(home: Path) -> Path:
-    found = list((home / "store" / "artifacts").iterdir())
-    assert len(found) == 1
-    return found[0]
+    folders = list((home / "store" / "artifacts").iterdir())
+    assert len(folders) == 1
+    return folders[0]
 
 
 def answer(fleet: LiveFleet) -> str:
-    asked = {"model": "m", "prompt": "A slot", "max_tokens": 4, "temperature": 0}
-    text: str = fleet.http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+    body = {"model": "m", "prompt": "A slot", "max_tokens": 4, "temperature": 0}
+    text: str = fleet.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     return text
 
 
@@ -132,8 +132,10 @@ def test_a_replica_loads_during_the_fetch_and_serves_when_it_is_complete(
     assert manifest.published(artifact(home)) is not None
     assert len(answer(fleet)) > 0
     assert s3_proxy.bytes(WEIGHTS) == len(checkpoint[WEIGHTS])
-    told = [one for one in reasons(fleet) if one in ("Starting", "Fetching", "StartsEarly", "Fetched", "Ready")]
-    assert told == ["Starting", "Fetching", "StartsEarly", "Fetched", "Ready"]
+    steps = [
+        reason for reason in reasons(fleet) if reason in ("Starting", "Fetching", "StartsEarly", "Fetched", "Ready")
+    ]
+    assert steps == ["Starting", "Fetching", "StartsEarly", "Fetched", "Ready"]
     fleet.stop()
 
 

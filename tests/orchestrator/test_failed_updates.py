@@ -48,9 +48,9 @@ class Clients:
             thread.join(OVER_S)
 
     def _ask(self) -> None:
-        asked = {"model": "m", "messages": [{"role": "user", "content": "What is a NeuronCore?"}], "max_tokens": 8}
+        body = {"model": "m", "messages": [{"role": "user", "content": "What is a NeuronCore?"}], "max_tokens": 8}
         while not self._ended.is_set():
-            answer = httpx.post(self._url, json=asked, timeout=OVER_S)
+            answer = httpx.post(self._url, json=body, timeout=OVER_S)
             self.codes.append(200 if answer.status_code == 200 else answer.text)
             time.sleep(0.1)  # a client's pace
 
@@ -82,9 +82,9 @@ def test_failing_updates_cost_no_request(live: LiveFleet, tmp_path: Path) -> Non
     """
     pid = live.replica("m/0")["pid"]
     with Clients(live) as clients:
-        told = applied(live, "./nowhere")
-        assert told.startswith("1 ")
-        assert "model-not-found" in told
+        revision = applied(live, "./nowhere")
+        assert revision.startswith("1 ")
+        assert "model-not-found" in revision
 
         unreadable = shutil.copytree(TINY, tmp_path / "unreadable")
         (unreadable / "tokenizer.json").write_text("{}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.orchestrator.elsewhere import nobody_is_asked
+from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, play
 from tests.orchestrator.test_ahead import spec
 from workers.messages.status import Failure
@@ -15,7 +15,7 @@ from workers.messages.status import Failure
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nobody_is_asked(monkeypatch, tmp_path)
+    forbid_remote_sources(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("source", ["s3://models/one", "/models/one"])

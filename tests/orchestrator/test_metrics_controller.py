@@ -1,4 +1,4 @@
-"""What the controller tells for /metrics of a fleet that a test plays."""
+"""The controller's part of /metrics."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ async def test_the_cores_by_state_are_all_cores(tmp_path: Path) -> None:
     async with Played(tmp_path, cluster, SPEC) as fleet:
         await fleet.settled()
         await fleet.operator.cordon("inf2.48xlarge/0", "10-11", on=True, by="tester")
-        found = await scraped(fleet)
+        metrics = await scraped(fleet)
 
         host = "inf2.48xlarge/0"
         states = ("leased", "free", "cordoned", "quarantined", "reserved")
-        cores = [found.value("corewright_cores", host=host, state=state) for state in states]
+        cores = [metrics.value("corewright_cores", host=host, state=state) for state in states]
         assert cores == [12, 9, 2, 1, 0]
-        assert sum(cores) == found.value("corewright_host_cores", host=host)
-        assert found.value("corewright_host_up", host=host) == 1
-        assert found.value("corewright_quarantines_total", host=host, cause="held") == 1
+        assert sum(cores) == metrics.value("corewright_host_cores", host=host)
+        assert metrics.value("corewright_host_up", host=host) == 1
+        assert metrics.value("corewright_quarantines_total", host=host, cause="held") == 1
 
 
 async def test_placements_loads_and_restarts_are_counted(tmp_path: Path) -> None:
@@ -80,18 +80,18 @@ async def test_a_failed_load_is_counted_by_its_problem(tmp_path: Path) -> None:
         began = await scraped(fleet)
         await asyncio.sleep(0.2)
         starting = await scraped(fleet)
-        await cluster.find("a/0").tell(phase=Phase.FAILED, failure=failure)
+        await cluster.find("a/0").report(phase=Phase.FAILED, failure=failure)
         await fleet.until(lambda: fleet.replica("a/0").get("state") == "failed", "it has failed")
-        found = await scraped(fleet)
+        metrics = await scraped(fleet)
 
         seconds = [
-            told.value("corewright_replica_starting_seconds", model="a", replica="0") for told in (began, starting)
+            scrape.value("corewright_replica_starting_seconds", model="a", replica="0") for scrape in (began, starting)
         ]
         assert 0.2 <= seconds[1] - seconds[0] < 10
         failed = {"model": "a", "problem": "load-failed", "phase": "loading"}
-        assert found.value("corewright_replica_failures_total", **failed) == 1
-        assert found.value("corewright_replica_given_up", model="a", replica="0") == 1
-        assert found.value("corewright_model_available", model="a") == 0
+        assert metrics.value("corewright_replica_failures_total", **failed) == 1
+        assert metrics.value("corewright_replica_given_up", model="a", replica="0") == 1
+        assert metrics.value("corewright_model_available", model="a") == 0
 
 
 async def test_a_rollouts_end_is_counted_once(tmp_path: Path) -> None:
@@ -104,14 +104,14 @@ async def test_a_rollouts_end_is_counted_once(tmp_path: Path) -> None:
         for _ in range(3):
             fleet.controller.wake_up()
             await asyncio.sleep(0)
-        found = await scraped(fleet)
+        metrics = await scraped(fleet)
 
-        assert found.value("corewright_rollouts_total", state="complete") == 2
-        assert found.value("corewright_rollout_state", state="complete") == 1
-        assert found.value("corewright_rollout_state", state="progressing") == 0
-        assert found.value("corewright_journal_revision") == 2
-        assert found.value("corewright_controller_round_seconds_count") > 2
-        assert found.value("corewright_condition", type="CoresAddUp") == 1
+        assert metrics.value("corewright_rollouts_total", state="complete") == 2
+        assert metrics.value("corewright_rollout_state", state="complete") == 1
+        assert metrics.value("corewright_rollout_state", state="progressing") == 0
+        assert metrics.value("corewright_journal_revision") == 2
+        assert metrics.value("corewright_controller_round_seconds_count") > 2
+        assert metrics.value("corewright_condition", type="CoresAddUp") == 1
 
 
 async def test_a_replicas_counters_are_exported(tmp_path: Path) -> None:
@@ -119,22 +119,22 @@ async def test_a_replicas_counters_are_exported(tmp_path: Path) -> None:
     async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
         await fleet.settled()
         replica = fleet.cluster.find("b/1")
-        await replica.tell(slots=8, live=3, steps=40, tokens=120, drafted=20, accepted=15)
+        await replica.report(slots=8, live=3, steps=40, tokens=120, drafted=20, accepted=15)
         await asyncio.sleep(0.01)
-        found = await scraped(fleet)
+        metrics = await scraped(fleet)
 
         of = {"model": "b", "replica": "1"}
-        assert found.value("corewright_slots", **of) == 8
-        assert found.value("corewright_requests_running", **of) == 3
-        assert found.value("corewright_engine_steps_total", **of) == 40
-        assert found.value("corewright_generation_tokens_total", **of) == 120
-        assert found.value("corewright_spec_decode_num_draft_tokens_total", **of) == 20
-        assert found.value("corewright_spec_decode_num_accepted_tokens_total", **of) == 15
+        assert metrics.value("corewright_slots", **of) == 8
+        assert metrics.value("corewright_requests_running", **of) == 3
+        assert metrics.value("corewright_engine_steps_total", **of) == 40
+        assert metrics.value("corewright_generation_tokens_total", **of) == 120
+        assert metrics.value("corewright_spec_decode_num_draft_tokens_total", **of) == 20
+        assert metrics.value("corewright_spec_decode_num_accepted_tokens_total", **of) == 15
 
         await fleet.apply(SPEC.replace("replicas: 2", "replicas: 1"))
         await fleet.until(lambda: len(fleet.model("b")["replicas"]) == 1, "one is gone")
-        left = (await scraped(fleet)).series["corewright_engine_steps_total"]
-        assert {(labels["model"], labels["replica"]) for labels in left} == {("a", "0"), ("b", "0")}
+        steps = (await scraped(fleet)).series["corewright_engine_steps_total"]
+        assert {(labels["model"], labels["replica"]) for labels in steps} == {("a", "0"), ("b", "0")}
 
 
 def on_real_hosts(fleet: Played) -> None:
@@ -169,6 +169,6 @@ async def test_an_unresponsive_host_does_not_delay_the_page(tmp_path: Path) -> N
     async with Played(tmp_path, cluster, SPEC) as fleet:
         await fleet.settled()
         on_real_hosts(fleet)
-        found = await asyncio.wait_for(scraped(fleet), 1.0)
+        metrics = await asyncio.wait_for(scraped(fleet), 1.0)
 
-        assert found.value("corewright_ready") == 1
+        assert metrics.value("corewright_ready") == 1

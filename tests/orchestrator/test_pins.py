@@ -11,7 +11,7 @@ import pytest
 from orchestrator.fleet.effects import Survivor
 from orchestrator.records.journal import Journal
 from orchestrator.records.journal_records import Pin, Revision
-from tests.orchestrator.elsewhere import nobody_is_asked
+from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, play
 from tests.orchestrator.test_ahead import spec
 from workers.messages.replica_config import Origin
@@ -29,7 +29,7 @@ class Backwards(FakeCluster):
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nobody_is_asked(monkeypatch, tmp_path)
+    forbid_remote_sources(monkeypatch, tmp_path)
 
 
 def test_the_content_stays_the_same_after_the_controller_and_all_replicas_died(tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_a_new_fleet_resolves_its_sources_again(tmp_path: Path) -> None:
     journal = Journal(path)
     (kept,) = journal.state().pins.values()
     assert (kept.model, kept.version, kept.origin) == ("m", "v", pin.origin)
-    told: dict[str, Any] = {"by": "up", "text": "", "file": "", "base_dir": "", "of": None, "plan": {}}
-    journal.append(Revision(number=1, cause="apply", **told))
+    fields: dict[str, Any] = {"by": "up", "text": "", "file": "", "base_dir": "", "of": None, "plan": {}}
+    journal.append(Revision(number=1, cause="apply", **fields))
     assert len(journal.state().pins) == 1
-    journal.append(Revision(number=2, cause="up", **told))
+    journal.append(Revision(number=2, cause="up", **fields))
     assert not journal.state().pins
     journal.close()

@@ -69,7 +69,7 @@ def test_cores_that_fail_while_a_plan_is_made_are_not_used(tmp_path: Path) -> No
 
     async def fail() -> None:
         failure = Failure("device-failed", "it is broken", reaction=Reaction.QUARANTINE)
-        await cluster.find("m/0").tell(phase=Phase.FAILED, failure=failure)
+        await cluster.find("m/0").report(phase=Phase.FAILED, failure=failure)
 
     async def main() -> None:
         thread = Interrupted(lambda situation: situation.desired_models["m"].count == 2, fail)

@@ -55,7 +55,7 @@ def test_compiling_is_not_part_of_the_start(tmp_path: Path) -> None:
         await played.until(lambda: played.replica("a/1").get("state") == "loading", "it starts")
         for compile_s in range(100, 3100, 100):  # a replica's clock cannot be ahead of the controller's
             await asyncio.sleep(100.0)
-            await played.cluster.find("a/1").tell(compile_s=float(compile_s))
+            await played.cluster.find("a/1").report(compile_s=float(compile_s))
         await played.settled(3400.0)
         assert played.controller.status()["revision"] == 2
         assert played.replica("a/1")["failures"] == 0

@@ -114,8 +114,10 @@ def test_unreachable_replicas_are_in_status_events_and_metrics(tmp_path: Path) -
                 await asyncio.sleep(1.5)
 
             def condition() -> tuple[bool, str, str]:
-                (found,) = (one for one in fleet.model("m")["conditions"] if one["type"] == "Reachable")
-                return found["status"], found["reason"], found["message"]
+                (reachable,) = (
+                    condition for condition in fleet.model("m")["conditions"] if condition["type"] == "Reachable"
+                )
+                return reachable["status"], reachable["reason"], reachable["message"]
 
             async def metric() -> float:
                 metrics = Page.read(page(await fleet.controller.metrics())[0].decode())

@@ -31,11 +31,11 @@ FULL = Failure("hbm-exhausted", "the cores' memory is full", "lower max_batch", 
 
 
 async def fails(fleet: Played, name: str, failure: Failure) -> None:
-    await fleet.cluster.replicas[name].tell(phase=Phase.FAILED, failure=failure)
+    await fleet.cluster.replicas[name].report(phase=Phase.FAILED, failure=failure)
 
 
 def quarantine(fleet: Played) -> dict[int, str | None]:
-    return {one["core"]: one["cause"] for one in fleet.host()["quarantine"]}
+    return {core["core"]: core["cause"] for core in fleet.host()["quarantine"]}
 
 
 async def test_cores_that_the_runtime_refuses_are_not_used_for_a_while(tmp_path: Path) -> None:
@@ -134,14 +134,14 @@ def test_a_restarted_controller_remembers_faults_and_a_new_fleet_retries(tmp_pat
             await fails(fleet, "a/0.1", BROKEN)
             await fails(fleet, "b/0.1", TAKEN)
             await asyncio.sleep(30.0)
-            found = [sorted(quarantine(fleet))]
+            quarantines = [sorted(quarantine(fleet))]
         async with Played(tmp_path, cluster, SPEC, journal=journal) as fleet:
             await fleet.settled()
-            found.append(sorted(quarantine(fleet)))
+            quarantines.append(sorted(quarantine(fleet)))
         async with Played(tmp_path, FakeCluster(), SPEC, journal=journal, fleet="another") as fleet:
             await fleet.settled()
-            found.append(sorted(quarantine(fleet)))
-        return found
+            quarantines.append(sorted(quarantine(fleet)))
+        return quarantines
 
     assert virtually(play) == [[0, 1, 2, 3, 4], [0, 1, 2, 3], []]
 
@@ -208,7 +208,7 @@ def test_an_update_that_can_never_start_is_rolled_back_at_once(tmp_path: Path) -
             new = cluster.configs("a")[-1]
             await fails(fleet, f"a/{new.replica}.{new.epoch}", FULL)
             await fleet.settled()
-            outcomes = {n: one.state for n, one in fleet.journal.state().outcomes.items()}
+            outcomes = {n: outcome.state for n, outcome in fleet.journal.state().outcomes.items()}
             return outcomes, [config.slots for config in cluster.configs("a")]
 
     outcomes, slots = virtually(play)
@@ -227,7 +227,7 @@ def test_the_last_log_lines_of_a_dead_replica_are_its_failure(tmp_path: Path) ->
 
         cluster = FakeCluster()
         cluster.interpreters[None] = NXDI
-        cluster.last_words = {"a-0.log": BROKEN, "b-0.log": BROKEN}
+        cluster.log_faults = {"a-0.log": BROKEN, "b-0.log": BROKEN}
         async with Played(tmp_path, cluster, spec, instance="inf2.48xlarge") as fleet:
             await fleet.settled()
             await cluster.replicas["b/0.1"].die("killed by signal 6")

@@ -18,9 +18,9 @@ HEAD = "version: 1\nhosts: {emulate: inf2.48xlarge}\ndefaults: {engine: echo}\nm
 
 
 def spec(models: str) -> Spec:
-    found = parse(HEAD + models, "f.yaml", "/").spec
-    assert found is not None
-    return found
+    parsed = parse(HEAD + models, "f.yaml", "/").spec
+    assert parsed is not None
+    return parsed
 
 
 def revision(number: int, models: str, head: str = HEAD) -> Revision:
@@ -53,7 +53,7 @@ def test_keys_outside_the_change_stay(before: Any, after: Any, now: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("models", "found"),
+    ("models", "expected"),
     [
         (["  a: {}\n", "  a: {max_batch: 2}\n"], [1]),
         (["  a: {}\n  b: {}\n", "  a: {max_batch: 2}\n  b: {}\n", "  a: {max_batch: 2}\n  b: {max_len: 64}\n"], [1]),
@@ -64,10 +64,10 @@ def test_keys_outside_the_change_stay(before: Any, after: Any, now: Any) -> None
     ],
 )
 def test_the_culprits_are_the_revisions_that_changed_the_process_of_the_failed_model(
-    models: list[str], found: list[int]
+    models: list[str], expected: list[int]
 ) -> None:
     """Since its version in the complete revision; fields of only the planner or the gateway are not a cause."""
-    assert changing_specs([spec(one) for one in models], "a") == found
+    assert changing_specs([spec(text) for text in models], "a") == expected
 
 
 MACHINE = Machine((0, 1))
@@ -76,7 +76,7 @@ A1, A2 = "  a: {tp_degree: 8}\n", "  a: {tp_degree: 8, max_batch: 2}\n"
 
 def test_later_changes_of_other_models_stay() -> None:
     """Fields, new models and removed ones; the message lists them."""
-    found = revert_changes(
+    reverted = revert_changes(
         [
             revision(4, A1 + "  b: {}\n  gone: {}\n"),
             revision(5, A2 + "  b: {}\n  gone: {}\n  with_a: {}\n"),
@@ -85,8 +85,8 @@ def test_later_changes_of_other_models_stay() -> None:
         "a",
         MACHINE,
     )
-    assert found is not None
-    generation, numbers = found
+    assert reverted is not None
+    generation, numbers = reverted
     assert numbers == [5]
     assert generation.spec == parse(HEAD + A1 + "  b: {max_len: 64}\n  new: {priority: 2}\n", "f.yaml", "/").spec
     assert generation.revision.text.startswith("# revision 6 without the changes of 5\n")
@@ -112,7 +112,7 @@ def test_if_nothing_else_can_stay_the_complete_revision_is_applied_again(revisio
 def test_a_shared_default_is_reverted_with_its_update() -> None:
     """The old process needs the old default."""
     head = HEAD.replace("echo}", "echo, max_len: 64}")
-    found = revert_changes(
+    reverted = revert_changes(
         [
             revision(1, "  a: {}\n  b: {}\n"),
             revision(2, "  a: {}\n  b: {}\n", head),
@@ -121,5 +121,5 @@ def test_a_shared_default_is_reverted_with_its_update() -> None:
         "a",
         MACHINE,
     )
-    assert found is not None
-    assert found[0].spec == spec("  a: {}\n  b: {priority: 1}\n")
+    assert reverted is not None
+    assert reverted[0].spec == spec("  a: {}\n  b: {priority: 1}\n")

@@ -134,8 +134,8 @@ def test_the_header_of_a_rollout_and_its_table_agree(tmp_path: Path) -> None:
             assert all(row["updated"] + row["old"] >= row["ready"] for row in rows.values())
             for name, row in rows.items():
                 if row["state"] == "progressing":
-                    told = f"{name}: {row['ready']} of {row['wanted']} ready, {row['old']} old"
-                    assert told in rollout["reason"], rollout
+                    progress = f"{name}: {row['ready']} of {row['wanted']} ready, {row['old']} old"
+                    assert progress in rollout["reason"], rollout
             return played.is_settled()
 
         await played.apply(spec(b_batch=8, b_replicas=3))
@@ -199,10 +199,10 @@ def test_a_single_replica_on_full_cores_is_swapped_while_requests_wait(tmp_path:
     play(tmp_path, spec(a=pinned), story, load_s=10.0)
 
 
-@pytest.mark.parametrize("asked", ["auto", "hold"])
-def test_requests_are_held_until_a_failed_swap_is_rolled_back(tmp_path: Path, asked: str) -> None:
+@pytest.mark.parametrize("strategy", ["auto", "hold"])
+def test_requests_are_held_until_a_failed_swap_is_rolled_back(tmp_path: Path, strategy: str) -> None:
     """Its starts fail on the cores, and the old version loads again: meanwhile the gateway lets requests wait."""
-    pinned = f', cores: ["0-7"], update: {{strategy: {asked}}}'
+    pinned = f', cores: ["0-7"], update: {{strategy: {strategy}}}'
 
     async def story(played: Played) -> None:
         text = spec(a_batch=8, a=pinned)
@@ -282,7 +282,7 @@ def test_an_idle_model_lends_its_cores(tmp_path: Path) -> None:
     second = spec(a_batch=8, b_replicas=4, more=more)
 
     async def story(played: Played) -> None:
-        await played.cluster.find("idle/0").tell(idle_s=600.0)
+        await played.cluster.find("idle/0").report(idle_s=600.0)
         await played.until(lambda: played.controller.state.views["idle/0"].idle, "idle")
         result = await played.apply(second)
         (change,) = [model for model in result["plan"]["models"] if model["model"] == "a"]
@@ -510,7 +510,7 @@ def test_only_operators_see_who_stopped_a_model_and_how_to_start_it(tmp_path: Pa
         async def told() -> tuple[str | None, str | None]:
             await played.until(lambda: not played.model("b")["replicas"], "none")
             routes = played.controller.routes().models
-            return played.model("b")["reason"], next(one.reason for one in routes if one.name == "b")
+            return played.model("b")["reason"], next(route.reason for route in routes if route.name == "b")
 
         await played.operator.scale("b", 0, "tester")
         assert await told() == ("scaled to 0 by hand: corewright scale b auto", "scaled to 0 by hand")
@@ -586,8 +586,8 @@ def test_a_rollback_keeps_later_changes_of_other_models(tmp_path: Path) -> None:
             (row["revision"], row["cause"], row["of"], row["state"]) for row in played.operator.revisions()["revisions"]
         ]
         assert rows[:2] == [(4, "rollback", None, "complete"), (3, "apply", None, "rolled_back")]
-        told = [event.message for event in played.journal.events() if event.reason == "RolledBack"]
-        assert told == ["revision 4 is revision 3 without the changes of 2"]
+        messages = [event.message for event in played.journal.events() if event.reason == "RolledBack"]
+        assert messages == ["revision 4 is revision 3 without the changes of 2"]
 
     play(tmp_path, spec(), story, load_s=5.0)
 
@@ -688,8 +688,8 @@ def test_a_host_whose_replicas_have_no_other_place_is_not_drained(tmp_path: Path
         with pytest.raises(Refused) as refused:
             await played.operator.drain("inf2.48xlarge/0", "tester")
         assert refused.value.problem.id == "drain-no-room"
-        told = [problem.what for problem in (*refused.value.problems, refused.value.problem)]
-        assert sum("a/0 needs" in what for what in told) == 1
+        problems = [problem.what for problem in (*refused.value.problems, refused.value.problem)]
+        assert sum("a/0 needs" in what for what in problems) == 1
         assert played.journal.state() == before
 
     play(tmp_path, spec(), story)
@@ -699,12 +699,12 @@ def test_an_unresponsive_host_does_not_block_repairs_of_others(tmp_path: Path) -
     """Its report of cores never arrives; a replica elsewhere dies and is restarted."""
 
     async def story(played: Played) -> None:
-        asked = played.cluster.held_cores
+        report = played.cluster.held_cores
 
         async def held_cores(claims: str | None, host: str | None = None) -> Any:
             if host == "inf2.48xlarge/1":
                 raise OSError("no route")
-            return await asked(claims, host)
+            return await report(claims, host)
 
         played.cluster.held_cores = held_cores  # type: ignore[method-assign]
         await played.cluster.find("a/0").die("killed")
@@ -811,14 +811,14 @@ def tokenizers(folder: Path, **texts: str) -> None:
 
 async def routed_together(played: Played, settled: Callable[[], bool]) -> list[tuple[str, set[str]]]:
     """At each change: the tokenizer that the gateway is told, and those of the replicas that it is told."""
-    seen, found = 0, []
+    seen, changes = 0, []
     while not settled():
         seen = await played.controller.change(seen, 5.0)
         (model,) = played.controller.routes().models
-        found.append(
+        changes.append(
             (model.tokenizer, {played.controller.state.configs[route.id].tokenizer for route in model.replicas})
         )
-    return found
+    return changes
 
 
 @pytest.mark.parametrize(("tp", "strategy"), [(2, "surge"), (8, "in_place")])
@@ -830,11 +830,11 @@ def test_versions_with_different_tokenizers_are_never_routed_together(tmp_path: 
         (before,) = played.controller.routes().models
         result = await played.apply(TOKENIZED.format(source="two", tp=tp, replicas=3, more=""))
         assert result["plan"]["models"][0]["strategy"] == strategy
-        found = await routed_together(played, played.is_settled)
-        assert all(of_replicas <= {told} for told, of_replicas in found)
-        assert len({told for told, _ in found} | {before.tokenizer}) == 2
+        changes = await routed_together(played, played.is_settled)
+        assert all(of_replicas <= {tokenizer} for tokenizer, of_replicas in changes)
+        assert len({tokenizer for tokenizer, _ in changes} | {before.tokenizer}) == 2
         if strategy == "surge":
-            assert all(of_replicas for _, of_replicas in found), "nobody served for a moment"
+            assert all(of_replicas for _, of_replicas in changes), "nobody served for a moment"
 
     first = TOKENIZED.format(source="one", tp=tp, replicas=3, more="")
     play(tmp_path, first, story, load_s=400.0, drain_s=3.0)
@@ -1010,8 +1010,8 @@ def test_a_canary_is_never_more_than_one_and_never_alone(
 ) -> None:
     """Whatever is lost: old replicas stay or restart, as many as the strategy promises."""
     wish = DesiredModel(MODEL, count, "new", strategy, canary=True, frozen=frozen, former=FormerVersion(MODEL, "old"))
-    found = step(wish, [lying(9, "new")] * alive, [lying(n, "old") for n in range(left)])
+    next_step = step(wish, [lying(9, "new")] * alive, [lying(n, "old") for n in range(left)])
     canaries = min(1, count) if not frozen else min(alive, count)
-    assert found.count == canaries
+    assert next_step.count == canaries
     spare = canaries if strategy in ("in_place", "hold") else 0
-    assert len(found.keep) + found.lost == max(count - spare, min(1, count))
+    assert len(next_step.keep) + next_step.lost == max(count - spare, min(1, count))

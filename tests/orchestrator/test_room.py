@@ -1,4 +1,4 @@
-"""A replica that is blocked by others that lie scattered: some of them go elsewhere, and nobody misses them."""
+"""Scattered replicas are relocated without an outage to make room for a large one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def scattered(home: Path, cluster: FakeCluster | None = None) -> Played:
         await fleet.operator.scale("small", count, "tester")
         await fleet.until(lambda count=count: len(fleet.ready("small")) == count, "small ones are ready")  # type: ignore[misc]
         await fleet.operator.cordon(HOST, closed, False, "tester")
-    assert [one["cores"] for one in fleet.ready("small")] == ["0", "8"]
+    assert [replica["cores"] for replica in fleet.ready("small")] == ["0", "8"]
     return fleet
 
 
@@ -53,7 +53,7 @@ async def test_a_replica_in_the_way_moves_first(tmp_path: Path) -> None:
         await fleet.until(done, "the big one is ready")
         assert min(served) == 2
         assert fleet.ready("big")[0]["cores"] == "0-7"
-        assert sorted(one["cores"] for one in fleet.ready("small")) in (["10", "8"], ["11", "8"], ["8", "9"])
+        assert sorted(replica["cores"] for replica in fleet.ready("small")) in (["10", "8"], ["11", "8"], ["8", "9"])
         assert fleet.happened().count("MakingRoom") == 1
     finally:
         await fleet.__aexit__()
@@ -65,10 +65,10 @@ async def test_nothing_moves_if_it_would_not_help(tmp_path: Path) -> None:
     try:
         await fleet.operator.cordon(HOST, "4", True, "tester")
         await fleet.operator.scale("big", 1, "tester")
-        before: Any = [(one["id"], one["cores"]) for one in fleet.ready("small")]
+        before: Any = [(replica["id"], replica["cores"]) for replica in fleet.ready("small")]
         await fleet.operator.scale("small", 3, "tester")
         await fleet.until(lambda: len(fleet.ready("small")) == 3, "a third small one is ready")
-        assert [(one["id"], one["cores"]) for one in fleet.ready("small")][:2] == before
+        assert [(replica["id"], replica["cores"]) for replica in fleet.ready("small")][:2] == before
         assert "MakingRoom" not in fleet.happened()
     finally:
         await fleet.__aexit__()

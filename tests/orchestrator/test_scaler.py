@@ -1,4 +1,4 @@
-"""What the autoscaler is told of a fleet, and what of its decisions is told: with an autoscaler that the test plays."""
+"""The input of the autoscaler and the reports of its decisions, with a fake autoscaler."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ models:
 
 
 class Decider:
-    """Stands for `autoscale`: decides as it is told, and keeps what it was asked."""
+    """A fake `autoscale`: returns the given targets, and records its calls."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.reasons: dict[str, str] = {}
-        self.asked: list[tuple[History, FleetNow, float]] = []
+        self.calls: list[tuple[History, FleetNow, float]] = []
 
     def __call__(self, history: History, fleet: FleetNow, now: float) -> Targets:
-        self.asked.append((history, fleet, now))
+        self.calls.append((history, fleet, now))
         return Targets({**{model.name: model.target for model in fleet.models}, **self.counts}, self.reasons)
 
     @property
     def last(self) -> FleetNow:
-        return self.asked[-1][1]
+        return self.calls[-1][1]
 
 
 @pytest.fixture
 def decider(monkeypatch: pytest.MonkeyPatch) -> Decider:
-    found = Decider()
-    monkeypatch.setattr("orchestrator.control.scaling_loop.autoscale", found)
-    return found
+    decider = Decider()
+    monkeypatch.setattr("orchestrator.control.scaling_loop.autoscale", decider)
+    return decider
 
 
 def play(tmp_path: Path, story: Callable[[Played], Coroutine[Any, Any, None]]) -> Played:
@@ -79,8 +79,8 @@ async def report(fleet: Played, first: int, last: int, *models: DemandWindow, ga
     """The reports of those numbers, one a second."""
     for number in range(first, last + 1):
         await asyncio.sleep(1.0)
-        told = DemandReport(gateway=gateway, number=number, seconds=1.0, models=list(models))
-        await fleet.controller.demand(told)
+        demand = DemandReport(gateway=gateway, number=number, seconds=1.0, models=list(models))
+        await fleet.controller.demand(demand)
 
 
 def told(fleet: Played, reason: str) -> list[str]:
@@ -134,7 +134,7 @@ def test_reports_of_all_gateways_between_two_decisions_are_one_load(tmp_path: Pa
                 sent = DemandReport(gateway=gateway, number=number, seconds=1.0, models=[demand])
                 await fleet.controller.demand(sent)
         await asyncio.sleep(5.0)
-        load = decider.asked[0][0].course("a").last
+        load = decider.calls[0][0].course("a").last
         assert (load.arrived, load.ended, load.slot_s) == (24, 16, 64.0)
         assert (load.waiting, load.live, load.longest_wait_s) == (8, 10, 1.5)
         assert load.seconds == pytest.approx(5.0, abs=1.1)
@@ -155,11 +155,11 @@ def test_each_change_is_an_event_with_its_reason(tmp_path: Path, decider: Decide
         shown = fleet.model("a")["scaling"]
         assert (shown["target"], shown["why"], shown["min"], shown["max"]) == (2, "3 to 2: few came", 1, 3)
         assert shown["demand"] == {"arrivals_per_s": 0.0, "waiting": 0, "live": 0}
-        found = Page.read(page(await fleet.controller.metrics())[0].decode())
-        assert found.value("corewright_target_replicas", model="a") == 2
-        assert found.value("corewright_scaling_decisions_total", model="a", kind="ScaledUp") == 1
-        assert found.value("corewright_replicas_max", model="a") == 3
-        assert found.value("corewright_demand_requests", model="a", state="waiting") == 0
+        metrics = Page.read(page(await fleet.controller.metrics())[0].decode())
+        assert metrics.value("corewright_target_replicas", model="a") == 2
+        assert metrics.value("corewright_scaling_decisions_total", model="a", kind="ScaledUp") == 1
+        assert metrics.value("corewright_replicas_max", model="a") == 3
+        assert metrics.value("corewright_demand_requests", model="a", state="waiting") == 0
 
     fleet = play(tmp_path, story)
     assert told(fleet, "ScaledUp") == ["1 to 3: many came"]
@@ -189,7 +189,7 @@ def test_the_status_and_clients_see_what_holds_a_model_back(tmp_path: Path, deci
     async def story(fleet: Played) -> None:
         def reasons() -> tuple[str | None, str | None]:
             routes = fleet.controller.routes().models
-            return fleet.model("b")["reason"], next(one.reason for one in routes if one.name == "b")
+            return fleet.model("b")["reason"], next(route.reason for route in routes if route.name == "b")
 
         decider.reasons = {"b": "held back: no cores; 0.1 requests a second"}
         await report(fleet, 1, 10)
@@ -223,7 +223,7 @@ def test_reports_of_a_restarted_gateway_are_accepted(tmp_path: Path, decider: De
         await report(fleet, 1, 7, DemandWindow(model="a", arrived=1))
         await report(fleet, 1, 1, DemandWindow(model="a", arrived=100))
         await report(fleet, 2, 6)
-        assert sum(history.course("a").last.arrived for history, _, _ in decider.asked) == 107
+        assert sum(history.course("a").last.arrived for history, _, _ in decider.calls) == 107
 
     play(tmp_path, story)
 
@@ -238,7 +238,7 @@ def test_a_removed_model_is_forgotten(tmp_path: Path, decider: Decider) -> None:
         decider.counts = {}
         await report(fleet, 8, 14, DemandWindow(model="a", arrived=1))
         assert fleet.journal.state().targets == {}
-        assert decider.asked[-1][0].course("a").asked_at is None
+        assert decider.calls[-1][0].course("a").asked_at is None
         assert fleet.model("other")["wanted"] == 1
 
     play(tmp_path, story)
@@ -299,7 +299,7 @@ def test_the_longest_wait_of_all_gateways_counts(tmp_path: Path, decider: Decide
                 waits = DemandWindow(model="a", waiting=1, longest_wait_s=waited)
                 sent = DemandReport(gateway=gateway, number=number, seconds=1.0, models=[waits])
                 await fleet.controller.demand(sent)
-        assert decider.asked[-1][0].course("a").last.longest_wait_s == 90.0
+        assert decider.calls[-1][0].course("a").last.longest_wait_s == 90.0
 
     play(tmp_path, story)
 
@@ -330,6 +330,6 @@ def test_a_model_that_cannot_be_started_triggers_only_one_immediate_decision(tmp
     async def story(fleet: Played) -> None:
         decider.counts = {"b": 0}
         await report(fleet, 1, 60, DemandWindow(model="b", waiting=1))
-        assert 12 <= len(decider.asked) <= 26
+        assert 12 <= len(decider.calls) <= 26
 
     play(tmp_path, story)

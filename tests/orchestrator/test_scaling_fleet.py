@@ -328,8 +328,8 @@ def test_two_gateways_are_summed_and_a_silent_one_is_forgotten(tmp_path: Path) -
 
 
 def demand(fleet: Played) -> dict[str, Any]:
-    found: dict[str, Any] = fleet.model("m")["scaling"]["demand"]
-    return found
+    demand: dict[str, Any] = fleet.model("m")["scaling"]["demand"]
+    return demand
 
 
 def test_a_repeated_report_counts_once(tmp_path: Path) -> None:
@@ -367,9 +367,9 @@ def test_a_sample_of_the_requests_is_an_event_at_most_once_a_minute_for_each_mod
             await fleet.controller.demand(report)
 
     fleet = play(tmp_path, SLEEPER, story)
-    told = [event.message for event in fleet.journal.events() if event.reason == "Routed"]
+    messages = [event.message for event in fleet.journal.events() if event.reason == "Routed"]
     assert (
-        told
+        messages
         == [
             "r1 waited 12 ms, 2 had a free slot, m/1 took it as 3 of 4, for its session, "
             "no replica was ready when it came"
@@ -494,7 +494,7 @@ def test_a_growing_model_is_ready_and_one_with_a_failed_extra_replica_degraded(t
         assert counts(fleet)["low"] >= 2
         assert (len(fleet.ready("low")), fleet.model("low")["state"]) == (1, "ready")
         assert {c["type"]: c["status"] for c in fleet.model("low")["conditions"]}["Placed"]
-        await fleet.cluster.find("low/1").tell(phase=Phase.FAILED, failure=Failure("engine-failed", "it is broken"))
+        await fleet.cluster.find("low/1").report(phase=Phase.FAILED, failure=Failure("engine-failed", "it is broken"))
         await asyncio.sleep(0.5)
         assert fleet.model("low")["state"] == "degraded"
 

@@ -27,7 +27,7 @@ def refused(hosts: str) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "found"),
+    ("hosts", "expected"),
     [
         ("{instance: inf2.xlarge, count: 2}", [("f.yaml:1:32", "set count: 1")]),
         ("[{instance: inf2.xlarge}, {instance: trn1.2xlarge}]", [("f.yaml:1:34", "use one entry with count: 1")]),
@@ -40,10 +40,10 @@ def refused(hosts: str) -> list[tuple[str, str, str]]:
         ),
     ],
 )
-def test_up_reports_how_many_hosts_it_can_start(hosts: str, found: list[tuple[str, str]]) -> None:
+def test_up_reports_how_many_hosts_it_can_start(hosts: str, expected: list[tuple[str, str]]) -> None:
     """One machine, or a sensible number of emulated ones, which are Ray nodes; planning accepts any."""
-    told = [(where, hint) for id, where, hint in refused(hosts) if id == "hosts-not-served"]
-    assert told == found
+    problems = [(where, hint) for id, where, hint in refused(hosts) if id == "hosts-not-served"]
+    assert problems == expected
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_hosts_of_several_emulated_types_can_be_started() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "found"),
+    ("engine", "expected"),
     [
         ("cpu", []),
         ("auto", []),  # on a real host it is chosen there, at the start
@@ -76,12 +76,12 @@ def test_hosts_of_several_emulated_types_can_be_started() -> None:
     ],
 )
 @pytest.mark.parametrize("hosts", ["instance", "emulate"])
-def test_a_spec_with_an_engine_that_up_cannot_start_is_invalid(engine: str, found: list[str], hosts: str) -> None:
+def test_a_spec_with_an_engine_that_up_cannot_start_is_invalid(engine: str, expected: list[str], hosts: str) -> None:
     """On the machine of the spec, or emulated."""
     text = f"hosts: {{{hosts}: inf2.xlarge}}\nmodels: {{a: {{source: s3://models/m, engine: {engine}}}}}\n"
     file = examine(text, "f.yaml", ".", Machine((0, 1), "inf2.xlarge"))
     assert start_problems(file) == ()
-    assert [problem.id for problem in file.problems if problem.id == "engine-not-served"] == found
+    assert [problem.id for problem in file.problems if problem.id == "engine-not-served"] == expected
     assert all(problem.severity == "error" for problem in file.problems if problem.id == "engine-not-served")
 
 

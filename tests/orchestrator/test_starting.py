@@ -82,7 +82,7 @@ def test_an_unsuitable_interpreter_is_rejected_before_any_process(found: Interpr
     assert cluster.started == []
     assert replica["reason"].startswith(f"{id}: ")
     assert (replica["state"], replica["stopped"]) == ("failed", False)
-    assert replica["failures"] == len(cluster.asked) == 3  # at 0, 1 and 3 s
+    assert replica["failures"] == len(cluster.interpreter_queries) == 3  # at 0, 1 and 3 s
 
 
 @pytest.mark.parametrize(("beside", "state"), [("4.47.1", "ready"), ("5.0.0", "failed")])
@@ -123,10 +123,10 @@ def test_a_fixed_interpreter_is_used_at_the_next_try(tmp_path: Path) -> None:
 def test_engines_of_the_host_need_no_interpreter(tmp_path: Path) -> None:
     """No probe runs for a replica on CPUs, unless the spec sets an interpreter for it."""
     cluster, replica = play(tmp_path, SPEC + "models: {a: {engine: cpu}}\n", {})
-    assert (cluster.asked, replica["state"]) == ([], "ready")
+    assert (cluster.interpreter_queries, replica["state"]) == ([], "ready")
     named = SPEC + "engines: {cpu: {python: /p}}\nmodels: {a: {engine: cpu}}\n"
     cluster, replica = play(tmp_path, named, {})
-    assert (cluster.asked, cluster.started[0].python) == (["/p"], "/p")
+    assert (cluster.interpreter_queries, cluster.started[0].python) == (["/p"], "/p")
 
 
 def test_a_replica_stopped_during_the_probe_of_its_interpreter_is_not_started(tmp_path: Path) -> None:

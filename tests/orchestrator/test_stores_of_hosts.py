@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.on_ray.host_actor import HostActor
-from tests.orchestrator.elsewhere import nobody_is_asked
+from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, play
 from tests.s3 import FaultProxy, S3Server
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
@@ -59,7 +59,7 @@ class OnTwoHosts(FakeCluster):
 @pytest.fixture
 def source(s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A model in S3, of which the planner knows nothing."""
-    nobody_is_asked(monkeypatch, tmp_path)
+    forbid_remote_sources(monkeypatch, tmp_path)
     files = {"m/config.json": b"{}", "m/tokenizer.json": b"{}", "m/model.safetensors": WEIGHTS}
     return s3_server.bucket(files=files) + "/m"
 

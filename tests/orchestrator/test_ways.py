@@ -52,17 +52,17 @@ def test_an_update_of_a_pinned_model_shows_the_pin_the_free_cores_and_the_remedy
 
 def test_on_several_hosts_the_suggested_range_has_its_host() -> None:
     """In the notation of `cores`."""
-    found = way("a: {tp_degree: 24, cores: ['0-23']}", hosts=2, a="0-23")
-    assert found.strategy == "surge"
-    found = way("a: {tp_degree: 24, cores: ['inf2.48xlarge/0:0-23']}", hosts=2, a="0-23")
-    assert "its pin inf2.48xlarge/0:0-23 is taken and 24 cores are free" in found.why
-    assert "such as inf2.48xlarge/1:0-23," in found.why
+    strategy = way("a: {tp_degree: 24, cores: ['0-23']}", hosts=2, a="0-23")
+    assert strategy.strategy == "surge"
+    strategy = way("a: {tp_degree: 24, cores: ['inf2.48xlarge/0:0-23']}", hosts=2, a="0-23")
+    assert "its pin inf2.48xlarge/0:0-23 is taken and 24 cores are free" in strategy.why
+    assert "such as inf2.48xlarge/1:0-23," in strategy.why
 
 
 def test_a_pin_is_not_blamed_if_no_other_cores_would_suffice() -> None:
     """The numbers of what is missing are shown instead."""
-    found = way(PINNED + ", b: {tp_degree: 12}", a="0-7", b="8-19")
-    assert found.why == (
+    strategy = way(PINNED + ", b: {tp_degree: 12}", a="0-7", b="8-19")
+    assert strategy.why == (
         "its pin 0-7 is taken, and without the pin a/1 needs 8 contiguous cores, the longest free run on "
         "inf2.48xlarge/0 is 4 (20-23); requests wait while the replica is swapped"
     )
@@ -119,6 +119,6 @@ def test_versions_that_do_not_mix_need_a_free_range_for_each_replica() -> None:
     """One spare pin is enough for one replica, and not for two."""
     pins = "a: {replicas: 2, cores: ['0', '1', '2']}"
     assert way(pins, a="0 1").strategy == "surge"
-    found = way(pins, a="0 1", mixes=False)
-    assert (found.strategy, found.possible) == ("hold", True)
-    assert "its pins 0, 1, 2 are taken and 22 cores are free" in found.why
+    strategy = way(pins, a="0 1", mixes=False)
+    assert (strategy.strategy, strategy.possible) == ("hold", True)
+    assert "its pins 0, 1, 2 are taken and 22 cores are free" in strategy.why

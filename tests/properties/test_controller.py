@@ -27,7 +27,7 @@ from orchestrator.fleet.snapshot import Observed
 from orchestrator.records.journal import Journal
 from orchestrator.records.journal_fold import failed_cores
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
-from tests.orchestrator.elsewhere import nobody_is_asked
+from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.messages.status import Failure, Phase, Reaction
 
@@ -90,7 +90,7 @@ events = st.one_of(
 @pytest.fixture(scope="module", autouse=True)
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        nobody_is_asked(patch, tmp_path_factory.mktemp("home"))
+        forbid_remote_sources(patch, tmp_path_factory.mktemp("home"))
         yield
 
 
@@ -183,7 +183,7 @@ class World:
         living = self.cluster.living()
         if living:
             failure = Failure("device-failed", "it is broken", reaction=reaction, devices=tuple(devices))
-            await living[number % len(living)].tell(phase=Phase.FAILED, failure=failure)
+            await living[number % len(living)].report(phase=Phase.FAILED, failure=failure)
 
     async def _kill_controller(self) -> None:
         await self.played.kill()
