@@ -64,7 +64,6 @@ class Contents:
 
     state: JournalState
     events: deque[Event]  # the newest KEEP_EVENTS
-    whole: int  # bytes up to the end of the last valid record; the rest is torn or damaged
     kept: int  # bytes that stay in the file: a torn end is cut off, a damaged one stays
     damage: list[str] = field(default_factory=list)  # since the last `Damage` record
 
@@ -108,8 +107,8 @@ def read(data: bytes) -> Contents:
     if lines or _is_valid(data[valid_end:-1]):  # a record with only its newline damaged was valid once
         what = f"at least {counted(max(lines, 1), 'record')} lost"
         damage.append(f"bytes {valid_end} to {len(data) - 1}, the last ones, are damaged: {what}")
-        return Contents(state, events, valid_end, len(data), damage)
-    return Contents(state, events, valid_end, valid_end, damage)
+        return Contents(state, events, len(data), damage)
+    return Contents(state, events, valid_end, damage)
 
 
 def as_stored(record: R) -> R:

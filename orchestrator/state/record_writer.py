@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal, cast
@@ -43,12 +44,13 @@ class RecordWriter:
     """
 
     def __init__(
-        self, journal: Journal, in_thread: InThread = asyncio.to_thread, wall: Callable[[], float] = time.time
+        self, journal: Journal, in_thread: InThread | None = None, wall: Callable[[], float] = time.time
     ) -> None:
         self.journal = journal
         self.state = journal.state()  # with the notes that are not written yet
         self.writable = True  # False while notes wait that the disk has refused
-        self.in_thread = in_thread  # runs a blocking function
+        self.in_thread: InThread = in_thread or asyncio.to_thread  # runs a blocking function
+        self._in_journal_thread = in_thread or _own_thread()
         self.wall = wall
         self._requests: list[_Request] = []  # in order; without the batch that is being written
         self._writing: asyncio.Task[None] | None = None
@@ -118,7 +120,7 @@ class RecordWriter:
         """Write batch by batch. After a refusal the notes wait for the next attempt."""
         while self._requests:
             batch, self._requests = self._requests, []
-            error = await self.in_thread(_append, self.journal, batch)
+            error = await self._in_journal_thread(_append, self.journal, batch)
             if error is not None:
                 unwritten = [request for request in (*batch, *self._requests) if request.stored is None]
                 for request in unwritten:
@@ -136,6 +138,16 @@ class RecordWriter:
     def _with_note(self, state: JournalState, note: Record) -> JournalState:
         """Returns the state after the note, with its number in the journal unless that refuses an earlier one."""
         return fold(state, cast(AnyRecord, msgspec.structs.replace(note, seq=state.seq + 1, at=self.wall())))
+
+
+def _own_thread() -> InThread:
+    """Returns a function like `asyncio.to_thread` with its own thread: slow sources may occupy the shared ones."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
+
+    async def run(function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+
+    return run
 
 
 def _append(journal: Journal, batch: Sequence[_Request]) -> JournalUnwritable | None:

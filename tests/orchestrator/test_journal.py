@@ -505,7 +505,7 @@ def test_a_flipped_bit_affects_only_its_own_record(tmp_path: Path) -> None:
         newline = bit // 8 == size - 1  # then the two lines are one
         assert list(contents.state.scales) == (["a", "d"] if newline else ["a", "c", "d"])
         assert contents.state.seq == 4
-        assert contents.whole == len(data)
+        assert contents.kept == len(data)
         assert len(contents.damage) == 1
         assert f"bytes {begin} to" in contents.damage[0]
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,24 @@ def test_the_loop_continues_while_a_sync_blocks(tmp_path: Path, blocked: Callabl
         journal.close()
 
     asyncio.run(main())
+
+
+async def test_records_are_written_while_all_shared_threads_are_busy(tmp_path: Path) -> None:
+    """Slow reads of remote sources must not delay decisions."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    released = threading.Event()
+    source = asyncio.create_task(asyncio.to_thread(released.wait, DEADLINE_S))
+    journal = Journal(tmp_path / "journal")
+    records = RecordWriter(journal)
+    try:
+        await asyncio.sleep(0)  # the thread is taken
+        records.note(Target(model="m", count=1))
+        await asyncio.wait_for(records.durable(), DEADLINE_S / 2)
+        assert journal.state().targets == {"m": 1}
+    finally:
+        released.set()
+        await source
+        journal.close()
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)], ids=["start", "drain"])
