@@ -31,7 +31,7 @@ def renewed(page: str) -> str:
     A block stands between ``<!-- generated from the schema: NAME -->`` (or ``topology``, ``contracts``) and
     ``<!-- end of generated -->``.
     """
-    return _BLOCK.sub(lambda found: found["begin"] + "\n" + TABLES[found["name"]]() + "\n" + found["end"], page)
+    return _BLOCK.sub(lambda match: match["begin"] + "\n" + TABLES[match["name"]]() + "\n" + match["end"], page)
 
 
 def _file() -> str:
@@ -188,7 +188,7 @@ def _mappings(field: _Schema, schema: _Schema) -> Iterator[_Schema]:
 
 
 def _row(name: str, field: _Schema, required: bool) -> tuple[str, str, str, str]:
-    meaning = _SECTION.sub(lambda found: f"See [{found[1]}](#{found[1].lower()}).", field["description"])
+    meaning = _SECTION.sub(lambda match: f"See [{match[1]}](#{match[1].lower()}).", field["description"])
     return f"`{name}`", _type(field), "required" if required else _default(field), meaning
 
 

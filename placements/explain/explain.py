@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter, itemgetter
 
 from placements.explain.explanation import Constraint, Explanation, Place
 from placements.explain.question import Question, changed, place_text, without
@@ -138,7 +139,7 @@ def _concerns(spec: Spec, name: str, problem: Problem) -> bool:
     if column.isdecimal() and all(place.column > int(column) for place in models.values()):
         return True  # outside of ``models``
     above = [(start, model) for model, start in starts.items() if start <= int(line)]
-    return not above or max(above, key=lambda one: one[0])[1] == name
+    return not above or max(above, key=itemgetter(0))[1] == name
 
 
 @dataclass(frozen=True)
@@ -176,14 +177,14 @@ class _Facts:
         if by_id.keys() & {"no-room", "pin-taken"}:
             last = max(by_id.keys() & {"no-room", "pin-taken"}, key=_ORDER.index)
             by_id[last] = replace(by_id[last], details=(*by_id[last].details, *self._holders()))
-        return tuple(sorted(by_id.values(), key=lambda one: _ORDER.index(one.id) if one.id in _ORDER else len(_ORDER)))
+        return tuple(sorted(by_id.values(), key=lambda constraint: (*_ORDER, constraint.id).index(constraint.id)))
 
     @cached_property
     def _missing(self) -> list[Unplaced]:
         """The model's replicas without a place, ascending."""
         return sorted(
             (replica for replica in self.question.drawn.unplaced if replica.model == self.model.name),
-            key=lambda one: one.replica,
+            key=attrgetter("replica"),
         )
 
     def _unmet(self) -> Iterator[Constraint]:
@@ -205,22 +206,17 @@ class _Facts:
             yield Constraint("spread-blocks", what, (), "add a host, or raise spread")
         kinds = kinds_of(question.hosts)
         kind_of = {host.name: kind for host, kind in zip(question.hosts, kinds.of, strict=True)}
-        asks = dict(
-            zip(
-                (model_spec.name for model_spec in question.spec.models),
-                demands(question.spec, kinds.hosts, question.checkpoints),
-                strict=True,
-            )
-        )
+        names = [other.name for other in question.spec.models]
+        demand_of = dict(zip(names, demands(question.spec, kinds.hosts, question.checkpoints), strict=True))
         memory = {host.name: host.memory_gib for host in judged if host.memory_gib is not None}
         cpus = {host.name: float(len(host.usable_cpus)) for host in judged if not host.emulated}
         for placement in question.drawn.placements:
-            kind, ask = kind_of[placement.host], asks[placement.model]
-            if placement.host in memory and ask.memory:
-                memory[placement.host] -= ask.memory[kind]
+            kind, rival = kind_of[placement.host], demand_of[placement.model]
+            if placement.host in memory and rival.memory:
+                memory[placement.host] -= rival.memory[kind]
             if placement.host in cpus:
                 cpus[placement.host] -= placement.threads
-        own = asks[model.name]
+        own = demand_of[model.name]
         for id, demand, supply, unit, hint in (
             ("host-memory-short", own.memory, memory, "GiB of host memory", _MEMORY_HINT),
             ("vcpus-short", own.cpus, cpus, "CPUs for its threads", "lower threads, or add a host"),
@@ -363,19 +359,19 @@ class _Facts:
                 )
                 yield "memory", *_lines(str(need), tuple(where), " ")
         kinds = kinds_of(question.own_hosts)
-        asks = demands(question.spec, kinds.hosts, question.checkpoints)
         order = [other.name for other in question.spec.models].index(model.name)
+        demand = demands(question.spec, kinds.hosts, question.checkpoints)[order]
         loads = [
             (need, host)
-            for need, host in zip(asks[order].memory, kinds.hosts, strict=False)
+            for need, host in zip(demand.memory, kinds.hosts, strict=False)
             if need and (not suited or suits(model, host, checkpoint))
         ]
         if loads:
             limits = dict.fromkeys(f"of the {host.memory_gib:g} GiB of {_instance(host)}" for _, host in loads)
             yield "host memory", *_lines(f"{loads[0][0]:.1f} GiB to load", tuple(limits), ", ")
-        lies = {placement.host for placement in question.placed}
+        used = {placement.host for placement in question.placed}
         hosts_used = (
-            [host for host in question.hosts if host.name in lies]
+            [host for host in question.hosts if host.name in used]
             or suited
             or [*question.own_hosts, *question.hosts][:1]
         )

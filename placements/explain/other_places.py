@@ -30,13 +30,13 @@ def near_pins(question: Question, pin: Pin, others: Iterable[Pin], *, itself: bo
             if placement.host == host.name and placement.model != question.model.name
             for core in placement.cores or ()
         }
-        held |= {core for one in others if one.host in (None, host.name) for core in one.cores}
+        held |= {core for other in others if other.host in (None, host.name) for core in other.cores}
         step = alignment(host.topology.family, tp).legal
         for first in range(0, host.cores - tp + 1, step):
             cores = CoreRange.of_length(first, tp)
             if not (set(cores) & question.unusable(host) or set(cores) & held) and (not itself or cores == pin.cores):
                 distances.setdefault(Pin(cores, pin.host), abs(first - pin.cores.first))
-    return sorted(distances, key=lambda one: distances[one])
+    return sorted(distances, key=distances.__getitem__)
 
 
 def with_hosts(trial: Trial, template: Host, number: int) -> Trial:

@@ -55,7 +55,7 @@ def remedies(question: Question, plans: int | None = None) -> Remedies:
     """
     most = max(_KINDS_SHARE, min(MOST_PLANS, MOST_WORK // max(1, len(question.hosts)))) if plans is None else plans
     search = _Search(question, most)
-    return Remedies(tuple(search.found()), search.exhaustive)
+    return Remedies(tuple(search.suggestions()), search.exhaustive)
 
 
 class _Search:
@@ -70,7 +70,7 @@ class _Search:
         self._helped: set[str] = set()  # kinds that work
         self.exhaustive = True
 
-    def found(self) -> Iterator[Suggestion]:
+    def suggestions(self) -> Iterator[Suggestion]:
         """Yields suggestions in the numbered order of `explain`."""
         question = self._question
         start = Trial("", "", question.spec, question.hosts, question.wanted, question.blocked)
@@ -153,10 +153,10 @@ class _Search:
         if not self._may_plan():
             return None
         drawn = self._planned(trial)
-        before, after = (Counter(one.model for one in of.placements) for of in (question.drawn, drawn))
+        before, after = (Counter(placement.model for placement in each.placements) for each in (question.drawn, drawn))
         if after[name] < trial.wanted[name]:
             return None
-        if any(after[one] < count for one, count in before.items() if one != name and one not in trial.losers):
+        if any(after[rival] < count for rival, count in before.items() if rival not in (name, *trial.losers)):
             return None
         if trial.moves:
             moved = [
@@ -197,7 +197,7 @@ class _Search:
             shown = ", ".join(spots(new[:_MOST_SPOTS]))
             parts.append(shown + (f" and {len(new) - _MOST_SPOTS} more" if len(new) > _MOST_SPOTS else ""))
         model, checkpoint = self._now(trial), question.checkpoints.get(self._model.name)
-        host = next((one for one in trial.hosts if own and one.name == own[0].host), None)
+        host = next((host for host in trial.hosts if own and host.name == own[0].host), None)
         if checkpoint is not None and host is not None and host.topology is not None and own[0].cores is not None:
             need = estimate(model, checkpoint, resolve(model.engine, host), question.drafts.get(model.name))
             on_cores = need.on_cores(model.tp_degree)
@@ -230,7 +230,7 @@ class _Search:
             for row in DEGREES[host.topology.family].values()
             if row.documented and row.tp <= host.cores and (row.tp < tp if smaller else row.tp > tp)
         }
-        return sorted(degrees, key=lambda one: abs(math.log2(one / tp)))
+        return sorted(degrees, key=lambda degree: abs(math.log2(degree / tp)))
 
     def _with_degrees(self, trial: Trial, smaller: bool) -> Iterator[Trial]:
         """Yields degrees that divide the heads, then those that need padding."""
@@ -278,8 +278,8 @@ class _Search:
 
     def _other_pins_of_rivals(self, trial: Trial) -> Iterator[Trial]:
         """Yields trials with other pins or no pins for one rival, then for all."""
-        rivals = [one for one in trial.spec.models if one.cores and one.name != self._model.name]
-        choices = [[one] for one in rivals[:_MOST_RIVALS]] + ([rivals] if 1 < len(rivals) <= _MOST_RIVALS else [])
+        rivals = [model for model in trial.spec.models if model.cores and model.name != self._model.name]
+        choices = [[rival] for rival in rivals[:_MOST_RIVALS]] + ([rivals] if 1 < len(rivals) <= _MOST_RIVALS else [])
         for chosen in choices:
             spec = trial.spec
             for rival in chosen:
@@ -291,11 +291,11 @@ class _Search:
                 continue
             parts = []
             for rival in chosen:  # the same as pins
-                places = [one for one in tried.plan.placements if one.model == rival.name]
+                places = [placement for placement in tried.plan.placements if placement.model == rival.name]
                 cores = [
-                    Pin(one.cores, pin.host and one.host)
-                    for one, pin in zip(places, rival.cores, strict=False)
-                    if one.cores is not None
+                    Pin(place.cores, pin.host and place.host)
+                    for place, pin in zip(places, rival.cores, strict=False)
+                    if place.cores is not None
                 ]
                 if len(cores) == len(rival.cores) and tuple(cores) != rival.cores:
                     spec = changed(spec, rival.name, {"cores": tuple(cores)})
@@ -445,7 +445,9 @@ class _Search:
         instances = {topology.instance for topology in templates}
         other_templates = [
             new_host(topology, question.hosts[0], real)
-            for topology in sorted(TOPOLOGIES.values(), key=lambda one: (one.family not in families, one.cores))
+            for topology in sorted(
+                TOPOLOGIES.values(), key=lambda topology: (topology.family not in families, topology.cores)
+            )
             if topology.instance not in instances | _UNCERTAIN and runs_on(model.engine, topology.family)
         ]
         for template in (*templates.values(), *other_templates):
@@ -459,10 +461,10 @@ class _Search:
         own = self._short() if not question.wrong and trial.spec is question.spec else tp * missing
         usable = max(1, template.cores - len(template.reserved_cores))
         ranks = {model.name: model.priority for model in question.spec.models}
-        equals = [one for one in question.drawn.unplaced if ranks[one.model] >= self._model.priority]
+        equals = [replica for replica in question.drawn.unplaced if ranks[replica.model] >= self._model.priority]
         sizes = {model.name: model.tp_degree for model in question.spec.models}
-        theirs = sum(sizes[one.model] for one in equals if one.model != self._model.name)
-        most = missing + sum(one.model != self._model.name for one in equals)  # a host for each
+        theirs = sum(sizes[replica.model] for replica in equals if replica.model != self._model.name)
+        most = missing + sum(replica.model != self._model.name for replica in equals)  # a host for each
         least, with_equals = -(-own // usable), -(-(own + theirs) // usable)
         steps = {least, with_equals, with_equals + with_equals // 8}
         if len(question.hosts) < _MANY_HOSTS:

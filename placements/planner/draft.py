@@ -329,7 +329,7 @@ class Draft:
         placed.update(order for order, _ in self._coreless)
         blocked = {id(item.tenant): item for item in self._blocked_pins if item.tenant.host < 0}
         tenants = sorted(
-            [*(item.tenant for item in blocked.values()), *missing], key=lambda one: (one.model, one.replica)
+            [*(item.tenant for item in blocked.values()), *missing], key=lambda tenant: (tenant.model, tenant.replica)
         )
         for tenant in tenants:
             required = placed[tenant.model] < self._spec.models[tenant.model].replicas.min

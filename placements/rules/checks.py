@@ -335,7 +335,7 @@ def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem
                 model for model in models if _suits(model, host) and not (host.emulated and model.threads == "share")
             ]
             over[kind] = (_most_threads(able, host), budget, host)
-    worst = max(over.values(), key=lambda one: one[0] - one[1], default=None)
+    worst = max(over.values(), key=lambda load: load[0] - load[1], default=None)
     if worst is not None and worst[0] > worst[1]:
         total, budget, host = worst
         what = (

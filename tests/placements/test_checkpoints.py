@@ -178,8 +178,8 @@ def test_parameters_are_those_that_transformers_builds(config: dict[str, Any]) -
 @pytest.mark.parametrize("config", VARIANTS)
 def test_groups_are_those_that_transformers_builds(config: dict[str, Any]) -> None:
     """Each group equals the sum over the parameters of that name, and all of them are the whole."""
-    found = Checkpoint.from_config(config)
-    assert (found.groups, found.groups.total) == (groups(built(config), found), found.parameters)
+    shape = Checkpoint.from_config(config)
+    assert (shape.groups, shape.groups.total) == (groups(built(config), shape), shape.parameters)
 
 
 @pytest.mark.slow
@@ -189,9 +189,9 @@ def test_groups_are_those_that_transformers_builds(config: dict[str, Any]) -> No
 def test_any_small_config_is_counted_as_transformers_builds_it(family: str, data: st.DataObject) -> None:
     """Parameters and groups, over random shapes, vocabularies, ties, biases and null keys of each family."""
     config = data.draw(CONFIGS[family])
-    found, model = Checkpoint.from_config(config), built(config)
-    assert found.parameters == sum(weight.numel() for weight in model.parameters())
-    assert found.groups == groups(model, found)
+    shape, model = Checkpoint.from_config(config), built(config)
+    assert shape.parameters == sum(weight.numel() for weight in model.parameters())
+    assert shape.groups == groups(model, shape)
 
 
 def built(config: dict[str, Any]) -> Any:
@@ -351,7 +351,7 @@ def test_the_shape_is_that_of_transformers(config: dict[str, Any]) -> None:
     """Layers, widths, vocabulary and tying, and the keys that one token leaves in the cache of one layer."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    model, found = built(config).to(torch.bfloat16), Checkpoint.from_config(config)
+    model, shape = built(config).to(torch.bfloat16), Checkpoint.from_config(config)
     cache = transformers.DynamicCache(config=model.config)
     with torch.device("meta"):
         model(input_ids=torch.zeros((1, 1), dtype=torch.long), past_key_values=cache, use_cache=True)
@@ -359,17 +359,17 @@ def test_the_shape_is_that_of_transformers(config: dict[str, Any]) -> None:
     keys = cache.layers[0].keys
     stacked = [weight.shape[0] for name, weight in model.named_parameters() if name.endswith("0.mlp.gate.weight")]
 
-    assert (found.model_type, found.heads, found.hidden) == (
+    assert (shape.model_type, shape.heads, shape.hidden) == (
         model.config.model_type,
         model.config.num_attention_heads,
         model.config.hidden_size,
     )
-    assert (found.layers, found.kv_heads, found.head_dim) == (len(cache.layers), keys.shape[1], keys.shape[3])
-    assert (found.vocab, found.embedding_dim or found.hidden) == tuple(embedding.shape)
-    assert found.tied_embeddings is (embedding is head)
-    assert [found.experts] == (stacked or [None])
-    assert found.max_positions == getattr(model.config, "max_position_embeddings", None)
-    assert any(found.ffn in weight.shape for weight in model.parameters())
+    assert (shape.layers, shape.kv_heads, shape.head_dim) == (len(cache.layers), keys.shape[1], keys.shape[3])
+    assert (shape.vocab, shape.embedding_dim or shape.hidden) == tuple(embedding.shape)
+    assert shape.tied_embeddings is (embedding is head)
+    assert [shape.experts] == (stacked or [None])
+    assert shape.max_positions == getattr(model.config, "max_position_embeddings", None)
+    assert any(shape.ffn in weight.shape for weight in model.parameters())
 
 
 def test_every_family_is_among_the_shapes_above() -> None:

@@ -1,4 +1,4 @@
-"""One test or more for each rule of placements.rules.checks, told through the text of a spec."""
+"""One test or more for each rule of placements.rules.checks, through the text of a spec."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def whats(text: str, checkpoints: Mapping[str, Checkpoint] | None = None, machin
 
 
 @pytest.mark.parametrize(
-    ("fields", "found"),
+    ("fields", "expected"),
     [
         # inside the host
         ("{cores: ['16-23'], tp_degree: 8}", []),
@@ -75,10 +75,10 @@ def whats(text: str, checkpoints: Mapping[str, Checkpoint] | None = None, machin
         ("{tp_degree: 7, engine: cpu}", []),
     ],
 )
-def test_rules_about_one_model(fields: str, found: list[str]) -> None:
+def test_rules_about_one_model(fields: str, expected: list[str]) -> None:
     """Each on a real inf2.48xlarge, at its place."""
     text = f"{REAL}models:\n  a: {fields[:-1]}, source: ./a}}\n"
-    assert ids(text) == found
+    assert ids(text) == expected
 
 
 def test_a_pin_outside_is_reported_with_the_existing_cores() -> None:
@@ -161,7 +161,7 @@ def test_pins_overlap_if_no_host_is_left_for_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "tp", "more", "found"),
+    ("heads", "tp", "more", "expected"),
     [
         (25, 1, "", []),
         (25, 8, "", ["heads-not-divisible 4:5"]),
@@ -170,10 +170,10 @@ def test_pins_overlap_if_no_host_is_left_for_them() -> None:
         (32, 8, "", []),
     ],
 )
-def test_tp_degree_divides_the_heads(heads: int, tp: int, more: str, found: list[str]) -> None:
+def test_tp_degree_divides_the_heads(heads: int, tp: int, more: str, expected: list[str]) -> None:
     """Strict, unless the spec allows padding."""
     checkpoint = Checkpoint("llama", heads, heads, 1, heads * 64, 64, 64, 100, None, False, 1000)
-    assert ids(one(f"tp_degree: {tp}{more}"), {"a": checkpoint}) == found
+    assert ids(one(f"tp_degree: {tp}{more}"), {"a": checkpoint}) == expected
 
 
 def test_heads_that_do_not_divide_name_the_degrees_that_do() -> None:
@@ -216,7 +216,7 @@ def test_the_overhead_override_decides_a_close_case() -> None:
 def test_memory_of_an_emulated_host_is_checked_like_a_real_one() -> None:
     """With the cpu engine's fp32: 25.1 GiB of weights on one core."""
     text = "hosts: {emulate: inf2.48xlarge}\nmodels: {a: {source: ./a, max_batch: 1}}"
-    assert [found for found in ids(text, {"a": LLAMA_2_7B}) if "threads" not in found] == ["hbm-exceeded 2:10"]
+    assert [place for place in ids(text, {"a": LLAMA_2_7B}) if "threads" not in place] == ["hbm-exceeded 2:10"]
 
 
 def test_cpu_models_on_a_real_host_use_no_hbm() -> None:
@@ -252,7 +252,7 @@ def test_a_neuron_engine_on_emulated_hosts_is_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "found"),
+    ("fields", "expected"),
     [
         ("engine: echo\n    engine_options: {step_ms: 5}", []),
         ("engine: echo\n    engine_options: {step: 5}", ["unknown-engine-option 5:22"]),
@@ -273,13 +273,13 @@ def test_a_neuron_engine_on_emulated_hosts_is_a_warning() -> None:
         ("engine: echo\n    engine_options: {prefix_cache: true}", ["unknown-engine-option 5:22"]),
     ],
 )
-def test_engine_options_are_those_of_the_engine(fields: str, found: list[str]) -> None:
+def test_engine_options_are_those_of_the_engine(fields: str, expected: list[str]) -> None:
     """An option that the engine does not know would do nothing."""
-    assert ids(one(fields)) == found
+    assert ids(one(fields)) == expected
 
 
 @pytest.mark.parametrize(
-    ("fields", "found"),
+    ("fields", "expected"),
     [
         ("draft: {source: ./d}", []),
         ("engine: cpu\n    draft: {source: ./d, k: 2}", []),
@@ -289,9 +289,9 @@ def test_engine_options_are_those_of_the_engine(fields: str, found: list[str]) -
         ("engine: optimum-neuron\n    draft: {source: ./d}", ["draft-unsupported 5:5"]),
     ],
 )
-def test_a_draft_is_for_an_engine_that_drafts(fields: str, found: list[str]) -> None:
+def test_a_draft_is_for_an_engine_that_drafts(fields: str, expected: list[str]) -> None:
     """An engine that drafts nothing would silently ignore it."""
-    assert ids(one(fields)) == found
+    assert ids(one(fields)) == expected
 
 
 def test_a_draft_counts_in_memory() -> None:
@@ -299,15 +299,15 @@ def test_a_draft_counts_in_memory() -> None:
     text = f"{REAL}models:\n  a: {{source: ./a, tp_degree: 2, draft: {{source: ./d}}}}\n"
     spec = parse(text, "f.yaml").spec
     assert spec is not None
-    found = [
+    reported = [
         [problem.id for problem in check(spec, [host()], {"a": LLAMA_2_7B}, drafts)]
         for drafts in (None, {"a": LLAMA_2_7B})
     ]
-    assert found == [[], ["hbm-exceeded"]]
+    assert reported == [[], ["hbm-exceeded"]]
 
 
 @pytest.mark.parametrize(
-    ("reserve", "found"),
+    ("reserve", "expected"),
     [
         ("{vcpus: 3, cores: [1]}", []),
         ("{vcpus: 4}", ["reserve-exceeds-host 1:42"]),
@@ -315,9 +315,9 @@ def test_a_draft_counts_in_memory() -> None:
         ("{cores: [1, 2]}", ["reserve-outside-host 1:42"]),
     ],
 )
-def test_the_reserve_leaves_something_of_the_host(reserve: str, found: list[str]) -> None:
+def test_the_reserve_leaves_something_of_the_host(reserve: str, expected: list[str]) -> None:
     """On an inf2.xlarge of 4 vCPUs and 2 cores."""
-    assert ids(f"hosts: {{instance: inf2.xlarge, reserve: {reserve}}}\nmodels: {{a: {{source: ./a}}}}") == found
+    assert ids(f"hosts: {{instance: inf2.xlarge, reserve: {reserve}}}\nmodels: {{a: {{source: ./a}}}}") == expected
 
 
 @pytest.mark.parametrize(
@@ -336,9 +336,9 @@ def test_the_reserve_leaves_something_of_the_host(reserve: str, found: list[str]
 def test_threads_beyond_the_budget_are_a_warning(models: str, threads: int | None) -> None:
     """If replicas that fit on the cores together could exceed the CPUs; two of them here."""
     hosts = "hosts: {instance: inf2.48xlarge, reserve: {vcpus: 190}}"
-    found = [p for p in problems_of(f"{hosts}\nmodels: {{{models}}}") if "threads" in p.id]
-    told = [(p.id, p.severity, f"could run {threads} threads on the 2 CPUs" in p.what) for p in found]
-    assert told == ([("threads-oversubscribed", "warning", True)] if threads else [])
+    reported = [p for p in problems_of(f"{hosts}\nmodels: {{{models}}}") if "threads" in p.id]
+    warnings = [(p.id, p.severity, f"could run {threads} threads on the 2 CPUs" in p.what) for p in reported]
+    assert warnings == ([("threads-oversubscribed", "warning", True)] if threads else [])
 
 
 @pytest.mark.parametrize(("threads", "warned"), [("share", False), ("lmi", True), ("3", True)])
@@ -354,12 +354,12 @@ def test_the_thread_warning_is_one_line_for_all_hosts() -> None:
         "hosts: [{instance: inf2.xlarge}, {instance: inf2.48xlarge, reserve: {vcpus: 190}}]\n"
         "models: {a: {source: ./a, threads: lmi, replicas: 4}}"
     )
-    (found,) = [problem for problem in problems_of(text) if "threads" in problem.id]
-    assert found.what == (
+    (reported,) = [problem for problem in problems_of(text) if "threads" in problem.id]
+    assert reported.what == (
         "replicas could run 8 threads on the 2 CPUs of inf2.48xlarge/0 and slow each other down: "
         "use fewer replicas or threads"
     )
-    assert found.hint == ""
+    assert reported.hint == ""
 
 
 def test_shares_of_a_real_host_never_exceed_it() -> None:
@@ -380,11 +380,11 @@ def test_max_counts_the_min_of_models_of_the_same_or_a_higher_rank() -> None:
 
 def test_a_fleet_of_thousands_is_checked_without_trying_every_max() -> None:
     """Each model would need a separate plan."""
-    told = []
+    results = []
     for count in (2, 5, 6):
         models = ", ".join(f"m{i}: {{source: ./a, replicas: {{min: 0, max: 900}}}}" for i in range(count))
-        told.append([place.split()[0] for place in ids(f"{REAL}models: {{{models}}}")])
-    assert told == [["max-never-fits"] * 2, ["max-never-fits"], []]
+        results.append([place.split()[0] for place in ids(f"{REAL}models: {{{models}}}")])
+    assert results == [["max-never-fits"] * 2, ["max-never-fits"], []]
 
 
 def test_rules_that_read_an_invalid_field_are_skipped() -> None:
@@ -430,7 +430,7 @@ def test_mixed_hosts_are_checked_by_those_with_cores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "found"),
+    ("fields", "expected"),
     [
         ("{tp_degree: 8}", []),
         ("{tp_degree: 4}", []),  # of inf2 only
@@ -454,9 +454,9 @@ def test_mixed_hosts_are_checked_by_those_with_cores() -> None:
         ("{tp_degree: 1, cores: ['trn1.32xlarge/2:0']}", ["pin-unknown-host 3:29"]),
     ],
 )
-def test_a_model_is_legal_if_one_type_is_suitable(fields: str, found: list[str]) -> None:
+def test_a_model_is_legal_if_one_type_is_suitable(fields: str, expected: list[str]) -> None:
     """An inf2.48xlarge and two trn1.32xlarge; a pin is checked by its possible hosts."""
-    assert [place.split(",")[0] for place in ids(f"{SEVERAL}models:\n  a: {fields[:-1]}, source: ./a}}\n")] == found
+    assert [place.split(",")[0] for place in ids(f"{SEVERAL}models:\n  a: {fields[:-1]}, source: ./a}}\n")] == expected
 
 
 def test_an_unsuitable_model_is_reported_with_all_types() -> None:
@@ -494,24 +494,24 @@ def test_a_misaligned_pin_is_reported_with_each_types_step() -> None:
 def test_memory_is_judged_by_the_type_with_the_most_hbm() -> None:
     """Llama-2-7B with 16 slots of 2048 needs 18 GiB on each of two cores: of trn2, not of inf2."""
     text = "hosts: [{instance: inf2.48xlarge}, {instance: trn2.3xlarge}]\nmodels:\n  a: {source: ./a, tp_degree: 2, "
-    found = [
+    reported = [
         (problem.id, "22.80 GiB of HBM of trn2.3xlarge" in problem.what, problem.where)
         for slots in ("max_batch: 16", "max_batch: 64", "max_batch: 16, cores: ['inf2.48xlarge/0:0-1']")
         for problem in problems_of(f"{text}{slots}}}\n", {"a": LLAMA_2_7B})
     ]
-    assert found == [("hbm-exceeded", True, "f.yaml:3:20"), ("hbm-exceeded", False, "f.yaml:3:57")]
+    assert reported == [("hbm-exceeded", True, "f.yaml:3:20"), ("hbm-exceeded", False, "f.yaml:3:57")]
 
 
 def test_an_lnc_of_one_halves_the_hbm_and_its_degrees_are_undocumented() -> None:
     """allow_degrees removes the warning; degree 1 needs no other core."""
 
-    def found(lnc: int, more: str) -> list[str]:
+    def reported(lnc: int, more: str) -> list[str]:
         text = f"hosts: {{instance: trn2.48xlarge, lnc: {lnc}}}\nmodels:\n  a: {{source: ./a, max_batch: 1, {more}}}\n"
         return [problem.id for problem in problems_of(text, {"a": LLAMA_2_7B})]
 
-    assert (found(2, "tp_degree: 1"), found(1, "tp_degree: 1")) == ([], ["hbm-exceeded"])
-    assert (found(2, "tp_degree: 8"), found(1, "tp_degree: 8")) == ([], ["undocumented-degree"])
-    assert found(1, "tp_degree: 8, allow_degrees: [8]") == []
+    assert (reported(2, "tp_degree: 1"), reported(1, "tp_degree: 1")) == ([], ["hbm-exceeded"])
+    assert (reported(2, "tp_degree: 8"), reported(1, "tp_degree: 8")) == ([], ["undocumented-degree"])
+    assert reported(1, "tp_degree: 8, allow_degrees: [8]") == []
 
 
 def test_threads_count_only_replicas_that_a_type_can_hold() -> None:
@@ -519,8 +519,8 @@ def test_threads_count_only_replicas_that_a_type_can_hold() -> None:
     shared = "b: {source: ./b, tp_degree: 16, replicas: {min: 1, max: 2}}"
     text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 16, threads: 100}}, {shared}}}\n"
     wide = text.replace("100", "200")
-    told = [[p.what.split(" and slow")[0] for p in problems_of(one) if "threads" in p.id] for one in (text, wide)]
-    assert told == [["replicas could run 161 threads on the 122 CPUs of trn1.32xlarge/0"], []]
+    warnings = [[p.what.split(" and slow")[0] for p in problems_of(one) if "threads" in p.id] for one in (text, wide)]
+    assert warnings == [["replicas could run 161 threads on the 122 CPUs of trn1.32xlarge/0"], []]
 
 
 def test_the_reserve_of_each_entry_is_checked_at_its_own_place() -> None:
@@ -538,16 +538,16 @@ def test_the_reserve_of_each_entry_is_checked_at_its_own_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "found"),
+    ("fields", "expected"),
     [
         ("host_memory_gib: 16", []),
         ("host_memory_gib: 16.5", ["host-memory-exceeded 4:5"]),
         ("engine: cpu\n    host_memory_gib: 17", ["host-memory-exceeded 5:5"]),
     ],
 )
-def test_a_replica_that_no_host_can_load_is_reported(fields: str, found: list[str]) -> None:
+def test_a_replica_that_no_host_can_load_is_reported(fields: str, expected: list[str]) -> None:
     """On an inf2.xlarge of 16 GiB; emulated hosts are not checked."""
-    assert ids(one(fields, "hosts: {instance: inf2.xlarge}\n")) == found
+    assert ids(one(fields, "hosts: {instance: inf2.xlarge}\n")) == expected
     assert ids(one(fields, "hosts: {emulate: inf2.xlarge}\n")) == []
 
 
@@ -556,12 +556,12 @@ def test_the_estimate_of_the_load_needs_one_large_enough_host() -> None:
     small = "hosts: {instance: inf2.xlarge, reserve: {memory_gib: 2}}\n"
     mixed = "hosts: [{instance: inf2.xlarge}, {instance: inf2.8xlarge}]\n"
     text = "tp_degree: 2\n    max_batch: 1"
-    told = [[problem.id for problem in problems_of(one(text, hosts), {"a": LLAMA_3_8B})] for hosts in (small, mixed)]
-    assert told == [["host-memory-exceeded"], []]
+    results = [[problem.id for problem in problems_of(one(text, hosts), {"a": LLAMA_3_8B})] for hosts in (small, mixed)]
+    assert results == [["host-memory-exceeded"], []]
 
 
 @pytest.mark.parametrize(
-    ("fields", "hosts", "found"),
+    ("fields", "hosts", "expected"),
     [
         ("{spread: host, replicas: 2}", TWO, []),
         ("{spread: host, replicas: 3}", TWO, ["spread-too-narrow 3:7"]),
@@ -580,14 +580,14 @@ def test_the_estimate_of_the_load_needs_one_large_enough_host() -> None:
         ("{spread: host, cores: ['0', '1'], replicas: {min: 1, max: 2}}", REAL, ["spread-too-narrow 3:34"]),
     ],
 )
-def test_min_and_pins_agree_with_spread(fields: str, hosts: str, found: list[str]) -> None:
+def test_min_and_pins_agree_with_spread(fields: str, hosts: str, expected: list[str]) -> None:
     """No plan could ever place them; a mere lack of room is for min-never-fits and max-never-fits."""
     text = f"{hosts}models:\n  a: {fields[:-1]}, source: ./a}}\n"
-    assert [place for place in ids(text) if "never-fits" not in place] == found
+    assert [place for place in ids(text) if "never-fits" not in place] == expected
 
 
 @pytest.mark.parametrize(
-    ("engine", "hosts", "found"),
+    ("engine", "hosts", "expected"),
     [
         ("cpu", REAL, ["quantize-unsupported 5:5"]),
         ("echo", REAL, ["quantize-unsupported 5:5"]),
@@ -598,13 +598,13 @@ def test_min_and_pins_agree_with_spread(fields: str, hosts: str, found: list[str
         ("optimum-neuron", REAL, []),
     ],
 )
-def test_one_byte_weights_are_for_neuron_engines(engine: str, hosts: str, found: list[str]) -> None:
+def test_one_byte_weights_are_for_neuron_engines(engine: str, hosts: str, expected: list[str]) -> None:
     """`auto` is the cpu engine on emulated hosts."""
-    assert ids(one(f"engine: {engine}\n    quantize: int8", hosts)) == found
+    assert ids(one(f"engine: {engine}\n    quantize: int8", hosts)) == expected
 
 
 @pytest.mark.parametrize(
-    ("engine", "family", "found"),
+    ("engine", "family", "expected"),
     [
         ("transformers-neuronx", "gpt_neox", ["quantize-unsupported 5:5"]),
         ("transformers-neuronx", "llama", []),
@@ -612,14 +612,14 @@ def test_one_byte_weights_are_for_neuron_engines(engine: str, hosts: str, found:
         ("auto", "llama", []),
     ],
 )
-def test_transformers_neuronx_does_not_quantize_every_family(engine: str, family: str, found: list[str]) -> None:
+def test_transformers_neuronx_does_not_quantize_every_family(engine: str, family: str, expected: list[str]) -> None:
     """GPT-NeoX's class takes no QuantizationConfig."""
     checkpoint = Checkpoint(family, 16, 16, 1, 1024, 4096, 64, 1000, 2048, False, 1000)
-    assert ids(one(f"engine: {engine}\n    quantize: int8"), {"a": checkpoint}) == found
+    assert ids(one(f"engine: {engine}\n    quantize: int8"), {"a": checkpoint}) == expected
 
 
 @pytest.mark.parametrize(
-    ("engine", "hosts", "found"),
+    ("engine", "hosts", "expected"),
     [
         ("transformers-neuronx", REAL, []),
         ("auto", REAL, []),
@@ -629,9 +629,9 @@ def test_transformers_neuronx_does_not_quantize_every_family(engine: str, family
         ("cpu", REAL, ["gqa-unsupported 5:5"]),
     ],
 )
-def test_only_transformers_neuronx_supports_group_query_attention(engine: str, hosts: str, found: list[str]) -> None:
+def test_only_transformers_neuronx_supports_group_query_attention(engine: str, hosts: str, expected: list[str]) -> None:
     """NxD Inference chooses by itself."""
-    assert ids(one(f"engine: {engine}\n    group_query_attention: replicated-heads", hosts)) == found
+    assert ids(one(f"engine: {engine}\n    group_query_attention: replicated-heads", hosts)) == expected
 
 
 def grouped(heads: int, kv_heads: int, head_dim: int = 64) -> Checkpoint:
@@ -666,15 +666,15 @@ def test_how_kv_heads_are_dealt_out_must_be_possible(
 ) -> None:
     """The rules of transformers-neuronx's check_gqa_fallback, which would take another way instead."""
     fields = f"group_query_attention: {way}\n    tp_degree: {tp}\n    max_batch: {slots}\n    allow_head_padding: true"
-    found = [
+    reported = [
         (problem.id, problem.where, problem.what)
         for problem in problems_of(one(fields), {"a": checkpoint} if checkpoint else {})
     ]
-    assert found == ([("gqa-not-divisible", "f.yaml:4:5", f"{way} is not possible for a: {why}")] if why else [])
+    assert reported == ([("gqa-not-divisible", "f.yaml:4:5", f"{way} is not possible for a: {why}")] if why else [])
 
 
 @pytest.mark.parametrize(
-    ("engine", "tp", "found"),
+    ("engine", "tp", "expected"),
     [
         ("transformers-neuronx", 8, []),
         ("transformers-neuronx", 24, []),
@@ -683,17 +683,17 @@ def test_how_kv_heads_are_dealt_out_must_be_possible(
         ("auto", 12, []),
     ],
 )
-def test_experts_and_degree_divide_each_other(engine: str, tp: int, found: list[str]) -> None:
+def test_experts_and_degree_divide_each_other(engine: str, tp: int, expected: list[str]) -> None:
     """Mixtral's eight on transformers-neuronx; the other engines shard within an expert."""
     text = one(f"engine: {engine}\n    tp_degree: {tp}\n    allow_degrees: [12]\n    allow_head_padding: true")
-    assert [problem.id for problem in problems_of(text, {"a": MIXTRAL})] == found
+    assert [problem.id for problem in problems_of(text, {"a": MIXTRAL})] == expected
 
 
 def test_quantized_weights_free_memory() -> None:
     """Llama-2-7B in int8 fits on one core, in bf16 with as many slots it does not."""
     text = "engine: transformers-neuronx\n    max_batch: 2"
-    told = [ids(one(text + more), {"a": LLAMA_2_7B}) for more in ("", "\n    quantize: int8")]
-    assert [[place.split()[0] for place in places] for places in told] == [["hbm-exceeded"], []]
+    results = [ids(one(text + more), {"a": LLAMA_2_7B}) for more in ("", "\n    quantize: int8")]
+    assert [[place.split()[0] for place in places] for places in results] == [["hbm-exceeded"], []]
 
 
 def test_a_min_without_room_is_reported() -> None:
@@ -708,9 +708,9 @@ def test_fixed_threads_of_a_real_host_count_as_far_as_they_fit() -> None:
     text = f"{REAL}models:\n  a: {{source: ./a, tp_degree: 8, threads: 100, replicas: {{min: 1, max: 3}}"
     assert [place for place in ids(text + "}\n") if "threads" in place] == []
     rival = "}\n  b: {source: ./b, tp_degree: 8, replicas: {min: 1, max: 2}}\n"
-    found = [what for what in whats(text + rival) if "threads" in what]
-    assert len(found) == 1
-    assert "could run 222 threads" in found[0]
+    reported = [what for what in whats(text + rival) if "threads" in what]
+    assert len(reported) == 1
+    assert "could run 222 threads" in reported[0]
 
 
 @pytest.mark.parametrize(
@@ -739,7 +739,7 @@ def test_degrees_are_suggested_only_if_they_have_the_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "found"),
+    ("models", "expected"),
     [
         ("{a: {engine: echo, aliases: [gpt-4o, org/model:latest]}, b: {engine: echo, aliases: [x]}}", []),
         ("{a: {engine: echo, aliases: [b]}, b: {engine: echo}}", ["alias-taken 1:38"]),
@@ -752,9 +752,9 @@ def test_degrees_are_suggested_only_if_they_have_the_memory() -> None:
         ("{a: {engine: echo, tool_parser: xml}}", ["unknown-value 1:28"]),
     ],
 )
-def test_a_name_identifies_one_model(models: str, found: list[str]) -> None:
+def test_a_name_identifies_one_model(models: str, expected: list[str]) -> None:
     """An alias is not the name of a model or another alias; the later one is reported."""
-    assert ids(f"models: {models}\n") == found
+    assert ids(f"models: {models}\n") == expected
 
 
 def test_aliases_are_not_allowed_in_defaults() -> None:

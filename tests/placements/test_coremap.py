@@ -30,10 +30,10 @@ def on(instance: str, lnc: int | None = None) -> Host:
 
 def test_a_ring_is_drawn_closed_with_replicas_and_unusable_cores() -> None:
     """Two columns a core: the model's letter and the replica's number, or a sign."""
-    there = dataclasses.replace(host(), reserved_cores=frozenset({23}))
-    placements = [*placed(there, "0-7", name="chat"), *placed(there, "8", "9", name="tiny")]
-    cordoned = {there.name: frozenset({0, 11, 12})}
-    text = core_map(Plan(tuple(placements)), [there], {there.name: frozenset({10})}, cordoned)
+    machine = dataclasses.replace(host(), reserved_cores=frozenset({23}))
+    placements = [*placed(machine, "0-7", name="chat"), *placed(machine, "8", "9", name="tiny")]
+    cordoned = {machine.name: frozenset({0, 11, 12})}
+    text = core_map(Plan(tuple(placements)), [machine], {machine.name: frozenset({10})}, cordoned)
     assert text == (
         "inf2.48xlarge/0: 10 of 24 cores in use, 12 devices in a ring\n"
         "  core   0    2    4    6    8    10   12   14   16   18   20   22\n"
@@ -47,8 +47,8 @@ def test_a_ring_is_drawn_closed_with_replicas_and_unusable_cores() -> None:
 
 def test_a_line_of_devices_is_not_closed() -> None:
     """inf2.24xlarge."""
-    there = host("inf2.24xlarge")
-    assert map_of([there], *placed(there, "0-3", "4-7")) == (
+    machine = host("inf2.24xlarge")
+    assert map_of([machine], *placed(machine, "0-3", "4-7")) == (
         "inf2.24xlarge/0: 8 of 12 cores in use, 6 devices in a line\n"
         "  core   0    2    4    6    8    10\n"
         "         A0A0-A0A0-A1A1-A1A1-....-....\n"
@@ -59,8 +59,8 @@ def test_a_line_of_devices_is_not_closed() -> None:
 
 def test_a_torus_is_a_grid_with_connected_edges() -> None:
     """trn1.32xlarge."""
-    there = on("trn1.32xlarge")
-    assert map_of([there], *placed(there, "0-15", "16")) == (
+    machine = on("trn1.32xlarge")
+    assert map_of([machine], *placed(machine, "0-15", "16")) == (
         "trn1.32xlarge/0: 17 of 32 cores in use, 16 devices in a 4 x 4 torus\n"
         "  core      |0     |2     |4     |6\n"
         "         ---A0A0---A0A0---A0A0---A0A0---\n"
@@ -80,19 +80,19 @@ def test_a_torus_is_a_grid_with_connected_edges() -> None:
 def test_the_cores_of_trn2_are_logical_ones() -> None:
     """Four of a device with LNC 2, eight with LNC 1; the header shows which."""
     for lnc, first_row, cores in ((2, "A0A0A0A0--........", 64), (1, "A0A0A0A0........-", 128)):
-        there = on("trn2.48xlarge", lnc)
-        text = map_of([there], *placed(there, "0-3"))
+        machine = on("trn2.48xlarge", lnc)
+        text = map_of([machine], *placed(machine, "0-3"))
         assert first_row in text
         assert f"4 of {cores} cores in use, 16 devices in a 4 x 4 torus, LNC {lnc}" in text
 
 
 def test_no_line_is_longer_than_80_columns() -> None:
-    """On every instance type, full of replicas with the longest names that there are."""
+    """On every instance type, full of replicas with the longest possible names."""
     for instance in TOPOLOGIES:
         for lnc in (1, 2) if TOPOLOGIES[instance].lnc else (None,):
-            there = on(instance, lnc)
-            cores = [str(core) for core in range(there.cores)]
-            assert max(map(len, map_of([there], *placed(there, *cores, name="m" * 63)).splitlines())) <= WIDTH
+            machine = on(instance, lnc)
+            cores = [str(core) for core in range(machine.cores)]
+            assert max(map(len, map_of([machine], *placed(machine, *cores, name="m" * 63)).splitlines())) <= WIDTH
 
 
 def test_each_of_a_few_hosts_has_its_block() -> None:
@@ -135,8 +135,8 @@ def test_replicas_without_cores_are_listed() -> None:
 
 def test_the_requested_window_is_marked() -> None:
     """Where it is free."""
-    there = host("inf2.24xlarge")
-    text = core_map(Plan(), [there], window=(there.name, CoreRange(4, 7)))
+    machine = host("inf2.24xlarge")
+    text = core_map(Plan(), [machine], window=(machine.name, CoreRange(4, 7)))
     assert "....-....-[][]-[][]-....-....\n  [] the window   .. free\n" in text
 
 
@@ -149,9 +149,9 @@ def test_more_models_than_letters_share_a_star() -> None:
 
 def test_each_model_has_its_own_colour() -> None:
     """For all its replicas; without its codes the coloured map is the plain one."""
-    there = host()
-    placements = [*placed(there, "0-7", "8-15"), *placed(there, "16-17", name="b")]
-    colored = core_map(Plan(tuple(placements)), [there], color=True)
-    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == map_of([there], *placements)
+    machine = host()
+    placements = [*placed(machine, "0-7", "8-15"), *placed(machine, "16-17", name="b")]
+    colored = core_map(Plan(tuple(placements)), [machine], color=True)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == map_of([machine], *placements)
     codes = {cell: code for code, cell in re.findall(r"\x1b\[([0-9;]+)m([AB]\d)", colored)}
     assert codes["A0"] == codes["A1"] != codes["B0"]

@@ -76,8 +76,8 @@ def test_ranges_order_by_first_core() -> None:
 def test_runs_are_cut_where_the_value_changes_or_a_core_is_missing() -> None:
     """One for each stretch of cores with one value, ascending."""
     held = {9: "b", 0: "a", 1: "a", 2: "b", 4: "b", 5: "b"}
-    found = [(str(cores), value) for cores, value in runs(held)]
-    assert found == [("0-1", "a"), ("2", "b"), ("4-5", "b"), ("9", "b")]
+    cut = [(str(cores), value) for cores, value in runs(held)]
+    assert cut == [("0-1", "a"), ("2", "b"), ("4-5", "b"), ("9", "b")]
 
 
 @pytest.mark.parametrize(("cores", "expected"), [([8, 9, 0], ["8-9", "0"]), ([5, 4], ["5", "4"]), ([], [])])

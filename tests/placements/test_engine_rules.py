@@ -1,4 +1,4 @@
-"""Each rule about what a model asks of its engine, told through the text of a spec."""
+"""Each rule about what a model asks of its engine, through the text of a spec."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shaped(family: str, heads: int = 16, vocab: int = 1000) -> Checkpoint:
     return Checkpoint(family, heads, heads, 1, heads * 64, 4096, 64, vocab, None, False, 1_000_000)
 
 
-def found(
+def checked(
     fields: str,
     checkpoint: Checkpoint | None = None,
     machine: str = INF2,
@@ -49,7 +49,7 @@ def found(
 
 
 @pytest.mark.parametrize(
-    ("engine", "family", "machine", "told"),
+    ("engine", "family", "machine", "expected"),
     [
         (TNX, "gpt2", INF2, []),
         (TNX, "gptj", INF2, ["family-unsupported 4:5"]),
@@ -73,14 +73,16 @@ def found(
         ("cpu", "gpt_bigcode", TRN2, []),
     ],
 )
-def test_an_engine_supports_the_family_on_the_machine(engine: str, family: str, machine: str, told: list[str]) -> None:
+def test_an_engine_supports_the_family_on_the_machine(
+    engine: str, family: str, machine: str, expected: list[str]
+) -> None:
     """By the tables of `engines`; an engine that does not run there is not checked for its families."""
-    assert brief(found(f"engine: {engine}", shaped(family), machine)) == told
+    assert brief(checked(f"engine: {engine}", shaped(family), machine)) == expected
 
 
 def test_the_reason_why_a_class_is_not_used_is_reported() -> None:
     """GPT-J's answers wrongly on transformers-neuronx."""
-    (problem,) = found(f"engine: {TNX}", shaped("gptj"))
+    (problem,) = checked(f"engine: {TNX}", shaped("gptj"))
     assert "attends only to position 0" in problem.what
 
 
@@ -98,7 +100,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "n_positi
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "expected"),
     [
         (LLAMA, []),
         (LLAMA | {"head_dim": 16, "hidden_act": "silu", "attention_bias": False, "rope_theta": 500_000.0}, []),
@@ -126,36 +128,36 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "n_positi
 )
 @pytest.mark.parametrize("engine", [TNX, "cpu"])
 def test_a_model_that_transformers_neuronx_computes_differently_is_reported(
-    config: dict[str, Any], told: list[str], engine: str
+    config: dict[str, Any], expected: list[str], engine: str
 ) -> None:
     """By config.json: a feature missing in its class is an error, an approximation a warning."""
-    problems = found(f"engine: {engine}\n    max_batch: 1", Checkpoint.from_config(config))
-    assert [problem.id for problem in problems] == (told if engine == TNX else [])
+    problems = checked(f"engine: {engine}\n    max_batch: 1", Checkpoint.from_config(config))
+    assert [problem.id for problem in problems] == (expected if engine == TNX else [])
 
 
 def test_a_draft_is_checked_like_its_model() -> None:
     """At the line of the draft."""
     draft = Checkpoint.from_config(LLAMA | {"head_dim": 32})
-    problems = found(f"engine: {TNX}\n    draft: {{source: ./d}}", Checkpoint.from_config(LLAMA), draft=draft)
+    problems = checked(f"engine: {TNX}\n    draft: {{source: ./d}}", Checkpoint.from_config(LLAMA), draft=draft)
     assert brief(problems) == ["family-unsupported 5:5"]
 
 
 def test_a_run_of_a_draft_fits_into_the_longest_prompt() -> None:
     """Runs have at least as many tokens as there are slots."""
     fields = f"engine: {TNX}\n    draft: {{source: ./d, k: 3}}\n    buckets: {{prefill: [4]}}\n    max_batch: "
-    assert brief(found(f"{fields}4", shaped("llama"), draft=shaped("llama"))) == []
-    (problem,) = found(f"{fields}8", shaped("llama"), draft=shaped("llama"))
+    assert brief(checked(f"{fields}4", shaped("llama"), draft=shaped("llama"))) == []
+    (problem,) = checked(f"{fields}8", shaped("llama"), draft=shaped("llama"))
     assert (problem.id, "verifies 8 tokens" in problem.what) == ("draft-unsupported", True)
 
 
 def test_an_engine_that_supports_the_family_is_suggested() -> None:
-    (problem,) = found(f"engine: {NXD}", shaped("opt"))
+    (problem,) = checked(f"engine: {NXD}", shaped("opt"))
     assert problem.what == "the engine nxd-inference does not serve opt, the family of a"
     assert problem.hint == "use transformers-neuronx"
 
 
 @pytest.mark.parametrize(
-    ("family", "window", "machine", "told"),
+    ("family", "window", "machine", "expected"),
     [
         ("mistral", 1024, INF2, ["window-not-kept 5:5"]),
         ("mistral", 2048, INF2, []),
@@ -165,12 +167,12 @@ def test_an_engine_that_supports_the_family_is_suggested() -> None:
     ],
 )
 def test_a_window_that_would_be_left_out_is_as_long_as_a_slot(
-    family: str, window: int | None, machine: str, told: list[str]
+    family: str, window: int | None, machine: str, expected: list[str]
 ) -> None:
     """Else the answers would be others than the model's."""
     checkpoint = replace(shaped(family), window=window)
-    assert brief(found(f"engine: {NXD}\n    max_len: 2048", checkpoint, machine)) == told
-    assert brief(found(f"engine: {TNX}\n    max_len: 2048", replace(shaped("mistral"), window=window))) == []
+    assert brief(checked(f"engine: {NXD}\n    max_len: 2048", checkpoint, machine)) == expected
+    assert brief(checked(f"engine: {TNX}\n    max_len: 2048", replace(shaped("mistral"), window=window))) == []
 
 
 def test_replicas_run_only_on_machines_that_their_engine_supports() -> None:
@@ -187,7 +189,7 @@ def test_replicas_run_only_on_machines_that_their_engine_supports() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "family", "told"),
+    ("engine", "family", "expected"),
     [
         (TNX, "gpt_neox", ["heads-not-divisible 4:5"]),
         ("auto", "gpt_neox", ["heads-not-divisible 4:5"]),  # it can become no other engine
@@ -195,14 +197,14 @@ def test_replicas_run_only_on_machines_that_their_engine_supports() -> None:
         (NXD, "llama", []),
     ],
 )
-def test_heads_are_padded_only_by_classes_that_can(engine: str, family: str, told: list[str]) -> None:
+def test_heads_are_padded_only_by_classes_that_can(engine: str, family: str, expected: list[str]) -> None:
     """allow_head_padding does not help classes that would fail at the load."""
     fields = f"tp_degree: 8\n    allow_head_padding: true\n    engine: {engine}"
-    assert brief(found(fields, shaped(family, heads=12))) == told
+    assert brief(checked(fields, shaped(family, heads=12))) == expected
 
 
 @pytest.mark.parametrize(
-    ("engine", "more", "told"),
+    ("engine", "more", "expected"),
     [
         (TNX, "", ["undocumented-degree 4:5"]),
         (TNX, "\n    allow_degrees: [16]", []),
@@ -210,13 +212,13 @@ def test_heads_are_padded_only_by_classes_that_can(engine: str, family: str, tol
         ("auto", "", []),
     ],
 )
-def test_16_on_trn1_is_documented_for_nxd_inference_only(engine: str, more: str, told: list[str]) -> None:
+def test_16_on_trn1_is_documented_for_nxd_inference_only(engine: str, more: str, expected: list[str]) -> None:
     """The guides differ."""
-    assert brief(found(f"tp_degree: 16\n    engine: {engine}{more}", None, TRN1)) == told
+    assert brief(checked(f"tp_degree: 16\n    engine: {engine}{more}", None, TRN1)) == expected
 
 
 @pytest.mark.parametrize(
-    ("engine", "family", "fields", "told"),
+    ("engine", "family", "fields", "expected"),
     [
         (TNX, "llama", "quantize_kv: int8", ["quantize-unsupported 4:5"]),
         (TNX, "llama", "quantize_kv: fp8", []),
@@ -234,10 +236,10 @@ def test_16_on_trn1_is_documented_for_nxd_inference_only(engine: str, more: str,
     ],
 )
 def test_one_byte_types_are_for_engines_that_support_them(
-    engine: str, family: str, fields: str, told: list[str]
+    engine: str, family: str, fields: str, expected: list[str]
 ) -> None:
     """Weights and the KV cache, by engine and family."""
-    assert brief(found(f"{fields}\n    engine: {engine}", shaped(family))) == told
+    assert brief(checked(f"{fields}\n    engine: {engine}", shaped(family))) == expected
 
 
 @pytest.mark.parametrize(
@@ -246,13 +248,13 @@ def test_one_byte_types_are_for_engines_that_support_them(
 @pytest.mark.parametrize("engine", ["cpu", "echo"])
 def test_settings_for_neuron_devices_are_rejected_on_the_host(engine: str, fields: str) -> None:
     """They would have no effect; on emulated hosts `auto` is cpu."""
-    assert brief(found(f"{fields}\n    engine: {engine}")) == ["setting-unsupported 4:5"]
-    assert brief(found(fields, hosts="emulate")) == ["setting-unsupported 4:5"]
-    assert brief(found(fields, shaped("llama"))) == []
+    assert brief(checked(f"{fields}\n    engine: {engine}")) == ["setting-unsupported 4:5"]
+    assert brief(checked(fields, hosts="emulate")) == ["setting-unsupported 4:5"]
+    assert brief(checked(fields, shaped("llama"))) == []
 
 
 @pytest.mark.parametrize(
-    ("engine", "family", "fields", "told"),
+    ("engine", "family", "fields", "expected"),
     [
         (TNX, "mistral", "sampling: device", []),
         (TNX, "gpt2", "sampling: device", []),
@@ -286,10 +288,10 @@ def test_settings_for_neuron_devices_are_rejected_on_the_host(engine: str, field
         ("cpu", "llama", "engine_options: {prefill_chunk: {a: 1}}", ["wrong-type 4:22"]),
     ],
 )
-def test_settings_are_those_of_the_engine(engine: str, family: str, fields: str, told: list[str]) -> None:
+def test_settings_are_those_of_the_engine(engine: str, family: str, fields: str, expected: list[str]) -> None:
     """For this family, and at their place."""
     checkpoint = shaped(family)
-    assert brief(found(f"{fields}\n    engine: {engine}", checkpoint)) == told
+    assert brief(checked(f"{fields}\n    engine: {engine}", checkpoint)) == expected
 
 
 def test_a_nested_option_is_reported_at_its_own_place() -> None:
@@ -298,19 +300,23 @@ def test_a_nested_option_is_reported_at_its_own_place() -> None:
         "engine: nxd-inference\n    sampling: device\n    engine_options:\n      skip_warmup: on\n"
         "      on_device_sampling_config:\n        global_topk: many\n        top_kk: 1"
     )
-    assert brief(found(fields)) == ["wrong-type 9:9", "unknown-engine-option 10:9"]
+    assert brief(checked(fields)) == ["wrong-type 9:9", "unknown-engine-option 10:9"]
 
 
 @pytest.mark.parametrize(
-    ("machine", "told"), [(INF2, ["unknown-engine-option 4:22"]), (TRN1, ["unknown-engine-option 4:22"]), (TRN2, [])]
+    ("machine", "expected"),
+    [(INF2, ["unknown-engine-option 4:22"]), (TRN1, ["unknown-engine-option 4:22"]), (TRN2, [])],
 )
-def test_an_option_of_a_version_that_does_not_run_there_is_rejected(machine: str, told: list[str]) -> None:
+def test_an_option_of_a_version_that_does_not_run_there_is_rejected(machine: str, expected: list[str]) -> None:
     """0.9 needs trn2."""
-    assert brief(found(f"engine_options: {{enable_ve_data_parallel: true}}\n    engine: {NXD}", None, machine)) == told
+    assert (
+        brief(checked(f"engine_options: {{enable_ve_data_parallel: true}}\n    engine: {NXD}", None, machine))
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
-    ("fields", "family", "told"),
+    ("fields", "family", "expected"),
     [
         ("buckets: {prefill: [128, 512], decode: [512, 2048]}", None, []),
         ("buckets: {prefill: [128, 128]}", None, ["bad-buckets 4:30"]),
@@ -323,14 +329,14 @@ def test_an_option_of_a_version_that_does_not_run_there_is_rejected(machine: str
         ("buckets: {decode: [2048]}", "gpt_neox", []),
     ],
 )
-def test_buckets_are_consistent(fields: str, family: str | None, told: list[str]) -> None:
+def test_buckets_are_consistent(fields: str, family: str | None, expected: list[str]) -> None:
     """Ascending, none beyond max_len, the last of the KV cache equal to it; and the family has them."""
     checkpoint = shaped(family) if family else None
-    assert brief(found(f"{fields}\n    max_len: 2048\n    engine: {TNX}", checkpoint)) == told
+    assert brief(checked(f"{fields}\n    max_len: 2048\n    engine: {TNX}", checkpoint)) == expected
 
 
 @pytest.mark.parametrize(
-    ("engine", "fields", "told"),
+    ("engine", "fields", "expected"),
     [
         (NXD, "buckets: {prefill: [1, 128]}", ["bad-buckets 4:25"]),
         (NXD, "buckets: {prefill: [5, 128]}", []),
@@ -342,20 +348,20 @@ def test_buckets_are_consistent(fields: str, family: str | None, told: list[str]
         ("cpu", "buckets: {prefill: [1]}", ["setting-unsupported 4:5"]),
     ],
 )
-def test_a_prompt_bucket_must_differ_from_a_step(engine: str, fields: str, told: list[str]) -> None:
+def test_a_prompt_bucket_must_differ_from_a_step(engine: str, fields: str, expected: list[str]) -> None:
     """Both packages distinguish them by their width alone."""
-    assert brief(found(f"{fields}\n    engine: {engine}")) == told
+    assert brief(checked(f"{fields}\n    engine: {engine}")) == expected
 
 
 def test_buckets_are_not_checked_against_an_unknown_max_len() -> None:
     """It depends on the checkpoint if neither the spec nor config.json has it."""
     fields = f"buckets: {{decode: [512]}}\n    engine: {NXD}"
-    assert brief(found(fields)) == []
-    assert brief(found(fields, shaped("llama"))) == ["bad-buckets 4:24"]
+    assert brief(checked(fields)) == []
+    assert brief(checked(fields, shaped("llama"))) == ["bad-buckets 4:24"]
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "expected"),
     [
         ("quantize: int8, engine_options: {quantized_checkpoints_path: ./q}", []),
         ("quantize: fp8, engine_options: {quantization_dtype: f8e5m2}", []),
@@ -368,14 +374,14 @@ def test_buckets_are_not_checked_against_an_unknown_max_len() -> None:
         ("quantize: int8, engine_options: {quantized_checkpoints_path: 7}", ["wrong-type"]),
     ],
 )
-def test_a_quantized_checkpoint_requires_quantize(fields: str, told: list[str]) -> None:
+def test_a_quantized_checkpoint_requires_quantize(fields: str, expected: list[str]) -> None:
     """It is a folder of the host, and its type is one that ``quantize`` has."""
     text = fields.replace(", engine_options", "\n    engine_options")
-    assert [problem.id for problem in found(f"{text}\n    engine: {NXD}")] == told
+    assert [problem.id for problem in checked(f"{text}\n    engine: {NXD}")] == expected
 
 
 @pytest.mark.parametrize(
-    ("compiler", "told"),
+    ("compiler", "expected"),
     [
         ("{optlevel: 1, flags: --enable-saturate-infinity}", []),
         ("{flags: -O3 --verbose=35}", []),
@@ -387,13 +393,13 @@ def test_a_quantized_checkpoint_requires_quantize(fields: str, told: list[str]) 
         ("{flags: --target trn1}", ["bad-compiler-flags"]),
     ],
 )
-def test_compiler_flags_must_not_repeat_fields(compiler: str, told: list[str]) -> None:
+def test_compiler_flags_must_not_repeat_fields(compiler: str, expected: list[str]) -> None:
     """The two could conflict, and the key of the cache has the flags."""
-    assert [problem.id for problem in found(f"compiler: {compiler}\n    engine: {NXD}")] == told
+    assert [problem.id for problem in checked(f"compiler: {compiler}\n    engine: {NXD}")] == expected
 
 
 @pytest.mark.parametrize(
-    ("engine", "family", "drafting", "more", "told"),
+    ("engine", "family", "drafting", "more", "expected"),
     [
         ("cpu", "opt", "gpt2", "", []),
         ("echo", "opt", "gpt2", "", ["draft-unsupported 4:5"]),
@@ -413,25 +419,25 @@ def test_compiler_flags_must_not_repeat_fields(compiler: str, told: list[str]) -
     ],
 )
 def test_a_draft_must_be_supported_by_the_engine(
-    engine: str, family: str, drafting: str, more: str, told: list[str]
+    engine: str, family: str, drafting: str, more: str, expected: list[str]
 ) -> None:
     """By the families of both, and by the other fields of the model."""
     fields = f"draft: {{source: ./d}}\n    engine: {engine}" + (f"\n    {more}" if more else "")
-    assert brief(found(fields, shaped(family), draft=shaped(drafting))) == told
+    assert brief(checked(fields, shaped(family), draft=shaped(drafting))) == expected
 
 
 def test_a_draft_has_its_models_vocabulary_and_heads_for_its_cores() -> None:
     """It runs on the same cores; on the host's CPUs heads do not matter."""
     fields = "draft: {source: ./d}\n    tp_degree: 8\n    engine: "
-    assert brief(found(fields + TNX, shaped("llama"), draft=shaped("llama", vocab=999))) == ["bad-draft 4:5"]
-    assert brief(found(fields + TNX, shaped("llama"), draft=shaped("llama", 12))) == ["heads-not-divisible 4:5"]
+    assert brief(checked(fields + TNX, shaped("llama"), draft=shaped("llama", vocab=999))) == ["bad-draft 4:5"]
+    assert brief(checked(fields + TNX, shaped("llama"), draft=shaped("llama", 12))) == ["heads-not-divisible 4:5"]
     padded = f"{fields}{TNX}\n    allow_head_padding: true"
-    assert brief(found(padded, shaped("llama"), draft=shaped("llama", 12))) == []
-    assert brief(found(fields + "cpu", shaped("llama"), draft=shaped("llama", 12))) == []
+    assert brief(checked(padded, shaped("llama"), draft=shaped("llama", 12))) == []
+    assert brief(checked(fields + "cpu", shaped("llama"), draft=shaped("llama", 12))) == []
 
 
 @pytest.mark.parametrize("value", ["010", "[1, 010]", "{a: 010}", "!x 1"])
 def test_an_unreadable_option_is_reported_once(value: str) -> None:
     """By the YAML reader; the rules then skip the options."""
-    problems = found(f"engine_options: {{skip_warmup: {value}, misspelt: 1}}\n    engine: {NXD}")
+    problems = checked(f"engine_options: {{skip_warmup: {value}, misspelt: 1}}\n    engine: {NXD}")
     assert [problem.id for problem in problems] in (["yaml-number"], ["yaml-tag"])

@@ -67,7 +67,7 @@ NXD, TNX = "nxd-inference", "transformers-neuronx"
 
 
 @pytest.mark.parametrize(
-    ("model_type", "instance", "found", "chosen"),
+    ("model_type", "instance", "versions", "chosen"),
     [
         ("llama", "inf2.48xlarge", {NXD: "0.8.16251+f3ca5575", TNX: "0.13.798"}, NXD),
         ("llama", "inf2.48xlarge", {NXD: "0.9.17334", TNX: "0.13.798"}, TNX),  # 0.9 needs trn2
@@ -94,15 +94,15 @@ NXD, TNX = "nxd-inference", "transformers-neuronx"
     ],
 )
 def test_auto_prefers_nxd_inference_if_it_supports_the_family(
-    model_type: str | None, instance: str | None, found: dict[Engine, str], chosen: str
+    model_type: str | None, instance: str | None, versions: dict[Engine, str], chosen: str
 ) -> None:
     """In the host's version; else transformers-neuronx, else the reason why there is none."""
-    choice = choose_engine(model_type, instance, found)
+    choice = choose_engine(model_type, instance, versions)
     assert (choice.id if isinstance(choice, NoEngine) else choice) == chosen
 
 
 @pytest.mark.parametrize(
-    ("model_type", "found", "words"),
+    ("model_type", "versions", "words"),
     [
         ("gpt2", {NXD: "0.8.1"}, ("nxd-inference 0.8.1 does not serve gpt2", "install transformers-neuronx")),
         ("mistral", {NXD: "0.9.1"}, ("nxd-inference 0.9.1 does not run on inf2", "use nxd-inference up to 0.8")),
@@ -110,10 +110,10 @@ def test_auto_prefers_nxd_inference_if_it_supports_the_family(
     ],
 )
 def test_a_missing_engine_is_reported_with_the_installed_ones(
-    model_type: str, found: dict[Engine, str], words: tuple[str, str]
+    model_type: str, versions: dict[Engine, str], words: tuple[str, str]
 ) -> None:
     """And the remedy."""
-    choice = choose_engine(model_type, "inf2.xlarge", found)
+    choice = choose_engine(model_type, "inf2.xlarge", versions)
     assert isinstance(choice, NoEngine)
     assert words[0] in choice.what
     assert words[1] in choice.hint

@@ -30,16 +30,16 @@ def test_a_single_core_is_written_as_one_id() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "lnc", "told"),
+    ("cores", "lnc", "expected"),
     [(CoreRange(0, 7), 1, "1"), (CoreRange(3, 3), 2, "2"), (CoreRange(0, 7), None, None), (None, 2, None)],
 )
 def test_cores_of_trn2_have_the_size_of_a_logical_one(
-    cores: CoreRange | None, lnc: int | None, told: str | None
+    cores: CoreRange | None, lnc: int | None, expected: str | None
 ) -> None:
     """Without it the runtime would count other cores; a family without the choice, or a replica without cores,
     needs none.
     """
-    assert environment("m", 0, cores, 1, lnc=lnc).get("NEURON_LOGICAL_NC_CONFIG") == told
+    assert environment("m", 0, cores, 1, lnc=lnc).get("NEURON_LOGICAL_NC_CONFIG") == expected
 
 
 def test_one_thread_may_spin_and_an_empty_mask_is_not_a_variable() -> None:
@@ -65,7 +65,7 @@ def test_cpu_lists_keep_their_order(cpus: list[int], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "expected"),
     [
         ({}, {}),
         ({"compiler": {"optlevel": 1}}, {"NEURON_CC_FLAGS": "-O1"}),
@@ -79,11 +79,11 @@ def test_cpu_lists_keep_their_order(cpus: list[int], text: str) -> None:
 )
 @pytest.mark.parametrize("engine", ["transformers-neuronx", "nxd-inference", "auto"])
 def test_the_compiler_gets_exactly_the_settings_of_the_spec(
-    engine: Engine, fields: dict[str, object], told: dict[str, str]
+    engine: Engine, fields: dict[str, object], expected: dict[str, str]
 ) -> None:
     """An unnecessary variable would be another key in its cache."""
     wish = model("m", **fields)  # type: ignore[arg-type]
-    assert compiling(wish, engine) == told
+    assert compiling(wish, engine) == expected
     assert compiling(wish, "cpu") == {}
 
 

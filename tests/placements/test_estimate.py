@@ -63,7 +63,7 @@ def checkpoint(name: str) -> Checkpoint:
     return Checkpoint.from_config(shape)
 
 
-def found(name: str, batch: int, length: int, int8: bool, tp: int = 24, instance: str = "inf2.48xlarge") -> Speed:
+def estimated(name: str, batch: int, length: int, int8: bool, tp: int = 24, instance: str = "inf2.48xlarge") -> Speed:
     model = ModelSpec(
         name="m",
         source="./m",
@@ -79,7 +79,9 @@ def found(name: str, batch: int, length: int, int8: bool, tp: int = 24, instance
 
 def test_steps_are_close_to_aws_measurements() -> None:
     """The median within the documented error, and none beyond the maximum."""
-    errors = [abs(found(name, batch, length, int8).step_s / tpot - 1) for name, batch, length, int8, tpot, _, _ in ROWS]
+    errors = [
+        abs(estimated(name, batch, length, int8).step_s / tpot - 1) for name, batch, length, int8, tpot, _, _ in ROWS
+    ]
     assert median(errors) < 0.10
     assert max(errors) < 0.29
 
@@ -88,22 +90,24 @@ def test_prefills_are_of_the_order_that_aws_measured() -> None:
     """The median within the error that is named."""
     errors = []
     for name, batch, length, int8, _, prompt, ttft in ROWS:
-        fast = found(name, batch, length, int8)
+        fast = estimated(name, batch, length, int8)
         errors.append(abs((fast.prefill_base_s + fast.prefill_token_s * prompt * batch) / ttft - 1))
-    assert median(errors) < found("Llama-3-8B", 1, 4096, False).prefill_error
+    assert median(errors) < estimated("Llama-3-8B", 1, 4096, False).prefill_error
     assert max(errors) < 0.8
 
 
 def test_more_cores_are_faster() -> None:
     """Steps and prompts both."""
-    slow, fast = (found("Llama-3-8B", 4, 4096, False, tp) for tp in (8, 24))
+    slow, fast = (estimated("Llama-3-8B", 4, 4096, False, tp) for tp in (8, 24))
     assert fast.step_s < slow.step_s
     assert fast.prefill_token_s < slow.prefill_token_s
 
 
 def test_trn2_is_faster_than_inf2_and_less_sure() -> None:
     """It has more bandwidth, and was not compared."""
-    ours, theirs = (found("Llama-3-8B", 4, 4096, False, 8, instance) for instance in ("trn2.48xlarge", "inf2.48xlarge"))
+    ours, theirs = (
+        estimated("Llama-3-8B", 4, 4096, False, 8, instance) for instance in ("trn2.48xlarge", "inf2.48xlarge")
+    )
     assert ours.step_s < theirs.step_s
     assert ours.decode_error > theirs.decode_error
 
@@ -124,4 +128,4 @@ def test_an_unreadable_model_is_marked_as_a_guess() -> None:
 
 def test_loading_grows_with_the_weights() -> None:
     """70 billion parameters take longer than 8."""
-    assert found("Llama-3-70B", 1, 4096, False).load_s > found("Llama-3-8B", 1, 4096, False).load_s + 60
+    assert estimated("Llama-3-70B", 1, 4096, False).load_s > estimated("Llama-3-8B", 1, 4096, False).load_s + 60

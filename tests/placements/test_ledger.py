@@ -21,8 +21,8 @@ def booked(wish: Spec) -> Ledger:
 def test_the_threads_of_a_host_are_those_of_its_replicas() -> None:
     """Each model with the arithmetic of its share."""
     (host,) = booked(spec(model("a", 8, replicas=2), model("b", 2))).hosts
-    told = {line.model: (line.replicas, line.each, line.arithmetic, line.together) for line in host.threads}
-    assert told == {
+    rows = {line.model: (line.replicas, line.each, line.arithmetic, line.together) for line in host.threads}
+    assert rows == {
         "a": (2, 61, "floor((192 - 8) x 8 / 24) = 61", 122),
         "b": (1, 15, "floor((192 - 8) x 2 / 24) = 15", 15),
     }
@@ -33,11 +33,11 @@ def test_the_memory_of_a_model_is_its_estimate() -> None:
     """By class, with the limit; a model without a checkpoint has no row."""
     wish = spec(model("a", 8), model("b", 2))
     (need,) = booked(wish).memory
-    told = need.as_dict()
+    rows = need.as_dict()
     expected = estimate(wish.models[0], LLAMA_2_7B)
-    assert told["total_gib"] == pytest.approx(expected.total, abs=1e-3)
-    assert sum(one["gib"] for one in told["classes"]) == pytest.approx(expected.total, abs=1e-2)
-    assert (told["usable_gib"], told["hbm_gib"]) == (15.2, 16)
+    assert rows["total_gib"] == pytest.approx(expected.total, abs=1e-3)
+    assert sum(size["gib"] for size in rows["classes"]) == pytest.approx(expected.total, abs=1e-2)
+    assert (rows["usable_gib"], rows["hbm_gib"]) == (15.2, 16)
 
 
 def test_replicas_load_side_by_side() -> None:
@@ -51,8 +51,8 @@ def test_each_type_of_host_has_a_separate_row() -> None:
     """The limits differ; a type that is too small for the degree has none."""
     types = ("inf2.xlarge", "inf2.48xlarge", "trn2.48xlarge")
     wish = Spec(hosts=tuple(HostsSpec(instance=name) for name in types), models=(model("a", 8),))
-    told = [(need.as_dict()["instance"], need.as_dict()["usable_gib"]) for need in booked(wish).memory]
-    assert told == [("inf2.48xlarge", 15.2), ("trn2.48xlarge", 22.8)]
+    rows = [(need.as_dict()["instance"], need.as_dict()["usable_gib"]) for need in booked(wish).memory]
+    assert rows == [("inf2.48xlarge", 15.2), ("trn2.48xlarge", 22.8)]
 
 
 def test_blocked_cores_are_listed_separately() -> None:
@@ -63,13 +63,13 @@ def test_blocked_cores_are_listed_separately() -> None:
     book = ledger(
         wish, hosts, plan(wish, hosts), quarantined={name: frozenset({3})}, cordoned={name: frozenset({8, 9, 12})}
     )
-    told = book.as_dict()["hosts"][0]
-    assert (told["reserved"], told["cordoned"], told["quarantined"]) == (["23"], ["8-9", "12"], ["3"])
+    rows = book.as_dict()["hosts"][0]
+    assert (rows["reserved"], rows["cordoned"], rows["quarantined"]) == (["23"], ["8-9", "12"], ["3"])
 
 
 def test_a_row_is_for_suitable_hosts() -> None:
     """With their number of physical cores in a logical one; half of the HBM may be too little."""
     types = (HostsSpec(instance="trn2.48xlarge", lnc=1), HostsSpec(instance="trn2.48xlarge"))
     wish = Spec(hosts=types, models=(model("a", 1, max_batch=1, max_len=256),))
-    told = [(need.as_dict()["lnc"], need.as_dict()["usable_gib"]) for need in booked(wish).memory]
-    assert told == [(2, 22.8)]
+    rows = [(need.as_dict()["lnc"], need.as_dict()["usable_gib"]) for need in booked(wish).memory]
+    assert rows == [(2, 22.8)]

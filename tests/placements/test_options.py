@@ -18,7 +18,7 @@ NXDE: Engine = "nxd-inference"
 NO = "unknown-engine-option"
 
 
-def found(given: dict[str, Any], engine: Engine = "nxd-inference", family: str | None = "llama") -> list[Finding]:
+def findings(given: dict[str, Any], engine: Engine = "nxd-inference", family: str | None = "llama") -> list[Finding]:
     """On inf2, where 0.8 is the last NxD Inference."""
     newest = "0.8" if engine == "nxd-inference" else ""
     return list(check_options(Scope(engine, family, newest, "inf2"), given, ModelSpec.model_fields))
@@ -98,7 +98,7 @@ def test_every_family_has_the_keywords_of_its_constructor() -> None:
 )
 def test_options_of_the_package_are_accepted(engine: Engine, family: str | None, given: dict[str, Any]) -> None:
     """By their own names, with their own types; an int is a number too."""
-    assert found(given, engine, family) == []
+    assert findings(given, engine, family) == []
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_options_of_the_package_are_accepted(engine: Engine, family: str | None,
 def test_an_invalid_option_is_reported_once_with_the_remedy(
     engine: Engine, family: str, given: dict[str, Any], id: str, path: str, part: str
 ) -> None:
-    (finding,) = found(given, engine, family)
+    (finding,) = findings(given, engine, family)
     name = next(iter(given))
     assert (finding.id, finding.path) == (id, (name, path) if path else (name,))
     assert part in f"{finding.what} | {finding.hint}"

@@ -28,11 +28,11 @@ def fleet(*free: str, demand: dict[int, int]) -> Plan:
 
 def placed(drawn: Plan) -> dict[int, int]:
     """Replicas by degree."""
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for placement in drawn.placements:
         tp = int(placement.model[2:])
-        found[tp] = found.get(tp, 0) + 1
-    return found
+        counts[tp] = counts.get(tp, 0) + 1
+    return counts
 
 
 @pytest.mark.parametrize(

@@ -399,5 +399,5 @@ def test_a_host_that_holds_the_model_is_not_worth_a_larger_range() -> None:
 def test_running_replicas_stay_although_another_host_has_their_model() -> None:
     """A move costs more than a completed fetch."""
     wish = spec(model("x", 8), count=2)
-    told = planned(wish, held={H1: frozenset({"x"})}, running=[runs("x", 0, "8-15")])
-    assert places(told) == [("x/0", H0, "8-15")]
+    drawn = planned(wish, held={H1: frozenset({"x"})}, running=[runs("x", 0, "8-15")])
+    assert places(drawn) == [("x/0", H0, "8-15")]

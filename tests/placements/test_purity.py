@@ -17,15 +17,15 @@ IMPURE = {"time", "socket", "subprocess", "random", "threading", "asyncio", "log
 
 
 def imported(path: Path) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found.update(alias.name.split(".")[0] for alias in node.names)
+            names.update(alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and [alias.name for alias in node.names] == ["Random"]:
             continue  # random numbers from a seed are as good as constants
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.split(".")[0])
-    return found
+            names.add(node.module.split(".")[0])
+    return names
 
 
 def test_only_the_standard_library_pydantic_yaml_and_cronsim_are_imported() -> None:

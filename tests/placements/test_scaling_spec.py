@@ -45,7 +45,7 @@ def test_all_of_it_can_be_read_and_has_a_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "found"),
+    ("fields", "expected"),
     [
         (f"scaling: {{schedules: [{{{DAY}, min: 1}}]}}", []),
         (f"scaling: {{schedules: [{{{DAY}, min: 2}}]}}", ["schedule-exceeds-max 4:67"]),
@@ -69,9 +69,9 @@ def test_all_of_it_can_be_read_and_has_a_default() -> None:
         ("scaling: {schedules: 5}", ["wrong-type 4:15"]),
     ],
 )
-def test_each_error_is_reported_at_its_place(fields: str, found: list[str]) -> None:
+def test_each_error_is_reported_at_its_place(fields: str, expected: list[str]) -> None:
     """One problem for each error."""
-    assert ids(fields) == found
+    assert ids(fields) == expected
 
 
 def test_an_invalid_cron_expression_is_rejected_with_the_wrong_part() -> None:
@@ -122,14 +122,14 @@ def test_a_duration_has_units_or_is_in_seconds(text: str, seconds: float) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("10", []),
         *[(text, ["wrong-type"]) for text in ("10 m", "30m1h", "10ms", "s", "'600'", "-1m")],
         *[(text, ["out-of-range"]) for text in ("400d", "999999999d")],
     ],
 )
-def test_a_wrong_duration_is_rejected(text: str, found: list[str]) -> None:
+def test_a_wrong_duration_is_rejected(text: str, expected: list[str]) -> None:
     """Bounds are those of the seconds."""
     problems = parse(f"models: {{a: {{engine: echo, scaling: {{idle_s: {text}}}}}}}").problems
-    assert [problem.id for problem in problems] == found
+    assert [problem.id for problem in problems] == expected

@@ -282,8 +282,8 @@ def test_the_json_schema_agrees_with_the_parser(document: dict[str, object], val
 def test_the_folder_of_a_quantized_checkpoint_is_relative_to_the_spec() -> None:
     """Like the source; the options as they are written stay."""
     options = {"quantized_checkpoints_path": "../q", "vocab_parallel": True}
-    told = ModelSpec(name="m", source="./m", base_dir="/specs", engine_options=options)
-    assert told.given_options == {"quantized_checkpoints_path": "/specs/../q", "vocab_parallel": True}
-    assert told.engine_options == options
-    other = told.model_copy(update={"base_dir": "/elsewhere"})
-    assert other.started_with != told.started_with
+    quantized = ModelSpec(name="m", source="./m", base_dir="/specs", engine_options=options)
+    assert quantized.given_options == {"quantized_checkpoints_path": "/specs/../q", "vocab_parallel": True}
+    assert quantized.engine_options == options
+    other = quantized.model_copy(update={"base_dir": "/elsewhere"})
+    assert other.started_with != quantized.started_with

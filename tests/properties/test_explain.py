@@ -89,7 +89,7 @@ def cases(draw: st.DrawFn) -> Case:
     wanted = tuple(draw(models(name)) for name in "abc"[: draw(st.integers(1, 3))])
     spec = Spec(hosts=wishes, models=wanted)
     known = {model.name: draw(st.sampled_from((None, LLAMA_2_7B, GPT2_XL, LLAMA_70B))) for model in wanted}
-    checkpoints = {name: found for name, found in known.items() if found is not None}
+    checkpoints = {name: checkpoint for name, checkpoint in known.items() if checkpoint is not None}
     hosts = hosts_for(spec, MACHINE)
     running = []
     for model in wanted[1:]:  # scattered, as a fleet is that has lived for a while
@@ -144,13 +144,13 @@ OUSTING = Spec(  # a greater degree of the first would fit, and cost the second 
 @example(Case(OUSTING, {"a": LLAMA_2_7B}))
 def test_every_suggestion_works_when_it_is_planned_anew(case: Case) -> None:
     """`check` has nothing new against it, the model gets its replicas, and no other model loses one by it."""
-    told = case.explain()
-    event(f"failed: {bool(told.failed)}, suggestions: {len(told.suggestions)}")
+    explanation = case.explain()
+    event(f"failed: {bool(explanation.failed)}, suggestions: {len(explanation.suggestions)}")
     name = case.spec.models[0].name
     known = {(one.id, one.what) for one in check(case.spec, case.hosts, case.checkpoints) if one.severity == "error"}
     target = {name: max(1, case.spec.models[0].replicas.min)}
     before = counts(plan(case.spec, case.hosts, case.checkpoints, case.running, target, case.blocked))
-    for suggestion in told.suggestions:
+    for suggestion in explanation.suggestions:
         trial = suggestion.trial
         found = check(trial.spec, trial.hosts, case.checkpoints)
         errors = {(one.id, one.what) for one in found if one.severity == "error"}
@@ -172,17 +172,17 @@ def test_every_suggestion_works_when_it_is_planned_anew(case: Case) -> None:
 @given(cases())
 def test_an_explanation_names_a_constraint_if_and_only_if_one_fails(case: Case) -> None:
     """And its JSON can be written."""
-    told = case.explain()
-    json.dumps(told.as_dict())
+    explanation = case.explain()
+    json.dumps(explanation.as_dict())
     name = case.spec.models[0].name
     errors = [one for one in check(case.spec, case.hosts, case.checkpoints) if one.severity == "error"]
     if not errors:
         count = max(1, case.spec.models[0].replicas.min)
         drawn = plan(case.spec, case.hosts, case.checkpoints, case.running, {name: count}, case.blocked)
-        assert len(told.places) == counts(drawn)[name]
-        assert bool(told.failed) == (counts(drawn)[name] < count)
-    assert told.fits == (not told.failed)
-    assert all(constraint.what for constraint in (*told.failed, *told.holds))
+        assert len(explanation.places) == counts(drawn)[name]
+        assert bool(explanation.failed) == (counts(drawn)[name] < count)
+    assert explanation.fits == (not explanation.failed)
+    assert all(constraint.what for constraint in (*explanation.failed, *explanation.holds))
 
 
 def test_every_type_that_is_tried_is_known() -> None:
