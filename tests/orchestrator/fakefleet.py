@@ -518,8 +518,8 @@ class LiveAdmin:
         self.downs = 0
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._loop = asyncio.new_event_loop()
-        self._serving = self._loop.create_task(serve_admin(AdminApi(self.fleet, self._down), self.port))  # type: ignore[arg-type]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         until(self._listens, 10, "the admin API listens")
@@ -531,7 +531,12 @@ class LiveAdmin:
 
     def _run(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._serving)
+            asyncio.run(self._serve())  # it also ends the tasks of requests in progress
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._serving = asyncio.create_task(serve_admin(AdminApi(self.fleet, self._down), self.port))  # type: ignore[arg-type]
+        await self._serving
 
     async def _down(self) -> None:
         self.downs += 1
@@ -547,10 +552,11 @@ class LiveAdmin:
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """On the event loop."""
+        assert self._loop is not None
         self._loop.call_soon_threadsafe(call)
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._serving.cancel)
+        assert self._serving is not None
+        self.call_soon(self._serving.cancel)
         self._thread.join(10)
-        self._loop.close()
         shutil.rmtree(self.fleet.settings.home, ignore_errors=True)
