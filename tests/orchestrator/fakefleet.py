@@ -556,7 +556,8 @@ class LiveAdmin:
         self._loop.call_soon_threadsafe(call)
 
     def close(self) -> None:
+        assert self._loop is not None
         assert self._serving is not None
-        self.call_soon(self._serving.cancel)
+        self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join(10)
         shutil.rmtree(self.fleet.settings.home, ignore_errors=True)

@@ -59,7 +59,7 @@ class PlayedController:
         self.reports.append(report)
 
     def demand_of(self, model: str) -> DemandWindow:
-        """What the last report tells of it; nothing before the first."""
+        """Returns the demand of the last report; an empty one before the first."""
         last = self.reports[-1].models if self.reports else []
         return next((demand for demand in last if demand.model == model), DemandWindow(model=model))
 

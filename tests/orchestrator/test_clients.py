@@ -1,4 +1,4 @@
-"""Real clients against a gateway in this process: what they ask is served, and what they are told they understand."""
+"""Real clients against a gateway in this process: their requests are served, and they understand the answers."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def with_aliases(model: Any, *aliases: str) -> Any:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    found = Place(tmp_path_factory.mktemp("models"))
-    yield found
-    found.close()
+    built = Place(tmp_path_factory.mktemp("models"))
+    yield built
+    built.close()
 
 
 def post(place: Place, path: str, **body: Any) -> httpx.Response:
@@ -258,7 +258,9 @@ def test_an_impossible_request_is_rejected_with_a_reason(
 def test_a_model_whose_calls_cannot_be_parsed_rejects_tools(place: Place) -> None:
     """With `tool_parser: none`; a forced call needs no parser."""
     table_of = place.gateway.controller.table.models
-    silenced = [msgspec.structs.replace(one, tool_parser="none") if one.name == "hermes" else one for one in table_of]
+    silenced = [
+        msgspec.structs.replace(model, tool_parser="none") if model.name == "hermes" else model for model in table_of
+    ]
     place.gateway.serve(*silenced)
     try:
         response = chat(place, "hermes", tools=TOOLS)
@@ -291,9 +293,11 @@ def test_an_alias_is_a_name_of_the_model(place: Place) -> None:
 def test_a_prompt_is_tokenized_and_detokenized(place: Place) -> None:
     """In vLLM's format: the count, the model's length, the tokens, their texts if requested; and the text again."""
     answer = post(place, "/tokenize", model="hermes", prompt="Grüß Gott")
-    told = msgspec.json.decode(answer.content, type=Tokenized)
-    assert (told.count, told.max_model_len, told.token_strs) == (len(told.tokens), 4096, None)
-    back = msgspec.json.decode(post(place, "/detokenize", model="hermes", tokens=told.tokens).content, type=Detokenized)
+    tokens = msgspec.json.decode(answer.content, type=Tokenized)
+    assert (tokens.count, tokens.max_model_len, tokens.token_strs) == (len(tokens.tokens), 4096, None)
+    back = msgspec.json.decode(
+        post(place, "/detokenize", model="hermes", tokens=tokens.tokens).content, type=Detokenized
+    )
     assert back.prompt == "<|bos|>Grüß Gott"
 
     plain = post(
@@ -340,9 +344,9 @@ def test_an_invalid_tokenize_request_is_400_with_the_field(
 
 def test_the_openapi_document_lists_exactly_the_routes(place: Place) -> None:
     """Each responds, and has no other method; an unlisted one does not exist."""
-    told = place.gateway.http.get("/openapi.json").json()
-    assert told == openapi(needs_key=False)
-    for path, methods in told["paths"].items():
+    document = place.gateway.http.get("/openapi.json").json()
+    assert document == openapi(needs_key=False)
+    for path, methods in document["paths"].items():
         for method in ("GET", "POST", "DELETE"):
             response = place.gateway.http.request(method, path.replace("{model}", "echo"))
             assert (response.status_code != 405) == (method.lower() in methods), (method, path)
@@ -358,10 +362,10 @@ def test_openai_reads_calls_and_sends_them_back(place: Place) -> None:
     from openai import OpenAI
 
     client = OpenAI(base_url=place.url, api_key="x", max_retries=0)
-    asked: Any = {"model": "hermes", "messages": HELLO, "tools": TOOLS}
-    message = client.chat.completions.create(**asked).choices[0].message
+    request: Any = {"model": "hermes", "messages": HELLO, "tools": TOOLS}
+    message = client.chat.completions.create(**request).choices[0].message
     assert message.tool_calls is not None
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**request) as stream:
         streamed = stream.get_final_completion().choices[0]
     assert streamed.finish_reason == "tool_calls"
     assert [call.function.arguments for call in streamed.message.tool_calls or ()] == [
@@ -460,9 +464,9 @@ def test_curl_gets_answers_streams_and_headers(place: Place) -> None:
     """As typed in a shell; the request id is returned, and so is the replica."""
     body = json.dumps({"model": "echo", "prompt": "x", "max_tokens": 4})
     json_type = ("-H", "content-type: application/json")
-    found = curl(f"{place.url}/completions", "-i", "-H", "x-request-id: mine", *json_type, "-d", body)
+    output = curl(f"{place.url}/completions", "-i", "-H", "x-request-id: mine", *json_type, "-d", body)
     head, _, answer = (
-        found.stdout.partition("\n\n") if "\r\n" not in found.stdout else found.stdout.partition("\r\n\r\n")
+        output.stdout.partition("\n\n") if "\r\n" not in output.stdout else output.stdout.partition("\r\n\r\n")
     )
     headers = dict(line.lower().split(": ", 1) for line in head.splitlines()[1:])
     assert headers["x-request-id"] == "mine"
@@ -519,9 +523,9 @@ def test_langchain_gets_structured_output_by_a_forced_call(place: Place) -> None
     model: Any = ChatOpenAI(model="any", base_url=place.url, api_key="x", max_tokens=2000, seed=3)
     weather = {**TOOLS[0]["function"]["parameters"], "title": "get_weather", "description": "x"}
 
-    found = model.with_structured_output(weather, method="function_calling").invoke("Hi")
+    answer = model.with_structured_output(weather, method="function_calling").invoke("Hi")
 
-    assert "city" in found
+    assert "city" in answer
 
 
 # litellm, which needs an older openai, and so a Python environment of its own
@@ -594,9 +598,9 @@ def test_litellm_completes_streams_and_calls(place: Place, litellm_python: Path)
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=environment)
 
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["whole"] == told["streamed"] == told["async"]
-    assert told["usage"] == 9
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results["whole"] == results["streamed"] == results["async"]
+    assert results["usage"] == 9
     for format in CALLS:
-        assert told[format] == [[["get_weather", PARIS], ["now", {}], "tool_calls"]] * 2
-    assert told["errors"] == ["NotFoundError", "BadRequestError", "ContextWindowExceededError"]
+        assert results[format] == [[["get_weather", PARIS], ["now", {}], "tool_calls"]] * 2
+    assert results["errors"] == ["NotFoundError", "BadRequestError", "ContextWindowExceededError"]

@@ -1,4 +1,4 @@
-"""A client that goes away frees its slots within two engine steps: counted, with an engine that steps when it is told.
+"""A disconnected client frees its slots within two engine steps: counted, with an engine that steps on command.
 
 The engine stands in the midst of a step when the client goes. That step is the first; before the second begins, the
 slots are free, and when it ends, the gateway knows.
@@ -35,9 +35,9 @@ BESIDE = 40  # tokens of the answer that is not to be disturbed
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    one = Served(slots=SLOTS, stepped=True)
-    yield one
-    one.close()
+    replica = Served(slots=SLOTS, stepped=True)
+    yield replica
+    replica.close()
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def go_away(
         until(lambda: served.cancelled == count, 10, "the replica knows of it while its step still runs")
         served.turn()
         until(lambda: stats().live == others and served.cancelled == 0, 10, "the slots are free")
-        served.turn()  # with whose events the gateway is told
+        served.turn()  # its events reach the gateway
         until(lambda: queue.live == others, 10, "the gateway may fill them")
         assert stats().steps - steps == 2
     assert queue.waiting == 0

@@ -220,8 +220,8 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     body: dict[str, Any] = response.json()
     assert body.keys() == {"error"}
     assert body["error"].keys() == {"message", "type", "param", "code"}
-    found: dict[str, Any] = body["error"]
-    return found
+    error: dict[str, Any] = body["error"]
+    return error
 
 
 def leftovers(gateway: LiveGateway) -> dict[str, int]:
@@ -254,10 +254,10 @@ def test_an_invalid_request_gets_status_code_parameter_and_message(
 
     response = served.http.post(route, content=content, headers={"content-type": "application/json"})
 
-    found = error_of(response)
-    assert (response.status_code, found["code"], found["param"]) == (status, code, param)
-    assert found["type"] == "invalid_request_error"
-    assert says in found["message"]
+    error = error_of(response)
+    assert (response.status_code, error["code"], error["param"]) == (status, code, param)
+    assert error["type"] == "invalid_request_error"
+    assert says in error["message"]
 
 
 def test_invalid_requests_leave_nothing_behind(served: LiveGateway) -> None:
@@ -314,7 +314,7 @@ def test_a_wrong_route_or_method_has_openais_error_format(
 
 
 def send_raw(gateway: LiveGateway, **fields: Any) -> socket.socket:
-    """A request whose answer nobody has read yet."""
+    """A request whose answer has not been read yet."""
     body = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 4000, **fields}).encode()
     peer = socket.create_connection(("127.0.0.1", gateway.port), timeout=10)
     peer.sendall(f"POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)

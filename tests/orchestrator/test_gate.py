@@ -48,17 +48,17 @@ def test_a_key_is_required_on_the_network_always_and_on_loopback_once_one_exists
     if has_key:
         KeyFile(tmp_path / "keys.json").create("alice")
 
-    made = gate(tmp_path, host, insecure=insecure)
+    authenticator = gate(tmp_path, host, insecure=insecure)
 
-    assert made.demands_keys is demands
+    assert authenticator.demands_keys is demands
     if demands:
         with pytest.raises(ApiError) as refused:
-            made.admit(exchange())
+            authenticator.admit(exchange())
         assert refused.value.status == 401
-        assert made.early({}) is not None
+        assert authenticator.early({}) is not None
     else:
-        made.admit(exchange())
-        assert made.early({}) is None
+        authenticator.admit(exchange())
+        assert authenticator.early({}) is None
 
 
 @pytest.mark.parametrize(("host", "demands"), [("127.0.0.1", False), ("0.0.0.0", True)])
@@ -67,16 +67,16 @@ def test_during_the_grace_period_a_key_counts_but_is_not_required_on_loopback(
 ) -> None:
     """On the network it is required all the same."""
     key, text = KeyFile(tmp_path / "keys.json").create("alice", activate_at=time.time() + 3600)
-    made = gate(tmp_path, host)
+    authenticator = gate(tmp_path, host)
     with_key = exchange(authorization=f"Bearer {text}")
-    made.admit(with_key)
-    assert (made.demands_keys, with_key.key) == (demands, key)
+    authenticator.admit(with_key)
+    assert (authenticator.demands_keys, with_key.key) == (demands, key)
     for without in (exchange(), exchange(authorization="Bearer anything")):
         if demands:
             with pytest.raises(ApiError):
-                made.admit(without)
+                authenticator.admit(without)
         else:
-            made.admit(without)
+            authenticator.admit(without)
             assert without.key is None
 
 
@@ -87,48 +87,48 @@ def test_an_ended_grace_period_stays_over_when_the_clock_is_set_back(
     now = 1_800_000_000.0
     file = KeyFile(tmp_path / "keys.json")
     file.create("alice", activate_at=now + 60, now=now)
-    made = gate(tmp_path)
+    authenticator = gate(tmp_path)
     seen = []
     for at in (now, now + 61, now - 86400):
         monkeypatch.setattr(time, "time", lambda at=at: at)
-        made.refresh()
-        seen.append(made.demands_keys)
+        authenticator.refresh()
+        seen.append(authenticator.demands_keys)
     assert seen == [False, True, True]
     file.open_keyless(now + 30)
-    made.refresh()
-    assert not made.demands_keys
+    authenticator.refresh()
+    assert not authenticator.demands_keys
 
 
 def test_keys_in_use_are_counted_for_any_clock_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wall = time.time()
     _, text = KeyFile(tmp_path / "keys.json").create("alice")
-    made = gate(tmp_path)
-    made.admit(exchange(authorization=f"Bearer {text}"))
+    authenticator = gate(tmp_path)
+    authenticator.admit(exchange(authorization=f"Bearer {text}"))
     monkeypatch.setattr(time, "time", lambda: wall + 86400)
-    assert made.in_use(60) == 1
+    assert authenticator.in_use(60) == 1
 
 
 def test_a_grace_period_ends_on_open_connections_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock, without a change of the file."""
     now = time.time()
     KeyFile(tmp_path / "keys.json").create("alice", activate_at=now + 60)
-    made, asked = gate(tmp_path), exchange()
-    made.admit(asked)
+    authenticator, request = gate(tmp_path), exchange()
+    authenticator.admit(request)
     monkeypatch.setattr("orchestrator.gateway.admission.authenticator.time.time", lambda: now + 61)
     with pytest.raises(ApiError):
-        made.admit(asked)
+        authenticator.admit(request)
 
 
 def test_a_key_is_accepted_in_either_header(tmp_path: Path) -> None:
     """As OpenAI's clients send it, and as Anthropic's and Azure's do."""
     _, text = KeyFile(tmp_path / "keys.json").create("alice")
-    made = gate(tmp_path)
+    authenticator = gate(tmp_path)
 
     for shown in (exchange(authorization=f"Bearer {text}"), exchange(x_api_key=text)):
-        made.admit(shown)
+        authenticator.admit(shown)
         assert shown.key is not None
         assert shown.key.name == "alice"
-    assert made.in_use(60) == 1
+    assert authenticator.in_use(60) == 1
 
 
 def test_two_keys_in_one_request_are_rejected(tmp_path: Path) -> None:
@@ -155,15 +155,18 @@ def test_a_script_of_another_origin_is_rejected(
     tmp_path: Path, origin: str, host: str, method: str, passes: bool
 ) -> None:
     """Unless the settings have its origin; only then the response allows it to read."""
-    made, asked = gate(tmp_path, origins=("https://chat.example",)), exchange(method, origin=origin, host=host)
+    authenticator, request = (
+        gate(tmp_path, origins=("https://chat.example",)),
+        exchange(method, origin=origin, host=host),
+    )
 
     if passes:
-        made.admit_origin(asked)
+        authenticator.admit_origin(request)
     else:
         with pytest.raises(ApiError) as refused:
-            made.admit_origin(asked)
+            authenticator.admit_origin(request)
         assert (refused.value.status, refused.value.code) == (403, "origin_not_allowed")
-    allowed = dict(asked._extra).get(b"access-control-allow-origin")
+    allowed = dict(request._extra).get(b"access-control-allow-origin")
     assert allowed == (origin.encode() if origin == "https://chat.example" else None)
 
 

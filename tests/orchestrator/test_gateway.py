@@ -41,8 +41,8 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     body: dict[str, Any] = response.json()
     assert body.keys() == {"error"}
     assert body["error"].keys() == {"message", "type", "param", "code"}
-    found: dict[str, Any] = body["error"]
-    return found
+    error: dict[str, Any] = body["error"]
+    return error
 
 
 def events_of(lines: list[str]) -> list[Any]:
@@ -566,8 +566,8 @@ def test_the_log_line_of_a_request_has_its_prompt_only_if_enabled(
     finally:
         live.close()
 
-    told = [("hello" in (line.prompt or ""), line.answer) for line in lines]
-    assert told == [(log_prompts, echo_text("hello", 3) if log_prompts else None), (False, None)]
+    texts = [("hello" in (line.prompt or ""), line.answer) for line in lines]
+    assert texts == [(log_prompts, echo_text("hello", 3) if log_prompts else None), (False, None)]
     assert lines[1].prompt is None
 
 

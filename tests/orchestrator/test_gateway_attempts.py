@@ -13,8 +13,8 @@ Make = Callable[..., Served]
 EXPLAINED = {"x-corewright-explain": "1"}
 
 
-def replica_of(asked: Asked) -> str:
-    return asked.answer().headers["x-corewright-replica"]
+def replica_of(request: Asked) -> str:
+    return request.answer().headers["x-corewright-replica"]
 
 
 def test_a_prompt_prefers_the_replica_with_its_prefix(gateway: LiveGateway, replica: Make) -> None:
@@ -37,12 +37,12 @@ def test_a_request_is_tried_on_at_most_three_replicas(gateway: LiveGateway, repl
     left = [replica(slots=1, stepped=True) for _ in range(4)]
     gateway.serve(routes("m", *left))
     until(lambda: gateway.queue("m").links.slots == 4, 10, "all are reached")
-    asked = Asked(gateway)
+    request = Asked(gateway)
     for attempt in range(3):
         until(lambda: any(served.in_step for served in left), 10, f"attempt {attempt}")
         taken = next(served for served in left if served.in_step)
         left.remove(taken)
         taken.kill()
-    assert asked.answer().status_code == 503
-    assert asked.code() == "replica_lost"
+    assert request.answer().status_code == 503
+    assert request.code() == "replica_lost"
     assert not left[0].in_step

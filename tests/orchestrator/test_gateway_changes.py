@@ -53,9 +53,9 @@ def serial_of(pair: Pair) -> int:
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    one = Served(slots=8)
-    yield one
-    one.close()
+    replica = Served(slots=8)
+    yield replica
+    replica.close()
 
 
 @pytest.fixture

@@ -209,20 +209,20 @@ def odd_body(rng: random.Random, path: str) -> bytes:
 
 def flipped(rng: random.Random, data: bytes) -> bytes:
     """The bytes with some changed, lost, doubled or put in."""
-    found = bytearray(data)
+    mutation = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 3, 8))):
-        at, kind = rng.randrange(len(found) + 1), rng.randrange(5)
+        at, kind = rng.randrange(len(mutation) + 1), rng.randrange(5)
         if kind == 0:
-            found[at : at + 1] = bytes([rng.randrange(256)])
+            mutation[at : at + 1] = bytes([rng.randrange(256)])
         elif kind == 1:
-            del found[at : at + rng.randrange(1, 9)]
+            del mutation[at : at + rng.randrange(1, 9)]
         elif kind == 2:
-            found[at:at] = found[at : at + rng.randrange(1, 30)]
+            mutation[at:at] = mutation[at : at + rng.randrange(1, 30)]
         elif kind == 3:
-            found[at:at] = rng.choice((b"\r\n", b"\r", b"\n", b"\x00", b" ", b":", b"\xff", b"0", b"9", b",", b"%"))
+            mutation[at:at] = rng.choice((b"\r\n", b"\r", b"\n", b"\x00", b" ", b":", b"\xff", b"0", b"9", b",", b"%"))
         else:
-            found[at:at] = rng.randbytes(rng.randrange(1, 20))
-    return bytes(found)
+            mutation[at:at] = rng.randbytes(rng.randrange(1, 20))
+    return bytes(mutation)
 
 
 def json_case(rng: random.Random, paths: list[str]) -> Case:
@@ -231,7 +231,7 @@ def json_case(rng: random.Random, paths: list[str]) -> Case:
 
 
 def head_case(rng: random.Random, paths: list[str]) -> Case:
-    """A head of odd parts; sometimes with a body that nobody asked for."""
+    """A head of odd parts; sometimes with an unexpected body."""
     target = rng.choice(TARGETS) if rng.random() < 0.5 else rng.choice(paths)
     lines = [" ".join((rng.choice(METHODS), target, rng.choice(VERSIONS) if rng.random() < 0.5 else "HTTP/1.1"))]
     lines += rng.choices(HEADERS, k=rng.randrange(6))
@@ -382,7 +382,7 @@ class Watch:
             expected = echo_tokens(list(prompt.encode()), count)
             try:
                 self._follow(prompt, count, expected)
-            except Exception as error:  # noqa: BLE001 - told by the test
+            except Exception as error:  # noqa: BLE001 - reported by the test
                 self.wrong.append(f"{prompt}: {error!r}")
             turn += 1
 
@@ -408,9 +408,9 @@ class Watch:
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    one = Served(slots=16, step_ms=0.5, max_len=MAX_LEN)
-    yield one
-    one.close()
+    replica = Served(slots=16, step_ms=0.5, max_len=MAX_LEN)
+    yield replica
+    replica.close()
 
 
 @pytest.mark.slow
@@ -426,8 +426,8 @@ def test_thirty_thousand_invalid_requests_do_no_harm(served: Served, caplog: pyt
         gateway.serve(routes("m", served, max_len=MAX_LEN))
         watches = [Watch(gateway.port, i) for i in range(3)]
         workers = [Fuzz(gateway.port, [*gateway.paths, "/v1/models/m", "/nowhere"], i) for i in range(WORKERS)]
-        for one in (*watches, *workers):
-            one.thread.start()  # type: ignore[attr-defined]
+        for thread in (*watches, *workers):
+            thread.thread.start()  # type: ignore[attr-defined]
         deadline = time.monotonic() + 360
         for worker in workers:
             worker.thread.join(max(0.0, deadline - time.monotonic()))
@@ -437,8 +437,8 @@ def test_thirty_thousand_invalid_requests_do_no_harm(served: Served, caplog: pyt
 
         statuses = sum((worker.statuses for worker in workers), collections.Counter())
         assert not hanging, statuses
-        assert not [what for worker in workers for what in worker.wrong][:20]
-        assert not [what for watch in watches for what in watch.wrong]
+        assert not [fault for worker in workers for fault in worker.wrong][:20]
+        assert not [fault for watch in watches for fault in watch.wrong]
         assert min(watch.whole for watch in watches) >= 10
         assert sum(statuses.values()) >= REQUESTS - 100
         queue = gateway.queue("m")

@@ -1,4 +1,4 @@
-"""Who is next, for how long one waits, and what is told of it: the gateway over real sockets."""
+"""The order of waiting requests, their deadlines and what clients learn of them: the gateway over real sockets."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class Asked:
         return self.response
 
     def code(self) -> str:
-        found: str = self.answer().json()["error"]["code"]
-        return found
+        code: str = self.answer().json()["error"]["code"]
+        return code
 
 
 @contextlib.contextmanager
 def filled(gateway: LiveGateway, served: Served, **fields: Any) -> Iterator[Asked]:
     """The stepped replica's one slot is taken, until the end of the block."""
-    asked = Asked(gateway, max_tokens=2, **fields)
+    request = Asked(gateway, max_tokens=2, **fields)
     until(lambda: served.in_step, 10, "the slot is taken")
-    yield asked
+    yield request
     served.run_free()
-    assert asked.answer().status_code == 200
+    assert request.answer().status_code == 200
 
 
 def waiting(gateway: LiveGateway, count: int) -> None:
@@ -71,12 +71,12 @@ def order_of(gateway: LiveGateway, served: Served, asks: list[dict[str, Any]]) -
         submit(request)
 
     with filled(gateway, served, prompt="first"):
-        asked = []
+        requests = []
         for number, ask in enumerate(asks, start=1):
-            asked.append(Asked(gateway, **ask))
+            requests.append(Asked(gateway, **ask))
             waiting(gateway, number)
         served.batcher.submit = noted  # type: ignore[method-assign]
-    for one in asked:
+    for one in requests:
         assert one.answer().status_code == 200
     return began
 
@@ -180,8 +180,8 @@ def test_a_request_waits_for_a_model_at_zero_up_to_the_specs_limit(gateway: Live
 @pytest.mark.parametrize("reason", [None, "held back: no cores that serve less elsewhere"])
 def test_a_request_for_which_nothing_was_started_gets_the_reason(gateway: LiveGateway, reason: str | None) -> None:
     """Since nothing loads, "loading" would be misleading."""
-    there = routes("m", state=ModelState.UNLOADED, holds=True, reason=reason)
-    gateway.serve(msgspec.structs.replace(there, hold_s=0.3))
+    table = routes("m", state=ModelState.UNLOADED, holds=True, reason=reason)
+    gateway.serve(msgspec.structs.replace(table, hold_s=0.3))
     held = Asked(gateway)
     assert (held.answer().status_code, held.code()) == (503, "model_unavailable")
     why = "no replica was started in 0 s" + (f", {reason}" if reason else "")
@@ -206,8 +206,8 @@ def test_a_sampled_event_has_the_id_that_its_client_knows(fresh_gateway: LiveGat
 def test_waiting_requests_are_held_from_the_loss_of_the_last_replica(gateway: LiveGateway, replica: Make) -> None:
     """They wait no longer for the next replica than a request that arrives now."""
     served = replica(slots=1, stepped=True)
-    there = msgspec.structs.replace(routes("m", served), hold_s=0.3)
-    gateway.serve(there)
+    table = msgspec.structs.replace(routes("m", served), hold_s=0.3)
+    gateway.serve(table)
     with filled(gateway, served):
         held = Asked(gateway)
         waiting(gateway, 1)
@@ -231,9 +231,9 @@ def test_a_waiting_stream_gets_comments_and_then_its_answer(replica: Make) -> No
         data = [line.removeprefix("data: ") for line in rest if line.startswith("data: ")]
         assert data[-1] == "[DONE]"
         assert json.loads(data[-2])["choices"][0]["finish_reason"] == "length"
-        told = [line for line in rest if line.startswith(": x-corewright-decision")]
-        assert len(told) == 1
-        assert "start=cold" in told[0]
+        decisions = [line for line in rest if line.startswith(": x-corewright-decision")]
+        assert len(decisions) == 1
+        assert "start=cold" in decisions[0]
     finally:
         gateway.close()
 
@@ -255,13 +255,18 @@ def test_an_answer_has_its_routing_decision_on_request(gateway: LiveGateway, rep
     """The decision record: time in the queue, candidates, slot, cold or warm."""
     gateway.serve(routes("m", replica(slots=2), replica(slots=2)))
     plain = Asked(gateway).answer()
-    told = Asked(gateway, headers={"x-corewright-explain": "1"}).answer()
+    answer = Asked(gateway, headers={"x-corewright-explain": "1"}).answer()
     assert "x-corewright-decision" not in plain.headers
-    found = dict(pair.split("=") for pair in told.headers["x-corewright-decision"].split("; "))
-    assert found.keys() == {"queue_ms", "candidates", "replica", "slot", "start", "retries"}
-    assert (found["candidates"], found["slot"], found["start"], found["retries"]) == ("2", "1/2", "warm", "0")
-    assert found["replica"] == told.headers["x-corewright-replica"]
-    assert 0 <= float(found["queue_ms"]) < 1000
+    decision = dict(pair.split("=") for pair in answer.headers["x-corewright-decision"].split("; "))
+    assert decision.keys() == {"queue_ms", "candidates", "replica", "slot", "start", "retries"}
+    assert (decision["candidates"], decision["slot"], decision["start"], decision["retries"]) == (
+        "2",
+        "1/2",
+        "warm",
+        "0",
+    )
+    assert decision["replica"] == answer.headers["x-corewright-replica"]
+    assert 0 <= float(decision["queue_ms"]) < 1000
 
 
 def test_a_session_stays_with_its_replica_while_that_has_a_slot(gateway: LiveGateway, replica: Make) -> None:
@@ -295,14 +300,14 @@ def test_two_keys_share_by_their_weights_while_both_wait(replica: Make) -> None:
             submit(request)
 
         served.batcher.submit = noted  # type: ignore[method-assign]
-        asked = []
+        requests = []
         for name, key in (("l", light), ("h", heavy)):
             for _ in range(26):
                 headers = {"authorization": f"Bearer {key}"}
-                asked.append(Asked(gateway, prompt=name, max_tokens=4, headers=headers))
+                requests.append(Asked(gateway, prompt=name, max_tokens=4, headers=headers))
         waiting(gateway, 50)
         served.run_free()
-        for one in asked:
+        for one in requests:
             assert one.answer().status_code == 200
         shares = Counter(began[4:28])  # while both wait, and beyond what came before anybody waited
         assert 2.5 <= shares["h"] / shares["l"] <= 3.6
@@ -343,8 +348,8 @@ def test_a_request_that_lost_its_slot_to_another_gateway_keeps_its_deadline(
     other = LiveGateway()
     try:
         served = replica(slots=1, stepped=True)
-        for one in (gateway, other):
-            one.serve(msgspec.structs.replace(routes("m", served), max_wait_s=0.3))
+        for each in (gateway, other):
+            each.serve(msgspec.structs.replace(routes("m", served), max_wait_s=0.3))
         with filled(other, served):
             late = Asked(gateway)
             assert (late.answer().status_code, late.code()) == (504, "deadline_exceeded")
@@ -387,9 +392,9 @@ def test_an_urgent_request_gets_a_reserved_slot_although_the_queue_is_full(repli
 def keyed(gateway: LiveGateway, *names: str) -> list[tuple[str, dict[str, str]]]:
     """Keys that the gateway knows: the id of each, and the headers of its requests."""
     file = KeyFile(gateway.home / "keys.json")
-    made = [file.create(name) for name in names]
+    keys = [file.create(name) for name in names]
     until(lambda: len(gateway._server.gateway.gate.keys) == len(names), 5, "the keys are known")
-    return [(key.id, {"authorization": f"Bearer {secret}"}) for key, secret in made]
+    return [(key.id, {"authorization": f"Bearer {secret}"}) for key, secret in keys]
 
 
 def test_a_tenant_whose_requests_never_wait_earns_no_credit(replica: Make) -> None:

@@ -50,8 +50,8 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> None:
 def version(source: str, *replicas: Served, **fields: Any) -> ModelRoutes:
     """The routes while an update holds requests, and the tokenizer is that of ``source``."""
     state = fields.pop("state", ModelState.READY if replicas else ModelState.LOADING)
-    there = routes("m", *replicas, engine="cpu", source=source, state=state, max_len=fields.pop("max_len", 4096))
-    return msgspec.structs.replace(there, tokenizer=source, holds=True, **fields)
+    table = routes("m", *replicas, engine="cpu", source=source, state=state, max_len=fields.pop("max_len", 4096))
+    return msgspec.structs.replace(table, tokenizer=source, holds=True, **fields)
 
 
 def prompts_of(served: Served) -> list[str]:
@@ -79,14 +79,14 @@ def chat(gateway: LiveGateway, body: dict[str, Any], answers: list[httpx.Respons
 def test_a_waiting_prompt_is_tokenized_for_the_version_that_answers(gateway: LiveGateway, replica: Make) -> None:
     """All choices of all its prompts; usage and echo are those of the new tokens."""
     gateway.serve(version("old"))
-    asked = Asked(gateway, prompt=["one", "three"], n=2, echo=True)
+    request = Asked(gateway, prompt=["one", "three"], n=2, echo=True)
     waiting(gateway, 4)
     served = replica()
-    given = prompts_of(served)
+    prompts = prompts_of(served)
     gateway.serve(version("newer", served))
-    answer = asked.answer()
+    answer = request.answer()
     assert answer.status_code == 200
-    assert given == ["newerone", "newerone", "newerthree", "newerthree"]
+    assert prompts == ["newerone", "newerone", "newerthree", "newerthree"]
     assert answer.json()["usage"]["prompt_tokens"] == len("newerone") + len("newerthree")
     assert [
         choice["text"].startswith(text)
@@ -102,12 +102,12 @@ def test_a_chat_that_waits_is_rendered_by_the_new_template(gateway: LiveGateway,
     threads = [chat(gateway, body, answers) for body in (CHAT, long)]
     waiting(gateway, 2)
     served = replica()
-    given = prompts_of(served)
+    prompts = prompts_of(served)
     gateway.serve(version("new", served))
     for thread in threads:
         thread.join(30)
     assert [answer.status_code for answer in answers] == [200, 200]
-    assert sorted(given, key=len) == ["newuser: hi\nassistant:", f"newuser: {'x' * 3000}\nassistant:"]
+    assert sorted(prompts, key=len) == ["newuser: hi\nassistant:", f"newuser: {'x' * 3000}\nassistant:"]
 
 
 def test_a_prompt_too_long_for_the_new_version_gets_400(gateway: LiveGateway, replica: Make) -> None:
@@ -124,14 +124,14 @@ def test_a_prompt_too_long_for_the_new_version_gets_400(gateway: LiveGateway, re
 def test_a_request_returned_by_a_draining_replica_is_tokenized_again(gateway: LiveGateway, replica: Make) -> None:
     """It was sent, had no token, and its replica is lost while the tokenizer changes."""
     before, after = replica(slots=1, stepped=True), replica()
-    given = prompts_of(after)
+    prompts = prompts_of(after)
     gateway.serve(version("old", before))
-    asked = Asked(gateway, prompt="again")
+    request = Asked(gateway, prompt="again")
     until(lambda: before.in_step, 10, "it is sent")
     gateway.serve(version("new", after))
     before.kill()
-    assert asked.answer().status_code == 200
-    assert given == ["newagain"]
+    assert request.answer().status_code == 200
+    assert prompts == ["newagain"]
 
 
 def test_requests_wait_while_starts_of_the_new_version_fail(gateway: LiveGateway, replica: Make) -> None:
@@ -144,7 +144,7 @@ def test_requests_wait_while_starts_of_the_new_version_fail(gateway: LiveGateway
     late = Asked(gateway)
     waiting(gateway, 2)
     gateway.serve(version("old", replica()))
-    assert [asked.answer().status_code for asked in (held, late)] == [200, 200]
+    assert [request.answer().status_code for request in (held, late)] == [200, 200]
 
 
 def test_a_request_is_held_no_longer_than_the_spec_says(gateway: LiveGateway) -> None:
@@ -163,11 +163,11 @@ def test_requests_wait_for_a_tokenizer_that_cannot_be_loaded(gateway: LiveGatewa
     gateway.serve(version("broken"))
     meanwhile = Asked(gateway, prompt="meanwhile")
     served = replica()
-    given = prompts_of(served)
+    prompts = prompts_of(served)
     until(lambda: gateway.connections >= 2, 10, "both are there")
     gateway.serve(version("old", served))
-    assert [asked.answer().status_code for asked in (before, meanwhile)] == [200, 200]
-    assert sorted(given) == ["oldbefore", "oldmeanwhile"]
+    assert [request.answer().status_code for request in (before, meanwhile)] == [200, 200]
+    assert sorted(prompts) == ["oldbefore", "oldmeanwhile"]
     gateway.serve(version("broken", hold_s=0.1))
     assert Asked(gateway).code() == "tokenizer_unavailable"
 
@@ -177,10 +177,10 @@ def test_requests_behind_an_outdated_one_keep_their_turn(gateway: LiveGateway, r
     served = replica(slots=1, stepped=True)
     gateway.serve(version("old", served))
     with filled(gateway, served, prompt="first"):
-        given = prompts_of(served)
-        asked = []
+        prompts = prompts_of(served)
+        requests = []
         for number, prompt in enumerate("abc", start=1):
-            asked.append(Asked(gateway, prompt=prompt))
+            requests.append(Asked(gateway, prompt=prompt))
             waiting(gateway, number)
         gateway.controller.set(version("new", served))
         until(
@@ -188,5 +188,5 @@ def test_requests_behind_an_outdated_one_keep_their_turn(gateway: LiveGateway, r
             10,
             "all are read",
         )
-    assert [one.answer().status_code for one in asked] == [200] * 3
-    assert given == ["newa", "newb", "newc"]
+    assert [request.answer().status_code for request in requests] == [200] * 3
+    assert prompts == ["newa", "newb", "newc"]

@@ -35,10 +35,10 @@ models:
 
 @pytest.fixture
 def replicas() -> Iterator[list[Served]]:
-    made = [Served(slots=2, step_ms=1), Served(slots=2, step_ms=1)]
-    yield made
-    for one in made:
-        one.close()
+    pair = [Served(slots=2, step_ms=1), Served(slots=2, step_ms=1)]
+    yield pair
+    for replica in pair:
+        replica.close()
 
 
 class Guard:
@@ -60,8 +60,8 @@ class Guard:
 
     def _run(self) -> None:
         while not self._over.wait(0.001):
-            for one in self._replicas:
-                stats = one.batcher.stats
+            for replica in self._replicas:
+                stats = replica.batcher.stats
                 self.most = max(self.most, stats.live + stats.waiting)
 
 
@@ -156,9 +156,9 @@ async def test_a_queue_ends_while_its_links_reconnect(ticks: int, tmp_path: Path
     """A gateway that stops while it reconnects to a lost replica does not keep trying."""
     path = tmp_path / "nobody"
     models = routes("m")
-    there = msgspec.structs.replace(models, replicas=[Route("m/0", 1, str(path))])
-    queue = ModelQueue(there, gateway="g", token="t", credentials=None, wake=lambda name: None)
-    queue.update(there)
+    table = msgspec.structs.replace(models, replicas=[Route("m/0", 1, str(path))])
+    queue = ModelQueue(table, gateway="g", token="t", credentials=None, wake=lambda name: None)
+    queue.update(table)
     for _ in range(ticks):
         await asyncio.sleep(0)
 
@@ -170,22 +170,22 @@ async def test_a_queue_ends_while_its_links_reconnect(ticks: int, tmp_path: Path
 
 def gateway_pids(fleet: LiveFleet) -> list[int]:
     """Those that listen on the fleet's port."""
-    found = []
+    pids = []
     for pid in fleet.processes():
         try:
             listens = psutil.Process(pid).net_connections("tcp")
         except psutil.Error:
             continue
         if any(one.status == psutil.CONN_LISTEN and one.laddr.port == fleet.port for one in listens):
-            found.append(pid)
-    return found
+            pids.append(pid)
+    return pids
 
 
 @pytest.fixture
 def fleet_of() -> Iterator[list[LiveFleet]]:
-    made: list[LiveFleet] = []
-    yield made
-    for fleet in made:
+    fleets: list[LiveFleet] = []
+    yield fleets
+    for fleet in fleets:
         fleet.stop()
         fleet.clean()
 

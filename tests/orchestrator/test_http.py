@@ -32,9 +32,9 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    one = Served(slots=4)
-    yield one
-    one.close()
+    replica = Served(slots=4)
+    yield replica
+    replica.close()
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +56,14 @@ def gateway(served: Served) -> Iterator[LiveGateway]:
 @pytest.fixture
 def opened(served: Served) -> Iterator[Open]:
     """Makes gateways with other settings, that serve the models `m` and `other`."""
-    made: list[LiveGateway] = []
+    gateways: list[LiveGateway] = []
 
     def make(**settings: Any) -> LiveGateway:
-        made.append(LiveGateway(**settings))
-        return made[-1].serve(routes("m", served), routes("other", served))
+        gateways.append(LiveGateway(**settings))
+        return gateways[-1].serve(routes("m", served), routes("other", served))
 
     yield make
-    for live in made:
+    for live in gateways:
         live.close()
 
 
@@ -301,21 +301,21 @@ def test_a_key_has_so_many_connections(opened: Open) -> None:
     """One key's connections do not take those of another."""
     gateway = opened(max_connections_per_key=2)
     keys = keys_of(gateway)
-    (_, one), (_, two) = keys.create("one"), keys.create("two")
+    (_, first), (_, second) = keys.create("one"), keys.create("two")
     until(lambda: demands(gateway), 5, "keys are demanded")
     held = [Wire(gateway.port) for _ in range(2)]
     for wire in held:
-        wire.send(completion_with(one))
+        wire.send(completion_with(first))
         assert wire.answer().status == 200
 
-    refused = ask(gateway.port, completion_with(one))
+    refused = ask(gateway.port, completion_with(first))
 
     assert told(refused) == (429, "too_many_connections")
     assert int(refused.headers["retry-after"]) >= 1
-    assert ask(gateway.port, completion_with(two)).status == 200
+    assert ask(gateway.port, completion_with(second)).status == 200
     for wire in held:
         wire.close()
-    until(lambda: ask(gateway.port, completion_with(one)).status == 200, 5, "the key has room again")
+    until(lambda: ask(gateway.port, completion_with(first)).status == 200, 5, "the key has room again")
 
 
 def completion_with(key: str, **fields: Any) -> bytes:
@@ -327,13 +327,13 @@ def completion_with(key: str, **fields: Any) -> bytes:
 
 def test_pipelined_requests_are_answered_in_order(gateway: LiveGateway) -> None:
     """Fast ones wait for slow ones before them, and each answer belongs to its request."""
-    asked = [(f"p{i}", 1 + (i * 37) % 50) for i in range(30)]
+    requests = [(f"p{i}", 1 + (i * 37) % 50) for i in range(30)]
     data = b"".join(
-        completion(prompt=prompt, max_tokens=count, stream=i % 3 == 0) for i, (prompt, count) in enumerate(asked)
+        completion(prompt=prompt, max_tokens=count, stream=i % 3 == 0) for i, (prompt, count) in enumerate(requests)
     )
     with Wire(gateway.port) as wire:
         wire.send(data + request("GET", "/livez"))
-        for i, (prompt, count) in enumerate(asked):
+        for i, (prompt, count) in enumerate(requests):
             answer = wire.answer()
             expected = text(count, prompt.encode())
             if i % 3 == 0:

@@ -97,7 +97,9 @@ def gateway() -> Iterator[LiveGateway]:
 
 
 def serve(gateway: LiveGateway, *replicas: LogprobsReplica) -> None:
-    table = msgspec.structs.replace(routes("m", state=ModelState.READY), replicas=[one.route for one in replicas])
+    table = msgspec.structs.replace(
+        routes("m", state=ModelState.READY), replicas=[replica.route for replica in replicas]
+    )
     gateway.controller.set(table)
     until(
         lambda: "m" in gateway.queues and gateway.queue("m").links.slots == 32 * len(replicas),
@@ -176,12 +178,12 @@ def test_a_request_whose_link_broke_is_not_sent_to_the_next_replica(
 ) -> None:
     """If a replica has sent invalid data, this answer may be the cause, and would break the next link too."""
     serve(gateway, *replicas)
-    asked = Posted(gateway, max_tokens=10)
+    request = Posted(gateway, max_tokens=10)
     until(lambda: sum(replica.submitted for replica in replicas) == 1, 10, "it is sent")
     next(replica for replica in replicas if replica.submitted).send(b"\xff" * 8)
-    asked.join(20)
+    request.join(20)
 
-    assert (asked.answer.status_code, asked.answer.json()["error"]["code"]) == (503, "replica_lost")
+    assert (request.answer.status_code, request.answer.json()["error"]["code"]) == (503, "replica_lost")
     assert sum(replica.submitted for replica in replicas) == 1
 
 

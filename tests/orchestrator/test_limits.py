@@ -34,14 +34,14 @@ def key(id: str = "0123abcd", **limits: Any) -> ApiKey:
 @pytest.fixture
 def gateways(tmp_path: Path) -> Iterator[Callable[[], KeyLimits]]:
     """Makes one more gateway of a fleet of two."""
-    made: list[KeyLimits] = []
+    opened: list[KeyLimits] = []
 
     def one() -> KeyLimits:
-        made.append(KeyLimits(tmp_path / "limits", 2))
-        return made[-1]
+        opened.append(KeyLimits(tmp_path / "limits", 2))
+        return opened[-1]
 
     yield one
-    for limits in made:
+    for limits in opened:
         limits.close()
 
 
@@ -126,17 +126,17 @@ def test_the_end_of_one_request_frees_one_place(gateways: Callable[[], KeyLimits
 
 def test_the_gateways_of_a_fleet_count_together(gateways: Callable[[], KeyLimits]) -> None:
     """Requests, tokens and places; each key for itself."""
-    one, other = gateways(), gateways()
+    first, other = gateways(), gateways()
     ci = key(requests_per_minute=4, tokens_per_minute=100, max_concurrent=3)
-    grants = [one.take(ci, 10, NOW), other.take(ci, 10, NOW), one.take(ci, 10, NOW)]
-    assert told(one, ci) == told(other, ci)
+    grants = [first.take(ci, 10, NOW), other.take(ci, 10, NOW), first.take(ci, 10, NOW)]
+    assert told(first, ci) == told(other, ci)
     assert told(other, ci)["x-ratelimit-remaining-tokens"] == "70"
     assert "3 requests at a time" in refusal(other, ci).message
     grants[0].settle(10, NOW)
     other.take(ci, 10, NOW)
     grants[1].settle(10, NOW)
-    assert "4 requests per minute" in refusal(one, ci).message
-    assert one.take(key("0123abce", requests_per_minute=1), 1, NOW).reserved == 1
+    assert "4 requests per minute" in refusal(first, ci).message
+    assert first.take(key("0123abce", requests_per_minute=1), 1, NOW).reserved == 1
 
 
 def test_a_changed_limit_applies_from_the_next_request_on(gateways: Callable[[], KeyLimits]) -> None:
@@ -185,14 +185,14 @@ def test_a_dead_gateway_keeps_no_places(gateways: Callable[[], KeyLimits], tmp_p
 
 def test_a_new_gateway_does_not_inherit_places(gateways: Callable[[], KeyLimits]) -> None:
     """It is another process, and starts without requests."""
-    one, first, ci = gateways(), gateways(), key(max_concurrent=2)
-    one.take(ci, 1, NOW)
+    survivor, first, ci = gateways(), gateways(), key(max_concurrent=2)
+    survivor.take(ci, 1, NOW)
     first.take(ci, 1, NOW)
-    assert refusal(one, ci).status == 429
+    assert refusal(survivor, ci).status == 429
     first.close()
     second = gateways()
     second.take(key("0123abce", max_concurrent=1), 1, NOW)
-    grant = one.take(ci, 1, NOW + 1)
+    grant = survivor.take(ci, 1, NOW + 1)
     assert refusal(second, ci, 1, NOW + 1).status == 429
     grant.settle(1, NOW + 1)
     second.take(ci, 1, NOW + 1)
@@ -218,19 +218,19 @@ def test_a_damaged_file_costs_no_request_and_recovers(
     how: str, gateways: Callable[[], KeyLimits], tmp_path: Path
 ) -> None:
     """Within a second the gateways count together again; each gateway knows its running requests."""
-    one, other = gateways(), gateways()
+    first, other = gateways(), gateways()
     ci = key(requests_per_minute=60, max_concurrent=2)
-    running = one.take(ci, 1, NOW)
+    running = first.take(ci, 1, NOW)
     other.take(ci, 1, NOW).settle(1, NOW)
     (file,) = (tmp_path / "limits").glob("counts-*")
     broken(file, how)
 
-    one.headers(ci, NOW + 1)
+    first.headers(ci, NOW + 1)
     other.take(ci, 1, NOW + 1).settle(1, NOW + 1)
-    one.take(ci, 1, NOW + 1)
-    assert told(one, ci, NOW + 1) == told(other, ci, NOW + 1)
-    assert told(one, ci, NOW + 1)["x-ratelimit-remaining-requests"] == "58"
-    assert refusal(other, ci, 1, NOW + 1).status == refusal(one, ci, 1, NOW + 1).status == 429
+    first.take(ci, 1, NOW + 1)
+    assert told(first, ci, NOW + 1) == told(other, ci, NOW + 1)
+    assert told(first, ci, NOW + 1)["x-ratelimit-remaining-requests"] == "58"
+    assert refusal(other, ci, 1, NOW + 1).status == refusal(first, ci, 1, NOW + 1).status == 429
     running.settle(1, NOW + 1)
     other.take(ci, 1, NOW + 1)
 
@@ -238,19 +238,19 @@ def test_a_damaged_file_costs_no_request_and_recovers(
 def test_with_an_unusable_folder_each_gateway_counts_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """This is logged once; the folder is used as soon as possible."""
     (tmp_path / "limits").write_text("")
-    one, other = KeyLimits(tmp_path / "limits", 2), KeyLimits(tmp_path / "limits", 2)
+    first, other = KeyLimits(tmp_path / "limits", 2), KeyLimits(tmp_path / "limits", 2)
     ci = key(requests_per_minute=2, max_concurrent=2)
     for second in range(3):
-        one.take(ci, 1, NOW + 60 * second).settle(1, NOW + 60 * second)
-    one.take(ci, 1, NOW + 120).settle(1, NOW + 120)
-    assert "2 requests per minute" in refusal(one, ci, 1, NOW + 120).message
+        first.take(ci, 1, NOW + 60 * second).settle(1, NOW + 60 * second)
+    first.take(ci, 1, NOW + 120).settle(1, NOW + 120)
+    assert "2 requests per minute" in refusal(first, ci, 1, NOW + 120).message
     other.take(ci, 1, NOW + 120).settle(1, NOW + 120)
     assert len([record for record in caplog.records if "counted by this gateway alone" in record.message]) == 2
     (tmp_path / "limits").unlink()
     other.take(ci, 1, NOW + 121).settle(1, NOW + 121)
-    one.take(ci, 1, NOW + 121).settle(1, NOW + 121)
+    first.take(ci, 1, NOW + 121).settle(1, NOW + 121)
     assert "2 requests per minute" in refusal(other, ci, 1, NOW + 121).message
-    one.close()
+    first.close()
     other.close()
 
 
@@ -302,8 +302,8 @@ def test_keys_that_share_a_cell_of_the_file_are_counted_separately(
     for number, one in enumerate(keys[:8]):
         for _ in range(number):
             limits.take(one, 1, now)
-    left = [told(gateways(), one, now)["x-ratelimit-remaining-requests"] for one in keys]
-    assert left == [str(60 - n) for n in range(8)] + ["60"]
+    remaining = [told(gateways(), one, now)["x-ratelimit-remaining-requests"] for one in keys]
+    assert remaining == [str(60 - n) for n in range(8)] + ["60"]
     limits.take(keys[8], 1, now)
     assert [told(limits, one, now)["x-ratelimit-remaining-requests"] for one in keys[7:]] == ["53", "59"]
 
@@ -358,12 +358,12 @@ print(passed, flush=True)
 def test_two_racing_gateways_accept_as_many_requests_as_one(tmp_path: Path) -> None:
     """Exactly."""
     command = [sys.executable, "-c", HAMMER, str(tmp_path / "limits")]
-    both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    for one in both:
-        assert one.stdout is not None
-        assert one.stdout.readline() == "ready\n"
-    told = [one.communicate("go\n", timeout=60)[0] for one in both]
-    assert sum(int(text) for text in told) == 1000
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    outputs = [process.communicate("go\n", timeout=60)[0] for process in processes]
+    assert sum(int(text) for text in outputs) == 1000
 
 
 # Over HTTP

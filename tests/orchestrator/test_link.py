@@ -30,8 +30,8 @@ class Written:
         self.data += data
 
 
-class Unread:
-    """A sink for what nobody reads."""
+class IgnoringSink:
+    """A sink that ignores all calls."""
 
     def on_events(self, ticket: Ticket, now: float) -> None: ...
 
@@ -40,8 +40,8 @@ class Unread:
     def on_failure(self, ticket: Ticket, error: ApiError) -> None: ...
 
 
-class Nowhere:
-    """A queue that is not interested."""
+class IgnoringOwner:
+    """A queue that ignores all calls."""
 
     def on_left(self, ticket: Ticket) -> None: ...
 
@@ -88,7 +88,7 @@ def test_a_replica_that_rejected_a_request_gets_no_other_one() -> None:
     welcome = Welcome(version=corewright_version(), package=OWN, slots=2, max_len=64, max_prompt=64, vocab_size=257)
     link.data_received(encode(welcome))
     assert link.free_slots == 2
-    ticket = ticket_for(GenerateRequest(id="r", prompt_ids=[1], max_tokens=1), Unread(), Nowhere())
+    ticket = ticket_for(GenerateRequest(id="r", prompt_ids=[1], max_tokens=1), IgnoringSink(), IgnoringOwner())
     link.send(ticket)
     assert link.free_slots == 1
 
@@ -117,7 +117,7 @@ def opened(written: Written, on_busy: Callable[[Ticket], None] = lambda _: None)
 
 
 def ticket_of(id: str) -> Ticket:
-    return ticket_for(GenerateRequest(id=id, prompt_ids=[1], max_tokens=1), Unread(), Nowhere())
+    return ticket_for(GenerateRequest(id=id, prompt_ids=[1], max_tokens=1), IgnoringSink(), IgnoringOwner())
 
 
 def test_requests_without_a_slot_keep_their_order() -> None:
@@ -145,11 +145,11 @@ def test_a_traced_request_sends_its_trace_to_the_replica() -> None:
     hello, *submitted = FrameReader().feed(written.data)
 
     assert isinstance(hello, Hello)
-    traces = [(one.request.id, one.request.trace) for one in submitted if isinstance(one, Submit)]
+    traces = [(message.request.id, message.request.trace) for message in submitted if isinstance(message, Submit)]
     assert traces == [("traced", "00-of-m/0"), ("other", None)]
 
 
-class Failing(Unread):
+class Failing(IgnoringSink):
     """A sink that cannot write what has come."""
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Failing(Unread):
 def test_an_answer_that_cannot_be_written_ends_alone() -> None:
     """Its client gets an error at once; the shared connection continues."""
     link, sink = opened(Written()), Failing()
-    link.send(ticket_for(GenerateRequest(id="bad", prompt_ids=[1], max_tokens=2), sink, Nowhere()))
+    link.send(ticket_for(GenerateRequest(id="bad", prompt_ids=[1], max_tokens=2), sink, IgnoringOwner()))
     good = ticket_of("good")
     link.send(good)
 

@@ -58,11 +58,11 @@ class Dialled:
         return None, self.opened[-1]
 
 
-def kept(there: ModelRoutes) -> ReplicaLinks:
+def kept(table: ModelRoutes) -> ReplicaLinks:
     def make(route: Route) -> ReplicaLink:
         raise AssertionError(route)
 
-    return ReplicaLinks(there, make, credentials=None, on_open=lambda: None, on_unusable=lambda: None)
+    return ReplicaLinks(table, make, credentials=None, on_open=lambda: None, on_unusable=lambda: None)
 
 
 async def links_open(dialled: Dialled, count: int) -> None:
@@ -99,8 +99,8 @@ async def test_a_link_with_an_unexpected_error_is_logged_and_reopened(
     await links.stop()
 
 
-class Nobody:
-    """A sink, and an owner, that are told nothing."""
+class IgnoringSink:
+    """A sink and an owner that ignore all calls."""
 
     def on_events(self, ticket: Ticket, now: float) -> None: ...
     def on_wait(self) -> None: ...
@@ -111,17 +111,17 @@ class Nobody:
 
 async def test_a_full_canary_line_reports_the_time_of_its_own_next_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that of the other line."""
-    there = msgspec.structs.replace(WITHOUT, canary=1.0, max_queue=1)
-    queue = ModelQueue(there, gateway="g", token="t", credentials=None, wake=lambda name: None)
-    queue.update(there)
-    asked: list[int] = []
+    table = msgspec.structs.replace(WITHOUT, canary=1.0, max_queue=1)
+    queue = ModelQueue(table, gateway="g", token="t", credentials=None, wake=lambda name: None)
+    queue.update(table)
+    places: list[int] = []
     queue.links.slots = 1
-    monkeypatch.setattr(queue.dispatcher, "predicted_wait_s", lambda ahead, own_wait_s=0.0: asked.append(ahead) or 1.0)
+    monkeypatch.setattr(queue.dispatcher, "predicted_wait_s", lambda ahead, own_wait_s=0.0: places.append(ahead) or 1.0)
     request = GenerateRequest(id="r", prompt_ids=[1], max_tokens=1)
-    queue.submit(request, Nobody())
+    queue.submit(request, IgnoringSink())
     with pytest.raises(ApiError):
-        queue.submit(request, Nobody())
-    assert asked == [1, 0]
+        queue.submit(request, IgnoringSink())
+    assert places == [1, 0]
     queue.close()
 
 

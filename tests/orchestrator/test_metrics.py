@@ -73,54 +73,54 @@ def read(metrics: GatewayMetrics, families: Sequence[MetricFamily] = (), vitals:
 
 def test_a_request_is_in_vllms_counters_and_histograms() -> None:
     """By model and engine, which is the number of the replica."""
-    found = read(counted())
+    scrape = read(counted())
     of = {"model_name": "chat", "engine": "0"}
 
-    assert found.value("vllm:prompt_tokens_total", **of) == 10
-    assert found.value("vllm:generation_tokens_total", **of) == 3
-    assert found.value("vllm:request_success_total", **of, finished_reason="stop") == 1
-    assert found.value("vllm:time_to_first_token_seconds_sum", **of) == 0.7
-    assert found.value("vllm:time_to_first_token_seconds_bucket", **of, le="0.5") == 0
-    assert found.value("vllm:time_to_first_token_seconds_bucket", **of, le="0.75") == 1
-    assert found.value("vllm:inter_token_latency_seconds_count", **of) == 2
-    assert found.value("vllm:request_queue_time_seconds_sum", **of) == 0.2
-    assert found.value("vllm:request_prefill_time_seconds_sum", **of) == 0.5
-    assert found.value("vllm:request_decode_time_seconds_sum", **of) == 0.04
-    assert found.value("vllm:request_time_per_output_token_seconds_sum", **of) == 0.02
-    assert found.value("vllm:e2e_request_latency_seconds_bucket", **of, le="0.8") == 1
-    assert found.value("vllm:request_generation_tokens_bucket", **of, le="2.0") == 0
-    assert found.value("vllm:request_generation_tokens_bucket", **of, le="5.0") == 1
+    assert scrape.value("vllm:prompt_tokens_total", **of) == 10
+    assert scrape.value("vllm:generation_tokens_total", **of) == 3
+    assert scrape.value("vllm:request_success_total", **of, finished_reason="stop") == 1
+    assert scrape.value("vllm:time_to_first_token_seconds_sum", **of) == 0.7
+    assert scrape.value("vllm:time_to_first_token_seconds_bucket", **of, le="0.5") == 0
+    assert scrape.value("vllm:time_to_first_token_seconds_bucket", **of, le="0.75") == 1
+    assert scrape.value("vllm:inter_token_latency_seconds_count", **of) == 2
+    assert scrape.value("vllm:request_queue_time_seconds_sum", **of) == 0.2
+    assert scrape.value("vllm:request_prefill_time_seconds_sum", **of) == 0.5
+    assert scrape.value("vllm:request_decode_time_seconds_sum", **of) == 0.04
+    assert scrape.value("vllm:request_time_per_output_token_seconds_sum", **of) == 0.02
+    assert scrape.value("vllm:e2e_request_latency_seconds_bucket", **of, le="0.8") == 1
+    assert scrape.value("vllm:request_generation_tokens_bucket", **of, le="2.0") == 0
+    assert scrape.value("vllm:request_generation_tokens_bucket", **of, le="5.0") == 1
 
 
 def test_gauges_show_the_current_state() -> None:
     """Running by replica, waiting in the queue, and the KV cache by tokens."""
-    found = read(GatewayMetrics())
+    scrape = read(GatewayMetrics())
 
-    assert found.value("vllm:num_requests_running", model_name="chat", engine="0") == 2
-    assert found.value("vllm:num_requests_waiting", model_name="chat", engine="queue") == 3
-    assert found.value("vllm:kv_cache_usage_perc", model_name="chat", engine="0") == 0.1
-    assert found.value("corewright_queue_length", model="chat") == 3
-    assert found.value("corewright_routed_slots", model="chat", replica="1") == 8
+    assert scrape.value("vllm:num_requests_running", model_name="chat", engine="0") == 2
+    assert scrape.value("vllm:num_requests_waiting", model_name="chat", engine="queue") == 3
+    assert scrape.value("vllm:kv_cache_usage_perc", model_name="chat", engine="0") == 0.1
+    assert scrape.value("corewright_queue_length", model="chat") == 3
+    assert scrape.value("corewright_routed_slots", model="chat", replica="1") == 8
 
 
 def test_every_series_exists_before_its_first_request() -> None:
     """At zero, so that the first request is an increase and not a new series."""
-    found = read(GatewayMetrics())
+    scrape = read(GatewayMetrics())
 
     for reason in ("stop", "length", "abort", "error"):
-        assert found.value("vllm:request_success_total", model_name="chat", engine="1", finished_reason=reason) == 0
-    assert found.value("vllm:e2e_request_latency_seconds_count", model_name="chat", engine="1") == 0
+        assert scrape.value("vllm:request_success_total", model_name="chat", engine="1", finished_reason=reason) == 0
+    assert scrape.value("vllm:e2e_request_latency_seconds_count", model_name="chat", engine="1") == 0
 
 
 def test_vllms_dashboard_finds_all_its_series() -> None:
     """Each expression selects at least one series, by name and by labels."""
-    found = read(counted())
-    asked = [selector for line in VLLM_DASHBOARD.strip().splitlines() for selector in selectors(line)]
+    scrape = read(counted())
+    queries = [selector for line in VLLM_DASHBOARD.strip().splitlines() for selector in selectors(line)]
 
-    assert len(asked) == len(VLLM_DASHBOARD.strip().splitlines())
-    assert [s for s in asked if not found.selected(s, {"model_name": "chat"})] == []
-    assert all("finished_reason" in labels for labels in found.series["vllm:request_success_total"])
-    assert all("le" in labels for labels in found.series["vllm:time_to_first_token_seconds_bucket"])
+    assert len(queries) == len(VLLM_DASHBOARD.strip().splitlines())
+    assert [s for s in queries if not scrape.selected(s, {"model_name": "chat"})] == []
+    assert all("finished_reason" in labels for labels in scrape.series["vllm:request_success_total"])
+    assert all("le" in labels for labels in scrape.series["vllm:time_to_first_token_seconds_bucket"])
 
 
 @pytest.mark.parametrize(
@@ -138,37 +138,37 @@ def test_an_end_has_one_of_vllms_reasons(reason: str, told: str) -> None:
     """For every internal reason, so the label has few values."""
     metrics = GatewayMetrics()
     metrics.model("chat", 0).ended(reason, 1, 1, 0.1, 0.0)
-    found = read(metrics)
+    scrape = read(metrics)
 
     of = {"model_name": "chat", "engine": "0"}
-    counts = {labels["finished_reason"] for labels in found.series["vllm:request_success_total"]}
+    counts = {labels["finished_reason"] for labels in scrape.series["vllm:request_success_total"]}
     assert counts == {"stop", "length", "abort", "error"}
-    assert found.value("vllm:request_success_total", **of, finished_reason=told) == 1
+    assert scrape.value("vllm:request_success_total", **of, finished_reason=told) == 1
 
 
 def test_a_request_that_ends_in_the_queue_has_no_prompt_tokens() -> None:
     """It is an abort of the engine `queue`, with its time."""
     metrics = GatewayMetrics()
     metrics.model("chat", None).ended("cancelled", 100, 0, 4.0, 0.0)
-    found = read(metrics)
+    scrape = read(metrics)
 
     of = {"model_name": "chat", "engine": "queue"}
-    assert found.value("vllm:request_success_total", **of, finished_reason="abort") == 1
-    assert found.value("vllm:e2e_request_latency_seconds_sum", **of) == 4.0
-    assert found.value("vllm:prompt_tokens_total", **of) == 0
+    assert scrape.value("vllm:request_success_total", **of, finished_reason="abort") == 1
+    assert scrape.value("vllm:e2e_request_latency_seconds_sum", **of) == 4.0
+    assert scrape.value("vllm:prompt_tokens_total", **of) == 0
 
 
 def test_several_tokens_of_one_step_share_its_time() -> None:
     """As many observations as tokens, which add up to the time of the step."""
     metrics = GatewayMetrics()
     metrics.model("chat", 0).token(0.06, 3)
-    found = read(metrics)
+    scrape = read(metrics)
 
     of = {"model_name": "chat", "engine": "0"}
-    assert found.value("vllm:inter_token_latency_seconds_count", **of) == 3
-    assert found.value("vllm:inter_token_latency_seconds_sum", **of) == pytest.approx(0.06)
-    assert found.value("vllm:inter_token_latency_seconds_bucket", **of, le="0.025") == 3
-    assert found.value("vllm:generation_tokens_total", **of) == 3
+    assert scrape.value("vllm:inter_token_latency_seconds_count", **of) == 3
+    assert scrape.value("vllm:inter_token_latency_seconds_sum", **of) == pytest.approx(0.06)
+    assert scrape.value("vllm:inter_token_latency_seconds_bucket", **of, le="0.025") == 3
+    assert scrape.value("vllm:generation_tokens_total", **of) == 3
 
 
 def test_an_unknown_model_is_not_a_label() -> None:
@@ -177,11 +177,11 @@ def test_an_unknown_model_is_not_a_label() -> None:
     metrics.refused("chat", 429, "queue_full")
     metrics.refused("chatt", 404, "model_not_found")
     metrics.refused(None, 401, "invalid_api_key")
-    found = read(metrics)
+    scrape = read(metrics)
 
-    assert found.value("corewright_requests_refused_total", model="chat", status="429", code="queue_full") == 1
-    assert found.value("corewright_requests_refused_total", model="", status="404", code="model_not_found") == 1
-    assert {labels["model"] for labels in found.series["corewright_requests_refused_total"]} == {"", "chat"}
+    assert scrape.value("corewright_requests_refused_total", model="chat", status="429", code="queue_full") == 1
+    assert scrape.value("corewright_requests_refused_total", model="", status="404", code="model_not_found") == 1
+    assert {labels["model"] for labels in scrape.series["corewright_requests_refused_total"]} == {"", "chat"}
 
 
 def test_the_gateways_own_metrics_are_exported() -> None:
@@ -189,13 +189,13 @@ def test_the_gateways_own_metrics_are_exported() -> None:
     metrics = counted()
     metrics.overhead(0.0003)
     metrics.retried("chat", "lost")
-    found = read(metrics, vitals=Vitals(connections=7, keys=3, keys_in_use=2, certificate_expires=1.8e9))
+    scrape = read(metrics, vitals=Vitals(connections=7, keys=3, keys_in_use=2, certificate_expires=1.8e9))
 
-    assert found.value("corewright_gateway_overhead_seconds_bucket", le="0.0005") == 1
-    assert found.value("corewright_request_retries_total", model="chat", kind="lost") == 1
-    assert found.value("corewright_connections") == 7
-    assert (found.value("corewright_keys"), found.value("corewright_keys_in_use")) == (3, 2)
-    assert found.value("corewright_certificate_expiry_timestamp_seconds") == 1.8e9
+    assert scrape.value("corewright_gateway_overhead_seconds_bucket", le="0.0005") == 1
+    assert scrape.value("corewright_request_retries_total", model="chat", kind="lost") == 1
+    assert scrape.value("corewright_connections") == 7
+    assert (scrape.value("corewright_keys"), scrape.value("corewright_keys_in_use")) == (3, 2)
+    assert scrape.value("corewright_certificate_expiry_timestamp_seconds") == 1.8e9
     assert "corewright_certificate_expiry_timestamp_seconds" not in read(metrics).series
 
 
@@ -221,8 +221,8 @@ def test_openmetrics_is_sent_if_the_client_accepts_it() -> None:
     assert plain_kind.startswith("text/plain; version=0.0.4")
     named = {family.name for family in parse_openmetrics(body.decode())}
     assert named == set(Page.read(plain.decode()).kinds)
-    told = {s.name: s.value for family in parse_openmetrics(body.decode()) for s in family.samples if not s.labels}
-    assert told == {name: value for (name, labels), value in Page.read(plain.decode()).values.items() if not labels}
+    values = {s.name: s.value for family in parse_openmetrics(body.decode()) for s in family.samples if not s.labels}
+    assert values == {name: value for (name, labels), value in Page.read(plain.decode()).values.items() if not labels}
     assert b'vllm:prompt_tokens_total{model_name="chat",engine="0"} 10.0' in body
 
 
@@ -257,8 +257,8 @@ def test_labels_are_escaped() -> None:
     metrics = GatewayMetrics()
     metrics.model(strange, 0).ended("stop", 1, 1, 0.1, 0.0)
 
-    found = Page.read(page(metrics.families(()))[0].decode())
-    assert found.value("vllm:prompt_tokens_total", model_name=strange, engine="0") == 1
+    scrape = Page.read(page(metrics.families(()))[0].decode())
+    assert scrape.value("vllm:prompt_tokens_total", model_name=strange, engine="0") == 1
 
 
 # Several gateways
@@ -266,15 +266,15 @@ def test_labels_are_escaped() -> None:
 
 def increase(scrapes: Sequence[float | None]) -> float:
     """What Prometheus takes for the growth of one counter over its scrapes: a fall is a new start from zero."""
-    told = [value for value in scrapes if value is not None]
+    values = [value for value in scrapes if value is not None]
     grown = 0.0
-    for before, after in itertools.pairwise(told):
+    for before, after in itertools.pairwise(values):
         grown += after - before if after >= before else after
     return grown
 
 
 def series(pages: dict[str, GatewayMetrics], gateway: str) -> float | None:
-    text = page(merge({name: one.families(()) for name, one in pages.items()}))[0].decode()
+    text = page(merge({name: metrics.families(()) for name, metrics in pages.items()}))[0].decode()
     labels = {"model_name": "chat", "engine": "0", "gateway": gateway}
     return Page.read(text).values.get(("vllm:prompt_tokens_total", frozenset(labels.items())))
 
@@ -313,9 +313,9 @@ def test_no_counter_decreases_when_a_gateway_dies_and_returns() -> None:
 
 async def test_a_scrape_of_any_gateway_has_the_metrics_of_all(tmp_path: Path) -> None:
     """The same series from each; the controller's are there once, without a gateway label."""
-    one, two = counted(), counted()
-    two.model("chat", 0).ended("stop", 1, 1, 0.1, 0.0)
-    peers = [Peers(tmp_path, partial(metrics.families, SNAPSHOT), 2) for metrics in (one, two)]
+    first, second = counted(), counted()
+    second.model("chat", 0).ended("stop", 1, 1, 0.1, 0.0)
+    peers = [Peers(tmp_path, partial(metrics.families, SNAPSHOT), 2) for metrics in (first, second)]
     for peer in peers:
         await peer.join()
     try:
@@ -335,8 +335,8 @@ async def test_the_only_gateway_of_a_fleet_has_no_label(tmp_path: Path) -> None:
     peers = Peers(tmp_path, partial(counted().families, SNAPSHOT), 1)
     await peers.join()
     try:
-        found = Page.read((await peers.page((), False))[0].decode())
-        assert found.value("vllm:prompt_tokens_total", model_name="chat", engine="0") == 10
+        scrape = Page.read((await peers.page((), False))[0].decode())
+        assert scrape.value("vllm:prompt_tokens_total", model_name="chat", engine="0") == 10
     finally:
         await peers.leave()
 
@@ -348,8 +348,8 @@ async def test_the_survivor_of_two_gateways_keeps_its_name(tmp_path: Path) -> No
     await second.join()
     await first.leave()
     try:
-        found = Page.read((await second.page((), False))[0].decode())
-        assert found.value("vllm:prompt_tokens_total", model_name="chat", engine="0", gateway="1") == 10
+        scrape = Page.read((await second.page((), False))[0].decode())
+        assert scrape.value("vllm:prompt_tokens_total", model_name="chat", engine="0", gateway="1") == 10
     finally:
         await second.leave()
 
@@ -363,9 +363,9 @@ async def test_only_the_scraped_gateway_exports_the_age_of_the_controllers_value
     for peer in peers:
         await peer.join()
     try:
-        found = Page.read((await peers[1].page((), False))[0].decode())
-        assert found.series["corewright_controller_age_seconds"] == [{"gateway": "1"}]
-        assert found.value("vllm:prompt_tokens_total", model_name="chat", engine="0", gateway="0") == 10
+        scrape = Page.read((await peers[1].page((), False))[0].decode())
+        assert scrape.series["corewright_controller_age_seconds"] == [{"gateway": "1"}]
+        assert scrape.value("vllm:prompt_tokens_total", model_name="chat", engine="0", gateway="0") == 10
     finally:
         for peer in peers:
             await peer.leave()

@@ -44,11 +44,11 @@ def says(kind: str, body: dict[str, Any]) -> bool:
 
 def takes(kind: str, body: dict[str, Any]) -> bool:
     try:
-        asked = READERS[kind][0](json.dumps(body).encode())
-        if isinstance(asked, protocol.Chat):
-            assert [message.for_template(place) for place, message in enumerate(asked.messages)]
-        elif isinstance(asked, protocol.CompletionRequest):
-            assert asked.prompts()
+        request = READERS[kind][0](json.dumps(body).encode())
+        if isinstance(request, protocol.Chat):
+            assert [message.for_template(place) for place, message in enumerate(request.messages)]
+        elif isinstance(request, protocol.CompletionRequest):
+            assert request.prompts()
     except ApiError:
         return False
     return True
@@ -66,8 +66,8 @@ def test_the_document_is_openapi_3_1(needs_key: bool) -> None:
 
 def test_every_route_is_listed_with_every_possible_status() -> None:
     """The statuses are those of the errors' module, and no others."""
-    told = {(route.method, route.path) for route in ROUTES}
-    assert told == {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    listed = {(route.method, route.path) for route in ROUTES}
+    assert listed == {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
     used = {int(found) for found in re.findall(r"\b(4\d\d|5\d\d)\b", Path(errors.__file__).read_text())}
     assert used == set(REFUSED)
     for route in ROUTES:

@@ -30,11 +30,11 @@ def live() -> Iterator[LiveGateway]:
 
 def document() -> dict[str, Any]:
     """The gateway's own, where a model is one that is there: else there would be little to see but 404."""
-    found = openapi(needs_key=False)
-    for name, kind in found["components"]["schemas"].items():
+    schema = openapi(needs_key=False)
+    for name, kind in schema["components"]["schemas"].items():
         if name.endswith("Request"):
             kind["properties"]["model"] = {"enum": ["m", "0", "org/model"]}
-    return found
+    return schema
 
 
 def excluded() -> list[Any]:
@@ -46,16 +46,16 @@ def excluded() -> list[Any]:
 
 @pytest.mark.parametrize("label", [f"{route.method} {route.path}" for route in ROUTES if route.streams])
 def test_streams_match_the_document(live: LiveGateway, label: str) -> None:
-    """Each event, where every request asks for a stream."""
+    """Each event, of requests with `stream: true`."""
     import schemathesis
 
-    told = document()
+    schema = document()
     for name in ("ChatRequest", "CompletionRequest"):
-        kind = told["components"]["schemas"][name]
+        kind = schema["components"]["schemas"][name]
         kind["properties"]["stream"] = {"enum": [True]}
         kind["required"] = [*kind.get("required", ()), "stream"]
-    found = (found.ok() for found in schemathesis.openapi.from_dict(told).get_all_operations())  # type: ignore[union-attr]
-    operation = next(one for one in found if one.label == label)
+    operations = (operations.ok() for operations in schemathesis.openapi.from_dict(schema).get_all_operations())  # type: ignore[union-attr]
+    operation = next(candidate for candidate in operations if candidate.label == label)
     streams: list[str] = []
 
     @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE))  # type: ignore[arg-type]
@@ -77,8 +77,8 @@ def test_the_gateway_behaves_as_documented(live: LiveGateway, label: str, mode: 
     import schemathesis
 
     assert live.http.get("/openapi.json").json() == openapi(needs_key=False)
-    found = (found.ok() for found in schemathesis.openapi.from_dict(document()).get_all_operations())  # type: ignore[union-attr]
-    operation = next(one for one in found if one.label == label)
+    operations = (operations.ok() for operations in schemathesis.openapi.from_dict(document()).get_all_operations())  # type: ignore[union-attr]
+    operation = next(candidate for candidate in operations if candidate.label == label)
 
     @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode[mode]))  # type: ignore[misc]
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))

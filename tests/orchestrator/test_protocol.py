@@ -24,8 +24,8 @@ def read(**fields: Any) -> protocol.ChatRequest:
 
 
 def for_template(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    asked = read(messages=messages)
-    return [message.for_template(place) for place, message in enumerate(asked.messages)]
+    request = read(messages=messages)
+    return [message.for_template(place) for place, message in enumerate(request.messages)]
 
 
 def call(arguments: str) -> dict[str, Any]:
@@ -104,8 +104,8 @@ def test_required_calls_have_the_schemas_of_their_tools(calls: list[Any], good: 
 
 
 def test_without_parallel_calls_exactly_one_is_required() -> None:
-    asked = read(tools=[tool("g")], tool_choice="required", parallel_tool_calls=False)
-    assert json.loads(asked.guide() or "")["maxItems"] == 1
+    request = read(tools=[tool("g")], tool_choice="required", parallel_tool_calls=False)
+    assert json.loads(request.guide() or "")["maxItems"] == 1
 
 
 @pytest.mark.parametrize("definitions", [{"city": {"enum": ["Rome"]}}, [1], "x"])
@@ -162,23 +162,23 @@ def test_long_prompts_may_be_in_a_list(prompt: list[Any]) -> None:
 
 def test_a_call_of_a_message_is_refused_without_being_decoded() -> None:
     call = b"[" + b"[]," * body_reader.MAX_IDS + b"[]]"
-    asked = body_reader.read_chat(b'{"model":"m","messages":[{"role":"user","function_call":%b}]}' % call)
+    request = body_reader.read_chat(b'{"model":"m","messages":[{"role":"user","function_call":%b}]}' % call)
     with pytest.raises(ApiError, match="function_call"):
-        asked.messages[0].for_template(0)
-    assert bytes(asked.messages[0].function_call) == call
+        request.messages[0].for_template(0)
+    assert bytes(request.messages[0].function_call) == call
 
 
 def test_the_arguments_of_a_call_have_a_limit() -> None:
     call = {"function": {"name": "f", "arguments": json.dumps({"a": " " * body_reader.MAX_FIELD_BYTES})}}
     messages = [{"role": "assistant", "tool_calls": [call]}]
-    asked = body_reader.read_chat(json.dumps({"model": "m", "messages": messages}).encode())
+    request = body_reader.read_chat(json.dumps({"model": "m", "messages": messages}).encode())
     with pytest.raises(ApiError, match=r"arguments: .* exceeds the limit"):
-        asked.messages[0].for_template(0)
+        request.messages[0].for_template(0)
 
 
 def test_ignored_fields_are_not_converted_to_objects() -> None:
     """They must still be valid JSON."""
-    asked = body_reader.read_chat(b'{"model":"m","messages":[{"role":"user"}],"metadata":{"a":[1]},"user":"ada"}')
-    assert bytes(asked.metadata) == b'{"a":[1]}'
+    request = body_reader.read_chat(b'{"model":"m","messages":[{"role":"user"}],"metadata":{"a":[1]},"user":"ada"}')
+    assert bytes(request.metadata) == b'{"a":[1]}'
     with pytest.raises(ApiError, match="not JSON"):
         body_reader.read_chat(b'{"model":"m","messages":[{"role":"user"}],"metadata":{"a":[1}}')

@@ -67,10 +67,10 @@ def test_one_unreachable_replica_of_two_is_reported_and_leaves_the_gateway_ready
     monkeypatch.setattr(links_of, "UNREACHABLE_S", 0.2)
     served = Served()
     gateway = LiveGateway()
-    there = routes("m", served)
-    gone = msgspec.structs.replace(there, replicas=[*there.replicas, Route("m/1", 1, "/nowhere/s")])
+    table = routes("m", served)
+    with_unreachable = msgspec.structs.replace(table, replicas=[*table.replicas, Route("m/1", 1, "/nowhere/s")])
     try:
-        gateway.controller.set(gone)
+        gateway.controller.set(with_unreachable)
         until(lambda: last(gateway) == ["m/1"], 10, "reported")
         assert gateway.http.get("/readyz").status_code == 200
     finally:

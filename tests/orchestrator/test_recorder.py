@@ -24,12 +24,12 @@ def note(recorder: RequestRecorder, count: int, first: int = 0) -> None:
 
 def pages(folder: Path, limit: int) -> list[int]:
     """The prompt tokens of all that can be read, page by page."""
-    found, after, more = list[int](), "", True
+    lengths, after, more = list[int](), "", True
     while more:
         page = read_page(folder, after, limit)
-        found += [request["prompt_tokens"] for request in page.requests]
+        lengths += [request["prompt_tokens"] for request in page.requests]
         after, more = page.next, page.more
-    return found
+    return lengths
 
 
 def test_recorded_requests_are_read_back_completely(tmp_path: Path) -> None:
@@ -82,10 +82,10 @@ def test_the_files_are_bounded_and_the_oldest_is_removed(tmp_path: Path) -> None
         note(recorder, 1, i)
         recorder.flush()
         os.utime(parts(tmp_path)["g1"][-1][1], (i, i))  # the files' ages, without waiting for the clock
-    left = read_page(tmp_path, after, 100).requests
+    requests = read_page(tmp_path, after, 100).requests
     assert len(parts(tmp_path)["g1"]) == 3
-    assert left[-1]["prompt_tokens"] == 40
-    assert 1 < len(left) < 12
+    assert requests[-1]["prompt_tokens"] == 40
+    assert 1 < len(requests) < 12
 
 
 def test_a_gateway_of_the_same_name_continues_the_same_file(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_full_disk_costs_lines_but_no_request(tmp_path: Path, monkeypatch: pyt
 
 
 class SlowFile:
-    """A disk that takes nothing before it is told to."""
+    """A disk that accepts nothing before it is released."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -226,4 +226,4 @@ def test_requests_without_an_answer_are_exported_too(tmp_path: Path) -> None:
     text = io.StringIO()
     write_trace(read_page(tmp_path, "", 100).requests, text)
     text.seek(0)
-    assert [one.output_tokens for one in read_trace(text, "trace.csv", {"m": "m"})] == [1]
+    assert [request.output_tokens for request in read_trace(text, "trace.csv", {"m": "m"})] == [1]

@@ -1,4 +1,4 @@
-"""However many scrape, pages are made one at a time, and for all who wait."""
+"""Pages are made one at a time, each for all waiting scrapes."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    one = Served(slots=216, step_ms=1, max_len=100_000)
-    yield one
-    one.close()
+    replica = Served(slots=216, step_ms=1, max_len=100_000)
+    yield replica
+    replica.close()
 
 
 @pytest.mark.slow
@@ -135,15 +135,15 @@ def test_stalled_handshakes_delay_no_other_and_are_ended(
         gateway.serve(routes("m", served))
         with Steady(gateway.port, clients=2, tls=lambda: tls) as steady:
             for number in range(200):
-                one = socket.create_connection(("127.0.0.1", gateway.port), 10)
-                one.settimeout(10)
-                stalled.append(one)
+                client = socket.create_connection(("127.0.0.1", gateway.port), 10)
+                client.settimeout(10)
+                stalled.append(client)
                 if number % 2:
-                    one.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+                    client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
             began = time.monotonic()
-            for one in stalled:
+            for client in stalled:
                 try:
-                    while one.recv(4096):
+                    while client.recv(4096):
                         pass
                 except ConnectionError:
                     continue
@@ -152,6 +152,6 @@ def test_stalled_handshakes_delay_no_other_and_are_ended(
         assert steady.wrong == []
         assert steady.slowest_s < OTHERS_S
     finally:
-        for one in stalled:
-            one.close()
+        for client in stalled:
+            client.close()
         gateway.close()

@@ -1,4 +1,4 @@
-"""Long prompts cost their sender, and nobody else."""
+"""Long prompts delay their sender, and no other client."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveGateway]:
     """One that serves a model whose vocabulary has merges."""
     source = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(source)
-    found = LiveGateway(
+    live = LiveGateway(
         models=[routes("m", state=ModelState.LOADING, engine="cpu", source=str(source), max_len=MAX_LEN, holds=True)],
         max_messages=10,
     )
-    yield found
-    found.close()
+    yield live
+    live.close()
 
 
 Ask = Callable[..., httpx.Response]
@@ -168,15 +168,15 @@ async def test_one_key_never_uses_all_threads() -> None:
 async def test_a_thread_stays_in_use_until_its_work_has_ended() -> None:
     """A client that reconnects does not get a further thread each time."""
     jobs, threads = Jobs(), TokenizerThreads(2)
-    gone = asyncio.create_task(threads.run("a", 1, jobs.of("gone")))
+    cancelled = asyncio.create_task(threads.run("a", 1, jobs.of("gone")))
     await until_async(lambda: jobs.running == ["gone"], 10, "its work has begun")
-    gone.cancel()
+    cancelled.cancel()
     back = asyncio.create_task(threads.run("a", 1, jobs.of("back")))
     other = asyncio.create_task(threads.run("b", 1, jobs.of("other")))
     await until_async(lambda: jobs.running == ["gone", "other"], 10, "the other has the second thread")
     jobs.free.set()
     assert (await back, await other) == ("back", "other")
-    assert gone.cancelled()
+    assert cancelled.cancelled()
     threads.close()
 
 
@@ -191,13 +191,13 @@ async def test_an_unawaited_error_is_not_logged() -> None:
         free.wait(10)
         raise ValueError
 
-    gone = asyncio.create_task(threads.run("a", 1, work))
+    cancelled = asyncio.create_task(threads.run("a", 1, work))
     await asyncio.to_thread(began.wait, 10)
-    gone.cancel()
+    cancelled.cancel()
     await asyncio.sleep(0)
     free.set()
     with pytest.raises(asyncio.CancelledError):
-        await gone
+        await cancelled
     gc.collect()
     await asyncio.sleep(0)
     assert logged == []

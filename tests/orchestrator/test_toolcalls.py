@@ -136,8 +136,8 @@ def test_a_call_is_parsed_in_any_chunks(
 ) -> None:
     """In one piece and character by character, streamed and whole."""
     for cuts in ((), range(len(text))):
-        found, told = read(format, text, cuts, streamed=streamed)
-        assert (found, values(told)) == (content, calls)
+        found, read_calls = read(format, text, cuts, streamed=streamed)
+        assert (found, values(read_calls)) == (content, calls)
 
 
 UNHARMED = [
@@ -199,14 +199,14 @@ def test_arguments_are_streamed_as_they_arrive() -> None:
     parser = make_parser("hermes", "auto", streamed=True)
     pieces = ["<tool_", 'call>\n{"name": "f", "argu', 'ments": {"te', 'xt": "lo', 'ng"}', "}\n</tool_call>"]
 
-    told = [parser.push(piece) for piece in pieces]
+    events = [parser.push(piece) for piece in pieces]
 
-    assert told[0] == told[1] == []
-    begin, first = told[2]
+    assert events[0] == events[1] == []
+    begin, first = events[2]
     assert isinstance(begin, CallBegin)
     assert (begin.index, begin.name, begin.id[:5]) == (0, "f", "call_")
-    assert [first, *told[3], *told[4]] == [CallArguments(0, piece) for piece in ('{"te', 'xt": "lo', 'ng"}')]
-    assert told[5] == parser.flush() == []
+    assert [first, *events[3], *events[4]] == [CallArguments(0, piece) for piece in ('{"te', 'xt": "lo', 'ng"}')]
+    assert events[5] == parser.flush() == []
     assert [parser.finish_reason(reason) for reason in ("stop", "length")] == ["tool_calls", "length"]
 
 
@@ -240,8 +240,8 @@ def test_required_calls_are_parsed_from_an_array(streamed: bool) -> None:
     text = ' [{"name": "a", "parameters": {"x": 1}}, {"name": "b", "parameters": {}}]\n'
 
     for cuts in ((), range(len(text))):
-        found = read(None, text, cuts, calling="required", streamed=streamed)
-        assert found == ("", [("a", '{"x": 1}'), ("b", "{}")])
+        answer = read(None, text, cuts, calling="required", streamed=streamed)
+        assert answer == ("", [("a", '{"x": 1}'), ("b", "{}")])
 
 
 def test_a_named_call_is_the_whole_text() -> None:
@@ -324,9 +324,9 @@ def test_however_it_is_cut_the_calls_are_those_that_were_written(
     format: str, calls: list[tuple[str, Any]], cuts: list[int], escaped: bool, streamed: bool, before: str
 ) -> None:
     """Names and arguments, in order, and the text before them."""
-    content, told = read(format, before + written(format, calls, escaped), cuts, streamed=streamed)
+    content, read_calls = read(format, before + written(format, calls, escaped), cuts, streamed=streamed)
 
-    assert (content, values(told)) == (before, calls)
+    assert (content, values(read_calls)) == (before, calls)
 
 
 @pytest.mark.parametrize("format", ["hermes", "llama3", "mistral"])
@@ -362,6 +362,6 @@ def test_long_arguments_cost_their_length() -> None:
     parser.push('<tool_call>{"name": "f", "arguments": {"a": "')
     piece = "x" * 100
 
-    told = sum(len(event.text) for _ in range(10_000) for event in parser.push(piece))  # type: ignore[misc, union-attr]
+    length = sum(len(event.text) for _ in range(10_000) for event in parser.push(piece))  # type: ignore[misc, union-attr]
 
-    assert told == 1_000_000
+    assert length == 1_000_000

@@ -212,10 +212,10 @@ def test_the_caller_or_the_sampler_decides(sampler: Sampler, traceparent: str | 
 )
 def test_a_traceparent_is_parsed_as_in_w3c(text: str, valid: bool) -> None:
     """And written unchanged."""
-    found = SpanId.parse(text)
-    assert (found is not None) is valid
+    span = SpanId.parse(text)
+    assert (span is not None) is valid
     if text == SAMPLED:
-        assert str(found) == SAMPLED
+        assert str(span) == SAMPLED
 
 
 def test_an_untraced_request_costs_almost_nothing() -> None:
@@ -306,9 +306,9 @@ class Collector:
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    found = Collector()
-    yield found
-    found.close()
+    server = Collector()
+    yield server
+    server.close()
 
 
 def attributes(pairs: Sequence[Any]) -> dict[str, str]:
@@ -333,9 +333,9 @@ def test_a_collector_gets_the_spans_of_both_processes(collector: Collector, monk
         assert path == "/v1/traces"
         assert {name.lower(): value for name, value in headers.items()}["authorization"] == "Bearer t"
         for resource in request.resource_spans:
-            told = attributes(resource.resource.attributes)
-            assert told["deployment.environment.name"] == "test"
-            service = f"{told['service.name']} {told['service.instance.id']}"
+            resource_attributes = attributes(resource.resource.attributes)
+            assert resource_attributes["deployment.environment.name"] == "test"
+            service = f"{resource_attributes['service.name']} {resource_attributes['service.instance.id']}"
             names.setdefault(service, set()).update(s.name for scope in resource.scope_spans for s in scope.spans)
     assert names == {
         "corewright-gateway gateway/1": {"chat chat", "queue", "replica chat/0"},
