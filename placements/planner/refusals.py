@@ -151,7 +151,7 @@ class Refusals:
                 what = f"needs {need:.4g} {unit}; {self._ground.hosts[best].name} has {max(0.0, supply[best]):.4g} left"
                 comparison = f", the most of {counted(len(apart), 'host')} with free cores" if len(apart) > 1 else ""
                 return Refusal(id, f"{what}{comparison}", hint)
-        return Refusal("no-room", "no host has its cores, memory and CPUs free together", "add a host")
+        return Refusal("no-room", "needs cores, memory and CPUs that no host has free together", "add a host")
 
 
 def _longest(free: int, cores: int) -> tuple[int, int]:

@@ -242,6 +242,12 @@ def test_one_byte_types_are_for_engines_that_support_them(
     assert brief(checked(f"{fields}\n    engine: {engine}", shaped(family))) == expected
 
 
+def test_buckets_have_an_effect_on_the_cpu_if_it_compiles() -> None:
+    fields = "buckets: {prefill: [8]}\n    engine: cpu"
+    assert brief(checked(f"{fields}\n    engine_options: {{compile: true}}")) == []
+    assert brief(checked(f"{fields}\n    engine_options: {{compile: false}}")) == ["setting-unsupported 4:5"]
+
+
 @pytest.mark.parametrize(
     "fields", ["sampling: device", "buckets: {prefill: [8]}", "fuse_qkv: false", "compiler: {flags: -x}"]
 )

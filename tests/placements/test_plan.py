@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -299,6 +300,12 @@ def test_starting_one_replica_never_changes_another_s_threads() -> None:
     """Threads depend on the host and the degree only."""
     alone, together = planned(spec(model("a", 8))), planned(spec(model("a", 8), model("b", 8), model("c", 8)))
     assert together.placements[0] == alone.placements[0]
+
+
+def test_memory_on_one_host_and_cpus_on_another_place_nothing() -> None:
+    hosts = [replace(host(), memory_gib=10.0), replace(host(i=1, cpus=4, reserve=0), memory_gib=768.0)]
+    drawn = plan(Spec(models=(model("a", 2, threads=10, host_memory_gib=50.0),)), hosts)
+    assert why(drawn) == ["no-room: a/0 needs cores, memory and CPUs that no host has free together"]
 
 
 def test_the_json_of_a_plan() -> None:

@@ -51,3 +51,8 @@ def test_a_long_text_is_cut() -> None:
     problem = Problem("bad-value", "error", "", "a" * 5000, "b" * 5000)
     assert problem.what == "a" * MAX_TEXT + "... (5000 characters)"
     assert problem.hint == "b" * MAX_TEXT + "... (5000 characters)"
+
+
+def test_control_characters_are_escaped() -> None:
+    """They could change what a terminal shows."""
+    assert Problem("bad-value", "error", "", "a\x1b[2J\nb").what == "a\\x1b[2J\\nb"
