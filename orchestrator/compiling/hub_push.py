@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.process.failure import Failed
 from workers.artifacts.sources.hub import silence_loggers
 from workers.artifacts.store import locks
+from workers.host.error_chain import error_chain
 from workers.neff_cache.compiled_artifacts import MANIFEST
 from workers.neff_cache.shared_artifacts import FOLDER
 
@@ -94,12 +95,7 @@ def _call_hub(repository: str, call: Any) -> Any:
 def _connection_error(raised: Exception) -> BaseException:
     """Returns the connection error that caused ``raised``, or ``raised`` itself. For a failed upload huggingface_hub
     raises a RuntimeError with a cause that contains the signed address."""
-    error: BaseException | None = raised
-    while error is not None:
-        if _is_connection_error(error):
-            return error
-        error = error.__cause__ or error.__context__
-    return raised
+    return next(filter(_is_connection_error, error_chain(raised)), raised)
 
 
 def _is_connection_error(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ import resource
 
 import psutil
 
+from workers.host.error_chain import error_chain
 from workers.messages.engine_protocol import EngineLoadError
 
 # Messages of torch, safetensors and C++ that raise neither MemoryError nor an OSError with ENOMEM.
@@ -44,15 +45,11 @@ def out_of_memory(error: BaseException, operation: str) -> EngineLoadError:
 
 def _refusal(error: BaseException) -> BaseException | None:
     """Returns the first failed allocation in the chain of causes."""
-    visited: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in visited:
+    for link in error_chain(error):
         if isinstance(link, MemoryError) or (isinstance(link, OSError) and link.errno == errno.ENOMEM):
             return link
         if not isinstance(link, EngineLoadError) and _TEXTS.search(str(link)):
             return link
-        visited.add(id(link))
-        link = link.__cause__ or link.__context__
     return None
 
 

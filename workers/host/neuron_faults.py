@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec.structs
 
+from workers.host.error_chain import error_chain
 from workers.host.nrt_status import STATUS_NAMES
 from workers.messages.status import Failure, Reaction
 
@@ -278,7 +279,8 @@ def fault_of(error: BaseException | None, log: Iterable[str] = ()) -> Failure | 
     2. a status with a known cause, in the same order
     3. any other status of the runtime
     """
-    text = "\n".join([*_chain(error), "\n".join(log)[-MOST_TEXT:]])
+    texts = [*map(str, error_chain(error)), "\n".join(log)]
+    text = "\n".join(text[-MOST_TEXT:] for text in texts)
     for fault in FAULTS:  # 1
         for pattern, detail in fault.messages.items():
             if (match := re.search(pattern, text, re.IGNORECASE)) is not None:
@@ -301,16 +303,6 @@ def after_serving(failure: Failure) -> Failure:
     """Returns the failure for a replica that has served: retries instead of stopping, since a start once succeeded."""
     again = failure.reaction is Reaction.STOP
     return msgspec.structs.replace(failure, reaction=Reaction.RETRY) if again else failure
-
-
-def _chain(error: BaseException | None) -> list[str]:
-    texts: list[str] = []
-    visited: set[int] = set()
-    while error is not None and id(error) not in visited:
-        visited.add(id(error))
-        texts.append(str(error)[-MOST_TEXT:])
-        error = error.__cause__ or error.__context__
-    return texts
 
 
 def _failure(fault: Fault, text: str, detail: str, graph: str = "") -> Failure:

@@ -96,9 +96,10 @@ class SpanSink:
             return None
         trace = new_id(128) if parent is None else parent.trace
         if parent is None or not self._parent_decides:
-            from opentelemetry.trace import set_span_in_context
+            from opentelemetry.trace import NonRecordingSpan, set_span_in_context
 
-            context = None if parent is None else set_span_in_context(_ended(_context(parent, remote=True)))
+            span = None if parent is None else NonRecordingSpan(_context(parent, remote=True))
+            context = None if span is None else set_span_in_context(span)
             if not self._sampler.should_sample(context, trace, name).decision.is_sampled():
                 return None
         return SpanId(trace, new_id(64), state="" if parent is None else parent.state)
@@ -272,9 +273,3 @@ def _context(id: SpanId, *, remote: bool) -> Any:
     state = TraceState.from_header([id.state]) if id.state else None
     flags = TraceFlags(TraceFlags.SAMPLED if id.sampled else TraceFlags.DEFAULT)
     return SpanContext(id.trace, id.span, remote, flags, state)
-
-
-def _ended(context: Any) -> Any:
-    from opentelemetry.trace import NonRecordingSpan
-
-    return NonRecordingSpan(context)
