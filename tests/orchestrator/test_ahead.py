@@ -93,11 +93,11 @@ def test_artifacts_are_fetched_before_the_process_is_requested(tmp_path: Path) -
 def test_a_failed_fetch_is_retried_unless_its_error_is_permanent(tmp_path: Path) -> None:
     """The cause is that of the replica, with its id; no process is requested."""
     cluster = FakeCluster()
-    cluster.unfetchable["s3://models/one"] = Failure("s3-unreachable", "nobody answers")
+    cluster.unfetchable["s3://models/one"] = Failure("s3-unreachable", "no answer")
 
     async def story(played: Played) -> None:
         await played.until(lambda: played.replica("m/0").get("failures") == 3, "it failed three times", 60.0)
-        assert played.replica("m/0")["reason"] == "s3-unreachable: nobody answers"
+        assert played.replica("m/0")["reason"] == "s3-unreachable: no answer"
         assert played.happened().count("FetchFailed") == 3
         cluster.unfetchable["s3://models/one"] = Failure("pickle-refused", "pickled", reaction=Reaction.STOP)
         await played.until(lambda: played.replica("m/0")["stopped"], "it is given up", 60.0)
@@ -177,7 +177,7 @@ def test_an_update_with_unavailable_artifacts_is_rolled_back_without_an_interrup
         await played.settled()
         await played.apply(spec("s3://models/two", degree=24))
         await played.until(
-            lambda: any(preparation["failures"] for preparation in played.model("m")["preparing"]), "told", 60.0
+            lambda: any(preparation["failures"] for preparation in played.model("m")["preparing"]), "reported", 60.0
         )
         waiting = played.model("m")["preparing"][0]
         assert (waiting["host"], waiting["reason"]) == (HOST, "s3-denied: no s3:GetObject")
@@ -232,7 +232,7 @@ def test_changed_content_of_a_version_is_reported(tmp_path: Path) -> None:
         cluster.contents["s3://models/one"] = "2"
         cluster.store.clear()
         await cluster.find("m/0").die("killed")
-        await played.until(lambda: "SourceChanged" in played.happened(), "told", 60.0)
+        await played.until(lambda: "SourceChanged" in played.happened(), "reported", 60.0)
         await played.settled()
         assert [config.source for config in cluster.started] == [f"/store/s3://models/one@{n}" for n in (1, 2)]
 
@@ -343,7 +343,7 @@ def test_a_replica_that_has_served_restarts_without_a_compile_check(tmp_path: Pa
 
 
 def arriving(fetch_s: float = 100.0) -> FakeCluster:
-    """One whose fetches tell how far they are."""
+    """A cluster whose fetches report their progress."""
     cluster = FakeCluster()
     cluster.reports_progress, cluster.fetch_s, cluster.process_s, cluster.load_s = True, fetch_s, 5.0, 3.0
     return cluster
@@ -395,11 +395,11 @@ def test_a_start_that_cannot_wait_for_files_follows_the_fetch(tmp_path: Path, mo
 def test_a_broken_fetch_fails_the_waiting_replica(tmp_path: Path) -> None:
     """With the cause of the fetch. Its process ends before the next one, which resumes the fetch, is requested."""
     cluster = arriving()
-    cluster.stall_s, cluster.broken_fetch = 50.0, Failure("s3-unreachable", "nobody answers")
+    cluster.stall_s, cluster.broken_fetch = 50.0, Failure("s3-unreachable", "no answer")
 
     async def story(played: Played) -> None:
         await played.until(lambda: played.replica("m/0").get("failures") == 1, "it failed", 300.0)
-        assert played.replica("m/0")["reason"] == "s3-unreachable: nobody answers"
+        assert played.replica("m/0")["reason"] == "s3-unreachable: no answer"
         assert [config.epoch for config in cluster.started] == [1]
         await played.until(lambda: cluster.ended, "its process is ended", 10.0)
         cluster.broken_fetch = None

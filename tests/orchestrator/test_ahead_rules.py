@@ -62,7 +62,7 @@ def test_pauses_grow_after_each_failed_preparation() -> None:
     preparation, pauses = Preparation("m", "v", "h"), list[float]()
     assert preparation.retry_at == 0.0
     for _ in range(BREAKER_AFTER):
-        preparation = preparation.failed(Failure("s3-unreachable", "nobody answers"), 10.0, stopped=False)
+        preparation = preparation.failed(Failure("s3-unreachable", "no answer"), 10.0, stopped=False)
         pauses.append(preparation.retry_at - 10.0)
     assert pauses == [*(FIRST_BACKOFF_S * 2.0**n for n in range(BREAKER_AFTER - 1)), BREAKER_PAUSE_S]
     assert preparation.failed(Failure("pickle-refused", "pickled"), 10.0, stopped=True).retry_at == float("inf")
@@ -94,7 +94,7 @@ def test_an_update_waits_for_its_artifacts_up_to_the_deadlines_of_the_spec(tmp_p
         cluster.fetch_s = 10_000.0
         began = now()
         await played.apply(shorter(spec(TWO, degree=24)))
-        await played.until(lambda: "PreparationFailed" in played.happened(), "told", 100.0)
+        await played.until(lambda: "PreparationFailed" in played.happened(), "reported", 100.0)
         assert 20.0 <= now() - began <= 42.0
         assert "fetch-deadline" in next(e.message for e in played.journal.events() if e.reason == "PreparationFailed")
         assert (cluster.drained, len(cluster.stopped_fetches)) == ([], 1)
@@ -371,7 +371,7 @@ ECHOES = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}, b: {engine:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """A command of `cache` with JSON; its exit code and what it tells."""
+    """Runs a command of `cache` and returns its exit code and its JSON."""
     monkeypatch.setattr(compiler_cache, "compilers", list)
     monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
@@ -397,11 +397,11 @@ def test_verify_fails_if_a_model_would_compile_at_its_start(
     """For any of the models; weights are read only with `--read`."""
     read: list[bool] = []
 
-    def told(one: ReplicaConfig, **options: Any) -> list[Verdict]:
+    def verdicts(config: ReplicaConfig, **options: Any) -> list[Verdict]:
         read.append(options["read"])
-        return [Verdict("model", "", Prediction(outcomes["ab".index(one.model)], "nothing", "why"))]
+        return [Verdict("model", "", Prediction(outcomes["ab".index(config.model)], "nothing", "why"))]
 
-    monkeypatch.setattr(cache_commands, "verify", told)
+    monkeypatch.setattr(cache_commands, "verify", verdicts)
     status, answer = cache("verify", str(tmp_path / "spec.yaml"))
     assert (status, answer["hit"], read) == (code, code == 0, [False] * 2)
     cache("verify", "--read", str(tmp_path / "spec.yaml"))
@@ -480,10 +480,10 @@ def test_an_entry_that_the_engine_rejects_is_not_a_hit(looked: Looked) -> None:
     )
     replica = config(Path("/models/m"), compiled=str(looked.home))
     outcomes = [
-        start_forecast.verdicts(replica, Predicted(engine="transformers-neuronx", wanted=[told]), os.environ)[
+        start_forecast.verdicts(replica, Predicted(engine="transformers-neuronx", wanted=[artifact]), os.environ)[
             0
         ].prediction.outcome
-        for told in (wanted, msgspec.structs.replace(wanted, complete=True))
+        for artifact in (wanted, msgspec.structs.replace(wanted, complete=True))
     ]
     assert outcomes == ["compile", "hit"]
 

@@ -99,7 +99,7 @@ def test_the_death_of_a_process_is_checked_once_a_second(tmp_path: Path) -> None
 
 
 class OneBadAnswer(FakeCluster):
-    """The next watch fails in a way that nobody has foreseen."""
+    """The next watch fails with an unexpected error."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whoever serves goes for another model only when that model could start at once."""
+"""A serving replica stops for another model only when that model can start at once."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_replica_serves_while_the_model_that_takes_its_cores_cannot_be_fetched
     """It stops once the model can be fetched."""
 
     async def story(played: Played, cluster: FakeCluster) -> None:
-        cluster.unfetchable["s3://models/high"] = Failure("s3-unreachable", "nobody answers")
+        cluster.unfetchable["s3://models/high"] = Failure("s3-unreachable", "no answer")
         await played.apply(HIGH)
         await played.until(lambda: "PreparationFailed" in played.happened(), "it cannot be fetched", 60.0)
         assert (len(played.ready("low")), cluster.drained) == (3, [])

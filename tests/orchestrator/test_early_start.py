@@ -1,4 +1,4 @@
-"""A replica is started while the rest of its model arrives from S3: what a host tells of it, and real fleets."""
+"""A replica is started while the rest of its model arrives from S3: the report of its host, and real fleets."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_replica_loads_during_the_fetch_and_serves_when_it_is_complete(
     """Its process exists, the status shows the progress of the fetch, and nothing is transferred twice."""
     fleet, last = arriving
     pid = loading(fleet)["pid"]
-    until(lambda: fleet.replica("m/0")["fetch"], DEADLINE_S, "its fetch is told while it loads")
+    until(lambda: fleet.replica("m/0")["fetch"], DEADLINE_S, "its fetch is reported while it loads")
     assert manifest.published(artifact(home)) is None
     assert fleet.http.get("/readyz").status_code == 503
     last.released.set()

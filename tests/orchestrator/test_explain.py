@@ -22,8 +22,8 @@ LOOSE = SCATTERED.replace(', cores: ["1", "6", "10"]', "")
 WITH_BIG = LOOSE + "  big: {tp_degree: 8}\n"
 
 
-def told_by_a_scattered_fleet(tmp_path: Path, text: str, ask: str, **arguments: Any) -> dict[str, Any]:
-    """The answer of a fleet whose three replicas lie apart, each free to go elsewhere."""
+def preview_of_a_scattered_fleet(tmp_path: Path, text: str, ask: str, **arguments: Any) -> dict[str, Any]:
+    """Returns a preview of a fleet with three scattered replicas that may move."""
 
     async def story() -> dict[str, Any]:
         async with Played(tmp_path, FakeCluster(), SCATTERED) as played:
@@ -38,7 +38,7 @@ def told_by_a_scattered_fleet(tmp_path: Path, text: str, ask: str, **arguments: 
 
 
 def keys(value: Any) -> Any:
-    """Of a JSON value, at every depth; of a list those of its first item."""
+    """Returns the keys of a JSON value at every depth; of a list, those of its first item."""
     if isinstance(value, dict):
         return {key: keys(item) for key, item in value.items()}
     return keys(value[0]) if isinstance(value, list) and value else None
@@ -46,35 +46,35 @@ def keys(value: Any) -> Any:
 
 def test_a_window_is_opened_by_the_fewest_moves(tmp_path: Path) -> None:
     """Replicas at 1, 6 and 10 of twelve cores: one of them goes, and eight are free."""
-    told = told_by_a_scattered_fleet(tmp_path, LOOSE, "propose", defrag=8)
-    assert len(told["moves"]) == 1
-    assert told["window"]["host"] == "inf2.24xlarge/0"
-    assert told["load_s"] == told["moves"][0]["load_s"]
-    first, _, last = told["window"]["cores"].partition("-")
-    taken = {int(placement["cores"]) for placement in told["placements"]}
+    preview = preview_of_a_scattered_fleet(tmp_path, LOOSE, "propose", defrag=8)
+    assert len(preview["moves"]) == 1
+    assert preview["window"]["host"] == "inf2.24xlarge/0"
+    assert preview["load_s"] == preview["moves"][0]["load_s"]
+    first, _, last = preview["window"]["cores"].partition("-")
+    taken = {int(placement["cores"]) for placement in preview["placements"]}
     assert taken.isdisjoint(range(int(first), int(last) + 1))
-    assert {**keys(told), "placements": None} == {**keys(WINDOW), "placements": None}
+    assert {**keys(preview), "placements": None} == {**keys(WINDOW), "placements": None}
 
 
 def test_explain_shows_why_a_new_model_has_no_place(tmp_path: Path) -> None:
     """Eight cores are free, but not contiguous; and which replica would have to move."""
-    told = told_by_a_scattered_fleet(tmp_path, WITH_BIG, "explain", model="big")
-    assert told["fits"] is False
-    assert told["failed"][0]["id"] == "no-room"
-    assert "small (priority 0) holds 3 cores with 3 replicas" in told["failed"][0]["details"]
-    first = told["suggestions"][0]
+    preview = preview_of_a_scattered_fleet(tmp_path, WITH_BIG, "explain", model="big")
+    assert preview["fits"] is False
+    assert preview["failed"][0]["id"] == "no-room"
+    assert "small (priority 0) holds 3 cores with 3 replicas" in preview["failed"][0]["details"]
+    first = preview["suggestions"][0]
     assert first["id"] == "move"
     assert first["moves"][0]["model"] == "small"
-    assert keys(told).keys() == keys(EXPLAINED).keys()
+    assert keys(preview).keys() == keys(EXPLAINED).keys()
     assert keys(first) == keys(EXPLAINED["suggestions"][0])
 
 
 def test_explain_reports_that_running_replicas_stay(tmp_path: Path) -> None:
     """With the fleet's own spec."""
-    told = told_by_a_scattered_fleet(tmp_path, LOOSE, "explain", model="small")
-    assert told["fits"] is True
-    assert [replica["cores"] for replica in told["replicas"]] == ["1", "6", "10"]
-    assert all("it runs there already; running replicas stay" in replica["why"] for replica in told["replicas"])
+    preview = preview_of_a_scattered_fleet(tmp_path, LOOSE, "explain", model="small")
+    assert preview["fits"] is True
+    assert [replica["cores"] for replica in preview["replicas"]] == ["1", "6", "10"]
+    assert all("it runs there already; running replicas stay" in replica["why"] for replica in preview["replicas"])
 
 
 def test_explain_reports_a_cordon_and_the_command_that_lifts_it(tmp_path: Path) -> None:
@@ -84,9 +84,9 @@ def test_explain_reports_a_cordon_and_the_command_that_lifts_it(tmp_path: Path) 
             await played.operator.cordon("inf2.24xlarge/0", "4-11", True, "ada")
             return await played.operator.explain(WITH_BIG, "spec.yaml", str(tmp_path), "big")
 
-    told = virtually(story)
-    assert any(line.startswith("8 cores are cordoned: 4-11") for line in told["failed"][0]["details"])
-    assert told["suggestions"][0]["change"] == "corewright uncordon inf2.24xlarge/0"
+    preview = virtually(story)
+    assert any(line.startswith("8 cores are cordoned: 4-11") for line in preview["failed"][0]["details"])
+    assert preview["suggestions"][0]["change"] == "corewright uncordon inf2.24xlarge/0"
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_an_impossible_explanation_is_rejected_with_the_reason(
     tmp_path: Path, text: str, model: str, refusal: tuple[str, int]
 ) -> None:
     with pytest.raises(Refused) as refused:
-        told_by_a_scattered_fleet(tmp_path, text, "explain", model=model)
+        preview_of_a_scattered_fleet(tmp_path, text, "explain", model=model)
     assert (refused.value.problem.id, refused.value.status) == refusal
 
 
 def test_a_spec_with_errors_is_explained_too(tmp_path: Path) -> None:
     """They are the constraints that fail."""
     text = WITH_BIG.replace("tp_degree: 8", "tp_degree: 7")
-    told = told_by_a_scattered_fleet(tmp_path, text, "explain", model="big")
-    assert told["failed"][0]["id"] == "illegal-degree"
-    assert told["suggestions"][0]["change"] == "tp_degree: 4"
+    preview = preview_of_a_scattered_fleet(tmp_path, text, "explain", model="big")
+    assert preview["failed"][0]["id"] == "illegal-degree"
+    assert preview["suggestions"][0]["change"] == "tp_degree: 4"

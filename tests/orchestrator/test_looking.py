@@ -48,17 +48,17 @@ def test_an_endless_compile_check_is_a_failed_start(tmp_path: Path) -> None:
 def test_a_failed_compile_check_is_an_event(tmp_path: Path) -> None:
     """It says that compiling on the cores cannot be predicted, and the start continues."""
     cluster = FakeCluster()
-    cluster.unforeseeable = Failure("foresee-failed", "what m would compile cannot be told: ImportError")
+    cluster.unforeseeable = Failure("foresee-failed", "what m would compile is unknown: ImportError")
 
     async def story(played: Played) -> None:
         await played.settled()
-        (told,) = [one.message for one in played.journal.events() if one.reason == "ForeseeFailed"]
-        assert "ImportError" in told
-        cluster.unforeseeable = Failure("foresee-failed", "the host is deaf")
+        (message,) = [event.message for event in played.journal.events() if event.reason == "ForeseeFailed"]
+        assert "ImportError" in message
+        cluster.unforeseeable = Failure("foresee-failed", "the host does not reply")
         await played.apply(spec("s3://models/two", degree=24, compiles=True))
         await played.settled()
-        told = [one.message for one in played.journal.events() if one.reason == "ForeseeFailed"][-1]
-        assert "the host is deaf" in told
+        message = [event.message for event in played.journal.events() if event.reason == "ForeseeFailed"][-1]
+        assert "the host does not reply" in message
 
     play(tmp_path, cluster, spec(degree=24, compiles=True), story)
 
@@ -95,8 +95,8 @@ def test_a_slow_compilation_of_an_update_is_reported_as_such(tmp_path: Path) -> 
             await asyncio.sleep(at_s)
             assert [one["state"] for one in played.model("m")["preparing"]] == [phase]
         await played.until(lambda: "PreparationFailed" in played.happened(), "it is given up", 300.0)
-        (told,) = [one.message for one in played.journal.events() if one.reason == "PreparationFailed"]
-        assert told.startswith("compile-deadline: it has been compiling for 200 s on inf2.48xlarge/0")
+        (message,) = [event.message for event in played.journal.events() if event.reason == "PreparationFailed"]
+        assert message.startswith("compile-deadline: it has been compiling for 200 s on inf2.48xlarge/0")
         assert cluster.drained == []
 
     play(tmp_path, cluster, spec(degree=24, compiles=True), story)
@@ -111,8 +111,8 @@ def test_an_endless_compile_check_of_an_update_is_given_up(tmp_path: Path) -> No
         cluster.look_s = 1e9
         await played.apply(spec("s3://models/two", degree=24, compiles=True))
         await played.until(lambda: "PreparationFailed" in played.happened(), "it is given up", 700.0)
-        (told,) = [one.message for one in played.journal.events() if one.reason == "PreparationFailed"]
-        assert told.startswith("start-deadline: it has been looking for 600 s on inf2.48xlarge/0")
+        (message,) = [event.message for event in played.journal.events() if event.reason == "PreparationFailed"]
+        assert message.startswith("start-deadline: it has been looking for 600 s on inf2.48xlarge/0")
         assert cluster.drained == []
 
     play(tmp_path, cluster, spec(degree=24, compiles=True), story)

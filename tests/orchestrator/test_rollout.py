@@ -507,17 +507,17 @@ def test_only_operators_see_who_stopped_a_model_and_how_to_start_it(tmp_path: Pa
     """A client sees that it was done manually; `status` has the command that reverts it."""
 
     async def story(played: Played) -> None:
-        async def told() -> tuple[str | None, str | None]:
+        async def reasons() -> tuple[str | None, str | None]:
             await played.until(lambda: not played.model("b")["replicas"], "none")
             routes = played.controller.routes().models
             return played.model("b")["reason"], next(route.reason for route in routes if route.name == "b")
 
         await played.operator.scale("b", 0, "tester")
-        assert await told() == ("scaled to 0 by hand: corewright scale b auto", "scaled to 0 by hand")
+        assert await reasons() == ("scaled to 0 by hand: corewright scale b auto", "scaled to 0 by hand")
         await played.operator.load("b", "tester")
         await played.until(lambda: bool(played.ready("b")), "loaded")
         await played.operator.unload("b", "tester")
-        assert await told() == ("unloaded by hand: corewright load b", "by hand")
+        assert await reasons() == ("unloaded by hand: corewright load b", "by hand")
 
     play(tmp_path, spec(b=", cores: []"), story)
 
@@ -810,7 +810,7 @@ def tokenizers(folder: Path, **texts: str) -> None:
 
 
 async def routed_together(played: Played, settled: Callable[[], bool]) -> list[tuple[str, set[str]]]:
-    """At each change: the tokenizer that the gateway is told, and those of the replicas that it is told."""
+    """Returns at each change the tokenizer of the routes, and those of their replicas."""
     seen, changes = 0, []
     while not settled():
         seen = await played.controller.change(seen, 5.0)
@@ -834,7 +834,7 @@ def test_versions_with_different_tokenizers_are_never_routed_together(tmp_path: 
         assert all(of_replicas <= {tokenizer} for tokenizer, of_replicas in changes)
         assert len({tokenizer for tokenizer, _ in changes} | {before.tokenizer}) == 2
         if strategy == "surge":
-            assert all(of_replicas for _, of_replicas in changes), "nobody served for a moment"
+            assert all(of_replicas for _, of_replicas in changes), "no replica served for a moment"
 
     first = TOKENIZED.format(source="one", tp=tp, replicas=3, more="")
     play(tmp_path, first, story, load_s=400.0, drain_s=3.0)

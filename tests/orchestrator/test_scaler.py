@@ -83,7 +83,7 @@ async def report(fleet: Played, first: int, last: int, *models: DemandWindow, ga
         await fleet.controller.demand(demand)
 
 
-def told(fleet: Played, reason: str) -> list[str]:
+def messages(fleet: Played, reason: str) -> list[str]:
     return [event.message for event in fleet.journal.events() if event.reason == reason]
 
 
@@ -146,14 +146,14 @@ def test_each_change_is_an_event_with_its_reason(tmp_path: Path, decider: Decide
     """In the status, and counted for /metrics."""
 
     async def story(fleet: Played) -> None:
-        decider.counts, decider.reasons = {"a": 3, "b": 1}, {"a": "1 to 3: many came", "b": "somebody asks"}
+        decider.counts, decider.reasons = {"a": 3, "b": 1}, {"a": "1 to 3: high demand", "b": "a request waits"}
         await report(fleet, 1, 7, DemandWindow(model="b", waiting=1, live=2))
         decider.reasons = {}
         await report(fleet, 8, 20)
-        decider.counts, decider.reasons = {"a": 2, "b": 0}, {"a": "3 to 2: few came"}
+        decider.counts, decider.reasons = {"a": 2, "b": 0}, {"a": "3 to 2: low demand"}
         await report(fleet, 21, 27)
         shown = fleet.model("a")["scaling"]
-        assert (shown["target"], shown["why"], shown["min"], shown["max"]) == (2, "3 to 2: few came", 1, 3)
+        assert (shown["target"], shown["why"], shown["min"], shown["max"]) == (2, "3 to 2: low demand", 1, 3)
         assert shown["demand"] == {"arrivals_per_s": 0.0, "waiting": 0, "live": 0}
         metrics = Page.read(page(await fleet.controller.metrics())[0].decode())
         assert metrics.value("corewright_target_replicas", model="a") == 2
@@ -162,10 +162,10 @@ def test_each_change_is_an_event_with_its_reason(tmp_path: Path, decider: Decide
         assert metrics.value("corewright_demand_requests", model="a", state="waiting") == 0
 
     fleet = play(tmp_path, story)
-    assert told(fleet, "ScaledUp") == ["1 to 3: many came"]
-    assert told(fleet, "Woken") == ["0 to 1: somebody asks"]
-    assert told(fleet, "ScaledDown") == ["3 to 2: few came"]
-    assert told(fleet, "ScaledToZero") == ["1 to 0"]
+    assert messages(fleet, "ScaledUp") == ["1 to 3: high demand"]
+    assert messages(fleet, "Woken") == ["0 to 1: a request waits"]
+    assert messages(fleet, "ScaledDown") == ["3 to 2: low demand"]
+    assert messages(fleet, "ScaledToZero") == ["1 to 0"]
 
 
 def test_a_held_back_model_is_reported_at_the_start_then_rarely(tmp_path: Path, decider: Decider) -> None:
@@ -179,7 +179,7 @@ def test_a_held_back_model_is_reported_at_the_start_then_rarely(tmp_path: Path, 
         decider.reasons = {"a": "held back: again"}
         await report(fleet, 1601, 1610)
 
-    held = told(play(tmp_path, story), "HeldBack")
+    held = messages(play(tmp_path, story), "HeldBack")
     assert held == ["held back: no cores"] * 3 + ["held back: again"]
 
 
@@ -286,7 +286,7 @@ def test_a_lower_min_stops_no_replica_by_itself(tmp_path: Path, decider: Decider
         await report(fleet, 40, 46)
         assert state.counts.desired(state.current.spec.models[0]) == 1
 
-    assert told(play(tmp_path, story), "ScaledDown") == ["2 to 1"]
+    assert messages(play(tmp_path, story), "ScaledDown") == ["2 to 1"]
 
 
 def test_the_longest_wait_of_all_gateways_counts(tmp_path: Path, decider: Decider) -> None:

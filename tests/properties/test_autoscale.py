@@ -124,7 +124,7 @@ def test_every_change_has_a_reason(history: History, fleet: FleetNow) -> None:
 
 @_FEW
 @given(histories(), st.data())
-def test_nobody_falls_below_min_while_an_equal_is_above_its_own(history: History, data: st.DataObject) -> None:
+def test_no_model_falls_below_min_while_an_equal_is_above_its_own(history: History, data: st.DataObject) -> None:
     """Where every replica has the same size, a model without its min gets it from any of its priority beyond theirs."""
     found = tuple(replace(data.draw(models(name, sizes=(8,))), override=None) for name in NAMES)
     fleet = FleetNow(found, ((24, 0.0), (24, 0.0)))
@@ -179,8 +179,8 @@ def play(fleet: FleetNow, rates: Mapping[str, float], seconds: float) -> list[di
 @pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.sampled_from((0.0, 0.02, 0.3, 1.0, 3.0)), min_size=4, max_size=4), st.data())
-def test_an_hour_of_constant_load_ends_in_peace(rates: list[float], data: st.DataObject) -> None:
-    """After the first twenty minutes nothing changes any more, but for models that go to zero since nobody asks."""
+def test_an_hour_of_constant_load_reaches_a_fixed_point(rates: list[float], data: st.DataObject) -> None:
+    """After the first twenty minutes only models without requests change: they scale to zero."""
     found = []
     for name in NAMES:
         cores = data.draw(st.sampled_from((2, 4, 8)))

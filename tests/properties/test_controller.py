@@ -254,12 +254,12 @@ class World:
             await self.played.controller.wake("asleep")
 
     async def _demand(self, model: str, waiting: int, seconds: int) -> None:
-        """So many requests wait, for so long: a gateway tells it each second."""
+        """Requests wait, as a gateway reports each second."""
         for _ in range(seconds):
             await asyncio.sleep(1.0)
-            told = DemandWindow(model=model, arrived=waiting // 4, waiting=waiting, live=4, ended=1, slot_s=5.0)
+            demand = DemandWindow(model=model, arrived=waiting // 4, waiting=waiting, live=4, ended=1, slot_s=5.0)
             self.reports += 1
-            report = DemandReport(gateway="g", number=self.reports, seconds=1.0, models=[told])
+            report = DemandReport(gateway="g", number=self.reports, seconds=1.0, models=[demand])
             await self.played.controller.demand(report)
             self.played.controller.wake_up()
 

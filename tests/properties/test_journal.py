@@ -123,8 +123,8 @@ def ends(data: bytes) -> list[int]:
     return [0, *accumulate(len(line) for line in data.splitlines(keepends=True))]
 
 
-def same(contents: Contents, state: JournalState, told: list[Event]) -> bool:
-    return contents.state == state and list(contents.events) == told
+def same(contents: Contents, state: JournalState, newest: list[Event]) -> bool:
+    return contents.state == state and list(contents.events) == newest
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -199,7 +199,7 @@ def test_a_compacted_journal_cut_after_its_state_keeps_the_state(wanted: list[Re
 
 @settings(max_examples=EXAMPLES * 5, deadline=None)
 @given(st.lists(records, min_size=3, max_size=8), st.data())
-def test_damaged_bytes_cost_the_records_they_are_in_and_are_told(wanted: list[Record], data: st.DataObject) -> None:
+def test_damaged_bytes_cost_only_their_records_and_are_reported(wanted: list[Record], data: st.DataObject) -> None:
     """Some bytes inside one record replaced by any others: all other records are read, whatever the bytes are."""
     with folder() as home:
         written, whole = write(home / "journal", wanted)
