@@ -117,9 +117,9 @@ def test_a_large_log_is_rotated(tmp_path: Path) -> None:
         audit.finish(audit.begin("up", f"a{number}", {}), "done")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["audit.log", *(f"audit.log.{number}" for number in range(1, KEPT + 1))]
-    told = [entry.action for entry in audit.entries(1000)]
-    assert told == [f"a{number}" for number in range(60)][-len(told) :]
-    assert 5 < len(told) < 60
+    records = [entry.action for entry in audit.entries(1000)]
+    assert records == [f"a{number}" for number in range(60)][-len(records) :]
+    assert 5 < len(records) < 60
 
 
 WRITER = """
@@ -136,8 +136,8 @@ def test_several_writers_lose_no_lines(audit: Audit) -> None:
     """Also while the log is rotated."""
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(audit.path), who]) for who in ("a", "b")]
     assert [writer.wait(60) for writer in writers] == [0, 0]
-    told = [(entry.who, entry.action, entry.status) for entry in audit.entries(1000)]
-    assert sorted(told) == sorted((who, str(number), "done") for who in ("a", "b") for number in range(100))
+    records = [(entry.who, entry.action, entry.status) for entry in audit.entries(1000)]
+    assert sorted(records) == sorted((who, str(number), "done") for who in ("a", "b") for number in range(100))
 
 
 def test_a_writer_waits_for_another(audit: Audit) -> None:
@@ -170,8 +170,8 @@ def test_commands_are_audited_without_secrets(
     run(["keys", "revoke", "ci"])
     capsys.readouterr()
     assert run(["audit", "-n", "3", "-o", "json"]) == 0
-    told = json.loads(capsys.readouterr().out)["actions"]
-    assert [(one["action"], one["status"]) for one in told] == [
+    records = json.loads(capsys.readouterr().out)["actions"]
+    assert [(one["action"], one["status"]) for one in records] == [
         ("keys create", "key-name-taken"),
         ("keys revoke", "key-unknown"),
         ("keys revoke", "done"),

@@ -1,4 +1,4 @@
-"""What becomes of an error on a thread of `up`."""
+"""Errors on threads of `up`, and absences of the controller."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def test_an_error_on_a_thread_ends_the_fleet(raised: Exception, id: str, what: s
     def work() -> None:
         raise raised
 
-    told: list[Failed] = []
-    watched(work, told.append)
-    assert [(one.problem.id, one.problem.what) for one in told] == [(id, what)]
+    failures: list[Failed] = []
+    watched(work, failures.append)
+    assert [(failure.problem.id, failure.problem.what) for failure in failures] == [(id, what)]
 
 
 def test_a_thread_that_ends_normally_ends_nothing() -> None:
     """Nor does the end of the fleet, which all threads see."""
-    told: list[Failed] = []
-    watched(lambda: None, told.append)
-    assert told == []
+    failures: list[Failed] = []
+    watched(lambda: None, failures.append)
+    assert failures == []
 
 
 class Absence:
-    """A controller that never answers, and a clock that only `time.sleep` and the test turn."""
+    """A controller that never replies, and a clock that only `time.sleep` and the test advance."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pauses: dict[int, float]) -> None:
         self.now, self.calls, self._pauses = 0.0, 0, pauses

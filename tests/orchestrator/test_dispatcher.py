@@ -1,4 +1,4 @@
-"""The dispatcher: which request gets which slot, which wait, and which are refused."""
+"""The dispatcher decides which request gets which slot, which ones wait, and which are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from orchestrator.dispatch.prefix_index import PrefixIndex
 
 @dataclass(eq=False)
 class PlayedLink:
-    """A link whose requests produce what the test says."""
+    """A link whose requests have as many tokens as the test sets."""
 
     id: str
     slots: int
@@ -53,7 +53,7 @@ class PlayedLink:
 
 
 class Played:
-    """A dispatcher, its links, and a record of what it has others do."""
+    """A dispatcher, its links, and a record of its effects."""
 
     def __init__(self, *slots: int, **chosen: Any) -> None:
         self.links = [PlayedLink(str(i), count) for i, count in enumerate(slots)]
@@ -433,7 +433,7 @@ def test_weights_hold_in_new_lines_until_they_change() -> None:
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_charges_to_earlier_lines_are_not_refunded_to_new_ones(lost: bool) -> None:
-    """Else the tenant would begin there with a head start that it has not earned."""
+    """Otherwise the tenant would begin there with an unearned credit."""
     played = Played(2)
     live, _ = played.arrive(tenant="a", tokens=50)
     played.end(live)

@@ -555,9 +555,9 @@ def test_the_first_key_of_a_running_fleet_needs_a_confirmation(
     """It rejects every client without a key; the question says so, with the alternative."""
     Terminal(monkeypatch, answer)
     assert run(["keys", "create", "ci", *options]) == code
-    told = capsys.readouterr().err
-    assert "requests without a key are rejected" in told
-    assert "--activate-at" in told
+    output = capsys.readouterr().err
+    assert "requests without a key are rejected" in output
+    assert "--activate-at" in output
     assert KeyFile(running.keys).read().requires_key(time.time()) is demands
 
 
@@ -573,9 +573,9 @@ def test_a_key_that_rejects_no_client_needs_no_confirmation(
     if situation != "no terminal":
         Terminal(monkeypatch, "n")
     assert run(["keys", "create", "ci", *(["--activate-at", "1h"] if situation == "a grace period" else [])]) == 0
-    told = capsys.readouterr()
-    assert KEY.fullmatch(told.out.strip())
-    assert ("are accepted on loopback until" in told.err) is (situation == "a grace period")
+    output = capsys.readouterr()
+    assert KEY.fullmatch(output.out.strip())
+    assert ("are accepted on loopback until" in output.err) is (situation == "a grace period")
 
 
 def test_keys_open_and_close_are_audited_and_shown(running: Home, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,8 +49,8 @@ def test_of_a_prompt_longer_than_the_memory_the_beginning_is_kept() -> None:
 def test_digests_are_the_same_in_every_process() -> None:
     """So that two runs decide alike."""
     code = "from orchestrator.dispatch.prefix_index import chain; print(chain(range(64), 16))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told.strip() == str(chain(range(64), 16))
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == str(chain(range(64), 16))
 
 
 def test_a_session_expires_after_its_time_without_requests() -> None:

@@ -1,4 +1,4 @@
-"""The limits of a key in time: what is let through, what is told, and what comes back."""
+"""The rate limits of a key: which requests pass, what a refusal reports, and what is refunded."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ MODEL = SimModel("m", slots=2, step_s=0.1, prefill_base_s=0.05, max_queue=10**6)
 def served(
     arrivals: Sequence[tuple[float, int]], model: SimModel = MODEL, replicas: int = 1, gateways: int = 1
 ) -> Measured:
-    """Of requests (time, output tokens)."""
-    asked = [Arrival(at, model.name, 10, tokens) for at, tokens in arrivals]
-    return serve_fixed([model], asked, replicas={model.name: replicas}, gateways=gateways)[model.name]
+    """Returns the measurements of requests, each given as (time, output tokens)."""
+    requests = [Arrival(at, model.name, 10, tokens) for at, tokens in arrivals]
+    return serve_fixed([model], requests, replicas={model.name: replicas}, gateways=gateways)[model.name]
 
 
-def times(found: Measured) -> list[tuple[float, float]]:
-    """(TTFT, latency) in the order in which the requests ended."""
-    return [(round(a, 6), round(b, 6)) for a, b in zip(found.ttfts, found.latencies, strict=True)]
+def times(measured: Measured) -> list[tuple[float, float]]:
+    """Returns (TTFT, latency) of each request, in the order in which they ended."""
+    return [(round(a, 6), round(b, 6)) for a, b in zip(measured.ttfts, measured.latencies, strict=True)]
 
 
 def test_a_single_request_takes_its_prefill_and_a_step_for_each_further_token() -> None:
@@ -67,15 +67,15 @@ def test_a_prefill_does_not_stall_another_replica() -> None:
 def test_after_a_prefill_live_requests_get_a_decode_before_the_next() -> None:
     """Step 2a of the batcher: the third prompt is read one decode after the second."""
     model = SimModel("m", slots=3, step_s=0.1, prefill_base_s=0.05)
-    found = times(served([(0.0, 100), (0.06, 50), (0.07, 50)], model))
-    assert sorted(ttft for ttft, _ in found) == pytest.approx([0.05, 0.14, 0.28])
+    measured = times(served([(0.0, 100), (0.06, 50), (0.07, 50)], model))
+    assert sorted(ttft for ttft, _ in measured) == pytest.approx([0.05, 0.14, 0.28])
 
 
 def test_prompts_that_wait_are_read_together_where_they_fit() -> None:
     """Step 2c: two of 10 tokens within 32."""
     model = SimModel("m", slots=3, step_s=0.1, prefill_base_s=0.05, prefill_tokens=32)
-    found = times(served([(0.0, 100), (0.06, 50), (0.07, 50)], model))
-    assert sorted(ttft for ttft, _ in found) == pytest.approx([0.05, 0.13, 0.14])
+    measured = times(served([(0.0, 100), (0.06, 50), (0.07, 50)], model))
+    assert sorted(ttft for ttft, _ in measured) == pytest.approx([0.05, 0.13, 0.14])
 
 
 def test_prompts_are_padded_to_their_bucket() -> None:
@@ -87,38 +87,38 @@ def test_prompts_are_padded_to_their_bucket() -> None:
 def test_a_request_for_a_full_model_waits_for_a_slot() -> None:
     """It leaves when the first ends."""
     model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05)
-    found = served([(0.0, 11), (0.5, 1)], model)
-    assert list(found.queued) == pytest.approx([0.0, 0.55])
+    measured = served([(0.0, 11), (0.5, 1)], model)
+    assert list(measured.queued) == pytest.approx([0.0, 0.55])
 
 
 def test_more_than_the_queue_holds_is_refused() -> None:
     """One is served, one waits, one is refused."""
     model = SimModel("m", slots=1, max_queue=1)
-    found = served([(0.0, 5), (0.01, 5), (0.02, 5)], model)
-    assert (found.answered, found.refused, found.open) == (2, 1, 0)
+    measured = served([(0.0, 5), (0.01, 5), (0.02, 5)], model)
+    assert (measured.answered, measured.refused, measured.open) == (2, 1, 0)
 
 
 def test_a_request_that_would_wait_too_long_is_rejected() -> None:
     """Its deadline cannot be kept: the one before it uses the only slot for far longer."""
     model = SimModel("m", slots=1, step_s=0.1, max_wait_s=0.3)
-    found = served([(0.0, 100), (1.0, 5)], model)
-    assert (found.answered, found.refused) == (1, 1)
+    measured = served([(0.0, 100), (1.0, 5)], model)
+    assert (measured.answered, measured.refused) == (1, 1)
 
 
 def test_other_routers_may_send_more_requests_than_slots() -> None:
     """The replica queues them in their order."""
     model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05)
-    asked = [Arrival(0.0, "m", 10, 2), Arrival(0.01, "m", 10, 2)]
-    found = serve_fixed([model], asked, replicas={"m": 1}, choice=lambda replicas, _: replicas[0])["m"]
-    assert times(found) == [(0.05, 0.15), (0.19, 0.29)]
+    arrivals = [Arrival(0.0, "m", 10, 2), Arrival(0.01, "m", 10, 2)]
+    measured = serve_fixed([model], arrivals, replicas={"m": 1}, choice=lambda replicas, _: replicas[0])["m"]
+    assert times(measured) == [(0.05, 0.15), (0.19, 0.29)]
 
 
 def test_the_clock_calls_in_the_order_of_times_then_of_registration() -> None:
-    clock, seen = Clock(), list[tuple[float, str]]()
+    clock, calls = Clock(), list[tuple[float, str]]()
     for at, name in ((2.0, "c"), (1.0, "a"), (1.0, "b")):
-        clock.at(at, lambda name: seen.append((clock.now, name)), name)
+        clock.at(at, lambda name: calls.append((clock.now, name)), name)
     clock.run([], lambda _: None)
-    assert seen == [(1.0, "a"), (1.0, "b"), (2.0, "c")]
+    assert calls == [(1.0, "a"), (1.0, "b"), (2.0, "c")]
 
 
 def test_arrivals_out_of_order_are_an_error() -> None:
@@ -141,11 +141,11 @@ def test_every_request_is_answered_or_rejected_exactly_once(
 ) -> None:
     """And no answer is faster than on an idle replica."""
     model = SimModel("m", slots=slots, step_s=0.1, prefill_base_s=0.03, max_queue=max_queue, prefill_tokens=together)
-    asked = [(at / 20, tokens) for at, tokens in sorted(arrivals)]
-    found = served(asked, model, replicas, gateways)
-    assert (found.answered + found.refused, found.open) == (len(asked), 0)
-    assert found.output_tokens <= sum(tokens for _, tokens in asked)
-    assert all(ttft >= 0.03 - 1e-9 for ttft in found.ttfts)
+    requests = [(at / 20, tokens) for at, tokens in sorted(arrivals)]
+    measured = served(requests, model, replicas, gateways)
+    assert (measured.answered + measured.refused, measured.open) == (len(requests), 0)
+    assert measured.output_tokens <= sum(tokens for _, tokens in requests)
+    assert all(ttft >= 0.03 - 1e-9 for ttft in measured.ttfts)
 
 
 @given(
@@ -169,7 +169,7 @@ BUCKETS = (16, 32, 64, 128)
 
 
 def simulated(model: SimModel, requests: Sequence[SimRequest]) -> list[tuple[float, float]]:
-    """When each has its first token, and its last."""
+    """Returns when each request has its first token, and its last."""
     replica, ends, at = SimReplica(model), dict[int, float](), 0
     while at < len(requests) or replica.due != math.inf:
         if at < len(requests) and requests[at].arrived_at <= replica.due:
@@ -183,7 +183,7 @@ def simulated(model: SimModel, requests: Sequence[SimRequest]) -> list[tuple[flo
 
 
 class TimedEngine(EchoEngine):
-    """Its steps take virtual time."""
+    """An engine whose steps take virtual time."""
 
     def __init__(self, model: SimModel) -> None:
         super().__init__(model.slots, BUCKETS[-1])
@@ -200,7 +200,7 @@ class TimedEngine(EchoEngine):
 
 
 def batched(model: SimModel, requests: Sequence[SimRequest]) -> list[tuple[float, float]]:
-    """The same, by the batcher."""
+    """Returns the same for the batcher of the product."""
     engine = TimedEngine(model)
     engine.load()
     firsts, ends = dict[str, float](), dict[str, float]()
@@ -215,9 +215,9 @@ def batched(model: SimModel, requests: Sequence[SimRequest]) -> list[tuple[float
     coming = list(requests)
     while coming or len(ends) < len(requests):
         while coming and coming[0].arrived_at <= engine.now:
-            one = coming.pop(0)
-            prompt = [1] * one.tokens
-            batcher.submit(GenerateRequest(id=str(one.number), prompt_ids=prompt, max_tokens=one.output_tokens))
+            request = coming.pop(0)
+            prompt = [1] * request.tokens
+            batcher.submit(GenerateRequest(id=str(request.number), prompt_ids=prompt, max_tokens=request.output_tokens))
         if not batcher.step():
             engine.now = coming[0].arrived_at
     return [(firsts[str(request.number)], ends[str(request.number)]) for request in requests]
@@ -246,42 +246,42 @@ def erlang_c(servers: int, load: float) -> float:
 def test_single_slots_wait_as_in_queueing_theory(servers: int, load: float) -> None:
     """M/M/c: the mean wait is C(c, a) / (c mu - lambda), within 8 %."""
     model = SimModel("m", slots=1, step_s=0.001, prefill_base_s=1e-9, max_queue=10**9)
-    asked = exponential(load, 1000.0, 120_000, 5)
-    found = serve_fixed([model], asked, replicas={"m": servers}, since=100.0)["m"]
+    arrivals = exponential(load, 1000.0, 120_000, 5)
+    measured = serve_fixed([model], arrivals, replicas={"m": servers}, since=100.0)["m"]
     expected = erlang_c(servers, load) / (servers - load)
-    assert sum(found.queued) / len(found.queued) == pytest.approx(expected, rel=0.08)
+    assert sum(measured.queued) / len(measured.queued) == pytest.approx(expected, rel=0.08)
 
 
 def test_fixed_lengths_wait_as_in_queueing_theory() -> None:
     """M/D/1: the mean wait is rho / (2 (1 - rho)) of a service, within 8 %."""
-    draw, at, asked = Random(3), 0.0, list[Arrival]()
+    draw, at, arrivals = Random(3), 0.0, list[Arrival]()
     for _ in range(20_000):
         at += draw.expovariate(0.6)
-        asked.append(Arrival(at, "m", 1, 101))
+        arrivals.append(Arrival(at, "m", 1, 101))
     model = SimModel("m", slots=1, step_s=0.01, prefill_base_s=1e-9, max_queue=10**9)
-    found = serve_fixed([model], asked, replicas={"m": 1})["m"]
-    assert sum(found.queued) / len(found.queued) == pytest.approx(0.75, rel=0.08)
+    measured = serve_fixed([model], arrivals, replicas={"m": 1})["m"]
+    assert sum(measured.queued) / len(measured.queued) == pytest.approx(0.75, rel=0.08)
 
 
 def test_late_binding_has_shorter_tails_than_two_choices() -> None:
     """At 85 % load; `benchmarks/routing.py` measures more."""
     model = SimModel("m", slots=4, step_s=0.03, prefill_base_s=0.02, max_queue=10**6)
-    asked = list(exponential(16.0, 100.0, 6_000, 1))
+    arrivals = list(exponential(16.0, 100.0, 6_000, 1))
     draw = Random(2)
 
     def two(replicas: Sequence[SimReplica], _: SimRequest) -> SimReplica:
-        one, other = draw.sample(range(len(replicas)), 2)
-        return min(replicas[one], replicas[other], key=lambda replica: replica.live)
+        first, second = draw.sample(range(len(replicas)), 2)
+        return min(replicas[first], replicas[second], key=lambda replica: replica.live)
 
-    ours = serve_fixed([model], asked, replicas={"m": 16})["m"]
-    theirs = serve_fixed([model], asked, replicas={"m": 16}, choice=two)["m"]
+    ours = serve_fixed([model], arrivals, replicas={"m": 16})["m"]
+    theirs = serve_fixed([model], arrivals, replicas={"m": 16}, choice=two)["m"]
     assert percentile(ours.ttfts, 99) < 0.5 * percentile(theirs.ttfts, 99)
 
 
 def test_gateways_share_the_slots_of_a_replica() -> None:
     """No slot is used twice, and none stays free: three gateways take as long as one."""
-    asked = [(0.0, 10)] * 12
-    alone, shared = served(asked, MODEL), served(asked, MODEL, gateways=3)
+    arrivals = [(0.0, 10)] * 12
+    alone, shared = served(arrivals, MODEL), served(arrivals, MODEL, gateways=3)
     assert sorted(shared.latencies) == pytest.approx(sorted(alone.latencies))
 
 
@@ -301,6 +301,6 @@ def test_a_flood_of_one_key_does_not_keep_others_out_of_a_full_queue() -> None:
     """As in the gateway: its last request is rejected."""
     model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05, max_queue=2)
     flood = [Arrival(0.01 * i, "m", 10, 1, "flood") for i in range(4)]
-    found = serve_fixed([model], [*flood, Arrival(0.045, "m", 10, 30, "other")], replicas={"m": 1})["m"]
-    assert (found.answered, found.refused) == (3, 2)
-    assert found.output_tokens == 1 + 1 + 30
+    measured = serve_fixed([model], [*flood, Arrival(0.045, "m", 10, 30, "other")], replicas={"m": 1})["m"]
+    assert (measured.answered, measured.refused) == (3, 2)
+    assert measured.output_tokens == 1 + 1 + 30

@@ -53,11 +53,11 @@ def test_a_run_is_printed_as_a_table(spec: str, capsys: pytest.CaptureFixture[st
 def test_a_run_is_printed_as_json(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each model with its figures; all requests are counted."""
     assert run(asked(spec, "-o", "json")) == 0
-    (told,) = data(capsys)["runs"]
-    assert told["requests"] == told["answered"] + told["refused"] + told["lost"] + told["open"]
-    assert [model["model"] for model in told["models"]] == ["chat", "small"]
-    assert told["models"][1]["objectives"] == {"ttft_ms": 500.0}
-    assert told["cost"] is None
+    (report,) = data(capsys)["runs"]
+    assert report["requests"] == report["answered"] + report["refused"] + report["lost"] + report["open"]
+    assert [model["model"] for model in report["models"]] == ["chat", "small"]
+    assert report["models"][1]["objectives"] == {"ttft_ms": 500.0}
+    assert report["cost"] is None
 
 
 def test_priced_hosts_have_a_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,16 +65,16 @@ def test_priced_hosts_have_a_cost(tmp_path: Path, capsys: pytest.CaptureFixture[
     path = tmp_path / "spec.yaml"
     path.write_text("hosts: {emulate: inf2.48xlarge, price_per_core_hour: 0.5}\nmodels: {chat: {engine: echo}}\n")
     assert run(asked(str(path), "-o", "json")) == 0
-    (told,) = data(capsys)["runs"]
-    assert told["cost"] == pytest.approx(24 * 0.5 * told["duration_s"] / 3600, abs=0.01)
+    (report,) = data(capsys)["runs"]
+    assert report["cost"] == pytest.approx(24 * 0.5 * report["duration_s"] / 3600, abs=0.01)
 
 
 def test_every_key_of_the_json_is_described(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In docs/simulate.md."""
     run(asked(spec, "-o", "json"))
-    (told,) = data(capsys)["runs"]
+    (report,) = data(capsys)["runs"]
     page = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text()
-    keys = {*told, *told["models"][0]} - {"models", "model"}
+    keys = {*report, *report["models"][0]} - {"models", "model"}
     assert sorted(key for key in keys if f"`{key}`" not in page) == []
 
 
@@ -101,9 +101,9 @@ def test_the_number_of_hosts_may_differ_from_the_specs(spec: str, capsys: pytest
 def test_without_scaling_nothing_starts(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--policy fixed: small is at zero and stays there; its requests are rejected in the end."""
     assert run(asked(spec, "--policy", "fixed", "-o", "json")) == 0
-    (told,) = data(capsys)["runs"]
-    assert told["starts"] == 0
-    assert told["models"][1]["refused"] == told["models"][1]["requests"] > 0
+    (report,) = data(capsys)["runs"]
+    assert report["starts"] == 0
+    assert report["models"][1]["refused"] == report["models"][1]["requests"] > 0
 
 
 def test_a_trace_is_played(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,9 +112,9 @@ def test_a_trace_is_played(spec: str, tmp_path: Path, capsys: pytest.CaptureFixt
     trace.write_text("time,model,prompt_tokens,output_tokens\n0,chat,10,5\n1,gpt,10,5\n2,small,10,5000\n")
     assert run(["simulate", spec, "--trace", str(trace), "-o", "json"]) == 0
     captured = capsys.readouterr()
-    told = json.loads(captured.out)
-    assert told["load"] == f"{trace}: 3 requests in 2 s"
-    assert [model["answered"] for model in told["runs"][0]["models"]] == [2, 1]
+    report = json.loads(captured.out)
+    assert report["load"] == f"{trace}: 3 requests in 2 s"
+    assert [model["answered"] for model in report["runs"][0]["models"]] == [2, 1]
     assert captured.err == "1 request of small is longer than its slots and cut to 2048 tokens\n"
 
 
@@ -137,9 +137,9 @@ def test_a_long_list_of_invalid_lines_ends_with_the_number_of_others(
     trace = tmp_path / "trace.csv"
     trace.write_text("time,model,prompt_tokens,output_tokens\n" + "0,chat,0,5\n" * 1254)
     assert run(["simulate", spec, "--trace", str(trace)]) == 1
-    told = capsys.readouterr().err
-    assert told.count("trace-wrong") == 20
-    assert told.endswith("\nand 1234 more\n")
+    report = capsys.readouterr().err
+    assert report.count("trace-wrong") == 20
+    assert report.endswith("\nand 1234 more\n")
 
 
 def test_cut_synthetic_requests_are_reported(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,10 +305,10 @@ def test_a_fleets_requests_are_exported(
     trace, speeds = tmp_path / "trace.csv", tmp_path / "speeds.json"
     assert run(["trace", "export", "--out", str(trace), "--speeds", str(speeds)]) == 0
     assert "60 requests" in capsys.readouterr().err
-    told = json.loads(speeds.read_text())["chat"]
-    assert (told["load_s"], told["step_ms"]) == (4.0, 20.0)
-    assert told["prefill_token_ms"] == pytest.approx(0.5, rel=0.05)
-    assert told["prefill_base_ms"] == pytest.approx(20.0, abs=2.0)
+    report = json.loads(speeds.read_text())["chat"]
+    assert (report["load_s"], report["step_ms"]) == (4.0, 20.0)
+    assert report["prefill_token_ms"] == pytest.approx(0.5, rel=0.05)
+    assert report["prefill_base_ms"] == pytest.approx(20.0, abs=2.0)
     assert run(["simulate", spec, "--trace", str(trace), "--speeds", str(speeds), "-o", "json"]) == 0
     assert data(capsys)["runs"][0]["models"][0]["answered"] == 60
 

@@ -24,7 +24,7 @@ from placements.facts.core_range import CoreRange
 
 
 class Scripted:
-    """Says what it is told to, tick after tick."""
+    """A policy with scripted decisions, one for each tick."""
 
     def __init__(self, script: list[dict[str, int]], tick_s: float = 10.0) -> None:
         self.tick_s = tick_s
@@ -43,7 +43,7 @@ def model(name: str, cores: int = 8, **more: object) -> SimModel:
 
 
 def held(outcome: Outcome) -> list[tuple[float, dict[tuple[str, int], str]]]:
-    """After every change: which core of which host is held by whom. Fails on a core that is held twice."""
+    """Returns after every change which replica holds which core. Fails on a core that is held twice."""
     cores: dict[tuple[str, int], str] = {}
     found = []
     for change in outcome.changes:
@@ -64,8 +64,8 @@ def kinds(outcome: Outcome, name: str) -> list[tuple[float, str]]:
 
 def test_a_replica_is_ready_when_it_has_loaded() -> None:
     """Decided at the first tick, ready load_s later."""
-    asked = [Arrival(5.0, "a", 10, 2), Arrival(60.0, "a", 10, 2)]
-    outcome = simulate(scenario_of([model("a")], hosts=1), asked, Scripted([{"a": 1}]), record=True)
+    arrivals = [Arrival(5.0, "a", 10, 2), Arrival(60.0, "a", 10, 2)]
+    outcome = simulate(scenario_of([model("a")], hosts=1), arrivals, Scripted([{"a": 1}]), record=True)
     assert kinds(outcome, "a") == [(5.0, "start"), (20.0, "ready")]
 
 
@@ -78,9 +78,9 @@ def test_the_first_request_of_a_model_at_zero_is_decided_at_once() -> None:
 
 def test_cores_are_free_before_they_are_used_again() -> None:
     """Shrink before grow: b starts when a's last request has ended, not at the decision."""
-    asked = [Arrival(9.0, "a", 10, 101)]
+    arrivals = [Arrival(9.0, "a", 10, 101)]
     scenario = scenario_of([model("a", 24), model("b", 24)], hosts=1)
-    outcome = simulate(scenario, asked, Scripted([{"a": 0, "b": 1}]), initial={"a": 1}, record=True)
+    outcome = simulate(scenario, arrivals, Scripted([{"a": 0, "b": 1}]), initial={"a": 1}, record=True)
     assert held(outcome)
     assert kinds(outcome, "a")[2:] == [(10.0, "drain"), (pytest.approx(19.016), "end")]
     assert kinds(outcome, "b")[0] == (pytest.approx(19.016), "start")
@@ -96,23 +96,23 @@ def test_a_draining_replica_is_ended_at_its_deadline() -> None:
 
 def test_an_unwanted_replica_stops_loading() -> None:
     """Its cores are free at once."""
-    asked = [Arrival(1.0, "b", 10, 1), Arrival(40.0, "b", 10, 1)]
+    arrivals = [Arrival(1.0, "b", 10, 1), Arrival(40.0, "b", 10, 1)]
     script = Scripted([{"a": 1, "b": 1}, {"a": 0, "b": 1}])
-    outcome = simulate(scenario_of([model("a", load_s=30.0), model("b")], hosts=1), asked, script, record=True)
+    outcome = simulate(scenario_of([model("a", load_s=30.0), model("b")], hosts=1), arrivals, script, record=True)
     assert kinds(outcome, "a") == [(1.0, "start"), (20.0, "end")]
 
 
 def test_requests_wait_for_a_first_replica_up_to_hold_s() -> None:
     """There is no room for the model."""
-    asked = [Arrival(1.0, "a", 10, 1), Arrival(100.0, "a", 10, 1)]
-    outcome = simulate(scenario_of([model("a", hold_s=30.0)], hosts=1), asked, Scripted([{"a": 0}]))
+    arrivals = [Arrival(1.0, "a", 10, 1), Arrival(100.0, "a", 10, 1)]
+    outcome = simulate(scenario_of([model("a", hold_s=30.0)], hosts=1), arrivals, Scripted([{"a": 0}]))
     assert outcome.measured["a"].refused == 2
 
 
 def test_core_hours_count_from_the_start_to_the_end() -> None:
     """Loading and draining replicas hold their cores too."""
-    asked = [Arrival(5.0, "a", 10, 1), Arrival(104.0, "a", 10, 1)]
-    outcome = simulate(scenario_of([model("a")], hosts=1), asked, Scripted([{"a": 1}]), record=True)
+    arrivals = [Arrival(5.0, "a", 10, 1), Arrival(104.0, "a", 10, 1)]
+    outcome = simulate(scenario_of([model("a")], hosts=1), arrivals, Scripted([{"a": 1}]), record=True)
     ended = outcome.seconds
     assert outcome.core_s["a"] == pytest.approx(8 * (ended - 5.0))
 
@@ -127,8 +127,8 @@ def test_the_policy_gets_the_running_replicas() -> None:
 
 def test_a_model_without_scaling_keeps_its_min() -> None:
     """`scaling: {auto: false}`."""
-    asked = [Arrival(at / 10, "a", 10, 50) for at in range(600)]
-    outcome = simulate(scenario_of([model("a", min=1, auto=False)], hosts=1), asked, Joint())
+    arrivals = [Arrival(at / 10, "a", 10, 50) for at in range(600)]
+    outcome = simulate(scenario_of([model("a", min=1, auto=False)], hosts=1), arrivals, Joint())
     assert outcome.loads["a"] == 0
 
 

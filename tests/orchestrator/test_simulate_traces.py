@@ -196,8 +196,8 @@ def test_few_requests_give_no_speed() -> None:
 
 def test_speeds_replace_estimates() -> None:
     """In seconds, and only the given ones."""
-    told = parse_speeds('{"a": {"step_ms": 20, "load_s": 9}, "gone": {}}', "s.json", ["a"])
-    model = with_speeds(SimModel("a", prefill_base_s=0.5), told["a"])
+    speeds = parse_speeds('{"a": {"step_ms": 20, "load_s": 9}, "gone": {}}', "s.json", ["a"])
+    model = with_speeds(SimModel("a", prefill_base_s=0.5), speeds["a"])
     assert (model.step_s, model.load_s, model.prefill_base_s) == (0.02, 9.0, 0.5)
 
 
