@@ -159,7 +159,7 @@ def _log(home: Home) -> None:
         ("logs/x", _log),
         ("logs/x", lambda home: start_child(["json.tool"], python=None, env={}, log_file=str(home.logs / "x"))),
         ("logs/x", lambda home: _redirect_output(home.logs / "x")),
-        ("logs/x", lambda home: recorder._opened(home.logs / "x")),
+        ("logs/x", lambda home: recorder.open_file(home.logs / "x")),
         ("logs/x", lambda home: file_lock.take(home.logs / "x")),
     ],
     ids=["journal", "journal.lock", "daemon.lock", "keys.lock", "cli log", "child", "replica", "trace", "seat"],

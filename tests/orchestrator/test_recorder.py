@@ -7,14 +7,15 @@ import io
 import os
 import threading
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
+from typing_extensions import Buffer
 
 from orchestrator.gateway.telemetry import recorder as recorder_of
 from orchestrator.gateway.telemetry.recorder import BUFFERED, RequestRecorder
 from orchestrator.records.request_traces import parts, read_page
 from orchestrator.simulate.trace_file import read_trace, write_trace
+from workers.host import private_file
 
 
 def note(recorder: RequestRecorder, count: int, first: int = 0) -> None:
@@ -109,82 +110,58 @@ def test_an_incomplete_line_of_a_crash_is_skipped(tmp_path: Path) -> None:
     assert pages(tmp_path, 100) == [1, 2]
 
 
-def test_a_full_disk_costs_lines_but_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are counted; later lines are complete."""
-    recorder = RequestRecorder(tmp_path, "g1")
+class PlayedFile(io.FileIO):
+    def __init__(self, path: Path, disk: PlayedDisk) -> None:
+        super().__init__(private_file.open_to_append(path), "wb")
+        self._disk = disk
+
+    def write(self, data: Buffer) -> int:
+        self._disk.writing.set()
+        assert self._disk.free.wait(10)
+        return super().write(bytes(data)[: len(bytes(data)) // 2] if self._disk.full else data)
+
+
+class PlayedDisk:
+    """A disk that blocks until it is ``free``, and accepts only half of a write while it is ``full``."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.writing, self.free = threading.Event(), threading.Event()
+        self.free.set()
+
+    def open(self, path: Path) -> PlayedFile:
+        return PlayedFile(path, self)
+
+
+def test_a_full_disk_costs_lines_but_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are counted, and reported when the disk accepts writes again; later lines are complete."""
+    disk = PlayedDisk()
+    recorder = RequestRecorder(tmp_path, "g1", open_file=disk.open)
     note(recorder, 1)
     recorder.flush()
-    monkeypatch.setattr(recorder, "_file", FullFile(recorder._file))
+    disk.full = True
     note(recorder, 5, 1)
     recorder.flush()
+    disk.full = False
     note(recorder, 1, 6)
     recorder.close()
     assert (recorder.dropped, pages(tmp_path, 100)) == (5, [1, 7])
-
-
-class SlowFile:
-    """A disk that accepts nothing before it is released."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.asked, self.may = threading.Event(), threading.Event()
-
-    def write(self, data: bytes) -> int:
-        self.asked.set()
-        assert self.may.wait(10)
-        return self._file.write(data)
-
-    def close(self) -> None:
-        self._file.close()
+    assert caplog.messages[-1] == "requests are recorded again; 5 were lost"
 
 
 def test_no_request_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All streams of a gateway would stall. Lines are buffered up to a limit, and written later."""
     monkeypatch.setattr(recorder_of, "MOST_BUFFERED", 2000)
-    recorder = RequestRecorder(tmp_path, "g1")
-    note(recorder, 1)
-    recorder.flush()
-    assert recorder._file is not None
-    slow = SlowFile(recorder._file)
-    monkeypatch.setattr(recorder, "_file", slow)
-    note(recorder, BUFFERED, 1)
-    assert slow.asked.wait(10)
-    note(recorder, 2005, BUFFERED + 1)
+    disk = PlayedDisk()
+    disk.free.clear()
+    recorder = RequestRecorder(tmp_path, "g1", open_file=disk.open)
+    note(recorder, BUFFERED)
+    assert disk.writing.wait(10)
+    note(recorder, 2005, BUFFERED)
     recorder.write_soon()
-    slow.may.set()
+    disk.free.set()
     recorder.close()
-    assert (recorder.dropped, pages(tmp_path, 5000)) == (5, [*range(1, BUFFERED + 2002)])
-
-
-def test_the_number_of_unrecorded_requests_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """When the disk accepts writes again."""
-    recorder = RequestRecorder(tmp_path, "g1")
-    note(recorder, 1)
-    recorder.flush()
-    monkeypatch.setattr(recorder, "_file", FullFile(recorder._file))
-    note(recorder, 5, 1)
-    recorder.flush()
-    note(recorder, 1, 6)
-    recorder.close()
-    assert caplog.messages[-1] == "requests are recorded again; 5 were lost"
-
-
-class FullFile:
-    """Takes the half of what is written."""
-
-    def __init__(self, file: object) -> None:
-        self._file = file
-
-    def write(self, data: bytes) -> int:
-        return int(self._file.write(data[: len(data) // 2]))  # type: ignore[attr-defined]
-
-    def fileno(self) -> int:
-        return int(self._file.fileno())  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        self._file.close()  # type: ignore[attr-defined]
+    assert (recorder.dropped, pages(tmp_path, 5000)) == (5, [*range(1, BUFFERED + 2001)])
 
 
 def test_a_folder_that_cannot_be_created_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
 
 from orchestrator.records.request_traces import parts
 from workers.host import private_file
@@ -20,6 +20,12 @@ FILE_BYTES = 4 * 2**20  # of one file; about 80,000 requests
 FILES = 32  # of all gateways together; the oldest is deleted
 BUFFERED = 1024  # requests that start a write
 MOST_BUFFERED = 64 * 1024  # while the disk blocks; later requests are not recorded
+
+
+def open_file(path: Path) -> io.FileIO:
+    """Opens a file of records, unbuffered, so that a write returns what the disk has accepted."""
+    return io.FileIO(private_file.open_to_append(path), "wb")
+
 
 Record = tuple[float, str, int, int, str, float, float]
 
@@ -32,17 +38,26 @@ class RequestRecorder:
     loses lines, never a request.
     """
 
-    def __init__(self, folder: Path, gateway: str, *, file_bytes: int = FILE_BYTES, files: int = FILES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        gateway: str,
+        *,
+        file_bytes: int = FILE_BYTES,
+        files: int = FILES,
+        open_file: Callable[[Path], io.FileIO] = open_file,
+    ) -> None:
         """``gateway`` is part of the file names. A later gateway of the same name appends to the files."""
         self.dropped = 0  # requests that could not be written
         self._folder = folder
         self._gateway = gateway
         self._file_bytes = file_bytes
         self._files = files
+        self._open_file = open_file
         self._notes: list[Record] = []
         self._writer = ThreadPoolExecutor(1, "recorder")
         self._writing: Future[None] | None = None
-        self._file: BinaryIO | None = None
+        self._file: io.FileIO | None = None
         self._written = 0  # bytes in this file
         self._dropped_before: int | None = None  # ``dropped`` when writing began to fail; None: it works
 
@@ -121,7 +136,7 @@ class RequestRecorder:
             self._file.close()
             self._file = None
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> io.FileIO:
         """Opens the next file, which begins at the offset where the last one ends."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         files = parts(self._folder).get(self._gateway, [])
@@ -130,7 +145,7 @@ class RequestRecorder:
             start, last = files[-1]
             size = last.stat().st_size
             if size < self._file_bytes:
-                file = _opened(last)
+                file = self._open_file(last)
                 if private_file.ends_whole(file.fileno()):
                     self._written = size
                     return file
@@ -138,7 +153,7 @@ class RequestRecorder:
             start += size
         self._make_room()
         self._written = 0
-        return _opened(self._folder / f"{self._gateway}.{start}.csv")
+        return self._open_file(self._folder / f"{self._gateway}.{start}.csv")
 
     def _make_room(self) -> None:
         """Deletes the oldest files until one more is allowed. Other gateways may do the same at the same time."""
@@ -158,7 +173,3 @@ class RequestRecorder:
                 os.ftruncate(file.fileno(), self._written)
             with contextlib.suppress(OSError):
                 file.close()
-
-
-def _opened(path: Path) -> BinaryIO:
-    return os.fdopen(private_file.open_to_append(path), "wb", buffering=0)
