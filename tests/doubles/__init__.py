@@ -47,8 +47,8 @@ class Neuron:
 
     def held(self) -> dict[int, int | None]:
         """Cores that a living process holds, each with its pid."""
-        found: dict[int, int | None] = importlib.import_module("neuron_double.runtime").held()
-        return found
+        cores: dict[int, int | None] = importlib.import_module("neuron_double.runtime").held()
+        return cores
 
     @property
     def env(self) -> dict[str, str]:

@@ -86,8 +86,10 @@ def make_interpreter(
     """
     subprocess.run([python, "-m", "venv", "--without-pip", "--symlinks", str(folder)], check=True)
     site = next(folder.glob("lib/python3.*/site-packages"))
-    here = next(path for path in sys.path if path.endswith("site-packages"))
-    (site / "corewright-double.pth").write_text("\n".join([here, str(PROJECT), *([str(PACKAGES)] if neuron else [])]))
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    (site / "corewright-double.pth").write_text(
+        "\n".join([packages, str(PROJECT), *([str(PACKAGES)] if neuron else [])])
+    )
     for name, version in (instead or {}).items():
         _write(site / name / "__init__.py", f"__version__ = {version!r}\n")
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"

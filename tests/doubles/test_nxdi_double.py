@@ -108,16 +108,16 @@ def test_every_signature_is_the_recorded_one(machine: Neuron, monkeypatch: pytes
     for dotted in recorded.surface:
         if recorded.role(dotted) == "class":
             continue
-        module, _, rest = dotted.partition(".models.")[0], "", dotted
-        found = _found(rest)
+        module, _, path = dotted.partition(".models.")[0], "", dotted
+        function = _found(path)
         if not recorded.has(dotted, version):
-            assert found is None, f"{dotted} is not in {version}"
+            assert function is None, f"{dotted} is not in {version}"
             continue
-        assert found is not None, dotted
+        assert function is not None, dotted
         wished = recorded.signature(dotted, version)
-        own = inspect.signature(inspect.unwrap(found))
-        assert str(inspect.signature(found)) in (str(wished), str(_without_first(wished))), dotted
-        if not any(one.kind is one.VAR_KEYWORD for one in own.parameters.values()):
+        own = inspect.signature(inspect.unwrap(function))
+        assert str(inspect.signature(function)) in (str(wished), str(_without_first(wished))), dotted
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.parameters.values()):
             assert {name for name in wished.parameters if name not in ("self", "cls")} <= set(own.parameters), dotted
         checked += 1
     assert checked >= 15, module
@@ -132,12 +132,12 @@ def _found(dotted: str) -> Any:
     parts = dotted.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:cut]))
+            value = importlib.import_module(".".join(parts[:cut]))
         except ModuleNotFoundError:
             continue
         for name in parts[cut:]:
-            found = getattr(found, name, None)  # type: ignore[assignment]
-        return found
+            value = getattr(value, name, None)  # type: ignore[assignment]
+        return value
     return None
 
 
@@ -148,20 +148,22 @@ def test_the_registry_and_the_options_are_those_of_the_version(
     """Architectures, option names and literal defaults, and the metadata, are what was recorded."""
     monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
     data = contract("nxd-inference").data
-    known = data["snapshots"].get(version) or data["other_revisions"][version]
-    wished = known["registries"][f"{PACKAGE}.utils.constants.MODEL_TYPES"]
+    snapshot = data["snapshots"].get(version) or data["other_revisions"][version]
+    wished = snapshot["registries"][f"{PACKAGE}.utils.constants.MODEL_TYPES"]
     types = nxdi("utils.constants").MODEL_TYPES
-    assert {arch: {task: one.__name__ for task, one in tasks.items()} for arch, tasks in types.items()} == wished
+    assert {
+        arch: {task: model_class.__name__ for task, model_class in tasks.items()} for arch, tasks in types.items()
+    } == wished
     options = contract("nxd-inference").options(f"{PACKAGE}.models.config.NeuronConfig", version)
-    made = vars(nxdi("models.config").NeuronConfig())
-    assert set(options) <= set(made) | {"torch_dtype", "logical_neuron_cores", "overrides_torch_dtype"}
-    assert made["save_sharded_checkpoint"] is (version == "0.2")
+    defaults = vars(nxdi("models.config").NeuronConfig())
+    assert set(options) <= set(defaults) | {"torch_dtype", "logical_neuron_cores", "overrides_torch_dtype"}
+    assert defaults["save_sharded_checkpoint"] is (version == "0.2")
     assert nxdi("models.config").OnDeviceSamplingConfig().do_sample is False
-    told = importlib.metadata.version("neuronx-distributed-inference")
-    assert told.startswith(known["version"])
+    installed = importlib.metadata.version("neuronx-distributed-inference")
+    assert installed.startswith(snapshot["version"])
 
 
-def test_mistral_is_not_there_before_0_9(machine: Neuron, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistral_is_missing_before_0_9(machine: Neuron, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module cannot be imported in 0.8, and can in 0.9."""
     with pytest.raises(ModuleNotFoundError):
         nxdi("models.mistral.modeling_mistral")
@@ -174,9 +176,9 @@ def test_mistral_is_not_there_before_0_9(machine: Neuron, monkeypatch: pytest.Mo
 def test_an_unknown_option_is_only_logged(machine: Neuron, caplog: pytest.LogCaptureFixture) -> None:
     """A misspelt name is no error, which is why options are checked before."""
     with caplog.at_level(logging.WARNING):
-        made = nxdi("models.config").NeuronConfig(seq_length=4096)
+        config = nxdi("models.config").NeuronConfig(seq_length=4096)
     assert "seq_length" in caplog.text
-    assert made.seq_len == 128
+    assert config.seq_len == 128
 
 
 def test_a_call_that_the_version_does_not_take_is_refused(machine: Neuron, source: Path, tmp_path: Path) -> None:
@@ -185,7 +187,7 @@ def test_a_call_that_the_version_does_not_take_is_refused(machine: Neuron, sourc
         loaded(source, tmp_path / "out").load(str(tmp_path / "out"), dry_run=True)
 
 
-def test_the_environment_has_the_last_word_on_lnc(machine: Neuron, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_overrides_the_lnc_option(machine: Neuron, monkeypatch: pytest.MonkeyPatch) -> None:
     """NEURON_LOGICAL_NC_CONFIG before the keyword before the platform."""
     config = nxdi("models.config").NeuronConfig
     monkeypatch.setenv("NEURON_DOUBLE_INSTANCE", "trn2.48xlarge")
@@ -203,13 +205,15 @@ def test_a_missing_attribute_of_the_model_is_refused(machine: Neuron) -> None:
 # -- Compile and load
 
 
-def test_a_compiled_folder_holds_weights_only_if_asked(machine: Neuron, source: Path, tmp_path: Path) -> None:
+def test_a_compiled_folder_holds_weights_only_with_save_sharded_checkpoint(
+    machine: Neuron, source: Path, tmp_path: Path
+) -> None:
     """neuron_config.json and model.pt always, one file for each rank with save_sharded_checkpoint."""
     for name, sharded in (("plain", False), ("sharded", True)):
         config = configured(source, save_sharded_checkpoint=sharded)
         llama().NeuronLlamaForCausalLM(str(source), config).compile(str(tmp_path / name))
-    assert sorted(one.name for one in (tmp_path / "plain").iterdir()) == ["model.pt", "neuron_config.json"]
-    assert sorted(one.name for one in (tmp_path / "sharded" / "weights").iterdir()) == [
+    assert sorted(file.name for file in (tmp_path / "plain").iterdir()) == ["model.pt", "neuron_config.json"]
+    assert sorted(file.name for file in (tmp_path / "sharded" / "weights").iterdir()) == [
         "tp0_sharded_checkpoint.safetensors",
         "tp1_sharded_checkpoint.safetensors",
     ]
@@ -310,7 +314,7 @@ def test_a_neff_of_another_lnc_or_version_is_not_loaded(
         llama().NeuronLlamaForCausalLM(str(tmp_path / "one")).load(str(tmp_path / "one"))
 
 
-def test_more_cores_than_are_visible_are_not_there(machine: Neuron, source: Path, tmp_path: Path) -> None:
+def test_a_degree_beyond_the_visible_cores_is_refused(machine: Neuron, source: Path, tmp_path: Path) -> None:
     """A degree of 4 on two cores."""
     with pytest.raises(RuntimeError, match="Could not find VNC id 2"):
         loaded(source, tmp_path / "out", tp_degree=4)
@@ -353,8 +357,8 @@ def test_rows_decode_as_the_model_itself_would(
 def test_a_length_that_equals_a_bucket_goes_to_the_next(machine: Neuron) -> None:
     """Only the largest bucket takes its own length, and nothing is longer, unless input is cut."""
     target = nxdi("models.model_wrapper").target_bucket
-    found = [target([8, 16, 32], length, 0, False, "x") for length in (7, 8, 16, 32)]
-    assert found == [8, 16, 32, 32]
+    chosen = [target([8, 16, 32], length, 0, False, "x") for length in (7, 8, 16, 32)]
+    assert chosen == [8, 16, 32, 32]
     assert target([8, 16, 32], 40, 0, True, "x") == 32
     with pytest.raises(ValueError, match="exceeds largest bucket"):
         target([8, 16, 32], 33, 0, False, "x")
@@ -370,8 +374,8 @@ def test_a_prompt_beyond_the_largest_bucket_is_refused(machine: Neuron, source: 
 def test_buckets_double_and_end_with_the_longest(machine: Neuron) -> None:
     """The last power of two below it is left to rounding."""
     generate = nxdi("modules.autobucketing").generate_buckets
-    found = [generate(128, 128), generate(128, 1024), generate(128, 1500), generate(128, 1400)]
-    assert found == [[128], [128, 256, 512, 1024], [128, 256, 512, 1024, 1500], [128, 256, 512, 1400]]
+    ladders = [generate(128, 128), generate(128, 1024), generate(128, 1500), generate(128, 1400)]
+    assert ladders == [[128], [128, 256, 512, 1024], [128, 256, 512, 1024, 1500], [128, 256, 512, 1400]]
 
 
 def test_the_length_of_a_prompt_is_its_largest_position(machine: Neuron, source: Path, tmp_path: Path) -> None:
@@ -382,7 +386,7 @@ def test_the_length_of_a_prompt_is_its_largest_position(machine: Neuron, source:
     assert torch.allclose(wrong.logits[0, -1], expected(source, [*PROMPT, 0, 0, 0]), atol=1e-4)
 
 
-def test_a_mask_that_tells_another_length_changes_the_answer(machine: Neuron, source: Path, tmp_path: Path) -> None:
+def test_a_mask_of_another_length_changes_the_answer(machine: Neuron, source: Path, tmp_path: Path) -> None:
     """Left padding is one of the ways to get there."""
     model = loaded(source, tmp_path / "out")
     mask = torch.ones(1, len(PROMPT), dtype=torch.long)
@@ -475,12 +479,14 @@ def test_without_do_sample_every_request_is_greedy(machine: Neuron, source: Path
 
 
 @pytest.mark.parametrize("top_k", [0, -1])
-def test_no_top_k_is_one_token_of_all(machine: Neuron, source: Path, tmp_path: Path, top_k: int) -> None:
+def test_top_k_0_draws_uniformly_from_the_vocabulary(machine: Neuron, source: Path, tmp_path: Path, top_k: int) -> None:
     """Uniformly from the vocabulary, however cold: it does not switch the cut off."""
     torch.manual_seed(0)
     model = sampled(source, tmp_path / "out")
-    found = {int(prefill(model, [1], [PROMPT], sampling_params=params([(top_k, 1.0, 0.01)])).tokens) for _ in range(12)}
-    assert len(found) > 6
+    tokens = {
+        int(prefill(model, [1], [PROMPT], sampling_params=params([(top_k, 1.0, 0.01)])).tokens) for _ in range(12)
+    }
+    assert len(tokens) > 6
 
 
 def test_top_k_and_top_p_cut_on_the_device(machine: Neuron) -> None:
@@ -489,9 +495,9 @@ def test_top_k_and_top_p_cut_on_the_device(machine: Neuron) -> None:
     how = SimpleNamespace(on_device_sampling_config=SimpleNamespace(do_sample=True, dynamic=True, deterministic=False))
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
     sampler, best = sampling.Sampler(how), logits.topk(2).indices[0].tolist()
-    two = {int(sampler(logits, params([(2, 1.0, 9.0)]))) for _ in range(50)}
-    one = {int(sampler(logits, params([(256, 1e-6, 9.0)]))) for _ in range(20)}
-    assert (two, one) == (set(best), {best[0]})
+    largest = {int(sampler(logits, params([(2, 1.0, 9.0)]))) for _ in range(50)}
+    nucleus = {int(sampler(logits, params([(256, 1e-6, 9.0)]))) for _ in range(20)}
+    assert (largest, nucleus) == (set(best), {best[0]})
 
 
 @pytest.mark.parametrize(
@@ -589,8 +595,8 @@ def test_the_compiler_gets_the_flags_of_each_kind_of_graph(
         model.models[0].compiler_args += "--my-flag "
         model.compile(str(tmp_path / "out"))
     flags = [str(line["flags"]) for line in importlib.import_module("neuron_double.compiler").compiles()]
-    assert ["--my-flag" in one for one in flags] == [True, False] * 2
-    assert not any("-O3" in one for one in flags)
+    assert ["--my-flag" in graph_flags for graph_flags in flags] == [True, False] * 2
+    assert not any("-O3" in graph_flags for graph_flags in flags)
 
 
 @pytest.mark.parametrize(("version", "sticky"), [("0.2", False), ("0.3", True), ("0.9", True)])
@@ -628,7 +634,9 @@ def greedy(source: Path, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_fused_speculation_tells_what_was_accepted(machine: Neuron, source: Path, tmp_path: Path, own: bool) -> None:
+def test_fused_speculation_returns_the_accepted_tokens(
+    machine: Neuron, source: Path, tmp_path: Path, own: bool
+) -> None:
     """Padded tokens first and the next positions last, for each row; they are the target's own greedy tokens."""
     stranger = make_checkpoint(tmp_path / "stranger", "llama", seed=9, layers=1, eos=None)
     model = fused(source, source if own else stranger, tmp_path / "out")
@@ -637,9 +645,9 @@ def test_fused_speculation_tells_what_was_accepted(machine: Neuron, source: Path
     step = decode(model, [0, 1], first, [len(PROMPT), 9])
     accepted, ends = step.fused_outputs[0], step.fused_outputs[-1].squeeze(-1)
     counts = (ends - torch.tensor([len(PROMPT), 9])).tolist()
-    found = [accepted[row, :count].tolist() for row, count in enumerate(counts)]
+    runs = [accepted[row, :count].tolist() for row, count in enumerate(counts)]
     wished = [greedy(source, prompt, 1 + count) for prompt, count in zip((PROMPT, [44] * 9), counts, strict=True)]
-    assert [[token, *row] for token, row in zip(first, found, strict=True)] == wished
+    assert [[token, *row] for token, row in zip(first, runs, strict=True)] == wished
     assert (min(counts) == 4) if own else (min(counts) < 4)
     assert step.logits is None
 
@@ -707,7 +715,7 @@ def test_generate_fails_at_every_call_in_0_7_and_0_8(
         generates(source, tmp_path / "out").generate(torch.tensor([PROMPT]), max_new_tokens=3)
 
 
-def test_generate_wants_exactly_the_compiled_batch(
+def test_generate_needs_the_compiled_batch(
     machine: Neuron, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One prompt of three is refused, and so are beams."""
@@ -730,8 +738,8 @@ def test_generate_replaces_sampling_params_from_0_3_on(
     adapter = generates(
         source, tmp_path / "out", on_device_sampling_config=nxdi("models.config").OnDeviceSamplingConfig(**how)
     )
-    prompt, asked = torch.tensor([PROMPT]), params([(1, 1.0, 1.0)])
-    first = {adapter.generate(prompt, max_new_tokens=1, sampling_params=asked)[0, -1].item() for _ in range(8)}
+    prompt, greedy_params = torch.tensor([PROMPT]), params([(1, 1.0, 1.0)])
+    first = {adapter.generate(prompt, max_new_tokens=1, sampling_params=greedy_params)[0, -1].item() for _ in range(8)}
     assert (first == {int(expected(source, PROMPT).argmax())}) is kept
 
 

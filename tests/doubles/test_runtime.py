@@ -136,7 +136,7 @@ def test_a_number_of_cores_takes_free_ones(start: Start) -> None:
     assert start(NEURON_RT_NUM_CORES="4").ask("runtime().claim()") == [4, 5, 6, 7]
 
 
-def test_the_range_wins_over_the_number(start: Start) -> None:
+def test_the_range_overrides_the_number(start: Start) -> None:
     """Both set: NEURON_RT_VISIBLE_CORES counts."""
     assert start("8-9", NEURON_RT_NUM_CORES="4").ask("runtime().claim()") == [8, 9]
 
@@ -267,7 +267,7 @@ def test_a_planned_fault_comes_when_it_was_planned(start: Start, neuron: Neuron)
             process.ask("runtime().execute()")
 
 
-def test_a_fault_of_a_core_meets_who_holds_it(start: Start, neuron: Neuron) -> None:
+def test_a_fault_of_a_core_hits_its_owner(start: Start, neuron: Neuron) -> None:
     """A process on other cores is well."""
     neuron.plan({"at": "execute", "core": 5, "status": 1202})
     start("0-3").ask("runtime().execute()")
@@ -360,15 +360,15 @@ def test_a_slot_is_read_as_it_was_written(neuron: Neuron, tmp_path: Path, family
     slots = importlib.import_module("neuron_double.slots")
     model = slots.SlotModel(make_checkpoint(tmp_path / "model", family), slots=3, max_len=64)
     ids = [5, 9, 200, 31, 77, 8, 20, 13]
-    whole = model.run(1, ids, 0)
+    logits = model.run(1, ids, 0)
     model.run(2, ids[:5], 0)
     model.run(0, [3, 4, 5], 0)
 
     again = torch.cat([model.run(2, ids[5:6], 5), model.run(2, ids[6:], 6)])
 
-    torch.testing.assert_close(again, whole[5:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(again, logits[5:], atol=1e-4, rtol=1e-4)
     model.garble(2, 0)
-    assert not torch.allclose(model.run(2, ids[7:], 7), whole[7:], atol=1e-3)
+    assert not torch.allclose(model.run(2, ids[7:], 7), logits[7:], atol=1e-3)
 
 
 @pytest.mark.parametrize("to", ["int8", "fp8"])

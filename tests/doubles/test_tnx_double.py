@@ -42,8 +42,8 @@ def reference(path: Path) -> Any:
 def after(model: Any, tokens: list[int]) -> torch.Tensor:
     """The logits of stock transformers after ``tokens``."""
     with torch.no_grad():
-        found: torch.Tensor = model(torch.tensor([tokens])).logits[0, -1]
-    return found
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0, -1]
+    return logits
 
 
 def lines(tnx: Any, path: Path, slots: int = 3, kind: str = "LlamaForSampling", **more: Any) -> Any:
@@ -79,13 +79,13 @@ def fill(model: Any, prompts: list[list[int]], slots: list[int]) -> torch.Tensor
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
     cache = torch.tensor([[*range(len(prompt)), *[0] * (width - len(prompt))] for prompt in prompts])
-    found: torch.Tensor = model(ids, cache, torch.tensor(slots))
-    return found
+    logits: torch.Tensor = model(ids, cache, torch.tensor(slots))
+    return logits
 
 
 def step(model: Any, tokens: list[int], positions: list[int], slots: list[int]) -> torch.Tensor:
-    found: torch.Tensor = model(torch.tensor(tokens)[:, None], torch.tensor(positions)[:, None], torch.tensor(slots))
-    return found
+    logits: torch.Tensor = model(torch.tensor(tokens)[:, None], torch.tensor(positions)[:, None], torch.tensor(slots))
+    return logits
 
 
 # construction
@@ -97,39 +97,42 @@ def test_its_signatures_are_the_recorded_ones(tnx: Any) -> None:
     for module, content in CONTRACT.data["snapshots"][CONTRACT.primary]["modules"].items():
         if module not in sys.modules:
             continue
-        here = sys.modules[module]
+        loaded = sys.modules[module]
         for name, record in content.get("classes", {}).items():
             for method in record.get("methods", {}):
-                own = inspect.getattr_static(vars(here).get(name), method, None)
+                own = inspect.getattr_static(vars(loaded).get(name), method, None)
                 own = getattr(own, "__func__", own)
                 if not inspect.isfunction(own) or not own.__module__.startswith("transformers_neuronx"):
                     continue
                 if (name, method) == ("NeuronConfig", "__init__"):
                     continue  # takes the recorded names from the contract itself
-                wanted = CONTRACT.signature(f"{module}.{name}.{method}")
-                assert parameters(own) == parameters(wanted), f"{module}.{name}.{method}"
+                expected = CONTRACT.signature(f"{module}.{name}.{method}")
+                assert parameters(own) == parameters(expected), f"{module}.{name}.{method}"
                 checked += 1
         for name in content.get("functions", {}):
-            own = vars(here).get(name)
+            own = vars(loaded).get(name)
             if own is not None and module not in ("transformers_neuronx.sampling",):
                 assert parameters(own) == parameters(CONTRACT.signature(f"{module}.{name}")), f"{module}.{name}"
                 checked += 1
     assert checked > 60
 
 
-def test_it_has_all_that_an_adapter_is_expected_to_call(tnx: Any) -> None:
+def test_every_name_of_the_surface_exists(tnx: Any) -> None:
     """By the dotted names of the contract, inherited methods included."""
     modules = CONTRACT.data["snapshots"][CONTRACT.primary]["modules"]
     for dotted in CONTRACT.surface:
         module = max((name for name in modules if dotted.startswith(f"{name}.")), key=len)
-        found = importlib.import_module(module)
+        value = importlib.import_module(module)
         for name in dotted.removeprefix(f"{module}.").split("."):
-            found = getattr(found, name)
+            value = getattr(value, name)
 
 
 def parameters(of: Any) -> list[tuple[str, str, str]]:
-    found = of if isinstance(of, inspect.Signature) else inspect.signature(of)
-    return [(one.name, one.kind.name, _default(one.default)) for one in found.parameters.values()]
+    signature = of if isinstance(of, inspect.Signature) else inspect.signature(of)
+    return [
+        (parameter.name, parameter.kind.name, _default(parameter.default))
+        for parameter in signature.parameters.values()
+    ]
 
 
 def _default(value: Any) -> str:
@@ -147,8 +150,8 @@ def test_a_call_that_the_recorded_signature_does_not_take_is_a_type_error(tnx: A
 def test_the_tp_degree_is_2_where_none_is_given(tnx: Any, checkpoint: Checkpoints) -> None:
     """Of every class."""
     kinds = ("llama", "mistral", "mixtral", "gpt2", "opt", "bloom", "gptj", "gpt_neox")
-    found = [tnx.NeuronAutoModelForCausalLM.from_pretrained(str(checkpoint(kind))).tp_degree for kind in kinds]
-    assert found == [2] * len(kinds)
+    degrees = [tnx.NeuronAutoModelForCausalLM.from_pretrained(str(checkpoint(kind))).tp_degree for kind in kinds]
+    assert degrees == [2] * len(kinds)
 
 
 def test_an_unknown_option_is_an_assertion(tnx: Any) -> None:
@@ -231,17 +234,17 @@ def test_a_line_without_a_row_loses_its_position_0(tnx: Any, checkpoint: Checkpo
     stock, model = reference(checkpoint("llama")), lines(tnx, checkpoint("llama"))
     fill(model, PROMPTS, [0, 1])
     step(model, [30], [5], [0])  # line 1 is left out
-    found = step(model, [31, 32], [6, 3], [0, 1])
-    assert torch.allclose(found[0], after(stock, [*PROMPTS[0], 30, 31]), atol=1e-4)
-    assert not torch.allclose(found[1], after(stock, [*PROMPTS[1], 32]), atol=1e-2)
+    logits = step(model, [31, 32], [6, 3], [0, 1])
+    assert torch.allclose(logits[0], after(stock, [*PROMPTS[0], 30, 31]), atol=1e-4)
+    assert not torch.allclose(logits[1], after(stock, [*PROMPTS[1], 32]), atol=1e-2)
 
 
 def test_a_prompt_of_one_token_is_a_step(tnx: Any, checkpoint: Checkpoints) -> None:
     """At position 0, so that the other lines lose theirs."""
     stock, model = reference(checkpoint("llama")), lines(tnx, checkpoint("llama"))
     fill(model, [PROMPTS[0]], [0])
-    found = fill(model, [[42]], [1])
-    assert torch.allclose(found[0], after(stock, [42]), atol=1e-4)
+    logits = fill(model, [[42]], [1])
+    assert torch.allclose(logits[0], after(stock, [42]), atol=1e-4)
     assert not torch.allclose(step(model, [30, 31], [5, 1], [0, 1])[0], after(stock, [*PROMPTS[0], 30]), atol=1e-2)
 
 
@@ -274,7 +277,7 @@ def test_a_position_beyond_the_token_buckets_is_a_stop_iteration(
         static(tnx, checkpoint("opt"))(torch.tensor([[9]]), torch.tensor([64], dtype=torch.int32))
 
 
-def test_rows_of_a_step_are_held_to_be_sorted(tnx: Any, checkpoint: Checkpoints) -> None:
+def test_unsorted_rows_of_a_step_are_refused(tnx: Any, checkpoint: Checkpoints) -> None:
     """Stricter than the package, which only asks for it."""
     model = lines(tnx, checkpoint("llama"))
     fill(model, PROMPTS, [0, 1])
@@ -296,9 +299,9 @@ def test_several_tokens_behind_a_prompt_are_speculation(tnx: Any, checkpoint: Ch
     model.to_neuron()
     fill(model, PROMPTS, [0, 1])
     ids, cache = torch.tensor([[30, 31, 32], [40, 41, 42]]), torch.tensor([[5, 6, 7], [3, 4, 5]])
-    found = model.speculative_forward(ids, cache, torch.tensor([0, 1]), 3)
-    assert list(found.shape[::2]) == [3, 2]
-    assert torch.allclose(found[1, :, 1], after(stock, [*PROMPTS[1], 40, 41]), atol=1e-4)
+    logits = model.speculative_forward(ids, cache, torch.tensor([0, 1]), 3)
+    assert list(logits.shape[::2]) == [3, 2]
+    assert torch.allclose(logits[1, :, 1], after(stock, [*PROMPTS[1], 40, 41]), atol=1e-4)
     with pytest.raises(AssertionError, match="invalid batch size"):
         model.speculative_forward(ids[:1], cache[:1], torch.tensor([0]), 3)
 
@@ -354,9 +357,9 @@ def test_gptj_attends_to_position_0_alone(tnx: Any, checkpoint: Checkpoints) -> 
     """Right for one token, wrong from the second on; and start_ids change nothing."""
     stock, model = reference(checkpoint("gptj")), static(tnx, checkpoint("gptj"))
     assert torch.allclose(model(torch.tensor([[7]]), torch.arange(1))[0], after(stock, [7]), atol=1e-4)
-    found = model(torch.tensor([[7, 8, 9]]), torch.arange(3))
-    assert not torch.allclose(found[0], after(stock, [7, 8, 9]), atol=1e-1)
-    assert torch.equal(found, model(torch.tensor([[7, 8, 9]]), torch.arange(3), torch.tensor([1])))
+    logits = model(torch.tensor([[7, 8, 9]]), torch.arange(3))
+    assert not torch.allclose(logits[0], after(stock, [7, 8, 9]), atol=1e-1)
+    assert torch.equal(logits, model(torch.tensor([[7, 8, 9]]), torch.arange(3), torch.tensor([1])))
 
 
 def test_gpt_neox_and_gpt2_compute_gelu_new(tnx: Any, checkpoint: Checkpoints) -> None:
@@ -388,15 +391,15 @@ def test_static_classes_have_no_kv_cache_of_one_byte(family: str, tnx: Any, chec
         static(tnx, checkpoint(family), neuron_config=config)
 
 
-def test_an_int8_kv_cache_keeps_the_whole_part_alone(tnx: Any, checkpoint: Checkpoints) -> None:
+def test_an_int8_kv_cache_loses_fractions(tnx: Any, checkpoint: Checkpoints) -> None:
     """No scale: the step after a prompt is nothing like the exact one."""
     from transformers_neuronx.config import KVCacheQuantizationConfig
 
     def error(model: Any) -> float:
         fill(model, [PROMPTS[0]], [0])
-        return float((step(model, [30], [5], [0]) - wanted).abs().max())
+        return float((step(model, [30], [5], [0]) - expected).abs().max())
 
-    wanted = after(reference(checkpoint("llama")), [*PROMPTS[0], 30])
+    expected = after(reference(checkpoint("llama")), [*PROMPTS[0], 30])
     fp8, int8 = (
         error(lines(tnx, checkpoint("llama"), kv_cache_quant=KVCacheQuantizationConfig(kind, "f32")))
         for kind in ("f8e4m3fn", "s8")
@@ -429,8 +432,8 @@ def test_one_prompt_of_gpt2_becomes_a_batch(tnx: Any, checkpoint: Checkpoints) -
     """prompt_batch_size 1: the rows go on apart."""
     stock, model = reference(checkpoint("gpt2")), static(tnx, checkpoint("gpt2"), batch=2, prompt_batch_size=1)
     model(torch.tensor([PROMPTS[0]]))
-    found = model(torch.tensor([[30], [31]]), torch.tensor([5], dtype=torch.int32))
-    assert torch.allclose(found, torch.stack([after(stock, [*PROMPTS[0], token]) for token in (30, 31)]), atol=1e-4)
+    logits = model(torch.tensor([[30], [31]]), torch.tensor([5], dtype=torch.int32))
+    assert torch.allclose(logits, torch.stack([after(stock, [*PROMPTS[0], token]) for token in (30, 31)]), atol=1e-4)
     with pytest.raises(RuntimeError, match="takes 1 rows"):
         model(torch.tensor([PROMPTS[0], PROMPTS[0]]))
 
@@ -467,9 +470,9 @@ def test_llama_samples_up_to_the_eos_and_only_with_floats(tnx: Any, checkpoint: 
 
     model = static(tnx, checkpoint("llama"))
     prompt = torch.tensor([PROMPTS[0]])
-    whole = model.sample(prompt, 12, top_k=1)
-    assert whole.shape == (1, 12)
-    eos = int(whole[0, 8])
+    answer = model.sample(prompt, 12, top_k=1)
+    assert answer.shape == (1, 12)
+    eos = int(answer[0, 8])
     assert model.sample(prompt, 12, top_k=1, eos_token_override=eos)[0, -1] == eos
     with pytest.raises(ValueError, match="top_p"):
         model.sample(prompt, 12, top_p=1)
@@ -504,9 +507,9 @@ def test_others_never_sample_the_eos(tnx: Any, checkpoint: Checkpoints, tmp_path
     free = static(tnx, checkpoint("gpt2")).sample(torch.tensor([PROMPTS[0]]), 12, top_k=1, top_p="nonsense")
     copy = shutil.copytree(checkpoint("gpt2"), tmp_path / "model")
     set_eos(copy, int(free[0, 7]))
-    found = static(tnx, copy).sample(torch.tensor([PROMPTS[0]]), 12, top_k=1)
-    assert found.shape == (1, 12)
-    assert int(free[0, 7]) not in found[0, 5:]
+    answer = static(tnx, copy).sample(torch.tensor([PROMPTS[0]]), 12, top_k=1)
+    assert answer.shape == (1, 12)
+    assert int(free[0, 7]) not in answer[0, 5:]
 
 
 def test_no_ngram_is_repeated(tnx: Any, checkpoint: Checkpoints) -> None:
@@ -534,7 +537,7 @@ def test_the_device_samples_each_line_by_its_own_parameters(tnx: Any, checkpoint
     assert len({row[1] for row in drawn}) > 5
 
 
-def test_the_device_looks_at_256_ids_at_most(tnx: Any, checkpoint: Checkpoints) -> None:
+def test_the_device_samples_from_256_ids_at_most(tnx: Any, checkpoint: Checkpoints) -> None:
     """And not at 0."""
     for top_k in (0, 257):
         how = tnx.GenerationConfig(do_sample=True, dynamic=True, top_k=top_k)
@@ -566,10 +569,10 @@ def test_a_quantized_kv_cache_shows_in_the_next_step_only(tnx: Any, checkpoint: 
     """A prompt does not read it."""
     from transformers_neuronx.config import KVCacheQuantizationConfig
 
-    kept = lines(tnx, checkpoint("llama"), kv_cache_quant=KVCacheQuantizationConfig("f8e4m3fn"))
+    quantized = lines(tnx, checkpoint("llama"), kv_cache_quant=KVCacheQuantizationConfig("f8e4m3fn"))
     exact = lines(tnx, checkpoint("llama"))
-    assert torch.allclose(fill(kept, [PROMPTS[0]], [0]), fill(exact, [PROMPTS[0]], [0]))
-    assert not torch.allclose(step(kept, [30], [5], [0]), step(exact, [30], [5], [0]))
+    assert torch.allclose(fill(quantized, [PROMPTS[0]], [0]), fill(exact, [PROMPTS[0]], [0]))
+    assert not torch.allclose(step(quantized, [30], [5], [0]), step(exact, [30], [5], [0]))
 
 
 def test_a_strategy_that_does_not_fit_falls_back_with_a_warning(tnx: Any, checkpoint: Checkpoints) -> None:
@@ -691,8 +694,8 @@ def test_split_checkpoints_are_read(tnx: Any, checkpoint: Checkpoints, tmp_path:
     stock = reference(checkpoint("llama"))
     save_pretrained_split(stock, str(tmp_path / "split"))
     assert (tmp_path / "split" / "pytorch_model.bin" / "key_to_filename.json").exists()
-    found = fill(lines(tnx, tmp_path / "split"), [PROMPTS[0]], [0])
-    assert torch.allclose(found[0], after(stock, PROMPTS[0]), atol=1e-4)
+    logits = fill(lines(tnx, tmp_path / "split"), [PROMPTS[0]], [0])
+    assert torch.allclose(logits[0], after(stock, PROMPTS[0]), atol=1e-4)
 
 
 # adapters and speculation
@@ -704,10 +707,10 @@ def test_generate_of_transformers_goes_through_the_adapter(tnx: Any, checkpoint:
     adapter = tnx.HuggingFaceGenerationModelAdapter(stock.config, model)
     ids = torch.tensor([PROMPTS[0]])
     mask = torch.ones_like(ids)
-    wanted = stock.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    expected = stock.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
     for _ in range(2):
-        found = adapter.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
-        assert found.tolist() == wanted.tolist()
+        answer = adapter.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        assert answer.tolist() == expected.tolist()
 
 
 def test_speculation_answers_as_the_target(tnx: Any, checkpoint: Checkpoints) -> None:
@@ -734,8 +737,8 @@ def test_speculation_answers_as_the_target(tnx: Any, checkpoint: Checkpoints) ->
         def end(self) -> None: ...
 
     prompt = torch.tensor([PROMPTS[0]])
-    found = SpeculativeGenerator(draft, target, 4, Greedy()).sample(prompt, 16, streamer=Streamer())
-    assert found.tolist() == opened_alone(tnx, checkpoint).sample(prompt, 16, top_k=1).tolist()
+    answer = SpeculativeGenerator(draft, target, 4, Greedy()).sample(prompt, 16, streamer=Streamer())
+    assert answer.tolist() == opened_alone(tnx, checkpoint).sample(prompt, 16, top_k=1).tolist()
     assert put[0] == [PROMPTS[0]]
 
 
@@ -750,7 +753,7 @@ def test_speculation_that_was_not_enabled_is_a_key_error(tnx: Any, checkpoint: C
         model.speculative_forward(torch.tensor([[7, 8]]), torch.tensor([1, 2]), None, 2)
 
 
-def test_fused_speculation_wants_the_device_to_do_all(tnx: Any, checkpoint: Checkpoints) -> None:
+def test_fused_speculation_needs_embedding_and_sampling_on_the_device(tnx: Any, checkpoint: Checkpoints) -> None:
     """Embedding and sampling of both; each step gives runs of the target's own choice."""
     from transformers_neuronx.fused_speculation import FusedSpeculativeDecoder
 
@@ -758,19 +761,21 @@ def test_fused_speculation_wants_the_device_to_do_all(tnx: Any, checkpoint: Chec
     plain = lines(tnx, path, slots=2)
     with pytest.raises(AssertionError, match="on-device embedding"):
         FusedSpeculativeDecoder(plain, plain)
-    both = {"on_device_embedding": True, "on_device_generation": tnx.GenerationConfig()}
-    fused = FusedSpeculativeDecoder(lines(tnx, path, slots=2, **both), lines(tnx, path, slots=2, **both), k=2)
+    options = {"on_device_embedding": True, "on_device_generation": tnx.GenerationConfig()}
+    fused = FusedSpeculativeDecoder(lines(tnx, path, slots=2, **options), lines(tnx, path, slots=2, **options), k=2)
     fused.to_neuron()
     ids = torch.tensor([PROMPTS[0]])
     first, counts = fused.speculative_iteration(ids, torch.arange(5)[None], torch.tensor([1]))
     assert counts.tolist() == [[1]]
     tokens, counts = fused.speculative_iteration(first, torch.tensor([[5]]), torch.tensor([1]))
-    wanted = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    expected = stock.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0
+    )
     assert counts.tolist() == [[3]]
-    assert [*first[0].tolist(), *tokens[0].tolist()] == wanted[0, 5:].tolist()
+    assert [*first[0].tolist(), *tokens[0].tolist()] == expected[0, 5:].tolist()
 
 
-def test_it_is_found_as_a_distribution(tnx: Any) -> None:
+def test_importlib_finds_it_as_a_distribution(tnx: Any) -> None:
     """importlib.metadata has its version."""
     from importlib.metadata import version
 

@@ -23,9 +23,9 @@ def cut(prompt: list[int]) -> list[tuple[int, ...]]:
     return [tuple(prompt[at : at + BLOCK]) for at in range(0, len(prompt) - BLOCK + 1, BLOCK)]
 
 
-def alike(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def alike(first: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> int:
+    pairs = zip(first, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(other)))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -33,10 +33,10 @@ def alike(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> int:
 def test_with_room_the_share_is_the_best_of_all_prompts(history: list[list[int]], prompt: list[int]) -> None:
     """The blocks in common with the prompt that begins most like it."""
     memory = PrefixIndex()
-    for one in history:
-        memory.add(chain(one, BLOCK))
+    for prompt_seen in history:
+        memory.add(chain(prompt_seen, BLOCK))
     blocks = cut(prompt)
-    best = max((alike(blocks, cut(one)) for one in history), default=0)
+    best = max((alike(blocks, cut(prompt_seen)) for prompt_seen in history), default=0)
     assert memory.share(chain(prompt, BLOCK)) == (best / len(blocks) if blocks else 0.0)
 
 
@@ -47,12 +47,12 @@ def test_a_small_memory_is_bounded_and_never_says_too_much(
 ) -> None:
     """At most its blocks; never more than with room, all of the latest that fits, and the same when asked again."""
     small, large = PrefixIndex(room), PrefixIndex()
-    for one in history:
-        small.add(chain(one, BLOCK))
-        large.add(chain(one, BLOCK))
+    for past in history:
+        small.add(chain(past, BLOCK))
+        large.add(chain(past, BLOCK))
         assert len(small) <= room
-        blocks = cut(one)
-        assert not blocks or small.share(chain(one, BLOCK)) == min(room, len(blocks)) / len(blocks)
+        blocks = cut(past)
+        assert not blocks or small.share(chain(past, BLOCK)) == min(room, len(blocks)) / len(blocks)
     assert small.share(chain(prompt, BLOCK)) <= large.share(chain(prompt, BLOCK))
     assert small.share(chain(prompt, BLOCK)) == small.share(chain(prompt, BLOCK))
 
@@ -62,12 +62,12 @@ def test_a_small_memory_is_bounded_and_never_says_too_much(
 def test_what_is_remembered_of_a_prompt_is_its_beginning(history: list[list[int]], room: int) -> None:
     """Of any prompt of the past, the blocks that are known are all before those that are not: halving finds the end."""
     memory = PrefixIndex(room)
-    for one in history:
-        memory.add(chain(one, BLOCK))
-    for one in history:
-        known = [memory.share([digest]) == 1.0 for digest in chain(one, BLOCK)]
-        assert known == sorted(known, reverse=True)
-        assert memory.share(chain(one, BLOCK)) * len(known) == sum(known)
+    for past in history:
+        memory.add(chain(past, BLOCK))
+    for past in history:
+        remembered = [memory.share([digest]) == 1.0 for digest in chain(past, BLOCK)]
+        assert remembered == sorted(remembered, reverse=True)
+        assert memory.share(chain(past, BLOCK)) * len(remembered) == sum(remembered)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -77,12 +77,12 @@ def test_what_is_remembered_of_a_prompt_is_its_beginning(history: list[list[int]
 )
 def test_sessions_are_a_bounded_map_of_the_latest(calls: list[tuple[str, int, float]], most: int) -> None:
     """Whatever comes: the latest replica of a session, if it is among the latest and its time is not over."""
-    sessions, now, told = Sessions[int](most, 4.0), 0.0, dict[str, tuple[int, float]]()
+    sessions, now, expected = Sessions[int](most, 4.0), 0.0, dict[str, tuple[int, float]]()
     for session, replica, passed in calls:
         now += passed
         sessions.put(session, replica, now)
-        told.pop(session, None)
-        told[session] = replica, now
-        told = {key: value for key, value in list(told.items())[-most:] if now - value[1] < 4.0}
-        assert len(sessions) == len(told)
-        assert {key: sessions.get(key, now) for key in "abcd"} == {key: told.get(key, (None,))[0] for key in "abcd"}
+        expected.pop(session, None)
+        expected[session] = replica, now
+        expected = {key: value for key, value in list(expected.items())[-most:] if now - value[1] < 4.0}
+        assert len(sessions) == len(expected)
+        assert {key: sessions.get(key, now) for key in "abcd"} == {key: expected.get(key, (None,))[0] for key in "abcd"}

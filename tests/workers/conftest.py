@@ -16,11 +16,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     import torch
 
     torch.set_num_threads(1)
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def get(family: str) -> Path:
-        if family not in made:
-            made[family] = make_checkpoint(tmp_path_factory.mktemp("checkpoint") / family, family, eos=None)
-        return made[family]
+        if family not in folders:
+            folders[family] = make_checkpoint(tmp_path_factory.mktemp("checkpoint") / family, family, eos=None)
+        return folders[family]
 
     return get

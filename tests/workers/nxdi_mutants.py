@@ -16,9 +16,9 @@ class SwappedRows(NxdEngine):
     """The first two answers of a call change places."""
 
     def _answers(self, output: Any, rows: int) -> Any:
-        found = super()._answers(output, rows)
+        output_rows = super()._answers(output, rows)
         order = [1, 0, *range(2, rows)] if rows > 1 else [0]
-        return [found[row] for row in order] if isinstance(found, list) else found[order]
+        return [output_rows[row] for row in order] if isinstance(output_rows, list) else output_rows[order]
 
 
 class PositionsOffByOne(NxdEngine):
@@ -31,7 +31,7 @@ class PositionsOffByOne(NxdEngine):
 
 
 class PromptOffByOne(NxdEngine):
-    """A prompt is counted from 1, its first token apart, by which a prompt is told from a step."""
+    """A prompt is counted from 1, except for its first token, which distinguishes a prompt from a step."""
 
     def _call(self, slots: Sequence[int], ids: Rows, mask: Any, positions: Rows) -> Any:
         if len(ids[0]) > 1:
@@ -52,8 +52,8 @@ class MissingLiveSlot(NxdEngine):
             return super().decode(slots, tokens, positions)
         import torch
 
-        found = super().decode(slots[:-1], tokens[:-1], positions[:-1])
-        return [*found, found[0]] if isinstance(found, list) else torch.cat([found, found[:1]])
+        output = super().decode(slots[:-1], tokens[:-1], positions[:-1])
+        return [*output, output[0]] if isinstance(output, list) else torch.cat([output, output[:1]])
 
 
 class PausedSlot(NxdEngine):
@@ -75,8 +75,8 @@ class UnsortedSlots(NxdEngine):
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
         import torch
 
-        found = super().decode(list(slots)[::-1], list(tokens)[::-1], list(positions)[::-1])
-        return found[::-1] if isinstance(found, list) else torch.flip(found, [0])
+        output = super().decode(list(slots)[::-1], list(tokens)[::-1], list(positions)[::-1])
+        return output[::-1] if isinstance(output, list) else torch.flip(output, [0])
 
 
 class IdleSlotAtPosition0(NxdEngine):
@@ -132,9 +132,9 @@ class TopKOff(NxdEngine):
     """Greedy requests go to the device with top_k 0, which is "off" elsewhere."""
 
     def _sampling_params(self, how: Sequence[DeviceSampling]) -> Any:
-        found = super()._sampling_params(how)
-        found[:, 0] = 0
-        return found
+        parameters = super()._sampling_params(how)
+        parameters[:, 0] = 0
+        return parameters
 
 
 HOST: tuple[Callable[..., NxdEngine], ...] = (

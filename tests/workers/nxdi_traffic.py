@@ -27,7 +27,7 @@ Arrival = tuple[str, list[int], int, bool]  # id, prompt, tokens wanted, whether
 
 
 def replica_config(source: Path, compiled: Path | None, **fields: Any) -> ReplicaConfig:
-    """Of an NxD Inference replica with 4 slots of ``MAX_LEN`` tokens in float32."""
+    """The configuration of an NxD Inference replica with 4 slots of ``MAX_LEN`` tokens in float32."""
     usual: dict[str, Any] = {
         "model": "m",
         "replica": 0,
@@ -53,7 +53,7 @@ def replica_config(source: Path, compiled: Path | None, **fields: Any) -> Replic
 
 
 def opened(source: Path, compiled: Path | None, kind: Any = NxdEngine, **fields: Any) -> Any:
-    """A loaded adapter, or mutant of it."""
+    """A loaded adapter, or a mutant of it."""
     engine = kind(Settings.of(replica_config(source, compiled, **fields)), compiled)
     engine.load()
     return engine
@@ -74,14 +74,14 @@ def compile_here(settings: Settings, entry: Any) -> None:
 def arrivals(count: int = 8, seed: int = 3) -> list[Arrival]:
     """Prompts of 1 to 50 tokens; every third request is followed by one that leaves in the middle."""
     rng = random.Random(seed)
-    found: list[Arrival] = []
+    requests: list[Arrival] = []
     for number in range(count):
         length = rng.choice([1, 2, rng.randrange(3, 51)])
         prompt = [rng.randrange(6, VOCAB_SIZE) for _ in range(length)]
-        found.append((str(number), prompt, rng.randrange(4, 25), False))
+        requests.append((str(number), prompt, rng.randrange(4, 25), False))
         if number % 3 == 0:
-            found.append((f"leaves{number}", [7, 8, 9], 40, True))
-    return found
+            requests.append((f"leaves{number}", [7, 8, 9], 40, True))
+    return requests
 
 
 def served(engine: Any, requests: Sequence[Arrival], **how: Any) -> dict[str, list[int]]:

@@ -22,7 +22,7 @@ DEADLINE_S = 10.0
 
 
 class RecordingEngine(EchoEngine):
-    """The echo engine, which also remembers its calls, and can be told to fail or to lack continuous batching."""
+    """The echo engine, which also records its calls, and can fail or lack continuous batching."""
 
     def __init__(self, slots: int = 4, max_len: int = 64, **changes: Any) -> None:
         super().__init__(slots, max_len)
@@ -86,8 +86,8 @@ def setup(**engine: Any) -> tuple[RecordingEngine, Batcher, Received]:
     return recording, Batcher(recording, ByteTokenizer(), received, clock=lambda: float(next(ticks))), received
 
 
-def request(id: str, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4, **rest: Any) -> GenerateRequest:
-    return GenerateRequest(id=id, prompt_ids=list(prompt), max_tokens=max_tokens, **rest)
+def request(id: str, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4, **fields: Any) -> GenerateRequest:
+    return GenerateRequest(id=id, prompt_ids=list(prompt), max_tokens=max_tokens, **fields)
 
 
 def run_out(batcher: Batcher) -> None:
@@ -98,11 +98,11 @@ def run_out(batcher: Batcher) -> None:
 def test_every_request_gets_its_own_answer_and_one_finish() -> None:
     """40 requests of all lengths through 4 slots: each exactly its echo, as ids and as text, ended by its length."""
     _, batcher, received = setup()
-    wanted = {str(i): ([i, *range(i % 17)], 1 + i % 13) for i in range(40)}
-    for id, (prompt, n) in wanted.items():
+    requests = {str(i): ([i, *range(i % 17)], 1 + i % 13) for i in range(40)}
+    for id, (prompt, n) in requests.items():
         batcher.submit(request(id, prompt, n))
     run_out(batcher)
-    for id, (prompt, n) in wanted.items():
+    for id, (prompt, n) in requests.items():
         expected = echo_tokens(prompt, n)
         assert (received.ids(id), received.text(id)) == (expected, bytes(expected).decode())
         assert received.finish(id) is FinishReason.LENGTH
@@ -176,7 +176,7 @@ def test_a_lock_step_engine_is_filled_only_when_empty() -> None:
 
 
 def test_a_cancelled_request_frees_its_slot_in_the_next_step() -> None:
-    """The slot's next owner is prefilled in the very step that emits CANCELLED; nobody else notices."""
+    """The slot's next owner is prefilled in the step that emits CANCELLED; no other request changes."""
     engine, batcher, received = setup(slots=2)
     for id in ("a", "b", "c"):
         batcher.submit(request(id, [ord(id)], 6))
@@ -202,7 +202,7 @@ def test_a_waiting_request_is_cancelled_without_a_slot() -> None:
     assert engine.prompts == [[[1]]]
 
 
-def test_cancelling_the_unknown_does_nothing() -> None:
+def test_cancelling_an_unknown_id_does_nothing() -> None:
     """A cancel may cross the last event on its way."""
     _, batcher, received = setup()
     batcher.cancel("nobody")
@@ -236,10 +236,10 @@ def answer_of(prompt: Sequence[int], n: int) -> str:
 def test_a_stop_string_ends_the_answer_before_it() -> None:
     """The text ends before the stop string, the ids with the token that completed it, and the slot is free."""
     _, batcher, received = setup()
-    whole = answer_of([1, 2, 3], 20)
-    batcher.submit(request("a", max_tokens=20, stop=[whole[5:8]]))
+    text = answer_of([1, 2, 3], 20)
+    batcher.submit(request("a", max_tokens=20, stop=[text[5:8]]))
     run_out(batcher)
-    assert (received.text("a"), received.finish("a")) == (whole[:5], FinishReason.STOP)
+    assert (received.text("a"), received.finish("a")) == (text[:5], FinishReason.STOP)
     assert len(received.ids("a")) == 8
     assert batcher.stats.live == 0
 
@@ -247,10 +247,10 @@ def test_a_stop_string_ends_the_answer_before_it() -> None:
 def test_text_that_may_become_a_stop_string_is_held_back_and_flushed_at_the_end() -> None:
     """No event shows the beginning of a stop string, unless the answer ends there."""
     _, batcher, received = setup()
-    whole = answer_of([1, 2, 3], 6)
-    batcher.submit(request("a", max_tokens=6, stop=[whole[4:6] + "never"]))
+    text = answer_of([1, 2, 3], 6)
+    batcher.submit(request("a", max_tokens=6, stop=[text[4:6] + "never"]))
     run_out(batcher)
-    assert [event.text for event in received.by_id["a"]] == [*whole[:4], "", whole[4:6]]
+    assert [event.text for event in received.by_id["a"]] == [*text[:4], "", text[4:6]]
     assert received.finish("a") is FinishReason.LENGTH
 
 
@@ -266,7 +266,7 @@ def test_a_stop_id_ends_the_answer_and_is_not_in_the_text() -> None:
 
 
 def test_before_min_tokens_nothing_ends_the_answer_of_an_engine_that_samples_itself() -> None:
-    """The engine cannot be told to avoid a stop id, so it passes as text until enough tokens are out."""
+    """The engine cannot avoid a stop id, so it is ordinary text before min_tokens."""
     _, batcher, received = setup()
     ids = echo_tokens([1, 2, 3], 10)
     batcher.submit(request("a", max_tokens=10, stop_token_ids=ids, min_tokens=4))
@@ -375,7 +375,7 @@ def test_events_that_cannot_be_sent_end_the_batcher() -> None:
         batcher.submit(request("b"))
 
 
-def test_stats_tell_where_every_request_is() -> None:
+def test_stats_count_live_and_waiting_requests() -> None:
     """A frozen snapshot: slots, live, waiting, steps, tokens and the times of the clock."""
     _, batcher, _ = setup(slots=2)
     for id in ("a", "b", "c"):
@@ -388,19 +388,19 @@ def test_stats_tell_where_every_request_is() -> None:
 
 
 def test_a_running_step_can_be_seen_from_outside() -> None:
-    """While a prefill runs, stats say since when and for how many: a stuck device is visible."""
+    """During a prefill, stats show its start and its requests: a stuck device is visible."""
     engine, batcher, _ = setup()
-    seen = []
+    stats = []
     original = engine.prefill
 
     def prefill(slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
-        seen.append(batcher.stats)
+        stats.append(batcher.stats)
         return original(slots, prompts)
 
     engine.prefill = prefill  # type: ignore[method-assign]
     batcher.submit(request("a"))
     batcher.step()
-    assert (seen[0].prefilling, seen[0].live, seen[0].step_started_at) == (1, 1, 0.0)
+    assert (stats[0].prefilling, stats[0].live, stats[0].step_started_at) == (1, 1, 0.0)
 
 
 @pytest.fixture
@@ -424,8 +424,8 @@ def test_run_serves_what_other_threads_submit(running: Any) -> None:
     """Requests from eight threads at once get their own answers, and an idle batcher wakes up for the next."""
     _, batcher, received, _ = running
     for wave in range(2):
-        wanted = {f"{wave}-{i}": [wave, i] for i in range(24)}
-        requests = [request(id, prompt, 10) for id, prompt in wanted.items()]
+        prompts = {f"{wave}-{i}": [wave, i] for i in range(24)}
+        requests = [request(id, prompt, 10) for id, prompt in prompts.items()]
         threads = [
             threading.Thread(target=lambda part: list(map(batcher.submit, part)), args=(requests[first::8],))
             for first in range(8)
@@ -434,8 +434,8 @@ def test_run_serves_what_other_threads_submit(running: Any) -> None:
             thread.start()
         for thread in threads:
             thread.join(DEADLINE_S)
-        wait_until_finished(received, list(wanted))
-        assert all(received.ids(id) == echo_tokens(prompt, 10) for id, prompt in wanted.items())
+        wait_until_finished(received, list(prompts))
+        assert all(received.ids(id) == echo_tokens(prompt, 10) for id, prompt in prompts.items())
 
 
 def test_draining_refuses_new_requests_and_finishes_the_accepted_ones() -> None:
@@ -477,7 +477,7 @@ def test_drain_waits_for_the_last_event_to_be_sent() -> None:
     thread.join(DEADLINE_S)
 
 
-def test_closing_ends_what_is_left_with_an_error(running: Any) -> None:
+def test_closing_ends_accepted_requests_with_an_error(running: Any) -> None:
     """Nobody is left waiting: live and waiting requests get an ERROR event before run returns."""
     engine, batcher, received, thread = running
     gate = threading.Event()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.test_batcher import Received, RecordingEngine, request, run_out, setup
@@ -26,17 +26,17 @@ MAX_LEN = 64
 def test_a_lock_step_batch_fits_into_a_slot(sizes: list[tuple[int, int]]) -> None:
     """All rows share a position, so the longest prompt and the longest answer of a batch fit together."""
     engine, batcher, received = setup(slots=3, max_len=MAX_LEN, continuous=False)
-    asked = [(prompt, min(answer, MAX_LEN - prompt)) for prompt, answer in sizes]
-    for number, (prompt, answer) in enumerate(asked):
+    lengths = [(prompt, min(answer, MAX_LEN - prompt)) for prompt, answer in sizes]
+    for number, (prompt, answer) in enumerate(lengths):
         batcher.submit(request(str(number), [number] * prompt, answer))
     run_out(batcher)
-    batches = [[asked[prompt[0]] for prompt in batch] for batch in engine.prompts]
+    batches = [[lengths[prompt[0]] for prompt in batch] for batch in engine.prompts]
     assert all(max(p for p, _ in batch) + max(n for _, n in batch) <= MAX_LEN for batch in batches)
-    assert [len(received.ids(str(number))) for number in range(len(asked))] == [answer for _, answer in asked]
+    assert [len(received.ids(str(number))) for number in range(len(lengths))] == [answer for _, answer in lengths]
 
 
 def test_a_lock_step_batch_keeps_the_order_of_arrival() -> None:
-    """One that does not fit waits for the next batch, and nobody overtakes it."""
+    """One that does not fit waits for the next batch, and no later one overtakes it."""
     engine, batcher, _ = setup(slots=3, max_len=MAX_LEN, continuous=False)
     for number, (prompt, answer) in enumerate([(10, 10), (60, 4), (10, 10)]):
         batcher.submit(request(str(number), [number] * prompt, answer))
@@ -66,7 +66,7 @@ def with_engine(engine: RecordingEngine) -> tuple[Batcher, Received]:
     return Batcher(engine, ByteTokenizer(), received, clock=lambda: float(next(ticks))), received
 
 
-def test_each_slot_is_sampled_as_its_request_asks() -> None:
+def test_each_slot_is_sampled_by_its_requests_parameters() -> None:
     """Before its prefill, and never with a top_k of 0, which some devices take for "any token"."""
     engine = DeviceSampler()
     batcher, received = with_engine(engine)
@@ -83,7 +83,7 @@ def test_each_slot_is_sampled_as_its_request_asks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rest", "word"),
+    ("fields", "word"),
     [
         ({"top_k": 257}, "top_k must be at most 256"),
         ({"top_p": 0.0}, "top_p must be above 0"),
@@ -92,13 +92,13 @@ def test_each_slot_is_sampled_as_its_request_asks() -> None:
         ({"logit_bias": {3: 1.0}}, "logit_bias, penalties"),
     ],
 )
-def test_what_the_device_cannot_do_is_refused(rest: dict[str, Any], word: str) -> None:
+def test_parameters_that_the_device_lacks_are_refused(fields: dict[str, Any], word: str) -> None:
     """At the door and with its name; greedy requests do not look at the numbers of sampling."""
     batcher, _ = with_engine(DeviceSampler())
     with pytest.raises(ValueError, match=word):
-        batcher.submit(request("a", **rest))
-    if "logit_bias" not in rest:
-        batcher.submit(request("b", **rest, temperature=0.0))
+        batcher.submit(request("a", **fields))
+    if "logit_bias" not in fields:
+        batcher.submit(request("b", **fields, temperature=0.0))
 
 
 class Runner(RecordingEngine):
@@ -127,21 +127,22 @@ class Runner(RecordingEngine):
     run_k=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
-def test_runs_of_an_engine_give_what_single_steps_would(sizes: list[tuple[int, int]], run_k: int, seed: int) -> None:
+@settings(deadline=None)
+def test_runs_give_the_tokens_of_single_steps(sizes: list[tuple[int, int]], run_k: int, seed: int) -> None:
     """No token too many, none lost, and the slot's last position is reached."""
     batcher, received = with_engine(Runner(run_k, seed, slots=3, max_len=MAX_LEN))
-    asked = [(prompt, min(answer, MAX_LEN - prompt)) for prompt, answer in sizes]
-    for number, (prompt, answer) in enumerate(asked):
+    lengths = [(prompt, min(answer, MAX_LEN - prompt)) for prompt, answer in sizes]
+    for number, (prompt, answer) in enumerate(lengths):
         batcher.submit(request(str(number), [number] * prompt, answer, temperature=0.0))
     run_out(batcher)
-    wanted = [echo_tokens([number] * prompt, answer) for number, (prompt, answer) in enumerate(asked)]
-    assert [received.ids(str(number)) for number in range(len(asked))] == wanted
+    expected = [echo_tokens([number] * prompt, answer) for number, (prompt, answer) in enumerate(lengths)]
+    assert [received.ids(str(number)) for number in range(len(lengths))] == expected
     stats = batcher.stats
     assert stats.accepted <= stats.drafted
 
 
 def test_an_engine_that_speculates_by_itself_is_greedy() -> None:
-    """A request that wants chance is refused rather than answered without it."""
+    """A sampled request is refused rather than answered greedily."""
     batcher, _ = with_engine(Runner(2, 0))
     with pytest.raises(ValueError, match="temperature must be 0"):
         batcher.submit(request("a", temperature=0.5))

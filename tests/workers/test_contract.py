@@ -1,4 +1,4 @@
-"""An installed package is compared with what was recorded of it."""
+"""An installed package is compared with its recorded API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENGINES = list(PACKAGES)
 COMPILE = "neuronx_distributed_inference.models.application_base.NeuronApplicationBase.compile"
 
 
-def test_the_packages_are_the_planners() -> None:
+def test_package_names_equal_those_of_the_planner() -> None:
     """The module stands alone, so that any interpreter can run it, and has a copy of their names."""
     assert dict(workers_contract.PACKAGES) == dict(engines.PACKAGES)
 
@@ -44,8 +44,8 @@ def install(
         lines = modules.setdefault(module, {}).setdefault(holder, [])
         if function:
             lines.append("@classmethod\n" * (recorded.role(name) == "classmethod"))
-            taken = [f"kwargs.pop({option!r}, None)" for option in recorded.options(f"{module}.{holder}", version)]
-            body = "; ".join(taken if function == "__init__" and taken else ["pass"])
+            reads = [f"kwargs.pop({option!r}, None)" for option in recorded.options(f"{module}.{holder}", version)]
+            body = "; ".join(reads if function == "__init__" and reads else ["pass"])
             lines.append(f"def {function}{recorded.signature(name, version)}: {body}\n")
     for module, holders in modules.items():
         text = "class Layout: HSB = SBH = BSH = 'x'\n"
@@ -64,7 +64,7 @@ def install(
 
 
 def seen(folder: Path, engine: str) -> Drift:
-    """The drift as another interpreter tells it."""
+    """The drift as another interpreter reports it."""
     result = subprocess.run(
         [sys.executable, "-c", RUN, engine],
         capture_output=True,
@@ -84,29 +84,29 @@ def test_the_surfaces_are_those_of_the_contracts() -> None:
     ("engine", "version"), [(engine, version) for engine in ENGINES for version in contract(engine).versions]
 )
 def test_a_recorded_version_has_no_drift(tmp_path: Path, engine: str, version: str) -> None:
-    """Every recorded version is known again, whichever it is."""
+    """The nearest recorded version is the version itself."""
     installed = contract(engine).package_version(version).replace("x", "12")
     install(tmp_path, engine, version, installed)
 
-    found = seen(tmp_path, engine)
+    drift = seen(tmp_path, engine)
 
-    assert (found.none, found.lines(), found.installed, found.recorded) == (True, [], installed, version)
+    assert (drift.none, drift.lines(), drift.installed, drift.recorded) == (True, [], installed, version)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_missing_package_is_no_drift(tmp_path: Path, engine: str) -> None:
-    """It is not installed, and nothing is said of it."""
+    """A package that is not installed has nothing to compare."""
     assert seen(tmp_path, engine) == Drift(engine, PACKAGES[engine], None)
 
 
-def test_a_function_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_removed_function_is_reported(tmp_path: Path) -> None:
     """With the version that had it."""
     install(tmp_path, "nxd-inference", "0.8", "0.8.1", lambda text: text.replace("def compile(", "def compile_model("))
 
-    found = seen(tmp_path, "nxd-inference")
+    drift = seen(tmp_path, "nxd-inference")
 
-    assert found.removed == (COMPILE,)
-    assert found.lines() == [f"{COMPILE} is gone (recorded in 0.8)"]
+    assert drift.removed == (COMPILE,)
+    assert drift.lines() == [f"{COMPILE} is gone (recorded in 0.8)"]
 
 
 @pytest.mark.parametrize(
@@ -119,16 +119,16 @@ def test_a_function_that_is_gone_is_named(tmp_path: Path) -> None:
     ],
     ids=["name", "default", "kind", "more"],
 )
-def test_a_function_that_is_called_otherwise_is_named(tmp_path: Path, was: str, now: str, how: str) -> None:
+def test_a_changed_signature_is_reported(tmp_path: Path, was: str, now: str, how: str) -> None:
     """In words: another name, default or kind of a parameter, or one more."""
     install(tmp_path, "nxd-inference", "0.8", "0.8.1", lambda text: text.replace(was, now))
 
-    found = seen(tmp_path, "nxd-inference")
+    drift = seen(tmp_path, "nxd-inference")
 
-    assert found.lines() == [f"{COMPILE} {how} (recorded in 0.8)"]
+    assert drift.lines() == [f"{COMPILE} {how} (recorded in 0.8)"]
 
 
-def test_options_that_come_and_go_are_named(tmp_path: Path) -> None:
+def test_added_and_removed_options_are_reported(tmp_path: Path) -> None:
     """NxD Inference only logs what it does not know, so a renamed option would do nothing, silently."""
     install(
         tmp_path,
@@ -138,37 +138,37 @@ def test_options_that_come_and_go_are_named(tmp_path: Path) -> None:
         lambda text: text.replace("kwargs.pop('seq_len', None)", "kwargs.pop('sequence_length', None)"),
     )
 
-    found = seen(tmp_path, "nxd-inference")
+    drift = seen(tmp_path, "nxd-inference")
 
-    assert (found.removed, found.added) == (("NeuronConfig: seq_len",), ("NeuronConfig: sequence_length",))
+    assert (drift.removed, drift.added) == (("NeuronConfig: seq_len",), ("NeuronConfig: sequence_length",))
 
 
 def test_a_release_that_was_not_recorded_is_compared_with_the_one_before(tmp_path: Path) -> None:
-    """And that is said, even where nothing differs."""
+    """The difference in version is reported even where nothing else differs."""
     install(tmp_path, "nxd-inference", "0.9", "0.10.3")
 
-    found = seen(tmp_path, "nxd-inference")
+    drift = seen(tmp_path, "nxd-inference")
 
-    assert found.lines() == ["neuronx_distributed_inference 0.10.3 was not recorded; compared with 0.9"]
+    assert drift.lines() == ["neuronx_distributed_inference 0.10.3 was not recorded; compared with 0.9"]
 
 
-def test_a_package_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
-    """A broken installation is told, and no error of ours."""
+def test_a_package_that_cannot_be_imported_is_reported_with_its_error(tmp_path: Path) -> None:
+    """A broken installation is a reported problem, not an exception."""
     install(tmp_path, "nxd-inference", "0.8", "0.8.0")
     (tmp_path / "neuronx_distributed_inference/__init__.py").write_text("print('hello')\nimport libneuron_missing\n")
 
-    found = seen(tmp_path, "nxd-inference")
+    drift = seen(tmp_path, "nxd-inference")
 
-    assert found.problem == "ModuleNotFoundError: No module named 'libneuron_missing'"
+    assert drift.problem == "ModuleNotFoundError: No module named 'libneuron_missing'"
 
 
-def test_a_package_that_cannot_be_imported_in_part_says_why(tmp_path: Path) -> None:
-    """A library that does not load is an OSError of one of its modules; the engine that asks goes on."""
+def test_a_module_that_cannot_be_imported_is_reported_with_its_error(tmp_path: Path) -> None:
+    """A library that does not load is an OSError of one of its modules, and is reported, too."""
     install(tmp_path, "nxd-inference", "0.8", "0.8.0")
     (tmp_path / "neuronx_distributed_inference/models/config.py").write_text(
         "raise OSError('libnrt.so.1: not found')\n"
     )
 
-    found = seen(tmp_path, "nxd-inference")
+    drift = seen(tmp_path, "nxd-inference")
 
-    assert found.problem == "OSError: libnrt.so.1: not found"
+    assert drift.problem == "OSError: libnrt.so.1: not found"

@@ -79,8 +79,8 @@ def _other_torch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("file", ["own.py", "parts/rotary.py"])
-def test_code_that_a_checkpoint_brings_is_a_part_of_it_where_it_is_run(source: Path, file: str) -> None:
-    """Whichever file of it is changed; of a model whose code nobody runs it does not matter."""
+def test_a_manifest_covers_the_checkpoints_own_code_where_it_is_run(source: Path, file: str) -> None:
+    """A change of any of its files changes the manifest; code that is not run does not."""
     (source / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
     (source / "parts").mkdir()
     for name in ("own.py", "parts/rotary.py"):
@@ -96,8 +96,8 @@ def test_code_that_a_checkpoint_brings_is_a_part_of_it_where_it_is_run(source: P
     assert [one == other for one, other in zip(after, before, strict=True)] == [False, True]
 
 
-def test_an_engine_that_runs_a_checkpoints_code_names_it(source: Path) -> None:
-    """In what it looks for."""
+def test_an_engine_puts_the_checkpoints_code_into_its_manifest(source: Path) -> None:
+    """The entry that it looks up depends on that code."""
     (source / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
     engine = CpuEngine(source, slots=1, max_len=16, compile=True, trust_remote_code=True)
     before = engine.buildable().manifest
@@ -115,8 +115,8 @@ def test_another_machine_or_model_has_another_manifest(
     assert artifacts.manifest(source, **SHAPE) != before
 
 
-def test_a_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what mends it; a variable that names another one is named too."""
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hint has the remedy, and the variable where one names another compiler."""
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(EngineLoadError) as caught:
@@ -131,17 +131,17 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
         artifacts.check_compiler()
 
 
-def test_without_a_compiler_a_manifest_is_still_told(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_needs_no_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Predicting is for machines that compile nothing as well."""
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     assert artifacts.manifest(source, **SHAPE)["compiler"] == ""
 
 
-def test_a_model_is_refused_where_no_compiler_is(
+def test_compiling_without_a_compiler_is_a_load_error(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its load, before anything is compiled; what was begun is not whole."""
+    """The load fails before anything is compiled, and leaves no complete entry."""
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     engine = CpuEngine(checkpoint("llama"), slots=1, max_len=16, threads=1, compile=True, compiled=tmp_path / "kept")
@@ -150,7 +150,7 @@ def test_a_model_is_refused_where_no_compiler_is(
     assert list((tmp_path / "kept").glob("*/corewright.json")) == []
 
 
-def test_a_config_that_is_missing_is_told(tmp_path: Path) -> None:
+def test_a_missing_config_is_a_load_error(tmp_path: Path) -> None:
     """Its path is in the error."""
     with pytest.raises(EngineLoadError, match="config-unreadable"):
         artifacts.manifest(tmp_path, **SHAPE)

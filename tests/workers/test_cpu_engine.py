@@ -1,4 +1,4 @@
-"""The CPU engine against transformers' own ``generate``, and what it says of checkpoints that it cannot load."""
+"""The CPU engine against transformers' own ``generate``, and its errors for broken checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.checkpoints import EOS_ID, FAMILIES, MAX_POSITIONS, VOCAB_SIZE, WINDO
 from workers.batching.batcher import Batcher
 from workers.engines.cpu.engine import CpuEngine
 from workers.engines.engine_setup import TORCH_DTYPES
-from workers.messages.engine_protocol import EngineLoadError
+from workers.engines.speculative import SpeculativeEngine
+from workers.messages.engine_protocol import EngineLoadError, VerifyingEngine
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.text.tokenizer import load_tokenizer
 
@@ -60,19 +61,20 @@ class Reference:
 class Served:
     """A loaded engine behind a batcher, and the events that came."""
 
-    def __init__(self, path: Path, slots: int = 4, **engine: Any) -> None:
+    def __init__(self, path: Path, slots: int = 4, draft: VerifyingEngine | None = None, **engine: Any) -> None:
         self.engine = CpuEngine(path, slots=slots, max_len=MAX_LEN, threads=1, **engine)
-        self.engine.load()
+        driven = self.engine if draft is None else SpeculativeEngine(self.engine, draft, 3)
+        driven.load()
         self.events: defaultdict[str, list[TokenEvent]] = defaultdict(list)
-        self.batcher = Batcher(self.engine, load_tokenizer("cpu", str(path)), self._receive)
+        self.batcher = Batcher(driven, load_tokenizer("cpu", str(path)), self._receive)
 
     def _receive(self, events: list[TokenEvent]) -> None:
         for event in events:
             self.events[event.id].append(event)
 
-    def submit(self, id: str, prompt: Sequence[int], n: int, ignore_eos: bool = False, **rest: Any) -> None:
-        rest = {"temperature": 0.0} | rest
-        request = GenerateRequest(id=id, prompt_ids=list(prompt), max_tokens=n, ignore_eos=ignore_eos, **rest)
+    def submit(self, id: str, prompt: Sequence[int], n: int, ignore_eos: bool = False, **fields: Any) -> None:
+        fields = {"temperature": 0.0} | fields
+        request = GenerateRequest(id=id, prompt_ids=list(prompt), max_tokens=n, ignore_eos=ignore_eos, **fields)
         self.batcher.submit(request)
 
     def run_out(self) -> None:
@@ -94,7 +96,7 @@ SLOWEST = {"mistral-window", "mixtral", "gptj", "gpt_neox"}  # they run with the
 
 def everyday(*families: str) -> Any:
     """Parametrizes with every family; the others are slow tests."""
-    marked = [pytest.param(one, marks=[] if one in families else [pytest.mark.slow]) for one in FAMILIES]
+    marked = [pytest.param(family, marks=[] if family in families else [pytest.mark.slow]) for family in FAMILIES]
     return pytest.mark.parametrize("family", marked, indirect=True, scope="module")
 
 
@@ -146,10 +148,10 @@ def test_16_ragged_requests_through_4_slots_equal_generate(family: tuple[Path, R
     for number, (prompt, _) in enumerate(requests):
         answer = expected[number]
         shown = answer[:-1] if answer[-1] in eos else answer
-        whole = decode(prompt + shown)
+        text = decode(prompt + shown)
         # A prompt of random ids may end inside a character, which the answer then completes.
-        shared = len(commonprefix([decode(prompt), whole]))  # noqa: RUF071 - characters are what is compared
-        assert served.text(str(number)) == whole[shared:]
+        shared = len(commonprefix([decode(prompt), text]))  # noqa: RUF071 - characters are what is compared
+        assert served.text(str(number)) == text[shared:]
 
 
 @everyday("llama", "gpt2")  # what is drawn from is compared of all families by the test above
@@ -191,12 +193,12 @@ def test_a_stop_string_cuts_the_text_of_a_model(family: tuple[Path, Reference]) 
     """The text ends before the first occurrence, also when it begins in the middle of a token."""
     path, generate = family
     prompt, n = [20, 21, 22], 30
-    whole = byte_level_tokenizer().decode(generate(prompt, n))
-    stop = whole[len(whole) // 2 :][:3]
+    text = byte_level_tokenizer().decode(generate(prompt, n))
+    stop = text[len(text) // 2 :][:3]
     served = Served(path)
     served.submit("a", prompt, n, stop=[stop], skip_special_tokens=True)
     served.run_out()
-    assert served.text("a") == whole[: whole.index(stop)]
+    assert served.text("a") == text[: text.index(stop)]
     assert served.finish("a") is FinishReason.STOP
 
 
@@ -242,7 +244,7 @@ def test_a_decode_keeps_slots_that_are_not_listed(checkpoint: Checkpoints) -> No
     assert torch.equal(engine.decode([1], [11], [2]), before)
 
 
-def test_whatever_a_slot_held_before_the_next_request_is_alone_in_it(checkpoint: Checkpoints) -> None:
+def test_a_reused_slot_shows_nothing_of_its_last_request(checkpoint: Checkpoints) -> None:
     """Even NaN, which a mask does not keep out, is gone once it has shown in the logits."""
     import torch
 
@@ -257,8 +259,8 @@ def test_whatever_a_slot_held_before_the_next_request_is_alone_in_it(checkpoint:
     assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
 
 
-def test_logits_that_are_no_numbers_end_only_their_request(checkpoint: Checkpoints, monkeypatch: Any) -> None:
-    """The client gets an ERROR that says so; the neighbour's answer is what it is alone."""
+def test_nan_logits_end_only_their_request(checkpoint: Checkpoints, monkeypatch: Any) -> None:
+    """The client gets an ERROR with the cause; the neighbour's answer does not change."""
     served = Served(checkpoint("gpt2"))
     served.submit("alone", [8, 9], 10)
     served.run_out()
@@ -278,7 +280,7 @@ def test_logits_that_are_no_numbers_end_only_their_request(checkpoint: Checkpoin
     assert served.ids("neighbour") == served.ids("alone")
 
 
-def test_the_spec_says_what_was_loaded(checkpoint: Checkpoints) -> None:
+def test_the_spec_describes_the_loaded_model(checkpoint: Checkpoints) -> None:
     """Slots, lengths, buckets, vocabulary and kind."""
     engine = CpuEngine(
         checkpoint("llama"), slots=3, max_len=100, prefill_buckets=[10, 50], decode_buckets=[50, 100], threads=1
@@ -295,7 +297,7 @@ def test_the_spec_says_what_was_loaded(checkpoint: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize("family_name", ["mistral-window", "qwen3"])
-def test_a_window_hides_what_lies_behind_it(checkpoint: Checkpoints, family_name: str) -> None:
+def test_tokens_before_the_sliding_window_are_masked(checkpoint: Checkpoints, tmp_path: Path, family_name: str) -> None:
     """In prompts up to four windows long, and when the answer leaves the prompt's window; the window does matter."""
     path = checkpoint(family_name)
     generate = Reference(path)
@@ -306,15 +308,16 @@ def test_a_window_hides_what_lies_behind_it(checkpoint: Checkpoints, family_name
         served.submit(str(number), prompt, 30)
     served.run_out()
     assert [served.ids(str(number)) for number in range(4)] == [generate(prompt, 30) for prompt in prompts]
-    served.engine._windows = dict.fromkeys(served.engine._windows) if isinstance(served.engine._windows, dict) else None
-    served.submit("sees all", prompts[3], 30)
-    served.run_out()
-    assert served.ids("sees all") != served.ids("3")
+    unlimited = shutil.copytree(path, tmp_path / "unlimited")
+    layers = ["full_attention"] * generate.model.config.num_hidden_layers
+    own = {"use_sliding_window": False, "layer_types": layers} if family_name == "qwen3" else {}
+    edit(unlimited / "config.json", sliding_window=None, **own)
+    assert Reference(unlimited)(prompts[3], 30) != served.ids("3")
 
 
 @everyday("llama", "gpt2", "bloom", "opt")  # rotary, learned, none, and learned with an offset
 @pytest.mark.parametrize("chunk", [1, 7, 32])
-def test_a_prompt_in_chunks_gives_what_the_whole_gives(family: tuple[Path, Reference], chunk: int) -> None:
+def test_a_chunked_prefill_gives_the_logits_of_a_whole_one(family: tuple[Path, Reference], chunk: int) -> None:
     """Prompts of all lengths around a multiple of the chunk, together; then their answers, token for token."""
     path, generate = family
     rng = random.Random(5)
@@ -329,7 +332,7 @@ def test_a_prompt_in_chunks_gives_what_the_whole_gives(family: tuple[Path, Refer
 
 @pytest.mark.parametrize(("dtype", "step"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
 @pytest.mark.parametrize("family_name", FAMILIES)
-def test_half_precision_chooses_what_transformers_does_up_to_rounding(
+def test_half_precision_equals_transformers_up_to_rounding(
     checkpoint: Checkpoints, family_name: str, dtype: str, step: float
 ) -> None:
     """Each greedy token is the best, or as good as that within the rounding, in transformers' own forward pass.
@@ -425,11 +428,11 @@ def shard_pickle(path: Path) -> None:
     """Split pytorch_model.bin into two files and their index."""
     import torch
 
-    whole = torch.load(path / "pytorch_model.bin")
+    weights = torch.load(path / "pytorch_model.bin")
     (path / "pytorch_model.bin").unlink()
-    places = {name: f"pytorch_model-{1 + number % 2}.bin" for number, name in enumerate(whole)}
+    places = {name: f"pytorch_model-{1 + number % 2}.bin" for number, name in enumerate(weights)}
     for shard in set(places.values()):
-        torch.save({name: whole[name] for name, place in places.items() if place == shard}, path / shard)
+        torch.save({name: weights[name] for name, place in places.items() if place == shard}, path / shard)
     (path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
@@ -514,7 +517,9 @@ FAULTS: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_checkpoint_that_cannot_be_loaded_says_why(checkpoint: Checkpoints, tmp_path: Path, fault: str) -> None:
+def test_a_broken_checkpoint_is_a_load_error_with_its_cause(
+    checkpoint: Checkpoints, tmp_path: Path, fault: str
+) -> None:
     """A stable id, and a cause that names the file, tensor or value: never a model with random weights."""
     id, cause, spoil = FAULTS[fault]
     copy = shutil.copytree(checkpoint("llama"), tmp_path / "model")
@@ -526,7 +531,7 @@ def test_a_checkpoint_that_cannot_be_loaded_says_why(checkpoint: Checkpoints, tm
 
 
 def test_a_refused_pickle_names_the_field_that_allows_it(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """And the way that needs none."""
+    """The hint also names the remedy without pickles."""
     copy = pickle_weights(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     with pytest.raises(EngineLoadError) as caught:
         CpuEngine(copy, slots=1, max_len=32).load()
@@ -536,21 +541,17 @@ def test_a_refused_pickle_names_the_field_that_allows_it(checkpoint: Checkpoints
 
 @pytest.mark.parametrize("form", ["zip", "before 1.6", "shards"])
 def test_an_allowed_pickle_gives_the_same_model(checkpoint: Checkpoints, tmp_path: Path, form: str) -> None:
-    """In both formats of torch and in shards: the weights bit for bit those of the safetensors, and it computes."""
+    """In both formats of torch and in shards, it gives the logits of the safetensors."""
     import torch
 
     copy = pickle_weights(shutil.copytree(checkpoint("llama"), tmp_path / "model"), zipped=form != "before 1.6")
     if form == "shards":
         shard_pickle(copy)
-    engines = [
-        CpuEngine(path, slots=1, max_len=32, threads=1, allow_pickle=True) for path in (checkpoint("llama"), copy)
-    ]
-    logits, weights = [], []
-    for engine in engines:
+    logits = []
+    for path in (checkpoint("llama"), copy):
+        engine = CpuEngine(path, slots=1, max_len=32, threads=1, allow_pickle=True)
         engine.load()
         logits.append(engine.prefill([0], [[5, 6, 7]]))
-        weights.append(engine._model.state_dict())
-    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
     # Where the file put a tensor in memory decides which kernel reads it, and so the last bit.
     assert torch.allclose(logits[0], logits[1], atol=1e-5)
 
@@ -595,7 +596,7 @@ PICKLE_FAULTS: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
 
 
 @pytest.mark.parametrize("fault", PICKLE_FAULTS)
-def test_an_allowed_pickle_that_cannot_be_loaded_says_why(checkpoint: Checkpoints, tmp_path: Path, fault: str) -> None:
+def test_a_broken_pickle_is_a_load_error_with_its_cause(checkpoint: Checkpoints, tmp_path: Path, fault: str) -> None:
     """As other weights do; and no code of it runs, allowed or not."""
     id, cause, spoil = PICKLE_FAULTS[fault]
     copy = shutil.copytree(checkpoint("llama"), tmp_path / "model")
@@ -617,7 +618,7 @@ def test_an_allowed_pickle_that_cannot_be_loaded_says_why(checkpoint: Checkpoint
         ({"decode_buckets": [32]}, "bad-buckets"),
     ],
 )
-def test_sizes_that_cannot_be_are_load_errors(checkpoint: Checkpoints, wrong: dict[str, Any], id: str) -> None:
+def test_unsupported_sizes_are_load_errors(checkpoint: Checkpoints, wrong: dict[str, Any], id: str) -> None:
     """They end as every fault of a load does, with an id."""
     sizes: dict[str, Any] = {"slots": 2, "max_len": 64, "threads": 1} | wrong
     with pytest.raises(EngineLoadError) as caught:
@@ -625,7 +626,7 @@ def test_sizes_that_cannot_be_are_load_errors(checkpoint: Checkpoints, wrong: di
     assert caught.value.id == id
 
 
-def test_bloom_has_no_longest_position(checkpoint: Checkpoints) -> None:
+def test_bloom_has_no_maximum_position(checkpoint: Checkpoints) -> None:
     """Its bias is computed for any length, so only memory bounds max_len."""
     engine = CpuEngine(checkpoint("bloom"), slots=1, max_len=2 * MAX_POSITIONS, prefill_buckets=[16], threads=1)
     engine.load()

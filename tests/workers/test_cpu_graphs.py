@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
-from tests.workers.tnx_runs import answers, asked, config, of_the_cpu_engine
+from tests.workers.tnx_runs import answers, config, of_the_cpu_engine, scripted_requests
 from workers.compiling.build import Built, Order, Reply, Working, predict
 from workers.engines.cpu import graphs as cpu_graphs
 from workers.engines.cpu.artifacts import is_whole
@@ -50,7 +50,7 @@ with cpu_graphs.using_code_from(Path(sys.argv[1])):
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graphs are traced and not compiled: what is computed is the same, and it takes no minute."""
+    """The graphs are traced and not compiled: the same computation, without a minute of compiling."""
     monkeypatch.setattr(cpu_graphs, "BACKEND", "eager")
     torch._dynamo.reset()
 
@@ -70,20 +70,20 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def greedy(engine: CpuEngine, slots: Sequence[int], prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """``count`` tokens for each of the prompts, which begin together."""
     tokens = engine.prefill(slots, prompts).argmax(-1).tolist()
-    found = [[token] for token in tokens]
-    positions = [len(one) for one in prompts]
+    answers = [[token] for token in tokens]
+    positions = [len(prompt) for prompt in prompts]
     for _ in range(count - 1):
         tokens = engine.decode(slots, tokens, positions).argmax(-1).tolist()
         positions = [position + 1 for position in positions]
-        for row, token in zip(found, tokens, strict=True):
+        for row, token in zip(answers, tokens, strict=True):
             row.append(token)
-    return found
+    return answers
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("traced")
-def test_every_familys_greedy_answers_are_those_without_graphs(checkpoint: Checkpoints, family: str) -> None:
+def test_greedy_answers_equal_those_without_graphs(checkpoint: Checkpoints, family: str) -> None:
     """Prompts below a bucket and at its edge, in slots with a gap between them, until the slots are full."""
     prompts = [prompt(5), prompt(16)]
     engine = opened(checkpoint(family), compile=True)
@@ -92,39 +92,39 @@ def test_every_familys_greedy_answers_are_those_without_graphs(checkpoint: Check
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("traced")
-def test_a_step_leaves_the_slots_that_are_not_in_it(checkpoint: Checkpoints) -> None:
-    """Their graph takes all slots, and writes where nobody reads."""
+def test_a_step_keeps_the_slots_that_it_does_not_list(checkpoint: Checkpoints) -> None:
+    """The graph takes all slots, and idle ones write to a position that is never read."""
     engine, plain = opened(checkpoint("llama"), compile=True), opened(checkpoint("llama"))
     prompts = [prompt(4), prompt(9), prompt(16)]
-    for one in (engine, plain):
-        one.prefill([0, 1, 2], prompts)
-        one.decode([0, 2], [7, 8], [4, 16])
-    logits = [one.decode([1], [9], [9]) for one in (engine, plain)]
+    for runner in (engine, plain):
+        runner.prefill([0, 1, 2], prompts)
+        runner.decode([0, 2], [7, 8], [4, 16])
+    logits = [runner.decode([1], [9], [9]) for runner in (engine, plain)]
     assert torch.allclose(logits[0], logits[1], atol=1e-4)
 
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("traced")
-def test_passes_without_a_bucket_stay_as_they_were(checkpoint: Checkpoints) -> None:
+def test_passes_without_a_graph_run_uncompiled(checkpoint: Checkpoints) -> None:
     """Prompts that go on from a prefix, prompts in chunks, and checks of a draft, in the same KV cache as graphs."""
     engine = opened(checkpoint("llama"), compile=True, prefix_cache=True)
     plain = opened(checkpoint("llama"), prefix_cache=True)
-    whole, rest = prompt(16), prompt(5, seed=1)
-    found = []
-    for one in (engine, plain):
-        one.prefill([0], [whole])
-        one.copy_prefix(0, 2, 12)
-        after = one.prefill_from([2], [[*whole[:12], *rest]], [12])
-        checked = one.verify([2], [[7, 8, 9]], [17])
-        found.append(torch.cat([after, checked[0], one.decode([0, 2], [5, 6], [16, 20])]))
-    assert torch.allclose(found[0], found[1], atol=1e-4)
+    beginning, ending = prompt(16), prompt(5, seed=1)
+    outputs = []
+    for runner in (engine, plain):
+        runner.prefill([0], [beginning])
+        runner.copy_prefix(0, 2, 12)
+        after = runner.prefill_from([2], [[*beginning[:12], *ending]], [12])
+        checked = runner.verify([2], [[7, 8, 9]], [17])
+        outputs.append(torch.cat([after, checked[0], runner.decode([0, 2], [5, 6], [16, 20])]))
+    assert torch.allclose(outputs[0], outputs[1], atol=1e-4)
 
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("traced")
-def test_requests_that_come_and_go_are_answered_alike(checkpoint: Checkpoints) -> None:
+def test_graphs_change_no_answer_of_concurrent_requests(checkpoint: Checkpoints) -> None:
     """Through the batcher, with several buckets."""
-    requests = asked(seed=5, count=8, longest=40, most=12)
+    requests = scripted_requests(seed=5, count=8, longest=40, most=12)
     engine = CpuEngine(
         checkpoint("llama"),
         slots=3,
@@ -157,7 +157,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("compiled")
     source = make_checkpoint(folder / "model", "llama", layers=1, eos=None)
-    one = config(
+    replica = config(
         source,
         engine="cpu",
         slots=2,
@@ -170,31 +170,31 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         env={"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1", "TMPDIR": str(folder / "tmp")},
     )
     (folder / "tmp").mkdir()
-    (wanted,) = predict(one).wanted
-    process = _start(one)
-    compilers = _at_work(process, Path(wanted.folder))
+    (verdict,) = predict(replica).wanted
+    process = _start(replica)
+    compilers = _at_work(process, Path(verdict.folder))
     process.send_signal(signal.SIGKILL)
     process.wait()
     _, alive = psutil.wait_procs(compilers, timeout=DEADLINE_S)
-    left = [told.folder for told in predict(one).wanted if told.complete]
-    left += [str(path) for path in Path(wanted.folder).glob(MANIFEST)]
-    process = _start(one)
+    remains = [replies.folder for replies in predict(replica).wanted if replies.complete]
+    remains += [str(path) for path in Path(verdict.folder).glob(MANIFEST)]
+    process = _start(replica)
     assert process.stdout is not None
-    told = [msgspec.json.decode(line, type=Reply) for line in process.stdout]
+    replies = [msgspec.json.decode(line, type=Reply) for line in process.stdout]
     process.wait()
-    return Made(one, wanted.key, told, left, alive)
+    return Made(replica, verdict.key, replies, remains, alive)
 
 
-def _start(one: ReplicaConfig) -> subprocess.Popen[bytes]:
+def _start(replica: ReplicaConfig) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "workers.compiling.build", "compile"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, **one.env, "PYTHONPATH": str(PROJECT)},
+        env={**os.environ, **replica.env, "PYTHONPATH": str(PROJECT)},
     )
     assert process.stdin is not None
     with process.stdin:
-        process.stdin.write(msgspec.json.encode(Order(config=one, parent=os.getpid())))
+        process.stdin.write(msgspec.json.encode(Order(config=replica, parent=os.getpid())))
     return process
 
 
@@ -202,8 +202,8 @@ def _at_work(process: subprocess.Popen[bytes], folder: Path) -> list[psutil.Proc
     """The compilers below a process, once the first of them writes into the entry."""
     pause, root = threading.Event(), psutil.Process(process.pid)
     for _ in range(int(DEADLINE_S / 0.02)):
-        found = [child for child in root.children(recursive=True) if "cc1plus" in child.name()]
-        if found and any(folder.rglob("*.cpp")):
+        compilers = [child for child in root.children(recursive=True) if "cc1plus" in child.name()]
+        if compilers and any(folder.rglob("*.cpp")):
             return root.children(recursive=True)
         assert process.poll() is None
         pause.wait(0.02)
@@ -212,19 +212,19 @@ def _at_work(process: subprocess.Popen[bytes], folder: Path) -> list[psutil.Proc
 
 @pytest.mark.compile
 @pytest.mark.timeout(900)
-def test_a_compile_that_was_killed_counts_for_nothing(made: Made) -> None:
+def test_a_killed_compile_leaves_no_complete_entry(made: Made) -> None:
     """And its compilers are gone."""
     assert (made.left, made.alive) == ([], [])
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(900)
-def test_the_next_compile_tells_every_graph_and_makes_the_entry(made: Made) -> None:
+def test_the_next_compile_reports_every_graph_and_completes_the_entry(made: Made) -> None:
     """Two graphs: of a prompt, and of a step."""
     built = made.told[-1]
     assert isinstance(built, Built)
-    assert (built.compiled, [one.complete for one in built.wanted]) == ([made.key], [True])
-    graphs = [(told.done, told.total) for told in made.told if isinstance(told, Working) and told.total]
+    assert (built.compiled, [verdict.complete for verdict in built.wanted]) == ([made.key], [True])
+    graphs = [(reply.done, reply.total) for reply in made.told if isinstance(reply, Working) and reply.total]
     assert graphs == [(0, 2), (1, 2)]
 
 
@@ -250,7 +250,7 @@ print(json.dumps([counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"], f
 
 @pytest.mark.compile
 @pytest.mark.timeout(900)
-def test_a_start_finds_every_graph_and_answers_as_without_them(made: Made, tmp_path: Path) -> None:
+def test_a_start_compiles_nothing_and_answers_as_without_graphs(made: Made, tmp_path: Path) -> None:
     """By torch's own count; from a copy that came by way of a ``neff_cache`` just as well. What was made stays as it
     was."""
     root, shared = tmp_path / "other", str(tmp_path / "shared")
@@ -266,17 +266,17 @@ def test_a_start_finds_every_graph_and_answers_as_without_them(made: Made, tmp_p
         env={**os.environ, **made.config.env, "PYTHONPATH": str(PROJECT)},
         check=True,
     )
-    hits, missed, found = json.loads(started.stdout.splitlines()[-1])
+    hits, missed, answers = json.loads(started.stdout.splitlines()[-1])
     plain = opened(Path(made.config.source or ""), slots=2, max_len=16, prefill_buckets=[16], decode_buckets=[16])
     assert (hits, missed) == (2, 0)
-    assert found == greedy(plain, [0, 1], prompts, 9)
+    assert answers == greedy(plain, [0, 1], prompts, 9)
     assert peek(root, held.manifest, is_whole).complete
     headers = [file for folder in (root, Path(made.config.env["TMPDIR"])) for file in folder.rglob("*.gch")]
     assert headers == []  # they are large, of one compile, and of no use to a start
 
 
-def test_headers_lie_where_the_compile_wants_them_and_only_as_long(tmp_path: Path) -> None:
-    """A start that takes what is there compiles none; afterwards torch is as it was."""
+def test_headers_are_compiled_into_a_temporary_folder(tmp_path: Path) -> None:
+    """A start with existing code compiles none; afterwards torch's settings are restored."""
     from torch._inductor import codecache
 
     usual: Any = codecache
@@ -292,10 +292,8 @@ def test_headers_lie_where_the_compile_wants_them_and_only_as_long(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["code"]
 
 
-def test_the_copy_of_a_start_that_was_killed_goes_with_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that is in use stays, and so does what is none."""
+def test_the_next_start_removes_the_copy_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in use stays, and so do other folders."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a.so").write_bytes(b"program")
     (tmp_path / "tmp").mkdir()
@@ -322,10 +320,10 @@ def test_the_copy_of_a_start_that_was_killed_goes_with_the_next(
     assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["corewright-else"]
 
 
-def test_the_settings_are_inductors_own() -> None:
+def test_inductor_has_all_settings() -> None:
     """A name that it does not have would be refused at the first compile, minutes into a start."""
     from torch._inductor import config as inductor
 
-    known = inductor.get_config_copy()
-    assert [name for name in cpu_graphs.SETTINGS if name not in known] == []
+    config = inductor.get_config_copy()
+    assert [name for name in cpu_graphs.SETTINGS if name not in config] == []
     assert list(itertools.chain(cpu_graphs.SETTINGS.values())) == [True, True]

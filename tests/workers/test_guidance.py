@@ -1,4 +1,4 @@
-"""Answers under a JSON schema, from a model with random weights: what makes them JSON is the guide alone."""
+"""Answers under a JSON schema, from a model with random weights: only the guide makes them JSON."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer("cpu", str(path))
 
 
-def request(id: str = "a", schema: Any = None, **rest: Any) -> GenerateRequest:
+def request(id: str = "a", schema: Any = None, **fields: Any) -> GenerateRequest:
     guide = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
     settings: dict[str, Any] = {"prompt_ids": [17], "max_tokens": 1500, "temperature": 0.0}
-    return GenerateRequest(id=id, guide=guide, **(settings | rest))
+    return GenerateRequest(id=id, guide=guide, **(settings | fields))
 
 
 def engine(eos: int | None = EOS_ID, model: torch.Tensor = MODEL) -> TableEngine:
@@ -83,11 +83,11 @@ def assert_follows(got: Answers, id: str, schema: dict[str, Any]) -> None:
 @pytest.mark.parametrize("eos", [EOS_ID, None])
 def test_every_answer_satisfies_its_schema(name: str, eos: int | None, tokenizer: Tokenizer) -> None:
     """Greedy and sampled, with and without an EOS of the model: it parses, validates, and ends by itself."""
-    asked = [request("greedy", SCHEMAS[name])]
-    asked += [request(str(seed), SCHEMAS[name], temperature=1.5, seed=seed) for seed in range(12)]
-    got = answers(engine(eos), asked, tokenizer)
-    for one in asked:
-        assert_follows(got, one.id, SCHEMAS[name])
+    requests = [request("greedy", SCHEMAS[name])]
+    requests += [request(str(seed), SCHEMAS[name], temperature=1.5, seed=seed) for seed in range(12)]
+    got = answers(engine(eos), requests, tokenizer)
+    for guided in requests:
+        assert_follows(got, guided.id, SCHEMAS[name])
 
 
 @pytest.mark.parametrize("mode", ["{}", '{"type": "object"}'])
@@ -102,23 +102,23 @@ def test_json_mode_gives_json(mode: str, tokenizer: Tokenizer) -> None:
         assert_follows(got, str(seed), json.loads(mode))
 
 
-def test_an_answer_cut_by_its_length_says_so(tokenizer: Tokenizer) -> None:
+def test_an_answer_cut_by_its_length_finishes_with_length(tokenizer: Tokenizer) -> None:
     """The text is the beginning of an answer that would have followed the schema."""
-    whole = answers(engine(), [request(schema=OBJECT)], tokenizer)
+    complete = answers(engine(), [request(schema=OBJECT)], tokenizer)
     cut = answers(engine(), [request(schema=OBJECT, max_tokens=6)], tokenizer)
     assert cut.finish("a") is FinishReason.LENGTH
-    assert cut.ids("a") == whole.ids("a")[:6]
+    assert cut.ids("a") == complete.ids("a")[:6]
 
 
 def test_unguided_requests_beside_guided_ones_are_unchanged(tokenizer: Tokenizer) -> None:
-    """Token for token what they answer alone, and the guided ones too."""
-    asked = []
+    """Both kinds give token for token the answers that they give alone."""
+    requests = []
     for index, schema in enumerate(SCHEMAS.values()):
         how = {"temperature": 1.2, "top_p": 0.9, "seed": index}
-        asked += [request(f"guided {index}", schema, **how), request(f"free {index}", max_tokens=60, **how)]
-    together = answers(engine(), asked, tokenizer)
-    for one in asked:
-        assert together.of(one.id) == answers(engine(), [one], tokenizer).of(one.id)
+        requests += [request(f"guided {index}", schema, **how), request(f"free {index}", max_tokens=60, **how)]
+    together = answers(engine(), requests, tokenizer)
+    for single in requests:
+        assert together.of(single.id) == answers(engine(), [single], tokenizer).of(single.id)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,14 @@ def test_unguided_requests_beside_guided_ones_are_unchanged(tokenizer: Tokenizer
     ],
     ids=str,
 )
-def test_the_guide_comes_before_all_other_parameters(how: dict[str, Any], tokenizer: Tokenizer) -> None:
+def test_the_guide_takes_precedence_over_other_parameters(how: dict[str, Any], tokenizer: Tokenizer) -> None:
     """What they would forbid comes after all where the schema leaves nothing else, and its end is the answer's end."""
     for schema in SCHEMAS.values():
         assert_follows(answers(engine(), [request(schema=schema, **how)], tokenizer), "a", schema)
 
 
 @pytest.mark.parametrize("likes", ["Ġ", "Ċ", "ĠĊ"])
-def test_white_space_that_a_model_prefers_is_bounded_between_two_parts(likes: str, tokenizer: Tokenizer) -> None:
+def test_white_space_between_two_parts_is_bounded(likes: str, tokenizer: Tokenizer) -> None:
     """One space, or one new line and its indentation; the answer has room for all of its fields."""
     model = MODEL.clone()
     for bonus, space in enumerate(reversed(likes)):
@@ -165,14 +165,14 @@ def test_json_as_programs_print_it_follows_a_schema(indent: int | str | None, to
 
 
 def test_logprobs_are_those_of_the_model_not_of_the_guide(tokenizer: Tokenizer) -> None:
-    """The model would have said something else."""
+    """The guide chooses other tokens than the model's most probable ones."""
     got = answers(engine(), [request(schema=OBJECT, logprobs=1)], tokenizer)
     first = got.of("a")[0].logprobs[0]
     assert first.logprob == float(MODEL[17].log_softmax(-1)[first.id])
     assert first.top[0][0] == int(MODEL[17].argmax()) != first.id
 
 
-def test_a_model_with_a_padded_vocabulary_never_says_the_padding(tokenizer: Tokenizer) -> None:
+def test_a_padded_vocabulary_never_produces_padding(tokenizer: Tokenizer) -> None:
     """Ids that the tokenizer does not know have no text."""
     model = table(VOCAB_SIZE + 64)
     model[:, VOCAB_SIZE:] += 50.0
@@ -191,19 +191,15 @@ def test_a_model_with_a_padded_vocabulary_never_says_the_padding(tokenizer: Toke
         ('{"$ref": "https://example.com/schema"}', "not present in a registry"),
     ],
 )
-def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(
-    schema: str, message: str, tokenizer: Tokenizer
-) -> None:
-    """When it is submitted, in llguidance's words; the batcher goes on."""
+def test_an_unsupported_schema_is_refused_with_the_reason(schema: str, message: str, tokenizer: Tokenizer) -> None:
+    """At submission, with llguidance's message; the batcher continues."""
     batcher = Batcher(engine(), tokenizer, Answers())
     with pytest.raises(ValueError, match=message):
         batcher.submit(request(schema=schema))
     assert batcher.stats.waiting == 0
 
 
-def test_without_llguidance_the_answer_names_what_to_install(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_llguidance_the_error_names_the_package(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an extra."""
     real = builtins.__import__
 
@@ -220,7 +216,7 @@ def test_without_llguidance_the_answer_names_what_to_install(
 
 
 def test_a_tokenizer_without_a_tokenizer_json_cannot_guide() -> None:
-    """Said when it is asked for."""
+    """The request is refused at submission."""
     with pytest.raises(ValueError, match="tokenizer cannot be used for JSON"):
         Batcher(engine(), ByteTokenizer(), Answers()).submit(request(schema="{}"))
 
@@ -232,10 +228,10 @@ def test_a_real_model_answers_in_json(checkpoint: Any) -> None:
     path: Path = checkpoint("llama")
     cpu = CpuEngine(path, slots=4, max_len=256)
     cpu.load()
-    asked = [request(name, schema, max_tokens=250) for name, schema in SCHEMAS.items() if name != "nested"]
-    got = answers(cpu, [*asked, request("free", max_tokens=20)], load_tokenizer("cpu", str(path)))
-    for one in asked:
-        assert_follows(got, one.id, SCHEMAS[one.id])
+    requests = [request(name, schema, max_tokens=250) for name, schema in SCHEMAS.items() if name != "nested"]
+    got = answers(cpu, [*requests, request("free", max_tokens=20)], load_tokenizer("cpu", str(path)))
+    for guided in requests:
+        assert_follows(got, guided.id, SCHEMAS[guided.id])
     assert len(got.ids("free")) == 20
 
 
@@ -290,17 +286,17 @@ def test_the_least_recently_used_schemas_are_evicted(tokenizer: Tokenizer, compi
         {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
     ],
 )
-def test_a_reference_that_has_no_end_is_refused(schema: Any, tokenizer: Tokenizer) -> None:
+def test_an_endless_reference_is_refused(schema: Any, tokenizer: Tokenizer) -> None:
     """No answer could satisfy it. The client made it, so that it is not an error of the engine."""
     batcher = Batcher(engine(), tokenizer, Answers())
     with pytest.raises(ValueError, match=r"the JSON schema is not supported: no answer can begin under it"):
         batcher.submit(request(schema=schema))
 
 
-def test_a_schema_that_outgrows_its_limits_in_mid_answer_is_the_clients(
+def test_a_schema_beyond_its_limits_ends_the_answer_as_invalid(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answer ends as invalid, with one line of the reason; the engine goes on."""
+    """Its answer ends as invalid, with one line of the reason; the engine continues."""
     monkeypatch.setattr(Guide, "forbidden", lambda self, size: None)
     monkeypatch.setattr(Guide, "error", property(lambda self: "the JSON schema is not supported: too many items"))
     got = answers(engine(), [request("guided", OBJECT), request("free", max_tokens=5)], tokenizer)

@@ -14,14 +14,14 @@ from workers.text.tokenizer import ByteTokenizer
 MODEL = table(257)
 
 
-def request(**rest: Any) -> GenerateRequest:
-    return GenerateRequest(**{"id": "a", "prompt_ids": [65], "max_tokens": 12, **rest})
+def request(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(**{"id": "a", "prompt_ids": [65], "max_tokens": 12, **fields})
 
 
-def logprobs_of(asked: GenerateRequest, model: torch.Tensor = MODEL) -> list[tuple[int, TokenLogprobs]]:
-    got = answers(TableEngine(model), [asked])
-    found = [logprobs for event in got.of("a") for logprobs in event.logprobs]
-    return list(zip(got.ids("a"), found, strict=True))
+def logprobs_of(single: GenerateRequest, model: torch.Tensor = MODEL) -> list[tuple[int, TokenLogprobs]]:
+    got = answers(TableEngine(model), [single])
+    values = [logprobs for event in got.of("a") for logprobs in event.logprobs]
+    return list(zip(got.ids("a"), values, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,13 @@ def logprobs_of(asked: GenerateRequest, model: torch.Tensor = MODEL) -> list[tup
     ids=str,
 )
 def test_each_token_comes_with_the_models_own_logprobs(how: dict[str, Any]) -> None:
-    """Of the distribution before temperature, penalties, bias and cuts; the best ids sorted, as many as asked for."""
+    """They are of the distribution before temperature, penalties, bias and cuts; the best ids are sorted."""
     before = 65
-    for token, found in logprobs_of(request(logprobs=4, **how)):
+    for token, logprobs in logprobs_of(request(logprobs=4, **how)):
         raw = MODEL[before].log_softmax(-1)
         best = raw.topk(4)
-        assert (found.id, found.logprob) == (token, float(raw[token]))
-        assert [(id, logprob) for id, logprob, _, _ in found.top] == list(
+        assert (logprobs.id, logprobs.logprob) == (token, float(raw[token]))
+        assert [(id, logprob) for id, logprob, _, _ in logprobs.top] == list(
             zip(best.indices.tolist(), best.values.tolist(), strict=True)
         )
         before = token
@@ -51,34 +51,34 @@ def test_tokens_come_with_their_own_text_and_bytes() -> None:
     """A byte that is no character by itself shows as U+FFFD, and its number is kept."""
     logits = torch.zeros(1, 257)
     logits[0, 0xC3], logits[0, 0x41] = 5.0, 4.0
-    (found,) = token_logprobs(logits, [0xC3], [2], ByteTokenizer().token_bytes)
-    assert found is not None
-    assert (found.text, found.bytes) == ("�", [0xC3])
-    assert found.top[1][2:] == ("A", [0x41])
+    (logprobs,) = token_logprobs(logits, [0xC3], [2], ByteTokenizer().token_bytes)
+    assert logprobs is not None
+    assert (logprobs.text, logprobs.bytes) == ("�", [0xC3])
+    assert logprobs.top[1][2:] == ("A", [0x41])
 
 
-def test_none_asks_for_nothing_and_zero_for_the_chosen_token_alone() -> None:
+def test_logprobs_0_covers_the_chosen_token_alone() -> None:
     """Requests without logprobs pay nothing for them."""
     assert [event.logprobs for event in answers(TableEngine(MODEL), [request(seed=1)]).of("a")] == [[]] * 12
-    assert [found.top for _, found in logprobs_of(request(seed=1, logprobs=0))] == [[]] * 12
+    assert [logprobs.top for _, logprobs in logprobs_of(request(seed=1, logprobs=0))] == [[]] * 12
 
 
 def test_equally_probable_ids_come_in_order_so_the_greedy_one_is_first() -> None:
     """bf16 logits often tie."""
     logits = torch.zeros(1, 257)
-    (found,) = token_logprobs(logits, [0], [3], ByteTokenizer().token_bytes)
-    assert found is not None
-    assert [id for id, *_ in found.top] == [0, 1, 2]
-    assert found.logprob == pytest.approx(-math.log(257))
+    (logprobs,) = token_logprobs(logits, [0], [3], ByteTokenizer().token_bytes)
+    assert logprobs is not None
+    assert [id for id, *_ in logprobs.top] == [0, 1, 2]
+    assert logprobs.logprob == pytest.approx(-math.log(257))
 
 
-def test_an_impossible_token_has_a_number_that_json_can_say() -> None:
+def test_an_impossible_token_has_a_finite_logprob() -> None:
     """OpenAI's -9999."""
     logits = torch.full((1, 257), float("-inf"))
     logits[0, 3] = 0.0
-    (found,) = token_logprobs(logits, [3], [2], ByteTokenizer().token_bytes)
-    assert found is not None
-    assert [logprob for _, logprob, _, _ in found.top] == [0.0, IMPOSSIBLE]
+    (logprobs,) = token_logprobs(logits, [3], [2], ByteTokenizer().token_bytes)
+    assert logprobs is not None
+    assert [logprob for _, logprob, _, _ in logprobs.top] == [0.0, IMPOSSIBLE]
 
 
 def test_the_eos_has_logprobs_too() -> None:
@@ -86,4 +86,6 @@ def test_the_eos_has_logprobs_too() -> None:
     model = MODEL.clone()
     model[:, 256] = 50.0
     got = answers(TableEngine(model, eos=[256]), [request(logprobs=1, temperature=0.0)])
-    assert [(event.token_ids, [found.id for found in event.logprobs]) for event in got.of("a")] == [([256], [256])]
+    assert [(event.token_ids, [logprobs.id for logprobs in event.logprobs]) for event in got.of("a")] == [
+        ([256], [256])
+    ]

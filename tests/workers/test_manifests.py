@@ -67,18 +67,18 @@ def nxd(source: Path, tmp_path: Path) -> Callable[..., Mapping[str, Any]]:
 @pytest.fixture(params=["tnx", "nxd"])
 def make(request: pytest.FixtureRequest) -> Make:
     """The manifest of one model on either engine, of what is true at the call."""
-    made: Make = request.getfixturevalue(request.param)
-    return made
+    make_manifest: Make = request.getfixturevalue(request.param)
+    return make_manifest
 
 
 def is_another(first: Mapping[str, Any], second: Mapping[str, Any], root: Path) -> bool:
     """Whether the second finds nothing where the first has finished."""
-    with entry(root, first) as found:
-        found.finish()
+    with entry(root, first) as artifacts:
+        artifacts.finish()
     with entry(root, first) as again:
         assert again.complete
-    with entry(root, second) as found:
-        return not found.complete
+    with entry(root, second) as artifacts:
+        return not artifacts.complete
 
 
 def versions(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_each_variable_that_the_compiler_reads_makes_other_artifacts(
 def test_each_package_of_transformers_neuronx_makes_other_artifacts(
     tnx: Make, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names of NEFFs tell of none of them."""
+    """The names of NEFFs depend on none of them."""
     versions("", monkeypatch)
     before = tnx()
     versions(package, monkeypatch)
@@ -134,11 +134,11 @@ def test_another_machine_makes_other_artifacts_only_where_its_target_differs(
     """Inferentia 2 and Trainium 1 run the same code; Trainium 2 does not, of the same LNC either."""
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     before = make()
-    found = {}
+    differs = {}
     for instance in ("inf2.xlarge", "trn1.32xlarge", "trn1n.32xlarge", "trn2.48xlarge"):
         monkeypatch.setattr(host_facts, "instance_type", lambda instance=instance: instance)
-        found[instance] = is_another(before, make(), tmp_path / instance)
-    assert found == {
+        differs[instance] = is_another(before, make(), tmp_path / instance)
+    assert differs == {
         "inf2.xlarge": False,
         "trn1.32xlarge": False,
         "trn1n.32xlarge": False,

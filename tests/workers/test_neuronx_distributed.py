@@ -61,15 +61,15 @@ def nxd(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:
 @pytest.fixture(scope="session")
 def sources(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """The shared checkpoints, and qwen3 without a window."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def get(family: str) -> Path:
         if family != FULL:
             return checkpoint(family)
-        if FULL not in made:
-            made[FULL] = Path(shutil.copytree(checkpoint("qwen3"), tmp_path_factory.mktemp("nxd") / FULL))
-            edit(made[FULL], use_sliding_window=False, sliding_window=None, layer_types=["full_attention"] * 2)
-        return made[FULL]
+        if FULL not in folders:
+            folders[FULL] = Path(shutil.copytree(checkpoint("qwen3"), tmp_path_factory.mktemp("nxd") / FULL))
+            edit(folders[FULL], use_sliding_window=False, sliding_window=None, layer_types=["full_attention"] * 2)
+        return folders[FULL]
 
     return get
 
@@ -77,12 +77,12 @@ def sources(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="session")
 def expected(sources: Checkpoints) -> Callable[[str], dict[str, list[int]]]:
     """What the CPU engine answers to the usual traffic."""
-    known: dict[str, dict[str, list[int]]] = {}
+    answers: dict[str, dict[str, list[int]]] = {}
 
     def get(family: str) -> dict[str, list[int]]:
-        if family not in known:
-            known[family] = served(cpu(sources(family)), arrivals())
-        return known[family]
+        if family not in answers:
+            answers[family] = served(cpu(sources(family)), arrivals())
+        return answers[family]
 
     return get
 
@@ -93,17 +93,17 @@ def edit(folder: Path, **settings: object) -> None:
 
 
 def families(version: str) -> list[str]:
-    """Of ours, those that a version computes."""
-    found = ["llama", "mixtral", "mistral"]
+    """The test families that a version computes."""
+    names = ["llama", "mixtral", "mistral"]
     if nxd_release(version) >= (0, 5):
-        found += ["qwen2", FULL]
-    return found + (["mistral-window"] if nxd_release(version) >= (0, 9) else [])
+        names += ["qwen2", FULL]
+    return names + (["mistral-window"] if nxd_release(version) >= (0, 9) else [])
 
 
 def refused(work: Callable[[], object]) -> EngineLoadError:
-    with pytest.raises(EngineLoadError) as found:
+    with pytest.raises(EngineLoadError) as caught:
         work()
-    return found.value
+    return caught.value
 
 
 def play(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
@@ -127,8 +127,8 @@ def test_tokens_equal_the_cpu_engines(
 ) -> None:
     """Greedy, while requests arrive and others are cancelled, in every version and for every family that it has."""
     play(monkeypatch, version)
-    found = served(opened(sources(family), tmp_path), arrivals())
-    assert nxdi_traffic.wrong(sources(family), arrivals(), expected(family), found) == []
+    answers = served(opened(sources(family), tmp_path), arrivals())
+    assert nxdi_traffic.wrong(sources(family), arrivals(), expected(family), answers) == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -140,12 +140,12 @@ def test_greedy_tokens_from_the_device_equal_the_hosts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``sampling: device``; the engine says how large a top_k it takes."""
+    """``sampling: device``; the spec has the largest top_k."""
     play(monkeypatch, version)
     engine = opened(sources("llama"), tmp_path, sampling="device")
     assert (engine.spec.returns, engine.spec.device_top_k) == ("tokens", 256)
-    found = served(engine, arrivals())
-    assert nxdi_traffic.wrong(sources("llama"), arrivals(), expected("llama"), found) == []
+    answers = served(engine, arrivals())
+    assert nxdi_traffic.wrong(sources("llama"), arrivals(), expected("llama"), answers) == []
 
 
 def test_an_eos_ends_an_answer(
@@ -156,10 +156,10 @@ def test_an_eos_ends_an_answer(
     source = nxdi_traffic.with_eos(sources("llama"), tmp_path / "model", [eos])
     engine = opened(source, tmp_path / "compiled")
     assert engine.spec.eos_token_ids == {eos}
-    found = served(engine, arrivals())
-    assert nxdi_traffic.wrong(source, arrivals(), served(cpu(source), arrivals()), found) == []
-    assert found["1"][-1] == eos
-    assert len(found["1"]) <= 4
+    answers = served(engine, arrivals())
+    assert nxdi_traffic.wrong(source, arrivals(), served(cpu(source), arrivals()), answers) == []
+    assert answers["1"][-1] == eos
+    assert len(answers["1"]) <= 4
 
 
 def test_prompts_at_the_edges_of_buckets(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
@@ -170,9 +170,9 @@ def test_prompts_at_the_edges_of_buckets(nxd: Neuron, sources: Checkpoints, tmp_
         for length in lengths_of_prompts
     ]
     source = sources("llama")
-    found = served(opened(source, tmp_path), requests)
-    assert nxdi_traffic.wrong(source, requests, served(cpu(source), requests), found) == []
-    assert [len(found[str(length)]) for length in lengths_of_prompts] == [MAX_LEN - n for n in lengths_of_prompts]
+    answers = served(opened(source, tmp_path), requests)
+    assert nxdi_traffic.wrong(source, requests, served(cpu(source), requests), answers) == []
+    assert [len(answers[str(length)]) for length in lengths_of_prompts] == [MAX_LEN - n for n in lengths_of_prompts]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
@@ -186,10 +186,10 @@ def test_the_packages_padding_never_hides_the_end_of_a_prompt(
     monkeypatch.setattr(engine._model, "forward", lambda **call: calls.append(call) or forward(**call))
     engine.prefill([0, 1], [[7, 8, 9][:length], [7, 8, 9, 10]])
     for call in calls:
-        given = call["position_ids"]
-        width = given.shape[1]
-        bucket = next((one for one in PREFILL if width < one), PREFILL[-1])
-        for row, real in zip(given, call["attention_mask"].sum(dim=1), strict=True):
+        positions = call["position_ids"]
+        width = positions.shape[1]
+        bucket = next((limit for limit in PREFILL if width < limit), PREFILL[-1])
+        for row, real in zip(positions, call["attention_mask"].sum(dim=1), strict=True):
             filled = torch.cat([row, torch.ones(bucket - width)])
             assert int((filled == filled.max()).nonzero()[0]) == int(real) - 1
 
@@ -227,10 +227,10 @@ def test_the_adapter_itself_passes_what_its_mutants_do_not(
 
 def passes(kind: Any, sampling: str, source: Path, expected: dict[str, list[int]], folder: Path) -> bool:
     try:
-        found = served(opened(source, folder, kind, sampling=sampling), arrivals())
+        answers = served(opened(source, folder, kind, sampling=sampling), arrivals())
     except (RuntimeError, ValueError, IndexError, AssertionError):
         return False
-    return nxdi_traffic.wrong(source, arrivals(), expected, found) == []
+    return nxdi_traffic.wrong(source, arrivals(), expected, answers) == []
 
 
 # sampling on the device
@@ -259,9 +259,9 @@ def test_a_top_k_of_0_is_the_largest_that_the_device_takes(nxd: Neuron, sources:
     assert engine.spec.device_top_k == 8
     torch.manual_seed(1)
     request: list[Arrival] = [(str(number), [20, 30, 40], 1, False) for number in range(40)]
-    found = {tokens[0] for tokens in served(engine, request, temperature=5.0, top_k=0).values()}
-    assert found <= set(cpu(sources("llama")).prefill([0], [[20, 30, 40]])[0].topk(8).indices.tolist())
-    assert len(found) > 3
+    drawn = {tokens[0] for tokens in served(engine, request, temperature=5.0, top_k=0).values()}
+    assert drawn <= set(cpu(sources("llama")).prefill([0], [[20, 30, 40]])[0].topk(8).indices.tolist())
+    assert len(drawn) > 3
 
 
 # speculation
@@ -283,8 +283,8 @@ def test_speculation_does_not_change_a_token(
     other = source if draft == "itself" else make_checkpoint(tmp_path / "draft", "llama", seed=9, layers=1, eos=None)
     engine = opened(source, tmp_path / "compiled", draft_source=str(other), draft_k=3)
     assert (engine.spec.returns, engine.spec.run_k) == ("tokens", 3)
-    found = served(engine, arrivals())
-    assert nxdi_traffic.wrong(source, arrivals(), served(cpu(source), arrivals()), found) == []
+    answers = served(engine, arrivals())
+    assert nxdi_traffic.wrong(source, arrivals(), served(cpu(source), arrivals()), answers) == []
     engine.prefill([0], [[7, 8, 9]])
     runs = engine.decode_runs([0], [10], [3])
     assert len(runs[0]) == 4 if draft == "itself" else 1 <= len(runs[0]) <= 4
@@ -297,9 +297,9 @@ def test_the_last_token_of_a_slot_is_decoded_with_a_draft_too(
     source = sources("llama")
     requests: list[Arrival] = [("full", [11, 12, 13], MAX_LEN - 3, False), ("other", [9] * 60, MAX_LEN - 60, False)]
     engine = opened(source, tmp_path, draft_source=str(source), draft_k=5)
-    found = served(engine, requests)
-    assert nxdi_traffic.wrong(source, requests, served(cpu(source), requests), found) == []
-    assert len(found["full"]) == MAX_LEN - 3
+    answers = served(engine, requests)
+    assert nxdi_traffic.wrong(source, requests, served(cpu(source), requests), answers) == []
+    assert len(answers["full"]) == MAX_LEN - 3
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -315,7 +315,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(
     for place in places:
         engine.decode([0, 2], [7, 8], [1, place])
     assert [bucket for _, bucket in engine._model.taken] == [
-        next(one for one in DECODE if place < one) for place in places
+        next(length for length in DECODE if place < length) for place in places
     ]
 
 
@@ -333,8 +333,8 @@ def test_a_speculative_step_finds_a_graph_at_every_length(
     for position in range(1, MAX_LEN):
         engine.decode_runs([0], [10], [position])
     graphs = [*DECODE[:-1], MAX_LEN + 4]
-    wanted = [next((one for one in graphs if place + 4 < one), graphs[-1]) for place in range(1, MAX_LEN)]
-    assert [bucket for _, bucket in engine._model.taken] == wanted
+    expected = [next((length for length in graphs if place + 4 < length), graphs[-1]) for place in range(1, MAX_LEN)]
+    assert [bucket for _, bucket in engine._model.taken] == expected
 
 
 # compiling and loading
@@ -348,21 +348,21 @@ def test_a_model_is_compiled_once_in_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Which holds no core, and is told in the log; a second start loads what is there, the sharded weights with it."""
+    """That process holds no core and is logged; a second start loads the artifacts, with the sharded weights."""
     caplog.set_level("INFO", "workers.neff_cache.compiled_artifacts")
     from neuron_double.compiler import compiles
 
     monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}:{Path(__file__).parents[2]}")
     source = sources("llama")
     engine = opened(source, tmp_path / "compiled")
-    made = compiles()
-    assert made
-    assert {one["pid"] for one in made} != {os.getpid()}
+    first = compiles()
+    assert first
+    assert {record["pid"] for record in first} != {os.getpid()}
     assert set(neuron.held().values()) == {os.getpid()}
     weights = list((tmp_path / "compiled").glob("*/model/weights/tp*_sharded_checkpoint.safetensors"))
     assert len(weights) == 2
     again = opened(source, tmp_path / "compiled")
-    assert compiles() == made
+    assert compiles() == first
     assert torch.equal(again.prefill([0], [[7, 8, 9]]), engine.prefill([0], [[7, 8, 9]]))
     assert not list((tmp_path / "compiled").glob("*/work"))
     assert [message.split()[0] for message in caplog.messages] == ["compiling", "compiled"]
@@ -370,7 +370,7 @@ def test_a_model_is_compiled_once_in_a_process_of_its_own(
 
 
 @pytest.mark.compile
-def test_a_compile_that_is_killed_is_told_by_its_cause(
+def test_a_killed_compile_reports_its_cause(
     neuron: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel's OOM killer; the next start compiles again."""
@@ -395,7 +395,7 @@ def test_a_compiling_process_does_not_outlive_the_one_that_waits() -> None:
     assert subprocess.run([*command, "load"], capture_output=True, check=False).returncode == 2
 
 
-def test_what_the_artifacts_depend_on_makes_new_ones(
+def test_each_dependency_of_the_artifacts_makes_new_ones(
     nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lengths, flags, the package's version, and the weights themselves, which are stored sharded."""
@@ -421,21 +421,21 @@ def test_every_compile_works_in_a_folder_of_its_own(
     """By default the package has one for all compiles of a host, which two at once would overwrite."""
     from neuronx_distributed_inference.models.application_base import NeuronApplicationBase
 
-    seen: list[Path] = []
+    folders: list[Path] = []
     compiles = NeuronApplicationBase.compile
 
     def watched(self: Any, path: str, *more: Any) -> None:
-        seen.append(Path(os.environ["BASE_COMPILE_WORK_DIR"]))
+        folders.append(Path(os.environ["BASE_COMPILE_WORK_DIR"]))
         compiles(self, path, *more)
 
     monkeypatch.setattr(NeuronApplicationBase, "compile", watched)
     opened(sources("llama"), tmp_path)
     opened(sources("llama"), tmp_path, decode_buckets=[MAX_LEN])
-    assert len(set(seen)) == 2
-    assert {work.parent for work in seen} == {mark.parent for mark in tmp_path.glob("*/corewright.json")}
+    assert len(set(folders)) == 2
+    assert {work.parent for work in folders} == {mark.parent for mark in tmp_path.glob("*/corewright.json")}
 
 
-def test_without_a_folder_the_artifacts_go_with_the_engine(
+def test_without_a_folder_close_removes_the_artifacts(
     nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``compiled: None``."""
@@ -452,25 +452,25 @@ def test_every_bucket_is_warmed_up(
     nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts and steps whose length each bucket is the first to hold."""
-    seen: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
     prefill, decode = NxdEngine.prefill, NxdEngine.decode
 
     def watched_prefill(self: Any, slots: Any, prompts: Any) -> Any:
-        seen.append(("prefill", len(prompts[0])))
+        calls.append(("prefill", len(prompts[0])))
         return prefill(self, slots, prompts)
 
     def watched_decode(self: Any, slots: Any, tokens: Any, positions: Any) -> Any:
-        seen.append(("decode", positions[0] + 1))
+        calls.append(("decode", positions[0] + 1))
         assert list(slots) == [0, 1, 2, 3]
         return decode(self, slots, tokens, positions)
 
     monkeypatch.setattr(NxdEngine, "prefill", watched_prefill)
     monkeypatch.setattr(NxdEngine, "decode", watched_decode)
     opened(sources("llama"), tmp_path)
-    assert seen == [*(("prefill", one - 1) for one in PREFILL), *(("decode", one) for one in DECODE)]
+    assert calls == [*(("prefill", bucket - 1) for bucket in PREFILL), *(("decode", bucket) for bucket in DECODE)]
 
 
-def test_a_fault_of_the_device_comes_through_as_it_is(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+def test_a_device_fault_passes_unchanged(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
     """Whoever reads faults finds the runtime's own words."""
     engine = opened(sources("llama"), tmp_path)
     nxd.plan({"at": "execute", "status": 1201})
@@ -478,7 +478,7 @@ def test_a_fault_of_the_device_comes_through_as_it_is(nxd: Neuron, sources: Chec
         engine.prefill([0], [[7, 8, 9]])
 
 
-def test_cores_of_another_process_are_told_by_the_runtime(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+def test_cores_of_another_process_are_a_runtime_error(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
     """While it loads; compiling went well without them."""
     nxd.plan({"at": "claim", "text": "NeuronCore(s) not available - Requested:nc0-nc1 Available:0"})
     with pytest.raises(RuntimeError, match="not available"):
@@ -490,8 +490,8 @@ def test_drift_of_the_installed_package_is_logged(
     nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At each load."""
-    found = Drift("nxd-inference", "neuronx_distributed_inference", "0.8.0", "0.8", removed=("NeuronConfig: seq_len",))
-    monkeypatch.setattr("workers.engines.package_contract.drift", lambda engine: found)
+    drift = Drift("nxd-inference", "neuronx_distributed_inference", "0.8.0", "0.8", removed=("NeuronConfig: seq_len",))
+    monkeypatch.setattr("workers.engines.package_contract.drift", lambda engine: drift)
     opened(sources("llama"), tmp_path)
     assert "NeuronConfig: seq_len is gone" in caplog.text
 
@@ -527,10 +527,10 @@ def allow_fp8(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
 def away(engine: Any, source: Path) -> float:
     """How far its logits of a step are from those of the model, as a part of the largest."""
     exact = cpu(source)
-    for one in (exact, engine):
-        one.prefill([0], [[7, 8, 9]])
-    found, wanted = engine.decode([0], [10], [3])[0], exact.decode([0], [10], [3])[0]
-    return float((found - wanted).abs().max() / wanted.abs().max())
+    for runner in (exact, engine):
+        runner.prefill([0], [[7, 8, 9]])
+    logits, expected = engine.decode([0], [10], [3])[0], exact.decode([0], [10], [3])[0]
+    return float((logits - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -541,15 +541,15 @@ def test_the_kv_cache_of_the_estimate_is_that_of_the_device(
     play(monkeypatch, version)
     fields = {"quantize_kv": "fp8"}
     allow_fp8(monkeypatch, fields)
-    told = json.loads((sources("llama") / "config.json").read_text())
+    settings = json.loads((sources("llama") / "config.json").read_text())
     spec = model("m", 2, max_batch=4, max_len=MAX_LEN, dtype="fp32", **fields)
-    need = estimate(spec, Checkpoint.from_config(told), "nxd-inference").kv * (1 << 30)
+    need = estimate(spec, Checkpoint.from_config(settings), "nxd-inference").kv * (1 << 30)
     engine = opened(sources("llama"), tmp_path, **fields)
     assert engine._model._kv_bytes(engine._model.config) / 2 == need
 
 
 @pytest.mark.parametrize("fields", [{"quantize": "int8"}, {"quantize": "fp8"}, {"quantize": "fp8", "of": "f8e5m2"}])
-def test_a_quantized_checkpoint_that_the_user_brings_is_used(
+def test_the_users_quantized_checkpoint_is_used(
     fields: dict[str, Any], nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it is, whatever the source's own weights are; its digest is in the manifest, and its place is not."""
@@ -557,18 +557,18 @@ def test_a_quantized_checkpoint_that_the_user_brings_is_used(
     kind = fields.pop("of", None)
     options = {} if kind is None else {"quantization_dtype": kind}
     opened(sources("llama"), tmp_path / "own", engine_options=options, **fields)
-    (made,) = (tmp_path / "own").glob("*/quantized")
-    brought = Path(shutil.copytree(made, tmp_path / "brought"))
+    (quantized,) = (tmp_path / "own").glob("*/quantized")
+    brought = Path(shutil.copytree(quantized, tmp_path / "brought"))
     stranger = make_checkpoint(tmp_path / "stranger", "llama", seed=9, eos=None)
     root = tmp_path / "compiled"
-    given = {"engine_options": {**options, "quantized_checkpoints_path": str(brought)}, **fields}
-    engine = opened(stranger, root, **given)
+    brought_fields = {"engine_options": {**options, "quantized_checkpoints_path": str(brought)}, **fields}
+    engine = opened(stranger, root, **brought_fields)
     assert 1e-3 < away(engine, sources("llama")) < 0.35
     (manifest,) = root.glob("*/corewright.json")
     assert str(brought) not in manifest.read_text()
     assert not list(root.glob("*/quantized"))
     (brought / "more.json").write_text("{}")
-    opened(stranger, root, **given)
+    opened(stranger, root, **brought_fields)
     assert len(list(root.glob("*/corewright.json"))) == 2
 
 
@@ -593,11 +593,14 @@ def test_a_quantized_checkpoint_of_another_kind_is_refused(
     """The package would cast it, or multiply by the wrong scales. Before a core is claimed, and before a compile."""
     allow_fp8(monkeypatch, fields)
     opened(sources("llama"), tmp_path / "own", quantize="int8")
-    (made,) = (tmp_path / "own").glob("*/quantized")
+    (quantized,) = (tmp_path / "own").glob("*/quantized")
     options = {name: value for name, value in fields.items() if name == "quantization_type"}
-    given = {"quantize": fields["quantize"], "engine_options": {**options, "quantized_checkpoints_path": str(made)}}
+    other_fields = {
+        "quantize": fields["quantize"],
+        "engine_options": {**options, "quantized_checkpoints_path": str(quantized)},
+    }
     nxd.plan({"at": "claim", "text": "no core is claimed"})
-    error = refused(lambda: opened(sources("llama"), tmp_path / "compiled", **given))
+    error = refused(lambda: opened(sources("llama"), tmp_path / "compiled", **other_fields))
     assert (error.id, told in error.what) == ("quantized-mismatch", True), error.what
 
 
@@ -636,7 +639,7 @@ def test_version_0_1_is_refused(nxd: Neuron, sources: Checkpoints, monkeypatch: 
 def test_the_flags_of_the_spec_reach_the_compiler(
     version: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every graph; the package itself reads no NEURON_CC_FLAGS. Flags of the cache's wrapper do not go along."""
+    """Every graph gets them, except for flags of the cache's wrapper. The package does not read NEURON_CC_FLAGS."""
     play(monkeypatch, version)
     compiler = {"optlevel": 3, "flags": "--enable-saturate-infinity --log_level=INFO"}
     for name, value in compiling(model("m", compiler=compiler), "nxd-inference").items():
@@ -644,9 +647,9 @@ def test_the_flags_of_the_spec_reach_the_compiler(
     opened(sources("llama"), tmp_path)
     flags = [str(line["flags"]).split() for line in importlib.import_module("neuron_double.compiler").compiles()]
     assert len(flags) == len(PREFILL) + len(DECODE)
-    for one in flags:
-        assert {"-O3", "--enable-saturate-infinity", "--auto-cast=none"} <= set(one)
-        assert not {"-O1", "-O2", "--log_level=INFO"} & set(one)
+    for graph_flags in flags:
+        assert {"-O3", "--enable-saturate-infinity", "--auto-cast=none"} <= set(graph_flags)
+        assert not {"-O1", "-O2", "--log_level=INFO"} & set(graph_flags)
 
 
 @pytest.mark.parametrize(
@@ -665,7 +668,7 @@ def test_an_optimization_level_replaces_the_packages(own: str, given: str, wante
 
 
 @pytest.mark.parametrize("version", ["0.2", "0.3", "0.8"])
-def test_a_killed_compiler_leaves_no_failure_that_sticks(
+def test_a_killed_compiler_is_not_cached_as_a_failure(
     version: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From 0.3 on the package compiles through Neuron's persistent cache, which does not try a graph again."""
@@ -697,7 +700,7 @@ def test_a_graph_that_the_compiler_cannot_compile_fails_again(
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("fields", [{}, {"sampling": "device"}, {"draft_source": "SELF", "draft_k": 3}])
-def test_one_answer_is_the_batchers(
+def test_generate_once_gives_the_batchers_answer(
     version: str,
     fields: dict[str, Any],
     nxd: Neuron,
@@ -708,7 +711,7 @@ def test_one_answer_is_the_batchers(
     """`corewright generate` steps the engine itself: the package's loop fails in 0.7 and 0.8, and elsewhere samples
     by other parameters than it is given."""
     play(monkeypatch, version)
-    source, told = sources("llama"), list[Any]()
+    source, replies = sources("llama"), list[Any]()
     tokens: list[int] = []
     fields = {name: str(source) if value == "SELF" else value for name, value in fields.items()}
     config = replica_config(source, tmp_path, claims=None, **fields)
@@ -723,8 +726,8 @@ def test_one_answer_is_the_batchers(
 
     monkeypatch.setattr("workers.serving.generate_once.Batcher", Watched)
     monkeypatch.setattr("workers.serving.generate_once.load_tokenizer", lambda *_: ByteTokenizer())
-    run(Job(config=config, prompt="hello", raw=True, max_tokens=10), told.append)
-    assert told[-1] == End(10, "length"), told[-1]
+    run(Job(config=config, prompt="hello", raw=True, max_tokens=10), replies.append)
+    assert replies[-1] == End(10, "length"), replies[-1]
     request: list[Arrival] = [("one", ByteTokenizer().encode("hello"), 10, False)]
     assert nxdi_traffic.wrong(source, request, served(cpu(source), request), {"one": tokens}) == []
 
@@ -732,14 +735,14 @@ def test_one_answer_is_the_batchers(
 # what is refused
 
 
-def test_a_missing_package_says_where_it_comes_from(sources: Checkpoints) -> None:
+def test_the_error_of_a_missing_package_names_its_source(sources: Checkpoints) -> None:
     """Before anything is read."""
     error = refused(lambda: open_engine(replica_config(sources("llama"), None)))
     assert error.id == "engine-not-installed"
     assert "pip install" in error.hint
 
 
-def test_open_engine_gives_it(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+def test_open_engine_returns_the_adapter(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
     """By its name in a spec; a checkpoint is needed."""
     assert isinstance(open_engine(replica_config(sources("llama"), tmp_path)), NxdEngine)
     assert refused(lambda: open_engine(replace_source(sources("llama")))).id == "source-missing"
@@ -780,7 +783,7 @@ def replace_source(source: Path) -> Any:
         ({"engine_options": {"enable_ve_data_parallel": True}}, "option-not-in-version"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_unsupported_settings_are_load_errors(
     fields: dict[str, Any], id: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path
 ) -> None:
     """Before a core is claimed."""
@@ -794,11 +797,11 @@ def test_an_option_names_the_version_that_has_it(nxd: Neuron, sources: Checkpoin
     """Newer ones and those that are gone."""
     newer = refused(lambda: opened(sources("llama"), tmp_path, engine_options={"enable_ve_data_parallel": True}))
     assert "versions from 0.9 on have it" in newer.what
-    gone = refused(lambda: opened(sources("llama"), tmp_path, engine_options={"cp_max_num_seqs": 1}))
-    assert "versions up to 0.3 have it" in gone.what
+    older = refused(lambda: opened(sources("llama"), tmp_path, engine_options={"cp_max_num_seqs": 1}))
+    assert "versions up to 0.3 have it" in older.what
 
 
-def test_what_the_package_refuses_is_told_in_its_words(
+def test_errors_of_the_package_are_quoted(
     nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its constructors raise whatever comes; before a compile, and before a core is claimed."""
@@ -814,7 +817,7 @@ def test_what_the_package_refuses_is_told_in_its_words(
     assert nxd.held() == {}
 
 
-def test_options_of_the_package_go_through(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+def test_options_reach_the_package(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
     """To NeuronConfig, by their names; those of experts to models of experts."""
     engine = opened(
         sources("llama"), tmp_path, engine_options={"sequence_parallel_enabled": True, "vocab_parallel": True}
@@ -846,7 +849,7 @@ def test_a_family_of_a_later_version_is_refused_by_an_earlier_one(
     assert "llama, mixtral" in error.hint
 
 
-def test_drafts_that_do_not_go_with_the_model_are_refused(
+def test_mismatched_drafts_are_refused(
     nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another vocabulary; another family before 0.7."""

@@ -1,5 +1,6 @@
-"""Sources that NxD Inference has compiled or sharded elsewhere: loaded as they are when they are what a model asks for,
-and else refused, field by field, as `cache verify` tells before."""
+"""Sources that NxD Inference has compiled or sharded elsewhere are loaded where they match the spec, else refused.
+
+The error lists each field that differs, and `cache verify` reports the same."""
 
 from __future__ import annotations
 
@@ -78,16 +79,16 @@ class Folder:
 
     def predicted(self, **fields: Any) -> Any:
         """As the command does, in this process."""
-        (told,) = verdicts(self.config(**fields), needed_here(self.config(**fields), read=True), os.environ)
-        return told.prediction
+        (verdict,) = verdicts(self.config(**fields), needed_here(self.config(**fields), read=True), os.environ)
+        return verdict.prediction
 
     def refused(self, **fields: Any) -> EngineLoadError:
         """What a start fails with, which is what is foretold, and what compiling ahead fails with."""
         errors = []
         for work in (self.predicted, self.opened, lambda **_: compile_all(self.config(**fields), lambda _: None)):
-            with pytest.raises(EngineLoadError) as found:
+            with pytest.raises(EngineLoadError) as caught:
                 work(**fields)
-            errors.append(found.value)
+            errors.append(caught.value)
         assert len({(error.id, error.what, error.hint) for error in errors}) == 1
         assert compiles() == self.before
         assert not self.compiled.exists()
@@ -95,9 +96,9 @@ class Folder:
 
     def record(self, **options: Any) -> None:
         """Write ``options`` into its neuron_config.json."""
-        told = json.loads((self.path / NEURON_CONFIG).read_text())
-        told["neuron_config"] |= options
-        (self.path / NEURON_CONFIG).write_text(json.dumps(told))
+        settings = json.loads((self.path / NEURON_CONFIG).read_text())
+        settings["neuron_config"] |= options
+        (self.path / NEURON_CONFIG).write_text(json.dumps(settings))
 
     def without(self, *names: str) -> Folder:
         for name in names:
@@ -125,17 +126,17 @@ def llama(nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path) -> Folder:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_was_compiled_elsewhere_is_loaded(
+def test_a_source_compiled_elsewhere_is_loaded(
     version: str, nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every version: nothing is compiled, nothing kept, and the original weights are not needed."""
     monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
-    given = Folder(tmp_path, checkpoint("llama"))
-    told = given.predicted()
-    assert (told.outcome, told.where, told.place) == ("hit", "source", str(given.path))
-    assert answers(given.opened(), given.original) == []
-    assert compiles() == given.before
-    assert not given.compiled.exists()
+    folder = Folder(tmp_path, checkpoint("llama"))
+    prediction = folder.predicted()
+    assert (prediction.outcome, prediction.where, prediction.place) == ("hit", "source", str(folder.path))
+    assert answers(folder.opened(), folder.original) == []
+    assert compiles() == folder.before
+    assert not folder.compiled.exists()
 
 
 @pytest.mark.parametrize("version", ["0.7", "0.8", "0.9"])
@@ -146,12 +147,12 @@ def test_a_compiled_source_with_an_fp8_cache_is_loaded(
     monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
     for name in ("XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST"):
         monkeypatch.setenv(name, "1")
-    given = Folder(tmp_path, checkpoint("llama"), quantize_kv="fp8")
-    assert (start_error(given.config()), given.predicted().outcome) == (None, "hit")
-    model = given.opened()._model
+    folder = Folder(tmp_path, checkpoint("llama"), quantize_kv="fp8")
+    assert (start_error(folder.config()), folder.predicted().outcome) == (None, "hit")
+    model = folder.opened()._model
     plain = 2 * 2 * model.config.num_key_value_heads * model.config.head_dim * 4 * nxdi_traffic.MAX_LEN
     assert model._kv_bytes(model.config) == plain
-    assert "quantize_kv (kv_cache_quant): needs False, found True" in given.refused(quantize_kv=None).what
+    assert "quantize_kv (kv_cache_quant): needs False, found True" in folder.refused(quantize_kv=None).what
 
 
 def test_compiling_ahead_finds_nothing_to_do(llama: Folder) -> None:
@@ -161,10 +162,10 @@ def test_compiling_ahead_finds_nothing_to_do(llama: Folder) -> None:
     assert compiles() == llama.before
 
 
-def test_what_somebody_else_has_compiled_is_loaded(nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_a_folder_compiled_by_the_package_alone_is_loaded(nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path) -> None:
     """By the package's own keywords and defaults, buckets among them."""
-    original, given = checkpoint("llama"), tmp_path / "given"
-    shutil.copytree(original, given)
+    original, source = checkpoint("llama"), tmp_path / "given"
+    shutil.copytree(original, source)
     modeling = importlib.import_module("neuronx_distributed_inference.models.llama.modeling_llama")
     config = importlib.import_module("neuronx_distributed_inference.models.config")
     adapter = importlib.import_module("neuronx_distributed_inference.utils.hf_adapter")
@@ -179,17 +180,17 @@ def test_what_somebody_else_has_compiled_is_loaded(nxd: Neuron, checkpoint: Chec
         save_sharded_checkpoint=True,
     )
     load_config = adapter.load_pretrained_config(str(original))
-    made = modeling.LlamaInferenceConfig(neuron_config, load_config=load_config)
-    modeling.NeuronLlamaForCausalLM(str(original), made).compile(str(given))
-    (given / "model.safetensors").unlink()
+    inference_config = modeling.LlamaInferenceConfig(neuron_config, load_config=load_config)
+    modeling.NeuronLlamaForCausalLM(str(original), inference_config).compile(str(source))
+    (source / "model.safetensors").unlink()
     before = compiles()
     usual = {"max_len": 256, "allow_pickle": True}
-    engine = open_engine(replica_config(given, None, prefill_buckets=[], decode_buckets=[], **usual))
+    engine = open_engine(replica_config(source, None, prefill_buckets=[], decode_buckets=[], **usual))
     engine.load()
     assert answers(engine, original) == []
     assert compiles() == before
     with pytest.raises(EngineLoadError, match=r"buckets\.prefill \(context_encoding_buckets\): needs 64 256, "):
-        open_engine(replica_config(given, None, prefill_buckets=[64, 256], decode_buckets=[], **usual)).load()
+        open_engine(replica_config(source, None, prefill_buckets=[64, 256], decode_buckets=[], **usual)).load()
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_what_somebody_else_has_compiled_is_loaded(nxd: Neuron, checkpoint: Chec
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_each_field_that_differs_is_told(
+def test_each_field_that_differs_is_reported(
     llama: Folder, nxd: Neuron, fields: dict[str, Any], told: str, checkpoint: Checkpoints
 ) -> None:
     """With its value in the artifacts and in the spec, before a core is claimed, and nothing is compiled instead."""
@@ -222,12 +223,12 @@ def test_each_field_that_differs_is_told(
     assert nxd.held() == {}
 
 
-def test_all_fields_that_differ_are_told_at_once(llama: Folder) -> None:
+def test_all_fields_that_differ_are_reported_at_once(llama: Folder) -> None:
     """And what follows from them is not."""
-    what = llama.refused(slots=2, dtype="bf16").what
-    assert "max_batch (batch_size): needs 2, found 4" in what
-    assert "dtype (torch_dtype): needs bfloat16, found float32" in what
-    assert what.count("needs") == 2
+    message = llama.refused(slots=2, dtype="bf16").what
+    assert "max_batch (batch_size): needs 2, found 4" in message
+    assert "dtype (torch_dtype): needs bfloat16, found float32" in message
+    assert message.count("needs") == 2
 
 
 @pytest.mark.parametrize(
@@ -251,15 +252,15 @@ def test_options_that_the_spec_does_not_name_are_compared_too(
     assert (error.id, told in error.what) == ("artifacts-mismatch", True), error.what
 
 
-def test_what_says_nothing_about_the_graphs_may_differ(llama: Folder) -> None:
+def test_fields_without_effect_on_graphs_may_differ(llama: Folder) -> None:
     """Places of another host, and what a load does."""
     llama.record(quantized_checkpoints_path="/elsewhere", skip_warmup=True, max_new_tokens=7)
     assert llama.predicted().hit
     assert answers(llama.opened(), llama.original) == []
 
 
-def test_the_config_of_another_model_is_told(llama: Folder) -> None:
-    """It lies beside graphs that were compiled for other numbers."""
+def test_the_config_of_another_model_is_reported(llama: Folder) -> None:
+    """Such a config.json is beside graphs that were compiled for other numbers."""
     file = llama.path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 1e-3}))
     error = llama.refused()
@@ -270,16 +271,16 @@ def test_the_config_of_another_model_is_told(llama: Folder) -> None:
 def test_a_draft_is_compared_with_the_one_that_was_compiled(
     nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """Fused speculation is one set for both models; without a draft it is not asked for."""
+    """Fused speculation compiles both models together; without a draft the spec needs none."""
     draft = {"draft_source": str(checkpoint("llama")), "draft_k": 3}
-    given = Folder(tmp_path, checkpoint("llama"), **draft)
-    assert answers(given.opened(), given.original) == []
-    assert "draft: needs none, found one" in given.refused(draft_source=None, draft_k=0).what
-    assert "draft.k (speculation_length): needs 3, found 4" in given.refused(draft_k=2).what
+    folder = Folder(tmp_path, checkpoint("llama"), **draft)
+    assert answers(folder.opened(), folder.original) == []
+    assert "draft: needs none, found one" in folder.refused(draft_source=None, draft_k=0).what
+    assert "draft.k (speculation_length): needs 3, found 4" in folder.refused(draft_k=2).what
 
 
-def test_a_neuron_config_that_the_version_does_not_read_is_told(llama: Folder, nxd: Neuron) -> None:
-    """Or that is gone: then nothing tells what the graphs are for."""
+def test_a_neuron_config_that_the_version_cannot_read_is_reported(llama: Folder, nxd: Neuron) -> None:
+    """So is a missing one: without it the settings of the graphs are unknown."""
     llama.record(padding_side="middle")
     assert "cannot read neuron_config.json: AssertionError" in llama.refused().what
     assert "there is no neuron_config.json" in llama.without(NEURON_CONFIG).refused().what
@@ -302,36 +303,36 @@ def recorded(llama: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """With the lock file of the entry that it was copied from."""
     installed, compiler = metadata.version, {"neuronx-cc": "2.16.372.0"}
     monkeypatch.setattr(metadata, "version", lambda name: compiler.get(name) or installed(name))
-    made = Path(shutil.copytree(llama.path, llama.path.parent / "entry" / "model"))
+    entry = Path(shutil.copytree(llama.path, llama.path.parent / "entry" / "model"))
     from workers.engines.nxd_inference.package import import_package
     from workers.neff_cache.file_states import parts
 
     manifest = artifacts.manifest(Settings.of(llama.config()), import_package(), None)
-    write_record(llama.path / LOCK_FILE, record_of(manifest, files=parts(made.parent)))
+    write_record(llama.path / LOCK_FILE, record_of(manifest, files=parts(entry.parent)))
     return llama
 
 
 def test_the_compiler_is_compared_where_it_is_recorded(recorded: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """neuron_config.json does not tell it; nor the flags."""
+    """neuron_config.json has neither the compiler's version nor its flags."""
     assert answers(recorded.opened(), recorded.original) == []
     compiler = metadata.version
     newer = {"neuronx-cc": "2.19.0"}
     monkeypatch.setattr(metadata, "version", lambda name: newer.get(name) or compiler(name))
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
-    what = recorded.refused().what
-    assert "compiler version: needs 2.19.0, found 2.16.372.0" in what
-    assert "compiler flags: needs -O1, found none" in what
+    message = recorded.refused().what
+    assert "compiler version: needs 2.19.0, found 2.16.372.0" in message
+    assert "compiler flags: needs -O1, found none" in message
 
 
-def test_a_program_that_has_changed_since_is_told(recorded: Folder) -> None:
-    """By the record's digest of it."""
+def test_a_changed_program_is_reported(recorded: Folder) -> None:
+    """Its digest differs from the record's."""
     data = (recorded.path / "model.pt").read_bytes()
     (recorded.path / "model.pt").write_bytes(data[:-1] + b" ")
     error = recorded.refused()
     assert (error.id, "are missing or have changed: model.pt" in error.what) == ("artifacts-mismatch", True)
 
 
-def test_a_compiler_that_nobody_has_recorded_is_told(llama: Folder, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unrecorded_compiler_is_logged(llama: Folder, caplog: pytest.LogCaptureFixture) -> None:
     """In the log of the replica."""
     llama.opened()
     assert f"the compiler of {llama.path / 'model.pt'} is unknown" in caplog.text
@@ -340,7 +341,7 @@ def test_a_compiler_that_nobody_has_recorded_is_told(llama: Folder, caplog: pyte
 # the weights of each core
 
 
-def test_a_shard_that_is_missing_or_cut_off_is_told(llama: Folder, nxd: Neuron) -> None:
+def test_a_missing_or_truncated_shard_is_reported(llama: Folder, nxd: Neuron) -> None:
     """By its name, before a core is claimed."""
     os.truncate(llama.path / SHARD.format(0), 40)
     assert (error := llama.refused()).id == "weights-broken"
@@ -350,7 +351,7 @@ def test_a_shard_that_is_missing_or_cut_off_is_told(llama: Folder, nxd: Neuron) 
     assert f"is missing {SHARD.format(1)}" in error.what
 
 
-def test_shards_of_more_cores_than_the_degree_are_told(llama: Folder) -> None:
+def test_shards_of_more_cores_than_the_degree_are_reported(llama: Folder) -> None:
     """Two folders were mixed."""
     shutil.copy(llama.path / SHARD.format(1), llama.path / SHARD.format(3))
     error = llama.refused()
@@ -359,14 +360,14 @@ def test_shards_of_more_cores_than_the_degree_are_told(llama: Folder) -> None:
 
 def test_weights_that_were_not_saved_are_divided_again(nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path) -> None:
     """From the original beside the graphs; without it the model is refused."""
-    given = Folder(tmp_path, checkpoint("llama"))
-    given.record(save_sharded_checkpoint=False)
-    shutil.rmtree(given.path / "weights")
-    assert given.refused().id == "weights-missing"
-    shutil.copy(given.original / "model.safetensors", given.path)
-    assert given.predicted().hit
-    assert answers(given.opened(), given.original) == []
-    assert compiles() == given.before
+    folder = Folder(tmp_path, checkpoint("llama"))
+    folder.record(save_sharded_checkpoint=False)
+    shutil.rmtree(folder.path / "weights")
+    assert folder.refused().id == "weights-missing"
+    shutil.copy(folder.original / "model.safetensors", folder.path)
+    assert folder.predicted().hit
+    assert answers(folder.opened(), folder.original) == []
+    assert compiles() == folder.before
 
 
 # the weights alone
@@ -378,17 +379,17 @@ def test_shards_are_the_weights_of_an_own_compile(
 ) -> None:
     """Once: the second start finds it compiled. They are neither divided again nor copied."""
     monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
-    given = Folder(tmp_path, checkpoint("llama")).without("model.pt", NEURON_CONFIG)
-    assert given.predicted().outcome == "compile"
-    engine = given.opened(allow_pickle=False)
-    assert answers(engine, given.original) == []
-    assert compiles() > given.before
+    folder = Folder(tmp_path, checkpoint("llama")).without("model.pt", NEURON_CONFIG)
+    assert folder.predicted().outcome == "compile"
+    engine = folder.opened(allow_pickle=False)
+    assert answers(engine, folder.original) == []
+    assert compiles() > folder.before
     engine.close()
-    assert list(given.compiled.rglob("*.safetensors")) == []
+    assert list(folder.compiled.rglob("*.safetensors")) == []
     now = compiles()
     importlib.import_module("neuron_double.runtime").reset_for_tests()
-    assert given.predicted().hit
-    assert answers(given.opened(), given.original) == []
+    assert folder.predicted().hit
+    assert answers(folder.opened(), folder.original) == []
     assert compiles() == now
 
 
@@ -402,23 +403,23 @@ def test_shards_are_the_weights_of_an_own_compile(
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_shards_of_another_kind_are_told(
+def test_shards_of_another_kind_are_reported(
     llama: Folder, fields: dict[str, Any], id: str, told: str, checkpoint: Checkpoints
 ) -> None:
-    """As far as they tell it."""
+    """The shards show their number and dtype."""
     fields = {name: str(checkpoint("llama")) if value == "ORIGINAL" else value for name, value in fields.items()}
     error = llama.without("model.pt", NEURON_CONFIG).refused(**fields)
     assert (error.id, told in error.what) == (id, True), error.what
 
 
-def test_what_the_shards_were_made_for_is_compared_where_it_is_recorded(llama: Folder) -> None:
-    """Of neuron_config.json what decides how they are divided, and no shape of a graph."""
+def test_the_recorded_settings_of_shards_are_compared(llama: Folder) -> None:
+    """Only the options that decide how weights are divided are compared, not the shapes of graphs."""
     llama.without("model.pt")
     assert "fuse_qkv (fused_qkv): needs True, found False" in llama.refused(fuse_qkv=True).what
     assert answers(llama.opened(slots=2), llama.original) == []
 
 
-def test_a_gap_among_the_shards_is_told(llama: Folder) -> None:
+def test_a_gap_among_the_shards_is_reported(llama: Folder) -> None:
     """The file that is missing, and not another degree."""
     llama.without("model.pt", NEURON_CONFIG, SHARD.format(0))
     error = llama.refused()
@@ -433,8 +434,8 @@ def test_a_gap_among_the_shards_is_told(llama: Folder) -> None:
     [("", "set `source` to the original checkpoint"), ("model.safetensors", "holds the original weights"),
      ("checkpoint/model.safetensors", "checkpoint holds the original weights")],
 )  # fmt: skip
-def test_what_optimum_has_compiled_is_refused(llama: Folder, original: str, hint: str) -> None:
-    """Its graphs are called otherwise. Where it has the original weights, the hint says how they are compiled anew."""
+def test_a_model_compiled_by_optimum_is_refused(llama: Folder, original: str, hint: str) -> None:
+    """Its graphs are called differently. Where it has the original weights, the hint describes how to compile them."""
     (llama.path / NEURON_CONFIG).write_text(json.dumps({"_serialized_key": "NxDNeuronConfig", "tp_degree": 2}))
     if original:
         (llama.path / original).parent.mkdir(exist_ok=True)
@@ -444,7 +445,7 @@ def test_what_optimum_has_compiled_is_refused(llama: Folder, original: str, hint
     assert "compiled by Optimum Neuron" in error.what
 
 
-def test_a_draft_is_never_one_that_is_compiled(llama: Folder, checkpoint: Checkpoints) -> None:
+def test_a_compiled_draft_is_refused(llama: Folder, checkpoint: Checkpoints) -> None:
     """It is compiled into one set with its model."""
     config = replica_config(checkpoint("llama"), None, draft_source=str(llama.path), draft_k=2)
     with pytest.raises(EngineLoadError, match="a draft is always compiled") as refused:
@@ -486,14 +487,14 @@ def test_a_source_that_is_not_fetched_yet_is_verified_by_its_head(llama: Folder)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_the_spec_names_is_compared_without_the_package(
+def test_fields_of_the_spec_are_compared_without_the_package(
     version: str, nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For `validate` and `plan`, wherever they run."""
     monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
-    given = Folder(tmp_path, checkpoint("llama"), sampling="device")
-    assert start_error(given.config()) is None
-    error = start_error(given.config(slots=2, tp_degree=1, sampling="host"))
+    folder = Folder(tmp_path, checkpoint("llama"), sampling="device")
+    assert start_error(folder.config()) is None
+    error = start_error(folder.config(slots=2, tp_degree=1, sampling="host"))
     assert error is not None
     assert error.id == "artifacts-mismatch"
     assert [part.split(":")[0] for part in error.what.split("spec's: ")[1].split("; ")] == [
@@ -501,20 +502,20 @@ def test_what_the_spec_names_is_compared_without_the_package(
         "sampling (on_device_sampling_config)",
         "tp_degree",
     ]
-    told = [start_error(given.config(allow_pickle=False)), start_error(given.without(SHARD.format(1)).config())]
-    assert [None if one is None else one.id for one in told] == ["pickle-refused", "weights-missing"]
+    errors = [start_error(folder.config(allow_pickle=False)), start_error(folder.without(SHARD.format(1)).config())]
+    assert [None if start is None else start.id for start in errors] == ["pickle-refused", "weights-missing"]
     assert start_error(replica_config(checkpoint("llama"), None)) is None
 
 
-def test_what_the_hosts_environment_decides_is_left_to_the_host(
+def test_settings_of_the_hosts_environment_are_not_compared(
     nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of logical cores the machine that validates may know nothing."""
+    """The machine that validates may have another number of logical cores."""
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
-    given = Folder(tmp_path, checkpoint("llama"))
+    folder = Folder(tmp_path, checkpoint("llama"))
     monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG")
-    assert json.loads((given.path / NEURON_CONFIG).read_text())["neuron_config"]["logical_nc_config"] == 2
-    assert start_error(given.config()) is None
+    assert json.loads((folder.path / NEURON_CONFIG).read_text())["neuron_config"]["logical_nc_config"] == 2
+    assert start_error(folder.config()) is None
 
 
 @pytest.mark.parametrize(
@@ -526,9 +527,7 @@ def test_what_the_hosts_environment_decides_is_left_to_the_host(
         ("max_context_length", {}, "buckets.prefill .*: needs 64, found "),
     ],
 )
-def test_a_record_of_another_kind_is_no_match_and_no_crash(
-    option: str, value: Any, expected: str, llama: Folder
-) -> None:
+def test_an_unreadable_record_is_a_mismatch(option: str, value: Any, expected: str, llama: Folder) -> None:
     """Whoever has written it."""
     file = llama.path / NEURON_CONFIG
     recorded = json.loads(file.read_text())
@@ -542,8 +541,8 @@ def test_a_record_of_another_kind_is_no_match_and_no_crash(
 
 
 @pytest.mark.slow
-def test_the_command_is_told_the_same_by_the_engines_interpreter(llama: Folder, nxd: Neuron) -> None:
-    """As `cache verify` asks it: a hit, and what the start would fail with."""
+def test_the_command_reports_the_same_through_the_engines_interpreter(llama: Folder, nxd: Neuron) -> None:
+    """`cache verify` gets a hit, or the error of the start."""
     env = {**nxd.env, "NEURON_RT_VISIBLE_CORES": "0-1"}
     told = verify(llama.config(env=env), read=True)
     assert isinstance(told, list)

@@ -22,7 +22,7 @@ CONFIG = "neuronx_distributed_inference.models.config."
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_table_of_options_is_the_recorded_one(version: str) -> None:
-    """Of NeuronConfig in each version, and of MoENeuronConfig in those that were recorded."""
+    """The table covers NeuronConfig in each version, and MoENeuronConfig in the recorded ones."""
     recorded = set(CONTRACT.options(f"{CONFIG}NeuronConfig", version))
     assert {option for option in OPTIONS if lacks(option, nxd_release(version)) is None} == recorded
     if version in CONTRACT.data["snapshots"]:
@@ -58,7 +58,7 @@ def test_a_draft_has_no_speculation_of_its_own() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_logical_cores_are_the_runtimes(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler is told the LNC by which the runtime numbers the cores."""
+    """The compiler gets the LNC by which the runtime numbers the cores."""
     settings = Settings.of(replica_config(Path("m"), None))
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     options = neuron_options(settings, lengths(settings), nxd_release(version), "q")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor
 
 from tests.workers.tables import TableEngine, answers, generated, table
-from workers.batching.penalties import _Ngrams
+from workers.batching.penalties import Ngrams
 from workers.messages.requests import FinishReason, GenerateRequest
 
 VOCAB = 257
@@ -22,8 +22,8 @@ N = 24
 PROMPTS = ([1, 2, 3, 1, 2, 3, 1], [200], [9, 9, 9, 8])
 
 
-def request(id: str = "a", prompt: Any = PROMPTS[0], max_tokens: int = N, **rest: Any) -> GenerateRequest:
-    return GenerateRequest(id=id, prompt_ids=list(prompt), max_tokens=max_tokens, **rest)
+def request(id: str = "a", prompt: Any = PROMPTS[0], max_tokens: int = N, **fields: Any) -> GenerateRequest:
+    return GenerateRequest(id=id, prompt_ids=list(prompt), max_tokens=max_tokens, **fields)
 
 
 class OutputPenalties:
@@ -73,26 +73,26 @@ def test_a_greedy_answer_is_that_of_generate(how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 1.2), (-1.0, 0.5), (2.0, 2.0)])
 @pytest.mark.parametrize("seed", [None, 3])
-def test_presence_and_frequency_are_openais_and_look_at_the_output_alone(
+def test_presence_and_frequency_penalties_count_the_output_alone(
     presence: float, frequency: float, seed: int | None
 ) -> None:
     """They come where generate puts a custom processor: behind its own penalties, before the temperature."""
     how: dict[str, Any] = {"repetition_penalty": 1.2}
     own = [OutputPenalties(len(PROMPTS[0]), presence, frequency)]
     temperature = {"temperature": 0.9} if seed is not None else {}
-    wanted = generated(MODEL, PROMPTS[0], N, seed, own, top_k=0, **how, **temperature)  # type: ignore[arg-type]
-    asked = request(
+    expected = generated(MODEL, PROMPTS[0], N, seed, own, top_k=0, **how, **temperature)  # type: ignore[arg-type]
+    penalized = request(
         temperature=0.0 if seed is None else 0.9,
         seed=seed,
         presence_penalty=presence,
         frequency_penalty=frequency,
         **how,
     )
-    assert answers(TableEngine(MODEL), [asked]).ids("a") == wanted
+    assert answers(TableEngine(MODEL), [penalized]).ids("a") == expected
 
 
 def eager(*ids: int) -> torch.Tensor:
-    """A model that would say one of ``ids`` at once."""
+    """A model that would produce one of ``ids`` at once."""
     model = MODEL.clone()
     model[:, list(ids)] += 30.0
     return model
@@ -101,11 +101,11 @@ def eager(*ids: int) -> torch.Tensor:
 @pytest.mark.parametrize("seed", [None, 1])
 def test_no_eos_comes_before_min_tokens(seed: int | None) -> None:
     """As generate's min_new_tokens: so many tokens, then the EOS."""
-    wanted = generated(eager(EOS), PROMPTS[0], N, seed, eos=EOS, min_new_tokens=5, **({"top_k": 0} if seed else {}))  # type: ignore[arg-type]
-    asked = request(temperature=1.0 if seed else 0.0, seed=seed, min_tokens=5)
-    got = answers(TableEngine(eager(EOS), eos=[EOS]), [asked])
-    assert (got.ids("a"), got.finish("a")) == (wanted, FinishReason.STOP)
-    assert len(wanted) == 6
+    expected = generated(eager(EOS), PROMPTS[0], N, seed, eos=EOS, min_new_tokens=5, **({"top_k": 0} if seed else {}))  # type: ignore[arg-type]
+    bounded = request(temperature=1.0 if seed else 0.0, seed=seed, min_tokens=5)
+    got = answers(TableEngine(eager(EOS), eos=[EOS]), [bounded])
+    assert (got.ids("a"), got.finish("a")) == (expected, FinishReason.STOP)
+    assert len(expected) == 6
 
 
 def test_no_stop_id_comes_before_min_tokens() -> None:
@@ -127,20 +127,20 @@ def test_a_stop_string_does_not_count_before_min_tokens() -> None:
     plain = answers(TableEngine(chain()), [request(prompt=[96], temperature=0.0, max_tokens=20)])
     assert plain.text("a") == "abcabcabcabcabcabcab"
     for min_tokens, text in ((0, ""), (2, ""), (3, "abc"), (5, "abc"), (6, "abcabc")):
-        asked = request(prompt=[96], temperature=0.0, max_tokens=20, min_tokens=min_tokens, stop=["abc"])
-        got = answers(TableEngine(chain()), [asked])
+        bounded = request(prompt=[96], temperature=0.0, max_tokens=20, min_tokens=min_tokens, stop=["abc"])
+        got = answers(TableEngine(chain()), [bounded])
         assert (got.text("a"), got.finish("a")) == (text, FinishReason.STOP)
 
 
 def chain() -> torch.Tensor:
-    """A model that says abcabcabc..."""
+    """A model that produces abcabcabc..."""
     model = torch.zeros(VOCAB, VOCAB)
     for last, following in ((96, 97), (97, 98), (98, 99), (99, 97)):
         model[last, following] = 10.0
     return model
 
 
-def test_when_nothing_may_come_the_answer_ends_with_an_error_that_says_so() -> None:
+def test_an_answer_without_a_possible_token_ends_with_an_error() -> None:
     """No n-gram of one token may come again, so the vocabulary is soon used up."""
     small = table(6)
     got = answers(TableEngine(small), [request(prompt=[0, 1], temperature=0.0, max_tokens=9, no_repeat_ngram_size=1)])
@@ -151,12 +151,12 @@ def test_when_nothing_may_come_the_answer_ends_with_an_error_that_says_so() -> N
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(1, 5))
 def test_the_banned_tokens_are_those_of_transformers(ids: list[int], size: int) -> None:
-    """Kept token by token, the n-grams ban what transformers finds by looking through all of them."""
-    kept = _Ngrams(size, ids[: len(ids) // 2])
+    """N-grams recorded token by token ban the same tokens as transformers' search through all ids."""
+    ngrams = Ngrams(size, ids[: len(ids) // 2])
     for token in ids[len(ids) // 2 :]:
-        kept.add(token)
+        ngrams.add(token)
     scores = NoRepeatNGramLogitsProcessor(size)(torch.tensor([ids]), torch.zeros(1, 6))
-    assert kept.repeating() == set((scores[0] == float("-inf")).nonzero()[:, 0].tolist())
+    assert ngrams.repeating() == set((scores[0] == float("-inf")).nonzero()[:, 0].tolist())
 
 
 LARGE = table(3000, spread=2.0)[:64]
@@ -188,13 +188,11 @@ def parameters(vocab_size: int) -> st.SearchStrategy[dict[str, Any]]:
 @pytest.mark.parametrize("model", [MODEL, LARGE], ids=["257 ids", "3000 ids"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_mix_of_parameters_in_one_batch_gives_each_request_what_it_gets_alone(
-    model: torch.Tensor, data: st.DataObject
-) -> None:
+def test_a_mixed_batch_answers_each_request_as_alone(model: torch.Tensor, data: st.DataObject) -> None:
     """Token for token, text and logprobs included, through fewer slots than requests."""
     mix = data.draw(st.lists(parameters(model.shape[1]), min_size=2, max_size=7))
     requests = [request(str(index), seed=index, **how) for index, how in enumerate(mix)]
     engine = TableEngine(model, slots=4, eos=[EOS])
     together = answers(engine, requests)
-    for asked in requests:
-        assert together.of(asked.id) == answers(engine, [asked]).of(asked.id)
+    for single in requests:
+        assert together.of(single.id) == answers(engine, [single]).of(single.id)

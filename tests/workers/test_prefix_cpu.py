@@ -15,7 +15,6 @@ from tests.workers.test_speculation import config
 from workers.engines.cpu.engine import PREFIX_BLOCK, CpuEngine
 from workers.engines.engine_setup import TORCH_DTYPES
 from workers.engines.open_engine import open_engine
-from workers.engines.speculative import SpeculativeEngine
 from workers.messages.requests import FinishReason
 
 Checkpoints = Callable[[str], Path]
@@ -31,14 +30,16 @@ Turn = list[tuple[list[int], list[int]]]  # of each conversation, a prompt and i
 
 
 def turns(generate: Callable[[Sequence[int], int], list[int]], talks: int, n: int = 6, count: int = 4) -> list[Turn]:
-    """Each turn goes on from the one before, with its answer and more words."""
+    """Each turn continues the one before, with its answer and more words."""
     prompts = [SYSTEM + words(3 + 7 * talk, talk) for talk in range(talks)]
-    made: list[Turn] = []
+    conversation: list[Turn] = []
     for turn in range(count):
-        if made:
-            prompts = [p + a + words(1 + (turn + 5 * t) % 11, 10 * turn + t) for t, (p, a) in enumerate(made[-1])]
-        made.append([(prompt, generate(prompt, n)) for prompt in prompts])
-    return made
+        if conversation:
+            prompts = [
+                p + a + words(1 + (turn + 5 * t) % 11, 10 * turn + t) for t, (p, a) in enumerate(conversation[-1])
+            ]
+        conversation.append([(prompt, generate(prompt, n)) for prompt in prompts])
+    return conversation
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,25 +58,25 @@ def test_conversations_get_the_answers_of_generate(checkpoint: Checkpoints, fami
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "mistral-window"])
-def test_conversations_that_come_and_go_equal_generate(checkpoint: Checkpoints, family: str) -> None:
+def test_interleaved_conversations_equal_generate(checkpoint: Checkpoints, family: str) -> None:
     """24 requests through 4 slots, one before each step, most begin as earlier ones did, and every fifth leaves."""
     path = checkpoint(family)
     generate, rng = Reference(path), random.Random(7)
     served = Served(path, slots=4, prefix_cache=True)
-    asked: list[tuple[list[int], int]] = []
+    requests: list[tuple[list[int], int]] = []
     cancelled: set[int] = set()
-    while len(asked) < 24 or served.batcher.stats.live or served.batcher.stats.waiting:
-        if len(asked) < 24:
-            begun = rng.choice([SYSTEM, *([*prompt, *served.ids(str(n))] for n, (prompt, _) in enumerate(asked))])
-            prompt = [*begun[: rng.randrange(60, 90)], *words(rng.randrange(1, 25), len(asked))]
-            asked.append((prompt, rng.randrange(1, 14)))
-            served.submit(str(len(asked) - 1), *asked[-1])
+    while len(requests) < 24 or served.batcher.stats.live or served.batcher.stats.waiting:
+        if len(requests) < 24:
+            begun = rng.choice([SYSTEM, *([*prompt, *served.ids(str(n))] for n, (prompt, _) in enumerate(requests))])
+            prompt = [*begun[: rng.randrange(60, 90)], *words(rng.randrange(1, 25), len(requests))]
+            requests.append((prompt, rng.randrange(1, 14)))
+            served.submit(str(len(requests) - 1), *requests[-1])
         served.batcher.step()
-        for number in range(0, len(asked), 5):
-            if number not in cancelled and 1 <= len(served.ids(str(number))) < asked[number][1]:
+        for number in range(0, len(requests), 5):
+            if number not in cancelled and 1 <= len(served.ids(str(number))) < requests[number][1]:
                 served.batcher.cancel(str(number))
                 cancelled.add(number)
-    for number, (prompt, n) in enumerate(asked):
+    for number, (prompt, n) in enumerate(requests):
         answer = served.ids(str(number))
         assert answer == generate(prompt, n)[: len(answer)]
         assert len(answer) == n or number in cancelled
@@ -84,20 +85,23 @@ def test_conversations_that_come_and_go_equal_generate(checkpoint: Checkpoints, 
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16])
-def test_what_is_left_of_a_prompt_is_read_in_chunks(
+def test_the_rest_of_a_prompt_is_prefilled_in_chunks(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     """``prefill_chunk`` holds for the rest of a prompt too: token for token, and never more of them together."""
+    from transformers import LlamaModel
+
     path = checkpoint("llama")
     served = Served(path, slots=4, prefix_cache=True, prefill_chunk=chunk)
-    forward, widths = served.engine._forward, set()
+    conversations = turns(Reference(path), 4, count=2)
+    forward, widths = LlamaModel.forward, set()
 
-    def noted(ids: Any, positions: Any) -> Any:
-        widths.add(ids.shape[1])
-        return forward(ids, positions)
+    def record_width(self: Any, *, input_ids: Any, **arguments: Any) -> Any:
+        widths.add(input_ids.shape[1])
+        return forward(self, input_ids=input_ids, **arguments)
 
-    monkeypatch.setattr(served.engine, "_forward", noted)
-    for number, turn in enumerate(turns(Reference(path), 4, count=2)):
+    monkeypatch.setattr(LlamaModel, "forward", record_width)
+    for number, turn in enumerate(conversations):
         for talk, (prompt, _) in enumerate(turn):
             served.submit(f"{number}.{talk}", prompt, 6)
         served.run_out()
@@ -152,7 +156,7 @@ def test_seeded_samples_are_the_same(checkpoint: Checkpoints) -> None:
     assert served.batcher.stats.prefix_hits > 0
 
 
-def test_a_cancelled_answer_leaves_what_it_has_computed(checkpoint: Checkpoints) -> None:
+def test_a_cancelled_request_leaves_its_prefix(checkpoint: Checkpoints) -> None:
     """Its prompt and all tokens but the last are reused, and the next answer is right."""
     path = checkpoint("llama")
     generate = Reference(path)
@@ -171,7 +175,7 @@ def test_a_cancelled_answer_leaves_what_it_has_computed(checkpoint: Checkpoints)
     assert served.batcher.stats.prefix_hits == 37
 
 
-def test_a_request_that_failed_leaves_nothing(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_request_leaves_no_prefix(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits that are no numbers end it; the same prompt is then read from its beginning."""
     path = checkpoint("llama")
     served = Served(path, slots=1, prefix_cache=True)
@@ -191,7 +195,7 @@ def test_a_request_that_failed_leaves_nothing(checkpoint: Checkpoints, monkeypat
     assert served.batcher.stats.prefix_hits == 0
 
 
-def test_a_live_slot_is_copied_from(checkpoint: Checkpoints) -> None:
+def test_a_prefix_is_copied_from_a_live_slot(checkpoint: Checkpoints) -> None:
     """What a running answer's prompt begins with is taken over by the next, and neither disturbs the other."""
     path = checkpoint("qwen3")
     generate = Reference(path)
@@ -205,7 +209,7 @@ def test_a_live_slot_is_copied_from(checkpoint: Checkpoints) -> None:
     assert served.batcher.stats.prefix_hits == len(SYSTEM)
 
 
-def test_a_slot_that_is_full_to_its_end(checkpoint: Checkpoints) -> None:
+def test_a_full_slot_is_reused(checkpoint: Checkpoints) -> None:
     """Rests of unequal length are padded, which must not reach beyond the slot into the next one."""
     path = checkpoint("llama")
     generate = Reference(path)
@@ -222,14 +226,11 @@ def test_a_slot_that_is_full_to_its_end(checkpoint: Checkpoints) -> None:
     assert after.argmax(dim=-1).tolist() == [generate([*prompt, 9], 1)[0] for prompt in new]
 
 
-def test_speculation_goes_with_it(checkpoint: Checkpoints) -> None:
+def test_speculation_works_with_the_prefix_cache(checkpoint: Checkpoints) -> None:
     """Token for token, and the draft, which is the model itself here, guesses all of them still."""
     path = checkpoint("llama")
-    served = Served(path, slots=3, prefix_cache=True)
     draft = CpuEngine(path, slots=3, max_len=MAX_LEN, threads=1)
-    made = SpeculativeEngine(served.engine, draft, 3)
-    made.load()
-    served.batcher = type(served.batcher)(made, served.batcher._tokenizer, served._receive)
+    served = Served(path, slots=3, prefix_cache=True, draft=draft)
     for number, turn in enumerate(turns(Reference(path), 3, n=9)):
         for talk, (prompt, _) in enumerate(turn):
             served.submit(f"{number}.{talk}", prompt, 9)
@@ -241,12 +242,12 @@ def test_speculation_goes_with_it(checkpoint: Checkpoints) -> None:
     assert stats.accepted == stats.drafted > 0
 
 
-def test_the_option_opens_it(checkpoint: Checkpoints) -> None:
+def test_the_engine_option_enables_the_prefix_cache(checkpoint: Checkpoints) -> None:
     """``engine_options: {prefix_cache: true}``, with and without a draft; by default there is none."""
     path = checkpoint("llama")
     on = {"engine_options": {"prefix_cache": True}}
-    made = [config(path), config(path, **on), config(path, **on, draft_source=str(path), draft_k=2)]
-    engines = [open_engine(one) for one in made]
+    configs = [config(path), config(path, **on), config(path, **on, draft_source=str(path), draft_k=2)]
+    engines = [open_engine(replica) for replica in configs]
     for engine in engines:
         engine.load()
     assert [engine.spec.prefix_block for engine in engines] == [0, PREFIX_BLOCK, PREFIX_BLOCK]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers.batching.sampling import FULL_UP_TO, GREEDY_BELOW, SHORTLIST, Sampling, _place, check_sampling, sample
+from workers.batching.sampling import FULL_UP_TO, GREEDY_BELOW, SHORTLIST, Sampling, check_sampling, locate, sample
 from workers.batching.sampling import start_sampling as start
 from workers.messages.requests import GenerateRequest
 
@@ -14,12 +14,12 @@ LARGE = 5000  # ids: above FULL_UP_TO, and no multiple of the blocks
 DRAWS = 2000
 
 
-def request(prompt: Sequence[int] = (1,), max_tokens: int = 64, **rest: Any) -> GenerateRequest:
-    return GenerateRequest(id="a", prompt_ids=list(prompt), max_tokens=max_tokens, **rest)
+def request(prompt: Sequence[int] = (1,), max_tokens: int = 64, **fields: Any) -> GenerateRequest:
+    return GenerateRequest(id="a", prompt_ids=list(prompt), max_tokens=max_tokens, **fields)
 
 
-def start_sampling(temperature: float, top_p: float, seed: int | None, **rest: Any) -> Sampling:
-    return start(request(temperature=temperature, top_p=top_p, seed=seed, **rest))
+def start_sampling(temperature: float, top_p: float, seed: int | None, **fields: Any) -> Sampling:
+    return start(request(temperature=temperature, top_p=top_p, seed=seed, **fields))
 
 
 @pytest.fixture(autouse=True)
@@ -60,15 +60,15 @@ def frequencies(logits: torch.Tensor, **how: Any) -> torch.Tensor:
     return counts / DRAWS
 
 
-def assert_drawn_from(expected: torch.Tensor, found: torch.Tensor) -> None:
-    assert set(found.nonzero()[:, 0].tolist()) <= set(expected.nonzero()[:, 0].tolist())
+def assert_drawn_from(expected: torch.Tensor, drawn: torch.Tensor) -> None:
+    assert set(drawn.nonzero()[:, 0].tolist()) <= set(expected.nonzero()[:, 0].tolist())
     # Ids in 20 groups of about equal probability: five standard deviations in each.
     order = expected.argsort(descending=True)
     groups = (expected[order].cumsum(0) * 20).long().clamp(max=19)
-    wanted = torch.zeros(20).index_add_(0, groups, expected[order])
-    got = torch.zeros(20).index_add_(0, groups, found[order])
-    deviation = (wanted * (1 - wanted) / DRAWS).clamp(min=0).sqrt()
-    assert ((got - wanted).abs() <= 5 * deviation + 1e-6).all()
+    shares = torch.zeros(20).index_add_(0, groups, expected[order])
+    got = torch.zeros(20).index_add_(0, groups, drawn[order])
+    deviation = (shares * (1 - shares) / DRAWS).clamp(min=0).sqrt()
+    assert ((got - shares).abs() <= 5 * deviation + 1e-6).all()
 
 
 @pytest.mark.parametrize("vocab_size", [512, LARGE])
@@ -98,7 +98,7 @@ def test_the_distribution_is_that_of_transformers_on_the_full_vocabulary(
     assert_drawn_from(transformers_probabilities(row, **how), frequencies(row, **how))
 
 
-def test_ids_that_tie_for_the_last_place_of_top_k_all_come() -> None:
+def test_ids_that_tie_for_the_lastlocate_of_top_k_are_all_kept() -> None:
     """As in transformers, also when there are more of them than the shortlist holds: bf16 logits often tie."""
     row = torch.zeros(LARGE)
     row[:10] = 8.0
@@ -117,18 +117,18 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [512, LARGE])
-def test_a_seed_draws_the_same_whatever_the_neighbours_draw(vocab_size: int) -> None:
+def test_a_seeded_row_does_not_depend_on_other_rows(vocab_size: int) -> None:
     """A request alone and the same request among others of all kinds get the same tokens."""
     logits = peaked(vocab_size)
     kinds = [(0.8, 0.9), (0.0, 1.0), (0.8, 0.9), (1.0, 1.0), (0.8, 1.0)]
     alone = start_sampling(0.8, 0.9, 42)
-    wanted = [sample(logits[None], [alone])[0] for _ in range(20)]
+    expected = [sample(logits[None], [alone])[0] for _ in range(20)]
     batch = [start_sampling(*kind, seed=index) for index, kind in enumerate(kinds)] + [start_sampling(0.8, 0.9, 42)]
-    assert [sample(logits.expand(6, -1), batch)[-1] for _ in range(20)] == wanted
+    assert [sample(logits.expand(6, -1), batch)[-1] for _ in range(20)] == expected
 
 
 def test_without_a_seed_requests_differ() -> None:
-    """Two clients who ask the same at the same time do not get the same answer."""
+    """Two equal requests at the same time get different answers."""
     answers = []
     for _ in range(2):
         how = start_sampling(1.0, 1.0, None)
@@ -139,9 +139,7 @@ def test_without_a_seed_requests_differ() -> None:
 @pytest.mark.parametrize("vocab_size", [512, LARGE])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_no_number_yields_nothing_and_harms_no_other(
-    vocab_size: int, bad: float, temperature: float
-) -> None:
+def test_a_row_of_nan_gives_no_token_and_changes_no_other(vocab_size: int, bad: float, temperature: float) -> None:
     """None for that row, a token for its neighbours."""
     logits = peaked(vocab_size).repeat(3, 1)
     logits[1, 5] = bad
@@ -160,10 +158,10 @@ def test_masked_ids_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("point", [0.0, 0.25, 0.5, 1.0])
-def test_a_point_on_a_boundary_belongs_to_an_id_that_can_come(point: float) -> None:
+def test_a_point_on_a_boundary_belongs_to_an_id_of_nonzero_weight(point: float) -> None:
     """Random numbers may be exactly 0, or fall exactly between two ids."""
     weights = torch.tensor([[0.0, 0.25, 0.0, 0.25, 0.5, 0.0]])
-    index, into = _place(weights, torch.tensor([point], dtype=torch.float64))
+    index, into = locate(weights, torch.tensor([point], dtype=torch.float64))
     assert weights[0, index] > 0
     assert 0 <= into <= 1
 
@@ -211,14 +209,14 @@ NAN, INFINITY = float("nan"), float("inf")
     ],
     ids=str,
 )
-def test_what_cannot_be_sampled_with_is_refused(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_sampling_parameters_are_refused(wrong: dict[str, Any], message: str) -> None:
     """A client's mistake is a ValueError with the number and its range before anything runs."""
     with pytest.raises(ValueError, match=message):
         check_sampling(request(**wrong), 512)
 
 
 def test_the_limits_themselves_are_allowed() -> None:
-    """Both ends of each range belong to it, and what they give can be drawn from."""
+    """Both ends of each range are valid, and sampling works with them."""
     for how in (
         {"top_p": 0.0, "min_p": 1.0, "repetition_penalty": 100.0, "presence_penalty": 2.0, "logit_bias": {0: 100.0}},
         {

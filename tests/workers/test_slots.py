@@ -11,7 +11,7 @@ COUNT = 4
 
 
 class SlotsKeepTheirOwners(RuleBasedStateMachine):
-    """A slot has one owner at a time, the lowest free one goes first, and none is ever lost."""
+    """A slot has one owner at a time, the lowest free one is taken first, and none is ever lost."""
 
     taken = Bundle("taken")
 
@@ -48,7 +48,7 @@ class SlotsKeepTheirOwners(RuleBasedStateMachine):
     @invariant()
     def live_slots_are_sorted_and_complete(self) -> None:
         assert self.slots.live() == sorted(self.model.items(), key=lambda item: item[0])
-        assert self.slots.live_count + self.slots.free_count == len(self.slots) == COUNT
+        assert len(self.slots.live()) + self.slots.free_count == len(self.slots) == COUNT
 
 
 TestSlotsKeepTheirOwners = SlotsKeepTheirOwners.TestCase

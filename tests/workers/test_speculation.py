@@ -30,7 +30,7 @@ SLOTS = 4
 
 
 @dataclass
-class Asked:
+class ScriptedRequest:
     """A request, and after how many of its tokens its client leaves."""
 
     prompt: list[int]
@@ -39,15 +39,15 @@ class Asked:
     rest: dict[str, Any] = field(default_factory=dict)
 
 
-def requests(seed: int, count: int = 24) -> list[Asked]:
+def requests(seed: int, count: int = 24) -> list[ScriptedRequest]:
     """Ragged ones: some fill their slot to the last position, some want one token, some leave, some are sampled."""
     rng = random.Random(seed)
-    asked = []
+    made_requests = []
     for number in range(count):
         prompt = [rng.randrange(6, VOCAB_SIZE) for _ in range(rng.choice([1, 2, 10, 40, 80]))]
         room = MAX_LEN - len(prompt)
-        one = Asked(prompt, rng.choice([1, 2, 3, min(room, 30), room]))
-        one.rest = rng.choice(
+        draft = ScriptedRequest(prompt, rng.choice([1, 2, 3, min(room, 30), room]))
+        draft.rest = rng.choice(
             [
                 {},
                 {},
@@ -60,24 +60,24 @@ def requests(seed: int, count: int = 24) -> list[Asked]:
                 {"stop_token_ids": [rng.randrange(6, VOCAB_SIZE) for _ in range(20)]},
             ]
         )
-        if number % 5 == 4 and one.n > 4:
-            one.leaves_after = 3
-        asked.append(one)
-    return asked
+        if number % 5 == 4 and draft.n > 4:
+            draft.leaves_after = 3
+        made_requests.append(draft)
+    return made_requests
 
 
 class Run:
     """Requests through an engine, six at once and then one before every other step."""
 
-    def __init__(self, engine: Any, path: Path, asked: Sequence[Asked]) -> None:
+    def __init__(self, engine: Any, path: Path, script: Sequence[ScriptedRequest]) -> None:
         engine.load()
         self.events: defaultdict[str, list[TokenEvent]] = defaultdict(list)
         self.batcher = Batcher(engine, load_tokenizer("cpu", str(path)), self.receive)
-        self.asked = asked
-        arrivals = iter(enumerate(asked))
-        left: set[str] = set()
-        for number, one in itertools.islice(arrivals, 6):
-            self.submit(number, one)
+        self.script = script
+        arrivals = iter(enumerate(script))
+        cancelled: set[str] = set()
+        for number, request in itertools.islice(arrivals, 6):
+            self.submit(number, request)
         for step in itertools.count():
             progressed = self.batcher.step()
             arrival = next(arrivals, None) if step % 2 or not progressed else None
@@ -86,14 +86,14 @@ class Run:
             elif not progressed:
                 break
             for id in list(self.events):
-                after = asked[int(id)].leaves_after
-                if id not in left and after is not None and len(self.ids(id)) >= after:
+                after = script[int(id)].leaves_after
+                if id not in cancelled and after is not None and len(self.ids(id)) >= after:
                     self.batcher.cancel(id)
-                    left.add(id)
+                    cancelled.add(id)
 
-    def submit(self, number: int, one: Asked) -> None:
-        options = {"temperature": 0.0, **one.rest}
-        self.batcher.submit(GenerateRequest(id=str(number), prompt_ids=one.prompt, max_tokens=one.n, **options))
+    def submit(self, number: int, request: ScriptedRequest) -> None:
+        options = {"temperature": 0.0, **request.rest}
+        self.batcher.submit(GenerateRequest(id=str(number), prompt_ids=request.prompt, max_tokens=request.n, **options))
 
     def receive(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -106,12 +106,12 @@ class Run:
         """Of each request that stays: ids, text, finish."""
         return [
             (self.ids(id), "".join(event.text for event in self.events[id]), self.events[id][-1].finish)
-            for id, one in ((str(number), one) for number, one in enumerate(self.asked))
-            if one.leaves_after is None
+            for id, request in ((str(number), request) for number, request in enumerate(self.script))
+            if request.leaves_after is None
         ]
 
     def left(self) -> dict[str, list[int]]:
-        return {str(n): self.ids(str(n)) for n, one in enumerate(self.asked) if one.leaves_after is not None}
+        return {str(n): self.ids(str(n)) for n, request in enumerate(self.script) if request.leaves_after is not None}
 
 
 def engine(path: Path) -> CpuEngine:
@@ -143,23 +143,23 @@ def test_a_draft_changes_no_token_of_any_answer(
     that are sampled, penalized or want logprobs among the greedy ones.
     """
     path = shutil.copytree(checkpoint(family), tmp_path / "model")
-    asked = requests(seed=k)
-    endless = Run(engine(path), path, asked).answers()
+    script = requests(seed=k)
+    endless = Run(engine(path), path, script).answers()
     inner = Counter(token for ids, _, _ in endless for token in set(ids[:-1]))
     set_eos(path, [token for token, answers in inner.most_common() if answers < len(endless) / 2][:2])
-    plain = Run(engine(path), path, asked)
+    plain = Run(engine(path), path, script)
     expected = plain.answers()
     assert {FinishReason.STOP, FinishReason.LENGTH} <= {finish for _, _, finish in expected}
 
-    foreign = Run(SpeculativeEngine(engine(path), engine(stranger), k), path, asked)
-    own = Run(SpeculativeEngine(engine(path), engine(path), k), path, asked)
+    foreign = Run(SpeculativeEngine(engine(path), engine(stranger), k), path, script)
+    own = Run(SpeculativeEngine(engine(path), engine(path), k), path, script)
 
     assert foreign.answers() == expected
     assert own.answers() == expected
     for run in (foreign, own):
         for id, ids in run.left().items():
-            seen = plain.left()[id]
-            assert ids[: len(seen)] == seen[: len(ids)]
+            expected_ids = plain.left()[id]
+            assert ids[: len(expected_ids)] == expected_ids[: len(ids)]
     few, all_of_them = foreign.batcher.stats, own.batcher.stats
     assert few.accepted < few.drafted / 2
     assert all_of_them.accepted == all_of_them.drafted > 0
@@ -170,41 +170,43 @@ def test_without_a_plainly_greedy_request_nothing_is_drafted(checkpoint: Checkpo
     """Sampled and penalized requests alone take ordinary steps."""
     path = checkpoint("llama")
     kinds: list[dict[str, Any]] = [{"temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.3}, {"logprobs": 1}]
-    asked = [Asked([7, 8, 9], 12, rest=rest) for rest in kinds]
-    plain, run = (Run(made, path, asked) for made in (engine(path), SpeculativeEngine(engine(path), engine(path), 3)))
+    script = [ScriptedRequest([7, 8, 9], 12, rest=rest) for rest in kinds]
+    plain, run = (
+        Run(runner, path, script) for runner in (engine(path), SpeculativeEngine(engine(path), engine(path), 3))
+    )
     assert (run.answers(), run.batcher.stats.drafted) == (plain.answers(), 0)
 
 
 def test_runs_come_as_one_event_with_their_text(checkpoint: Checkpoints) -> None:
     """A step gives a request one event, of up to k + 1 tokens; a stop string inside a run cuts it there."""
     path = checkpoint("llama")
-    made = SpeculativeEngine(engine(path), engine(path), 4)
-    whole = Run(made, path, [Asked([20, 21, 22], 31)])
-    assert [len(event.token_ids) for event in whole.events["0"]] == [1, 5, 5, 5, 5, 5, 5]
-    text = whole.answers()[0][1]
+    drafting = SpeculativeEngine(engine(path), engine(path), 4)
+    full = Run(drafting, path, [ScriptedRequest([20, 21, 22], 31)])
+    assert [len(event.token_ids) for event in full.events["0"]] == [1, 5, 5, 5, 5, 5, 5]
+    text = full.answers()[0][1]
     stop = text[len(text) // 2 :][:3]
-    cut = Run(made, path, [Asked([20, 21, 22], 31, rest={"stop": [stop]})])
+    cut = Run(drafting, path, [ScriptedRequest([20, 21, 22], 31, rest={"stop": [stop]})])
     assert cut.answers()[0][1:] == (text[: text.index(stop)], FinishReason.STOP)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_verify_gives_the_logits_of_so_many_decodes(checkpoint: Checkpoints, family: str) -> None:
+def test_verify_gives_the_logits_of_single_decodes(checkpoint: Checkpoints, family: str) -> None:
     """Four tokens at once in slots 0 and 2 of 3, over what a longer run left there before."""
     import torch
 
-    one = CpuEngine(checkpoint(family), slots=3, max_len=MAX_LEN, threads=1)
-    one.load()
+    cpu = CpuEngine(checkpoint(family), slots=3, max_len=MAX_LEN, threads=1)
+    cpu.load()
     tokens = [[30, 31, 32, 33], [40, 41, 42, 43]]
-    one.prefill([0, 2], [[5, 6, 7], [8] * 30])
-    one.verify([0, 2], [[9] * 8, [9] * 8], [3, 30])
-    together = one.verify([0, 2], tokens, [3, 30])
-    one.prefill([0, 2], [[5, 6, 7], [8] * 30])
-    steps = [one.decode([0, 2], [row[i] for row in tokens], [3 + i, 30 + i]) for i in range(4)]
+    cpu.prefill([0, 2], [[5, 6, 7], [8] * 30])
+    cpu.verify([0, 2], [[9] * 8, [9] * 8], [3, 30])
+    together = cpu.verify([0, 2], tokens, [3, 30])
+    cpu.prefill([0, 2], [[5, 6, 7], [8] * 30])
+    steps = [cpu.decode([0, 2], [row[i] for row in tokens], [3 + i, 30 + i]) for i in range(4)]
     assert together.shape == (2, 4, VOCAB_SIZE)
     assert torch.allclose(together, torch.stack(steps, dim=1), atol=1e-3, rtol=1e-4)
 
 
-def test_logits_that_are_no_numbers_end_a_run() -> None:
+def test_nan_logits_end_a_run() -> None:
     """The tokens before stay; a row's None ends that row only."""
     import torch
 
@@ -216,10 +218,10 @@ def test_logits_that_are_no_numbers_end_a_run() -> None:
     assert agreed(logits, [[4, 6], [5, 6]]) == [[5], [5, None]]
 
 
-def config(path: Path, **rest: Any) -> ReplicaConfig:
+def config(path: Path, **fields: Any) -> ReplicaConfig:
     values: dict[str, Any] = {"engine": "cpu", "source": str(path), "dtype": "fp32", "slots": 2, "max_len": 32}
     values |= {"model": "m", "replica": 0, "epoch": 1, "host": "h", "cores": [], "claims": None, "env": {}}
-    return ReplicaConfig(**values, log="", socket="", token="", **rest)
+    return ReplicaConfig(**values, log="", socket="", token="", **fields)
 
 
 def test_a_replicas_configuration_opens_the_draft(checkpoint: Checkpoints) -> None:
@@ -249,7 +251,7 @@ def test_a_pickled_draft_is_read_only_where_the_model_allows_it(checkpoint: Chec
 
 
 def test_a_draft_of_another_vocabulary_is_a_load_error(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Its guesses would be other words; the numbers are told."""
+    """Its guesses would be other words; the error has both sizes."""
     from transformers import AutoModelForCausalLM
 
     path = checkpoint("gpt2")
@@ -260,7 +262,7 @@ def test_a_draft_of_another_vocabulary_is_a_load_error(checkpoint: Checkpoints, 
         SpeculativeEngine(engine(path), engine(tmp_path / "small"), 2).load()
 
 
-def test_a_draft_that_cannot_be_loaded_says_that_it_is_the_draft(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_the_error_of_a_broken_draft_names_the_draft(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """The id of the fault, and which of the two models."""
     with pytest.raises(EngineLoadError, match="model-not-found: the draft model: "):
         SpeculativeEngine(engine(checkpoint("gpt2")), engine(tmp_path / "none"), 2).load()

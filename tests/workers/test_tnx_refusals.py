@@ -22,9 +22,9 @@ Checkpoints = Callable[[str], Path]
 
 
 def refused(source: Path) -> EngineLoadError:
-    with pytest.raises(EngineLoadError) as found:
+    with pytest.raises(EngineLoadError) as caught:
         open_transformers_neuronx(config(source)).load()
-    return found.value
+    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_weights_that_the_package_has_sharded_are_refused(
 
 
 @pytest.mark.parametrize("kind", [AssertionError, AttributeError, KeyError, TypeError, ValueError])
-def test_what_the_package_refuses_is_told_in_its_words(
+def test_errors_of_the_package_are_quoted(
     checkpoint: Checkpoints, neuron: Neuron, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     """Its constructors raise whatever comes; before a core is claimed."""
@@ -96,7 +96,7 @@ def test_what_the_package_refuses_is_told_in_its_words(
 
 
 def rewritten(source: Path, target: Path, **changed: Any) -> Path:
-    """A copy of a checkpoint whose config.json says ``changed``; None removes a key."""
+    """A copy of a checkpoint whose config.json has the ``changed`` keys; None removes a key."""
     shutil.copytree(source, target)
     settings = json.loads((target / "config.json").read_text()) | changed
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -117,7 +117,7 @@ ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
         ("5.23.0", {}, ""),  # the usual one
     ],
 )
-def test_a_rotary_base_that_the_package_would_not_see_is_refused(
+def test_a_rotary_base_that_the_package_ignores_is_refused(
     checkpoint: Checkpoints,
     tmp_path: Path,
     neuron: Neuron,
@@ -133,11 +133,11 @@ def test_a_rotary_base_that_the_package_would_not_see_is_refused(
     beside_transformers(monkeypatch, beside)
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
     source, prompt = rewritten(checkpoint("llama"), tmp_path / "model", **changed), [7, 30, 8, 200, 9]
-    wanted = AutoModelForCausalLM.from_pretrained(str(source)).eval()(torch.tensor([prompt])).logits[0, -1]
+    expected = AutoModelForCausalLM.from_pretrained(str(source)).eval()(torch.tensor([prompt])).logits[0, -1]
     model = tnx.LlamaForSampling.from_pretrained(str(source), n_positions=[64], tp_degree=2)
     model.to_neuron()
-    seen = torch.allclose(model(torch.tensor([prompt]))[0], wanted, atol=1e-3)
-    assert seen is not bool(id)
+    matches = torch.allclose(model(torch.tensor([prompt]))[0], expected, atol=1e-3)
+    assert matches is not bool(id)
     if id:
         error = refused(source)
         assert (error.id, "500000" in error.what) == (id, True)
@@ -169,7 +169,7 @@ def test_a_small_vocabulary_bounds_top_k_on_the_device(
 
 
 @pytest.mark.parametrize("kind", [AssertionError, StopIteration, NotImplementedError])
-def test_what_fails_while_graphs_are_built_or_first_run_has_an_id(
+def test_failures_of_building_graphs_have_an_id(
     checkpoint: Checkpoints, neuron: Neuron, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     """The package raises bare exceptions there too."""

@@ -31,7 +31,7 @@ from tests.workers.tnx_runs import (
     MAX_LEN,
     SERIAL,
     STATIC,
-    Asked,
+    ScriptedRequest,
     answers,
     config,
     of_the_cpu_engine,
@@ -84,7 +84,7 @@ def test_greedy_answers_are_those_of_the_cpu_engine(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
-def test_a_model_of_one_slot_answers_alike(checkpoint: Checkpoints, family: str) -> None:
+def test_a_model_of_one_slot_gives_the_same_answers(checkpoint: Checkpoints, family: str) -> None:
     """It is a static batch of one row, whatever its family."""
     source, requests = checkpoint(family), requests_for(family, count=5)
     engine = opened(source, slots=1, **BUCKETS)
@@ -104,8 +104,8 @@ def test_code_llama_is_a_llama(checkpoint: Checkpoints, monkeypatch: pytest.Monk
     settings = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(settings | {"model_type": "code_llama"}))
     requests = requests_for("llama", count=4)
-    found = answers(opened(source, **BUCKETS), checkpoint("llama"), requests)
-    assert found == of_the_cpu_engine(checkpoint("llama"), requests)
+    texts = answers(opened(source, **BUCKETS), checkpoint("llama"), requests)
+    assert texts == of_the_cpu_engine(checkpoint("llama"), requests)
 
 
 def test_an_answer_ends_with_the_eos_of_the_generation_config(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -115,9 +115,9 @@ def test_an_answer_ends_with_the_eos_of_the_generation_config(checkpoint: Checkp
     endless = of_the_cpu_engine(source, requests)
     set_eos(source, max((ids for ids, _ in endless), key=len)[4])
     again = shutil.copytree(source, tmp_path / "again")
-    found = answers(opened(again, **BUCKETS), again, requests)
-    assert found == of_the_cpu_engine(again, requests)
-    assert found != endless
+    texts = answers(opened(again, **BUCKETS), again, requests)
+    assert texts == of_the_cpu_engine(again, requests)
+    assert texts != endless
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 63])
@@ -126,7 +126,7 @@ def test_a_prompt_at_the_edge_of_a_bucket(checkpoint: Checkpoints, family: str, 
     """As long as a bucket, one token shorter, one longer, and the longest of all."""
     source = checkpoint(family)
     engine = opened(source, slots=2, **BUCKETS)
-    requests = [Asked(tuple(range(6, 6 + length)), 1)]
+    requests = [ScriptedRequest(tuple(range(6, 6 + length)), 1)]
     assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
 
 
@@ -143,11 +143,11 @@ def test_a_prompt_of_one_token_leaves_the_other_slots_alone(checkpoint: Checkpoi
 
 
 def test_rows_come_back_in_the_order_of_the_slots(checkpoint: Checkpoints) -> None:
-    """Of a prefill into unsorted slots; a decode of unsorted ones is refused."""
+    """A prefill may list slots in any order; a decode of unsorted ones is refused."""
     engine = opened(checkpoint("llama"), **BUCKETS)
-    one, other = [7, 8, 9], [300, 20]
-    both = engine.prefill([2, 0], [one, other])
-    assert torch.allclose(both[0], engine.prefill([1], [one])[0], atol=1e-5)
+    prompt, other = [7, 8, 9], [300, 20]
+    logits = engine.prefill([2, 0], [prompt, other])
+    assert torch.allclose(logits[0], engine.prefill([1], [prompt])[0], atol=1e-5)
     with pytest.raises(ValueError, match="not sorted"):
         engine.decode([2, 0], [5, 5], [3, 2])
 
@@ -185,69 +185,69 @@ def test_the_adapter_itself_passes_the_check_of_the_mutants(checkpoint: Checkpoi
 
 @pytest.mark.slow  # a test of the tests above
 @pytest.mark.parametrize("kind", tnx_mutants.CONTINUOUS_ROWS, ids=lambda kind: kind.__name__)
-def test_a_mutant_of_continuous_batching_is_found(checkpoint: Checkpoints, kind: type[Any]) -> None:
+def test_a_mutant_of_continuous_batching_is_detected(checkpoint: Checkpoints, kind: type[Any]) -> None:
     """The check that the adapter passes fails with this fault."""
     assert not equals_the_cpu_engine(tnx_mutants.with_rows(kind), checkpoint("llama"), **BUCKETS)
 
 
 @pytest.mark.slow  # a test of the tests above
 @pytest.mark.parametrize("kind", tnx_mutants.LOCK_STEP_ROWS, ids=lambda kind: kind.__name__)
-def test_a_mutant_of_lock_step_batches_is_found(checkpoint: Checkpoints, kind: type[Any]) -> None:
+def test_a_mutant_of_lock_step_batches_is_detected(checkpoint: Checkpoints, kind: type[Any]) -> None:
     """The check that the adapter passes fails with this fault."""
     assert not equals_the_cpu_engine(tnx_mutants.with_rows(kind), checkpoint("opt"), **BUCKETS)
 
 
-def test_top_k_zero_on_the_device_is_found(checkpoint: Checkpoints) -> None:
+def test_top_k_zero_on_the_device_is_detected(checkpoint: Checkpoints) -> None:
     """Told so, the device does not answer greedily."""
     source, requests = checkpoint("llama"), requests_for("llama")
     engine = tnx_mutants.TopKZero(config(source, sampling="device", **BUCKETS), source)
     engine.load()
     engine.sample_by(range(3), [DeviceSampling()] * 3)
     try:
-        found = answers(engine, source, requests)
+        texts = answers(engine, source, requests)
     except (AssertionError, ValueError, RuntimeError):
         return
-    assert found != of_the_cpu_engine(source, requests)
+    assert texts != of_the_cpu_engine(source, requests)
 
 
 @pytest.mark.parametrize("kind", [None, *tnx_mutants.VERIFYING_ROWS], ids=lambda kind: kind and kind.__name__)
-def test_a_mutant_that_verifies_is_found(checkpoint: Checkpoints, kind: type[Any] | None) -> None:
+def test_a_mutant_of_verify_is_detected(checkpoint: Checkpoints, kind: type[Any] | None) -> None:
     """Three tokens at once for two of three slots: the adapter gives the logits of a prompt, a mutant does not."""
     source = checkpoint("llama")
-    made = TransformersNeuronxEngine if kind is None else tnx_mutants.with_rows(kind)
-    engine = made(config(source, **BUCKETS), source, speculates=3)
+    engine_class = TransformersNeuronxEngine if kind is None else tnx_mutants.with_rows(kind)
+    engine = engine_class(config(source, **BUCKETS), source, speculates=3)
     prompt = [9, 90, 200, 31]
     engine.load()
     wished = engine.prefill([2], [[*prompt, 5, 6, 7]])[0]
     engine.prefill([1, 2], [prompt] * 2)
     try:
-        found = torch.allclose(engine.verify([1, 2], [[5, 6, 7]] * 2, [4, 4])[0, -1], wished, atol=1e-4)
+        passes = torch.allclose(engine.verify([1, 2], [[5, 6, 7]] * 2, [4, 4])[0, -1], wished, atol=1e-4)
     except (AssertionError, RuntimeError):  # of the package, or of what it gave
-        found = False
-    assert found is (kind is None)
+        passes = False
+    assert passes is (kind is None)
 
 
 @pytest.mark.parametrize("mutant", [False, True])
-def test_a_run_that_begins_at_position_0_goes_token_by_token(checkpoint: Checkpoints, mutant: bool) -> None:
+def test_a_run_that_begins_at_position_0_is_decoded_token_by_token(checkpoint: Checkpoints, mutant: bool) -> None:
     """The package would take it for prompts, and give the logits of their last token alone."""
     source, prompt = checkpoint("llama"), [9, 90, 200]
-    made = tnx_mutants.VerifiesAtPosition0 if mutant else TransformersNeuronxEngine
-    engine = made(config(source, **BUCKETS), source, speculates=3)
+    engine_class = tnx_mutants.VerifiesAtPosition0 if mutant else TransformersNeuronxEngine
+    engine = engine_class(config(source, **BUCKETS), source, speculates=3)
     engine.load()
     wished = engine.prefill([1], [prompt])[0]
     try:
-        found = torch.allclose(engine.verify([0, 1, 2], [prompt] * 3, [0] * 3)[1, -1], wished, atol=1e-4)
+        passes = torch.allclose(engine.verify([0, 1, 2], [prompt] * 3, [0] * 3)[1, -1], wished, atol=1e-4)
     except RuntimeError:
-        found = False
-    assert found is not mutant
+        passes = False
+    assert passes is not mutant
 
 
 @pytest.mark.parametrize(("family", "mutant"), [("bloom", False), ("gpt_neox", False), ("opt", False), ("opt", True)])
 def test_the_kv_cache_is_reset_once_in_load(checkpoint: Checkpoints, family: str, mutant: bool) -> None:
     """A request resets nothing, since a reset writes the whole KV cache from the host."""
     source = checkpoint(family)
-    made = tnx_mutants.with_rows(tnx_mutants.ResetsForEachBatch) if mutant else TransformersNeuronxEngine
-    engine = made(config(source), source)
+    engine_class = tnx_mutants.with_rows(tnx_mutants.ResetsForEachBatch) if mutant else TransformersNeuronxEngine
+    engine = engine_class(config(source), source)
     engine.load()
     in_load = engine._model.resets
     engine.prefill([0], [[7, 8]])
@@ -261,13 +261,13 @@ def test_the_kv_cache_is_reset_once_in_load(checkpoint: Checkpoints, family: str
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """A draft model that knows nothing of the others."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def get(family: str) -> Path:
-        if family not in made:
+        if family not in folders:
             path = tmp_path_factory.mktemp("draft") / family
-            made[family] = make_checkpoint(path, family, seed=7, layers=1, eos=None)
-        return made[family]
+            folders[family] = make_checkpoint(path, family, seed=7, layers=1, eos=None)
+        return folders[family]
 
     return get
 
@@ -309,7 +309,7 @@ def test_a_draft_changes_no_token(
         ("llama", {"sampling": "device"}),
     ],
 )
-def test_what_cannot_speculate_is_refused(checkpoint: Checkpoints, family: str, fields: dict[str, Any]) -> None:
+def test_unsupported_speculation_is_refused(checkpoint: Checkpoints, family: str, fields: dict[str, Any]) -> None:
     """A class without speculative_forward, a static batch of several rows, sampling on the device."""
     source = checkpoint(family)
     with pytest.raises(EngineLoadError, match="bad-draft"):
@@ -319,7 +319,7 @@ def test_what_cannot_speculate_is_refused(checkpoint: Checkpoints, family: str, 
 # -- Sampling on the device
 
 
-def test_each_slot_samples_by_what_it_was_told(checkpoint: Checkpoints) -> None:
+def test_each_slot_samples_by_its_own_parameters(checkpoint: Checkpoints) -> None:
     """Greedy in one slot, hot in another; the largest top_k is the package's or the vocabulary."""
     engine = opened(checkpoint("llama"), sampling="device", **BUCKETS)
     assert (engine.spec.returns, engine.spec.device_top_k) == ("tokens", 256)
@@ -327,18 +327,18 @@ def test_each_slot_samples_by_what_it_was_told(checkpoint: Checkpoints) -> None:
     engine.sample_by([1, 2], [DeviceSampling(256, 1.0, 50.0), DeviceSampling(2, 1.0, 50.0)])
     drawn = [engine.prefill([0, 1, 2], [prompt] * 3) for _ in range(30)]
     best = greedy[0].topk(2).indices.tolist()
-    assert {one[0] for one in drawn} == {best[0]}
-    assert len({one[1] for one in drawn}) > 10
-    assert {one[2] for one in drawn} == set(best)
+    assert {tokens[0] for tokens in drawn} == {best[0]}
+    assert len({tokens[1] for tokens in drawn}) > 10
+    assert {tokens[2] for tokens in drawn} == set(best)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_requests_that_are_sampled_leave_greedy_ones_alone(checkpoint: Checkpoints, family: str) -> None:
-    """Through the batcher, which tells the device how each slot samples before its prompt."""
+    """Through the batcher, which sets each slot's sampling on the device before its prompt."""
     source = checkpoint(family)
     requests = [
-        replace(one, temperature=20.0) if number % 3 == 1 else one
-        for number, one in enumerate(requests_for(family, seed=5))
+        replace(request, temperature=20.0) if number % 3 == 1 else request
+        for number, request in enumerate(requests_for(family, seed=5))
     ]
     engine = opened(source, sampling="device", **BUCKETS)
     assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
@@ -348,7 +348,7 @@ def test_requests_that_are_sampled_leave_greedy_ones_alone(checkpoint: Checkpoin
 # -- Options
 
 
-def test_the_package_is_told_what_the_model_says(checkpoint: Checkpoints) -> None:
+def test_fields_of_the_spec_reach_the_package(checkpoint: Checkpoints) -> None:
     """Fields and engine_options under the package's names, the latter where the class or NeuronConfig has them."""
     engine = opened(
         checkpoint("llama"),
@@ -368,13 +368,13 @@ def test_the_package_is_told_what_the_model_says(checkpoint: Checkpoints) -> Non
         **BUCKETS,
     )
     model = engine._model
-    told = model.neuron_config
-    assert (told.quant.quant_dtype, told.quant.dequant_dtype) == ("s8", "bf16")
-    assert (told.kv_cache_quant.quant_dtype, told.kv_cache_quant.dequant_dtype) == ("f8e4m3fn", "bf16")
-    assert told.group_query_attention.value == "replicated-heads"
-    assert (told.fuse_qkv, told.compilation_worker_count, told.on_device_embedding) == (True, 2, True)
-    assert (told.attention_layout.value, told.sequence_parallel_norm) == ("BSH", True)
-    assert told.continuous_batching.batch_size_for_shared_caches == 3
+    options = model.neuron_config
+    assert (options.quant.quant_dtype, options.quant.dequant_dtype) == ("s8", "bf16")
+    assert (options.kv_cache_quant.quant_dtype, options.kv_cache_quant.dequant_dtype) == ("f8e4m3fn", "bf16")
+    assert options.group_query_attention.value == "replicated-heads"
+    assert (options.fuse_qkv, options.compilation_worker_count, options.on_device_embedding) == (True, 2, True)
+    assert (options.attention_layout.value, options.sequence_parallel_norm) == ("BSH", True)
+    assert options.continuous_batching.batch_size_for_shared_caches == 3
     assert (model.token_buckets, model.context_buckets) == ([32, 64], [8, 16, 64])
 
 
@@ -387,8 +387,8 @@ def test_buckets_are_the_packages_own_unless_named(checkpoint: Checkpoints) -> N
 
 def test_no_two_models_share_a_neuron_config(checkpoint: Checkpoints) -> None:
     """GPT-2's, Mistral's and Mixtral's constructors have one object for all by default."""
-    one, other = (opened(checkpoint("gpt2"), **BUCKETS) for _ in range(2))
-    assert one._model.neuron_config is not other._model.neuron_config
+    engine, other = (opened(checkpoint("gpt2"), **BUCKETS) for _ in range(2))
+    assert engine._model.neuron_config is not other._model.neuron_config
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_no_two_models_share_a_neuron_config(checkpoint: Checkpoints) -> None:
         ("llama", {"engine_options": {"self": 1}}, "bad-engine-option"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_core_is_claimed(
+def test_unsupported_settings_are_refused_before_a_core_is_claimed(
     checkpoint: Checkpoints, machine: Neuron, family: str, fields: dict[str, Any], id: str
 ) -> None:
     """Each with its id."""
@@ -432,17 +432,17 @@ def test_what_cannot_be_is_refused_before_a_core_is_claimed(
 
 @pytest.mark.parametrize("name", ALL_FAMILIES)
 @pytest.mark.parametrize("sampling", ["host", "device"])
-def test_what_the_adapter_sets_itself_is_kept_from_the_user(name: str, sampling: str) -> None:
+def test_the_option_tables_list_what_the_adapter_sets(name: str, sampling: str) -> None:
     """By the planner's table: else an option of the spec would stand beside the adapter's own, and one of them win."""
     family = ALL_FAMILIES[name]
     if sampling == "device" and not family.samples:
         return
     most = {"quantize": "int8"} if not family.serial else {}
     most |= {"quantize_kv": "fp8"} if family.quantizes_kv else {}
-    told = config(Path("m"), sampling=sampling, fuse_qkv=True, compile_workers=2, group_query_attention="x", **most)
-    shapes = Shapes.of(told, family, family.continuous)
+    replica = config(Path("m"), sampling=sampling, fuse_qkv=True, compile_workers=2, group_query_attention="x", **most)
+    shapes = Shapes.of(replica, family, family.continuous)
     kind = type("Class", (), {"__init__": lambda self: None})
-    options = options_for(told, family, shapes, family.continuous, kind, VOCAB_SIZE)
+    options = options_for(replica, family, shapes, family.continuous, kind, VOCAB_SIZE)
     own = {*options.constructor, *options.neuron} - {"prompt_batch_size"}  # which may be given as what it is
     assert own <= {*FIELDS, *UNSERVED}
 
@@ -453,7 +453,7 @@ def test_an_engine_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         open_transformers_neuronx(msgspec.structs.replace(config(tmp_path), source=None))
 
 
-def test_without_the_package_the_error_says_where_it_is(
+def test_the_error_of_a_missing_package_names_its_source(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An AWS image, or a command."""
@@ -490,7 +490,7 @@ def test_a_drift_of_the_package_is_logged(
     assert ("update_generation_config" in before, "update_generation_config is gone" in caplog.text) == (False, True)
 
 
-def test_a_fault_of_the_runtime_leaves_the_engine_as_it_is(checkpoint: Checkpoints, machine: Neuron) -> None:
+def test_a_runtime_fault_passes_unchanged(checkpoint: Checkpoints, machine: Neuron) -> None:
     """Its text is what the fault is known by."""
     engine = opened(checkpoint("llama"), **BUCKETS)
     machine.plan({"at": "execute", "count": 1, "status": 1201})
@@ -522,8 +522,8 @@ def test_a_split_checkpoint_is_read_where_pickles_are_allowed(checkpoint: Checkp
     """And gives the same answers; without allow_pickle it is refused, with a file missing or garbled too."""
     source = split(checkpoint("llama"), tmp_path / "split")
     requests = requests_for("llama", count=4)
-    found = answers(opened(source, allow_pickle=True, **BUCKETS), checkpoint("llama"), requests)
-    assert found == of_the_cpu_engine(checkpoint("llama"), requests)
+    texts = answers(opened(source, allow_pickle=True, **BUCKETS), checkpoint("llama"), requests)
+    assert texts == of_the_cpu_engine(checkpoint("llama"), requests)
     ids, folder = [], source / "pytorch_model.bin"
     for change in ("none", "garbled", "missing"):
         if change == "garbled":
@@ -536,7 +536,7 @@ def test_a_split_checkpoint_is_read_where_pickles_are_allowed(checkpoint: Checkp
     assert ids == ["pickle-refused", "weights-broken", "weights-missing"]
 
 
-def test_what_optimum_compiled_is_loaded_with_its_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_a_source_compiled_by_optimum_is_loaded_with_its_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Its config above, the split weights in ``checkpoint/``: the same answers. NEFFs beside them that nothing proves
     are refused."""
     root = tmp_path / "optimum"
@@ -559,8 +559,8 @@ def test_what_optimum_compiled_is_loaded_with_its_weights(checkpoint: Checkpoint
 def test_a_checkpoint_without_weights_is_refused(checkpoint: Checkpoints, tmp_path: Path, machine: Neuron) -> None:
     """Before a core is claimed, as is one whose safetensors are cut off."""
     source = shutil.copytree(checkpoint("llama"), tmp_path / "model")
-    whole = (source / "model.safetensors").read_bytes()
-    (source / "model.safetensors").write_bytes(whole[:100])
+    weights = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(weights[:100])
     with pytest.raises(EngineLoadError, match="weights-broken"):
         opened(source)
     (source / "model.safetensors").unlink()
@@ -592,25 +592,25 @@ def test_a_second_process_compiles_nothing(
         "print(json.dumps([engine.compiled, engine.prefill([0], [[7, 8, 9]])[0].argmax().item()]))\n"
     )
     monkeypatch.setenv("NEURON_DOUBLE_TNX_VERSION", version)
-    told = msgspec.json.encode(config(checkpoint(family), compiled=str(tmp_path / "compiled"), **BUCKETS)).decode()
+    job = msgspec.json.encode(config(checkpoint(family), compiled=str(tmp_path / "compiled"), **BUCKETS)).decode()
     env = os.environ | machine.env
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(Path(__file__).parents[2])])
-    found = []
+    runs = []
     for run in range(2):
         env["NEURON_COMPILE_CACHE_URL"] = str(tmp_path / f"cache-{run}")  # the NEFFs do not come from there
         done = subprocess.run(
-            [sys.executable, "-c", program, told], env=env, capture_output=True, text=True, timeout=200
+            [sys.executable, "-c", program, job], env=env, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    assert [one[0] for one in found] == [True, False]
-    assert found[0][1] == found[1][1]
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    assert [outcome[0] for outcome in runs] == [True, False]
+    assert runs[0][1] == runs[1][1]
 
 
-def test_artifacts_that_are_not_whole_are_compiled_anew(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_incomplete_artifacts_are_compiled_again(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """A NEFF is missing, or cut off: it would be noticed only with cores claimed. Another shape is another folder."""
     fields = {"compiled": str(tmp_path / "compiled"), **BUCKETS}
-    found = []
+    compiled = []
     for change in ("", "", "missing", "cut off", ""):
         neffs = sorted((tmp_path / "compiled").glob("*/*.neff"))
         if change == "missing":
@@ -618,8 +618,8 @@ def test_artifacts_that_are_not_whole_are_compiled_anew(checkpoint: Checkpoints,
         if change == "cut off":
             neffs[1].write_bytes(b"")
         importlib.import_module("neuron_double.runtime").reset_for_tests()
-        found.append(opened(checkpoint("llama"), **fields).compiled)
-    assert found == [True, False, True, True, False]
+        compiled.append(opened(checkpoint("llama"), **fields).compiled)
+    assert compiled == [True, False, True, True, False]
     assert opened(checkpoint("llama"), **fields | {"slots": 2}).compiled
 
 
@@ -630,18 +630,18 @@ def test_replicas_of_one_shape_load_at_the_same_time(checkpoint: Checkpoints, tm
     lock = os.open(next((tmp_path / "compiled").glob("*.lock")), os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     importlib.import_module("neuron_double.runtime").reset_for_tests()
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(opened(checkpoint("llama"), **fields).compiled), daemon=True)
+    compiled: list[bool] = []
+    thread = threading.Thread(
+        target=lambda: compiled.append(opened(checkpoint("llama"), **fields).compiled), daemon=True
+    )
     thread.start()
     thread.join(60)
     os.close(lock)
-    assert found == [False]
+    assert compiled == [False]
 
 
-def test_a_compile_is_told_in_the_log(
-    checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """When it begins and ends, so that `corewright logs` tells why a start takes an hour; a load of NEFFs is none."""
+def test_a_compile_is_logged(checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`corewright logs` shows its begin and end, and so why a start takes an hour; a load of NEFFs is not logged."""
     caplog.set_level("INFO", "workers.neff_cache.compiled_artifacts")
     fields = {"compiled": str(tmp_path / "compiled"), **BUCKETS}
     opened(checkpoint("llama"), **fields)
@@ -653,7 +653,7 @@ def test_a_compile_is_told_in_the_log(
 
 
 @pytest.mark.parametrize("change", ["flags", "compiler", "model"])
-def test_the_manifest_tells_what_the_names_of_neffs_do_not(
+def test_the_manifest_covers_what_neff_names_do_not(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     """Other flags, another compiler or another config.json: the old NEFFs are not taken."""
@@ -682,13 +682,13 @@ def test_gpt_neox_has_only_the_persistent_cache(checkpoint: Checkpoints, tmp_pat
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_answer_through_generate(checkpoint: Checkpoints, family: str) -> None:
-    """The package's adapter to transformers' ``generate``: greedy as the CPU engine, told token by token."""
+    """The package's adapter to transformers' ``generate``: greedy as the CPU engine, streamed token by token."""
     source = checkpoint(family)
     engine = opened(source, slots=1, **buckets_for(family))
-    told: list[int] = []
+    tokens: list[int] = []
     prompt = [9, 90, 200, 31, 8]
-    answer = engine.generate(prompt, 12, temperature=0.0, top_k=None, top_p=1.0, on_token=told.append)
-    assert answer == told == of_the_cpu_engine(source, [Asked(tuple(prompt), 12)])[0][0]
+    answer = engine.generate(prompt, 12, temperature=0.0, top_k=None, top_p=1.0, on_token=tokens.append)
+    assert answer == tokens == of_the_cpu_engine(source, [ScriptedRequest(tuple(prompt), 12)])[0][0]
 
 
 def test_one_sampled_answer_keeps_to_top_k(checkpoint: Checkpoints) -> None:

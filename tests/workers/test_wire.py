@@ -53,7 +53,7 @@ def test_a_length_over_the_limit_is_refused_before_it_is_buffered() -> None:
 
 
 @pytest.mark.parametrize("body", [b"\xc1", b"\x80", b"\x81\xa4type\xa6Nobody", b"GET / HTTP/1.1\r\n"])
-def test_a_body_that_is_no_message_is_refused(body: bytes) -> None:
+def test_an_invalid_body_is_refused(body: bytes) -> None:
     """Anything but the protocol's own messages is an error, not a crash."""
     with pytest.raises(WireError, match="not a message"):
         FrameReader().feed(len(body).to_bytes(4, "big") + body)

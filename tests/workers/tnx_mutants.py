@@ -77,13 +77,13 @@ class PromptsIntoOtherSlots(ContinuousRows):
 
 
 class OneTokenPromptAsDecode(ContinuousRows):
-    """A prompt of one token is sent as it is: to the package a decode, in which all others are idle, at position 0."""
+    """A prompt of one token is not padded: the package runs a decode, with all other slots idle at position 0."""
 
     def prefill(self, slots: Ints, prompts: Sequence[Ints]) -> torch.Tensor:
         rows = []
         for slot, prompt in zip(slots, prompts, strict=True):
-            one = [slot], [prompt]
-            rows.append(self.decode([slot], prompt, [0]) if len(prompt) == 1 else super().prefill(*one))
+            arguments = [slot], [prompt]
+            rows.append(self.decode([slot], prompt, [0]) if len(prompt) == 1 else super().prefill(*arguments))
         return torch.cat(rows)
 
 
@@ -117,8 +117,8 @@ class IdleSlotsAtPosition0(ContinuousRows):
 
         def moved(**call: Any) -> torch.Tensor:
             call["cache_ids"][idle] -= 1
-            found: torch.Tensor = forward(**call)
-            return found
+            cells: torch.Tensor = forward(**call)
+            return cells
 
         self.model.speculative_forward = moved
         try:
@@ -165,7 +165,7 @@ class PositionsInThePadding(ContinuousRows):
 
 
 class AbsentRowsLeftOut(LockStepRows):
-    """Of a static batch only the rows with a request are sent."""
+    """A static batch has only the rows with a request."""
 
     def decode(self, slots: Ints, tokens: Ints, positions: Ints) -> torch.Tensor:
         cells = torch.tensor([self._shared(slots, positions)], dtype=torch.int32)
@@ -177,13 +177,13 @@ class AbsentRowsLeftOut(LockStepRows):
 
 
 class TopKZero(TransformersNeuronxEngine):
-    """Greedy requests are told to the device as top_k 0."""
+    """Greedy requests have top_k 0 on the device."""
 
     def _update_sampling(self) -> None:
-        kept = self._sampling
-        self._sampling = [DeviceSampling(0, one.top_p, one.temperature) for one in kept]
+        sampling = self._sampling
+        self._sampling = [DeviceSampling(0, parameters.top_p, parameters.temperature) for parameters in sampling]
         super()._update_sampling()
-        self._sampling = kept
+        self._sampling = sampling
 
 
 class VerifiesAtPosition0(TransformersNeuronxEngine):
@@ -198,8 +198,8 @@ def with_rows(kind: type[Any]) -> type[TransformersNeuronxEngine]:
 
     class Mutant(TransformersNeuronxEngine):
         def _make_rows(self, model: Any, family: Any, continuous: bool) -> Any:
-            made = super()._make_rows(model, family, continuous)
-            assert isinstance(made, kind.__mro__[1])
+            rows = super()._make_rows(model, family, continuous)
+            assert isinstance(rows, kind.__mro__[1])
             return kind(model, self._config.slots, self._config.max_len)
 
     Mutant.__name__ = kind.__name__

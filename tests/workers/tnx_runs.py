@@ -26,7 +26,7 @@ SERIAL = ("gpt_neox",)  # one graph, no NEFF files, no sampling on the device
 
 
 @dataclass(frozen=True)
-class Asked:
+class ScriptedRequest:
     """A request, and after how many of its tokens its client leaves."""
 
     prompt: tuple[int, ...]
@@ -35,21 +35,21 @@ class Asked:
     temperature: float = 0.0
 
 
-def asked(seed: int, count: int, longest: int, most: int) -> list[Asked]:
+def scripted_requests(seed: int, count: int, longest: int, most: int) -> list[ScriptedRequest]:
     """Ragged ones, at the edges of the buckets too; every fourth client leaves."""
     rng = random.Random(seed)
     lengths = [length for length in (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 40) if length <= longest]
-    found = []
+    requests = []
     for number in range(count):
         length = rng.choice(lengths)
         prompt = tuple(rng.randrange(6, VOCAB_SIZE) for _ in range(length))
         n = rng.choice([1, 2, 3, min(most, 9), min(most, MAX_LEN - length)])
-        found.append(Asked(prompt, n, 2 if number % 4 == 3 and n > 3 else None))
-    return found
+        requests.append(ScriptedRequest(prompt, n, 2 if number % 4 == 3 and n > 3 else None))
+    return requests
 
 
 def config(source: Path, **fields: Any) -> ReplicaConfig:
-    """Of the tiny model in float32 with a degree of 2."""
+    """The configuration of the tiny model in float32 with a degree of 2."""
     usual: dict[str, Any] = {
         "model": "tiny",
         "replica": 0,
@@ -71,8 +71,10 @@ def config(source: Path, **fields: Any) -> ReplicaConfig:
     return ReplicaConfig(**usual | fields)
 
 
-def answers(engine: Any, source: Path, requests: Sequence[Asked]) -> list[tuple[list[int], FinishReason | None]]:
-    """Of each greedy request that stays: ids and finish. Two come at once, and then one before every other step.
+def answers(
+    engine: Any, source: Path, requests: Sequence[ScriptedRequest]
+) -> list[tuple[list[int], FinishReason | None]]:
+    """Ids and finish of each greedy request that stays. Two arrive at once, then one before every other step.
 
     ``engine`` is loaded. Raises what it raises.
     """
@@ -87,16 +89,19 @@ def answers(engine: Any, source: Path, requests: Sequence[Asked]) -> list[tuple[
 
     batcher = Batcher(engine, load_tokenizer("cpu", str(source)), receive)
 
-    def submit(number: int, one: Asked) -> None:
+    def submit(number: int, new_request: ScriptedRequest) -> None:
         request = GenerateRequest(
-            id=str(number), prompt_ids=list(one.prompt), max_tokens=one.n, temperature=one.temperature
+            id=str(number),
+            prompt_ids=list(new_request.prompt),
+            max_tokens=new_request.n,
+            temperature=new_request.temperature,
         )
         batcher.submit(request)
 
     arrivals = iter(enumerate(requests))
-    left: set[int] = set()
-    for number, one in itertools.islice(arrivals, 2):
-        submit(number, one)
+    cancelled: set[int] = set()
+    for number, arrival_request in itertools.islice(arrivals, 2):
+        submit(number, arrival_request)
     for step in itertools.count():
         progressed = batcher.step()
         arrival = next(arrivals, None) if step % 2 or not progressed else None
@@ -106,20 +111,20 @@ def answers(engine: Any, source: Path, requests: Sequence[Asked]) -> list[tuple[
             break
         for number in list(events):
             after = requests[number].leaves_after
-            if number not in left and after is not None and len(ids(number)) >= after:
+            if number not in cancelled and after is not None and len(ids(number)) >= after:
                 batcher.cancel(str(number))
-                left.add(number)
+                cancelled.add(number)
     return [
         (ids(number), events[number][-1].finish)
-        for number, one in enumerate(requests)
-        if one.leaves_after is None and not one.temperature
+        for number, arrival_request in enumerate(requests)
+        if arrival_request.leaves_after is None and not arrival_request.temperature
     ]
 
 
-_wished: dict[tuple[str, tuple[Asked, ...]], list[tuple[list[int], FinishReason | None]]] = {}
+_wished: dict[tuple[str, tuple[ScriptedRequest, ...]], list[tuple[list[int], FinishReason | None]]] = {}
 
 
-def of_the_cpu_engine(source: Path, requests: Sequence[Asked]) -> list[tuple[list[int], FinishReason | None]]:
+def of_the_cpu_engine(source: Path, requests: Sequence[ScriptedRequest]) -> list[tuple[list[int], FinishReason | None]]:
     """What the CPU engine answers to the same. Remembered, since many tests ask the same."""
     key = (str(source), tuple(requests))
     if key not in _wished:
@@ -129,7 +134,7 @@ def of_the_cpu_engine(source: Path, requests: Sequence[Asked]) -> list[tuple[lis
     return _wished[key]
 
 
-def requests_for(family: str, seed: int = 1, count: int = 14) -> list[Asked]:
+def requests_for(family: str, seed: int = 1, count: int = 14) -> list[ScriptedRequest]:
     """Those of the static families are shorter, so that several of them fit into one batch."""
     static = family in STATIC
-    return asked(seed, count, longest=33 if static else MAX_LEN, most=40 if static else MAX_LEN)
+    return scripted_requests(seed, count, longest=33 if static else MAX_LEN, most=40 if static else MAX_LEN)

@@ -135,7 +135,7 @@ class Batcher:
         with self._changed:
             return BatcherStats(
                 slots=len(self._slots),
-                live=self._slots.live_count,
+                live=self._live_count,
                 waiting=len(self._waiting),
                 prefilling=self._prefilling,
                 steps=self._steps,
@@ -212,6 +212,10 @@ class Batcher:
         if self._draining:
             raise BatcherClosed("the replica is draining")
 
+    @property
+    def _live_count(self) -> int:
+        return len(self._accepted) - len(self._waiting)
+
     def _end_cancelled(self) -> list[TokenEvent]:
         """Step 1."""
         if not self._cancelled:
@@ -237,7 +241,7 @@ class Batcher:
         """Step 2: returns the requests that join now with their slots, sorted by slot; empty for no prefill."""
         if not self._waiting:
             return []
-        if (self._just_prefilled or not self._spec.continuous) and self._slots.live_count:  # 2a, 2b
+        if (self._just_prefilled or not self._spec.continuous) and self._live_count:  # 2a, 2b
             return []
         joining: list[tuple[int, AcceptedRequest]] = []
         prompt = answer = 0  # the longest of those that join

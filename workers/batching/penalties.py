@@ -39,7 +39,7 @@ class Penalties:
         self._repetition = request.repetition_penalty
         self._presence, self._frequency = request.presence_penalty, request.frequency_penalty
         ngram_size = request.no_repeat_ngram_size
-        self._ngrams = _Ngrams(ngram_size, request.prompt_ids) if ngram_size else None
+        self._ngrams = Ngrams(ngram_size, request.prompt_ids) if ngram_size else None
         self._all_ids = _Ids(request.prompt_ids, request.max_tokens) if self._repetition != 1 else None
         counts_output = bool(self._presence or self._frequency)
         self._output = _Ids((), request.max_tokens) if counts_output else None
@@ -130,7 +130,7 @@ class _Ids:
         self._counts[place] += 1
 
 
-class _Ngrams:
+class Ngrams:
     """The tokens that have followed each run of ``size - 1`` tokens."""
 
     def __init__(self, size: int, first: Iterable[int]) -> None:

@@ -283,13 +283,13 @@ def _look_up(scores: torch.Tensor, generators: Sequence[torch.Generator]) -> lis
     probabilities = torch.softmax(scores, dim=-1)
     blocks = torch.nn.functional.pad(probabilities, (0, -scores.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     points = torch.cat([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])
-    block, inside = _place(blocks.sum(-1), points)
-    token, _ = _place(blocks[torch.arange(len(generators)), block], inside)
+    block, inside = locate(blocks.sum(-1), points)
+    token, _ = locate(blocks[torch.arange(len(generators)), block], inside)
     tokens: list[int] = (block * BLOCK + token).tolist()
     return tokens
 
 
-def _place(weights: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def locate(weights: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the index of the weight where each of ``points`` (0 to 1) falls on its row, and how far into it.
 
     Never a weight of 0. Shapes ``[rows, n]``, ``[rows]`` -> ``[rows]``, ``[rows]``.

@@ -42,10 +42,6 @@ class SlotPrefixes:
         self._held[slot] = b""
         self._used[slot] = 0
 
-    def held(self, slot: int) -> list[int]:
-        """Returns the tokens that the slot holds for certain."""
-        return list(array("I", self._held[slot]))
-
     def place(self, prompt: Sequence[int], free: Collection[int]) -> Reuse:
         """Returns the best of the ``free`` slots, at least one, for a prompt. Callers then ``drop`` that slot.
 

@@ -28,11 +28,6 @@ class Slots(Generic[Owner]):
         return len(self._owners)
 
     @property
-    def live_count(self) -> int:
-        """The number of slots with an owner."""
-        return len(self._owners) - self.free_count
-
-    @property
     def free_count(self) -> int:
         """The number of slots without an owner."""
         return self._owners.count(None)

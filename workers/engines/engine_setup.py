@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from workers.batching.buckets import checked_buckets
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
-
-if TYPE_CHECKING:
-    from workers.messages.replica_config import ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig
 
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # ours -> torch's
 

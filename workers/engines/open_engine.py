@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
 
-from workers.messages.engine_protocol import EngineLoadError
-
-if TYPE_CHECKING:
-    from workers.messages.engine_protocol import GenerateEngine
-    from workers.messages.replica_config import ReplicaConfig
+from workers.messages.engine_protocol import EngineLoadError, GenerateEngine
+from workers.messages.replica_config import ReplicaConfig
 
 
 def hide_progress_bars() -> None:

@@ -39,13 +39,12 @@ from workers.engines.engine_setup import LoadableEngine, checked_lengths, dtype_
 from workers.engines.speculative import buildables_of, with_draft
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine
+from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable, Tell
 from workers.neff_cache.compiled_artifacts import Entry, compiling, entry
 
 if TYPE_CHECKING:
     import torch
-
-    from workers.messages.replica_config import ReplicaConfig
 
 log = logging.getLogger(__name__)
 

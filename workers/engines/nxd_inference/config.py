@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -17,9 +17,7 @@ from workers.batching.buckets import ladder
 from workers.engines.engine_setup import checked_lengths, dtype_on, source_of
 from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, UNSERVED, lacks
 from workers.messages.engine_protocol import EngineLoadError
-
-if TYPE_CHECKING:
-    from workers.messages.replica_config import ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig
 
 SHORTEST_BUCKET = 128  # tokens; where NxD Inference's own buckets begin (``modules/autobucketing``)
 GLOBAL_TOPK = 256  # the most ids that the device samples from: OnDeviceSamplingConfig's default of global_topk
@@ -130,7 +128,7 @@ def neuron_options(settings: Settings, sizes: Lengths, release: Release, quantiz
         options["fused_qkv"] = settings.fuse_qkv
     if settings.presharded:
         options["skip_sharding"] = True  # a load still reads the weights of each core
-    options |= _quantization(settings, quantized, release) | _sampling(settings) | _speculation(settings)
+    options |= _quantization(settings, quantized, release) | _sampling(settings)
     return options | _user_options(settings.engine_options, options, release)
 
 
@@ -214,13 +212,11 @@ def _quantization(settings: Settings, folder: str, release: Release) -> dict[str
 def _sampling(settings: Settings) -> dict[str, Any]:
     """With a draft, the device compares tokens, greedily."""
     if settings.speculation_length:
-        return {"on_device_sampling_config": {"do_sample": False, "dynamic": False, "top_k": 1}}
+        return {
+            "on_device_sampling_config": {"do_sample": False, "dynamic": False, "top_k": 1},
+            "enable_fused_speculation": True,
+            "speculation_length": settings.speculation_length,
+        }
     if settings.sampling == "device":
         return {"on_device_sampling_config": {"do_sample": True, "dynamic": True, "global_topk": GLOBAL_TOPK}}
     return {}
-
-
-def _speculation(settings: Settings) -> dict[str, Any]:
-    if not settings.speculation_length:
-        return {}
-    return {"enable_fused_speculation": True, "speculation_length": settings.speculation_length}

@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
@@ -34,12 +34,9 @@ from workers.engines.nxd_inference import precompiled
 from workers.engines.nxd_inference.config import GLOBAL_TOPK, Lengths, Settings, lengths
 from workers.engines.nxd_inference.package import Package, build_config, import_package, require_package
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec
+from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable, Tell
 from workers.neff_cache.compiled_artifacts import Entry, entry
-
-if TYPE_CHECKING:
-    from workers.messages.replica_config import ReplicaConfig
-
 
 log = logging.getLogger(__name__)
 

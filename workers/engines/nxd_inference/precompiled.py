@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import msgspec.structs
@@ -34,12 +34,10 @@ from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, OPTIONS, 
 from workers.engines.safetensors_headers import tensors_of
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.file_states import damaged
 from workers.neff_cache.predict import Difference, differences
 from workers.neff_cache.record import LOCK_FILE, plain_of, read_record
-
-if TYPE_CHECKING:
-    from workers.messages.replica_config import ReplicaConfig
 
 log = logging.getLogger(__name__)
 

@@ -39,13 +39,12 @@ from workers.engines.transformers_neuronx.rows import ContinuousRows, LockStepRo
 from workers.engines.transformers_neuronx.weights import check_layout, check_weights
 from workers.engines.weight_files import weights_root
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec, GenerateEngine
+from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable, Tell
 from workers.neff_cache.compiled_artifacts import Entry
 
 if TYPE_CHECKING:
     import torch
-
-    from workers.messages.replica_config import ReplicaConfig
 
 log = logging.getLogger(__name__)
 
@@ -287,19 +286,20 @@ class TransformersNeuronxEngine(LoadableEngine):
     def _check_speculation(self, family: Family, continuous: bool, shapes: Shapes) -> None:
         if not self._length:
             return
+        message = hint = ""
         if not family.speculates:
             message = f"the class of {self._path} takes only one token a step"
-            raise EngineLoadError(
-                "bad-draft", message, "speculation needs Llama or GPT-2, for the model and for its draft"
-            )
-        if not continuous and self._config.slots > 1:
+            hint = "speculation needs Llama or GPT-2, for the model and for its draft"
+        elif not continuous and self._config.slots > 1:
             message = "all rows of a static batch share a position, so they would have to accept the same tokens"
-            raise EngineLoadError("bad-draft", message, "set `max_batch: 1`")
-        if self._config.sampling == "device":
-            raise EngineLoadError("bad-draft", "drafts are verified with logits on the host", "set `sampling: host`")
-        if continuous and self._length > shapes.prefill[-1]:
+            hint = "set `max_batch: 1`"
+        elif self._config.sampling == "device":
+            message, hint = "drafts are verified with logits on the host", "set `sampling: host`"
+        elif continuous and self._length > shapes.prefill[-1]:
             message = f"runs of {self._length} tokens are longer than the longest prefill bucket, {shapes.prefill[-1]}"
-            raise EngineLoadError("bad-draft", message, f"add a bucket of at least {self._length}")
+            hint = f"add a bucket of at least {self._length}"
+        if message:
+            raise EngineLoadError("bad-draft", message, hint)
 
     def _converted(self, output: torch.Tensor) -> Any:
         if self.spec.returns == "tokens":

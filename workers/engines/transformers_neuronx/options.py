@@ -6,16 +6,14 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from placements.facts.tnx_families import Family
 from placements.rules.options import owned
 from workers.batching.buckets import ladder
 from workers.engines.engine_setup import checked_lengths, dtype_on
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError
-
-if TYPE_CHECKING:
-    from workers.messages.replica_config import ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig
 
 AMP = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # ours -> theirs
 QUANTIZED = {"int8": "s8", "fp8": "f8e4m3fn"}

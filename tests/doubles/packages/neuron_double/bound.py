@@ -51,8 +51,8 @@ def options(package: str, dotted: str) -> dict[str, str]:
 
 def recorded(engine: str, dotted: str, version: str | None = None) -> inspect.Signature:
     """``engine``: as in a spec, or the package's import name. Raises LookupError where that version lacks it."""
-    found: inspect.Signature = _contracts().contract(engine).signature(dotted, version)
-    return found
+    signature: inspect.Signature = _contracts().contract(engine).signature(dotted, version)
+    return signature
 
 
 def bound(dotted: str) -> Callable[[F], F]:
@@ -90,10 +90,10 @@ def plays(name: str, *methods: str) -> Callable[[C], C]:
     def by_name(dotted: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            given = dict(
+            named = dict(
                 recorded(name.split(".")[0], dotted, version(name.split(".")[0])).bind(*args, **kwargs).arguments
             )
-            return function(given.pop("self"), **given.pop("kwargs", {}), **given)
+            return function(named.pop("self"), **named.pop("kwargs", {}), **named)
 
         return bound(dotted)(called)
 

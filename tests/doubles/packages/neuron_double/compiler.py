@@ -103,10 +103,10 @@ def cached_compile(hlo_text: str, flags: str, cores: int = 1) -> bytes:
         if (entry / "model.done").exists() and (entry / "model.neff").exists():  # by whom it has waited for
             return (entry / "model.neff").read_bytes()
         if (entry / "model.log").exists() and "--retry_failed_compilation" not in wrapper:
-            told = f"Got a cached failed neff at {entry}/model.neff. Will skip compilation, please set "
-            told += f"--retry_failed_compilation for recompilation.\n{(entry / 'model.log').read_text()}"
-            sys.stderr.write(f"ERROR ||NEURON_CC_WRAPPER||: {told}\n")
-            raise CompilerFailed(told)
+            message = f"Got a cached failed neff at {entry}/model.neff. Will skip compilation, please set "
+            message += f"--retry_failed_compilation for recompilation.\n{(entry / 'model.log').read_text()}"
+            sys.stderr.write(f"ERROR ||NEURON_CC_WRAPPER||: {message}\n")
+            raise CompilerFailed(message)
         (entry / "model.hlo_module.pb").write_text(hlo_text)
         (entry / "compile_flags.json").write_text(json.dumps(plain))
         try:

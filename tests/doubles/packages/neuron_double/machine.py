@@ -56,11 +56,11 @@ INSTANCES = {
 
 def instance() -> Instance:
     """By $NEURON_DOUBLE_INSTANCE. With an LNC of 1, Trainium 2 has twice the cores, and half of the HBM for each."""
-    found = INSTANCES[os.environ.get("NEURON_DOUBLE_INSTANCE", "inf2.48xlarge")]
+    kind = INSTANCES[os.environ.get("NEURON_DOUBLE_INSTANCE", "inf2.48xlarge")]
     wished = os.environ.get("NEURON_LOGICAL_NC_CONFIG") or os.environ.get("NEURON_RT_VIRTUAL_CORE_SIZE")
-    if found.lnc == 2 and wished == "1":
-        return Instance(found.name, found.devices, found.cores_per_device * 2, found.hbm_per_core_gib // 2, 1)
-    return found
+    if kind.lnc == 2 and wished == "1":
+        return Instance(kind.name, kind.devices, kind.cores_per_device * 2, kind.hbm_per_core_gib // 2, 1)
+    return kind
 
 
 def state() -> Path:

@@ -143,23 +143,23 @@ class Runtime:
         self._meet("load_neff", "nrt_load")
         text = neff if isinstance(neff, bytes) else Path(neff).read_bytes()
         try:
-            told = dict(json.loads(text))
+            record = dict(json.loads(text))
         except ValueError:
             raise self._failed("nrt_load", 2) from None
-        if told["neff_version"] > NEFF_VERSION:
+        if record["neff_version"] > NEFF_VERSION:
             raise _error(
                 (
                     "nrt_load",
-                    f"NEFF version mismatch supported: {NEFF_VERSION}.0 received: {told['neff_version']}.0",
+                    f"NEFF version mismatch supported: {NEFF_VERSION}.0 received: {record['neff_version']}.0",
                 ),
                 ("nrt_load", "status=10"),
             )
         machine = instance()
-        if told["target"] != machine.target or (machine.lnc is not None and told["lnc"] != machine.lnc):
-            raise _error(("nrt_load", f"status=2: compiled for {told['target']} with lnc {told['lnc']}"))
-        if told["cores"] > len(cores):
+        if record["target"] != machine.target or (machine.lnc is not None and record["lnc"] != machine.lnc):
+            raise _error(("nrt_load", f"status=2: compiled for {record['target']} with lnc {record['lnc']}"))
+        if record["cores"] > len(cores):
             raise _error(("nrt_load", f"Could not find VNC id {len(cores)}"))
-        return told
+        return record
 
     def close(self) -> None:
         """nrt_close: the cores are free again. The end of the process, however it ends, does the same."""
@@ -211,17 +211,17 @@ class Runtime:
 
 def held() -> dict[int, int | None]:
     """Cores of the machine that a living process holds, each with its pid."""
-    found: dict[int, int | None] = {}
+    cores: dict[int, int | None] = {}
     for path in sorted(state().glob("nc*.lock")):
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             text = os.pread(file, 32, 0).decode()
-            found[int(path.stem[2:])] = int(text) if text.isdigit() else None
+            cores[int(path.stem[2:])] = int(text) if text.isdigit() else None
         finally:
             os.close(file)
-    return found
+    return cores
 
 
 _runtime = Runtime()
@@ -254,20 +254,20 @@ def _parse(visible: str) -> list[int]:
 
 def _lock(cores: Sequence[int]) -> dict[int, int]:
     """The descriptors of those that could be locked. The kernel lets go of them with the process."""
-    found: dict[int, int] = {}
+    files: dict[int, int] = {}
     until = time.monotonic() + LOOK_S
     for core in cores:
         file = os.open(state() / f"nc{core}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        while core not in found:
+        while core not in files:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found[core] = file
+                files[core] = file
             except BlockingIOError:
                 if time.monotonic() > until:
                     os.close(file)
                     break
                 time.sleep(0.001)
-    return found
+    return files
 
 
 def _topology(family: str, tp: int, start: int) -> tuple[str, bool]:

@@ -81,10 +81,12 @@ class SlotModel:
         for layer, pair in enumerate(_layers(out.past_key_values)):
             stored = self._stored[slot].get(layer)
             if stored is None:
-                stored = [torch.zeros(one.shape[1], self.max_len, one.shape[3], dtype=one.dtype) for one in pair]
+                stored = [
+                    torch.zeros(states.shape[1], self.max_len, states.shape[3], dtype=states.dtype) for states in pair
+                ]
                 self._stored[slot][layer] = stored
-            for whole, one in zip(stored, pair, strict=True):
-                whole[:, position:end] = rounded(one[0, :, position:end], self._quantize_kv)
+            for cells, states in zip(stored, pair, strict=True):
+                cells[:, position:end] = rounded(states[0, :, position:end], self._quantize_kv)
         logits: torch.Tensor = out.logits[0].float()
         return logits
 
@@ -94,20 +96,22 @@ class SlotModel:
 
     def copy(self, source: int, target: int) -> None:
         """``target`` holds what ``source`` holds."""
-        self._stored[target] = {layer: [one.clone() for one in pair] for layer, pair in self._stored[source].items()}
+        self._stored[target] = {
+            layer: [tensor.clone() for tensor in pair] for layer, pair in self._stored[source].items()
+        }
 
     def clear(self, slot: int | None = None) -> None:
         """Zeros in one slot, or in all."""
-        for one in range(self.slots) if slot is None else [slot]:
-            self._stored[one] = {}
+        for index in range(self.slots) if slot is None else [slot]:
+            self._stored[index] = {}
 
     def _written(self, slot: int) -> dict[int, list[torch.Tensor]]:
         """What is stored in the slot; a device's cache is all zeros before anything is written."""
         if not self._stored[slot]:
             self.run(slot, [0], 0)
             for pair in self._stored[slot].values():
-                for one in pair:
-                    one.zero_()
+                for tensor in pair:
+                    tensor.zero_()
         return self._stored[slot]
 
 

@@ -26,7 +26,7 @@ def neuron_ls(arguments: list[str]) -> int:
     for device in range(machine.devices):
         cores = list(range(device * machine.cores_per_device, (device + 1) * machine.cores_per_device))
         pids = sorted({pid for core in cores if (pid := owners.get(core)) is not None})
-        told: dict[str, Any] = {
+        record: dict[str, Any] = {
             "neuron_device": device,
             "bdf": f"00:{16 + device:02x}.0",
             "cpu_affinity": "",
@@ -40,8 +40,8 @@ def neuron_ls(arguments: list[str]) -> int:
             ],
         }
         if machine.lnc is not None:
-            told["logical_neuroncore_config"] = machine.lnc
-        devices.append(told)
+            record["logical_neuroncore_config"] = machine.lnc
+        devices.append(record)
     sys.stdout.write(json.dumps(devices, indent=2) + "\n")
     return 0
 

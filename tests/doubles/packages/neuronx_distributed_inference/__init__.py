@@ -6,4 +6,4 @@ $NEURON_DOUBLE_NXDI_VERSION names.
 
 from neuronx_distributed_inference import _played
 
-_played.tell_version()
+_played.register_version()

@@ -63,16 +63,16 @@ def kwargs_options(dotted: str) -> dict[str, str]:
     if history:
         return dict(history)
     listed = contract()._lookup(f"{PACKAGE}.{dotted}", version()).get("kwargs_options") or []
-    return {one["name"]: one["default"] for one in listed if "default" in one}
+    return {option["name"]: option["default"] for option in listed if "default" in option}
 
 
-class _Told(importlib.metadata.Distribution):
+class _PlayedDistribution(importlib.metadata.Distribution):
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
             return None
-        told = bound_module.package_version(PACKAGE)
-        told = told if told.count(".") > 1 else f"{told}.0"
-        return f"Metadata-Version: 2.1\nName: neuronx-distributed-inference\nVersion: {told}\n"
+        played_version = bound_module.package_version(PACKAGE)
+        played_version = played_version if played_version.count(".") > 1 else f"{played_version}.0"
+        return f"Metadata-Version: 2.1\nName: neuronx-distributed-inference\nVersion: {played_version}\n"
 
     def locate_file(self, path: Any) -> Any:
         return path
@@ -85,10 +85,10 @@ class _Finder:
         return None
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        asked = (getattr(context, "name", None) or "").replace("-", "_").lower()
-        return [_Told()] if asked == PACKAGE and PACKAGE in sys.modules else []
+        name = (getattr(context, "name", None) or "").replace("-", "_").lower()
+        return [_PlayedDistribution()] if name == PACKAGE and PACKAGE in sys.modules else []
 
 
-def tell_version() -> None:
-    if not any(type(one).__name__ == "_Finder" and type(one).__module__ == __name__ for one in sys.meta_path):
+def register_version() -> None:
+    if not any(type(finder).__name__ == "_Finder" and type(finder).__module__ == __name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]

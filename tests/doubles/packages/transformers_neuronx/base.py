@@ -82,7 +82,7 @@ class NeuronModelBase(PretrainedModel):
 
     def _check_gqa_fallback(self) -> None:
         """A strategy whose rule is not met is replaced with a warning."""
-        wanted, tp, heads = self.neuron_config.group_query_attention, self.tp_degree, self.n_head
+        strategy, tp, heads = self.neuron_config.group_query_attention, self.tp_degree, self.n_head
         kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
         if kv_heads == heads:
             return
@@ -94,15 +94,15 @@ class NeuronModelBase(PretrainedModel):
             GQA.REPLICATED_HEADS: True,
             GQA.ALL_GATHER_HEADS: kv_heads * head_dim % tp == 0 and (heads % tp == 0 or padding % kv_heads == 0),
         }
-        if wanted is not None and not met[wanted]:
+        if strategy is not None and not met[strategy]:
             instead = GQA.SHARD_OVER_HEADS if met[GQA.SHARD_OVER_HEADS] else GQA.REPLICATED_HEADS
             warnings.warn(
-                f"group_query_attention {wanted.value} does not fit {kv_heads} KV heads and a tp degree of {tp}; "
+                f"group_query_attention {strategy.value} does not fit {kv_heads} KV heads and a tp degree of {tp}; "
                 f"falling back to {instead.value}",
                 stacklevel=3,
             )
             self.neuron_config.group_query_attention = instead
-        elif wanted is None:
+        elif strategy is None:
             fits = met[GQA.SHARD_OVER_HEADS]
             self.neuron_config.group_query_attention = GQA.SHARD_OVER_HEADS if fits else GQA.REPLICATED_HEADS
 
@@ -157,13 +157,13 @@ class NeuronModelBase(PretrainedModel):
         computed = as_computed(self.config, self._checkpoint_path)
         how = {"config": computed, "sees_first_only": self.sees_first_only, **self._quantization()}
         weights = open_weights(self._checkpoint_path, self.batch, self.longest, dtype=self.amp, **how)
-        found = self._graphs()
+        kernels = self._graphs()
         if self._directory is not None:
-            graphs.read_neffs(found, Path(self._directory))
+            graphs.read_neffs(kernels, Path(self._directory))
         else:
-            graphs.compile_all(found, self.tp_degree)
+            graphs.compile_all(kernels, self.tp_degree)
         graphs.take_memory(self, weights.model, self.batch, self.longest)
-        graphs.load_neffs(found)
+        graphs.load_neffs(kernels)
         self._device = weights
 
     def _check_sharding(self) -> None:
@@ -254,23 +254,23 @@ class NeuronModelBase(PretrainedModel):
         starts = [int(start) for start in start_ids.flatten()]
         next(size for size in self.token_buckets if size > int(positions[-1]))  # shared, and so is the bucket
         self._execute_static(width, int(positions[0]))
-        found = []
+        outputs = []
         for row, start in enumerate(starts):
             first = int(positions[0]) - start
             tokens = [int(token) for token in input_ids[row]]
             if first < 0:
                 tokens, first = tokens[-first:], 0
             logits = self._run(row, tokens, first)[-1]
-            found.append(logits * float("nan") if start and self.nan_with_padding else logits)
-        return self._output(torch.stack(found), list(range(rows)))
+            outputs.append(logits * float("nan") if start and self.nan_with_padding else logits)
+        return self._output(torch.stack(outputs), list(range(rows)))
 
     def _execute_static(self, width: int, first: int) -> None:
         """One context graph for as much as the largest bucket holds; what is left goes token by token."""
         largest = self.context_buckets[-1] if self.context_buckets and first == 0 else 0
-        left = width - largest if width > 1 else 1
+        remaining = width - largest if width > 1 else 1
         if width > 1 and largest:
             runtime().execute()
-        for _ in range(max(0, left)):
+        for _ in range(max(0, remaining)):
             runtime().execute()
 
 

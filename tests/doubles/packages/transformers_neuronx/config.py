@@ -84,12 +84,12 @@ class NeuronConfig:
     @bound(NAME + "NeuronConfig.__init__")
     def __init__(self, **kwargs: Any) -> None:
         played = version("transformers_neuronx")
-        known = recorded("transformers_neuronx", NAME + "NeuronConfig.__init__", played).parameters
-        names = [name for name, found in known.items() if found.kind is found.KEYWORD_ONLY]
+        parameters = recorded("transformers_neuronx", NAME + "NeuronConfig.__init__", played).parameters
+        names = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
         lhs_aligned = bool(kwargs.pop("lhs_aligned", kwargs.pop("use_2d_cache_ids", False)))
         assert not set(kwargs) - set(names), f"unexpected keys {sorted(set(kwargs) - set(names))}"
         for name in names:
-            default = known[name].default
+            default = parameters[name].default
             setattr(self, name, kwargs.get(name, _value(default)))
         self.continuous_batching: ContinuousBatchingConfig | None = self.continuous_batching
         self.lhs_aligned = lhs_aligned or self.continuous_batching is not None

@@ -21,8 +21,8 @@ class FusedSpeculativeBase(torch.nn.Module):
         self, output_tokens: torch.Tensor, output_counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Padding behind each row's own count."""
-        kept = torch.arange(output_tokens.shape[1]) < output_counts
-        return torch.where(kept, output_tokens, self.pad_token_id), output_counts
+        is_token = torch.arange(output_tokens.shape[1]) < output_counts
+        return torch.where(is_token, output_tokens, self.pad_token_id), output_counts
 
 
 class FusedSpeculativeDecoder(FusedSpeculativeBase):
@@ -59,9 +59,9 @@ class FusedSpeculativeDecoder(FusedSpeculativeBase):
         self.draft._ready()
         self.target._ready()
         kinds = [(f"fused-{self.k}", size, batch) for size in self.target.token_buckets for batch in self._batches()]
-        found = graphs.kernels(self.target, kinds)
-        graphs.compile_all(found, self.target.tp_degree)
-        graphs.load_neffs(found)
+        kernels = graphs.kernels(self.target, kinds)
+        graphs.compile_all(kernels, self.target.tp_degree)
+        graphs.load_neffs(kernels)
         self._compiled = True
 
     def _batches(self) -> list[int]:

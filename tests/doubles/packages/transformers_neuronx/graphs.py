@@ -101,9 +101,9 @@ def take_memory(model: Any, weights: Any, batch: int, longest: int) -> None:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     _, stored = get_qkv_padding(heads, kv_heads, model.tp_degree, neuron_config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kept = neuron_config.kv_cache_quant
-    one = BYTES[kept.quant_dtype] if kept is not None else amp
-    cache = 2 * config.num_hidden_layers * stored * head_dim * longest * batch * one
+    quantization = neuron_config.kv_cache_quant
+    element_bytes = BYTES[quantization.quant_dtype] if quantization is not None else amp
+    cache = 2 * config.num_hidden_layers * stored * head_dim * longest * batch * element_bytes
     runtime().allocate((total + cache) // model.tp_degree, "tensors")
 
 

@@ -88,12 +88,12 @@ class LinesModel(FamilyModel):
         """One after the other; a prompt ends at its highest position, and the padding after it is written too."""
         width, largest = input_ids.shape[1], self.context_buckets[-1]
         assert width <= largest, f"invalid input prompt length ({width} <= {largest})"
-        found = []
+        outputs = []
         for row, line in enumerate(lines):
             runtime().execute()
             length = int(cache_ids[row].max()) + 1
-            found.append(self._run(line, [int(token) for token in input_ids[row]], 0)[min(length, width) - 1])
-        return torch.stack(found)
+            outputs.append(self._run(line, [int(token) for token in input_ids[row]], 0)[min(length, width) - 1])
+        return torch.stack(outputs)
 
     def _tokens(self, input_ids: torch.Tensor, cache_ids: torch.Tensor, lines: list[int]) -> torch.Tensor:
         """All lines run: those without a row with token 0 at position 0."""
@@ -123,11 +123,11 @@ class LinesModel(FamilyModel):
             # One number for each row is cut as if there were one for each token.
             assert length >= rows, f"buffer ([{rows}]) and tensor ([{length}]) have different shapes!"
         runtime().execute()
-        found = []
+        outputs = []
         for row, line in enumerate(lines):
             tokens = [int(token) for token in input_ids[row, :length]]
-            found.append(self._run(line, tokens, int(cache_ids[row, 0])))
-        return torch.stack(found, dim=-1)
+            outputs.append(self._run(line, tokens, int(cache_ids[row, 0])))
+        return torch.stack(outputs, dim=-1)
 
     def _speculative(
         self, input_ids: torch.Tensor, cache_ids: Any, start_ids: Any, speculation_length: int | None

@@ -45,8 +45,8 @@ def open_weights(path: str, slots: int, max_len: int, **how: Any) -> SlotModel:
     tensors: dict[str, torch.Tensor] = {}
     for key, name in json.loads((split / _KEY_TO_FILENAME_JSON).read_text()).items():
         file = split / name
-        whole = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
-        tensors[key] = (whole[key] if isinstance(whole, dict) else whole).clone()
+        content = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+        tensors[key] = (content[key] if isinstance(content, dict) else content).clone()
     with tempfile.TemporaryDirectory() as joined:
         (Path(joined) / "config.json").write_text((folder / "config.json").read_text())
         save_file(tensors, Path(joined) / "model.safetensors", metadata={"format": "pt"})

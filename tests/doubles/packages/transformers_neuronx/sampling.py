@@ -12,18 +12,18 @@ DEVICE_TOP_K = 256  # the most that is looked at on the device
 
 def drawn_on_device(logits: torch.Tensor, config: Any, lines: list[int]) -> torch.Tensor:
     """Ids ``[rows, 1]``. Where ``config`` is by batch line, its lists are indexed by the line."""
-    found = []
+    ids = []
     for row, line in enumerate(lines):
         top_k, top_p, temperature = (
             value[line] if isinstance(value, list) else value
             for value in (config.top_k, config.top_p, config.temperature)
         )
         if not config.do_sample or top_k == 1:
-            found.append(logits[row].argmax())
+            ids.append(logits[row].argmax())
             continue
         assert 0 < top_k <= DEVICE_TOP_K, f"top_k {top_k} is not in 1 to {DEVICE_TOP_K}"
-        found.append(_draw(logits[row] / temperature, top_k, top_p))
-    return torch.stack(found)[:, None]
+        ids.append(_draw(logits[row] / temperature, top_k, top_p))
+    return torch.stack(ids)[:, None]
 
 
 def _draw(scores: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:

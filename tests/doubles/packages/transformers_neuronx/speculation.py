@@ -26,8 +26,8 @@ class DefaultTokenAcceptor:
             if torch.rand(()) * drafted[index, guess] < own[index, guess]:
                 accepted.append(guess)
                 continue
-            rest = (own[index] - drafted[index]).clamp(min=0)
-            return torch.tensor([[*accepted, int(torch.multinomial(rest, 1))]])
+            remainder = (own[index] - drafted[index]).clamp(min=0)
+            return torch.tensor([[*accepted, int(torch.multinomial(remainder, 1))]])
         return torch.tensor([[*accepted, int(torch.multinomial(own[-1], 1))]])
 
 

@@ -19,8 +19,8 @@ class FamilyModel(NeuronModelBase):
     def __init__(self, config: Any, **given: Any) -> None:
         super().__init__()
         self._check(config)
-        taken = inspect.signature(self._setup).parameters
-        used = {name: value for name, value in given.items() if name in taken}
+        parameters = inspect.signature(self._setup).parameters
+        used = {name: value for name, value in given.items() if name in parameters}
         self._setup(config, **{**self._defaults(config), **used})
 
     def _check(self, config: Any) -> None:

@@ -73,11 +73,11 @@ class NeuronApplicationBase(torch.nn.Module):
 
     def graphs(self) -> list[dict[str, Any]]:
         """Tag, batch and bucket of each graph that is compiled."""
-        neuron, found = self.neuron_config, []
+        neuron, graphs = self.neuron_config, []
         for tag in self.tags():
             batch = neuron.ctx_batch_size if tag == "context_encoding_model" else neuron.tkg_batch_size
-            found += [{"tag": tag, "batch": batch, "bucket": bucket} for bucket in self.buckets(tag)]
-        return found
+            graphs += [{"tag": tag, "batch": batch, "bucket": bucket} for bucket in self.buckets(tag)]
+        return graphs
 
     def tags(self) -> list[str]:
         neuron = self.neuron_config
@@ -127,9 +127,11 @@ class NeuronApplicationBase(torch.nn.Module):
         for index, graph in enumerate(self.graphs()):
             folder = work / graph["tag"] / f"_tp0_bk{index}"
             hlo = (folder / "graph.hlo").read_text()
-            given = f"{flags[graph['tag']]} --logfile={folder}/log-neuron-cc.txt"  # so the key depends on the folder
+            graph_flags = (
+                f"{flags[graph['tag']]} --logfile={folder}/log-neuron-cc.txt"  # so the key depends on the folder
+            )
             cached = compile_graph if version() == "0.2" else cached_compile  # ModelBuilder's, since SDK 2.23
-            neff = cached(hlo, given, cores=self.neuron_config.tp_degree).decode()
+            neff = cached(hlo, graph_flags, cores=self.neuron_config.tp_degree).decode()
             compiled.append({**graph, "hlo": hlo, "neff": neff})
         (out / COMPILED_MODEL_FILE_NAME).write_text(json.dumps(compiled))
         if pre_shard_weights_hook is not None:
@@ -163,9 +165,9 @@ class NeuronApplicationBase(torch.nn.Module):
         device, neuron = runtime(), self.neuron_config
         device.claim()
         device.load_collectives(neuron.tp_degree)
-        for one, wished in zip(compiled, self.graphs(), strict=False):
-            device.load_neff(one["neff"].encode())
-            if one["hlo"] != self._hlo(wished):
+        for graph, wished in zip(compiled, self.graphs(), strict=False):
+            device.load_neff(graph["neff"].encode())
+            if graph["hlo"] != self._hlo(wished):
                 raise RuntimeError(f"{wished['tag']}: the graph has other shapes than the weights")
         self._load_weights(out)
         self.is_loaded_to_neuron = True
@@ -194,7 +196,9 @@ class NeuronApplicationBase(torch.nn.Module):
             neuron, ranks = config.neuron_config, self.neuron_config.tp_degree
             saved = self.neuron_config.save_sharded_checkpoint
             weights = checkpoints.unshard(folder, ranks) if saved else _stored_weights(path, config)
-            size = sum(one.numel() * min(one.element_size(), neuron.torch_dtype.itemsize) for one in weights.values())
+            size = sum(
+                tensor.numel() * min(tensor.element_size(), neuron.torch_dtype.itemsize) for tensor in weights.values()
+            )
             runtime().allocate(size // ranks, "tensors")
             runtime().allocate(self._kv_bytes(config) // ranks, "tensors")
             with checkpoints.as_checkpoint(config, checkpoints.dequantized(weights)) as path:
@@ -236,7 +240,7 @@ class NeuronApplicationBase(torch.nn.Module):
 
     def _hlo(self, graph: dict[str, Any]) -> str:
         shapes = {name: getattr(self.neuron_config, name, None) for name in ("tp_degree", "max_length", "quantized")}
-        models = [{"path": one._name_or_path, **one.hf_config} for _, one in self._both().values()]
+        models = [{"path": config._name_or_path, **config.hf_config} for _, config in self._both().values()]
         return json.dumps({**graph, **shapes, "models": models}, sort_keys=True, default=str)
 
     def _kv_bytes(self, config: Any) -> int:

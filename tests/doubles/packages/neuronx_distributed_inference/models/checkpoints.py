@@ -26,39 +26,39 @@ def state_dict(path: str) -> dict[str, torch.Tensor]:
 
 def quantized(weights: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
     """Linear weights, but the head and what is not to be converted, as int8 or fp8 with their scales."""
-    kept = [*(config.modules_to_not_convert or []), "lm_head", "embed"]
+    unconverted = [*(config.modules_to_not_convert or []), "lm_head", "embed"]
     most = 127.0 if config.quantization_dtype == "int8" else torch.finfo(_kind(config)).max
-    found = {}
+    converted = {}
     for name, tensor in weights.items():
-        if not name.endswith(".weight") or tensor.dim() != 2 or any(one in name for one in kept):
-            found[name] = tensor
+        if not name.endswith(".weight") or tensor.dim() != 2 or any(part in name for part in unconverted):
+            converted[name] = tensor
             continue
         per_channel = config.quantization_type == "per_channel_symmetric"
         largest = tensor.abs().amax(dim=1, keepdim=True) if per_channel else tensor.abs().amax().reshape(1, 1)
         scale = largest.clamp(min=1e-12) / most
         scaled = tensor / scale
-        found[name] = (scaled.round() if config.quantization_dtype == "int8" else scaled).to(_kind(config))
-        found[name.removesuffix("weight") + "scale"] = scale
-    return found
+        converted[name] = (scaled.round() if config.quantization_dtype == "int8" else scaled).to(_kind(config))
+        converted[name.removesuffix("weight") + "scale"] = scale
+    return converted
 
 
 def in_modules(weights: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
     """As the modules hold them: before 0.7 those are int8 for everything but f8e4m3, and what is stored is cast."""
     named = config.neuron_config.quantization_dtype
     held = FP8["f8e4m3"] if named == "f8e4m3" else _kind(config.neuron_config) if version() >= "0.7" else torch.int8
-    found = {name.replace(".weight_scale", ".scale"): tensor for name, tensor in weights.items()}
-    return {name: one.to(held) if one.element_size() == 1 else one for name, one in found.items()}
+    renamed = {name.replace(".weight_scale", ".scale"): tensor for name, tensor in weights.items()}
+    return {name: weight.to(held) if weight.element_size() == 1 else weight for name, weight in renamed.items()}
 
 
 def dequantized(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = {}
+    converted = {}
     for name, tensor in weights.items():
         scale = weights.get(name.removesuffix("weight") + "scale") if name.endswith("weight") else None
         if scale is not None:
-            found[name] = (tensor.float() * scale).contiguous()
+            converted[name] = (tensor.float() * scale).contiguous()
         elif not name.endswith(".scale"):
-            found[name] = tensor
-    return found
+            converted[name] = tensor
+    return converted
 
 
 def _kind(config: Any) -> torch.dtype:

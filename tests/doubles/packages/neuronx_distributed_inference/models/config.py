@@ -97,11 +97,11 @@ class NeuronConfig:
     def __init__(self, **kwargs: Any) -> None:
         dtype = kwargs.pop("torch_dtype", None)
         lnc = kwargs.pop("logical_nc_config", None) or kwargs.pop("logical_neuron_cores", None)
-        told = kwargs.pop("overrides_torch_dtype", None)
+        overrides = kwargs.pop("overrides_torch_dtype", None)
         named = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
         self.logical_nc_config = int(named or lnc or instance().lnc or 1)  # the environment has the last word
         take(self, f"{_HERE}.NeuronConfig", kwargs)
-        self.overrides_torch_dtype = dtype is not None if told is None else told
+        self.overrides_torch_dtype = dtype is not None if overrides is None else overrides
         self.torch_dtype = torch.bfloat16 if dtype is None else dtype
         if isinstance(self.torch_dtype, str):
             self.torch_dtype = to_torch_dtype(self.torch_dtype)
@@ -226,16 +226,16 @@ class InferenceConfig:
     @classmethod
     @played(f"{_HERE}.InferenceConfig.from_json_string")
     def from_json_string(cls, json_string: str, **kwargs: Any) -> Any:
-        told = json.loads(json_string) | kwargs
-        neuron = told.pop("neuron_config")
+        settings = json.loads(json_string) | kwargs
+        neuron = settings.pop("neuron_config")
         if isinstance(neuron, dict):
             neuron = cls.get_neuron_config_cls()(**neuron)
-        fused = told.pop("fused_spec_config", None)
+        fused = settings.pop("fused_spec_config", None)
         if fused is not None:
             draft = cls.from_json_string(json.dumps(fused["draft_config"]))
             fused = FusedSpecNeuronConfig(None, draft_config=draft, draft_model_path=fused["draft_model_path"])
-        told.pop("metadata", None)
-        return cls(neuron, fused_spec_config=fused, **told)
+        settings.pop("metadata", None)
+        return cls(neuron, fused_spec_config=fused, **settings)
 
     @classmethod
     @played(f"{_HERE}.InferenceConfig.get_neuron_config_cls")
@@ -252,11 +252,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, type):
         return {"__module__": value.__module__, "__name__": value.__name__}
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    return _plain({name: one for name, one in vars(value).items() if not callable(one)})
+    return _plain({name: item for name, item in vars(value).items() if not callable(item)})

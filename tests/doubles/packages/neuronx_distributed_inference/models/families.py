@@ -48,24 +48,24 @@ _FAMILIES = {
 
 def classes(module: str) -> dict[str, Any]:
     """The classes of that module. Raises ModuleNotFoundError where the version that is played lacks it."""
-    here = module.removeprefix(f"{PACKAGE}.")
+    path = module.removeprefix(f"{PACKAGE}.")
     family = _FAMILIES[module.rpartition(".modeling_")[2]]
     name = family.name
-    need(f"{here}.Neuron{name}ForCausalLM", module)
+    need(f"{path}.Neuron{name}ForCausalLM", module)
 
     class OwnNeuronConfig(NeuronConfig):
-        @played(f"{here}.{name}NeuronConfig.__init__")
+        @played(f"{path}.{name}NeuronConfig.__init__")
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(**kwargs)
 
     @trimmed
     class FamilyConfig(InferenceConfig):
-        @played(f"{here}.{name}InferenceConfig.get_required_attributes")
+        @played(f"{path}.{name}InferenceConfig.get_required_attributes")
         def get_required_attributes(self) -> list[str]:
             return [*_SHARED, *family.required]
 
         @classmethod
-        @played(f"{here}.{name}InferenceConfig.get_neuron_config_cls")
+        @played(f"{path}.{name}InferenceConfig.get_neuron_config_cls")
         def get_neuron_config_cls(cls) -> Any:
             return family.neuron_config or OwnNeuronConfig
 
@@ -76,7 +76,7 @@ def classes(module: str) -> dict[str, Any]:
         _model_cls = FamilyModel
 
         @classmethod
-        @played(f"{here}.Neuron{name}ForCausalLM.get_config_cls")
+        @played(f"{path}.Neuron{name}ForCausalLM.get_config_cls")
         def get_config_cls(cls) -> Any:
             return FamilyConfig
 

@@ -42,8 +42,8 @@ def lines_of(seq_ids: Sequence[int], batch: int, scatters: bool, masks_idle: boo
         raise ValueError(f"batch size {count} exceeds the compiled batch size {batch}")
     if count == batch:
         return Lines(list(seq_ids) if scatters else list(range(batch)), [])
-    others = [line for line in range(batch) if line not in seq_ids]
-    return Lines(list(seq_ids), [] if masks_idle else others)
+    idle = [line for line in range(batch) if line not in seq_ids]
+    return Lines(list(seq_ids), [] if masks_idle else idle)
 
 
 def target_bucket(buckets: Sequence[int], length: int, ahead: int, truncates: bool, tag: str) -> int:

@@ -16,8 +16,8 @@ FUSED_SPECULATION_MODEL = "fused_speculation_model"
 
 def _registry() -> dict[str, dict[str, Any]]:
     data = contract().data
-    known = data["snapshots"].get(version()) or data["other_revisions"][version()]
-    names = known["registries"][f"{PACKAGE}.utils.constants.MODEL_TYPES"]
+    snapshot = data["snapshots"].get(version()) or data["other_revisions"][version()]
+    names = snapshot["registries"][f"{PACKAGE}.utils.constants.MODEL_TYPES"]
     return {arch: {task: _class(arch, name) for task, name in tasks.items()} for arch, tasks in names.items()}
 
 

@@ -19,23 +19,23 @@ def load_pretrained_config(model_path_or_name: Any = None, hf_config: Any = None
     """A hook for InferenceConfig, which sets all that config.json says."""
 
     def load_config(self: Any) -> None:
-        found = AutoConfig.from_pretrained(model_path_or_name) if hf_config is None else hf_config
-        plain = found.to_dict()
+        config = AutoConfig.from_pretrained(model_path_or_name) if hf_config is None else hf_config
+        plain = config.to_dict()
         rope = plain.get("rope_parameters") or {}
         if "rope_theta" in rope:
             plain.setdefault("rope_theta", rope["rope_theta"])
         for name, value in plain.items():
             setattr(self, name, value)
-        for alias, name in getattr(found, "attribute_map", {}).items():
-            if hasattr(found, name):
-                setattr(self, alias, getattr(found, name))
+        for alias, name in getattr(config, "attribute_map", {}).items():
+            if hasattr(config, name):
+                setattr(self, alias, getattr(config, name))
         for name in ("pad_token_id", "rope_scaling", "tie_word_embeddings", "head_dim"):
             if not hasattr(self, name):
-                setattr(self, name, getattr(found, name, None))
+                setattr(self, name, getattr(config, name, None))
         self.hf_config = {name: value for name, value in plain.items() if name not in ("model_type", "torch_dtype")}
         self.hf_config.pop("dtype", None)
-        self._name_or_path = str(model_path_or_name or found._name_or_path)
-        dtype = getattr(found, "dtype", None) or getattr(found, "torch_dtype", None)
+        self._name_or_path = str(model_path_or_name or config._name_or_path)
+        dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
         if not self.neuron_config.overrides_torch_dtype and isinstance(dtype, torch.dtype):
             self.neuron_config.torch_dtype = dtype
         for name in ("torch_dtype", "dtype"):
@@ -61,37 +61,39 @@ class HuggingFaceGenerationAdapter:
         """
         if version() in ("0.7", "0.8"):
             raise NameError("name 'tensor_capture_hook' is not defined")
-        asked = _Asked(*args, **kwargs)
-        if asked.num_beams != 1:
+        call_arguments = _GenerateArguments(*args, **kwargs)
+        if call_arguments.num_beams != 1:
             raise NotImplementedError("beam search is not supported")
-        model, ids = self.neuron_model, asked.input_ids
+        model, ids = self.neuron_model, call_arguments.input_ids
         compiled = self.neuron_config.batch_size
         if len(ids) != compiled:
             raise ValueError(f"the batch has {len(ids)} rows, the compiled batch size is {compiled}")
         model.reset()
-        mask = torch.ones_like(ids) if asked.attention_mask is None else asked.attention_mask
+        mask = torch.ones_like(ids) if call_arguments.attention_mask is None else call_arguments.attention_mask
         lengths = mask.sum(dim=1)
         positions = (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)
-        params = prepare_sampling_params(len(ids), [asked.top_k], [asked.top_p], [asked.temperature])
-        if asked.streamer is not None:
-            asked.streamer.put(ids)
+        params = prepare_sampling_params(
+            len(ids), [call_arguments.top_k], [call_arguments.top_p], [call_arguments.temperature]
+        )
+        if call_arguments.streamer is not None:
+            call_arguments.streamer.put(ids)
         call = {"sampling_params": params}
-        if version() == "0.2" and asked.sampling_params is not None:
-            call = {"sampling_params": asked.sampling_params}
+        if version() == "0.2" and call_arguments.sampling_params is not None:
+            call = {"sampling_params": call_arguments.sampling_params}
         output = model.forward(input_ids=ids, attention_mask=mask, position_ids=positions, **call)
         answer = torch.empty(len(ids), 0, dtype=torch.long)
         ended = torch.zeros(len(ids), dtype=torch.bool)
-        most = min(asked.most(ids.shape[1]), self.neuron_config.max_length - int(lengths.max()))
+        most = min(call_arguments.most(ids.shape[1]), self.neuron_config.max_length - int(lengths.max()))
         while True:
-            for column in self._tokens(output, params, asked.do_sample).unbind(dim=1):
-                tokens = column.masked_fill(ended, asked.pad_token_id)
+            for column in self._tokens(output, params, call_arguments.do_sample).unbind(dim=1):
+                tokens = column.masked_fill(ended, call_arguments.pad_token_id)
                 answer = torch.cat([answer, tokens[:, None]], dim=1)
-                if asked.streamer is not None:
-                    asked.streamer.put(tokens)
-                ended |= torch.isin(tokens, torch.tensor(asked.eos, dtype=torch.long))
+                if call_arguments.streamer is not None:
+                    call_arguments.streamer.put(tokens)
+                ended |= torch.isin(tokens, torch.tensor(call_arguments.eos, dtype=torch.long))
                 if bool(ended.all()) or answer.shape[1] >= most:
-                    if asked.streamer is not None:
-                        asked.streamer.end()
+                    if call_arguments.streamer is not None:
+                        call_arguments.streamer.end()
                     return torch.cat([ids, answer], dim=1)
             step = (lengths + answer.shape[1] - 1)[:, None]
             there = torch.arange(int(step.max()))[None] < step  # the mask grows by a token with every step
@@ -119,7 +121,7 @@ class HuggingFaceGenerationAdapter:
         return torch.stack(drawn)
 
 
-class _Asked:
+class _GenerateArguments:
     """The arguments of ``generate``. Raises TypeError for one that this stand-in does not know."""
 
     def __init__(
@@ -140,8 +142,8 @@ class _Asked:
         usual |= {"eos_token_id": None, "pad_token_id": 0}
         if unknown := set(plain) - set(usual):
             raise TypeError(f"generate() got unexpected keyword arguments {sorted(unknown)}")
-        told = {name: getattr(generation_config, name, None) for name in usual}
-        self.__dict__.update(usual | {name: one for name, one in told.items() if one is not None} | plain)
+        configured = {name: getattr(generation_config, name, None) for name in usual}
+        self.__dict__.update(usual | {name: value for name, value in configured.items() if value is not None} | plain)
         eos = self.__dict__["eos_token_id"]
         self.eos = [] if eos is None else list(eos) if isinstance(eos, (list, tuple, set)) else [eos]
         self.max_new_tokens = max_new_tokens or getattr(generation_config, "max_new_tokens", None)

@@ -90,8 +90,8 @@ class GPT2ForSamplingWithContextBroadcasting(NeuronModelBase):
         return logits.log_softmax(dim=-1)
 
     def _output(self, logits: torch.Tensor, lines: list[int]) -> Any:
-        found = super()._output(logits, lines)
-        return (found, self.post_layer(found)) if self.neuron_config.log_softmax_scores else found
+        output = super()._output(logits, lines)
+        return (output, self.post_layer(output)) if self.neuron_config.log_softmax_scores else output
 
     def _step(self, input_ids: torch.Tensor, cache_ids: Any, start_ids: Any) -> torch.Tensor:
         rows, width = input_ids.shape
@@ -117,11 +117,11 @@ class GPT2ForSamplingWithContextBroadcasting(NeuronModelBase):
         runtime().execute()
         first = 0 if cache_ids is None else int(cache_ids.flatten()[0])
         starts = [0] * rows if start_ids is None else [int(start) for start in start_ids.flatten()]
-        found = [
+        outputs = [
             self._run(row, [int(token) for token in input_ids[row, :length]], first - start)
             for row, start in enumerate(starts)
         ]
-        return torch.stack(found, dim=-1).to(torch.float32)
+        return torch.stack(outputs, dim=-1).to(torch.float32)
 
     @bound(NAME + "GPT2ForSamplingWithContextBroadcasting.sample")
     def sample(

@@ -19,7 +19,7 @@ def prepare_sampling_params(
     temperature: Any = [1.0],  # noqa: B006
 ) -> torch.Tensor:
     columns = [
-        torch.as_tensor(one, dtype=torch.float32).broadcast_to(batch_size) for one in (top_k, top_p, temperature)
+        torch.as_tensor(column, dtype=torch.float32).broadcast_to(batch_size) for column in (top_k, top_p, temperature)
     ]
     return torch.stack(columns, dim=1)
 
@@ -75,7 +75,7 @@ class Sampler(torch.nn.Module):
             return torch.randint(len(logits), ())  # no cut: uniform over all, and not "top_k is off"
         best, ids = logits.topk(min(int(top_k), len(logits)))
         shares = torch.softmax(best / temperature, dim=-1)
-        kept = shares.cumsum(-1) - shares < top_p
+        nucleus = shares.cumsum(-1) - shares < top_p
         point = torch.tensor(0.5) if self.how.deterministic else torch.rand(())
-        ends = (shares * kept).cumsum(-1)
-        return ids[int(torch.searchsorted(ends, point * ends[-1]).clamp(max=int(kept.sum()) - 1))]
+        ends = (shares * nucleus).cumsum(-1)
+        return ids[int(torch.searchsorted(ends, point * ends[-1]).clamp(max=int(nucleus.sum()) - 1))]

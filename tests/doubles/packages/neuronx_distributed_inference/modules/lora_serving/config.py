@@ -15,6 +15,6 @@ class LoraServingConfig:
     @played(f"{_HERE}.LoraServingConfig.__init__")
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         recorded = contract().signature(f"{PACKAGE}.{_HERE}.LoraServingConfig.__init__", version())
-        told = recorded.bind(self, *args, **kwargs)
-        told.apply_defaults()
-        self.__dict__.update({name: value for name, value in told.arguments.items() if name != "self"})
+        bound_call = recorded.bind(self, *args, **kwargs)
+        bound_call.apply_defaults()
+        self.__dict__.update({name: value for name, value in bound_call.arguments.items() if name != "self"})
