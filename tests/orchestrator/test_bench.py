@@ -42,9 +42,9 @@ def quiet(line: str) -> None: ...
 @asynccontextmanager
 async def target_of(server: PlayedServer, **how: Any) -> AsyncIterator[Target]:
     client = Client(Origin.parse(server.url), how.pop("key", None))
-    given = {"model": None, "chat": False, "seed": 0, "timeout_s": SOON_S, "say": quiet, **how}
+    settings = {"model": None, "chat": False, "seed": 0, "timeout_s": SOON_S, "say": quiet, **how}
     try:
-        yield await Target.find(client, given.pop("model"), **given)
+        yield await Target.find(client, settings.pop("model"), **settings)
     finally:
         client.close()
 
@@ -72,23 +72,23 @@ async def test_times_match_those_of_the_server() -> None:
 
     async with playing() as server, target_of(server) as target:
         server.play = play
-        found = [await target.ask(target.body([40, 41], 4), due=0.0, prompt=2, output=4) for _ in range(3)]
+        answers = [await target.ask(target.body([40, 41], 4), due=0.0, prompt=2, output=4) for _ in range(3)]
 
-    for one, exchange in zip(found, server.seen[-3:], strict=True):
-        assert one.ended is not None
-        times = [t for pair in zip(exchange.wrote, one.chunks, strict=True) for t in pair]
+    for answer, exchange in zip(answers, server.seen[-3:], strict=True):
+        assert answer.ended is not None
+        times = [t for pair in zip(exchange.wrote, answer.chunks, strict=True) for t in pair]
         assert times == sorted(times)
-        assert one.sent <= exchange.read_at
-        assert one.chunks[-1] <= one.ended
-        assert one.ttft_s == pytest.approx(one.chunks[0] - one.sent)
-        assert one.ttft_s >= GAPS[0]  # type: ignore[operator]
-        assert one.e2e_s >= sum(GAPS)  # type: ignore[operator]
+        assert answer.sent <= exchange.read_at
+        assert answer.chunks[-1] <= answer.ended
+        assert answer.ttft_s == pytest.approx(answer.chunks[0] - answer.sent)
+        assert answer.ttft_s >= GAPS[0]  # type: ignore[operator]
+        assert answer.e2e_s >= sum(GAPS)  # type: ignore[operator]
 
 
 async def test_connections_are_reused() -> None:
     """There is one for each concurrent request, not one for each request."""
-    found, server = await served(whole, closed(12, concurrency=3))
-    assert all(one.ok for one in found.measured)
+    result, server = await served(whole, closed(12, concurrency=3))
+    assert all(request.ok for request in result.measured)
     assert server.connections <= 4  # one of the search for the target is used again
 
 
@@ -99,8 +99,8 @@ async def test_an_idle_connection_closed_by_the_server_costs_no_request() -> Non
         await whole(exchange)
         exchange.writer.close()  # without a word of it in the head
 
-    found, server = await served(play, closed(5))
-    assert [one.error for one in found.measured] == [None] * 5
+    result, server = await served(play, closed(5))
+    assert [request.error for request in result.measured] == [None] * 5
     assert server.connections >= 5
 
 
@@ -117,11 +117,11 @@ async def test_an_open_loop_sends_on_schedule_regardless_of_the_server() -> None
 
     under_way: list[Exchange] = []
     load = Load(200.0, None, 8, None, seed=3)
-    found, _ = await served(play, load)
+    result, _ = await served(play, load)
 
     assert len(under_way) == 8
-    assert sorted(one.due for one in found.measured) == pytest.approx(load.times())
-    assert all(one.sent >= one.due - 0.002 for one in found.measured)
+    assert sorted(request.due for request in result.measured) == pytest.approx(load.times())
+    assert all(request.sent >= request.due - 0.002 for request in result.measured)
 
 
 async def test_a_closed_loop_never_exceeds_its_concurrency() -> None:
@@ -135,8 +135,8 @@ async def test_a_closed_loop_never_exceeds_its_concurrency() -> None:
         await whole(exchange, (0.005,))
         now -= 1
 
-    found, _ = await served(play, closed(20, concurrency=4))
-    assert (most, len(found.measured)) == (4, 20)
+    result, _ = await served(play, closed(20, concurrency=4))
+    assert (most, len(result.measured)) == (4, 20)
 
 
 async def test_a_duration_ends_a_load_after_the_running_requests() -> None:
@@ -145,9 +145,9 @@ async def test_a_duration_ends_a_load_after_the_running_requests() -> None:
     async def play(exchange: Exchange) -> None:
         await whole(exchange, (0.05,))
 
-    found, server = await served(play, Load(None, 2, None, 0.2))
-    assert len(found.measured) == len(server.seen) >= 2
-    assert all(one.ok and one.due < found.measured[0].due + 0.2 for one in found.measured)
+    result, server = await served(play, Load(None, 2, None, 0.2))
+    assert len(result.measured) == len(server.seen) >= 2
+    assert all(request.ok and request.due < result.measured[0].due + 0.2 for request in result.measured)
 
 
 async def test_several_tokens_in_a_chunk_are_counted_by_the_server() -> None:
@@ -159,8 +159,8 @@ async def test_several_tokens_in_a_chunk_are_counted_by_the_server() -> None:
         await exchange.text("def", "length")
         await exchange.end(6)
 
-    found, _ = await served(play, closed(1))
-    data = serving_data(found)
+    result, _ = await served(play, closed(1))
+    data = serving_data(result)
     assert (data["output_tokens"], data["tokens_per_chunk"]) == (6, 3.0)
     assert data["itl_ms"]["count"] == 1
 
@@ -222,8 +222,8 @@ async def test_failures_are_counted_and_the_other_requests_measured(play: Play, 
         await (play(exchange) if number % 2 else whole(exchange))
 
     numbers = itertools.count()
-    found, _ = await asyncio.wait_for(served(half, closed(6, concurrency=6), timeout_s=1.0), 4 * SOON_S)
-    data = serving_data(found)
+    result, _ = await asyncio.wait_for(served(half, closed(6, concurrency=6), timeout_s=1.0), 4 * SOON_S)
+    data = serving_data(result)
     assert (data["ok"], data["errors"]) == (3, {kind: 3})
     assert data["ttft_ms"]["count"] == 3
 
@@ -233,8 +233,8 @@ async def test_a_server_that_exits_is_counted_as_failures() -> None:
     async with playing() as server, target_of(server) as target:
         target.client.origin = Origin("127.0.0.1", 1, False, "")
         target.client.close()
-        found = await serve(target, closed(3), Lengths.parse("8:4"), None, quiet)
-    assert serving_data(found)["errors"] == {"connect": 3}
+        result = await serve(target, closed(3), Lengths.parse("8:4"), None, quiet)
+    assert serving_data(result)["errors"] == {"connect": 3}
 
 
 # What a server takes
@@ -244,10 +244,10 @@ def refusing(*names: str) -> Play:
     """A server that does not know these fields, and takes text only if "token_ids" is among them."""
 
     async def play(exchange: Exchange) -> None:
-        asked = exchange.asked
+        fields = exchange.asked
         if exchange.path.endswith("/tokenize"):
             await exchange.json({"error": {"message": "no route"}}, 404)
-        elif set(names) & asked.keys() or ("token_ids" in names and isinstance(asked.get("prompt"), list)):
+        elif set(names) & fields.keys() or ("token_ids" in names and isinstance(fields.get("prompt"), list)):
             await exchange.json({"error": {"message": "unknown field"}}, 400)
         else:
             await whole(exchange)
@@ -271,14 +271,14 @@ def refusing(*names: str) -> Play:
 )
 async def test_fields_that_a_server_rejects_are_omitted_and_reported(names: tuple[str, ...]) -> None:
     """Only the field that causes the rejection."""
-    told: list[str] = []
-    async with playing(refusing(*names)) as server, target_of(server, say=told.append) as target:
-        found = await serve(target, closed(2), Lengths.parse("30:4"), None, quiet)
-    assert all(one.ok for one in found.measured)
+    lines: list[str] = []
+    async with playing(refusing(*names)) as server, target_of(server, say=lines.append) as target:
+        result = await serve(target, closed(2), Lengths.parse("30:4"), None, quiet)
+    assert all(request.ok for request in result.measured)
     words = {"stream_options": "stream_options", "token_ids": "token ids"}
     for name in names:
-        assert any(line.startswith(f"the server refuses {words.get(name, name)}") for line in told), told
-    assert len(found.refused) == len(told) == len(names)
+        assert any(line.startswith(f"the server refuses {words.get(name, name)}") for line in lines), lines
+    assert len(result.refused) == len(lines) == len(names)
 
 
 async def test_texts_have_the_requested_length_as_counted_by_the_server() -> None:
@@ -381,10 +381,10 @@ async def test_a_servers_certificate_is_verified(tmp_path: Path, monkeypatch: py
                 pass
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
         async with target_of(server) as target:
-            found = await serve(target, closed(4, concurrency=2), Lengths.parse("8:4"), None, quiet)
+            result = await serve(target, closed(4, concurrency=2), Lengths.parse("8:4"), None, quiet)
     assert failed.value.problem.id == "bench-unreachable"
     assert "certificate" in failed.value.problem.what
-    assert [one.error for one in found.measured] == [None] * 4
+    assert [request.error for request in result.measured] == [None] * 4
 
 
 async def test_a_server_that_counts_no_tokens_is_an_error() -> None:
@@ -415,13 +415,13 @@ async def swept(play: Play, length: int = 16, batches: tuple[int, ...] = (1, 3))
 
 async def test_a_sweep_sends_exactly_the_requested_lengths() -> None:
     """A quarter, a half, three quarters, each with the rest as output."""
-    found, server = await swept(whole)
+    result, server = await swept(whole)
     sent = [(len(exchange.asked["prompt"]), exchange.asked["max_tokens"]) for exchange in server.seen]
     assert sent == [pair for batch in (1, 3) for pair in [(4, 12), (8, 8), (12, 4)] for _ in range(2 * batch)]
-    assert [(cell.batch, cell.share, len(cell.good)) for cell in found.cells] == [
+    assert [(cell.batch, cell.share, len(cell.good)) for cell in result.cells] == [
         (batch, share, 2) for batch in (1, 3) for share in (25, 50, 75)
     ]
-    assert [cell.output_tokens for cell in found.cells] == [12, 8, 4, 12, 8, 4]
+    assert [cell.output_tokens for cell in result.cells] == [12, 8, 4, 12, 8, 4]
 
 
 async def test_the_latency_of_a_batch_is_that_of_its_slowest_request() -> None:
@@ -436,11 +436,11 @@ async def test_the_latency_of_a_batch_is_that_of_its_slowest_request() -> None:
         server_seen.append(1)
         await play(exchange)
 
-    found, server = await swept(numbered, batches=(3,))
-    for cell, begun in zip(found.cells, range(0, 18, 6), strict=True):
+    result, server = await swept(numbered, batches=(3,))
+    for cell, begun in zip(result.cells, range(0, 18, 6), strict=True):
         for number, each in enumerate(cell.rounds):
             three = server.seen[begun + 3 * number : begun + 3 * number + 3]
-            took = max(one.wrote[-1] for one in three) - min(one.read_at for one in three)
+            took = max(request.wrote[-1] for request in three) - min(request.read_at for request in three)
             assert max(took, 0.04) <= each.latency_s <= took + SOON_S / 10
 
 
@@ -453,9 +453,9 @@ async def test_answers_that_end_early_are_counted_with_their_actual_tokens() -> 
         await exchange.text("b", "stop")
         await exchange.end(2)
 
-    found, _ = await swept(play, batches=(1,))
-    assert [cell.output_tokens for cell in found.cells] == [2, 2, 2]
-    cell = found.cells[0]
+    result, _ = await swept(play, batches=(1,))
+    assert [cell.output_tokens for cell in result.cells] == [2, 2, 2]
+    cell = result.cells[0]
     assert cell.throughput == pytest.approx(sum(2 / each.latency_s for each in cell.rounds) / 2)
 
 
@@ -510,10 +510,10 @@ def test_serving_prints_data_on_stdout_and_progress_on_stderr(
 def test_a_sweep_has_a_table_and_yaml(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With the same data in both."""
     with in_background() as url:
-        given = ["bench", command, "--url", url, "--length", "16", "--rounds", "1", "--batch", "1,2"]
-        assert run(given) == 0
+        arguments = ["bench", command, "--url", url, "--length", "16", "--rounds", "1", "--batch", "1,2"]
+        assert run(arguments) == 0
         table = capsys.readouterr().out
-        assert run([*given, "-o", "yaml"]) == 0
+        assert run([*arguments, "-o", "yaml"]) == 0
     data = yaml.safe_load(capsys.readouterr().out)
     assert "BATCH  25 % (4 tokens)" in table
     assert ("with prompt tokens" in table) == (command == "throughput")
@@ -524,10 +524,10 @@ def test_a_sweep_has_a_table_and_yaml(command: str, capsys: pytest.CaptureFixtur
 
 def test_a_run_with_failures_only_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     """The counts are still printed to stdout."""
-    asked = itertools.count()
+    numbers = itertools.count()
 
     async def play(exchange: Exchange) -> None:
-        await (whole(exchange) if next(asked) == 0 else refuses(exchange))
+        await (whole(exchange) if next(numbers) == 0 else refuses(exchange))
 
     with in_background(play) as url:
         assert run(["bench", "serving", "--url", url, "--concurrency", "1", "--requests", "3", "--lengths", "8:4"]) == 1
@@ -535,7 +535,7 @@ def test_a_run_with_failures_only_exits_with_1(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["latency"], 1, "no-fleet"),
         (["latency", "--url", "localhost"], 1, "bench-url-wrong"),
@@ -548,18 +548,18 @@ def test_a_run_with_failures_only_exits_with_1(capsys: pytest.CaptureFixture[str
     ],
 )
 def test_an_impossible_measurement_is_reported(
-    arguments: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is sent."""
     assert run(["bench", *arguments]) == code
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_unwritable_page_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The folder does not exist."""
     with in_background() as url:
-        given = ["--url", url, "--concurrency", "1", "--requests", "1", "--lengths", "8:4"]
-        assert run(["bench", "serving", *given, "--html", str(tmp_path / "no" / "p.html")]) == 1
+        arguments = ["--url", url, "--concurrency", "1", "--requests", "1", "--lengths", "8:4"]
+        assert run(["bench", "serving", *arguments, "--html", str(tmp_path / "no" / "p.html")]) == 1
     assert "bench-page-unwritable" in capsys.readouterr().err
 
 
@@ -584,12 +584,12 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         await whole(exchange)
 
     with in_background(play) as url:
-        given = ["bench", "latency", "--url", url, "--length", "8", "--rounds", "1"]
+        arguments = ["bench", "latency", "--url", url, "--length", "8", "--rounds", "1"]
         monkeypatch.setenv("COREWRIGHT_API_KEY", "ours")
-        run(given)
+        run(arguments)
         monkeypatch.setenv("OPENAI_API_KEY", "theirs")
-        run(given)
-        run([*given, "--api-key", "given"])
+        run(arguments)
+        run([*arguments, "--api-key", "given"])
     assert list(dict.fromkeys(keys)) == ["Bearer ours", "Bearer theirs", "Bearer given"]
 
 
@@ -598,8 +598,8 @@ def test_a_gateway_accepts_every_field_and_returns_complete_answers(
 ) -> None:
     """The running fleet's address is the default; token ids, ignore_eos, min_tokens and usage are all accepted."""
     gateway.serve(routes("parrot", replica(slots=4)))
-    given = ["--url", gateway.url, "--concurrency", "6", "--requests", "20", "--max-len", "200"]
-    assert run(["bench", "serving", *given, "-o", "json"]) == 0
+    arguments = ["--url", gateway.url, "--concurrency", "6", "--requests", "20", "--max-len", "200"]
+    assert run(["bench", "serving", *arguments, "-o", "json"]) == 0
     printed = capsys.readouterr()
     data = json.loads(printed.out)
     assert (data["ok"], data["refused"], data["short_answers"]) == (20, [], 0)

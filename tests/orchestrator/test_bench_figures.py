@@ -177,19 +177,19 @@ def test_percentiles_are_interpolated_linearly() -> None:
 @given(st.lists(numbers, min_size=1, max_size=60), st.floats(0, 100))
 def test_percentiles_equal_numpys(values: list[float], percent: float) -> None:
     """With its default method; never outside of the values."""
-    found = percentile(values, percent)
-    assert found == pytest.approx(float(np.percentile(values, percent)), rel=1e-9, abs=1e-6)
-    assert min(values) <= found <= max(values)
+    value = percentile(values, percent)
+    assert value == pytest.approx(float(np.percentile(values, percent)), rel=1e-9, abs=1e-6)
+    assert min(values) <= value <= max(values)
 
 
 @settings(deadline=None)
 @given(st.lists(numbers, min_size=1, max_size=60))
 def test_percentiles_grow(values: list[float]) -> None:
     """p50 <= p90 <= p95 <= p99, whatever the order of the values."""
-    found = Summary.of(values)
-    assert found is not None
-    assert found.p50 <= found.p90 <= found.p95 <= found.p99
-    assert found == Summary.of(values[::-1])
+    summary = Summary.of(values)
+    assert summary is not None
+    assert summary.p50 <= summary.p90 <= summary.p95 <= summary.p99
+    assert summary == Summary.of(values[::-1])
 
 
 # One request
@@ -202,19 +202,19 @@ def one(chunks: tuple[float, ...], tokens: int | None = None, **more: object) ->
 
 def test_the_figures_of_a_request_by_hand() -> None:
     """Sent at 10 s; chunks at 10.2, 10.3, 10.5 and 10.8."""
-    found = one((10.2, 10.3, 10.5, 10.8))
-    assert found.ttft_s == pytest.approx(0.2)
-    assert found.gaps_s == pytest.approx((0.1, 0.2, 0.3))
-    assert found.tpot_s == pytest.approx(0.2)
-    assert found.e2e_s == pytest.approx(0.8)
-    assert found.since(10.0).chunks == pytest.approx((0.2, 0.3, 0.5, 0.8))
+    request = one((10.2, 10.3, 10.5, 10.8))
+    assert request.ttft_s == pytest.approx(0.2)
+    assert request.gaps_s == pytest.approx((0.1, 0.2, 0.3))
+    assert request.tpot_s == pytest.approx(0.2)
+    assert request.e2e_s == pytest.approx(0.8)
+    assert request.since(10.0).chunks == pytest.approx((0.2, 0.3, 0.5, 0.8))
 
 
 def test_several_tokens_in_a_chunk_shorten_the_mean_but_not_the_gaps() -> None:
     """Seven tokens in the same four chunks: 0.6 s for six tokens after the first."""
-    found = one((10.2, 10.3, 10.5, 10.8), tokens=7)
-    assert found.tpot_s == pytest.approx(0.1)
-    assert found.gaps_s == pytest.approx((0.1, 0.2, 0.3))
+    request = one((10.2, 10.3, 10.5, 10.8), tokens=7)
+    assert request.tpot_s == pytest.approx(0.1)
+    assert request.gaps_s == pytest.approx((0.1, 0.2, 0.3))
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
@@ -226,8 +226,8 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
 
 def test_errors_are_counted_by_kind() -> None:
     """The most frequent first."""
-    found = kinds([one((), error=error) for error in ("timeout", "http-429", None, "http-429")])
-    assert list(found.items()) == [("http-429", 2), ("timeout", 1)]
+    counts = kinds([one((), error=error) for error in ("timeout", "http-429", None, "http-429")])
+    assert list(counts.items()) == [("http-429", 2), ("timeout", 1)]
 
 
 # Goodput
@@ -265,8 +265,8 @@ def test_events_are_the_same_however_they_are_cut(cuts: list[int]) -> None:
     """Comments and other fields are passed over; lines may end with CR."""
     places = [0, *sorted(cuts), len(EVENTS)]
     reader = EventReader()
-    found = [data for i in range(len(places) - 1) for data in reader.feed(EVENTS[places[i] : places[i + 1]])]
-    assert found == [b'{"a": 1}', b"two\nlines", b"[DONE]"]
+    events = [data for i in range(len(places) - 1) for data in reader.feed(EVENTS[places[i] : places[i + 1]])]
+    assert events == [b'{"a": 1}', b"two\nlines", b"[DONE]"]
 
 
 @pytest.mark.parametrize("rest", [b"data: x", b"data: x\n"])
@@ -277,13 +277,13 @@ def test_an_event_without_an_empty_line_is_not_complete(rest: bytes) -> None:
 
 def read(*events: str, status: int = 200, stream: bool = True, body: bytes = b"", error: str | None = None) -> Measured:
     """Sent at 1 s, an event each second from 2 s on."""
-    found = [(2.0 + i, event.encode()) for i, event in enumerate(events)]
-    return measured(Answer(1.0, status, stream, found, body, 9.0, error), due=1.0, prompt=3, output=2)
+    received = [(2.0 + i, event.encode()) for i, event in enumerate(events)]
+    return measured(Answer(1.0, status, stream, received, body, 9.0, error), due=1.0, prompt=3, output=2)
 
 
 def test_an_answer_is_read() -> None:
     """A role, an empty text, the end and the usage bring no tokens."""
-    found = read(
+    request = read(
         '{"choices": [{"delta": {"role": "assistant", "content": ""}}]}',
         '{"choices": [{"delta": {"content": "a"}}]}',
         '{"choices": [{"delta": {"reasoning_content": "b"}}]}',
@@ -292,9 +292,9 @@ def test_an_answer_is_read() -> None:
         '{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 5}}',
         "[DONE]",
     )
-    assert found.ok
-    assert found.chunks == (3.0, 4.0, 5.0)
-    assert (found.prompt_tokens, found.output_tokens) == (3, 5)
+    assert request.ok
+    assert request.chunks == (3.0, 4.0, 5.0)
+    assert (request.prompt_tokens, request.output_tokens) == (3, 5)
 
 
 def test_without_usage_chunks_are_counted_as_tokens() -> None:
@@ -302,7 +302,7 @@ def test_without_usage_chunks_are_counted_as_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "kind", "what"),
+    ("answer", "kind", "what"),
     [
         (read(status=429, stream=False, body=b'{"error": {"message": "full"}}'), "http-429", "full"),
         (read(status=502, stream=False, body=b"<html>"), "http-502", "<html>"),
@@ -318,9 +318,9 @@ def test_without_usage_chunks_are_counted_as_tokens() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_each_failure_has_its_kind_and_the_servers_message(found: Measured, kind: str, what: str) -> None:
-    assert found.error == kind
-    assert what in found.what
+def test_each_failure_has_its_kind_and_the_servers_message(answer: Measured, kind: str, what: str) -> None:
+    assert answer.error == kind
+    assert what in answer.what
 
 
 @settings(deadline=None)
@@ -350,22 +350,22 @@ def test_a_request_has_the_fields_that_the_server_accepts() -> None:
         "stream_options": {"include_usage": True},
     }
     few = Dialect(chat=True, token_ids=False).without("ignore_eos").without("min_tokens").without("usage")
-    asked = json.loads(few.body("m", "hi", 5))
-    assert asked.keys() == {"model", "messages", "max_tokens", "temperature", "stream"}
+    fields = json.loads(few.body("m", "hi", 5))
+    assert fields.keys() == {"model", "messages", "max_tokens", "temperature", "stream"}
     assert [what.partition(":")[0] for what in few.refused] == ["min_tokens", "ignore_eos", "stream_options"]
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "expected"),
     [
         ("http://h:8080/v1/", "http://h:8080"),
         ("https://h/openai/v1", "https://h/openai"),
         ("http://[::1]:80", "http://[::1]"),
     ],
 )
-def test_an_address_works_with_or_without_its_version(url: str, told: str) -> None:
+def test_an_address_works_with_or_without_its_version(url: str, expected: str) -> None:
     """A path before it is kept."""
-    assert Origin.parse(url).url == told
+    assert Origin.parse(url).url == expected
 
 
 @pytest.mark.parametrize("url", ["h:80", "ftp://h", "http://", "http://h:x", "http://h:99999", "http://h\r\nx: y/"])
@@ -482,9 +482,9 @@ def test_the_cells_of_a_sweep_by_hand() -> None:
 def test_the_pages_rows_follow_from_its_definition() -> None:
     """Its "7B - latency": 6.7 s from 256 to 1024 tokens are 153 t/s there, and 115 output tokens/s."""
     each = one(tuple(10.1 + i / 1000 for i in range(768)), prompt_tokens=256)
-    found = Cell(25, 256, 768, 1, (Round((each,), 6.7),))
-    assert found.page_throughput == pytest.approx(153, abs=0.5)
-    assert found.throughput == pytest.approx(115, abs=0.5)
+    cell = Cell(25, 256, 768, 1, (Round((each,), 6.7),))
+    assert cell.page_throughput == pytest.approx(153, abs=0.5)
+    assert cell.throughput == pytest.approx(115, abs=0.5)
 
 
 @pytest.mark.parametrize(("name", "table"), [("bench-latency", latency_text), ("bench-throughput", throughput_text)])
@@ -542,7 +542,7 @@ def test_rates_count_every_token_once() -> None:
 @given(st.floats(1e-6, 1e9))
 def test_ticks_are_few_and_within_the_range(top: float) -> None:
     """From 0 on."""
-    found = ticks(top)
-    assert found[0] == 0
-    assert found[-1] <= top * 1.0001
-    assert 4 <= len(found) <= 11
+    values = ticks(top)
+    assert values[0] == 0
+    assert values[-1] <= top * 1.0001
+    assert 4 <= len(values) <= 11

@@ -23,10 +23,12 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_group
 
 from orchestrator.api.refused import Refused
 from orchestrator.cli import client as cli_client
-from orchestrator.cli.main import run
+from orchestrator.cli.app import app
+from orchestrator.cli.main import COMMANDS, application, run
 from orchestrator.cli.plan_result import model_lines
 from orchestrator.daemon.settings import SETTINGS, resolve
 from orchestrator.process.home import FleetRecord, Home
@@ -218,9 +220,9 @@ def test_explain_suggests_remedies(tmp_path: Path, capsys: pytest.CaptureFixture
         "  a: {source: org/a, tp_degree: 8, replicas: 4}\n  b: {source: org/b, priority: 1}\n"
     )
     assert run(["explain", "a", str(tmp_path / "full.yaml"), "-o", "json"]) == 1
-    told = data(capsys)
-    assert (told["fits"], [one["id"] for one in told["failed"]]) == (False, ["no-room"])
-    assert {"change": "replicas: 2", "id": "replicas"}.items() <= told["suggestions"][1].items()
+    answer = data(capsys)
+    assert (answer["fits"], [constraint["id"] for constraint in answer["failed"]]) == (False, ["no-room"])
+    assert {"change": "replicas: 2", "id": "replicas"}.items() <= answer["suggestions"][1].items()
     assert run(["explain", "b", str(tmp_path / "full.yaml")]) == 0
     assert capsys.readouterr().out.startswith("b: 1 of 1 replica has a place (min 1, priority 1)\n")
 
@@ -257,7 +259,7 @@ def test_an_explanation_fits_into_80_columns(capsys: pytest.CaptureFixture[str],
 def test_explain_works_where_the_spec_has_errors(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
     """They are the constraints that fail."""
     assert run(["explain", "b", bad, "-o", "json"]) == 1
-    assert {"unknown-key", "pin-overlap"} <= {one["id"] for one in data(capsys)["failed"]}
+    assert {"unknown-key", "pin-overlap"} <= {constraint["id"] for constraint in data(capsys)["failed"]}
     assert run(["explain", "z", bad]) == 1
     assert "model-unknown" in capsys.readouterr().err
 
@@ -265,8 +267,8 @@ def test_explain_works_where_the_spec_has_errors(bad: str, capsys: pytest.Captur
 def test_a_window_is_searched_for_in_the_plan_of_a_spec(good: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A free window needs no moves; an impossible one is an error."""
     assert run(["plan", good, "--defrag", "12", "-o", "json"]) == 0
-    told = data(capsys)
-    assert (told["window"], told["moves"]) == ({"host": "inf2.48xlarge/0", "cores": "12-23"}, [])
+    answer = data(capsys)
+    assert (answer["window"], answer["moves"]) == ({"host": "inf2.48xlarge/0", "cores": "12-23"}, [])
     assert run(["plan", good, "--defrag", "24"]) == 1
     assert "no-window" in capsys.readouterr().err
 
@@ -317,13 +319,20 @@ def test_wrong_usage_exits_64(arguments: list[str], capsys: pytest.CaptureFixtur
     assert "Error" in capsys.readouterr().err
 
 
+def test_every_command_of_a_module_is_in_the_table() -> None:
+    """A command that is not would be imported, but missing from the command line."""
+    names = [name for commands in COMMANDS.values() for name in commands]
+    assert list(application().commands) == names
+    assert set(get_group(app).commands) == set(names)
+
+
 def test_an_invalid_choice_is_reported_with_the_valid_choices(capsys: pytest.CaptureFixture[str]) -> None:
     """In plain words, regardless of the command-line library."""
     assert run(["get", "placements"]) == 64
 
-    said = capsys.readouterr().err
-    assert "'placements' is not one of 'models', 'replicas'" in said
-    assert "Value error" not in said
+    stderr = capsys.readouterr().err
+    assert "'placements' is not one of 'models', 'replicas'" in stderr
+    assert "Value error" not in stderr
 
 
 ABOUT_A_FLEET = [
@@ -371,9 +380,9 @@ def test_an_unreadable_file_is_one_clear_error(capsys: pytest.CaptureFixture[str
 def test_up_refuses_to_listen_to_the_network(good: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Another address than loopback waits for keys."""
     assert run(["up", good, "--host", "0.0.0.0"]) == 1
-    told = capsys.readouterr().err
-    assert "host-without-keys: --host 0.0.0.0" in told
-    assert "corewright keys create" in told
+    stderr = capsys.readouterr().err
+    assert "host-without-keys: --host 0.0.0.0" in stderr
+    assert "corewright keys create" in stderr
 
 
 def test_up_starts_nothing_for_a_bad_spec(bad: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,8 +399,8 @@ def test_up_rejects_what_this_version_cannot_start(good: str, home: Path, capsys
     """Another machine is an error of `up`, not of `validate`."""
     assert run(["up", good]) == 1
 
-    told = capsys.readouterr().err
-    assert "host-differs" in told
+    stderr = capsys.readouterr().err
+    assert "host-differs" in stderr
     assert not home.exists()
 
 
@@ -546,9 +555,9 @@ def test_an_unknown_name_is_an_error_with_the_known_names(
     command: str, fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(command.split()) == 1
-    told = capsys.readouterr().err
-    assert "not-in-fleet" in told
-    assert "it has" in told
+    stderr = capsys.readouterr().err
+    assert "not-in-fleet" in stderr
+    assert "it has" in stderr
 
 
 def test_a_fleet_of_another_version_is_shown(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
@@ -589,14 +598,14 @@ def test_a_spec_for_other_hosts_is_planned_without_the_running_fleet(
     """One line reports it; the output is that of `--offline`, without a request to the fleet."""
     fleet.fleet.refusal = OTHER_HOSTS
     code = run([*command.split(), good])
-    found = capsys.readouterr()
+    output = capsys.readouterr()
     assert len(fleet.fleet.calls) == 1
-    assert "good.yaml is for other hosts than the running fleet: planned without it, as with --offline\n" in found.err
+    assert "good.yaml is for other hosts than the running fleet: planned without it, as with --offline\n" in output.err
 
     assert run([*command.split(), good, "--offline"]) == code != 1
     alone = capsys.readouterr()
     assert len(fleet.fleet.calls) == 1
-    assert alone.out == found.out != ""
+    assert alone.out == output.out != ""
     assert "other hosts" not in alone.err
 
 
@@ -673,8 +682,8 @@ def test_a_rejection_is_shown_with_its_id_and_hint(
     """Like every other problem."""
     fleet.fleet.refusal = Refused("index-changed", "the fleet's index is 43, not 41", "review the new plan")
     assert run(["apply", new, "--check-index", "41"]) == 1
-    told = "error: index-changed: the fleet's index is 43, not 41\n    hint: review the new plan\n"
-    assert capsys.readouterr().err == told
+    expected = "error: index-changed: the fleet's index is 43, not 41\n    hint: review the new plan\n"
+    assert capsys.readouterr().err == expected
 
 
 GONE: dict[str, Any] = {
@@ -812,9 +821,9 @@ def test_waiting_ends_with_the_rollout(
 def test_waiting_ends_at_its_timeout(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
     """And reports that the rollout continues."""
     assert run(["apply", new, "--wait", "--timeout", "0.1"]) == 1
-    told = capsys.readouterr().err
-    assert "rollout-late" in told
-    assert "the rollout continues" in told
+    stderr = capsys.readouterr().err
+    assert "rollout-late" in stderr
+    assert "the rollout continues" in stderr
 
 
 def test_waiting_ends_when_another_revision_replaces_the_awaited_one(
@@ -863,7 +872,7 @@ def waiting(call: tuple[Any, ...]) -> bool:
 
 
 def interrupted(fleet: LiveAdmin, arguments: list[str], says: str) -> tuple[int, str, str]:
-    """Ctrl-C once stdout or stderr has told ``says``: exit code and both streams."""
+    """Ctrl-C once ``says`` is on stdout or stderr: exit code and both streams."""
     process = subprocess.Popen(
         [sys.executable, "-m", "orchestrator.cli.main", *arguments],
         stdout=subprocess.PIPE,
@@ -947,8 +956,8 @@ def test_a_setting_comes_from_option_environment_file_or_default(home: Path) -> 
     environ = {"COREWRIGHT_HOME": str(home), "COREWRIGHT_PORT": "2", "COREWRIGHT_HOST": "::1", "COREWRIGHT_WATCH": ""}
     settings = resolve({"port": 3, "host": None}, environ)
     assert settings.problems == ()
-    told = [(value.name, value.value, value.origin, value.where) for value in settings.values]
-    assert [value for value in told if value[0] == "dashboard" or value[2] != "default"] == [
+    rows = [(value.name, value.value, value.origin, value.where) for value in settings.values]
+    assert [value for value in rows if value[0] == "dashboard" or value[2] != "default"] == [
         ("host", "::1", "environment", "COREWRIGHT_HOST"),
         ("port", 3, "flag", "--port"),
         ("dashboard", True, "default", ""),
@@ -982,9 +991,9 @@ def test_an_invalid_settings_file_stops_up_with_its_line(
     (home / "config.yaml").write_text(text)
     for command in (["up", good], ["config", "view"]):
         assert run(command) == 1
-        told = capsys.readouterr().err
-        assert f"{home}/config.yaml{place}" in told
-        assert f"error: {id}: " in told
+        stderr = capsys.readouterr().err
+        assert f"{home}/config.yaml{place}" in stderr
+        assert f"error: {id}: " in stderr
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "port:\n"])
@@ -1010,9 +1019,9 @@ def test_an_invalid_variable_is_reported_with_the_valid_values(
 ) -> None:
     monkeypatch.setenv(name, value)
     assert run(["up", good]) == 1
-    told = capsys.readouterr().err
-    assert f"error: setting-wrong: {name}: " in told
-    assert repr(value) in told
+    stderr = capsys.readouterr().err
+    assert f"error: setting-wrong: {name}: " in stderr
+    assert repr(value) in stderr
 
 
 def test_a_host_of_the_environment_is_loopback_too(
@@ -1033,9 +1042,9 @@ def test_standard_input_is_not_watched(capsys: pytest.CaptureFixture[str]) -> No
 def test_config_view_has_no_fleet_if_none_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Null, and exit code 0."""
     assert run(["config", "view", "-o", "json"]) == 0
-    told = data(capsys)
-    assert told["fleet"] is None
-    assert [value["name"] for value in told["shell"]] == [setting.name for setting in SETTINGS]
+    answer = data(capsys)
+    assert answer["fleet"] is None
+    assert [value["name"] for value in answer["shell"]] == [setting.name for setting in SETTINGS]
 
 
 def test_down_waits_for_the_daemon_to_end(fleet: LiveAdmin, home: Path, capsys: pytest.CaptureFixture[str]) -> None:

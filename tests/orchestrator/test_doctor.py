@@ -70,7 +70,7 @@ HOLDER = NeuronProcess(pid=71, devices=(2, 3), cores=(4, 5, 6, 7), command="pyth
 FLEET = FleetReading("chat", "http://127.0.0.1:8080", False, (ReplicaReading("chat/0", 71, "4-7", "ready"),))
 
 
-def found(**changes: Any) -> list[tuple[str, str, str]]:
+def problems_of(**changes: Any) -> list[tuple[str, str, str]]:
     """Id, severity and place of each finding."""
     problems = report(dataclasses.replace(WELL, **changes)).problems
     return [(problem.id, problem.severity, problem.where) for problem in problems]
@@ -87,70 +87,70 @@ def with_second(**changes: Any) -> tuple[InterpreterReading, ...]:
 
 def test_a_healthy_machine_has_no_findings() -> None:
     """Devices match the instance type, no foreign process uses cores, interpreters agree, engines are as recorded."""
-    assert found() == []
+    assert problems_of() == []
 
 
 def test_a_laptop_has_no_findings() -> None:
     """Without Neuron devices."""
-    assert found(dev=(), facts=facts(instance_type=None, devices=(), versions=Versions()), spec=None) == []
+    assert problems_of(dev=(), facts=facts(instance_type=None, devices=(), versions=Versions()), spec=None) == []
 
 
 def test_a_foreign_package_of_the_same_name_is_reported() -> None:
     """`workers` is a common word; the replicas would import the other package."""
     folders = {**OWN.folders, "workers": "/home/ada/project/workers"}
     own = InterpreterReading(msgspec.structs.replace(OWN, folders=folders))
-    assert found(interpreters=(own,)) == [("package-elsewhere", "error", "")]
+    assert problems_of(interpreters=(own,)) == [("package-elsewhere", "error", "")]
 
 
-@pytest.mark.parametrize(("beside", "told"), [("4.47.1", []), ("5.0.0", ["rotary-misread"])])
-def test_a_transformers_that_hides_rope_theta_is_a_warning(beside: str, told: list[str]) -> None:
+@pytest.mark.parametrize(("beside", "ids"), [("4.47.1", []), ("5.0.0", ["rotary-misread"])])
+def test_a_transformers_that_hides_rope_theta_is_a_warning(beside: str, ids: list[str]) -> None:
     """Beside transformers-neuronx, if a model needs that engine."""
     tnx = msgspec.structs.replace(OWN, packages={"transformers-neuronx": "0.13.380", "transformers": beside})
-    seen = (WELL.interpreters[0], InterpreterReading(tnx, ("transformers-neuronx",), "fleet.yaml:4:27"))
-    assert found(interpreters=seen) == [(id, "warning", "fleet.yaml:4:27") for id in told]
+    interpreters = (WELL.interpreters[0], InterpreterReading(tnx, ("transformers-neuronx",), "fleet.yaml:4:27"))
+    assert problems_of(interpreters=interpreters) == [(id, "warning", "fleet.yaml:4:27") for id in ids]
 
 
 @pytest.mark.parametrize(("dev", "listed"), [(range(5), 5), (range(6), 5)], ids=["instance", "neuron-ls"])
 def test_missing_devices_are_reported(dev: range, listed: int) -> None:
     """Fewer in /dev than the instance type has, or than neuron-ls lists."""
-    assert found(dev=tuple(dev), facts=facts(devices=DEVICES[:listed])) == [("devices-differ", "warning", "")]
+    assert problems_of(dev=tuple(dev), facts=facts(devices=DEVICES[:listed])) == [("devices-differ", "warning", "")]
 
 
 def test_unreadable_facts_are_reported_with_the_readers_remedy() -> None:
-    told = "neuron-ls: found neither in /opt/aws/neuron/bin nor on PATH; install aws-neuronx-tools"
-    (problem,) = report(dataclasses.replace(WELL, facts=facts(problems=(told,)))).problems
+    fact = "neuron-ls: found neither in /opt/aws/neuron/bin nor on PATH; install aws-neuronx-tools"
+    (problem,) = report(dataclasses.replace(WELL, facts=facts(problems=(fact,)))).problems
     assert (problem.id, problem.hint) == ("host-unread", "install aws-neuronx-tools")
 
 
 def test_a_foreign_process_on_the_cores_is_reported() -> None:
     """With a fleet that does not have the process, and with a spec for the machine."""
     expected = [("cores-foreign", "warning", "")]
-    assert found(facts=facts(processes=(HOLDER,))) == expected
+    assert problems_of(facts=facts(processes=(HOLDER,))) == expected
     fleet = dataclasses.replace(FLEET, replicas=())
-    assert found(facts=facts(processes=(HOLDER,)), fleet=fleet, spec=None) == expected
+    assert problems_of(facts=facts(processes=(HOLDER,)), fleet=fleet, spec=None) == expected
 
 
 def test_a_replica_on_its_cores_is_not_reported() -> None:
     """Its pid is the fleet's."""
-    assert found(facts=facts(processes=(HOLDER,)), fleet=FLEET) == []
+    assert problems_of(facts=facts(processes=(HOLDER,)), fleet=FLEET) == []
 
 
 def test_a_process_is_only_listed_without_a_fleet_and_a_spec() -> None:
-    seen = dataclasses.replace(WELL, facts=facts(processes=(HOLDER,)), spec=None)
-    drawn = report(seen)
+    result = dataclasses.replace(WELL, facts=facts(processes=(HOLDER,)), spec=None)
+    drawn = report(result)
     assert drawn.problems == ()
     assert [held["cores"] for held in drawn.as_dict()["held"]] == ["4-7"]
 
 
 def test_a_replica_without_cores_is_reported() -> None:
     """It is ready, but neuron-ls shows its process on no device."""
-    assert found(fleet=FLEET) == [("cores-unheld", "warning", "")]
+    assert problems_of(fleet=FLEET) == [("cores-unheld", "warning", "")]
 
 
 def test_emulated_cores_are_not_searched_for_on_the_machine() -> None:
     """They are locks: no Neuron tool shows them, and processes on real cores do not conflict with them."""
-    assert found(fleet=dataclasses.replace(FLEET, emulated=True)) == []
-    assert found(emulates=True, facts=facts(processes=(HOLDER,))) == []
+    assert problems_of(fleet=dataclasses.replace(FLEET, emulated=True)) == []
+    assert problems_of(emulates=True, facts=facts(processes=(HOLDER,))) == []
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,14 @@ def test_emulated_cores_are_not_searched_for_on_the_machine() -> None:
 def test_an_unsuitable_interpreter_is_reported(changes: dict[str, Any], id: str) -> None:
     """At its place in the spec, before a core is claimed."""
     changed = msgspec.structs.replace(NXD, **changes)
-    assert found(interpreters=with_second(interpreter=changed, drifts=())) == [(id, "error", "fleet.yaml:4:27")]
+    assert problems_of(interpreters=with_second(interpreter=changed, drifts=())) == [(id, "error", "fleet.yaml:4:27")]
 
 
 def test_engine_auto_without_an_installed_engine_is_reported() -> None:
     """Neither in the command's own interpreter nor in those of the spec."""
     own = dataclasses.replace(WELL.interpreters[0], needed_for=("auto",))
-    assert found(interpreters=(own,)) == [("engine-not-installed", "error", "")]
-    assert found(interpreters=(own, WELL.interpreters[1])) == []
+    assert problems_of(interpreters=(own,)) == [("engine-not-installed", "error", "")]
+    assert problems_of(interpreters=(own, WELL.interpreters[1])) == []
 
 
 def test_drift_is_reported_for_engines_in_use() -> None:
@@ -183,13 +183,13 @@ def test_drift_is_reported_for_engines_in_use() -> None:
     interpreters = with_second(drifts=drifts)
     (problem,) = report(dataclasses.replace(WELL, interpreters=interpreters)).problems
     assert (problem.id, problem.severity, problem.what.endswith("; and 2 more")) == ("engine-drift", "warning", True)
-    assert found(interpreters=with_second(drifts=drifts, needed_for=())) == []
+    assert problems_of(interpreters=with_second(drifts=drifts, needed_for=())) == []
 
 
 def test_an_engine_that_does_not_run_on_this_machine_is_reported() -> None:
     """NxD Inference 0.9 needs Trainium 2."""
     drift = dataclasses.replace(NXD_DRIFT, installed="0.9.1", recorded="0.9")
-    assert found(interpreters=with_second(drifts=(drift,))) == [
+    assert problems_of(interpreters=with_second(drifts=(drift,))) == [
         ("engine-unsupported-here", "warning", "fleet.yaml:4:27")
     ]
 
@@ -244,12 +244,12 @@ def test_a_whole_machine_is_read(
         holder.kill()
         holder.communicate()
 
-    told = json.loads(capsys.readouterr().out)
+    answer = json.loads(capsys.readouterr().out)
     assert ended == 1
-    assert {problem["id"] for problem in told["problems"]} == {"cores-foreign", "interpreter-ray-differs"}
-    assert (told["machine"]["instance"], told["machine"]["devices"]) == ("inf2.24xlarge", list(range(6)))
-    assert [(held["cores"], held["pid"], held["replica"]) for held in told["held"]] == [("4-7", holder.pid, None)]
-    assert [one["python"] for one in told["interpreters"]] == [sys.executable, str(other)]
+    assert {problem["id"] for problem in answer["problems"]} == {"cores-foreign", "interpreter-ray-differs"}
+    assert (answer["machine"]["instance"], answer["machine"]["devices"]) == ("inf2.24xlarge", list(range(6)))
+    assert [(held["cores"], held["pid"], held["replica"]) for held in answer["held"]] == [("4-7", holder.pid, None)]
+    assert [interpreter["python"] for interpreter in answer["interpreters"]] == [sys.executable, str(other)]
 
 
 def test_the_running_fleet_is_queried(
