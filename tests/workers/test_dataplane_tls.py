@@ -183,13 +183,13 @@ def test_a_peer_without_tls_is_disconnected(served: Served) -> None:
 def test_recorded_traffic_cannot_be_read(served: Served) -> None:
     """Token, prompt and answer are encrypted; also the replica's key does not decrypt them later (TLS 1.3)."""
     parts = urlsplit(served.plane.address)
-    seen = bytearray()
+    traffic = bytearray()
     tap = socket.create_server(("127.0.0.1", 0))
 
-    def pump(one: socket.socket, other: socket.socket) -> None:
+    def pump(source: socket.socket, other: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := one.recv(65536):
-                seen.extend(data)
+            while data := source.recv(65536):
+                traffic.extend(data)
                 other.sendall(data)
         with contextlib.suppress(OSError):
             other.shutdown(socket.SHUT_WR)
@@ -224,11 +224,11 @@ def test_recorded_traffic_cannot_be_read(served: Served) -> None:
     assert run(ask)
     thread.join(10)
     tap.close()
-    assert len(seen) > 1000
-    assert TOKEN.encode() not in seen
-    assert b"Submit" not in seen
-    assert prompt not in seen
-    assert bytes(echo_tokens(list(prompt), 5)) not in seen
+    assert len(traffic) > 1000
+    assert TOKEN.encode() not in traffic
+    assert b"Submit" not in traffic
+    assert prompt not in traffic
+    assert bytes(echo_tokens(list(prompt), 5)) not in traffic
 
 
 def test_a_silent_peer_does_not_delay_others(served: Served) -> None:

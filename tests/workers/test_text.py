@@ -115,9 +115,9 @@ def test_the_stream_of_the_byte_tokenizer_equals_the_decoded_answer(prompt: list
 def cut_at_first_stop(text: str, stops: list[str], ignored: int = 0) -> str:
     """The rule of ``StopScanner`` without streaming: look after every character behind the ``ignored`` ones."""
     for end in range(ignored + 1, len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            return text[: end - max(map(len, found))]
+        matches = [stop for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            return text[: end - max(map(len, matches))]
     return text
 
 
@@ -142,16 +142,16 @@ def test_the_first_stop_string_is_found_in_any_pieces(pieces: list[str], stops: 
 def test_only_the_possible_beginning_of_a_stop_string_is_held_back(pieces: list[str], stops: list[str]) -> None:
     """The held text is as short as possible."""
     scanner = StopScanner(stops)
-    seen = shown = ""
+    text = shown = ""
     for piece in pieces:
         shown += scanner.push(piece)
-        seen += piece
+        text += piece
         if scanner.found:
             return
-        held = seen.removeprefix(shown)
-        assert seen == shown + held
+        held = text.removeprefix(shown)
+        assert text == shown + held
         assert not held or any(stop.startswith(held) for stop in stops)
-        assert not any(stop.startswith(seen[start:]) for stop in stops for start in range(len(shown)))
+        assert not any(stop.startswith(text[start:]) for stop in stops for start in range(len(shown)))
 
 
 @given(st.lists(few_letters, max_size=12), stop_lists, st.integers(0, 12))

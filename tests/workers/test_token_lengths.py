@@ -113,9 +113,9 @@ def unbounded() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("what", sorted(unbounded()))
-def test_a_tokenizer_that_may_drop_text_has_no_bound(what: str) -> None:
-    assert token_lengths(unbounded()[what], ALPHABET) is None
+@pytest.mark.parametrize("kind", sorted(unbounded()))
+def test_a_tokenizer_that_may_drop_text_has_no_bound(kind: str) -> None:
+    assert token_lengths(unbounded()[kind], ALPHABET) is None
 
 
 def hub(path: Path) -> HubTokenizer:
@@ -162,18 +162,18 @@ def test_a_text_without_a_bound_is_tokenized_only_until_it_is_certainly_too_long
     tokenizer = hub(tmp_path)
     tokenizer._lengths = None
     monkeypatch.setattr(module, "PIECE_CHARACTERS", 4096)
-    seen: list[int] = []
+    lengths: list[int] = []
     fast = tokenizer._fast
 
     class Counted:
         def encode_batch_fast(self, texts: list[str], **named: Any) -> Any:
-            seen.append(len(texts[0]))
+            lengths.append(len(texts[0]))
             return fast.encode_batch_fast(texts, **named)
 
     tokenizer._fast = Counted()
     with pytest.raises(TooManyTokens):
         tokenizer.encode("x" * 10**6, most=1000)
-    assert seen == [4096]
+    assert lengths == [4096]
 
 
 def test_counting_in_pieces_rejects_no_text_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

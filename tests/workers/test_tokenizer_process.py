@@ -210,7 +210,7 @@ def _good(folder: Path) -> Path:
 def test_a_tokenizer_process_returns_the_results_of_the_tokenizer(tmp_path: Path) -> None:
     """All methods and their errors."""
     save_tokenizer(tmp_path)
-    apart, here = load_apart("cpu", str(tmp_path)), load_tokenizer("cpu", str(tmp_path))
+    apart, direct = load_apart("cpu", str(tmp_path)), load_tokenizer("cpu", str(tmp_path))
 
     def outcomes(tokenizer: PromptTokenizer) -> list[object]:
         calls: list[Callable[[], object]] = [
@@ -235,15 +235,15 @@ def test_a_tokenizer_process_returns_the_results_of_the_tokenizer(tmp_path: Path
             lambda: tokenizer.tokens([1, 70, 80, 10**6]),
             lambda: tokenizer.text([1, 70, 80]),
         ]
-        found: list[object] = []
+        results: list[object] = []
         for call in calls:
             try:
-                found.append(call())
+                results.append(call())
             except (TooManyTokens, ChatTemplateError, ValueError, OverflowError) as error:
-                found.append((type(error), str(error)))
-        return found
+                results.append((type(error), str(error)))
+        return results
 
-    assert outcomes(apart) == outcomes(here)
+    assert outcomes(apart) == outcomes(direct)
 
 
 @pytest.mark.usefixtures("patient")
@@ -288,12 +288,12 @@ def test_a_deleted_tokenizer_leaves_no_process(tmp_path: Path) -> None:
     before = processes()
     other = load_apart("cpu", str(_good(tmp_path)))
     other.encode("hello")
-    new = [one for one in processes() if one not in before]
+    new = [process for process in processes() if process not in before]
     assert len(new) == 2
     del other
     gc.collect()
-    gone, alive = psutil.wait_procs(new, timeout=SURE_S)
-    assert (len(gone), alive) == (2, [])
+    ended, alive = psutil.wait_procs(new, timeout=SURE_S)
+    assert (len(ended), alive) == (2, [])
     assert tokenizer.encode("hello")
 
 
