@@ -42,7 +42,7 @@ def replica_config(
         replica=placement.replica,
         host=placement.host,
         revision=generation.commit(model),
-        draft_revision=generation.draft_commit(model),
+        draft_revision=None if model.draft is None else generation.commit(model, draft=True),
         cores=[] if placement.cores is None else list(placement.cores),
         claims=str(home.claims(index)) if host.emulated else None,
         env=dict(placement.env),

@@ -75,16 +75,10 @@ class ResolvedRevision:
         """Returns the draft's source; None without a draft."""
         return None if model.draft is None else model.draft_path or model.draft.source
 
-    def commit(self, model: ModelSpec) -> str | None:
-        """Returns the commit of a hub id that all replicas of this fleet load; the spec's revision if the hub was never
-        reached; None for other sources."""
-        return self._commit(CheckpointPart(model, False))
-
-    def draft_commit(self, model: ModelSpec) -> str | None:
-        """Returns the draft's commit, like ``commit``."""
-        return None if model.draft is None else self._commit(CheckpointPart(model, True))
-
-    def _commit(self, part: CheckpointPart) -> str | None:
+    def commit(self, model: ModelSpec, *, draft: bool = False) -> str | None:
+        """Returns the commit of a hub id that all replicas of this fleet load, of the model or its draft; the spec's
+        revision if the hub was never reached; None for other sources."""
+        part = CheckpointPart(model, draft)
         head = self.heads.get(part.key)
         return part.revision if head is None else head.commit
 

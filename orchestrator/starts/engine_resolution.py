@@ -75,7 +75,8 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
 
 
 def _refusal(interpreter: Interpreter, engine: str) -> Failure | None:
-    return refusal(interpreter, engine, ray=_ray_version(), python_minor=_minor(), corewright=corewright_version())
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return refusal(interpreter, engine, ray=_ray_version(), python_minor=minor, corewright=corewright_version())
 
 
 def _misread(interpreter: Interpreter, engine: str, model: str, generation: ResolvedRevision) -> Failure | None:
@@ -85,10 +86,6 @@ def _misread(interpreter: Interpreter, engine: str, model: str, generation: Reso
     how = checkpoint.on_tnx.misread(interpreter.packages.get("transformers"))
     what = f"transformers-neuronx misreads the rotary positions of {model} in {interpreter.python}: {how}"
     return Failure("rotary-misread", what, MISREAD_HINT) if how else None
-
-
-def _minor() -> str:
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 @cache

@@ -221,7 +221,7 @@ def test_a_draft_is_pinned_like_its_model(hub: HubServer) -> None:
     tag = hub.repos["org/tiny"].commit({**MODEL, "x.json": b"{}"}, "v1")
     found = generation("a: {source: org/tiny, draft: {source: org/tiny, revision: v1}}")
     (model,) = found.spec.models
-    assert (found.commit(model), found.draft_commit(model)) == (hub.repos["org/tiny"].names["main"], tag)
+    assert (found.commit(model), found.commit(model, draft=True)) == (hub.repos["org/tiny"].names["main"], tag)
     assert (found.source(model), found.draft_source(model)) == ("org/tiny", "org/tiny")
 
 
