@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_PIPELINED = 64  # requests that wait on one connection
-MAX_UNSENT_BYTES = (
-    4 * 2**20
-)  # of one connection, before another piece: only a client that has stopped reading gets there
+MAX_UNSENT_BYTES = 4 * 2**20  # of one connection, before another piece: only a client that does not read gets there
 LEAST_READ_BYTES = 2**18  # a client must read this much of a large answer before each deadline
 MOST_REFUSED = 32  # surplus connections that get an error at a time; each holds a file descriptor while it lingers
 LINGER_S = 2.0  # a refused client may keep sending for this long, so that it reads the error
