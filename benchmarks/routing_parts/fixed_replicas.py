@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from orchestrator.dispatch.dispatcher import Dispatcher
@@ -39,6 +41,14 @@ class _RoutedDispatcher(Dispatcher[SimRequest, SimLink]):
         return next((link for link in self._all_links if link.replica is replica), None)
 
 
+class _Over(Exception):
+    """The run has reached its end."""
+
+
+def _stop(_: object) -> None:
+    raise _Over
+
+
 def serve_fixed(
     models: Iterable[SimModel],
     arrivals: Iterable[Arrival],
@@ -48,8 +58,9 @@ def serve_fixed(
     choice: Router | None = None,
     seed: int = 0,
     since: float = 0.0,
+    until: float = math.inf,
 ) -> dict[str, Measured]:
-    """Simulates replicas that are ready from the start and stay, until all requests have ended.
+    """Simulates replicas that are ready from the start and stay, until all requests have ended, or ``until``.
 
     ``replicas`` are those of each model, or their number. ``choice`` replaces production's router, and there is only
     one gateway then. Requests before ``since`` are not measured.
@@ -65,5 +76,7 @@ def serve_fixed(
         own = replicas[model.name]
         for replica in [SimReplica(model, i) for i in range(own)] if isinstance(own, int) else own:
             queue.add(replica)
-    clock.run(arrivals, lambda arrival: queues[arrival.model].arrive(arrival))
+    clock.at(until, _stop)
+    with contextlib.suppress(_Over):
+        clock.run(arrivals, lambda arrival: queues[arrival.model].arrive(arrival))
     return {name: queue.measured for name, queue in queues.items()}
