@@ -75,13 +75,13 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """An event that is set whenever a waiter finds that a file is still pending."""
     event, real = threading.Event(), arrival.pending_files
 
-    def told(folder: Path) -> frozenset[str]:
-        found = real(folder)
-        if found:
+    def pending(folder: Path) -> frozenset[str]:
+        names = real(folder)
+        if names:
             event.set()
-        return found
+        return names
 
-    monkeypatch.setattr(arrival, "pending_files", told)
+    monkeypatch.setattr(arrival, "pending_files", pending)
     return event
 
 
@@ -317,6 +317,6 @@ def test_the_cpu_engine_reports_a_failed_fetch_of_a_shard(
     monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
     fetch = gated(sharded, LAST_SHARD)
     fetch.end()
-    with pytest.raises(EngineLoadError) as found:
+    with pytest.raises(EngineLoadError) as error:
         CpuEngine(fetch.folder, slots=1, max_len=32).load()
-    assert found.value.id == "fetch-ended"
+    assert error.value.id == "fetch-ended"

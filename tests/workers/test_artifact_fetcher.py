@@ -83,20 +83,20 @@ def test_the_store_replaces_an_unavailable_source(tmp_path: Path) -> None:
         bring(store, Away({}, SOURCE))
     held = bring(store, FakeRemote(FILES, SOURCE))
 
-    found = bring(store, Away({}, SOURCE))
-    assert (found.artifact, found.moved, found.warning) == (held.artifact, 0, "s3-unreachable: nobody answers")
+    result = bring(store, Away({}, SOURCE))
+    assert (result.artifact, result.moved, result.warning) == (held.artifact, 0, "s3-unreachable: nobody answers")
 
 
 def test_in_offline_mode_the_store_precedes_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That cache may hold a part of the model; S3 is listed all the same."""
     store, hub = Store(tmp_path), WantedArtifact(source="org/model")
-    whole = store.get(FakeRemote(FILES, hub.source, revision="c1"))
+    artifact = store.get(FakeRemote(FILES, hub.source, revision="c1"))
     part = FakeRemote({"config.json": b"{}"}, hub.source, revision="c1")
 
     def brought(wanted: WantedArtifact) -> tuple[bool, int]:
         part.listings = 0
         landed = ArtifactFetcher(store, lambda *_: part)(wanted, Progress(""), threading.Event())
-        return landed.artifact == whole.key, part.listings
+        return landed.artifact == artifact.key, part.listings
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert [brought(hub), brought(msgspec.structs.replace(hub, revision="c1"))] == [(True, 0), (True, 0)]
@@ -122,8 +122,8 @@ def test_a_trailing_slash_of_a_source_is_ignored(tmp_path: Path) -> None:
 
 def test_a_wanted_key_missing_from_the_store_is_fetched(tmp_path: Path) -> None:
     """The store may have evicted it."""
-    found = bring(Store(tmp_path), FakeRemote(FILES, SOURCE), artifact="0" * 32)
-    assert found.moved == found.bytes
+    result = bring(Store(tmp_path), FakeRemote(FILES, SOURCE), artifact="0" * 32)
+    assert result.moved == result.bytes
 
 
 def test_a_fetch_reports_its_folder_while_files_arrive(tmp_path: Path) -> None:
@@ -142,12 +142,12 @@ def test_a_fetch_reports_its_folder_while_files_arrive(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         fetch = pool.submit(bringing, wanted, progress, threading.Event())
         assert reached.wait(DEADLINE_S)
-        told = progress.status()
-        assert (told.total, told.done, told.moved) == (7002, 2, 2)
-        assert [Path(told.folder)] == list((tmp_path / "artifacts").iterdir())
+        result = progress.status()
+        assert (result.total, result.done, result.moved) == (7002, 2, 2)
+        assert [Path(result.folder)] == list((tmp_path / "artifacts").iterdir())
         go_on.set()
         landed = fetch.result(DEADLINE_S)
-    assert (landed.folder, landed.artifact, landed.bytes) == (told.folder, Path(told.folder).name, told.total)
+    assert (landed.folder, landed.artifact, landed.bytes) == (result.folder, Path(result.folder).name, result.total)
     assert progress.status().folder == ""
 
 
@@ -158,10 +158,10 @@ def test_only_the_last_artifact_to_fetch_allows_an_early_start() -> None:
     going = FetchStatus(source="", phase="fetching", done=5, total=10, moved=5, folder="/store/k2")
     model = FetchedArtifact(folder="/store/k1", artifact="k1", bytes=10)
     assert early_start_config(both, wanted, [], going) is None
-    told = early_start_config(both, wanted, [model], going)
-    assert told is not None
-    assert (told.source, told.draft_source) == ("/store/k1", "/store/k2")
-    assert told.draft_origin == Origin(source="s3://models/draft", artifact="k2")
+    result = early_start_config(both, wanted, [model], going)
+    assert result is not None
+    assert (result.source, result.draft_source) == ("/store/k1", "/store/k2")
+    assert result.draft_origin == Origin(source="s3://models/draft", artifact="k2")
 
     for pinned, allowed in (("k1", False), ("k2", True)):
         config = msgspec.structs.replace(CONFIG, origin=Origin(source=SOURCE, artifact=pinned))
@@ -174,10 +174,10 @@ def test_a_config_names_its_artifacts_before_and_after_the_fetch() -> None:
     assert wanted_by(CONFIG) == (None, None)
     both = wanted_by(hub)
     assert both == (None, WantedArtifact(source="org/draft", revision="abc", allow_pickle=True))
-    told = with_folders(hub, both, (None, FetchedArtifact(folder="/store/d", artifact="key", bytes=1)))
-    assert (told.source, told.draft_source) == ("/models/one", "/store/d")
-    assert told.draft_origin == Origin(source="org/draft", revision="abc", artifact="key")
-    assert wanted_by(told)[1] == WantedArtifact(source="org/draft", revision="abc", artifact="key", allow_pickle=True)
+    result = with_folders(hub, both, (None, FetchedArtifact(folder="/store/d", artifact="key", bytes=1)))
+    assert (result.source, result.draft_source) == ("/models/one", "/store/d")
+    assert result.draft_origin == Origin(source="org/draft", revision="abc", artifact="key")
+    assert wanted_by(result)[1] == WantedArtifact(source="org/draft", revision="abc", artifact="key", allow_pickle=True)
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -197,8 +197,8 @@ def test_the_status_shows_why_nothing_arrives(
             assert fault.reached.wait(DEADLINE_S)
             assert progress.status().trouble == ""
             s3_proxy.away()
-        told = r"no answer for \d+ s \(\w+Error\)"  # and no more of it: other words may hold a secret
-        until(lambda: re.fullmatch(told, progress.status().trouble), DEADLINE_S, "it is told")
+        pattern = r"no answer for \d+ s \(\w+Error\)"  # and no more of it: other words may hold a secret
+        until(lambda: re.fullmatch(pattern, progress.status().trouble), DEADLINE_S, "it is told")
         assert progress.status().phase == ("fetching" if held else "listing")
         s3_proxy.back()
         s3_proxy.heal()

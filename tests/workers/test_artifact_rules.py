@@ -75,12 +75,12 @@ def test_an_object_without_a_checksum_is_of_one_version(
     listing = remote.listing()
     assert "ChecksumCRC64NVME" not in Bucket.of(url).head("m")
     held = [s3_proxy.hold("m", at * SPAN) for at in range(4)]  # all connections: none comes to the end
-    found: list[BaseException | None] = []
+    results: list[BaseException | None] = []
 
     def fetch() -> None:
         with pytest.raises(SourceError) as refused:
             fetched(remote, listing, tmp_path)
-        found.append(refused.value)
+        results.append(refused.value)
 
     thread = threading.Thread(target=fetch)
     thread.start()
@@ -88,7 +88,7 @@ def test_an_object_without_a_checksum_is_of_one_version(
     s3.put_object(**put, Body=BIG[::-1])
     s3_proxy.heal()
     thread.join(DEADLINE_S)
-    assert [getattr(error, "id", None) for error in found] == ["s3-changed"]
+    assert [getattr(error, "id", None) for error in results] == ["s3-changed"]
     assert not (tmp_path / "m").exists()
 
 
@@ -165,10 +165,10 @@ def test_part_sizes_are_requested_before_anything_is_fetched(
     upload = s3.create_multipart_upload(**place, ChecksumAlgorithm="SHA256")["UploadId"]
     done = []
     for number, (start, end) in enumerate([(0, 150_000), (150_000, 250_000), (250_000, 370_000)], 1):
-        told = s3.upload_part(
+        result = s3.upload_part(
             **place, UploadId=upload, PartNumber=number, Body=BIG[start:end], ChecksumAlgorithm="SHA256"
         )
-        done.append({"ETag": told["ETag"], "PartNumber": number, "ChecksumSHA256": told["ChecksumSHA256"]})
+        done.append({"ETag": result["ETag"], "PartNumber": number, "ChecksumSHA256": result["ChecksumSHA256"]})
     s3.complete_multipart_upload(**place, UploadId=upload, MultipartUpload={"Parts": done})
     remote = s3_remote(url)
     progress = fetched(remote, remote.listing(), tmp_path)
@@ -245,7 +245,7 @@ def test_a_host_fetches_code_only_if_the_spec_trusts_it(tmp_path: Path, monkeypa
     """A checkpoint has it beside its weights."""
     Asked(monkeypatch, config__json=b"{}", model__safetensors=b"weights", modeling_m__py=b"import os")
     plain, trusting = bring(Store(tmp_path / "a")), bring(Store(tmp_path / "b"), trust_remote_code=True)
-    assert [(Path(one.folder) / "modeling_m.py").exists() for one in (plain, trusting)] == [False, True]
+    assert [(Path(item.folder) / "modeling_m.py").exists() for item in (plain, trusting)] == [False, True]
 
 
 def test_a_host_fetches_the_wanted_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,8 +288,8 @@ def test_a_polling_waiter_gets_the_outcome_of_its_job() -> None:
     flights = SingleFlight[str]()
     assert all(isinstance(flights.join(who, "key", "one", work, 0.0), FetchStatus) for who in ("a", "b"))
     ended.set()
-    told = [flights.join(who, "key", "one", work, DEADLINE_S) for who in ("a", "b")]
-    assert (told, begun) == (["end 1"] * 2, [1])
+    result = [flights.join(who, "key", "one", work, DEADLINE_S) for who in ("a", "b")]
+    assert (result, begun) == (["end 1"] * 2, [1])
 
 
 def test_a_symlink_is_not_a_file_of_an_artifact(tmp_path: Path) -> None:
@@ -298,9 +298,9 @@ def test_a_symlink_is_not_a_file_of_an_artifact(tmp_path: Path) -> None:
     files = {"config.json": b"x" * len(str(elsewhere))}
     elsewhere.write_bytes(b"y" * 9)
     store, remote = Store(tmp_path / "store"), FakeRemote(files)
-    here = Path(store.get(remote).folder) / "config.json"
-    here.unlink()
-    here.symlink_to(elsewhere)
+    artifact = Path(store.get(remote).folder) / "config.json"
+    artifact.unlink()
+    artifact.symlink_to(elsewhere)
     assert (Path(store.get(remote).folder) / "config.json").read_bytes() == files["config.json"]
     assert elsewhere.read_bytes() == b"y" * 9
 
@@ -338,20 +338,20 @@ def test_model_done_is_uploaded_last(s3_server: S3Server, s3_proxy: FaultProxy, 
     finished(tmp_path)
     assert len(push(tmp_path, place_at(f"{s3_server.bucket()}/cache")).entries) == 1
     put = [seen.key.rpartition("/")[2] for seen in s3_proxy.seen(method="PUT")]
-    (told,) = (f"corewright.{part_of(path).digest}" for path in tmp_path.rglob("model.neff"))
+    (result,) = (f"corewright.{part_of(path).digest}" for path in tmp_path.rglob("model.neff"))
     assert (put[-1], sorted(put)) == (
         "model.done",
-        ["compile_flags.json", told, "model.done", "model.hlo_module.pb", "model.neff"],
+        ["compile_flags.json", result, "model.done", "model.hlo_module.pb", "model.neff"],
     )
 
 
 def test_a_graph_with_another_neff_is_missing(tmp_path: Path) -> None:
     """A byte is flipped; the sizes are equal."""
     folder = finished(tmp_path, neff="NEFF")
-    told = record_of({"engine": "e"}, graphs={f"{folder.parent.name}/{folder.name}": part_of(folder / "model.neff")})
-    before = Proof(tmp_path, [told]).missing(told)
+    record = record_of({"engine": "e"}, graphs={f"{folder.parent.name}/{folder.name}": part_of(folder / "model.neff")})
+    before = Proof(tmp_path, [record]).missing(record)
     (folder / "model.neff").write_text("NEfF")
-    assert (before, Proof(tmp_path, [told]).missing(told)) == ((), tuple(told.graphs))
+    assert (before, Proof(tmp_path, [record]).missing(record)) == ((), tuple(record.graphs))
 
 
 @pytest.mark.parametrize("program", ["a.neff", "model.pt"])
@@ -377,7 +377,7 @@ def test_a_recently_read_graph_is_not_pruned(tmp_path: Path) -> None:
     os.utime(folder / "model.neff", (read.st_ctime, 1e9))
     kept = list(pruning.prune_cache(tmp_path, 86400.0))
     os.utime(folder / "model.neff", (1e9, 1e9))
-    gone = [one.path for one in pruning.prune_cache(tmp_path, 86400.0)]
+    gone = [item.path for item in pruning.prune_cache(tmp_path, 86400.0)]
     assert (kept, gone) == ([], [str(folder)])
 
 
@@ -387,7 +387,7 @@ def test_an_entry_of_a_starting_compile_is_not_pruned(tmp_path: Path, age_s: flo
     folder = graph(tmp_path, **{"model.hlo_module.pb": "graph"})
     made = (folder / "model.hlo_module.pb").stat().st_mtime - age_s
     os.utime(folder / "model.hlo_module.pb", (made, made))
-    gone = [one.path for one in pruning.prune_cache(tmp_path, 86400.0)]
+    gone = [item.path for item in pruning.prune_cache(tmp_path, 86400.0)]
     assert gone == ([str(folder)] if age_s else [])
 
 
@@ -400,7 +400,7 @@ def test_recently_used_artifacts_are_not_pruned(tmp_path: Path) -> None:
             os.utime(path, (1e9, 1e9))
     with entry(tmp_path, {"engine": "asked for"}) as asked:
         assert asked.complete
-    assert [one.path for one in pruning.prune_compiled(tmp_path, 86400.0)] == [str(made.path)]
+    assert [item.path for item in pruning.prune_compiled(tmp_path, 86400.0)] == [str(made.path)]
 
 
 def test_retry_in_s3_removes_only_failures(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
@@ -415,7 +415,7 @@ def test_retry_in_s3_removes_only_failures(s3_server: S3Server, s3_proxy: FaultP
         return [file.name for file in Bucket.of(url).files()]
 
     def forgotten(*names: str, dry_run: bool = False) -> list[str]:
-        return [one.path for one in pruning.retry_in_bucket(url, names, dry_run)]
+        return [item.path for item in pruning.retry_in_bucket(url, names, dry_run)]
 
     assert forgotten(dry_run=True) == [f"{url}/{cache}_a+b", f"{url}/{cache}_c+d"]
     assert left() == sorted([*failed, *other, *good, *busy])
@@ -447,16 +447,16 @@ class Start:
 
     def found(self, **environment: str) -> Candidate:
         """The only one in the cache, told of another environment than the visits'."""
-        told = {"NEURON_COMPILE_CACHE_URL": str(self.cache), **environment}
-        (one,) = cached(MANIFEST, told, self.root)
+        variables = {"NEURON_COMPILE_CACHE_URL": str(self.cache), **environment}
+        (one,) = cached(MANIFEST, variables, self.root)
         return one
 
     def keep(self, *folders: Path, failed: tuple[str, ...] = ()) -> Path:
         """The record of what was compiled; its file."""
         graphs = {name_of_graph(folder): part_of(folder / "model.neff") for folder in folders}
-        made = record_of(MANIFEST, graphs=graphs, failed=failed)
-        write_record(place_of(self.cache, made.name), made)
-        return place_of(self.cache, made.name)
+        record = record_of(MANIFEST, graphs=graphs, failed=failed)
+        write_record(place_of(self.cache, record.name), record)
+        return place_of(self.cache, record.name)
 
 
 def name_of_graph(folder: Path) -> str:
@@ -474,8 +474,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 def test_neffs_beside_a_model_are_compared_with_their_record(tmp_path: Path) -> None:
     """Changed ones are reported."""
     (tmp_path / "a.neff").write_text("NEFF")
-    made = record_of(MANIFEST, files={"a.neff": part_of(tmp_path / "a.neff")})
-    write_record(tmp_path / LOCK_FILE, made)
+    record = record_of(MANIFEST, files={"a.neff": part_of(tmp_path / "a.neff")})
+    write_record(tmp_path / LOCK_FILE, record)
     before = beside(tmp_path).missing
     (tmp_path / "a.neff").write_text("NEfF")
     assert (before, beside(tmp_path).missing) == ((), ("a.neff",))
@@ -504,8 +504,8 @@ def test_only_failures_without_a_retry_are_predicted_to_fail(start: Start, log: 
     """Those of killed compilers are removed by the start."""
     folder = graph(start.cache, **{"model.log": log})
     start.keep(failed=(name_of_graph(folder),))
-    found = start.found(NEURON_CC_FLAGS=flags)
-    assert (found.failed, found.missing) == ((name_of_graph(folder),) if stuck else (), (name_of_graph(folder),))
+    result = start.found(NEURON_CC_FLAGS=flags)
+    assert (result.failed, result.missing) == ((name_of_graph(folder),) if stuck else (), (name_of_graph(folder),))
 
 
 def test_a_start_removes_its_damaged_graphs(start: Start) -> None:
@@ -578,9 +578,9 @@ def test_the_graphs_of_saved_neffs_are_recorded_all_or_none(start: Start, tmp_pa
     finished(start.cache, "3" * 20, neff="NEFF of c")
     assert uses.record(MANIFEST, "m", saved) is None
     second = finished(start.cache, "2" * 20, neff="NEFF of b")
-    told = uses.record(MANIFEST, "m", saved)
-    assert told is not None
-    assert set(told.graphs) == {name_of_graph(first), name_of_graph(second)}
+    result = uses.record(MANIFEST, "m", saved)
+    assert result is not None
+    assert set(result.graphs) == {name_of_graph(first), name_of_graph(second)}
 
 
 def test_an_entry_that_another_process_finished_is_not_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,24 +634,24 @@ def test_the_manifest_of_an_entry_is_pushed_last(tmp_path: Path, monkeypatch: py
 @pytest.fixture
 def makes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records what was compiled: one set with one file."""
-    made: list[str] = []
+    created: list[str] = []
 
     def make(held: Entry, tell: Callable[[int, int], None]) -> None:
-        made.append(held.path.name)
+        created.append(held.path.name)
         (held.path / "a.neff").write_text("NEFF")
         held.finish("m")
 
     one = Buildable(source=Path("/models/m"), manifest=MANIFEST, make=make)
     monkeypatch.setattr(build, "_buildables", lambda config, read: [one])
-    return made
+    return created
 
 
 def built(home: Path, push: bool = False, **fields: Any) -> Built:
-    told: list[Reply] = []
+    messages: list[Reply] = []
     one = config(Path("/models/m"), compiled=str(home), **fields)
-    build.run("compile", Order(config=one, push=push), told.append)
-    assert isinstance(told[-1], Built), told[-1]
-    return told[-1]
+    build.run("compile", Order(config=one, push=push), messages.append)
+    assert isinstance(messages[-1], Built), messages[-1]
+    return messages[-1]
 
 
 def test_artifacts_pushed_by_another_host_are_not_compiled(tmp_path: Path, makes: list[str]) -> None:
@@ -662,8 +662,8 @@ def test_artifacts_pushed_by_another_host_are_not_compiled(tmp_path: Path, makes
     assert (kept.compiled, kept.pushed, Path(there).exists()) == ([key], [], False)
     sent = built(tmp_path / "a", push=True, neff_cache=there)
     assert (sent.compiled, sent.pulled, sent.pushed) == ([], [], [key])
-    found = built(tmp_path / "b", neff_cache=there)
-    assert (found.compiled, found.pulled, found.pushed) == ([], [key], [])
+    result = built(tmp_path / "b", neff_cache=there)
+    assert (result.compiled, result.pulled, result.pushed) == ([], [key], [])
     assert makes == [key]
 
 

@@ -40,15 +40,15 @@ def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa:
 
 def asked(command: str, one: ReplicaConfig, **fields: Any) -> list[Reply]:
     """All that is told, without a process of its own."""
-    found: list[Reply] = []
-    build.run(command, Order(config=one, **fields), found.append)
-    return found
+    results: list[Reply] = []
+    build.run(command, Order(config=one, **fields), results.append)
+    return results
 
 
 def wanted(one: ReplicaConfig, **fields: Any) -> list[Wanted]:
-    (told,) = asked("predict", one, **fields)
-    assert isinstance(told, Predicted)
-    return told.wanted
+    (result,) = asked("predict", one, **fields)
+    assert isinstance(result, Predicted)
+    return result.wanted
 
 
 def trouble(found: list[Reply]) -> str:
@@ -141,19 +141,19 @@ def test_a_prediction_reads_no_weights(checkpoint: Checkpoints, tmp_path: Path) 
 def test_a_draft_has_its_own_artifacts(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Its graphs differ."""
     one = kept(checkpoint("llama"), tmp_path, draft_source=str(checkpoint("llama")), draft_k=3)
-    found = wanted(one)
-    assert [told.role for told in found] == ["model", "draft"]
-    assert found[0].key != found[1].key
+    result = wanted(one)
+    assert [told.role for told in result] == ["model", "draft"]
+    assert result[0].key != result[1].key
     *_, built = asked("compile", one)
     assert isinstance(built, Built)
-    assert built.compiled == [told.key for told in found]
+    assert built.compiled == [told.key for told in result]
 
 
 def test_a_model_that_needs_cores_to_compile_is_reported(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """GPT-NeoX's class saves no files."""
     one = kept(checkpoint("gpt_neox"), tmp_path, prefill_buckets=[], decode_buckets=[])
-    (told,) = wanted(one)
-    assert (told.ahead, told.folder, told.complete) == (False, "", False)
+    (result,) = wanted(one)
+    assert (result.ahead, result.folder, result.complete) == (False, "", False)
     assert trouble(asked("compile", one)) == "compile-needs-device"
 
 
@@ -182,8 +182,8 @@ def test_a_failed_compile_leaves_no_complete_set(checkpoint: Checkpoints, machin
     machine.plan({"at": "compile", "exit": 70})
     assert isinstance(asked("compile", one)[-1], Trouble)
     machine.plan()
-    (told,) = wanted(one)
-    assert not told.complete
+    (result,) = wanted(one)
+    assert not result.complete
 
 
 def test_every_part_of_the_environment_that_a_compiler_reads_is_a_part_of_the_key(
@@ -205,20 +205,20 @@ def processes(machine: Neuron, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     """Starts ``python -m workers.compiling.build COMMAND`` with its order; ended with the test."""
     path = os.pathsep.join([str(PROJECT), machine.env["PYTHONPATH"]])
     monkeypatch.setenv("PYTHONPATH", path)
-    found: list[subprocess.Popen[bytes]] = []
+    results: list[subprocess.Popen[bytes]] = []
 
     def start(command: str, one: ReplicaConfig) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-m", "workers.compiling.build", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        found.append(process)
+        results.append(process)
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(Order(config=one, parent=os.getpid())))
         process.stdin.close()
         return process
 
     yield start
-    for process in found:
+    for process in results:
         process.kill()
         process.wait()
 
@@ -252,13 +252,13 @@ def test_a_killed_compile_leaves_no_complete_set_and_no_compiler(
     process.send_signal(signal.SIGKILL)
     gone, alive = psutil.wait_procs(compilers, timeout=DEADLINE_S)
     assert (len(gone), alive) == (2, [])
-    (told,) = wanted(one)
-    assert not told.complete
-    assert not (Path(told.folder) / MANIFEST).exists()
+    (result,) = wanted(one)
+    assert not result.complete
+    assert not (Path(result.folder) / MANIFEST).exists()
     machine.plan()
     *_, built = asked("compile", one)
     assert isinstance(built, Built)
-    assert built.compiled == [told.key]
+    assert built.compiled == [result.key]
 
 
 @pytest.mark.compile
@@ -270,10 +270,10 @@ def test_a_stopped_compile_ends_its_compilers(
     one = kept(checkpoint("llama"), tmp_path, log=str(tmp_path / "log"))
     machine.plan({"at": "compile", "hangs": True})
     stop = threading.Event()
-    found: list[psutil.Process] = []
+    results: list[psutil.Process] = []
 
     def end() -> None:
-        found.extend(_compilers(machine, count=2))
+        results.extend(_compilers(machine, count=2))
         stop.set()
 
     waiter = threading.Thread(target=end)
@@ -281,7 +281,7 @@ def test_a_stopped_compile_ends_its_compilers(
     with pytest.raises(Stopped):
         list(prefetch.answers("compile", one, stop))
     waiter.join()
-    assert [process for process in found if process.is_running() and process.status() != "zombie"] == []
+    assert [process for process in results if process.is_running() and process.status() != "zombie"] == []
 
 
 @pytest.mark.compile

@@ -54,8 +54,8 @@ class World:
 
     def predicted(self) -> Prediction:
         """By the same code as the command, in this process's environment."""
-        (told,) = verdicts(self.config(), needed_here(self.config(), read=True), os.environ)
-        return told.prediction
+        (result,) = verdicts(self.config(), needed_here(self.config(), read=True), os.environ)
+        return result.prediction
 
     def start(self) -> str:
         """As a process of its own would, whose cores are free by now: what it does."""
@@ -70,8 +70,8 @@ class World:
 
     @property
     def entry(self) -> Path:
-        (found,) = (path for path in self.compiled.iterdir() if path.is_dir())
-        return found
+        (result,) = (path for path in self.compiled.iterdir() if path.is_dir())
+        return result
 
     @property
     def neff(self) -> Path:
@@ -133,8 +133,8 @@ def fields(**changed: Any) -> Callable[[World], None]:
 
 
 def other_config(world: World) -> None:
-    told = json.loads((world.source / "config.json").read_text())
-    (world.source / "config.json").write_text(json.dumps(told | {"rms_norm_eps": 1e-4}))
+    result = json.loads((world.source / "config.json").read_text())
+    (world.source / "config.json").write_text(json.dumps(result | {"rms_norm_eps": 1e-4}))
 
 
 def other_weights(world: World) -> None:
@@ -301,8 +301,11 @@ SAME: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("change", "outcome"),
     [
-        *(pytest.param(change, told, id=change.__name__) for change, told in QUICK.items()),
-        *(pytest.param(change, told, id=change.__name__, marks=pytest.mark.compile) for change, told in SLOW.items()),
+        *(pytest.param(change, result, id=change.__name__) for change, result in QUICK.items()),
+        *(
+            pytest.param(change, result, id=change.__name__, marks=pytest.mark.compile)
+            for change, result in SLOW.items()
+        ),
         *(
             pytest.param(fields(**changed), "compile", id=name, marks=pytest.mark.compile)
             for name, changed in SHAPES.items()
@@ -315,8 +318,8 @@ def test_a_start_does_what_was_predicted(world: World, change: Callable[[World],
     assert world.predicted().outcome == "compile"
     assert world.start() == "compile"
     change(world)
-    told = world.predicted()
-    assert (told.outcome, world.start()) == (outcome, outcome), told
+    result = world.predicted()
+    assert (result.outcome, world.start()) == (outcome, outcome), result
 
 
 def test_neffs_without_a_matching_record_are_rejected_with_a_remedy(world: World) -> None:
@@ -325,8 +328,8 @@ def test_neffs_without_a_matching_record_are_rejected_with_a_remedy(world: World
     (world.source / "compiled" / "0123456789abcdef0123.neff").write_bytes(b"NEFF")
     with pytest.raises(EngineLoadError) as unproven:
         open_engine(world.config()).load()
-    made = record_of({**needed_here(world.config()).wanted[0].manifest, "lnc": 2})
-    write_record(world.source / "compiled" / LOCK_FILE, made)
+    record = record_of({**needed_here(world.config()).wanted[0].manifest, "lnc": 2})
+    write_record(world.source / "compiled" / LOCK_FILE, record)
     with pytest.raises(EngineLoadError) as other:
         open_engine(world.config()).load()
     assert [error.value.id for error in (unproven, other)] == ["neff-unproven"] * 2
@@ -340,10 +343,10 @@ def test_neffs_without_a_matching_record_are_rejected_with_a_remedy(world: World
 @pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python"])
 def test_an_interpreter_without_a_result_is_an_error(tmp_path: Path, python: str) -> None:
     """It is not a prediction."""
-    told = needed(config(tmp_path, python=python))
-    assert isinstance(told, Failure)
-    assert told.id == "cache-not-verified"
-    assert python in told.what
+    result = needed(config(tmp_path, python=python))
+    assert isinstance(result, Failure)
+    assert result.id == "cache-not-verified"
+    assert python in result.what
 
 
 # NxD Inference, whose artifacts are a folder
@@ -389,16 +392,16 @@ def test_a_start_of_nxd_inference_does_what_was_predicted(
     assert world.start() == "compile"
     change(world)
     shutil.rmtree(world.cache, ignore_errors=True)  # an entry that is made again takes its graphs from there
-    told = world.predicted()
-    assert (told.outcome, world.start()) == (outcome, outcome), told
+    result = world.predicted()
+    assert (result.outcome, world.start()) == (outcome, outcome), result
 
 
 def test_a_prediction_reports_unread_weights(world: World) -> None:
     """Artifacts of NxD Inference depend on weights."""
     world.engine, world.fields = "nxd-inference", {}
-    (told,) = verdicts(world.config(), needed_here(world.config()), os.environ)
-    assert told.prediction.outcome == "compile"
-    assert "read them with --read" in told.prediction.reason
+    (result,) = verdicts(world.config(), needed_here(world.config()), os.environ)
+    assert result.prediction.outcome == "compile"
+    assert "read them with --read" in result.prediction.reason
 
 
 # Models that nothing but the cache keeps
@@ -463,8 +466,8 @@ def test_a_cache_in_s3_serves_all_hosts(world: World, monkeypatch: pytest.Monkey
         assert world.start() == "hit"
         on_another_host("third")
         proxy.answer(403, "AccessDenied")
-        told = world.predicted()
-        assert (told.outcome, "s3-denied: s3:GetObject on" in told.reason) == ("compile", True)
+        result = world.predicted()
+        assert (result.outcome, "s3-denied: s3:GetObject on" in result.reason) == ("compile", True)
         assert world.start() == "compile"
         proxy.heal()
         on_another_host("fourth")

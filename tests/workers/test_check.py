@@ -138,9 +138,9 @@ def test_a_check_in_a_process_of_its_own_returns_the_cause_it_finds(checkpoint: 
     copy = shutil.copytree(checkpoint("llama"), tmp_path / "model")
     assert isinstance(check(config_of(copy)), build.Checked)
     truncate(copy / "model.safetensors")
-    found = check(config_of(copy))
-    assert isinstance(found, Failure)
-    assert found.id == "weights-broken"
+    result = check(config_of(copy))
+    assert isinstance(result, Failure)
+    assert result.id == "weights-broken"
     (tmp_path / "broken" / "transformers").mkdir(parents=True)
     (tmp_path / "broken" / "transformers" / "__init__.py").write_text("import os; os._exit(3)")
     died = check(msgspec.structs.replace(config_of(copy), env={"PYTHONPATH": str(tmp_path / "broken")}))

@@ -22,8 +22,8 @@ def base64_of(data: bytes) -> str:
 
 def test_crcs_have_their_published_check_values() -> None:
     """Of the text "123456789"."""
-    found = {name: crc_of(name)(b"123456789", 0) for name in CRC_BYTES}
-    assert found == {"crc64nvme": 0xAE8B14860A799888, "crc32c": 0xE3069283, "crc32": zlib.crc32(b"123456789")}
+    result = {name: crc_of(name)(b"123456789", 0) for name in CRC_BYTES}
+    assert result == {"crc64nvme": 0xAE8B14860A799888, "crc32c": 0xE3069283, "crc32": zlib.crc32(b"123456789")}
 
 
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=6), st.sampled_from(list(CRC_BYTES)))

@@ -72,10 +72,10 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Played:
-    found = Played()
-    monkeypatch.setattr(prefetch, "foresee", found.foresee)
-    monkeypatch.setattr(prefetch, "build", found.build)
-    return found
+    result = Played()
+    monkeypatch.setattr(prefetch, "foresee", result.foresee)
+    monkeypatch.setattr(prefetch, "build", result.build)
+    return result
 
 
 def test_predictions_run_concurrently_within_their_limit(played: Played) -> None:
@@ -86,8 +86,8 @@ def test_predictions_run_concurrently_within_their_limit(played: Played) -> None
     with played._changed:
         assert played._changed.wait_for(lambda: len(played.running) == 2, DEADLINE_S)
     played.end("a", "b", "c")
-    told = [workshop.foresee(waiter, model(name), DEADLINE_S) for waiter, name in zip("1234", "aabc", strict=True)]
-    assert [one.missing for one in told if isinstance(one, Foreseen)] == [["a"], ["a"], ["b"], ["c"]]
+    result = [workshop.foresee(waiter, model(name), DEADLINE_S) for waiter, name in zip("1234", "aabc", strict=True)]
+    assert [item.missing for item in result if isinstance(item, Foreseen)] == [["a"], ["a"], ["b"], ["c"]]
     assert (sorted(played.begun), played.most) == (["a", "b", "c"], 2)
 
 
@@ -111,8 +111,8 @@ def test_concurrent_compiles_stay_within_the_hosts_memory(played: Played) -> Non
     played.end("a")
     played.until("b", "c")
     played.end("b", "c")
-    told = [workshop.compile(waiter, model(name), DEADLINE_S) for waiter, name in zip("123", "abc", strict=True)]
-    assert [isinstance(one, Built) for one in told] == [True] * 3
+    result = [workshop.compile(waiter, model(name), DEADLINE_S) for waiter, name in zip("123", "abc", strict=True)]
+    assert [isinstance(item, Built) for item in result] == [True] * 3
     assert sorted(played.begun) == ["a", "b", "c"]
 
 
@@ -135,8 +135,8 @@ def test_an_unreadable_checkpoint_does_not_block_a_compile(played: Played, tmp_p
     """The compile itself reports the error."""
     workshop = CompileService(MemoryGate(lambda: 1.0))
     played.end("a")
-    told = workshop.compile("1", config(tmp_path / "nowhere", model="a"), DEADLINE_S)
-    assert isinstance(told, Built)
+    result = workshop.compile("1", config(tmp_path / "nowhere", model="a"), DEADLINE_S)
+    assert isinstance(result, Built)
 
 
 # Turns
@@ -247,9 +247,9 @@ def test_a_host_estimates_memory_as_the_plan_does(tmp_path: Path, engine: str) -
     )
     file = load(str(tmp_path / "spec.yaml"))
     assert file.spec is not None
-    told = host_memory(file.spec.models[0], file.checkpoints["m"], engine)  # type: ignore[arg-type]
-    assert need_gib(config(tmp_path / "model", engine=engine)) == told.load + told.compile
-    assert need_gib(config(tmp_path / "model", engine=engine), 200.0) == 200.0 + told.compile
+    result = host_memory(file.spec.models[0], file.checkpoints["m"], engine)  # type: ignore[arg-type]
+    assert need_gib(config(tmp_path / "model", engine=engine)) == result.load + result.compile
+    assert need_gib(config(tmp_path / "model", engine=engine), 200.0) == 200.0 + result.compile
 
 
 def test_unknown_checkpoints_count_by_their_compiler(tmp_path: Path) -> None:
@@ -263,5 +263,5 @@ def test_unknown_checkpoints_count_by_their_compiler(tmp_path: Path) -> None:
 def test_a_failed_compile_is_reported_to_each_waiter(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its id."""
     monkeypatch.setattr(prefetch, "build", lambda *_: Failure("compile-failed", "the compiler crashed"))
-    told = CompileService(MemoryGate(lambda: 10.0), need=lambda _: 1.0).compile("1", model("a"), DEADLINE_S)
-    assert told == Failure("compile-failed", "the compiler crashed")
+    result = CompileService(MemoryGate(lambda: 10.0), need=lambda _: 1.0).compile("1", model("a"), DEADLINE_S)
+    assert result == Failure("compile-failed", "the compiler crashed")

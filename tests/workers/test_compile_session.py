@@ -58,8 +58,8 @@ def name(folder: Path) -> str:
 
 def write(cache: Path, of: Manifest, *folders: Path, failed: tuple[str, ...] = ()) -> None:
     """Writes the record of a model."""
-    made = record_of(of, graphs={name(one): part_of(one / "model.neff") for one in folders}, failed=failed)
-    write_record(place_of(cache, made.name), made)
+    record = record_of(of, graphs={name(item): part_of(item / "model.neff") for item in folders}, failed=failed)
+    write_record(place_of(cache, record.name), record)
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +80,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 @pytest.fixture
 def shared(host: Host, monkeypatch: pytest.MonkeyPatch) -> Host:
     """A host whose cache is a folder of many hosts."""
-    told = compiler_cache.file_system
-    monkeypatch.setattr(compiler_cache, "file_system", lambda path: "nfs4" if path == host.cache else told(path))
+    result = compiler_cache.file_system
+    monkeypatch.setattr(compiler_cache, "file_system", lambda path: "nfs4" if path == host.cache else result(path))
     return host
 
 

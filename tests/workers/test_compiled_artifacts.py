@@ -90,9 +90,9 @@ def test_many_processes_hold_a_complete_entry_at_once(tmp_path: Path) -> None:
     """Loads take minutes and do not wait for each other."""
     make(tmp_path)
     several = [process(tmp_path) for _ in range(2)]
-    assert [line(one) for one in several] == ["holds False"] * 2
-    for one in several:
-        one.communicate("\n", DEADLINE_S)
+    assert [line(item) for item in several] == ["holds False"] * 2
+    for item in several:
+        item.communicate("\n", DEADLINE_S)
 
 
 def test_a_killed_compile_leaves_an_empty_entry(tmp_path: Path) -> None:

@@ -231,9 +231,9 @@ def test_a_killed_compile_is_retried_by_the_next_start(
     machine.plan({"at": "compile", "exit": -9, "times": 1})
     with pytest.raises(RuntimeError) as first:
         start(checkpoint(family), **fields)
-    told = fault_of(first.value)
-    assert told is not None
-    assert (told.id, told.reaction) == ("compiler-killed", Reaction.RETRY)
+    result = fault_of(first.value)
+    assert result is not None
+    assert (result.id, result.reaction) == ("compiler-killed", Reaction.RETRY)
     assert start(checkpoint(family), **fields).compiled
 
 
@@ -245,8 +245,8 @@ def test_a_graph_that_cannot_be_compiled_is_not_retried(machine: Neuron, checkpo
         with pytest.raises(RuntimeError) as caught:
             start(checkpoint("llama"), **BUCKETS)
         failures.append(caught.value)
-    told = [fault_of(failure) for failure in failures]
-    assert [one and (one.id, one.reaction) for one in told] == [
+    result = [fault_of(failure) for failure in failures]
+    assert [item and (item.id, item.reaction) for item in result] == [
         ("compiler-failed", Reaction.STOP),
         ("compile-cached-failure", Reaction.STOP),
     ]

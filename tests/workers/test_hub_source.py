@@ -58,12 +58,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_listing_has_the_commit_and_the_hubs_digests(hub: HubServer) -> None:
     """Git's digests of small files, SHA-256 of large ones."""
-    found = remote().listing()
-    assert found.revision == hub.repos[ID].names["main"]
-    assert {file.name: (file.size, file.tag) for file in found.files} == {
+    result = remote().listing()
+    assert result.revision == hub.repos[ID].names["main"]
+    assert {file.name: (file.size, file.tag) for file in result.files} == {
         name: (len(data), tag_of(name, data)) for name, data in FILES.items()
     }
-    assert [file.checksum.partition(":")[0] for file in found.files] == ["git-sha1", "sha256", "git-sha1"]
+    assert [file.checksum.partition(":")[0] for file in result.files] == ["git-sha1", "sha256", "git-sha1"]
 
 
 def test_a_fetch_leaves_exactly_the_listed_files(hub: HubServer, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_missing_models_and_revisions_fail_without_a_retry(
         HubRemote(repo, revision).listing()
     assert refused.value.id == id
     assert repo in refused.value.what
-    assert len([one for one in hub.asked if one.path.startswith("/api/models")]) <= 1
+    assert len([item for item in hub.asked if item.path.startswith("/api/models")]) <= 1
 
 
 def test_gated_models_are_reported(hub: HubServer, tmp_path: Path) -> None:
@@ -256,8 +256,8 @@ def test_the_token_is_sent_to_the_hub_only(
     hub.flips["model.safetensors"] = 99
     with pytest.raises(SourceError) as refused:
         fetched(remote().listing(), tmp_path / "b")
-    assert {one.token for one in hub.asked if one.path.startswith("/api/models")} == {TOKEN}
-    assert {one.token for one in hub.asked if "/cdn/" in one.path} == {""}
+    assert {item.token for item in hub.asked if item.path.startswith("/api/models")} == {TOKEN}
+    assert {item.token for item in hub.asked if "/cdn/" in item.path} == {""}
     for told in (caplog.text, str(refused.value), repr(refused.value.__context__)):
         assert TOKEN not in told
         assert SIGNATURE not in told
@@ -273,9 +273,9 @@ def test_in_offline_mode_the_hubs_cache_is_the_source(
     listing = remote().listing()
     asked = len(hub.asked)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = remote().listing()
-    fetched(found, tmp_path / "a")
-    assert (found.key, found.revision) == (listing.key, listing.revision)
+    result = remote().listing()
+    fetched(result, tmp_path / "a")
+    assert (result.key, result.revision) == (listing.key, listing.revision)
     assert contents(tmp_path / "a") == FILES
     assert len(hub.asked) == asked
 
@@ -332,10 +332,10 @@ def test_errors_of_xet_are_told_apart(
 
     listing = remote().listing()
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    with pytest.raises(told) as found:
+    with pytest.raises(told) as error:
         fetched(listing, tmp_path, RetryPolicy(seconds=0.0))
-    assert getattr(found.value, "id", None) == ("hub-unreachable" if told is SourceError else None)
-    assert getattr(found.value, "errno", None) == (errno.ENOSPC if told is OSError else None)
+    assert getattr(error.value, "id", None) == ("hub-unreachable" if told is SourceError else None)
+    assert getattr(error.value, "errno", None) == (errno.ENOSPC if told is OSError else None)
 
 
 def test_a_source_is_opened_by_the_form_of_its_name(hub: HubServer) -> None:

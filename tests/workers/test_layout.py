@@ -24,9 +24,9 @@ def listed(*names: str) -> Listing:
 
 
 def taken(*names: str, allow_pickle: bool = False, trust_remote_code: bool = False) -> set[str]:
-    found = selected(listed(*names), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
-    assert (found.source, found.revision) == ("org/model", "c0")
-    return {file.name for file in found.files}
+    result = selected(listed(*names), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    assert (result.source, result.revision) == ("org/model", "c0")
+    return {file.name for file in result.files}
 
 
 @pytest.mark.parametrize(
@@ -150,14 +150,14 @@ def test_layouts_are_detected_by_names_and_config(
     names: tuple[str, ...], config: dict[str, object], layout: str, engines: tuple[str, ...]
 ) -> None:
     """With the engines that load each."""
-    found = layout_of(names, config)
-    assert (found, served_by(found, names)) == (layout, engines)
+    result = layout_of(names, config)
+    assert (result, served_by(result, names)) == (layout, engines)
 
 
 def test_metadata_files_are_small_files_of_the_root() -> None:
     """The config and the tokenizer; no weights, index, folders or huge files."""
     huge = RemoteFile(name="vocab.json", size=65 * 2**20, tag="t")
     small = listed(*SAFE, INDEX, "merges.txt", "tokenizer.model", "chat_template.jinja", "compiled/x.json")
-    found = metadata_files(Listing(source="s", files=(*small.files, huge)))
+    result = metadata_files(Listing(source="s", files=(*small.files, huge)))
     expected = {CONFIG, "tokenizer.json", "merges.txt", "tokenizer.model", "chat_template.jinja"}
-    assert {file.name for file in found.files} == expected
+    assert {file.name for file in result.files} == expected

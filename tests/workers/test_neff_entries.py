@@ -97,8 +97,8 @@ def test_remote_entries_are_read_from_names_and_sizes(tmp_path: Path) -> None:
         "corewright/compiled/a/corewright.json": 9,
         f"{entry}/deeper/model.neff": 1,
     }
-    found = listed_entries(RemoteFile(name=name, size=size, tag="") for name, size in files.items())
-    assert [(one.name, one.state, one.bytes) for one in found] == [
+    result = listed_entries(RemoteFile(name=name, size=size, tag="") for name, size in files.items())
+    assert [(item.name, item.state, item.bytes) for item in result] == [
         (entry, State.SUCCESS, 7),
         (other, State.LOCKED, 0),
     ]
@@ -124,12 +124,12 @@ def test_retry_removes_failures(tmp_path: Path) -> None:
     failed = graph(tmp_path, **{"model.log": "neuronx-cc failed with 70"})
     other = graph(tmp_path, key="7be3aa4c6f1c5a0f2f3d", **{"model.log": "neuronx-cc failed with 70"})
     good = graph(tmp_path, key="11111111111111111111", **FINISHED)
-    assert [one.path for one in pruning.retry(tmp_path, [other.name], dry_run=True)] == [str(other)]
+    assert [item.path for item in pruning.retry(tmp_path, [other.name], dry_run=True)] == [str(other)]
     assert other.exists()
-    assert [(one.path, one.why) for one in pruning.retry(tmp_path, [other.name])] == [
+    assert [(item.path, item.why) for item in pruning.retry(tmp_path, [other.name])] == [
         (str(other), "neuronx-cc failed with 70")
     ]
-    assert [one.path for one in pruning.retry(tmp_path)] == [str(failed)]
+    assert [item.path for item in pruning.retry(tmp_path)] == [str(failed)]
     assert good.exists()
 
 
@@ -143,9 +143,9 @@ def test_prune_removes_unused_entries(tmp_path: Path) -> None:
     for path in [*empty.iterdir(), *old.iterdir(), *failed.iterdir()]:
         os.utime(path, (1e9, 1e9))
     before = sorted(tmp_path.rglob("*"))
-    foretold = {one.path for one in pruning.prune_cache(tmp_path, 86400.0, dry_run=True)}
+    foretold = {item.path for item in pruning.prune_cache(tmp_path, 86400.0, dry_run=True)}
     assert sorted(tmp_path.rglob("*")) == before
-    gone = {one.path: one.why for one in pruning.prune_cache(tmp_path, 86400.0)}
+    gone = {item.path: item.why for item in pruning.prune_cache(tmp_path, 86400.0)}
     assert set(gone) == foretold == {str(stale), str(empty), str(old)}
     assert [path.exists() for path in (empty, old, good, failed)] == [False, False, True, True]
     assert not (stale / LOCK).exists()

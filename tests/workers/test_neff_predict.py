@@ -69,21 +69,21 @@ def beside(manifest: dict[str, Any] | None, *missing: str) -> Candidate:
 def test_a_predicted_compile_names_the_field_that_differs(path: str, value: Any, field: str) -> None:
     """With both values."""
     there = [Candidate("compiled", "/a", changed(path, value), source="/model")]
-    told = predict(WANTED, there, "/model")
-    assert told.outcome == "compile"
-    assert [(one.field, one.found) for one in told.why] == [(field, value)]
-    assert str(told.why[0]).startswith(f"{field}: needs ")
+    prediction = predict(WANTED, there, "/model")
+    assert prediction.outcome == "compile"
+    assert [(item.field, item.found) for item in prediction.why] == [(field, value)]
+    assert str(prediction.why[0]).startswith(f"{field}: needs ")
 
 
 def test_an_unavailable_cache_is_named_beside_the_reason() -> None:
     """Once, and only if something is compiled."""
     silent = Candidate("neff-cache", "s3://neffs", None, silent="the cache at s3://neffs does not answer")
     elsewhere = Candidate("elsewhere", "s3://neffs", None, silent="the cache at s3://neffs does not answer")
-    told = predict(WANTED, [silent, elsewhere])
-    assert told.reason == "this model has not been compiled; the cache at s3://neffs does not answer"
-    told = predict(WANTED, [silent, Candidate("compiled", "/a", changed("lnc", 2), source="/model")], "/model")
-    assert told.reason == "it was compiled differently; the cache at s3://neffs does not answer"
-    assert len(told.why) == 1
+    prediction = predict(WANTED, [silent, elsewhere])
+    assert prediction.reason == "this model has not been compiled; the cache at s3://neffs does not answer"
+    prediction = predict(WANTED, [silent, Candidate("compiled", "/a", changed("lnc", 2), source="/model")], "/model")
+    assert prediction.reason == "it was compiled differently; the cache at s3://neffs does not answer"
+    assert len(prediction.why) == 1
     for there in (HERE, CACHED):
         assert predict(WANTED, [silent, there]).hit
 
@@ -115,8 +115,8 @@ def test_the_nearest_candidate_gives_the_reason() -> None:
 )
 def test_candidates_are_checked_in_the_order_of_a_start(there: list[Candidate], outcome: str, where: str) -> None:
     """Local artifacts, those of other hosts, those beside the model, the cache."""
-    told = predict(WANTED, there, "/model")
-    assert (told.outcome, told.where) == (outcome, where)
+    prediction = predict(WANTED, there, "/model")
+    assert (prediction.outcome, prediction.where) == (outcome, where)
 
 
 def test_neffs_beside_the_model_do_not_matter_to_a_compile_ahead() -> None:
@@ -160,10 +160,10 @@ MANIFESTS = st.dictionaries(st.sampled_from(["engine", "options", "shapes", "ver
 @given(MANIFESTS, MANIFESTS)
 def test_manifests_differ_exactly_in_their_fields(one: dict[str, Any], other: dict[str, Any]) -> None:
     """A start is a hit only without a difference."""
-    told = differences(one, other)
+    result = differences(one, other)
     ours, theirs = flat(one), flat(other)
-    assert bool(told) == any(ours.get(path) != theirs.get(path) for path in ours | theirs)
-    assert differences(other, one) == tuple(Difference(why.field, why.found, why.wanted) for why in told)
+    assert bool(result) == any(ours.get(path) != theirs.get(path) for path in ours | theirs)
+    assert differences(other, one) == tuple(Difference(why.field, why.found, why.wanted) for why in result)
     assert differences(one, one) == ()
     if predict(one, [Candidate("compiled", "/a", other)]).hit:
         assert one == other
@@ -172,14 +172,14 @@ def test_manifests_differ_exactly_in_their_fields(one: dict[str, Any], other: di
 @given(MANIFESTS)
 def test_a_record_of_any_manifest_round_trips(manifest: dict[str, Any]) -> None:
     """Its name is that of the manifest."""
-    made = record_of(manifest)
-    assert decoded(encoded(made)) == made
-    assert made.name == name_of(manifest) == name_of(made.manifest)
+    record = record_of(manifest)
+    assert decoded(encoded(record)) == record
+    assert record.name == name_of(manifest) == name_of(record.manifest)
 
 
 def test_a_record_repeats_the_main_fields_of_its_manifest() -> None:
     """Compiler, flags, shapes, degree, dtype, layout."""
-    made = record_of(WANTED, "/model")
-    assert (made.compiler, made.flags, made.target, made.lnc) == ("2.16", "-O1", "trn1", 1)
-    assert (made.tp_degree, made.dtype, made.layout) == (8, "bf16", {"attention_layout": "BSH"})
-    assert made.shapes == {"batch_size": 4, "n_positions": [1024, 2048], "context_length_estimate": [128, 2048]}
+    record = record_of(WANTED, "/model")
+    assert (record.compiler, record.flags, record.target, record.lnc) == ("2.16", "-O1", "trn1", 1)
+    assert (record.tp_degree, record.dtype, record.layout) == (8, "bf16", {"attention_layout": "BSH"})
+    assert record.shapes == {"batch_size": 4, "n_positions": [1024, 2048], "context_length_estimate": [128, 2048]}

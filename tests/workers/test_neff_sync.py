@@ -105,9 +105,9 @@ def either(request: pytest.FixtureRequest) -> CachePlace:
 def kept(cache: Path, *folders: Path, manifest: dict[str, Any] | None = None) -> str:
     """Writes the record of a model with these graphs."""
     graphs = {str(folder.relative_to(cache)): part_of(folder / "model.neff") for folder in folders}
-    made = record_of(manifest or MANIFEST, graphs=graphs)
-    write_record(place_of(cache, made.name), made)
-    return made.name
+    record = record_of(manifest or MANIFEST, graphs=graphs)
+    write_record(place_of(cache, record.name), record)
+    return record.name
 
 
 def entries(cache: Path) -> dict[str, str]:
@@ -127,9 +127,9 @@ def test_pushed_graphs_are_pulled_by_another_host(either: CachePlace, tmp_path: 
     assert (len(sent.entries), sent.records) == (2, (name,))
     assert len(pull(either, other).entries) == 2
     assert entries(other) == entries(one)
-    told = read_record(place_of(other, name))
-    assert told is not None
-    assert Proof(other, [told]).missing(told) == ()
+    record = read_record(place_of(other, name))
+    assert record is not None
+    assert Proof(other, [record]).missing(record) == ()
     assert push(one, either).entries == pull(either, other).entries == ()
 
 
@@ -143,9 +143,9 @@ def test_only_finished_entries_are_synced(either: CachePlace, tmp_path: Path) ->
     graph(one, "44444444444444444444", **{"model.neff": "half"})
     assert len(push(one, either).entries) == 1
     base = f"neuronxcc-{COMPILER}/{good.name}"
-    told = f"corewright.{part_of(good / 'model.neff').digest}"
+    marker = f"corewright.{part_of(good / 'model.neff').digest}"
     assert names(either) == {
-        f"{base}/{file}" for file in ("model.neff", "model.done", "model.hlo_module.pb", "compile_flags.json", told)
+        f"{base}/{file}" for file in ("model.neff", "model.done", "model.hlo_module.pb", "compile_flags.json", marker)
     }
     for state, files in {"5" * 20: {"model.neff": b"half"}, "6" * 20: {"model.log": b"failed"}}.items():
         for file, data in files.items():
@@ -175,9 +175,9 @@ def test_a_pulled_record_has_the_digests_of_the_pulled_files(afar: CachePlace, t
     name = kept(other, finished(other, neff="of the other"))
     assert push(other, afar).records == (name,)
     assert pull(afar, third).records == (name,)
-    told = read_record(place_of(third, name))
-    assert told is not None
-    assert Proof(third, [told]).missing(told) == ()
+    record = read_record(place_of(third, name))
+    assert record is not None
+    assert Proof(third, [record]).missing(record) == ()
 
 
 def test_a_pull_replaces_unfinished_entries_but_not_locked_ones(afar: CachePlace, tmp_path: Path) -> None:
@@ -350,27 +350,27 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
 
 def test_a_cache_in_s3_has_a_local_folder(tmp_path: Path) -> None:
     """The same for all models with that URL."""
-    found = localized({"NEURON_COMPILE_CACHE_URL": "s3://neffs/chat"}, tmp_path)
-    assert found is not None
-    assert (found.location, found.why, found.path.parent) == ("s3://neffs/chat", "s3", tmp_path)
+    result = localized({"NEURON_COMPILE_CACHE_URL": "s3://neffs/chat"}, tmp_path)
+    assert result is not None
+    assert (result.location, result.why, result.path.parent) == ("s3://neffs/chat", "s3", tmp_path)
     again = localized({"NEURON_COMPILE_CACHE_URL": "s3://neffs/chat", "NEURON_CC_FLAGS": "-O1"}, tmp_path)
     other = localized({"NEURON_COMPILE_CACHE_URL": "s3://neffs/code"}, tmp_path)
-    assert again == found
+    assert again == result
     assert other is not None
-    assert other.path != found.path
+    assert other.path != result.path
 
 
 @pytest.mark.parametrize("flags", ["--no_cache", "--cache_dir=s3://bucket/neffs -O1"])
 def test_a_cache_in_the_compiler_flags_is_not_replaced(flags: str, tmp_path: Path) -> None:
     """The flags are part of the graphs' keys."""
-    told = {"NEURON_COMPILE_CACHE_URL": "s3://neffs/chat", "NEURON_CC_FLAGS": flags}
-    assert localized(told, tmp_path) is None
+    environment = {"NEURON_COMPILE_CACHE_URL": "s3://neffs/chat", "NEURON_CC_FLAGS": flags}
+    assert localized(environment, tmp_path) is None
 
 
 def test_a_local_folder_is_used_directly(tmp_path: Path) -> None:
     """Also if it does not exist yet; it is not created."""
-    told = {"NEURON_COMPILE_CACHE_URL": str(tmp_path / "a" / "neffs")}
-    assert localized(told, tmp_path / "keep") is None
+    environment = {"NEURON_COMPILE_CACHE_URL": str(tmp_path / "a" / "neffs")}
+    assert localized(environment, tmp_path / "keep") is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -378,10 +378,10 @@ def test_a_shared_folder_has_a_local_copy(tmp_path: Path, monkeypatch: pytest.Mo
     """Compilers of other hosts are not visible, so stale locks cannot be detected."""
     mounts = [SimpleNamespace(mountpoint=str(tmp_path / "nfs"), fstype="nfs4")]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
-    told = {"NEURON_COMPILE_CACHE_URL": str(tmp_path / "nfs")}
-    found = localized(told, tmp_path / "keep")
-    assert isinstance(found, Localized)
-    assert found.why == "shared"
+    environment = {"NEURON_COMPILE_CACHE_URL": str(tmp_path / "nfs")}
+    result = localized(environment, tmp_path / "keep")
+    assert isinstance(result, Localized)
+    assert result.why == "shared"
 
 
 def test_a_read_only_folder_has_a_local_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,9 +395,9 @@ def test_a_read_only_folder_has_a_local_copy(tmp_path: Path, monkeypatch: pytest
 
     (tmp_path / "given").mkdir()
     monkeypatch.setattr(tempfile, "mkstemp", refused)
-    found = localized({"NEURON_COMPILE_CACHE_URL": str(tmp_path / "given")}, tmp_path / "keep")
-    assert isinstance(found, Localized)
-    assert found.why == "read-only"
+    result = localized({"NEURON_COMPILE_CACHE_URL": str(tmp_path / "given")}, tmp_path / "keep")
+    assert isinstance(result, Localized)
+    assert result.why == "read-only"
 
 
 def test_a_stopped_pull_leaves_no_partial_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,10 +468,10 @@ def test_a_push_keeps_a_graph_that_another_host_finished_first(
     listed = type(either).files
 
     def late(place: Any) -> Any:
-        found = listed(place)
+        result = listed(place)
         monkeypatch.setattr(type(either), "files", listed)
         assert len(push(one, either).entries) == 1
-        return found
+        return result
 
     monkeypatch.setattr(type(either), "files", late)
     assert push(other, either).entries == ()
@@ -489,18 +489,18 @@ def test_a_graph_replaced_during_a_pull_is_pulled_again(
     place = place_at(bucket)
     push(one, place)
     (folder / "model.neff").write_text("another")
-    told = f"{folder.parent.name}/{folder.name}"
+    name = f"{folder.parent.name}/{folder.name}"
     listed = sync.BucketPlace.files
 
     def replaced(place: Any) -> Any:
-        found = listed(place)
+        result = listed(place)
         monkeypatch.setattr(sync.BucketPlace, "files", listed)
-        place.put_bytes(f"{told}/{sync.DIGEST}{part_of(folder / 'model.neff').digest}", b"")
-        place.put(f"{told}/model.neff", folder / "model.neff")
-        return found
+        place.put_bytes(f"{name}/{sync.DIGEST}{part_of(folder / 'model.neff').digest}", b"")
+        place.put(f"{name}/model.neff", folder / "model.neff")
+        return result
 
     monkeypatch.setattr(sync.BucketPlace, "files", replaced)
-    assert pull(place, other).entries == (told,)
+    assert pull(place, other).entries == (name,)
     assert entries(other) == entries(one)
 
 

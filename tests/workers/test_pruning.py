@@ -39,7 +39,7 @@ def name(folder: Path) -> str:
 
 
 def pruned(cache: Path) -> list[str]:
-    return [one.path for one in pruning.prune_cache(cache, DAY_S)]
+    return [item.path for item in pruning.prune_cache(cache, DAY_S)]
 
 
 # Whole sets
@@ -73,7 +73,7 @@ def test_a_damaged_set_compiled_again_during_a_prune_stays(tmp_path: Path, monke
 
     (made().path / "a.neff").write_bytes(b"NEfF")
     seen = pruning.kept_in(tmp_path)
-    assert [one.state for one in seen] == ["damaged"]
+    assert [request.state for request in seen] == ["damaged"]
     made()
     monkeypatch.setattr(pruning, "kept_in", lambda root: seen)
     assert list(pruning.prune_compiled(tmp_path, DAY_S)) == []
@@ -85,7 +85,7 @@ def test_a_set_that_is_being_compiled_is_not_pruned(tmp_path: Path, dry_run: boo
     """A leftover of a killed compile is."""
     with entry(tmp_path, MANIFEST) as held:
         assert list(pruning.prune_compiled(tmp_path, DAY_S, dry_run)) == []
-    assert [one.path for one in pruning.prune_compiled(tmp_path, DAY_S, dry_run)] == [str(held.path)]
+    assert [item.path for item in pruning.prune_compiled(tmp_path, DAY_S, dry_run)] == [str(held.path)]
 
 
 @pytest.mark.parametrize("program", ["a.neff", "model.pt", "code/a.so"])
@@ -125,17 +125,17 @@ def test_concurrent_starts_record_only_their_own_graphs(tmp_path: Path) -> None:
     first, second = GraphUses(tmp_path), GraphUses(tmp_path)
     first.record(MANIFEST, "m")
     made = finished(tmp_path, "2" * 20)
-    told = second.record({**MANIFEST, "model": "another"}, "another")
-    assert told is not None
-    assert list(told.graphs) == [name(made)]
-    assert name(unread) not in told.graphs
+    result = second.record({**MANIFEST, "model": "another"}, "another")
+    assert result is not None
+    assert list(result.graphs) == [name(made)]
+    assert name(unread) not in result.graphs
 
 
 def test_a_graph_of_a_recent_record_is_not_pruned(tmp_path: Path) -> None:
     """On a file system without access times."""
     named, unread = old(finished(tmp_path, "1" * 20)), old(finished(tmp_path, "2" * 20))
-    made = record_of(MANIFEST, graphs={name(named): part_of(named / "model.neff")})
-    write_record(place_of(tmp_path, made.name), made)
+    record = record_of(MANIFEST, graphs={name(named): part_of(named / "model.neff")})
+    write_record(place_of(tmp_path, record.name), record)
     old(named)
     assert pruned(tmp_path) == [str(unread)]
 
@@ -149,11 +149,11 @@ def test_a_record_without_graphs_is_pruned(tmp_path: Path, monkeypatch: pytest.M
         record_of({"number": 2}, graphs={"neuronxcc-1/MODULE_a": part}),
         record_of({"number": 3}, failed=("neuronxcc-1/MODULE_b",)),
     ]
-    for one in made:
-        write_record(place_of(tmp_path, one.name), one)
+    for item in made:
+        write_record(place_of(tmp_path, item.name), item)
     assert pruned(tmp_path) == []
     monkeypatch.setattr(pruning, "YOUNG_S", -1.0)
-    assert sorted(pruned(tmp_path)) == sorted(str(place_of(tmp_path, one.name)) for one in made[1:])
+    assert sorted(pruned(tmp_path)) == sorted(str(place_of(tmp_path, item.name)) for item in made[1:])
 
 
 # What goes while it is looked at
@@ -209,9 +209,9 @@ def test_files_removed_meanwhile_are_not_part_of_a_set(tmp_path: Path, monkeypat
     walk = os.walk
 
     def emptied(folder: Path) -> Iterator[Any]:
-        found = list(walk(folder))
+        result = list(walk(folder))
         shutil.rmtree(tmp_path / "set" / "code")
-        return iter(found)
+        return iter(result)
 
     monkeypatch.setattr(file_states.os, "walk", emptied)  # type: ignore[attr-defined]
-    assert [one.bytes for one in pruning.kept_in(tmp_path)] == [len(b"NEFF")]
+    assert [item.bytes for item in pruning.kept_in(tmp_path)] == [len(b"NEFF")]

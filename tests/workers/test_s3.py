@@ -24,9 +24,9 @@ AT_ONCE = RetryPolicy(seconds=0.0)
 
 
 def failed(work: Callable[[], object]) -> SourceError:
-    with pytest.raises(SourceError) as found:
+    with pytest.raises(SourceError) as error:
         work()
-    return found.value
+    return error.value
 
 
 def test_a_listing_has_all_files_and_no_folder_markers(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
@@ -35,11 +35,11 @@ def test_a_listing_has_all_files_and_no_folder_markers(s3_server: S3Server, s3_p
     odd = {"m/a b/ä%20+&=?#'\"~ 模.txt": b"12", "m/empty": b"", "m2/other": b"", "m": b"", "m/": b"", "m/a b/": b""}
     url = s3_server.bucket(files=odd)
     s3_server.fill(url.removeprefix("s3://"), many)
-    found = Bucket.of(f"{url}/m/").files()
-    assert [file.name for file in found] == sorted(
+    result = Bucket.of(f"{url}/m/").files()
+    assert [file.name for file in result] == sorted(
         key[2:] for key in {**many, **odd} if key[2:] and key[1:2] == "/" and key[-1] != "/"
     )
-    assert [(file.size, file.tag) for file in found if file.name.startswith("a b")] == [
+    assert [(file.size, file.tag) for file in result if file.name.startswith("a b")] == [
         (2, "c20ad4d76fe97759aa27a0c99bff6710")
     ]
 
@@ -91,7 +91,7 @@ def test_uploaded_objects_have_checksums(s3_server: S3Server, s3_proxy: FaultPro
     bucket.put_bytes("small", b"0123456789")
     assert (bucket.read("big") == data, bucket.read("small")) == (True, b"0123456789")
     assert all("ChecksumCRC64NVME" in bucket.head(name) for name in ("big", "small"))
-    assert len([one for one in s3_proxy.seen("a/big", "PUT") if "partNumber" in one.query]) == 2
+    assert len([request for request in s3_proxy.seen("a/big", "PUT") if "partNumber" in request.query]) == 2
 
 
 def test_deleted_objects_are_gone(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
@@ -199,8 +199,8 @@ def test_bulk_reads_use_the_endpoint_of_small_requests(address: str, virtual: bo
     with s3_environment({**s3_server.env, "AWS_ENDPOINT_URL_S3": "", "AWS_CA_BUNDLE": str(bundle)}):
         store = bucket.bulk()
     config = {str(name): value for name, value in store.config.items()}
-    told = (config["region"], config["virtual_hosted_style_request"] in (True, "true"))
-    assert told == ("eu-west-1", virtual)
+    result = (config["region"], config["virtual_hosted_style_request"] in (True, "true"))
+    assert result == ("eu-west-1", virtual)
     assert address in config.values()
 
 
@@ -218,9 +218,9 @@ def test_unreadable_keys_fail_without_a_retry() -> None:
     """Whatever the key is."""
     with pytest.raises(ValueError, match="path") as refused:
         obstore.get(MemoryStore(), "a\x7fb")
-    told = from_obstore(refused.value, "models", "a\x7fb")
-    assert told is not None
-    assert told.id == "s3-key-unsafe"
+    result = from_obstore(refused.value, "models", "a\x7fb")
+    assert result is not None
+    assert result.id == "s3-key-unsafe"
 
 
 @pytest.mark.parametrize(
@@ -274,10 +274,10 @@ def test_retry_pauses_double_with_jitter_until_the_deadline() -> None:
         now[0] += seconds
         return False
 
-    told: list[tuple[float, str]] = []
+    messages: list[tuple[float, str]] = []
 
     def tell(silent_s: float, why: str) -> None:
-        told.append((silent_s, why))
+        messages.append((silent_s, why))
 
     retry_policy = RetryPolicy(
         seconds=30.0, first_s=0.1, longest_s=5.0, clock=lambda: now[0], wait=wait, on_silence=tell
@@ -289,11 +289,11 @@ def test_retry_pauses_double_with_jitter_until_the_deadline() -> None:
     while waiting.again(attempts, threading.Event(), "Timeout"):
         attempts += 1
     assert 30.0 <= now[0] <= 35.0
-    assert 3.0 <= told[0][0] <= 8.0
-    assert {why for _, why in told} == {"Timeout"}
-    assert 1 < len(told) < attempts  # not in the first seconds
-    told.clear()
+    assert 3.0 <= messages[0][0] <= 8.0
+    assert {why for _, why in messages} == {"Timeout"}
+    assert 1 < len(messages) < attempts  # not in the first seconds
+    messages.clear()
     waiting.arrived()
     assert waiting.again(0, threading.Event())
     waiting.arrived()
-    assert told == [(0.0, "")]  # that it is back, once
+    assert messages == [(0.0, "")]  # that it is back, once

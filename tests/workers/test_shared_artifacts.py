@@ -59,8 +59,8 @@ def make(root: Path, program: bytes = b"program") -> Entry:
 
 def there(folder: Path, file: str) -> Path:
     """Returns the path of that file in a cache that is a folder."""
-    (found,) = folder.rglob(file)
-    return found
+    (result,) = folder.rglob(file)
+    return result
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -267,17 +267,17 @@ def test_a_pulled_entry_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """To compare it with its record."""
     shared = str(tmp_path / "shared")
     shared_artifacts.push(make(tmp_path / "a"), shared)
-    seen: list[str] = []
+    calls: list[str] = []
     digest = file_states.digest
 
     def counted(path: Path) -> str:
-        seen.append(path.name)
+        calls.append(path.name)
         return digest(path)
 
     monkeypatch.setattr(file_states, "digest", counted)
     with held(tmp_path / "b") as other:
         assert shared_artifacts.pull(other, shared)
-        assert sorted(seen) == ["a.so", "b.neff"]
+        assert sorted(calls) == ["a.so", "b.neff"]
 
 
 def test_a_stopped_pull_from_a_folder_leaves_nothing(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_remote_entry_with_a_missing_file_is_not_a_hit(tmp_path: Path, damage:
     shared = str(tmp_path / "shared")
     here = make(tmp_path / "a")
     shared_artifacts.push(here, shared)
-    whole = predict(WANTED, list(compiled_elsewhere(WANTED, tmp_path / "b", shared)))
+    prediction = predict(WANTED, list(compiled_elsewhere(WANTED, tmp_path / "b", shared)))
     damage(Path(shared_artifacts.entry_location(here, shared)))
     less = predict(WANTED, list(compiled_elsewhere(WANTED, tmp_path / "b", shared)))
-    assert (whole.outcome, less.outcome, len(less.missing)) == ("hit", "compile", 1)
+    assert (prediction.outcome, less.outcome, len(less.missing)) == ("hit", "compile", 1)

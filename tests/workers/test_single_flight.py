@@ -44,8 +44,10 @@ def asked(
 def test_a_job_runs_once_and_each_waiter_gets_its_outcome() -> None:
     """A later call starts it anew."""
     work, flights = Played(), SingleFlight[str]()
-    told: list[str | Failure | FetchStatus] = []
-    threads = [threading.Thread(target=lambda who=who: told.append(asked(flights, who, work))) for who in ("a", "b")]
+    messages: list[str | Failure | FetchStatus] = []
+    threads = [
+        threading.Thread(target=lambda who=who: messages.append(asked(flights, who, work))) for who in ("a", "b")
+    ]
     for thread in threads:
         thread.start()
     assert work.running.wait(DEADLINE_S)
@@ -56,7 +58,7 @@ def test_a_job_runs_once_and_each_waiter_gets_its_outcome() -> None:
     for thread in threads:
         thread.join(DEADLINE_S)
 
-    assert told == ["end 1", "end 1"]
+    assert messages == ["end 1", "end 1"]
     assert asked(flights, "c", work) == "end 2"
 
 
@@ -66,15 +68,15 @@ def test_a_job_without_waiters_is_stopped() -> None:
     for who in ("a", "b"):
         assert isinstance(flights.join(who, "key", "one", work, 0.0), FetchStatus)
     assert work.running.wait(DEADLINE_S)
-    told: list[str | Failure | FetchStatus] = []
-    late = threading.Thread(target=lambda: told.append(asked(flights, "b", work)))
+    messages: list[str | Failure | FetchStatus] = []
+    late = threading.Thread(target=lambda: messages.append(asked(flights, "b", work)))
     late.start()
     flights.leave("a")
     assert not work.stopped.wait(0.05)
     flights.leave("b")
     assert work.stopped.wait(DEADLINE_S)
     late.join(DEADLINE_S)
-    assert told == [Failure("nobody-waits", "stopped one: it has no waiters left")]
+    assert messages == [Failure("nobody-waits", "stopped one: it has no waiters left")]
 
 
 def test_a_waiter_that_stops_polling_is_dropped() -> None:

@@ -101,9 +101,9 @@ def test_an_answer_of_the_source_overrides_the_cache(heads: SourceMetadata, sour
     """A removed model is gone."""
     heads.refresh(ASKED)
     source.error = SourceError(id, "no")
-    with pytest.raises(SourceError) as told:
+    with pytest.raises(SourceError) as error:
         heads.refresh(ASKED)
-    assert told.value.id == id
+    assert error.value.id == id
 
 
 def test_the_allowed_kinds_of_files_are_part_of_the_query(heads: SourceMetadata, source: Source) -> None:
@@ -130,23 +130,23 @@ def test_a_failed_fetch_leaves_nothing(heads: SourceMetadata, source: Source, tm
 
 def test_concurrent_queries_get_the_same_metadata(heads: SourceMetadata) -> None:
     """Also if each of them fetches."""
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(heads.refresh(ASKED).head)) for _ in range(8)]
+    result = []
+    threads = [threading.Thread(target=lambda: result.append(heads.refresh(ASKED).head)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert len(found) == 8
-    assert len({head.folder for head in found}) == 1
-    assert (Path(found[0].folder) / "config.json").read_bytes() == CONFIG
+    assert len(result) == 8
+    assert len({head.folder for head in result}) == 1
+    assert (Path(result[0].folder) / "config.json").read_bytes() == CONFIG
 
 
 def test_an_unwritable_home_is_reported(tmp_path: Path, source: Source) -> None:
     """With its path."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(SourceError, match="file") as told:
+    with pytest.raises(SourceError, match="file") as error:
         SourceMetadata(tmp_path / "file" / "heads", source.open).refresh(ASKED)
-    assert told.value.id == "heads-unwritable"
+    assert error.value.id == "heads-unwritable"
 
 
 def test_a_fleet_keeps_its_pinned_commits(heads: SourceMetadata, source: Source) -> None:
@@ -257,5 +257,5 @@ def test_leftovers_are_pruned(heads: SourceMetadata, source: Source) -> None:
     other = SourceQuery(source="org/model", trust_remote_code=True)
     source.files["model.safetensors"] = b"new"
     heads.refresh(other)
-    found = [path for path in (*left, root / "index" / ASKED.digest, Path(head.folder)) if path.exists()]
-    assert (found, heads.cached(other) is not None) == ([], True)
+    result = [path for path in (*left, root / "index" / ASKED.digest, Path(head.folder)) if path.exists()]
+    assert (result, heads.cached(other) is not None) == ([], True)

@@ -65,9 +65,9 @@ def assert_sound(store: Store, keys: set[str] | None = None) -> None:
         assert {name: (path.stat().st_size, digest_of(path)) for name, path in files(artifact).items()} == recorded
         used |= set(digests(artifact).values())
     assert {path.name for path in (store.root / "blobs").iterdir()} == used
-    found = {path.name for path in (store.root / "artifacts").iterdir()}
-    assert found == {artifact.key for artifact in store.artifacts()}
-    assert keys is None or found == keys
+    result = {path.name for path in (store.root / "artifacts").iterdir()}
+    assert result == {artifact.key for artifact in store.artifacts()}
+    assert keys is None or result == keys
 
 
 def digests(artifact: Artifact) -> dict[str, str]:
@@ -80,9 +80,9 @@ def files(artifact: Artifact) -> dict[str, Path]:
 
 def failure(work: Callable[[], object]) -> str:
     """Returns the id of the SourceError that ``work`` raises."""
-    with pytest.raises(SourceError) as found:
+    with pytest.raises(SourceError) as error:
         work()
-    return found.value.id
+    return error.value.id
 
 
 def flip(path: Path) -> None:
@@ -121,8 +121,8 @@ def test_the_newest_artifact_is_found_without_a_request(tmp_path: Path) -> None:
     store = Store(tmp_path)
     first = store.get(FakeRemote(FILES, revision="1"))
     newer = store.get(FakeRemote({**FILES, "config.json": b"[]"}, revision="2"))
-    found = [store.newest("s3://models/one"), store.newest("s3://models/one", "1"), store.newest("s3://models/other")]
-    assert [one.key if one else None for one in found] == [newer.key, first.key, None]
+    result = [store.newest("s3://models/one"), store.newest("s3://models/one", "1"), store.newest("s3://models/other")]
+    assert [item.key if item else None for item in result] == [newer.key, first.key, None]
 
 
 def test_a_commit_that_changes_no_file_is_the_same_artifact(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_a_commit_that_changes_no_file_is_the_same_artifact(tmp_path: Path) -> N
 def test_equal_files_exist_once(tmp_path: Path) -> None:
     """Two sources with a common file share one copy of it."""
     store = Store(tmp_path)
-    one = store.get(FakeRemote(FILES))
+    artifact = store.get(FakeRemote(FILES))
     other = store.get(FakeRemote({**FILES, "config.json": b"[]"}, "s3://models/other"))
-    assert (Path(one.folder) / BIG).samefile(Path(other.folder) / BIG)
+    assert (Path(artifact.folder) / BIG).samefile(Path(other.folder) / BIG)
     assert_sound(store)
 
 
@@ -226,8 +226,8 @@ def test_two_processes_fetch_an_artifact_once(tmp_path: Path, fetcher: Fetchers)
     second = fetcher(tmp_path, FILES)
     assert second.line() == "waiting"
     first.go_on()
-    told = json.loads(first.line()), json.loads(second.line())
-    assert [sorted(one["moved"]) for one in told] == [sorted(FILES), []]
+    result = json.loads(first.line()), json.loads(second.line())
+    assert [sorted(item["moved"]) for item in result] == [sorted(FILES), []]
     assert_sound(Store(tmp_path))
 
 
@@ -342,11 +342,11 @@ def test_verify_finds_a_flipped_bit_and_its_file_is_fetched_again(tmp_path: Path
 def test_damaged_content_is_removed_from_every_artifact(tmp_path: Path) -> None:
     """It is one file with several hard links."""
     store = Store(tmp_path)
-    one = store.get(FakeRemote(FILES))
+    artifact = store.get(FakeRemote(FILES))
     other = FakeRemote({**FILES, "config.json": b"[]"}, "s3://models/other")
     store.get(other)
-    flip(Path(one.folder) / BIG)
-    store.verify(one.key)
+    flip(Path(artifact.folder) / BIG)
+    store.verify(artifact.key)
     assert store.artifacts() == ()
     other.moved.clear()
     assert content(store.get(other)) == other.files
@@ -477,7 +477,7 @@ def test_the_artifact_that_is_cheapest_to_fetch_again_is_evicted(tmp_path: Path)
     path.write_text(path.read_text().replace('"fetch_s":', '"fetch_s":99'))
     store.get(FakeRemote({"b": b"b" * 1000}, "s3://models/quick"))
     store.get(FakeRemote({"c": b"c" * 1000}, "s3://models/new"))
-    assert sorted(one.source for one in store.artifacts()) == ["s3://models/new", "s3://models/slow"]
+    assert sorted(artifact.source for artifact in store.artifacts()) == ["s3://models/new", "s3://models/slow"]
     assert_sound(store)
 
 
@@ -488,7 +488,7 @@ def test_of_equal_costs_the_least_recently_used_is_evicted(tmp_path: Path, monke
     remotes = [FakeRemote({"a": os.urandom(1000)}, f"s3://models/{name}") for name in ("first", "second", "third")]
     for remote in [*remotes[:2], remotes[0], remotes[2]]:
         store.get(remote)
-    assert sorted(one.source for one in store.artifacts()) == ["s3://models/first", "s3://models/third"]
+    assert sorted(artifact.source for artifact in store.artifacts()) == ["s3://models/first", "s3://models/third"]
 
 
 def test_an_expensive_unused_artifact_is_evicted_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,20 +576,20 @@ def test_the_newest_artifact_is_the_last_fetched(tmp_path: Path, monkeypatch: py
     store.get(FakeRemote(FILES))
     monkeypatch.setattr(time, "time", lambda: now - 3600)
     newer = store.get(FakeRemote({**FILES, "config.json": b"[]"}))
-    found = store.newest("s3://models/one")
-    assert found is not None
-    assert found.key == newer.key
+    result = store.newest("s3://models/one")
+    assert result is not None
+    assert result.key == newer.key
 
 
 def test_an_artifact_larger_than_the_budget_is_rejected_at_once(tmp_path: Path) -> None:
     """The error names the sizes; nothing is fetched or removed."""
     store = Store(tmp_path, budget=budget_for(OTHER), grace_s=0)
-    kept = store.get(FakeRemote(OTHER))
+    artifact = store.get(FakeRemote(OTHER))
     remote = FakeRemote(FILES, "s3://models/large")
     with pytest.raises(SourceError, match=r"s3://models/large needs 500.0 kB; .* of 250.0 kB .store_bytes."):
         store.get(remote)
     assert remote.moved == []
-    assert_sound(store, {kept.key})
+    assert_sound(store, {artifact.key})
 
 
 def test_leftovers_of_dead_fetches_are_evicted_first(tmp_path: Path, fetcher: Fetchers) -> None:
@@ -619,10 +619,10 @@ def test_prune_keeps_named_artifacts(tmp_path: Path, fetcher: Fetchers) -> None:
     assert dead.line() == "gate"
     dead.kill()
     store = Store(tmp_path, grace_s=0)
-    made = {name: store.get(FakeRemote({"a": name.encode()}, f"s3://models/{name}")) for name in ("k", "s", "gone")}
+    artifact = {name: store.get(FakeRemote({"a": name.encode()}, f"s3://models/{name}")) for name in ("k", "s", "gone")}
     (tmp_path / "blobs" / "0").write_text("of an artifact that was removed by a process that died in between")
-    assert [one.source for one in store.prune(keep=[made["k"].key, "s3://models/s"])] == ["s3://models/gone"]
-    assert_sound(store, {made["k"].key, made["s"].key})
+    assert [item.source for item in store.prune(keep=[artifact["k"].key, "s3://models/s"])] == ["s3://models/gone"]
+    assert_sound(store, {artifact["k"].key, artifact["s"].key})
 
 
 def test_removing_an_artifact_keeps_shared_contents(tmp_path: Path) -> None:
@@ -653,12 +653,16 @@ def test_locks_of_removed_artifacts_are_removed(tmp_path: Path) -> None:
     """Else their number would grow without bound."""
     store = Store(tmp_path, grace_s=0)
     removed = store.get(FakeRemote(FILES, "s3://models/removed"))
-    kept = store.get(FakeRemote(FILES))
+    artifact = store.get(FakeRemote(FILES))
     store.remove(removed.key)
     with pytest.raises(SourceError), using(removed.folder):
         pass
-    store.prune(keep=[kept.key])
-    assert {path.name for path in (tmp_path / "locks").iterdir()} == {"room", f"{kept.key}.flight", f"{kept.key}.use"}
+    store.prune(keep=[artifact.key])
+    assert {path.name for path in (tmp_path / "locks").iterdir()} == {
+        "room",
+        f"{artifact.key}.flight",
+        f"{artifact.key}.use",
+    }
 
 
 def test_a_waiter_for_a_removed_lock_file_locks_the_next_one(tmp_path: Path) -> None:
@@ -740,9 +744,9 @@ def test_a_full_disk_during_a_fetch_evicts_and_resumes(tmp_path: Path) -> None:
                 file.write(b"x")
 
     remote = FakeRemote(FILES, before=full)
-    kept = store.get(remote)
+    artifact = store.get(remote)
     assert sorted(remote.moved) == sorted(FILES)
-    assert_sound(store, {kept.key})
+    assert_sound(store, {artifact.key})
 
 
 def test_space_promised_to_other_fetches_is_not_free(
@@ -1048,8 +1052,8 @@ def test_concurrent_killed_processes_leave_a_sound_store(tmp_path: Path) -> None
             assert process.stdout is not None
             assert process.stdout.readline() == "at work\n"
             process.kill()
-        told = [process.communicate(timeout=DEADLINE_S)[1] for process in busy[3:]]
-        assert [process.returncode for process in busy[3:]] == [0] * 3, told
+        result = [process.communicate(timeout=DEADLINE_S)[1] for process in busy[3:]]
+        assert [process.returncode for process in busy[3:]] == [0] * 3, result
     for root in (tmp_path / "disk", tmp_path / "memory"):
         store = Store(root)
         store.prune(keep=[artifact.key for artifact in store.artifacts()])
@@ -1064,5 +1068,5 @@ def test_digests_that_the_transfer_computed_are_used(tmp_path: Path) -> None:
     progress, digest = Progress("s3://models/one"), "0" * 64
     progress.digests = {"config.json": "of another fetch"}
     remote = FakeRemote(FILES, before=lambda name: progress.digests.update({name: digest} if name == BIG else {}))
-    found = digests(Store(tmp_path).get(remote, progress))
-    assert (found[BIG], found["config.json"]) == (digest, blake3(b"{}").hexdigest())
+    artifact = digests(Store(tmp_path).get(remote, progress))
+    assert (artifact[BIG], artifact["config.json"]) == (digest, blake3(b"{}").hexdigest())

@@ -94,7 +94,7 @@ def test_a_second_load_requests_only_the_listing(tmp_path: Path, url: str, s3_pr
     s3_proxy.forget()
     Store(tmp_path).get(remote(url), second)
     assert (s3_proxy.bytes(), second.moved, second.status().done) == (0, 0, size)
-    assert [one.key for one in s3_proxy.seen()] == [""]
+    assert [request.key for request in s3_proxy.seen()] == [""]
     assert_whole(tmp_path)
 
 
@@ -171,9 +171,9 @@ def test_concurrent_fetches_survive_a_faulty_network(tmp_path: Path, url: str, s
     s3_proxy.flip(KEY, 3 * SPAN + 5)
     s3_proxy.cut("m/model-1.safetensors", 2 * SPAN + 7)
     s3_proxy.answer(share=0.1, times=5)
-    told = [Progress(url) for _ in range(8)]
+    result = [Progress(url) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda progress: Store(tmp_path).get(remote(url), progress), told))
+        found = list(pool.map(lambda progress: Store(tmp_path).get(remote(url), progress), result))
     assert len({artifact.folder for artifact in found}) == 1
-    assert sorted(progress.moved > 0 for progress in told) == [False] * 7 + [True]
+    assert sorted(progress.moved > 0 for progress in result) == [False] * 7 + [True]
     assert_whole(tmp_path)

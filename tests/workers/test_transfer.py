@@ -64,9 +64,9 @@ class Play:
         return progress
 
     def failed(self, folder: Path, listing: Listing | None = None, remote: S3Remote | None = None) -> SourceError:
-        with pytest.raises(SourceError) as found:
+        with pytest.raises(SourceError) as error:
             self.fetch(folder, listing, remote)
-        return found.value
+        return error.value
 
     def only(self, name: str) -> Listing:
         return Listing(source=self.url, files=tuple(file for file in self.listing.files if file.name == name))
@@ -160,8 +160,8 @@ def uploaded(play: Play, kind: str, data: bytes) -> None:
     for number, size in enumerate([*map(int, parts.split("+")), len(data)], 1):
         part = data[at : at + size]
         at += len(part)
-        told = s3.upload_part(Bucket=bucket, Key=f"k/{kind}", UploadId=upload, PartNumber=number, Body=part, **asked)
-        done.append({"ETag": told["ETag"], "PartNumber": number})
+        result = s3.upload_part(Bucket=bucket, Key=f"k/{kind}", UploadId=upload, PartNumber=number, Body=part, **asked)
+        done.append({"ETag": result["ETag"], "PartNumber": number})
     s3.complete_multipart_upload(Bucket=bucket, Key=f"k/{kind}", UploadId=upload, MultipartUpload={"Parts": done})
 
 
@@ -218,14 +218,14 @@ def test_an_object_replaced_during_the_fetch_is_an_error(play: Play, tmp_path: P
     remote = play.of(url)
     listing = remote.listing()
     held = [play.proxy.hold("m", at * SPAN) for at in (4, 5, 6, 7)]  # all connections: none comes to the end
-    found: list[SourceError] = []
-    thread = threading.Thread(target=lambda: found.append(play.failed(tmp_path, listing, remote)))
+    results: list[SourceError] = []
+    thread = threading.Thread(target=lambda: results.append(play.failed(tmp_path, listing, remote)))
     thread.start()
     assert all(fault.reached.wait(DEADLINE_S) for fault in held)
     play.server.client().put_object(Bucket=url.removeprefix("s3://"), Key="m", Body=BIG[::-1])
     play.proxy.heal()
     thread.join(DEADLINE_S)
-    assert ([error.id for error in found], (tmp_path / "m").exists()) == (["s3-changed"], False)
+    assert ([error.id for error in results], (tmp_path / "m").exists()) == (["s3-changed"], False)
     assert [play.failed(tmp_path, listing, remote).id] == ["s3-changed"]
 
 
@@ -384,8 +384,8 @@ def process(play: Play, folder: Path, limit: int = 0) -> subprocess.Popen[str]:
     """Starts a process that fetches; ``limit``: the largest file that it may write, in bytes."""
     import msgspec
 
-    told = json.dumps([play.url, msgspec.json.encode(play.listing).decode(), str(folder), SPAN, limit])
-    return subprocess.Popen([sys.executable, "-c", FETCH, told], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    result = json.dumps([play.url, msgspec.json.encode(play.listing).decode(), str(folder), SPAN, limit])
+    return subprocess.Popen([sys.executable, "-c", FETCH, result], stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 @pytest.mark.slow
@@ -551,10 +551,10 @@ def test_an_ended_fetch_renames_no_files(play: Play, tmp_path: Path, monkeypatch
 def test_reads_from_disk_can_be_stopped(tmp_path: Path) -> None:
     """A resumed fetch reads files of gigabytes."""
     (tmp_path / "a").write_bytes(BIG)
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def go_on() -> None:
-        asked.append(None)
+        requests.append(None)
         raise Stopped
 
     checksum = Checksum(algorithm="md5", value=hashlib.md5(BIG).digest(), composite=False)
@@ -564,7 +564,7 @@ def test_reads_from_disk_can_be_stopped(tmp_path: Path) -> None:
         assembly.is_already_complete()
     with pytest.raises(Stopped):
         assembly.read(assembly.spans[0])
-    assert len(asked) == 2
+    assert len(requests) == 2
     assembly.close()
 
 
@@ -574,5 +574,5 @@ def test_ten_thousand_parts_take_less_than_two_cpu_seconds(tmp_path: Path) -> No
     began = time.process_time()
     checksum = Checksum(algorithm="crc32", value=b"", composite=True)
     file = RemoteFile(name="a", size=sum(sizes), tag="")
-    found = Assembly(file, tmp_path / "a", tmp_path / "work", checksum, sizes, 1000).spans
-    assert ((found[1].start, found[-1].end), time.process_time() - began < 2.0) == ((1000, sum(sizes)), True)
+    result = Assembly(file, tmp_path / "a", tmp_path / "work", checksum, sizes, 1000).spans
+    assert ((result[1].start, result[-1].end), time.process_time() - began < 2.0) == ((1000, sum(sizes)), True)

@@ -70,13 +70,13 @@ def kept(source: Path, tmp_path: Path, **fields: Any) -> ReplicaConfig:
 
 def asked(one: ReplicaConfig, **fields: Any) -> Reply:
     """How compiling it ends, without a process of its own."""
-    found: list[Reply] = []
-    build.run("compile", Order(config=one, **fields), found.append)
-    return found[-1]
+    results: list[Reply] = []
+    build.run("compile", Order(config=one, **fields), results.append)
+    return results[-1]
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
-    return [(one.levelno, one.getMessage()) for one in caplog.records if one.name == unavailable.__name__]
+    return [(item.levelno, item.getMessage()) for item in caplog.records if item.name == unavailable.__name__]
 
 
 @silent
@@ -94,7 +94,7 @@ def test_an_unavailable_cache_does_not_fail_a_compile(
     built = asked(kept(checkpoint("llama"), tmp_path, draft_source=str(checkpoint("llama")), draft_k=3))
     assert isinstance(built, Built)
     assert (len(built.compiled), built.pulled) == (2, [])
-    assert [one.startswith(says) for one in built.warnings] == [True, True]
+    assert [item.startswith(says) for item in built.warnings] == [True, True]
     ((how_loud, words),) = said(caplog)
     assert (how_loud, words.startswith(says), words.endswith("continuing without it")) == (level, True, True)
 
@@ -134,9 +134,9 @@ def test_a_prediction_names_the_unavailable_cache(
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", CACHE)
     fault(proxy)
     one = kept(checkpoint("llama"), tmp_path)
-    (told,) = prefetch._missing(one, build.predict(one))
-    assert told.startswith(f"model: this model has not been compiled; {says}")
-    assert told.count("the cache at") == 1
+    (result,) = prefetch._missing(one, build.predict(one))
+    assert result.startswith(f"model: this model has not been compiled; {says}")
+    assert result.count("the cache at") == 1
 
 
 def test_an_unavailable_cache_does_not_hide_local_artifacts(
@@ -160,10 +160,10 @@ def test_a_failed_push_is_reported(checkpoint: Checkpoints, tmp_path: Path, prox
     """With the action that is not allowed; the compiled artifacts stay."""
     _denied(proxy)
     one = kept(checkpoint("llama"), tmp_path)
-    told = asked(one, push=True)
-    assert isinstance(told, Built)
-    (why,) = told.unsent
-    assert (why.id, "s3:ListBucket" in why.what, told.pushed) == ("s3-denied", True, [])
+    result = asked(one, push=True)
+    assert isinstance(result, Built)
+    (why,) = result.unsent
+    assert (why.id, "s3:ListBucket" in why.what, result.pushed) == ("s3-denied", True, [])
     assert all(wanted.complete for wanted in build.predict(one).wanted)
 
 
