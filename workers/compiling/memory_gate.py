@@ -117,15 +117,19 @@ class MemoryGate:
         with self._changed:
             self._waiting.append(own)
             try:
-                self._begin()
                 while own not in self._running:
-                    self._changed.wait(LOOK_S)
-                    if stop.is_set():
-                        raise Stopped("stopped while waiting for memory to compile")
                     self._begin()
+                    if own not in self._running:
+                        self._changed.wait(LOOK_S)
+                        if stop.is_set():
+                            raise Stopped("stopped while waiting for memory to compile")
             except BaseException:
-                (self._running if own in self._running else self._waiting).remove(own)
+                if own in self._running:
+                    self._running.remove(own)
                 raise
+            finally:
+                if own in self._waiting:
+                    self._waiting.remove(own)
         try:
             yield
         finally:
