@@ -168,6 +168,7 @@ class Crowd:
                 assert self._go[name].wait(DEADLINE_S)
                 with self.changed:
                     del self.inside[name]
+                    self.changed.notify_all()
         except Stopped:
             with self.changed:
                 self.stopped.add(name)
