@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import HOST_ENGINES, TNX_UNPADDED, Engine, runs_on, takes_cores
+from placements.facts.engines import Engine, takes_cores
 from placements.facts.plural import counted
-from placements.facts.topology import DEGREES, TOPOLOGIES, Host, Topology, degree, documented
+from placements.facts.topology import Host
 from placements.planner.plan import plan
 from placements.planner.replica_demand import has_degree
-from placements.resources.memory import USABLE_HBM, MemoryEstimate, estimate, fits, host_memory, usable_hbm
 from placements.resources.threads import threads
-from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list, has_tp, on_each
+from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list
 from placements.rules.engine_rules import ENGINE_RULES
+from placements.rules.memory_rules import fits_host_memory, fits_memory
 from placements.rules.pin_rules import PIN_RULES, pins_do_not_overlap
+from placements.rules.tensor_parallel_rules import degree_is_legal, experts_divisible, heads_divisible
 from placements.spec.notation import SourceKind
 from placements.spec.problems import Problem, has_errors, in_order
 from placements.spec.schema import ModelSpec, Spec
@@ -100,128 +101,6 @@ def revisions_are_of_the_hub(case: Case) -> Iterator[Problem]:
 
 
 _NOT_ON_THE_HUB = {"path": "a folder", "s3": "in S3"}
-
-
-def degree_is_legal(case: Case) -> Iterator[Problem]:
-    """A host's family supports the tensor-parallel degree, and the host has the cores."""
-    tp, path, types = case.model.tp_degree, ("tp_degree",), case.fleet.types
-    if not types:
-        return
-    legal = [topology for topology in types if case.has_degree(topology)]
-    supported = {topology: [tp for tp in DEGREES[topology.family] if tp <= topology.cores] for topology in types}
-    if all(tp > topology.cores for topology in types):
-        what = f"tp_degree {tp} exceeds the {counted(types[0].cores, 'core')} of {case.hosts[0].name}"
-        if len(types) > 1:
-            sizes = on_each(types, lambda topology: counted(topology.cores, "core"))
-            what = f"tp_degree {tp} exceeds the cores of every host: {sizes}"
-        fitting = sorted({tp for degrees in supported.values() for tp in degrees})
-        hint = f"use one of {_listed(fitting)}, or a larger instance type"
-        yield case.problem("degree-exceeds-host", path, what, hint)
-    elif not legal:
-        what = f"tp_degree {tp} is not supported on {types[0].family} ({_listed(supported[types[0]])})"
-        if len(types) > 1:
-            what = f"tp_degree {tp} is not supported on any host: {on_each(types, lambda t: _listed(supported[t]))}"
-        hint = f"use one of these, or add allow_degrees: [{tp}] if you know that it works"
-        yield case.problem("illegal-degree", path, what, hint)
-    elif tp not in case.model.allow_degrees and not any(_is_documented(topology, tp) for topology in legal):
-        what = f"tp_degree {tp} is documented on one AWS page only, not in the guides of the engines"
-        if legal[0].lnc == 1:
-            what = f"tp_degree {tp} is documented for {legal[0].family} with lnc 2 only, but lnc is 1"
-        yield case.problem("undocumented-degree", path, what, f"allow_degrees: [{tp}] silences this", "warning")
-
-
-def heads_divisible(case: Case) -> Iterator[Problem]:
-    """tp_degree divides the attention heads, unless the spec allows padding."""
-    tp, checkpoint = case.model.tp_degree, case.checkpoint
-    if checkpoint is None or not case.hosts or case.model.allow_head_padding or checkpoint.heads % tp == 0:
-        return
-    dividing = [degree for degree in _degrees(case.fleet.types) if checkpoint.heads % degree == 0]
-    what = f"tp_degree {tp} does not divide the {checkpoint.heads} attention heads of {case.model.name}"
-    roomy = [degree for degree in dividing if any(case.has_room(degree, topology) for topology in case.fleet.types)]
-    hint = "add allow_head_padding: true for an engine that pads with zeros"
-    if roomy:
-        hint = f"use {_listed(roomy, 'or')}, or {hint}"
-    yield case.problem("heads-not-divisible", ("tp_degree",), what, hint)
-
-
-def experts_divisible(case: Case) -> Iterator[Problem]:
-    """transformers-neuronx assigns whole experts to cores, or groups of cores to experts."""
-    tp, experts = case.model.tp_degree, case.checkpoint.experts if case.checkpoint else None
-    if case.engine != "transformers-neuronx" or not experts or experts % tp == 0 or tp % experts == 0:
-        return
-    dividing = [degree for degree in _degrees(case.fleet.types) if experts % degree == 0 or degree % experts == 0]
-    what = f"tp_degree {tp} and the {experts} experts of {case.model.name} do not divide each other"
-    yield case.problem("experts-not-divisible", ("tp_degree",), what, f"use {_listed(dividing, 'or')}")
-
-
-def fits_memory(case: Case) -> Iterator[Problem]:
-    """Weights, KV cache and overhead fit into a core's HBM on at least one type."""
-    model, checkpoint, need = case.model, case.checkpoint, case.memory()
-    types = [topology for topology in case.fleet.types if case.has_degree(topology)] or case.fleet.types
-    if checkpoint is None or need is None or not types or any(fits(need, topology) for topology in types):
-        return
-    largest = max(types, key=lambda topology: topology.hbm_per_core_gib)
-    hbm, limit = largest.hbm_per_core_gib, usable_hbm(largest)
-    of = f" of {largest.instance}" if len(types) > 1 else ""
-    terms = f"{need} {need.on_cores(model.tp_degree)}, more than {USABLE_HBM} x {hbm} = {limit:.2f} GiB of HBM{of}"
-    setting = f"tp_degree {model.tp_degree}, max_batch {model.max_batch}, max_len {model.length(checkpoint)}"
-    what = f"{model.name} does not fit into memory with {setting}, {model.dtype_on(case.engine)}: {terms}"
-    ways = list(_ways_to_fit(case, types))
-    hint = "; or ".join(ways) or "use a larger instance type and a greater tp_degree"
-    yield case.problem("hbm-exceeded", ("tp_degree",), what, hint)
-
-
-def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
-    """Yields changes that would make the model fit the HBM of these types."""
-    model, checkpoint = case.model, case.checkpoint
-    assert checkpoint is not None
-
-    def needs(**fields: object) -> MemoryEstimate:
-        return estimate(model.model_copy(update=fields), checkpoint, case.engine, case.draft)
-
-    for tp in _degrees(case.fleet.types):
-        larger = needs(tp_degree=tp)
-        divides = tp > model.tp_degree and checkpoint.heads % tp == 0
-        if divides and any(fits(larger, topology) for topology in case.fleet.types if has_tp(topology, tp)):
-            yield f"tp_degree {tp} needs {larger.total:.2f} GiB {larger.on_cores(tp)}"
-            break
-    if any(fits(needs(max_batch=1, max_len=1), topology) for topology in types):
-        yield "lower max_batch or max_len, or set hbm_overhead_gib if you measured the overhead"
-        return
-    smaller = needs(quantize="int8")
-    supported = case.engine not in HOST_ENGINES and (
-        case.engine != "transformers-neuronx" or checkpoint.model_type not in TNX_UNPADDED
-    )
-    if model.quantize is None and supported and any(fits(smaller, topology) for topology in types):
-        yield f"quantize: int8 needs {smaller.total:.2f} GiB {smaller.on_cores(model.tp_degree)}"
-    need = needs()
-    for topology in TOPOLOGIES.values():
-        served = not topology.note and runs_on(case.engine, topology.family)
-        if served and topology not in types and case.has_degree(topology) and fits(need, topology):
-            yield f"use {topology.instance}, whose cores have {usable_hbm(topology):.2f} GiB usable"
-            break
-
-
-def fits_host_memory(case: Case) -> Iterator[Problem]:
-    """One replica fits into the memory of at least one host while it loads."""
-    model, checkpoint = case.model, case.checkpoint
-    hosts = [host for host, _ in (case.fleet if case.hosts else case.all_hosts).kinds]
-    hosts = [host for host in hosts if case.suits(host)]
-    memory = [host.memory_gib for host in hosts if host.memory_gib is not None]
-    if not memory or len(memory) < len(hosts):
-        return
-    if model.host_memory_gib is not None:
-        need, path = model.host_memory_gib, "host_memory_gib"
-    elif checkpoint is not None:
-        need, path = host_memory(model, checkpoint, case.engine, case.draft).load, "source"
-    else:
-        return
-    largest = max(hosts, key=lambda host: host.memory_gib or 0.0)
-    if need > max(memory):
-        what = f"a replica of {model.name} needs {need:.2f} GiB of host memory to load"
-        what += f", but {largest.name} has {max(memory):g} GiB for replicas"
-        hint = "use a larger instance type, or set host_memory_gib if you measured less"
-        yield case.problem("host-memory-exceeded", (path,), what, hint)
 
 
 def spread_leaves_room(case: Case) -> Iterator[Problem]:
@@ -415,21 +294,3 @@ def max_can_fit(
             what = f"max {most} of {model.name} can never fit: there is room for {placed} beside the min of the others"
             hint = f"set replicas.max to {max(1, placed)}, or add hosts"
             yield Problem("max-never-fits", "warning", spec.where("models", model.name, "replicas", "max"), what, hint)
-
-
-# Formatting
-
-
-def _is_documented(topology: Topology, tp: int) -> bool:
-    row = degree(topology.family, tp)
-    return row is not None and documented(topology, row)
-
-
-def _degrees(types: Sequence[Topology]) -> list[int]:
-    """Returns the degrees that any of the types supports, ascending."""
-    return sorted({tp for topology in types for tp in DEGREES[topology.family] if tp <= topology.cores})
-
-
-def _listed(numbers: Sequence[int], word: str = "and") -> str:
-    words = [str(number) for number in numbers]
-    return f"{', '.join(words[:-1])} {word} {words[-1]}" if len(words) > 1 else "".join(words)

@@ -1,0 +1,82 @@
+"""Rules of memory: a model fits the HBM of its cores and the memory of its host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from placements.facts.engines import HOST_ENGINES, TNX_UNPADDED, runs_on
+from placements.facts.topology import TOPOLOGIES, Topology
+from placements.resources.memory import USABLE_HBM, MemoryEstimate, estimate, fits, host_memory, usable_hbm
+from placements.rules.case import Case, has_tp
+from placements.rules.tensor_parallel_rules import degrees_of
+from placements.spec.problems import Problem
+
+
+def fits_memory(case: Case) -> Iterator[Problem]:
+    """Weights, KV cache and overhead fit into a core's HBM on at least one type."""
+    model, checkpoint, need = case.model, case.checkpoint, case.memory()
+    types = [topology for topology in case.fleet.types if case.has_degree(topology)] or case.fleet.types
+    if checkpoint is None or need is None or not types or any(fits(need, topology) for topology in types):
+        return
+    largest = max(types, key=lambda topology: topology.hbm_per_core_gib)
+    hbm, limit = largest.hbm_per_core_gib, usable_hbm(largest)
+    of = f" of {largest.instance}" if len(types) > 1 else ""
+    terms = f"{need} {need.on_cores(model.tp_degree)}, more than {USABLE_HBM} x {hbm} = {limit:.2f} GiB of HBM{of}"
+    setting = f"tp_degree {model.tp_degree}, max_batch {model.max_batch}, max_len {model.length(checkpoint)}"
+    what = f"{model.name} does not fit into memory with {setting}, {model.dtype_on(case.engine)}: {terms}"
+    ways = list(_ways_to_fit(case, types))
+    hint = "; or ".join(ways) or "use a larger instance type and a greater tp_degree"
+    yield case.problem("hbm-exceeded", ("tp_degree",), what, hint)
+
+
+def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
+    """Yields changes that would make the model fit the HBM of these types."""
+    model, checkpoint = case.model, case.checkpoint
+    assert checkpoint is not None
+
+    def needs(**fields: object) -> MemoryEstimate:
+        return estimate(model.model_copy(update=fields), checkpoint, case.engine, case.draft)
+
+    for tp in degrees_of(case.fleet.types):
+        larger = needs(tp_degree=tp)
+        divides = tp > model.tp_degree and checkpoint.heads % tp == 0
+        if divides and any(fits(larger, topology) for topology in case.fleet.types if has_tp(topology, tp)):
+            yield f"tp_degree {tp} needs {larger.total:.2f} GiB {larger.on_cores(tp)}"
+            break
+    if any(fits(needs(max_batch=1, max_len=1), topology) for topology in types):
+        yield "lower max_batch or max_len, or set hbm_overhead_gib if you measured the overhead"
+        return
+    smaller = needs(quantize="int8")
+    supported = case.engine not in HOST_ENGINES and (
+        case.engine != "transformers-neuronx" or checkpoint.model_type not in TNX_UNPADDED
+    )
+    if model.quantize is None and supported and any(fits(smaller, topology) for topology in types):
+        yield f"quantize: int8 needs {smaller.total:.2f} GiB {smaller.on_cores(model.tp_degree)}"
+    need = needs()
+    for topology in TOPOLOGIES.values():
+        served = not topology.note and runs_on(case.engine, topology.family)
+        if served and topology not in types and case.has_degree(topology) and fits(need, topology):
+            yield f"use {topology.instance}, whose cores have {usable_hbm(topology):.2f} GiB usable"
+            break
+
+
+def fits_host_memory(case: Case) -> Iterator[Problem]:
+    """One replica fits into the memory of at least one host while it loads."""
+    model, checkpoint = case.model, case.checkpoint
+    hosts = [host for host, _ in (case.fleet if case.hosts else case.all_hosts).kinds]
+    hosts = [host for host in hosts if case.suits(host)]
+    memory = [host.memory_gib for host in hosts if host.memory_gib is not None]
+    if not memory or len(memory) < len(hosts):
+        return
+    if model.host_memory_gib is not None:
+        need, path = model.host_memory_gib, "host_memory_gib"
+    elif checkpoint is not None:
+        need, path = host_memory(model, checkpoint, case.engine, case.draft).load, "source"
+    else:
+        return
+    largest = max(hosts, key=lambda host: host.memory_gib or 0.0)
+    if need > max(memory):
+        what = f"a replica of {model.name} needs {need:.2f} GiB of host memory to load"
+        what += f", but {largest.name} has {max(memory):g} GiB for replicas"
+        hint = "use a larger instance type, or set host_memory_gib if you measured less"
+        yield case.problem("host-memory-exceeded", (path,), what, hint)
