@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Generic, Literal, NamedTuple
 
-from orchestrator.dispatch.queue_orders import REMEMBERED, DeadlineOrder, FairOrder, W
+from orchestrator.dispatch.deadline_order import DeadlineOrder
+from orchestrator.dispatch.fair_order import REMEMBERED, FairOrder
+from orchestrator.dispatch.queued_request import W
 
 W_PROMPT = 1.0  # charge for a prompt token; both weights are those of the paper's experiments
 W_OUTPUT = 2.0

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from orchestrator.dispatch.fair_order import RECENT, REMEMBERED
 from orchestrator.dispatch.fair_queue import FairQueue, Order, QueueFull
-from orchestrator.dispatch.queue_orders import RECENT, REMEMBERED
 
 
 @dataclass(frozen=True, eq=False)
