@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers.test_families_457 import DEADLINE_S, run
+from tests.workers.engines.test_families_transformers_4_57 import DEADLINE_S, run
 
 PYTHON = "python3.10"
 PACKAGES = ("transformers==4.47.0", "msgspec", "psutil", "pydantic", "PyYAML", "jinja2", "numpy", "cronsim")

@@ -1,0 +1,280 @@
+"""The doctor finds what is wrong with a machine, and says nothing of what is well."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from orchestrator.cli import doctor as doctor_command
+from orchestrator.cli import main as cli
+from orchestrator.cli.diagnosis import FleetReading, InterpreterReading, Readings, ReplicaReading, Report, report
+from orchestrator.cli.doctor import text
+from tests.doubles import Neuron
+from tests.doubles.machine import Machine, build_machine, make_interpreter
+from tests.orchestrator.fakefleet import LiveAdmin
+from workers.engines.package_contract import Drift
+from workers.host.facts.machine import HostFacts, NeuronProcess
+from workers.host.facts.neuron_ls import Device
+from workers.host.facts.versions import Versions
+from workers.host.interpreter import Interpreter
+
+DEADLINE_S = 30
+PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
+FOLDER = "/opt/fleet/lib/python3.10/site-packages"
+DEVICES = tuple(Device(index=index, cores=(2 * index, 2 * index + 1)) for index in range(6))
+FACTS = HostFacts(
+    instance_type="inf2.24xlarge",
+    devices=DEVICES,
+    processes=(),
+    versions=Versions(driver="2.19.64.0", runtime="2.22.19.0", tools="2.20.204.0"),
+    runtimes=(),
+    problems=(),
+)
+OWN = Interpreter(
+    python="/opt/fleet/bin/python",
+    version="3.10.12",
+    executable="/opt/fleet/bin/python",
+    ray="2.60.0",
+    corewright="0.1.0",
+    folders={name: f"{FOLDER}/{name}" for name in ("placements", "workers", "orchestrator")},
+)
+NXD = msgspec.structs.replace(
+    OWN,
+    python="/opt/aws_neuronx_venv_pytorch_2_9_nxd_inference/bin/python",
+    packages={"neuronx-distributed-inference": "0.8.16251"},
+)
+NXD_DRIFT = Drift("nxd-inference", "neuronx_distributed_inference", "0.8.16251", "0.8")
+WELL = Readings(
+    corewright="0.1.0",
+    python="3.10.12",
+    ray="2.60.0",
+    package_folder=FOLDER,
+    dev=tuple(range(6)),
+    facts=FACTS,
+    interpreters=(
+        InterpreterReading(OWN),
+        InterpreterReading(NXD, ("nxd-inference",), "fleet.yaml:4:27", (NXD_DRIFT,)),
+    ),
+    spec="fleet.yaml",
+)
+HOLDER = NeuronProcess(pid=71, devices=(2, 3), cores=(4, 5, 6, 7), command="python serve.py", runtime_version="2.22")
+FLEET = FleetReading("chat", "http://127.0.0.1:8080", False, (ReplicaReading("chat/0", 71, "4-7", "ready"),))
+
+
+def problems_of(**changes: Any) -> list[tuple[str, str, str]]:
+    """Id, severity and place of each finding."""
+    problems = report(dataclasses.replace(WELL, **changes)).problems
+    return [(problem.id, problem.severity, problem.where) for problem in problems]
+
+
+def facts(**changes: Any) -> HostFacts:
+    return msgspec.structs.replace(FACTS, **changes)
+
+
+def with_second(**changes: Any) -> tuple[InterpreterReading, ...]:
+    """The interpreters, the second one changed."""
+    return (WELL.interpreters[0], dataclasses.replace(WELL.interpreters[1], **changes))
+
+
+def test_a_healthy_machine_has_no_findings() -> None:
+    """Devices match the instance type, no foreign process uses cores, interpreters agree, engines are as recorded."""
+    assert problems_of() == []
+
+
+def test_a_laptop_has_no_findings() -> None:
+    """Without Neuron devices."""
+    assert problems_of(dev=(), facts=facts(instance_type=None, devices=(), versions=Versions()), spec=None) == []
+
+
+def test_a_foreign_package_of_the_same_name_is_reported() -> None:
+    """`workers` is a common word; the replicas would import the other package."""
+    folders = {**OWN.folders, "workers": "/home/ada/project/workers"}
+    own = InterpreterReading(msgspec.structs.replace(OWN, folders=folders))
+    assert problems_of(interpreters=(own,)) == [("package-elsewhere", "error", "")]
+
+
+@pytest.mark.parametrize(("beside", "ids"), [("4.47.1", []), ("5.0.0", ["rotary-misread"])])
+def test_a_transformers_that_hides_rope_theta_is_a_warning(beside: str, ids: list[str]) -> None:
+    """Beside transformers-neuronx, if a model needs that engine."""
+    tnx = msgspec.structs.replace(OWN, packages={"transformers-neuronx": "0.13.380", "transformers": beside})
+    interpreters = (WELL.interpreters[0], InterpreterReading(tnx, ("transformers-neuronx",), "fleet.yaml:4:27"))
+    assert problems_of(interpreters=interpreters) == [(id, "warning", "fleet.yaml:4:27") for id in ids]
+
+
+@pytest.mark.parametrize(("dev", "listed"), [(range(5), 5), (range(6), 5)], ids=["instance", "neuron-ls"])
+def test_missing_devices_are_reported(dev: range, listed: int) -> None:
+    """Fewer in /dev than the instance type has, or than neuron-ls lists."""
+    assert problems_of(dev=tuple(dev), facts=facts(devices=DEVICES[:listed])) == [("devices-differ", "warning", "")]
+
+
+def test_unreadable_facts_are_reported_with_the_readers_remedy() -> None:
+    fact = "neuron-ls: found neither in /opt/aws/neuron/bin nor on PATH; install aws-neuronx-tools"
+    (problem,) = report(dataclasses.replace(WELL, facts=facts(problems=(fact,)))).problems
+    assert (problem.id, problem.hint) == ("host-unread", "install aws-neuronx-tools")
+
+
+def test_a_foreign_process_on_the_cores_is_reported() -> None:
+    """With a fleet that does not have the process, and with a spec for the machine."""
+    expected = [("cores-foreign", "warning", "")]
+    assert problems_of(facts=facts(processes=(HOLDER,))) == expected
+    fleet = dataclasses.replace(FLEET, replicas=())
+    assert problems_of(facts=facts(processes=(HOLDER,)), fleet=fleet, spec=None) == expected
+
+
+def test_a_replica_on_its_cores_is_not_reported() -> None:
+    """Its pid is the fleet's."""
+    assert problems_of(facts=facts(processes=(HOLDER,)), fleet=FLEET) == []
+
+
+def test_a_process_is_only_listed_without_a_fleet_and_a_spec() -> None:
+    result = dataclasses.replace(WELL, facts=facts(processes=(HOLDER,)), spec=None)
+    drawn = report(result)
+    assert drawn.problems == ()
+    assert [held["cores"] for held in drawn.as_dict()["held"]] == ["4-7"]
+
+
+def test_a_replica_without_cores_is_reported() -> None:
+    """It is ready, but neuron-ls shows its process on no device."""
+    assert problems_of(fleet=FLEET) == [("cores-unheld", "warning", "")]
+
+
+def test_emulated_cores_are_not_searched_for_on_the_machine() -> None:
+    """They are locks: no Neuron tool shows them, and processes on real cores do not conflict with them."""
+    assert problems_of(fleet=dataclasses.replace(FLEET, emulated=True)) == []
+    assert problems_of(emulates=True, facts=facts(processes=(HOLDER,))) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "id"),
+    [
+        ({"trouble": "missing", "error": "/opt/x is not there"}, "interpreter-missing"),
+        ({"ray": "2.44.0"}, "interpreter-ray-differs"),
+        ({"version": "3.12.1"}, "interpreter-python-differs"),
+        ({"corewright": None}, "interpreter-corewright-differs"),
+        ({"packages": {}}, "engine-not-installed"),
+    ],
+)
+def test_an_unsuitable_interpreter_is_reported(changes: dict[str, Any], id: str) -> None:
+    """At its place in the spec, before a core is claimed."""
+    changed = msgspec.structs.replace(NXD, **changes)
+    assert problems_of(interpreters=with_second(interpreter=changed, drifts=())) == [(id, "error", "fleet.yaml:4:27")]
+
+
+def test_engine_auto_without_an_installed_engine_is_reported() -> None:
+    """Neither in the command's own interpreter nor in those of the spec."""
+    own = dataclasses.replace(WELL.interpreters[0], needed_for=("auto",))
+    assert problems_of(interpreters=(own,)) == [("engine-not-installed", "error", "")]
+    assert problems_of(interpreters=(own, WELL.interpreters[1])) == []
+
+
+def test_drift_is_reported_for_engines_in_use() -> None:
+    """In one finding for each engine; the JSON report has every line."""
+    changes = tuple((f"f{index}", "has another signature") for index in range(5))
+    drifts = (dataclasses.replace(NXD_DRIFT, changed=changes),)
+    interpreters = with_second(drifts=drifts)
+    (problem,) = report(dataclasses.replace(WELL, interpreters=interpreters)).problems
+    assert (problem.id, problem.severity, problem.what.endswith("; and 2 more")) == ("engine-drift", "warning", True)
+    assert problems_of(interpreters=with_second(drifts=drifts, needed_for=())) == []
+
+
+def test_an_engine_that_does_not_run_on_this_machine_is_reported() -> None:
+    """NxD Inference 0.9 needs Trainium 2."""
+    drift = dataclasses.replace(NXD_DRIFT, installed="0.9.1", recorded="0.9")
+    assert problems_of(interpreters=with_second(drifts=(drift,))) == [
+        ("engine-unsupported-here", "warning", "fleet.yaml:4:27")
+    ]
+
+
+def shown() -> Report:
+    """The example of docs/cli.md."""
+    return report(dataclasses.replace(WELL, facts=facts(processes=(HOLDER,)), fleet=FLEET))
+
+
+def test_the_documented_example_is_the_printed_report() -> None:
+    assert f"```text\n{text(shown())}\n```" in PAGE.read_text()
+
+
+def test_the_report_has_the_documented_keys() -> None:
+    """As the table of `corewright doctor` lists them."""
+    section = PAGE.read_text().partition("### `corewright doctor`")[2].partition("\n### ")[0]
+    for key in shown().as_dict():
+        assert f"| `{key}` |" in section, key
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return build_machine(tmp_path_factory.mktemp("machine") / "inf2", "inf2.24xlarge")
+
+
+def test_a_whole_machine_is_read(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Devices, driver, a stranger on cores and an interpreter with another Ray, each found by the command itself."""
+    other = make_interpreter(tmp_path / "other", neuron=False, instead={"ray": "2.44.0"})
+    (tmp_path / "spec.yaml").write_text(
+        f"hosts: {{instance: inf2.24xlarge}}\nengines:\n  nxd-inference: {{python: {other}}}\n"
+        "models: {a: {engine: echo}}\n"
+    )
+    for name, value in {**machine.env, "COREWRIGHT_HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)
+    holder = subprocess.Popen(
+        [
+            machine.python,
+            "-c",
+            "from neuron_double.runtime import runtime; runtime().claim(); print(flush=True); input()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "NEURON_RT_VISIBLE_CORES": "4-7"},
+    )
+    try:
+        assert holder.stdout is not None
+        assert select.select([holder.stdout], [], [], DEADLINE_S)[0]
+        ended = cli.run(["doctor", str(tmp_path / "spec.yaml"), "-o", "json"])
+    finally:
+        holder.kill()
+        holder.communicate()
+
+    answer = json.loads(capsys.readouterr().out)
+    assert ended == 1
+    assert {problem["id"] for problem in answer["problems"]} == {"cores-foreign", "interpreter-ray-differs"}
+    assert (answer["machine"]["instance"], answer["machine"]["devices"]) == ("inf2.24xlarge", list(range(6)))
+    assert [(held["cores"], held["pid"], held["replica"]) for held in answer["held"]] == [("4-7", holder.pid, None)]
+    assert [interpreter["python"] for interpreter in answer["interpreters"]] == [sys.executable, str(other)]
+
+
+def test_the_running_fleet_is_queried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its name is shown; an unresponsive fleet is a finding, and the rest is checked all the same."""
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor_command, "_interpreters", lambda file: list(WELL.interpreters[:1]))
+    monkeypatch.setattr(doctor_command.orchestrator, "__file__", f"{FOLDER}/orchestrator/__init__.py")  # type: ignore[attr-defined]
+    monkeypatch.setattr(doctor_command.platform, "python_version", lambda: "3.10.12")  # type: ignore[attr-defined]
+    admin = LiveAdmin()
+    try:
+        monkeypatch.setenv("COREWRIGHT_URL", admin.url)
+        monkeypatch.setenv("COREWRIGHT_TOKEN", "secret")
+        assert cli.run(["doctor"]) == 0
+        assert f"two at {admin.url}\n" in capsys.readouterr().out
+    finally:
+        admin.close()
+
+    assert cli.run(["doctor"]) == 1
+    assert "error: fleet-unreachable" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # a test of the stand-ins
+@pytest.mark.parametrize("engine", ["nxd-inference", "transformers-neuronx"])
+def test_the_stand_ins_have_no_drift(engine: str, machine: Machine, neuron: Neuron) -> None:
+    """They have the signatures of the recorded packages."""
+    assert doctor_command._drift(str(machine.python), engine, "?").lines() == []

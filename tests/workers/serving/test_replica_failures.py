@@ -1,0 +1,205 @@
+"""Failures of loads and engine steps: the Neuron runtime's own messages replace vague causes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from tests.workers.artifacts.test_artifact_fetcher import CONFIG
+from tests.workers.host.test_facts_reading import tool
+from tests.workers.tnx_runs import config
+from workers.artifacts.sources.listing import SourceError
+from workers.batching.batcher_stats import BatcherStats
+from workers.host import host_facts
+from workers.host.core_claims import CoresTaken
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
+from workers.neff_cache import compiled_artifacts
+from workers.serving.failures import failure_of
+from workers.serving.replica import Replica
+
+TAKEN = "NRT:nrt_allocate_neuron_cores   NeuronCore(s) not available - Requested:nc2-nc3 Available:1"
+
+
+def failure(error: Exception, log: Path) -> Failure:
+    """The failure of a load that wrote this log."""
+    return failure_of("load-failed", error, "the load", config(log, log=str(log), cores=[2, 3]))
+
+
+def replica(phase: Phase, failure: Failure | None = None) -> Replica:
+    """A replica in this phase, without a process of its own."""
+    replica = Replica.__new__(Replica)
+    replica._changed = threading.Condition()
+    replica._status = ReplicaStatus(version=1, phase=phase, pid=1, started=0.0, failure=failure)
+    replica._batcher = None
+    return replica
+
+
+def test_a_vague_failure_is_explained_by_the_log(tmp_path: Path) -> None:
+    """C libraries write to it. Lines from before this start do not count."""
+    log = tmp_path / "m-0.log"
+    log.write_text("nrt_execute status=1201\n")
+    with log.open("ab") as file:
+        host_facts.mark_log(file.fileno())
+    vague = Failure("load-failed", "RuntimeError: boom", f"the log is {log}")
+    assert failure(RuntimeError("boom"), log) == vague
+    with log.open("a") as more:
+        more.write("ERROR NRT:nrt_load   NEFF version mismatch supported: 1.1 received: 2.0\n")
+    explained = failure(RuntimeError("boom"), log)
+    assert (explained.id, explained.reaction) == ("neff-unsupported", Reaction.STOP)
+
+
+@pytest.mark.parametrize(("phase", "reaction"), [(Phase.LOADING, Reaction.STOP), (Phase.READY, Reaction.RETRY)])
+def test_only_a_replica_that_has_served_is_retried_after_any_fault(phase: Phase, reaction: Reaction) -> None:
+    """Its model fits, since it once ran."""
+    failing = replica(phase)
+    failing._fail(Failure("hbm-exhausted", "the cores' memory is full", reaction=Reaction.STOP))
+    assert failing._status.failure is not None
+    assert failing._status.failure.reaction is reaction
+
+
+@pytest.mark.parametrize(
+    "batcher", [None, SimpleNamespace(stats=BatcherStats(4, 0, 0, 0, 9, 9, None, 1.0, False, None))]
+)
+def test_the_status_has_the_time_spent_on_compiling(batcher: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also during the load, whose deadline does not count this time."""
+    spent = compiled_artifacts.Stopwatch(clock=iter([100.0, 160.0, 160.0]).__next__)
+    monkeypatch.setattr(compiled_artifacts, "SPENT", spent)
+    loading = replica(Phase.LOADING)
+    loading._batcher = batcher  # type: ignore[assignment]
+    with compiled_artifacts.SPENT.running():
+        assert loading._reading().compile_s == 60.0
+
+
+def test_a_specific_error_of_an_engine_is_not_replaced(tmp_path: Path) -> None:
+    """Whatever else the log shows."""
+    error = EngineLoadError("weights-missing", "no safetensors", "copy them")
+    (tmp_path / "m-0.log").write_text("nrt_execute status=5\n")
+    assert failure(error, tmp_path / "m-0.log") == Failure(error.id, error.what, error.hint)
+
+
+@pytest.mark.parametrize(
+    ("error", "id", "reaction"),
+    [
+        (EngineLoadError("engine-not-installed", "the cpu engine needs torch"), "engine-not-installed", Reaction.STOP),
+        (EngineLoadError("weights-missing", "no safetensors"), "weights-missing", Reaction.RETRY),
+        (SourceError("source-missing", "no such bucket"), "source-missing", Reaction.RETRY),
+        (CoresTaken([0, 1], {1: 99}), "cores-taken", Reaction.RETRY),
+        (ZeroDivisionError("division by zero"), "load-failed", Reaction.RETRY),
+    ],
+)
+def test_each_error_of_a_load_has_its_id_and_reaction(
+    error: Exception, id: str, reaction: Reaction, tmp_path: Path
+) -> None:
+    """Another process would not have a missing engine either: only that one stops."""
+    cause = failure(error, tmp_path / "none.log")
+    assert (cause.id, cause.reaction) == (id, reaction)
+
+
+def test_a_step_without_memory_has_the_cause_out_of_memory(tmp_path: Path) -> None:
+    """Its text names the activity."""
+    shortage = failure(MemoryError(), tmp_path / "none.log")
+    assert (shortage.id, "the load" in shortage.what) == ("out-of-memory", True)
+
+
+@pytest.fixture
+def holder() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with core 3 in its NEURON_RT_VISIBLE_CORES."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "input()"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "NEURON_RT_VISIBLE_CORES": "3"},
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_the_failure_of_taken_cores_has_their_owner(
+    holder: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pid and command, as reported by neuron-ls."""
+    device = {"neuron_device": 1, "nc_count": 2, "neuroncore_ids": [2, 3], "memory_size": 1, "bdf": "00:1f.0"}
+    device["neuron_processes"] = [{"pid": holder.pid, "command": "python", "neuron_runtime_version": "2.22"}]
+    (tmp_path / "listing.json").write_text(json.dumps([device]))
+    tool(tmp_path / "opt/aws/neuron/bin", "neuron-ls", f"cat {tmp_path}/listing.json")
+    monkeypatch.setenv(host_facts.ROOT_VARIABLE, str(tmp_path))
+
+    taken = failure(RuntimeError(TAKEN), tmp_path / "none.log")
+
+    assert (taken.id, taken.reaction) == ("cores-taken", Reaction.ELSEWHERE)
+    assert "nc2-nc3 were requested, 1 of them" in taken.what
+    assert f"held: nc3 by pid {holder.pid} (python)" in taken.what
+
+
+@pytest.mark.slow
+def test_a_log_has_no_progress_bars(checkpoint: Callable[[str], Path]) -> None:
+    """After an engine is opened, in a replica or by `corewright generate`, transformers draws none."""
+    cpu = msgspec.structs.replace(CONFIG, engine="cpu", source=str(checkpoint("llama")), draft_source=None)
+    program = "import sys\n"
+    program += "import msgspec\n"
+    program += "from workers.engines.open_engine import open_engine\n"
+    program += "from workers.messages.replica_config import ReplicaConfig\n"
+    program += "open_engine(msgspec.json.decode(sys.argv[1], type=ReplicaConfig)).load()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program, msgspec.json.encode(cpu).decode()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "Loading" not in done.stdout + done.stderr
+
+
+def test_the_first_cause_of_a_failure_stays() -> None:
+    """A failed step also ends the first generation, which then fails for that reason."""
+    first = Failure("engine-failed", "RuntimeError: boom")
+    failing = replica(Phase.FAILED, first)
+    failing._fail(Failure("probe-failed", "no answer"))
+    assert failing._status.failure == first
+
+
+# Starts a replica without Ray, waits until it is ready or has failed, and prints its status.
+REPLICA = """
+import os, sys
+output = os.fdopen(os.dup(1), "wb")
+import msgspec
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Phase
+from workers.serving.replica import Replica
+replica = Replica(msgspec.json.decode(sys.argv[1], type=ReplicaConfig))
+status = replica.watch(0, 0)
+while status.phase is Phase.LOADING:
+    status = replica.watch(status.version, 60)
+output.write(msgspec.json.encode(status))
+output.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(
+    ("engine", "phase", "id"), [("echo", Phase.READY, None), ("nxd-inference", Phase.FAILED, "engine-not-installed")]
+)
+def test_a_replica_reports_the_end_of_its_load(engine: str, phase: Phase, id: str | None) -> None:
+    """Its process runs on after a failure, until the status is read."""
+    with tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp") as folder:
+        path = Path(folder)
+        placed = config(path, engine=engine, log=str(path / "m-0.log"), socket=str(path / "s"), cores=[])
+        result = subprocess.run(
+            [sys.executable, "-c", REPLICA, msgspec.json.encode(placed).decode()],
+            capture_output=True,
+            timeout=100,
+            check=True,
+        )
+    status = msgspec.json.decode(result.stdout, type=ReplicaStatus)
+    assert (status.phase, status.failure and status.failure.id) == (phase, id)
