@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +23,7 @@ def first_sentence(path: Path) -> str:
 
 
 def listing() -> str:
-    """One heading for each package, one line for each room, one for each module below it."""
+    """One heading for each package, a line for each room, an item for each module below it."""
     lines: list[str] = []
     for package in PACKAGES:
         for folder in sorted({path.parent for path in (ROOT / package).rglob("*.py") if "examples" not in path.parts}):
@@ -30,7 +31,8 @@ def listing() -> str:
             lines += ["", f"### {name}" if folder.name == package else f"**{name}**", ""]
             lines += [f"{first_sentence(folder / '__init__.py')}.", ""]
             modules = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
-            lines += [f"- `{path.name}`: {first_sentence(path)}" for path in modules]
+            items = [f"- `{path.name}`: {first_sentence(path)}" for path in modules]
+            lines += [textwrap.fill(item, 120, subsequent_indent="  ", break_on_hyphens=False) for item in items]
     return "\n".join(lines[1:]).replace("\n\n\n", "\n\n")
 
 

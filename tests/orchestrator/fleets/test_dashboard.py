@@ -222,7 +222,7 @@ def test_prometheus_finds_the_cores_of_each_host_by_state(fleet: LiveFleet) -> N
     def cores() -> dict[str, float]:
         return {key[2]: value for key, value in exported(fleet).items() if key[0] == "ray_corewright_cores"}
 
-    found = until(lambda: len(told := cores()) == 4 and told, EXPORTED_S, "the cores are exported")
+    found = until(lambda: len(states := cores()) == 5 and states, EXPORTED_S, "the cores are exported")
     assert found == {"leased": 13, "free": 11, "cordoned": 0, "quarantined": 0, "reserved": 0}
 
 

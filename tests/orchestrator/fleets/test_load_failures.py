@@ -29,7 +29,7 @@ BROKEN_S = 360.0  # 31 s of pauses and six starts of every model, with two CPUs 
 REQUEST_S = 120.0
 PAUSES = {failures: FIRST_BACKOFF_S * 2 ** (failures - 1) for failures in range(1, BREAKER_AFTER)}
 PAUSES[BREAKER_AFTER] = BREAKER_PAUSE_S
-FAILED_AT = re.compile(r"^(\S+ \S+) ERROR workers\.replica: ([a-z-]+): ", re.MULTILINE)
+FAILED_AT = re.compile(r"^(\S+ \S+) ERROR workers\.serving\.replica: ([a-z-]+): ", re.MULTILINE)
 
 # 1024 slots of 2^20 tokens are 2^47 bytes of keys in one tensor with these heads: no process has so many addresses, so
 # the system refuses at once, whatever it promises of memory, and fills none.
@@ -93,7 +93,7 @@ class Fault:
 FAULTS = {
     "no-weights": Fault(
         "weights-missing",
-        ("lacks model.safetensors",),
+        ("is missing model.safetensors",),
         lambda p: None,
         later=lambda p: (p / "model.safetensors").unlink(),
     ),
