@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
+from orchestrator.control.reconcile import DRAIN_GRACE_S, Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.fleet.replica_states import Signal, State, advance
 from orchestrator.fleet.snapshot import BREAKER_PAUSE_S, Observed, ReplicaView
 from orchestrator.rollout.rollout_step import ReplicaTarget
@@ -234,3 +234,12 @@ def test_a_step_over_its_deadline_is_a_failure_while_serving_and_while_draining(
         what = "step-stuck: one engine step has run for 61 s, the deadline is 60 s"
         assert decide([target()], stuck) == [Fail(stuck, what)]
         assert Fail not in {type(action) for action in decide([target()], dataclasses.replace(stuck, step_s=60.0))}
+
+
+def test_a_replica_that_outlives_its_drain_deadline_is_stopped() -> None:
+    """With the grace that an unresponsive replica gets, and not a moment earlier."""
+    draining = view(State.DRAINING, since=10.0, deadlines=Deadlines(drain_s=30.0))
+    end = 10.0 + 30.0 + DRAIN_GRACE_S
+
+    assert decide([], draining, now=end) == []
+    assert decide([], draining, now=end + 0.1) == [Stop(draining, "its drain deadline has passed")]
