@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Shutdown: 20 s of drain by default, and all processes gone within 30 s.
-STOP_GRACE_S = 2.0  # for replicas to stop after the drain
+SHUTDOWN_GRACE_S = 2.0  # for replicas to stop after the drain
 GATEWAY_STOP_S = 3.0
 LAST_DEADLINE_S = 3.0  # for killed processes to exit
 LEFTOVERS_DEADLINE_S = 8.0  # for processes of an earlier, killed daemon; the documented limit is 10 s
@@ -451,7 +451,7 @@ class Daemon:
         if self._controller is not None:
             controller = self._controller
             with contextlib.suppress(CallFailed, ActorUnavailable):
-                answer(lambda: controller.shutdown.remote(drain_s), drain_s + STOP_GRACE_S)
+                answer(lambda: controller.shutdown.remote(drain_s), drain_s + SHUTDOWN_GRACE_S)
         if self._serve_up:
             stopping = threading.Thread(target=_log_errors, args=(actors.stop_gateway,), daemon=True)
             stopping.start()
