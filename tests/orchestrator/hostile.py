@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.fleet import until
 from workers.engines.echo import echo_tokens
@@ -274,6 +274,15 @@ class Droves:
             connection.close()
 
 
+class Lost(NamedTuple):
+    """A request whose connection broke; the times are monotonic."""
+
+    client: int
+    began: float
+    ended: float
+    error: str
+
+
 class Steady:
     """Ordinary clients that ask one question after the other for as long as the block lasts, in turn on a connection
     that they keep and on a new one, streamed and whole. Every answer must be exact; all else is in ``wrong``."""
@@ -293,7 +302,7 @@ class Steady:
         """``may_lose``: a connection may break under a request (it is counted as lost), but none may be refused."""
         self.counts: Counter[str] = Counter()  # "exact", "lost", and "again" for what a closed kept connection cost
         self.wrong: list[str] = []
-        self.lost: list[str] = []  # each with when it began and ended (monotonic), and how
+        self.lost: list[Lost] = []
         self.slowest_s = 0.0
         self._port, self._model, self._tokens, self._tls = port, model, tokens, tls
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -360,7 +369,7 @@ class Steady:
                 return
             except (Closed, ConnectionError) as error:
                 self._count("lost")
-                self.lost.append(f"{prompt}, {began:.3f} to {time.monotonic():.3f}: {error!r}")
+                self.lost.append(Lost(client, began, time.monotonic(), repr(error)))
                 kept = None
                 if not self._may_lose:
                     self.wrong.append(f"{prompt}: {error!r}")

@@ -433,7 +433,12 @@ def test_a_blocked_step_is_detected_by_the_watchdog(fleet: LiveFleet, admin: Adm
     assert status == 200, answer
     first = until(lambda: ready(admin, "blocked/0"), 60, "it is ready: a load may take as long as `start_s`")
 
-    stream = Streamed(fleet, "blocked", "stuck", 100)
+    def sent() -> Streamed | None:
+        stream = Streamed(fleet, "blocked", "stuck", 100)
+        until(lambda: stream.status == 200 or stream.done.is_set(), 15, "the stream begins or is refused")
+        return None if (stream.error or {}).get("code") == "model_loading" else stream
+
+    stream = until(sent, 30, "the gateway knows that it is ready")
 
     def failed() -> Any:
         events = admin.get("/events", model="blocked", limit=1000)["events"]

@@ -8,6 +8,7 @@ import signal
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -212,13 +213,13 @@ def answers(port: int) -> bool:
         return False
 
 
-def kill(fleet: LiveFleet) -> float:
-    """One of the gateways, as the kernel kills it; gives when (monotonic)."""
+def kill(fleet: LiveFleet) -> tuple[float, float]:
+    """One of the gateways, as the kernel kills it; gives when it was killed and when it was dead (monotonic)."""
     killed = gateway_pids(fleet)[0]
     began = time.monotonic()
     os.kill(killed, signal.SIGKILL)
-    until(lambda: not psutil.pid_exists(killed) or psutil.Process(killed).status() == "zombie", 5, "it is dead")
-    return began
+    until(lambda: not psutil.pid_exists(killed), 5, "it is dead, with all its threads")
+    return began, time.monotonic()
 
 
 @pytest.mark.live
@@ -234,14 +235,17 @@ def test_one_of_two_gateways_is_killed_and_no_connection_is_refused(fleet_of: li
         until(lambda: all_stand_by(fleet, 2), 60, "two gateways listen, and one stands by")
         with Steady(fleet.port, clients=8, may_lose=True, deadline_s=30) as steady:
             steady.wait_answered(100)
-            began = kill(fleet)
+            killed, dead = kill(fleet)
             until(lambda: listeners(fleet.port) == 2, 20, "two listen again")
-            took = time.monotonic() - began
+            took = time.monotonic() - killed
             steady.wait_answered(100)
         assert took < BACK_S
         assert steady.wrong == []
-        # At most one for each client: it was on the gateway that died.
-        assert steady.counts["lost"] <= 8, (began, steady.lost)
+        # Each client has one request at most on the gateway at its death. While the kernel closes the files of the
+        # dead process one by one, its listener may take another connection.
+        interrupted = Counter(lost.client for lost in steady.lost if lost.began < killed)
+        assert set(interrupted.values()) <= {1}, (killed, dead, steady.lost)
+        assert [lost for lost in steady.lost if lost.began > dead] == [], (killed, dead)
 
 
 @pytest.mark.live
@@ -253,6 +257,6 @@ def test_the_only_gateway_is_back_within_two_seconds(fleet_of: list[LiveFleet]) 
     fleet.wait_ready()
     for _ in range(3):
         until(lambda: all_stand_by(fleet, 1), 60, "one gateway listens, and one stands by")
-        began = kill(fleet)
+        began, _ = kill(fleet)
         until(lambda: answers(fleet.port), 30, "it answers again")
         assert time.monotonic() - began < BACK_S
