@@ -52,7 +52,7 @@ def gateway() -> dict[str, float]:
         for _ in range(GATEWAY_ROUNDS):
             for job, (unit, step_ms, shape) in jobs.items():
                 engine.ask({"step_ms": step_ms})
-                cost, _ = bench.cost_us(ours, unit, **load, **shape)
+                cost, _ = bench.cost_us(ours, unit, **load, **shape, step_ms=step_ms)
                 measured.setdefault(f"gateway.{job}_us", []).append(sum(cost.values()))
             engine.ask({"step_ms": 0.0})
             cost, _ = bench.cost_us(bare, "answers", **load, **jobs["unary"][2])

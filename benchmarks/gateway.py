@@ -15,10 +15,10 @@ echo engine must say, token for token; one wrong answer ends the run.
 - *bare*: an asyncio proxy on uvloop, which copies bytes between the client and the replica's HTTP face, one connection
   there for each here, and reads none of them.
 
-CPU is user and system time of the gateway's process, from /proc, over a job of some seconds; all requests of the job
-have ended at its end. Of Serve it is the proxy's process and the deployment's, which do together what the gateway does:
-HTTP, JSON, the data plane and the events. Metrics that end with ``proxy_alone`` count Serve's proxy only. Ray's other
-processes are not counted.
+CPU is user and system time of the gateway's process, by its CPU clock, over a job of some seconds; all requests of the
+job have ended at its end. Of Serve it is the proxy's process and the deployment's, which do together what the gateway
+does: HTTP, JSON, the data plane and the events. Metrics that end with ``proxy_alone`` count Serve's proxy only. Ray's
+other processes are not counted.
 
 - ``streamed``: 32 connections, answers of 128 tokens, at once one after the other. A token costs the gateway less the
   more of them have come since it looked, so ``paced`` is the same with a step of 20 ms: then no stack can write two
@@ -122,11 +122,19 @@ class Bench:
         return checked(stack, found)
 
     def cost_us(self, stack: Stack, each: str, **job: Any) -> tuple[dict[str, float], dict[str, Any]]:
-        """CPU microseconds of each process for each of ``tokens`` or ``answers``, and what the load generator says."""
+        """CPU microseconds of each process for each of ``tokens`` or ``answers``, and what the load generator says.
+
+        ``step_ms``, if the job has it, is the length of the replica's steps. Raises RuntimeError when more than one
+        token for each connection came in each.
+        """
         self.ask(stack, "closed", **{**job, "seconds": 0.3})  # warm
         before = {name: cpu_s(pids) for name, pids in stack.pids.items()}
         found = self.ask(stack, "closed", **job)
-        return {name: (cpu_s(stack.pids[name]) - used) / found[each] * 1e6 for name, used in before.items()}, found
+        used = {name: cpu_s(pids) - before[name] for name, pids in stack.pids.items()}
+        step_ms = job.get("step_ms", 0.0)
+        if found["tokens"] * step_ms > job["connections"] * found["wall_s"] * 1000:
+            raise RuntimeError(f"{stack.name}: {found['tokens']} tokens are too many for steps of {step_ms} ms")
+        return {name: seconds / found[each] * 1e6 for name, seconds in used.items()}, found
 
 
 def checked(stack: Stack, found: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +258,7 @@ def run(parts: set[str]) -> dict[str, float]:
             if "throughput" in parts:
                 compare(bench, "streamed", stacks, "tokens", tokens=STREAM_TOKENS, **streams)
                 engine.ask({"step_ms": PACED_STEP_MS})
-                compare(bench, "paced", stacks, "tokens", tokens=PACED_TOKENS, **streams)
+                compare(bench, "paced", stacks, "tokens", tokens=PACED_TOKENS, step_ms=PACED_STEP_MS, **streams)
                 engine.ask({"step_ms": 0.0})
             if parts & {"throughput", "latency"}:
                 reached.append(compare(bench, "unary", stacks, "answers", **unary)["ours"])

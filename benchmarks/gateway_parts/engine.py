@@ -70,13 +70,6 @@ def whole(text: str, asked: Asked) -> bytes:
     return _encode({**head, "choices": [choice], "usage": usage})
 
 
-class PacedEcho(EchoEngine):
-    """Its steps can be made longer while it runs."""
-
-    def pace(self, step_ms: float) -> None:
-        self._step_ms = step_ms
-
-
 class HttpFace:
     """Ready answers over HTTP/1.1, on a thread of its own. Only for the load generator: it trusts what it reads."""
 
@@ -169,7 +162,7 @@ def main() -> None:
     input with another ``step_ms`` is answered when it holds."""
     told = argument()
     sys.setswitchinterval(0.001)
-    engine = PacedEcho(slots=told["slots"], max_len=told["max_len"], step_ms=told["step_ms"])
+    engine = EchoEngine(slots=told["slots"], max_len=told["max_len"], step_ms=told["step_ms"])
     engine.load()
     face = HttpFace()
 
@@ -186,7 +179,7 @@ def main() -> None:
     threading.Thread(target=batcher.run, daemon=True).start()
     say({"port": face.port})
     for line in sys.stdin:
-        engine.pace(json.loads(line)["step_ms"])
+        engine.step_ms = json.loads(line)["step_ms"]
         say({})
 
 
