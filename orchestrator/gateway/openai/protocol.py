@@ -33,7 +33,10 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Priority = Annotated[int, Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 SomeText = Annotated[str, Meta(min_length=1)]
-BiasedId = Annotated[str, Meta(pattern=f"^[0-9]{{1,{LONGEST_ID}}}$")]
+_ID_PATTERN = f"^[0-9]{{1,{LONGEST_ID}}}$"
+BiasedId = Annotated[  # in Python, `$` also matches before a newline at the end
+    str, Meta(pattern=_ID_PATTERN.replace("$", r"\Z"), extra_json_schema={"pattern": _ID_PATTERN})
+]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 _REFUSED = Meta(extra_json_schema={"type": "null", "default": None})
 _IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MOST}}
