@@ -131,7 +131,7 @@ class KeyRing:
         return len(self.keys)
 
     def requires_key(self, now: float) -> bool:
-        """Whether a request needs a key."""
+        """Returns whether a request needs a key."""
         return self.keyless_until is not None and now >= self.keyless_until
 
     def usable(self, now: float, scope: Scope) -> int:

@@ -40,7 +40,7 @@ class SourcePolicy:
         return (*self._interpreter_problems(spec), *sources)
 
     def allows(self, place: str) -> bool:
-        """Whether an absolute path, an s3:// address or a hub id is at or below one of the prefixes."""
+        """Returns whether an absolute path, an s3:// address or a hub id is at or below one of the prefixes."""
         if self.prefixes is None:
             return True
         if place.startswith(S3):

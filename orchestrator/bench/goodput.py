@@ -36,7 +36,7 @@ class Slo:
         return cls(**bounds)
 
     def met(self, request: Measured) -> bool:
-        """Whether a request was answered completely within every bound. An answer of one token meets any ITL."""
+        """Returns whether a request was answered completely within all bounds. An answer of one token meets any ITL."""
         if not request.ok or request.ttft_s is None or request.e2e_s is None:
             return False
         values = ((self.ttft, request.ttft_s), (self.itl, request.tpot_s), (self.e2e, request.e2e_s))

@@ -299,7 +299,7 @@ def _ahead(predicted: Predicted) -> bool:
 
 
 def _is_pushed(config: ReplicaConfig, artifacts: Wanted) -> bool:
-    """Whether the ``neff_cache`` has the complete set; an unreachable cache counts as empty."""
+    """Returns whether the ``neff_cache`` has the complete set; an unreachable cache counts as empty."""
     if config.neff_cache is None or config.compiled is None or not artifacts.key:
         return False
     try:

@@ -122,7 +122,7 @@ class _Seat:
         return min(slack, default=None)
 
     def _resident(self, now: float) -> bool:
-        """Whether its newest replica has served long enough: earlier measurements do not include it."""
+        """Returns whether its newest replica has served long enough: earlier measurements do not include it."""
         model = self.model
         target = model.target if model.reachable is None else min(model.target, model.reachable)
         if model.ready + model.starting + model.given_up < target:
@@ -157,7 +157,7 @@ class _Seat:
         return lost * min(1.0, RULES.reload * self.model.load_s / self.horizon_s)
 
     def spare(self) -> bool:
-        """Whether the load fits on one replica less."""
+        """Returns whether the load fits on one replica less."""
         return self.count > 0 and self.worth.fits(self.count - 1)
 
 
@@ -302,7 +302,7 @@ class _Table:
         return served / max(1, model.cores) if served >= RULES.least_served or self._must_wake(seat) else 0.0
 
     def _idle(self, seat: _Seat) -> bool:
-        """Whether it has been without requests for idle_s."""
+        """Returns whether it has been without requests for idle_s."""
         return seat.asked_at is None or self.now - seat.asked_at >= seat.model.idle_s
 
     def _served(self, seat: _Seat) -> float:
@@ -429,7 +429,7 @@ class _Table:
         return _Offer((short, loss + 1e-3 * lower, len(owners), place), place, removals, loss, equal, keeps_one)
 
     def _abandons(self, offer: _Offer) -> bool:
-        """Whether a model with waiting requests would lose its last replica to a second replica of another."""
+        """Returns whether a model with waiting requests would lose its last replica to a second replica of another."""
         emptied = [self.seats[name] for name, count in offer.removals.items() if self.seats[name].count <= count]
         return any(seat.last.waiting for seat in emptied)
 

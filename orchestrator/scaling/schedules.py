@@ -39,7 +39,7 @@ def bounds(replicas: Replicas, schedules: Sequence[Schedule], at: float) -> Boun
 
 
 def is_active(schedule: Schedule, at: float) -> bool:
-    """Whether ``at`` is between a start and the next end. A start takes precedence over an end at the same moment."""
+    """Returns whether ``at`` is between a start and the next end; a start precedes an end at the same moment."""
     zone = ZoneInfo(schedule.timezone)
     began, ended = (_last(cron, at, zone) for cron in (schedule.start, schedule.end))
     return began is not None and (ended is None or ended <= began)

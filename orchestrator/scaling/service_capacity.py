@@ -83,7 +83,7 @@ class ServiceCapacity:
         return rate * (1.0 - fluid) * in_time + fluid * occupied(load, self._z, slots) / service
 
     def fits(self, replicas: int) -> bool:
-        """Whether so many replicas serve nearly all requests in time, at the highest of the shorter-term estimates."""
+        """Returns whether so many replicas serve nearly all requests in time, at the highest shorter-term estimate."""
         service = self._forecast.service_s
         load = max(self._forecast.rates[:3]) * service
         late = delayed(load, self._z, self._slots * replicas, service, self._slack_s)

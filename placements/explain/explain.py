@@ -130,7 +130,7 @@ def _about_hosts(problem: Problem) -> bool:
 
 
 def _concerns(spec: Spec, name: str, problem: Problem) -> bool:
-    """Whether a problem of the file lies in the model's own lines, or outside of all models."""
+    """Returns whether a problem of the file lies in the model's own lines, or outside of all models."""
     _, line, column = (":::" + problem.where).rsplit(":", 2)
     if not line.isdecimal():
         return True

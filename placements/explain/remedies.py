@@ -341,7 +341,7 @@ class _Search:
         return self._model if model is None else model
 
     def _has_memory(self, model: ModelSpec, host: Host) -> bool:
-        """Whether an empty host of the type has the memory for one replica."""
+        """Returns whether an empty host of the type has the memory for one replica."""
         checkpoint, draft = self._question.checkpoints[model.name], self._question.drafts.get(model.name)
         engine = resolve(model.engine, host)
         if host.topology is not None and not fits(estimate(model, checkpoint, engine, draft), host.topology):

@@ -67,7 +67,7 @@ class CoreRange:
         return CoreRange(first, last) if first <= last else None
 
     def aligned(self, n: int) -> bool:
-        """Whether the range begins at a multiple of ``n`` cores."""
+        """Returns whether the range begins at a multiple of ``n`` cores."""
         return self.first % n == 0
 
 

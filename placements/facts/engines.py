@@ -58,12 +58,12 @@ def resolve(engine: Engine, host: Host) -> Engine:
 
 
 def takes_cores(engine: Engine, host: Host) -> bool:
-    """Whether a replica holds NeuronCores there: always on emulated hosts; on real ones only with Neuron engines."""
+    """Returns whether a replica holds NeuronCores there: on emulated hosts always, on real ones with Neuron engines."""
     return host.topology is not None and (host.emulated or resolve(engine, host) not in HOST_ENGINES)
 
 
 def needs_neuron(engine: Engine) -> bool:
-    """Whether the engine requires real Neuron devices."""
+    """Returns whether the engine requires real Neuron devices."""
     return engine != "auto" and engine not in HOST_ENGINES
 
 
@@ -153,7 +153,7 @@ def nxd_release(version: str) -> Release:
 
 
 def reaches(version: str, first: str) -> bool:
-    """Whether a version belongs to the series ``first`` or a later one."""
+    """Returns whether a version belongs to the series ``first`` or a later one."""
     return _order(series(version)) >= _order(first)
 
 
@@ -163,7 +163,7 @@ def newest_nxd(machines: str) -> str:
 
 
 def runs_on(engine: Engine, machines: str, version: str | None = None) -> bool:
-    """Whether the engine, in that version (None: in any version), runs on this family of machines.
+    """Returns whether the engine, in that version (None: in any version), runs on this family of machines.
 
     The last SDK of transformers-neuronx does not compile for trn2; for NxD Inference see ``_NXD_LAST``.
     """
@@ -179,7 +179,7 @@ AUTO_ENGINES: tuple[Engine, ...] = ("nxd-inference", "transformers-neuronx")
 
 
 def serves(engine: Engine, model_type: str, machines: str | None = None, version: str | None = None) -> bool:
-    """Whether the engine has a class for the family, on these machines, in that version.
+    """Returns whether the engine has a class for the family, on these machines, in that version.
 
     ``machines`` None: on any machine. ``version`` None: in any version that runs on them. ``auto``: any of its
     candidates. Always true for cpu, echo and torch-neuronx.
@@ -201,7 +201,7 @@ def serves(engine: Engine, model_type: str, machines: str | None = None, version
 
 
 def may_run(engine: Engine, host: Host, model_type: str | None) -> bool:
-    """Whether the engine can run a model of the family (None: unknown) on such a host."""
+    """Returns whether the engine can run a model of the family (None: unknown) on such a host."""
     engine, topology = resolve(engine, host), host.topology
     if topology is None or engine in HOST_ENGINES:
         return True

@@ -149,7 +149,7 @@ def misreads(config: Mapping[str, Any], major: int) -> str:
 
 
 def hides_rope(packages: Mapping[str, str]) -> bool:
-    """Whether the installed transformers hides ``rope_theta`` from transformers-neuronx."""
+    """Returns whether the installed transformers hides ``rope_theta`` from transformers-neuronx."""
     first = packages.get("transformers", "").split(".")[0]
     return "transformers-neuronx" in packages and first.isdecimal() and int(first) >= _HIDES_ROPE
 

@@ -110,7 +110,7 @@ def degree(family: str, tp: int) -> Degree | None:
 
 
 def documented(topology: Topology, row: Degree) -> bool:
-    """Whether the engines' guides document the degree for this family and LNC. The guides of trn2 are for LNC 2."""
+    """Returns whether the engines' guides document the degree for this family and LNC; those of trn2 are for LNC 2."""
     return row.documented and (row.tp == 1 or topology.lnc != 1)
 
 

@@ -109,7 +109,7 @@ class Board:
         del self.displaced[mark[1] :]
 
     def admits(self, tenant: Tenant, host: int) -> bool:
-        """Whether memory, CPUs and spread allow the tenant on the host now."""
+        """Returns whether memory, CPUs and spread allow the tenant on the host now."""
         demand, space = tenant.demand, self.spaces[host]
         if demand.memory and demand.memory[space.kind] > space.memory + 1e-9:
             return False
@@ -130,5 +130,5 @@ class Board:
             self.spent -= tenant.cost
 
     def within_moves(self) -> bool:
-        """Whether no more running tenants are moved than allowed."""
+        """Returns whether no more running tenants are moved than allowed."""
         return self.moves is None or self.moved <= self.moves

@@ -137,7 +137,7 @@ class Draft:
             self._add_missing(model, order, count, used, missing)
 
     def _is_open(self, pin: Pin) -> bool:
-        """Whether one of the pin's hosts has none of its cores blocked."""
+        """Returns whether one of the pin's hosts has none of its cores blocked."""
         ground, mask = self._ground, bits(pin.cores)
         return any(
             ground.allowed[host] & mask == mask for name, host in ground.numbers.items() if pin.host in (None, name)
@@ -249,7 +249,7 @@ class Draft:
         return [host for host in hosts if ground.grid(host).legal(len(pin.cores)) >> pin.cores.first & 1]
 
     def _admits_pin(self, item: PinnedItem, name: str) -> bool:
-        """Whether the host has the memory for the replica, and spread allows it there."""
+        """Returns whether the host has the memory for the replica, and spread allows it there."""
         host, demand = self._ground.numbers[name], item.tenant.demand
         if demand.plain:
             return True

@@ -29,7 +29,7 @@ class FreeCores(NamedTuple):
         return self._replace(mask=self.mask & ~bits(cores))
 
     def holds(self, cores: CoreRange) -> bool:
-        """Whether all of ``cores`` are free."""
+        """Returns whether all of ``cores`` are free."""
         mask = bits(cores)
         return cores.last < self.cores and self.mask & mask == mask
 

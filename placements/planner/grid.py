@@ -66,7 +66,7 @@ class Grid:
         return owners
 
     def has_others(self, degree: int) -> bool:
-        """Whether there are legal ranges of usable cores off the grid."""
+        """Returns whether there are legal ranges of usable cores off the grid."""
         return bool(self.possible(degree) & ~self.starts(degree))
 
     def best(self, free: int, degree: int) -> tuple[int, int] | None:
@@ -163,7 +163,7 @@ def _grid_starts(grid: Grid, degree: int) -> int:
 
 
 def _preferred_is_enough(grid: Grid, run: CoreRange) -> bool:
-    """Whether the preferred starts in this run hold as many ranges of every degree as the legal starts do."""
+    """Returns whether the preferred starts in this run hold as many ranges of every degree as the legal starts do."""
 
     def held(degree: int, step: int) -> int:
         return max(0, (run.last + 1 - -(-run.first // step) * step) // degree)

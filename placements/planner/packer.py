@@ -193,7 +193,7 @@ class Packer(Board):
         return True
 
     def _may_leave(self, other: Tenant, tenant: Tenant) -> bool:
-        """Whether a tenant of equal size fits hosts that the other does not, or lies off the grid."""
+        """Returns whether a tenant of equal size fits hosts that the other does not, or lies off the grid."""
         if other.size > tenant.size:
             return False
         grid = self.spaces[other.host].grid
@@ -270,7 +270,7 @@ class Packer(Board):
         return True
 
     def _eases(self, other: Tenant, tenant: Tenant, space: Space) -> bool:
-        """Whether removing another tenant frees a resource that the tenant lacks on the host."""
+        """Returns whether removing another tenant frees a resource that the tenant lacks on the host."""
         wants, holds = tenant.demand, other.demand
         if wants.most and other.model == tenant.model and space.count(tenant.model) >= wants.most:
             return True

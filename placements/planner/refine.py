@@ -100,7 +100,7 @@ def _is_new(tenant: Tenant) -> bool:
 
 
 def _worse(after: Sequence[Tenant], before: Sequence[Tenant]) -> bool:
-    """Whether more cores have no place, at the most important grade where the two differ."""
+    """Returns whether more cores have no place, at the most important grade where the two differ."""
     lost: Counter[Grade] = Counter()
     for tenant in after:
         lost[tenant.grade] += tenant.size

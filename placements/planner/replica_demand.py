@@ -52,14 +52,14 @@ def demands(spec: Spec, kinds: Sequence[Host], checkpoints: Mapping[str, Checkpo
 
 
 def has_degree(model: ModelSpec, topology: Topology) -> bool:
-    """Whether hosts of the type support the model's degree, by the table or ``allow_degrees``, and have the cores."""
+    """Returns whether hosts of the type support the degree, by table or ``allow_degrees``, and have the cores."""
     supported = model.tp_degree in model.allow_degrees or degree(topology.family, model.tp_degree) is not None
     return supported and model.tp_degree <= topology.cores
 
 
 def suits(model: ModelSpec, host: Host, checkpoint: Checkpoint | None, draft: Checkpoint | None = None) -> bool:
-    """Whether the model can be placed on such a host: it uses cores there, the family supports the degree, the engine
-    runs there and serves the model, and the HBM suffices."""
+    """Returns whether the model can be placed on such a host: it uses cores there, the family supports the degree,
+    the engine runs there and serves the model, and the HBM suffices."""
     if host.topology is None or not takes_cores(model.engine, host) or not has_degree(model, host.topology):
         return False
     if not may_run(model.engine, host, checkpoint.model_type if checkpoint else None):

@@ -129,7 +129,7 @@ def usable_hbm(topology: Topology) -> float:
 
 
 def fits(need: MemoryEstimate, topology: Topology) -> bool:
-    """Whether a replica fits the cores of this instance type."""
+    """Returns whether a replica fits the cores of this instance type."""
     return need.total <= usable_hbm(topology)
 
 
@@ -164,7 +164,7 @@ def padded_kv_heads(checkpoint: Checkpoint, tp_degree: int, strategy: GroupQuery
 
 
 def _gathers_heads(checkpoint: Checkpoint, tp: int, strategy: GroupQueryAttention | None) -> bool:
-    """Whether all-gather-heads is set and possible; transformers-neuronx falls back to its default otherwise
+    """Returns whether all-gather-heads is set and possible; transformers-neuronx falls back to its default otherwise
     (`decoder.check_gqa_fallback`)."""
     surplus = padded_heads(checkpoint, tp) - checkpoint.heads
     possible = checkpoint.kv_heads * checkpoint.head_dim % tp == 0 and surplus % checkpoint.kv_heads == 0
@@ -172,7 +172,7 @@ def _gathers_heads(checkpoint: Checkpoint, tp: int, strategy: GroupQueryAttentio
 
 
 def _shards_batch(model: ModelSpec, checkpoint: Checkpoint) -> bool:
-    """Whether the cores divide the slots instead of the KV heads, with the same fallback."""
+    """Returns whether the cores divide the slots instead of the KV heads, with the same fallback."""
     grouped = checkpoint.kv_heads != checkpoint.heads
     by_slots = model.group_query_attention == "shard-over-batch"
     return grouped and by_slots and model.max_batch % model.tp_degree == 0
@@ -215,7 +215,7 @@ def estimate(
 
 
 def _on_nxd(engine: Engine, checkpoint: Checkpoint) -> bool:
-    """Whether the model may run on a backend built on NeuronX Distributed."""
+    """Returns whether the model may run on a backend built on NeuronX Distributed."""
     return engine in NXD_ENGINES or (engine == "auto" and serves("nxd-inference", checkpoint.model_type))
 
 

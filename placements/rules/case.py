@@ -90,7 +90,7 @@ class Case:
         )
 
     def has_degree(self, topology: Topology) -> bool:
-        """Whether hosts of the type support the model's degree."""
+        """Returns whether hosts of the type support the model's degree."""
         return has_degree(self.model, topology)
 
     def memory(self, tp_degree: int | None = None) -> MemoryEstimate | None:
@@ -101,12 +101,12 @@ class Case:
         return estimate(model, self.checkpoint, self.engine, self.draft)
 
     def has_room(self, tp_degree: int, topology: Topology) -> bool:
-        """Whether a replica of another degree would fit the HBM, as far as known."""
+        """Returns whether a replica of another degree would fit the HBM, as far as known."""
         need = self.memory(tp_degree)
         return has_tp(topology, tp_degree) and (need is None or fits(need, topology))
 
     def suits(self, host: Host) -> bool:
-        """Whether engine, degree and HBM allow a replica on the host if it were empty."""
+        """Returns whether engine, degree and HBM allow a replica on the host if it were empty."""
         if host.topology is None or not takes_cores(self.model.engine, host):
             return True
         return suits(self.model, host, self.checkpoint, self.draft)
@@ -143,7 +143,7 @@ class FieldRule(NamedTuple):
 
 
 def has_tp(topology: Topology, tp: int) -> bool:
-    """Whether hosts of the type support the degree by the table."""
+    """Returns whether hosts of the type support the degree by the table."""
     return tp <= topology.cores and degree(topology.family, tp) is not None
 
 

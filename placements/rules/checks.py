@@ -225,8 +225,8 @@ def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem
 
 
 def _suits(model: ModelSpec, host: Host) -> bool:
-    """Whether the host supports the model's degree and, if it is real, has the CPUs for a fixed number of threads,
-    without which a plan places no replica, except on pins. True if the model uses no cores."""
+    """Returns whether the host supports the model's degree and, if it is real, has the CPUs for a fixed number of
+    threads, without which a plan places no replica, except on pins. True if the model uses no cores."""
     if host.topology is None or not takes_cores(model.engine, host):
         return True
     if _insists(model, host) and threads(model.threads, model.tp_degree, host) > len(host.usable_cpus):
@@ -260,7 +260,7 @@ def _most_threads(models: Sequence[ModelSpec], host: Host) -> int:
 
 
 def _insists(model: ModelSpec, host: Host) -> bool:
-    """Whether a plan places replicas only where CPUs for their threads are free."""
+    """Returns whether a plan places replicas only where CPUs for their threads are free."""
     return isinstance(model.threads, int) and not model.cores and not host.emulated
 
 

@@ -171,7 +171,7 @@ def _place(spec: Spec, claim: _Claim) -> tuple[int, int]:
 
 
 def _clash(claim: _Claim, other: _Claim, *, surely: bool) -> bool:
-    """Whether two pins share a core on one host. ``surely``: pins without a host count as on the same host."""
+    """Returns whether two pins share a core on one host. ``surely``: pins without a host count as on the same host."""
     if claim.pin.cores.overlap(other.pin.cores) is None:
         return False
     if claim.pin.host is None or other.pin.host is None:

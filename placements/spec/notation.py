@@ -99,7 +99,7 @@ def _source(value: str) -> str:
 
 
 def is_path(source: str) -> bool:
-    """Whether the source is written as a folder of the host."""
+    """Returns whether the source is written as a folder of the host."""
     return source.startswith(_PATH_STARTS) or source in (".", "..")
 
 

@@ -105,7 +105,7 @@ class _Reader:
         return tuple(hosts)
 
     def _together(self, hosts: list[HostsSpec], paths: list[Path]) -> bool:
-        """Whether the entries of a list are consistent. Reports the first one that is not."""
+        """Returns whether the entries of a list are consistent. Reports the first one that is not."""
         total = 0
         for entry, path in zip(hosts, paths, strict=True):
             if (entry.instance is None) != (hosts[0].instance is None):
@@ -390,7 +390,7 @@ class _Reader:
 
 
 def _holds_broken(value: Any) -> bool:
-    """Whether a part of the value could not be read."""
+    """Returns whether a part of the value could not be read."""
     if isinstance(value, dict):
         return any(_holds_broken(item) for item in value.values())
     return any(_holds_broken(item) for item in value) if isinstance(value, list) else value is BROKEN

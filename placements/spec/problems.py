@@ -42,7 +42,7 @@ def printable(text: str) -> str:
 
 
 def has_errors(problems: Iterable[Problem]) -> bool:
-    """Whether any problem is an error."""
+    """Returns whether any problem is an error."""
     return any(problem.severity == "error" for problem in problems)
 
 

@@ -113,7 +113,7 @@ def _owned(
 
 
 def _has(newest: str, option: Option) -> bool:
-    """Whether a version that runs here has the option. Versions between recorded ones have those of the earlier one."""
+    """Returns whether a version that runs here has the option; between recorded versions, the earlier one counts."""
     return not newest or not option.first or (reaches(newest, option.first) and reaches(option.last, newest))
 
 

@@ -45,7 +45,7 @@ class Option(NamedTuple):
         return " or ".join(_WORDS.get(word.partition(":")[0], "anything") for word in self.kind.split("|"))
 
     def accepts(self, value: Any) -> bool:
-        """Whether the value is of the kind. null is accepted if the default is None."""
+        """Returns whether the value is of the kind. null is accepted if the default is None."""
         if value is None:
             return self.default == "None" or self.kind == "any"
         if self.choices:
