@@ -93,7 +93,7 @@ def test_what_a_fleet_does_not_have_is_refused(id: str, ask: Callable[[Any], Any
 
 def test_an_apply_that_fails_for_no_known_reason_is_told_as_such() -> None:
     """The watched file is tried again later."""
-    from orchestrator.on_ray.actors import ControllerActor  # Ray Serve: seconds
+    from orchestrator.on_ray.controller_actor import ControllerActor  # Ray: seconds
 
     async def apply(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of nobody's making")
@@ -152,16 +152,16 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 def test_a_ray_or_a_gateway_that_does_not_start_is_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, with the log to look at."""
-    from orchestrator.on_ray import actors, ray_nodes
+    from orchestrator.on_ray import controller_actor, gateway_deployment, ray_nodes
 
     monkeypatch.setattr(daemon, "_listen_to_signals", lambda: None)
     monkeypatch.setattr(ray_nodes, "start_ray", raising(RuntimeError("no room\nand pages of text")))
     assert failed(daemon._start) == "ray-not-started"
 
     monkeypatch.setattr(ray_nodes, "start_ray", lambda *_, **__: {"gcs_address": "127.0.0.1:1"})
-    monkeypatch.setattr(actors, "start_controller", lambda settings: None)
+    monkeypatch.setattr(controller_actor, "start_controller", lambda settings: None)
     monkeypatch.setattr(daemon, "_in_background", lambda work: None)
-    monkeypatch.setattr(actors, "start_gateway", raising(RuntimeError("the port was taken")))
+    monkeypatch.setattr(gateway_deployment, "start_gateway", raising(RuntimeError("the port was taken")))
     assert failed(daemon._start) == "gateway-not-started"
 
 

@@ -311,7 +311,7 @@ class Daemon:
 
     def _start_controller(self, token: str, admin_port: int, cpus: tuple[int, ...]) -> None:
         from orchestrator.access.authority import fleet_credentials
-        from orchestrator.on_ray import actors
+        from orchestrator.on_ray import controller_actor
 
         text, file, base_dir = self.spec
         credentials = fleet_credentials()
@@ -331,15 +331,15 @@ class Daemon:
             replica=credentials.replica,
             **{name: getattr(self.options, name) for name in FleetSettings.__struct_fields__},
         )
-        self._controller = actors.start_controller(settings)
+        self._controller = controller_actor.start_controller(settings)
         self._in_background(self._wait_down)
 
     def _start_gateway(self) -> None:
-        from orchestrator.on_ray import actors
+        from orchestrator.on_ray import gateway_deployment
 
         self._serve_up = True
         try:
-            actors.start_gateway(self.options.gateway)
+            gateway_deployment.start_gateway(self.options.gateway)
         except Exception as error:  # Ray Serve raises many types
             log.exception("the gateway does not start")
             hint = f"see {self.home.logs / 'gateway.log'}"
@@ -442,7 +442,7 @@ class Daemon:
         self._ending = True
         if not self._ray_up:
             return
-        from orchestrator.on_ray import actors, ray_nodes
+        from orchestrator.on_ray import gateway_deployment, ray_nodes
         from orchestrator.on_ray.calls import ActorUnavailable, CallFailed, answer, is_connected
 
         if not is_connected():
@@ -453,7 +453,7 @@ class Daemon:
             with contextlib.suppress(CallFailed, ActorUnavailable):
                 answer(lambda: controller.shutdown.remote(drain_s), drain_s + SHUTDOWN_GRACE_S)
         if self._serve_up:
-            stopping = threading.Thread(target=_log_errors, args=(actors.stop_gateway,), daemon=True)
+            stopping = threading.Thread(target=_log_errors, args=(gateway_deployment.stop_gateway,), daemon=True)
             stopping.start()
             stopping.join(GATEWAY_STOP_S)
         for thread in self._threads:  # a call to Ray after its shutdown would end this process

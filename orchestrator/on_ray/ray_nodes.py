@@ -16,6 +16,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 NAMESPACE = "corewright"
+CONTROLLER = "controller"  # the name of the actor
 NODES_STOP_S = 2.5  # for all further nodes together: a second to stop cleanly, then they are killed
 OBJECT_STORE_BYTES = 100 * 2**20  # tokens use sockets: Ray's store is almost empty
 HOST_LABEL = "corewright-host"  # of a Ray node: the host that it represents
