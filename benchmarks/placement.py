@@ -4,7 +4,7 @@
 
 PART is one of weight, constrained, loads, speed, online; one of them on few seeds is quick:
 ``--only weight --seeds 3``. ``--full`` runs the solver's minutes anew that are otherwise read from
-placements/recorded.json. Parts:
+placement_parts/recorded.json. Parts:
 
 - weight: cores served by grade on fresh fleets of 1 to 20 hosts that are asked for more than they have;
 - constrained: the same with models that are spread and replicas that take host memory;

@@ -1,4 +1,4 @@
-"""The operations on a running fleet (`operations.Operations`): each is checked, journaled, then carried out.
+"""The operations on a running fleet (`Operator`): each is checked, journaled, then carried out.
 
 An operation that raises has changed nothing. From the last check of the state to the end it is exclusive: no other
 operation and no round of the controller decides meanwhile, and it is finished even if its caller is gone.

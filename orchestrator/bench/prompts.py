@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 FIRST_ID, LAST_ID = 32, 126  # ordinary tokens in every common vocabulary; printable ASCII if a token is a byte
 POOL = 1 << 17
-# Of equal length.
+# Words of equal length: the length of a text depends only on their number.
 WORDS = ["of", "to", "in", "is", "it", "on", "at", "by", "we", "he", "as", "so", "me", "my", "or", "an"]
 
 

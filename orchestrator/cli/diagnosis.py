@@ -143,8 +143,8 @@ def _package_problems(readings: Readings) -> list[Problem]:
     problems = []
     for name, folder in readings.interpreters[0].interpreter.folders.items():
         if folder is None or folder.rpartition("/")[0] != readings.package_folder:
-            found = folder or "nothing"
-            message = f"`import {name}` finds {found}, but this command runs from {readings.package_folder}"
+            origin = folder or "nothing"
+            message = f"`import {name}` finds {origin}, but this command runs from {readings.package_folder}"
             hint = "remove the other package, or remove its folder from PYTHONPATH"
             problems.append(Problem("package-elsewhere", "error", "", message, hint))
     return problems

@@ -92,7 +92,7 @@ class HostWatch:
         ours = {view.pid for view in mine}
         # a replica may hold its cores before it reports its pid
         starting = {
-            core for view in mine if view.asked and view.pid is None and not view.gone for core in view.cores or ()
+            core for view in mine if view.requested and view.pid is None and not view.gone for core in view.cores or ()
         }
         foreign = {core: owner for core, owner in held.items() if owner.pid not in ours and core not in starting}
         previous = state.foreign_cores.setdefault(host.name, {})

@@ -102,7 +102,7 @@ class ReplicaTasks:
             state=phase,
             since=now,
             begun=now - max(0.0, since_boot() - status.started),
-            asked=True,
+            requested=True,
             pid=status.pid,
             started=status.started,
             socket=status.address or config.socket,
@@ -234,7 +234,7 @@ class ReplicaTasks:
             reason = f"core {min(foreign)} was taken by another process before its start"
             self._replicas.signal(view, Signal.STOP, reason)
             return False
-        self._replicas.store(dataclasses.replace(view, asked=True))
+        self._replicas.store(dataclasses.replace(view, requested=True))
         await self._cluster.start(config)
         view = self._replicas.view(id, config.epoch)
         if view is None or view.state is State.STOPPING:  # its stop may have preceded its process

@@ -129,7 +129,7 @@ class Links(Protocol[L_co]):
 
 
 class Effects(Protocol[E_contra, L_contra]):
-    """What the dispatcher has others do."""
+    """The effects of the dispatcher, which its caller carries out."""
 
     def send(self, entry: E_contra, link: L_contra, /) -> bool:
         """Returns False if the replica had no slot after all."""

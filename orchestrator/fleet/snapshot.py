@@ -56,7 +56,7 @@ class ReplicaView:
     socket: str | None = None
     restarts: int = 0
     begun: float = 0.0  # when its start was decided, on the snapshot's clock
-    asked: bool = False  # its process was requested: it may hold its cores
+    requested: bool = False  # its process was requested: it may hold its cores
     served: bool = False  # it has been ready since this start
     failures: int = 0  # starts in a row that did not serve for long
     stopped: bool = False  # its failure is permanent: it is not restarted before an operator acts
@@ -121,7 +121,7 @@ class ReplicaView:
             late = here_s > self.deadlines.compile_s
             text = f"compile-deadline: it has compiled ahead for more than {self.deadlines.compile_s:.0f} s"
             return text if late else None
-        if self.state is State.PENDING and not self.asked:
+        if self.state is State.PENDING and not self.requested:
             late = here_s > max(LOOKING_S, self.deadlines.start_s)
             return f"start-deadline: its needs were not determined within {here_s:.0f} s" if late else None
         if self.compile_s > self.deadlines.compile_s:

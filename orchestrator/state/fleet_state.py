@@ -68,7 +68,7 @@ class FleetState:
         self.clock = clock
         self.wall = records.wall
         self.in_thread = records.in_thread
-        self.deciding = asyncio.Lock()  # of a round or an operation, from its look at the state to its record
+        self.deciding = asyncio.Lock()  # of a round or an operation, from its first read of the state to its record
         self.machine = Machine(settings.cpus, settings.instance)
         self.failed_cores: dict[str, dict[int, FailedCore]] = {}  # by host and core
         for record in failed_cores(records.state):

@@ -80,14 +80,14 @@ def follow_rollout(state: FleetState) -> Rollback | None:
         _end_rollout(state, "complete", "every model matches the spec")
         state.stable = None
         return None
-    back = state.stable
+    restorable = state.stable
     if state.current.revision.cause == "rollback" and not any(
         _is_changed(state, model) for model in state.current.spec.models
     ):
-        back = None  # there is no other revision that is known to work
-    under_way = [model for model in unsettled if back is None or _is_changed(state, model)]
+        restorable = None  # no other revision is known to work
+    under_way = [model for model in unsettled if restorable is None or _is_changed(state, model)]
     _watch_progress(state, under_way)
-    if back is None:  # retried with growing pauses
+    if restorable is None:  # retried with growing pauses
         _limit_stuck_models(state, under_way)
         return None
     failed = _failure(state, under_way)
@@ -95,7 +95,7 @@ def follow_rollout(state: FleetState) -> Rollback | None:
         return None
     model, cause = failed
     if model.update.rollback:
-        return Rollback(back, model.name, cause)
+        return Rollback(restorable, model.name, cause)
     _end_rollout(state, "failed", cause)
     return None
 

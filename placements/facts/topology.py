@@ -128,7 +128,7 @@ class Host:
 
     name: str  # "inf2.48xlarge/0"
     topology: Topology | None
-    cpus: tuple[int, ...]  # ids of the available CPUs, ordered by NUMA node
+    cpus: tuple[int, ...]  # ids of the available CPUs, ascending
     reserve_vcpus: int = 0  # reserved for the system: the first of ``cpus``
     reserved_cores: frozenset[int] = frozenset()
     emulated: bool = False  # the accelerator only; CPUs are real

@@ -21,7 +21,7 @@ RESERVED_SHARE = 0.04
 class Machine:
     """The machine that the command runs on, as observed by the caller."""
 
-    cpus: tuple[int, ...]  # ids of the CPUs this process may use, ordered by NUMA node
+    cpus: tuple[int, ...]  # ids of the CPUs this process may use, ascending
     instance: str | None = None  # instance type when it has Neuron devices
 
 

@@ -46,8 +46,8 @@ def cpu_mask(host: Host, cores: CoreRange | None, count: int) -> tuple[int, ...]
     """Returns the CPUs of the replica on ``cores`` with ``count`` threads; () if it is not bound.
 
     With B usable CPUs and C cores, the range a-b gets the usable CPUs floor(a*B/C) to floor((b+1)*B/C) - 1. Masks of
-    disjoint ranges are disjoint, and since the CPUs are ordered by NUMA node, a mask crosses nodes only if its range
-    must. There is no mask if the share is less than one CPU, or if the policy gives more threads than the mask holds.
+    disjoint ranges are disjoint. There is no mask if the share is less than one CPU, or if the policy gives more
+    threads than the mask holds.
     """
     if cores is None or not host.cores:
         return ()

@@ -37,7 +37,7 @@ def json_schema() -> dict[str, Any]:
             if key.endswith("_s"):
                 held[key] = _with_units(held[key])
     defaults = {key: value for key, value in fields.items() if key not in OWN_FIELDS}
-    one = {"$ref": "#/$defs/Hosts"}
+    single_type = {"$ref": "#/$defs/Hosts"}
     name = {"type": "string", "pattern": f"^{NAME.pattern}$"}
     described = {key: {"description": field.description} for key, field in Spec.model_fields.items()}
     schema = {
@@ -52,7 +52,7 @@ def json_schema() -> dict[str, Any]:
             "hosts": {
                 **described["hosts"],
                 **in_words("a mapping, or a list of mappings"),
-                "anyOf": [one, {"type": "array", "minItems": 1, "items": one}],
+                "anyOf": [single_type, {"type": "array", "minItems": 1, "items": single_type}],
             },
             "engines": {
                 **described["engines"],

@@ -60,7 +60,7 @@ def test_num_cores_is_never_set(cores: CoreRange | None) -> None:
 
 @pytest.mark.parametrize(("cpus", "text"), [([0, 1, 2, 8, 9], "0-2,8-9"), ([3], "3"), ([5, 4], "5,4"), ([], "")])
 def test_cpu_lists_keep_their_order(cpus: list[int], text: str) -> None:
-    """The list form of taskset; NUMA order is not sorted away."""
+    """The list format of taskset, in the order of the CPUs."""
     assert cpu_list(cpus) == text
 
 

@@ -1,8 +1,8 @@
 """The contract with the Neuron packages: the recorded API that adapters use, and an installed package's drift from it.
 
 The record is workers/engines/surfaces/<package>.json. Nothing here uses a device: the packages reserve cores with their
-first operation, not at import. Needs only the standard library, so that any interpreter can run it:
-``python -c "import runpy; runpy.run_path('.../contract.py', run_name='__main__')" ENGINE`` prints a drift as JSON.
+first operation, not at import. Needs only the standard library, so that any interpreter can run it; this prints a drift
+as JSON: ``python -c "import runpy; runpy.run_path('.../package_contract.py', run_name='__main__')" ENGINE``.
 """
 
 from __future__ import annotations
