@@ -1,4 +1,4 @@
-"""The command `simulate`: play a load through the scheduler in virtual time."""
+"""The command `simulate`: simulates a fleet under a load, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The control loop of a fleet: observe, compute the desired state, reconcile, apply. Independent of Ray.
 
-Its effects are a Protocol (`effects.ClusterClient`), its state is one object (`FleetState`). Everything runs on one
-event loop and nothing else writes the state, so there are no locks.
+Its effects are a Protocol (`effects.ClusterClient`), its state is one object (`FleetState`). Only one event loop writes
+the state, so it needs no thread locks; `FleetState.deciding` keeps an operation and a round from deciding at once.
+Blocking work runs in threads and returns a value.
 """
 
 from __future__ import annotations
