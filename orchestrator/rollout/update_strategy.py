@@ -30,8 +30,9 @@ def choose_strategy(situation: Situation, name: str) -> UpdateStrategy:
     1. surge, if an extra replica finds free cores (all of them if the versions do not mix)     no outage
     2. in_place, one replica at a time, if another one serves meanwhile                         no outage
     3. borrow, if an idle replica of no higher priority has enough cores                        no outage
-    4. hold, if the predicted swap takes at most ``max_swap_s``                                 requests wait
-    5. in_place                                                                                 requests are rejected
+    4. in_place, if no replica of the model serves now                                          no further outage
+    5. hold, if the predicted swap takes at most ``max_swap_s``                                 requests wait
+    6. in_place                                                                                 requests are rejected
     """
     desired = situation.desired_models[name]
     requested = desired.model.update.strategy
