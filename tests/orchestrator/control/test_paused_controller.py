@@ -178,6 +178,7 @@ def test_a_drain_continues_after_a_pause() -> None:
         await fleet.operator.restart("m", "tester")
         await fleet.until(lambda: cluster.drained.count("m/0.1") == 2, "drained again", 120.0)
         await fleet.until(lambda: "m/0.1" in cluster.ended, "ended", 120.0)
+        assert cluster.drained.count("m/0.1") == 2
 
     play(cluster, story)
 

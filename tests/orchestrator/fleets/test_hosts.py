@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,9 +156,11 @@ def test_a_host_without_its_raylet_is_lost(fleet: LiveFleet) -> None:
 
 @pytest.mark.live
 def test_down_leaves_nothing_of_a_fleet_that_has_lost_a_host(fleet: LiveFleet) -> None:
+    began = time.monotonic()
     result = fleet.corewright("down")
     assert result.returncode == 0, result.stderr
     assert fleet.process.wait(30) == 0
+    assert time.monotonic() - began < 30
     assert fleet.processes() == []
     assert not Home(fleet.home).sockets.exists()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.records.journal_records import Revision
@@ -43,7 +43,6 @@ def test_a_change_that_was_not_modified_since_is_reverted_completely(before: Any
     assert revert_change(before, after, after) == before
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(mappings, mappings, mappings)
 def test_keys_outside_the_change_stay(before: Any, after: Any, now: Any) -> None:
     """With any value; so do those that have changed again."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.workers.batching.test_batcher import Received, RecordingEngine, request, run_out, setup
@@ -127,7 +127,6 @@ class Runner(RecordingEngine):
     run_k=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
-@settings(deadline=None)
 def test_runs_give_the_tokens_of_single_steps(sizes: list[tuple[int, int]], run_k: int, seed: int) -> None:
     """No token too many, none lost, and the slot's last position is reached."""
     batcher, received = with_engine(Runner(run_k, seed, slots=3, max_len=MAX_LEN))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -187,6 +188,14 @@ class PromptsBeginWithWhatIsThere(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         self.batcher.cancel(str(data.draw(st.integers(0, len(self.asked) - 1))))
+
+    @invariant()
+    def recorded_prefixes_are_in_the_kv_cache(self) -> None:
+        prefixes = self.batcher._slots.prefixes
+        assert prefixes is not None
+        for kv, packed in zip(self.engine.kv, prefixes._held, strict=True):
+            recorded = array("I", packed).tolist()
+            assert kv[: len(recorded)] == recorded
 
     @invariant()
     def what_is_saved_is_counted(self) -> None:

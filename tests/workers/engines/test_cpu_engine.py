@@ -16,6 +16,7 @@ import pytest
 
 from tests.checkpoints import EOS_ID, FAMILIES, MAX_POSITIONS, VOCAB_SIZE, WINDOW, byte_level_tokenizer, set_eos
 from workers.batching.batcher import Batcher
+from workers.engines.cpu.checkpoint import load_model
 from workers.engines.cpu.engine import CpuEngine
 from workers.engines.engine_setup import TORCH_DTYPES
 from workers.engines.speculative import SpeculativeEngine
@@ -541,17 +542,22 @@ def test_a_refused_pickle_names_the_field_that_allows_it(checkpoint: Checkpoints
 
 @pytest.mark.parametrize("form", ["zip", "before 1.6", "shards"])
 def test_an_allowed_pickle_gives_the_same_model(checkpoint: Checkpoints, tmp_path: Path, form: str) -> None:
-    """In both formats of torch and in shards, it gives the logits of the safetensors."""
+    """In both formats of torch and in shards: bit for bit the weights of the safetensors, and their logits."""
     import torch
 
     copy = pickle_weights(shutil.copytree(checkpoint("llama"), tmp_path / "model"), zipped=form != "before 1.6")
     if form == "shards":
         shard_pickle(copy)
-    logits = []
+    logits, weights = [], []
     for path in (checkpoint("llama"), copy):
         engine = CpuEngine(path, slots=1, max_len=32, threads=1, allow_pickle=True)
         engine.load()
         logits.append(engine.prefill([0], [[5, 6, 7]]))
+        _, pickled = engine.check()
+        assert pickled is (path == copy)
+        weights.append(load_model(path, torch.float32, pickled, trust_remote_code=False).state_dict())
+    assert weights[0].keys() == weights[1].keys()
+    assert [name for name, weight in weights[0].items() if not torch.equal(weight, weights[1][name])] == []
     # Where the file put a tensor in memory decides which kernel reads it, and so the last bit.
     assert torch.allclose(logits[0], logits[1], atol=1e-5)
 
