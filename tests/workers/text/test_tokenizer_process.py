@@ -264,8 +264,9 @@ def test_the_call_after_a_killed_process_uses_another(tmp_path: Path) -> None:
 
 
 def _depth(process: psutil.Process) -> int:
-    """1 for a child of this process, 2 for its child."""
-    return [parent.pid for parent in process.parents()].index(os.getpid()) + 1
+    """1 for a child of this process, 2 for its child; 0 for one whose parent has ended."""
+    parents = [parent.pid for parent in process.parents()]
+    return parents.index(os.getpid()) + 1 if os.getpid() in parents else 0
 
 
 @pytest.mark.usefixtures("patient")
