@@ -150,7 +150,9 @@ def test_a_wait_for_a_file_can_be_stopped(gated: Callable[..., Gated]) -> None:
 def test_a_load_waits_for_small_files_only(gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins with the config, which is fetched first."""
     monkeypatch.setattr(arrival, "SMALL_BYTES", 1000)
-    wait_for_small(gated().folder)
+    folder = gated().folder
+    wait_for_small(folder)
+    assert pending_files(folder) == {LAST}
 
 
 def test_a_wait_for_all_files_ends_after_their_verification(
