@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE # each process of the tests would compile every
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
-WORKERS ?= logical
+WORKERS ?= $(shell expr $$(nproc) + 1) # many tests wait
 BASE ?= HEAD~1
 LONG := soak or browser or compile or slow
 

@@ -275,8 +275,10 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 @pytest.mark.parametrize(
     ("family", "slots", "k", "version"),
     [
-        *(("llama", 3, k, VERSIONS[0]) for k in (1, 2, 3, 4)),
-        *((family, slots, 2, VERSIONS[0]) for family, slots in (("llama", 5), ("llama", 1), ("gpt2", 1))),
+        *(("llama", 3, k, VERSIONS[0]) for k in (1, 4)),
+        *(pytest.param("llama", 3, k, VERSIONS[0], marks=pytest.mark.slow) for k in (2, 3)),
+        *(pytest.param("llama", slots, 2, VERSIONS[0], marks=pytest.mark.slow) for slots in (5, 1)),
+        ("gpt2", 1, 2, VERSIONS[0]),
         ("llama", 3, 2, VERSIONS[1]),
     ],
 )
