@@ -35,7 +35,11 @@ for _name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
 # Of the recorded versions of the Neuron packages: the newest of transformers-neuronx, and of NxD Inference the last for
 # inf2 and the newest. The others are slow tests.
 EVERYDAY_VERSIONS = frozenset({"0.13-main", "0.8", "0.9"})
-VERSIONED = frozenset({"test_transformers_neuronx", "test_neuronx_distributed", "test_nxd_given"})
+VERSIONED = [
+    doubles.FOLDER.parent / "workers" / "engines" / f"test_{name}.py"
+    for name in ("transformers_neuronx", "nxd_inference", "nxd_precompiled")
+]
+assert all(path.exists() for path in VERSIONED)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,5 +50,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         version = parameters.get("version")
-        if item.path.stem in VERSIONED and version is not None and version not in EVERYDAY_VERSIONS:
+        if item.path in VERSIONED and version is not None and version not in EVERYDAY_VERSIONS:
             item.add_marker(pytest.mark.slow)

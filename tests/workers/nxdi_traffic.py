@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.checkpoints import VOCAB_SIZE, set_eos
-from tests.contracts import contract
 from tests.workers.tables import Answers
 from workers.batching.batcher import Batcher
 from workers.engines.cpu.engine import CpuEngine
@@ -24,13 +21,6 @@ from workers.messages.requests import GenerateRequest
 from workers.text.tokenizer import ByteTokenizer
 
 MAX_LEN = 96
-VERSIONS = sorted(contract("nxd-inference").versions)
-OFTEN = (
-    VERSIONS[0],
-    "0.7",
-    VERSIONS[-1],
-)  # the oldest, the last before the options of the KV cache changed, the newest
-EACH_VERSION = [pytest.param(version, marks=[] if version in OFTEN else [pytest.mark.slow]) for version in VERSIONS]
 TIE = 1e-4  # of the largest logit: float32 sums of a tiny model differ by less
 PREFILL, DECODE = [16, 32, 64], [32, 64, MAX_LEN]
 Arrival = tuple[str, list[int], int, bool]  # id, prompt, tokens wanted, whether it leaves before its end

@@ -27,19 +27,7 @@ from tests.contracts import contract
 from tests.doubles import PACKAGES, Neuron
 from tests.placements.fleets import model
 from tests.workers import nxdi_mutants, nxdi_traffic
-from tests.workers.nxdi_traffic import (
-    DECODE,
-    EACH_VERSION,
-    MAX_LEN,
-    PREFILL,
-    VERSIONS,
-    Arrival,
-    arrivals,
-    cpu,
-    opened,
-    replica_config,
-    served,
-)
+from tests.workers.nxdi_traffic import DECODE, MAX_LEN, PREFILL, Arrival, arrivals, cpu, opened, replica_config, served
 from workers.batching.batcher import Batcher
 from workers.compiling.build import predict
 from workers.compiling.start_forecast import verdicts
@@ -55,6 +43,7 @@ from workers.text.tokenizer import ByteTokenizer
 
 Checkpoints = Callable[[str], Path]
 CONTRACT = contract("nxd-inference")
+VERSIONS = sorted(CONTRACT.versions)
 CONFIG = "neuronx_distributed_inference.models.config."
 FULL = "qwen3-full"  # qwen3 without its window
 
@@ -125,12 +114,7 @@ def play(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "family"),
-    [
-        pytest.param(version, family, marks=[] if version == VERSIONS[-1] or family == "llama" else [pytest.mark.slow])
-        for version in VERSIONS
-        for family in families(version)
-    ],
+    ("version", "family"), [(version, family) for version in VERSIONS for family in families(version)]
 )
 def test_tokens_equal_the_cpu_engines(
     version: str,
@@ -147,7 +131,7 @@ def test_tokens_equal_the_cpu_engines(
     assert nxdi_traffic.wrong(sources(family), arrivals(), expected(family), answers) == []
 
 
-@pytest.mark.parametrize("version", EACH_VERSION)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_greedy_tokens_from_the_device_equal_the_hosts(
     version: str,
     nxd: Neuron,
@@ -283,7 +267,7 @@ def test_a_top_k_of_0_is_the_largest_that_the_device_takes(nxd: Neuron, sources:
 # speculation
 
 
-@pytest.mark.parametrize("version", EACH_VERSION)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("draft", ["itself", "another"])
 def test_speculation_does_not_change_a_token(
     version: str,
@@ -318,7 +302,7 @@ def test_the_last_token_of_a_slot_is_decoded_with_a_draft_too(
     assert len(answers["full"]) == MAX_LEN - 3
 
 
-@pytest.mark.parametrize("version", EACH_VERSION)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_step_takes_the_smallest_graph_that_holds_it(
     version: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,7 +319,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(
     ]
 
 
-@pytest.mark.parametrize("version", EACH_VERSION)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_speculative_step_finds_a_graph_at_every_length(
     version: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -714,7 +698,7 @@ def test_a_graph_that_the_compiler_cannot_compile_fails_again(
 # one answer without a fleet
 
 
-@pytest.mark.parametrize("version", EACH_VERSION)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("fields", [{}, {"sampling": "device"}, {"draft_source": "SELF", "draft_k": 3}])
 def test_generate_once_gives_the_batchers_answer(
     version: str,

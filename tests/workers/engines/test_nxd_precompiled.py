@@ -17,9 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from placements.facts.engines import nxd_release
+from tests.contracts import contract
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers import nxdi_traffic
-from tests.workers.nxdi_traffic import EACH_VERSION, VERSIONS, arrivals, cpu, replica_config, served
+from tests.workers.nxdi_traffic import arrivals, cpu, replica_config, served
 from workers.artifacts.sources.layout import metadata_files
 from workers.artifacts.sources.listing import Listing, RemoteFile
 from workers.artifacts.sources.source_metadata import MARK
@@ -35,6 +37,7 @@ from workers.messages.status import Failure
 from workers.neff_cache.record import LOCK_FILE, record_of, write_record
 
 Checkpoints = Callable[[str], Path]
+VERSIONS = sorted(contract("nxd-inference").versions)
 NEURON_CONFIG = "neuron_config.json"
 SHARD = "weights/tp{}_sharded_checkpoint.safetensors"
 
@@ -122,7 +125,7 @@ def llama(nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path) -> Folder:
 # compiled
 
 
-@pytest.mark.parametrize("version", EACH_VERSION)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_source_compiled_elsewhere_is_loaded(
     version: str, nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,7 +373,7 @@ def test_weights_that_were_not_saved_are_divided_again(nxd: Neuron, checkpoint: 
 # the weights alone
 
 
-@pytest.mark.parametrize("version", EACH_VERSION)
+@pytest.mark.parametrize("version", [version for version in VERSIONS if nxd_release(version) >= (0, 2)])
 def test_shards_are_the_weights_of_an_own_compile(
     version: str, nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
