@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from orchestrator.on_ray.host_actor import HostActor
@@ -109,6 +110,14 @@ def artifact(home: Path) -> Path:
     return folders[0]
 
 
+def refuses(fleet: LiveFleet) -> bool:
+    """Whether the gateway reports that it is not ready; false while it does not listen."""
+    try:
+        return fleet.http.get("/readyz").status_code == 503
+    except httpx.ConnectError:
+        return False
+
+
 def answer(fleet: LiveFleet) -> str:
     body = {"model": "m", "prompt": "A slot", "max_tokens": 4, "temperature": 0}
     text: str = fleet.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
@@ -124,7 +133,7 @@ def test_a_replica_loads_during_the_fetch_and_serves_when_it_is_complete(
     pid = loading(fleet)["pid"]
     until(lambda: fleet.replica("m/0")["fetch"], DEADLINE_S, "its fetch is reported while it loads")
     assert manifest.published(artifact(home)) is None
-    assert fleet.http.get("/readyz").status_code == 503
+    until(lambda: refuses(fleet), DEADLINE_S, "the gateway listens, and reports that it is not ready")
     last.released.set()
     fleet.wait_ready()
     assert fleet.replica("m/0")["pid"] == pid
