@@ -11,7 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE # each process of the tests would compile every
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
-WORKERS ?= $(shell expr $$(nproc) + 1) # many tests wait
+# One more than processors, since many tests wait.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 BASE ?= HEAD~1
 LONG := soak or browser or compile or slow
 

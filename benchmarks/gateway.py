@@ -124,8 +124,8 @@ class Bench:
     def cost_us(self, stack: Stack, each: str, **job: Any) -> tuple[dict[str, float], dict[str, Any]]:
         """CPU microseconds of each process for each of ``tokens`` or ``answers``, and what the load generator says.
 
-        ``step_ms``, if the job has it, is the length of the replica's steps. Raises RuntimeError when more than one
-        token for each connection came in each.
+        ``step_ms``, if the job has it, is the length of the replica's steps. Raises RuntimeError if a connection
+        received more than one token for each step.
         """
         self.ask(stack, "closed", **{**job, "seconds": 0.3})  # warm
         before = {name: cpu_s(pids) for name, pids in stack.pids.items()}

@@ -45,9 +45,9 @@ def arithmetic(policy: Policy, tp_degree: int, host: Host) -> str:
 def cpu_mask(host: Host, cores: CoreRange | None, count: int) -> tuple[int, ...]:
     """Returns the CPUs of the replica on ``cores`` with ``count`` threads; () if it is not bound.
 
-    With B usable CPUs and C cores, the range a-b gets the usable CPUs floor(a*B/C) to floor((b+1)*B/C) - 1. Masks of
-    disjoint ranges are disjoint. There is no mask if the share is less than one CPU, or if the policy gives more
-    threads than the mask holds.
+    With B usable CPUs and C cores, the range a-b gets the usable CPUs floor(a*B/C) to floor((b+1)*B/C) - 1, so that
+    disjoint ranges share no CPU. The replica is not bound if its share is less than one CPU, or if it has more threads
+    than its share has CPUs.
     """
     if cores is None or not host.cores:
         return ()

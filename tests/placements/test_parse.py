@@ -614,7 +614,6 @@ BOMBS: dict[str, tuple[str | bytes, str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused_within_seconds_of_cpu(name: str) -> None:
     """A third of a second on an idle machine, most of it PyYAML's; what grows with the square takes seven."""
@@ -626,7 +625,6 @@ def test_a_bomb_is_refused_within_seconds_of_cpu(name: str) -> None:
     assert max(len(problem.what) for problem in reported) < 2100
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in BOMBS if "aliases" in name])
 def test_aliases_share_memory(name: str) -> None:
     """Their repeated content, 200 MB here, is not copied."""

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-from msgspec.inspect import DictType, FloatType, IntType, ListType, StructType, UnionType, type_info
 
 from orchestrator.gateway.openai.errors import ApiError, invalid
+from orchestrator.gateway.openai.field_bounds import LONGEST_VALUE, out_of_bounds, out_of_range
 from orchestrator.gateway.openai.protocol import (
-    LONGEST_ID,
-    MAX_ENTRIES,
     MAX_PROMPTS,
-    MAX_STOPS,
-    MAX_TOOLS,
     Chat,
     ChatRequest,
     CompletionRequest,
@@ -33,7 +28,6 @@ MAX_STOP_CHARACTERS = 2**14
 LARGE_BYTES = 2**20  # a larger body is checked before it is decoded
 MAX_FIELD_BYTES = 2**20  # of a field of a large body, except prompts and messages
 MAX_IDS = 2**20  # in a large body
-LONGEST_VALUE = 100  # bytes or characters of a wrong value that an error quotes
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
@@ -139,7 +133,7 @@ def read_completion(body: bytes) -> CompletionRequest:
     request = _decode(_completion_decoder, body)
     count = len(request.prompt)
     if isinstance(request.prompt, list) and not isinstance(request.prompt[0], int) and count > MAX_PROMPTS:
-        raise invalid(_out_of_range("the number of prompts", count, 1, MAX_PROMPTS), param="prompt")
+        raise invalid(out_of_range("the number of prompts", count, 1, MAX_PROMPTS), param="prompt")
     if request.suffix:
         raise invalid("suffix is not supported", param="suffix", code="unsupported_parameter")
     if request.best_of not in (None, request.n or 1):
@@ -154,6 +148,7 @@ _BOUNDED = (
     *("tools", "response_format", "chat_template_kwargs", "logit_bias", "stop", "stop_token_ids"),
     *("functions", "function_call"),
 )
+_BOUNDED_ITEMS = ("stop", "stop_token_ids", "logit_bias")
 _REQUESTS = (ChatRequest, CompletionRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest)
 _Large = msgspec.defstruct(
     "_Large",
@@ -217,79 +212,21 @@ def _explained(text: str, body: bytes) -> ApiError:
     if path is None:
         return invalid(f"the body: {cause}")
     name = path.partition("[")[0]
-    if "got" in cause or (name != path and name not in ("stop", "stop_token_ids", "logit_bias")):
+    if "got" in cause or name not in (_BOUNDED_ITEMS if name != path else _Large.__struct_fields__):
         return invalid(f"{path}: {cause}", param=path)
     raw = bytes(getattr(_large_decoder.decode(body), name))
     try:
-        message = _out_of_bounds(name, msgspec.json.decode(raw))
+        message = out_of_bounds(name, msgspec.json.decode(raw))
     except msgspec.ValidationError:  # a number with too many digits
         quote = raw[:LONGEST_VALUE].decode(errors="replace")
         return invalid(f"{path}: {cause}, got {quote}", param=path)
     return invalid(message or f"{path}: {cause}", param=name)
 
 
-def _out_of_bounds(name: str, value: Any) -> str | None:
-    """Returns the message for a field outside its bounds; None if ``value`` is inside, as the last of a repeated field
-    may be."""
-    values = value if isinstance(value, list | dict) else [value]
-    match name:
-        case "prompt" if not value:
-            return "prompt is empty"
-        case "messages" if not value:
-            return "messages: at least one message is required"
-        case "tools" if len(values) > MAX_TOOLS:
-            return f"tools: {len(values)} tools exceed the limit of {MAX_TOOLS}"
-        case "stop" if len(values) > MAX_STOPS:
-            return f"stop: {len(values)} strings exceed the limit of {MAX_STOPS}"
-        case "stop" if "" in values:
-            return "stop: an empty string is not allowed"
-        case "stop_token_ids" | "logit_bias" if len(values) > MAX_ENTRIES:
-            return f"{name}: {len(values)} exceeds the limit of {MAX_ENTRIES}"
-    for id, part in values.items() if isinstance(values, dict) else enumerate(values):
-        if isinstance(id, str) and not (id.isascii() and id.isdecimal() and len(id) <= LONGEST_ID):
-            return f"logit_bias: {id[:LONGEST_VALUE]!r} is not a token id"
-        message = _outside(f"logit_bias of {id}" if isinstance(id, str) else name, part, _numbers().get(name))
-        if message is not None:
-            return message
-    return None
-
-
-def _outside(name: str, value: Any, number: IntType | FloatType | None) -> str | None:
-    """Returns the message for a value outside the bounds of a number; None if it is inside, or not a number."""
-    if number is None or number.le is None or not isinstance(value, int | float):
-        return None
-    lowest, above = (number.ge, False) if number.ge is not None else (number.gt, True)
-    if lowest is None or lowest < value <= number.le or (value == lowest and not above):
-        return None
-    if name == "seed":
-        return f"seed: {str(value)[:LONGEST_VALUE]} does not fit in 64 bits"
-    return _out_of_range(name, value, lowest, number.le, above=above)
-
-
-@cache
-def _numbers() -> Mapping[str, IntType | FloatType]:
-    """Returns the number that each field takes, with its bounds; for a list or an object, the number in it."""
-    numbers = {}
-    for request in (type_info(kind) for kind in (ChatRequest, CompletionRequest)):
-        assert isinstance(request, StructType)
-        for field in request.fields:
-            for kind in field.type.types if isinstance(field.type, UnionType) else (field.type,):
-                part = kind.item_type if isinstance(kind, ListType) else kind
-                part = part.value_type if isinstance(part, DictType) else part
-                if isinstance(part, IntType | FloatType):
-                    numbers[field.name] = part
-    return numbers
-
-
-def _out_of_range(name: str, value: float, lowest: float, highest: float, *, above: bool = False) -> str:
-    bounds = f"{'above' if above else 'at least'} {lowest} and at most {highest}"
-    return f"{name}: {str(value)[:LONGEST_VALUE]} is out of range; it must be {bounds}"
-
-
 def _check(request: SamplingFields) -> None:
     """Raises ApiError for fields that do not fit together."""
     if request.max_tokens is not None and (request.min_tokens or 0) > request.max_tokens:
-        message = _out_of_range("min_tokens", request.min_tokens or 0, 0, request.max_tokens)
+        message = out_of_range("min_tokens", request.min_tokens or 0, 0, request.max_tokens)
         raise invalid(message, param="min_tokens")
     if request.stop is not None:
         _check_limit("the characters of stop", sum(map(len, request.stops())), MAX_STOP_CHARACTERS, "stop")

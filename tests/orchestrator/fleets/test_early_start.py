@@ -111,7 +111,7 @@ def artifact(home: Path) -> Path:
 
 
 def refuses(fleet: LiveFleet) -> bool:
-    """Whether the gateway reports that it is not ready; false while it does not listen."""
+    """Returns whether the gateway reports that it is not ready; False while it does not listen."""
     try:
         return fleet.http.get("/readyz").status_code == 503
     except httpx.ConnectError:

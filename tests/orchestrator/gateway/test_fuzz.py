@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.gateway.openai import protocol
+from orchestrator.gateway.openai import body_reader, protocol
+from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.server import settle_collector
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
@@ -86,6 +87,12 @@ BASES: dict[str, dict[str, bytes]] = {
     CHAT: {"model": b'"m"', "messages": b'[{"role": "user", "content": "hi"}]', "max_tokens": b"2"},
     "/tokenize": {"model": b'"m"', "prompt": b'"hello"'},
     "/detokenize": {"model": b'"m"', "tokens": b"[104, 105]"},
+}
+READERS: dict[str, Callable[[bytes], object]] = {
+    COMPLETIONS: body_reader.read_completion,
+    CHAT: body_reader.read_chat,
+    "/tokenize": body_reader.read_tokenize,
+    "/detokenize": body_reader.read_detokenize,
 }
 VALID = (
     post({"model": "m", "prompt": "hello", "max_tokens": 2}),
@@ -404,6 +411,21 @@ class Watch:
                 assert got == expected[: len(got)]
             assert got == expected
             self.whole += 1
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_no_odd_value_of_a_field_is_an_internal_error(path: str) -> None:
+    """It is accepted, or refused with status 400."""
+    statuses = set()
+    for field in FIELDS:
+        for value in ODD:
+            fields = {**BASES[path], field: value}
+            body = b"{" + b", ".join(json.dumps(name).encode() + b": " + part for name, part in fields.items()) + b"}"
+            try:
+                READERS[path](body)
+            except ApiError as error:
+                statuses.add(error.status)
+    assert statuses == {400}
 
 
 @pytest.fixture
