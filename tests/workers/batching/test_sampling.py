@@ -71,8 +71,10 @@ def assert_drawn_from(expected: torch.Tensor, drawn: torch.Tensor) -> None:
     assert ((got - shares).abs() <= 5 * deviation + 1e-6).all()
 
 
-@pytest.mark.parametrize("vocab_size", [512, LARGE])
-@pytest.mark.parametrize("logits", [peaked, flat])
+@pytest.mark.parametrize(
+    ("vocab_size", "logits"),
+    [(512, peaked), (512, flat), (LARGE, peaked), pytest.param(LARGE, flat, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     "how",
     [

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import EOS_ID, FAMILIES, MAX_POSITIONS, VOCAB_SIZE, WINDOW, byte_level_tokenizer, set_eos
+from tests.tiers import everyday
 from workers.batching.batcher import Batcher
 from workers.engines.cpu.checkpoint import load_model
 from workers.engines.cpu.engine import CpuEngine
@@ -92,13 +93,9 @@ class Served:
         return self.events[id][-1].finish
 
 
-SLOWEST = {"mistral-window", "mixtral", "gptj", "gpt_neox"}  # they run with the long tests
-
-
-def everyday(*families: str) -> Any:
-    """Parametrizes with every family; the others are slow tests."""
-    marked = [pytest.param(family, marks=[] if family in families else [pytest.mark.slow]) for family in FAMILIES]
-    return pytest.mark.parametrize("family", marked, indirect=True, scope="module")
+def with_families(*fast: str) -> Any:
+    """Parametrizes with every family; those outside ``fast`` are slow tests."""
+    return pytest.mark.parametrize("family", everyday(FAMILIES, fast), indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +104,7 @@ def family(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> tuple[Pat
     return path, Reference(path)
 
 
-@everyday(*set(FAMILIES) - SLOWEST)
+@with_families("llama", "gpt2", "bloom", "qwen3")
 def test_16_ragged_requests_through_4_slots_equal_generate(family: tuple[Path, Reference], tmp_path: Path) -> None:
     """Token for token, with an EOS that ends some of them early, while requests arrive and others are cancelled."""
     path, generate = family
@@ -155,7 +152,7 @@ def test_16_ragged_requests_through_4_slots_equal_generate(family: tuple[Path, R
         assert served.text(str(number)) == text[shared:]
 
 
-@everyday("llama", "gpt2")  # what is drawn from is compared of all families by the test above
+@with_families("llama", "gpt2")  # what is drawn from is compared of all families by the test above
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.8, 0.9), (1.4, 0.5)])
 def test_a_seeded_request_equals_generate_under_that_seed(
     family: tuple[Path, Reference], temperature: float, top_p: float
@@ -189,7 +186,7 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_batch(checkpoint: Checkpoin
     assert served.ids("among others") == served.ids("alone")
 
 
-@everyday("llama")
+@with_families("llama")
 def test_a_stop_string_cuts_the_text_of_a_model(family: tuple[Path, Reference]) -> None:
     """The text ends before the first occurrence, also when it begins in the middle of a token."""
     path, generate = family
@@ -316,7 +313,7 @@ def test_tokens_before_the_sliding_window_are_masked(checkpoint: Checkpoints, tm
     assert Reference(unlimited)(prompts[3], 30) != served.ids("3")
 
 
-@everyday("llama", "gpt2", "bloom", "opt")  # rotary, learned, none, and learned with an offset
+@with_families("llama", "gpt2", "bloom", "opt")  # rotary, learned, none, and learned with an offset
 @pytest.mark.parametrize("chunk", [1, 7, 32])
 def test_a_chunked_prefill_gives_the_logits_of_a_whole_one(family: tuple[Path, Reference], chunk: int) -> None:
     """Prompts of all lengths around a multiple of the chunk, together; then their answers, token for token."""

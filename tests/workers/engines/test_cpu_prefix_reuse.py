@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import FAMILIES, VOCAB_SIZE
+from tests.tiers import everyday
 from tests.workers.batching.test_speculation import config
 from tests.workers.engines.test_cpu_engine import MAX_LEN, ROUNDINGS, Reference, Served
 from workers.engines.cpu.engine import PREFIX_BLOCK, CpuEngine
@@ -42,7 +43,7 @@ def turns(generate: Callable[[Sequence[int], int], list[int]], talks: int, n: in
     return conversation
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", everyday(FAMILIES, ("llama", "gpt2", "bloom", "mistral-window")))
 def test_conversations_get_the_answers_of_generate(checkpoint: Checkpoints, family: str) -> None:
     """Four conversations of four turns through three slots, two at once, token for token, and much was not read."""
     path = checkpoint(family)

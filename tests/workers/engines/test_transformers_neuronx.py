@@ -24,6 +24,7 @@ from placements.facts.tnx_families import FAMILIES as ALL_FAMILIES
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, set_eos
 from tests.contracts import contract
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
+from tests.tiers import everyday
 from tests.workers import tnx_mutants
 from tests.workers.tnx_runs import (
     BUCKETS,
@@ -68,7 +69,10 @@ def buckets_for(family: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize(("family", "sampling"), SAMPLING)
+@pytest.mark.parametrize(
+    ("family", "sampling"),
+    everyday(SAMPLING, [("llama", "device"), *((f, "host") for f in ("llama", "gpt2", "mixtral"))]),
+)
 def test_greedy_answers_are_those_of_the_cpu_engine(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, family: str, sampling: str, version: str
 ) -> None:
@@ -120,7 +124,7 @@ def test_an_answer_ends_with_the_eos_of_the_generation_config(checkpoint: Checkp
     assert texts != endless
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 63])
+@pytest.mark.parametrize("length", everyday([1, 7, 8, 9, 15, 16, 17, 63], (1, 8, 9, 63)))
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_a_prompt_at_the_edge_of_a_bucket(checkpoint: Checkpoints, family: str, length: int) -> None:
     """As long as a bucket, one token shorter, one longer, and the longest of all."""

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.checkpoints import save_tokenizer
+from tests.tiers import everyday
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text import tokenizer_process
 from workers.text.tokenizer import ChatTemplateError, PromptTokenizer, TemplateInput, TooManyTokens, load_tokenizer
@@ -88,7 +89,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("name", everyday(LATE, ("loops", "doubled text", "a wide field")))
 def test_a_template_that_does_not_end_is_killed(name: str, tmp_path: Path) -> None:
     """At its deadline or its memory limit."""
     tokenizer = of_template(tmp_path, LATE[name])
@@ -128,7 +129,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", everyday(FAULTS, ("exponential backtracking", "many normalizers")))
 def test_a_tokenizer_that_does_not_end_is_killed(name: str, tmp_path: Path) -> None:
     """Also if its library panics, which does not raise an Exception."""
     tokenizer = of_json(tmp_path, FAULTS[name])
