@@ -70,7 +70,7 @@ ModelOption = Annotated[
 ]
 ExpiresOption = Annotated[
     str | None,
-    typer.Option(metavar="WHEN", help="Expiry: an age such as 30d or 12h, a date or a time.", show_default="never"),
+    typer.Option(metavar="WHEN", help="Expiry: a duration such as 30d or 12h, a date or a time.", show_default="never"),
 ]
 ActivateOption = Annotated[
     str | None,

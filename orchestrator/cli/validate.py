@@ -21,7 +21,7 @@ def validate(
     ] = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Check a spec and report all errors and warnings. Needs no device, no weights and no fleet."""
+    """Check a spec and report all errors and warnings. Needs no device, no engine package and no fleet."""
     file = load(spec, folders="plan" if offline else "load")
     count = len([problem for problem in file.problems if problem.severity == "error"])
     verdict = f"{file.name}: {counted(count, 'error')}" if count else f"{file.name}: valid"
