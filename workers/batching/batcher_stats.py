@@ -19,7 +19,7 @@ class BatcherStats:
     last_step_at: float | None  # end of the last step
     draining: bool
     failed: str | None  # why the engine cannot go on
-    drafted: int = 0  # tokens guessed by a draft model since the start
+    drafted: int = 0  # tokens proposed by a draft model since the start
     accepted: int = 0  # of these, those that the model agreed with
     prefix_queries: int = 0  # prompt tokens looked up in the slots' KV caches since the start
     prefix_hits: int = 0  # of these, those found there and not processed again

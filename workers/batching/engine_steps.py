@@ -21,7 +21,7 @@ class EngineSteps:
 
     def __init__(self, engine: GenerateEngine, token_bytes: TokenBytes) -> None:
         """``engine`` is loaded. ``token_bytes``: see ``Tokenizer.token_bytes``."""
-        self.drafted = 0  # tokens guessed since the start
+        self.drafted = 0  # tokens proposed by a draft since the start
         self.accepted = 0  # of these, those that the model agreed with
         self._engine = engine
         self._spec = engine.spec

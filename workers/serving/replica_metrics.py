@@ -44,10 +44,8 @@ METRICS = (
     Metric("corewright_requests_waiting", "waiting", "Accepted requests that wait for a slot."),
     Metric("corewright_engine_steps_total", "steps", "Prefills and decodes."),
     Metric("corewright_generation_tokens_total", "tokens", "Tokens produced."),
-    Metric("corewright_spec_decode_num_draft_tokens_total", "drafted", "Tokens guessed by the draft model."),
-    Metric(
-        "corewright_spec_decode_num_accepted_tokens_total", "accepted", "Guessed tokens that the model agreed with."
-    ),
+    Metric("corewright_spec_decode_num_draft_tokens_total", "drafted", "Tokens proposed by the draft model."),
+    Metric("corewright_spec_decode_num_accepted_tokens_total", "accepted", "Proposed tokens that the model accepted."),
     Metric(
         "corewright_prefix_cache_queries_total", "prefix_queries", "Prompt tokens looked up in the slots' KV caches."
     ),
