@@ -382,7 +382,7 @@ def test_multi_query_attention_has_one_kv_head() -> None:
     assert (Checkpoint.from_config(SMALL_BIGCODE).kv_heads, Checkpoint.from_config(SMALL_BIGCODE).heads) == (1, 4)
 
 
-def test_llama_facts() -> None:
+def test_the_facts_of_a_llama_are_read_from_its_config() -> None:
     """Every field of a grouped-query llama."""
     assert Checkpoint.from_config(LLAMA) == Checkpoint(
         "llama", 32, 8, 32, 4096, 14336, 128, 128256, 131072, False, 8_030_261_248

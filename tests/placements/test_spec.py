@@ -82,7 +82,7 @@ def test_every_shape_changes_the_process_but_the_order_of_options_does_not() -> 
         ("meta-llama/Llama-2-7b-chat-hf", "hub"),
     ],
 )
-def test_kinds_of_sources(source: str, kind: str) -> None:
+def test_the_beginning_of_a_source_decides_its_kind(source: str, kind: str) -> None:
     """The beginning decides."""
     assert source_kind(source) == kind
 

@@ -392,7 +392,7 @@ def test_a_connection_continues_after_an_error_of_a_complete_request(gateway: Li
             assert "connection" not in answer.headers
 
 
-def test_http_1_0(gateway: LiveGateway) -> None:
+def test_a_response_to_http_1_0_ends_with_its_connection(gateway: LiveGateway) -> None:
     """A response to HTTP/1.0 ends with its connection, unless the client requests keep-alive; a stream is not
     chunked.
     """
@@ -424,7 +424,7 @@ def test_head_is_get_without_the_body(gateway: LiveGateway) -> None:
         assert wire.answer().body == b"ok\n"
 
 
-def test_expect_100_continue(gateway: LiveGateway) -> None:
+def test_a_client_that_waits_for_permission_is_answered_before_its_body(gateway: LiveGateway) -> None:
     """A client that waits for permission to send its body gets it; one whose body is too long is rejected at once."""
     data = completion()
     head, _, body = data.partition(b"\r\n\r\n")
@@ -456,7 +456,7 @@ def test_expect_100_continue(gateway: LiveGateway) -> None:
         ("*", 404),
     ],
 )
-def test_targets(gateway: LiveGateway, target: str, status: int) -> None:
+def test_a_target_may_be_absolute_or_escape_a_model_name(gateway: LiveGateway, target: str, status: int) -> None:
     """Absolute targets are taken by their path; percent signs are understood in a model's name, and nowhere else."""
     assert ask(gateway.port, request("GET", target)).status == status
 
