@@ -138,7 +138,7 @@ def _series(option: Option) -> str:
 
 
 def _owned() -> str:
-    lines = ["| engine | option | say |", "|---|---|---|"]
+    lines = ["| engine | option | field |", "|---|---|---|"]
     for engine, package in PACKAGES.items():
         by_field: dict[str, list[str]] = {}
         for table in (f"{package}.NeuronConfig", package):
