@@ -192,19 +192,17 @@ class DataPlane:
 
     def _send(self, events: list[TokenEvent]) -> None:
         by_connection: dict[_Connection, list[TokenEvent]] = defaultdict(list)
-        ended = False
         for event in events:
             active = self._active.get(event.id)
             if active is None:
                 continue
             if event.finish is not None:
-                ended = True
                 del self._active[event.id]
             if (ready := active.ready(event)) is not None:
                 by_connection[active.connection].append(ready)
         for connection, own in by_connection.items():
             self._write(connection, own)
-        if ended and self._busy:
+        if self._busy:  # a request has ended, or its answer could not be sent
             self._grant_room()
 
     def _write(self, connection: _Connection, events: list[TokenEvent]) -> None:

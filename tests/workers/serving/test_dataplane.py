@@ -391,6 +391,19 @@ def test_an_answer_too_large_for_a_message_ends_with_an_error(played: Played) ->
     assert played.cancelled == ["huge"]
 
 
+def test_the_slot_of_an_answer_that_cannot_be_sent_is_granted_to_others(played: Played) -> None:
+    """Its request ends like any other: without Room, a gateway that got BUSY would never send there again."""
+    first = played.client(request("huge"), *(request(f"r{i}") for i in range(63)))
+    second = played.client()
+    second.send(Submit(request("late")))
+    assert [event.finish for event in second.events(1)["late"]] == [FinishReason.BUSY]
+
+    played.plane.emit([token("huge", logprobs=logprobs("x" * 2**20))])
+
+    assert second.receive() == Room(1)
+    assert [event.finish for event in first.events(1)["huge"]] == [FinishReason.ERROR]
+
+
 def test_a_schema_that_is_compiled_delays_no_other_request(played: Played) -> None:
     """It has a thread of its own; its request starts afterwards."""
     client = played.client(request("guided", guide="{}"), request("free"))
