@@ -226,9 +226,9 @@ class UsageCounts:
         for number in range(self._places):
             descriptor = file_lock.take(self._lock_path(number))
             if descriptor is not None:
-                self._stamp = secrets.randbits(31) + 1
-                os.pwrite(descriptor, self._stamp.to_bytes(4, "little"), 0)
-                self._lock, self._number = descriptor, number
+                self._lock, self._stamp = descriptor, secrets.randbits(31) + 1
+                os.pwrite(descriptor, self._stamp.to_bytes(4, "little"), 0)  # on a full disk: the next check retries
+                self._number = number
                 return
 
     def _requests_elsewhere(self, data: bytearray, room: int, now: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -252,6 +253,26 @@ def test_with_an_unusable_folder_each_gateway_counts_alone(tmp_path: Path, caplo
     assert "2 requests per minute" in refusal(other, ci, 1, NOW + 121).message
     first.close()
     other.close()
+
+
+def test_a_full_disk_takes_no_place_from_the_gateways(
+    gateways: Callable[[], KeyLimits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it has space again, they count together, however often they tried before."""
+    first, other, ci = gateways(), gateways(), key(max_concurrent=2)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", refuse)
+        for second in range(10):
+            first.take(ci, 1, NOW + second).settle(1, NOW + second)
+
+    first.take(ci, 1, NOW + 10)
+    first.take(ci, 1, NOW + 10)
+
+    assert "2 requests at a time" in refusal(other, ci, 1, NOW + 10).message
 
 
 def test_a_gateway_waits_for_a_counting_one(
