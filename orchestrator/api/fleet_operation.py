@@ -11,7 +11,7 @@ from orchestrator.access.source_policy import allowed_by_setting
 from orchestrator.api.refused import Refused
 from orchestrator.control.controller import Controller
 from orchestrator.fleet.effects import ClusterClient
-from orchestrator.fleet.replica_states import State
+from orchestrator.fleet.replica_states import LEAVING
 from orchestrator.records.journal import JournalUnwritable
 from orchestrator.records.journal_records import R
 from orchestrator.state.rollout_progress import rollout_state
@@ -60,7 +60,7 @@ class FleetOperation:
         return tuple(
             Running(view.model, view.replica, view.host, view.cores)
             for view in self._state.views.values()
-            if view.state not in (State.DRAINING, State.STOPPING) and view.host not in self._state.lost
+            if view.state not in LEAVING and view.host not in self._state.lost
         )
 
     def _refuse_on_hold(self) -> None:

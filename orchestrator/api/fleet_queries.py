@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.api.fleet_operation import FleetOperation, missing_object
 from orchestrator.api.refused import Refused
-from orchestrator.fleet.replica_states import State
+from orchestrator.fleet.replica_states import LEAVING
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.process.home import Home
 from orchestrator.records.request_traces import read_page
@@ -80,5 +80,5 @@ class FleetQueries(FleetOperation):
 
 def _first_running(views: list[ReplicaView]) -> int:
     """Returns the number of the first replica that is not stopping, else of the first one."""
-    running = [view for view in views if not view.gone and view.state not in (State.DRAINING, State.STOPPING)]
+    running = [view for view in views if not view.gone and view.state not in LEAVING]
     return next((view.replica for view in (*running, *views)), 0)

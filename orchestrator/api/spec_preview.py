@@ -13,7 +13,7 @@ import msgspec
 from orchestrator.access.source_policy import BARRED
 from orchestrator.api.fleet_operation import FleetOperation, missing_object
 from orchestrator.api.refused import Refused
-from orchestrator.fleet.replica_states import State
+from orchestrator.fleet.replica_states import LEAVING
 from orchestrator.records.journal_records import Revision
 from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
 from orchestrator.revisions.spec_file import SpecFile, examine, start_problems
@@ -213,7 +213,7 @@ def _outlook(index: int, situation: Situation) -> Outlook:
     views = tuple(
         dataclasses.replace(view, version=situation.desired_models[view.model].version)
         for view in situation.views
-        if view.model in situation.desired_models and view.state not in (State.DRAINING, State.STOPPING)
+        if view.model in situation.desired_models and view.state not in LEAVING
     )
     desired_models = {
         name: dataclasses.replace(desired, canary=False) for name, desired in situation.desired_models.items()

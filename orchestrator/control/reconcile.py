@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from orchestrator.fleet.replica_states import STARTING, State
+from orchestrator.fleet.replica_states import ENDING, STARTING, State
 from orchestrator.fleet.snapshot import Observed, ReplicaView
 from orchestrator.rollout.rollout_step import ReplicaTarget
 
@@ -84,7 +84,7 @@ def reconcile(
     actions: list[Action] = []
     for id, replica in observed.replicas.items():
         target = by_id.get(id)
-        ending = replica.state in (State.STOPPING, State.FAILED)
+        ending = replica.state in ENDING
         serving = replica.state in (State.READY, State.DRAINING)
         starting = replica.state in STARTING
         drained_for = observed.now - replica.since

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 
 from orchestrator.control.controller_metrics import ControllerCounters
-from orchestrator.fleet.replica_states import STARTING, Signal, State, advance
+from orchestrator.fleet.replica_states import ENDING, STARTING, Signal, State, advance
 from orchestrator.fleet.snapshot import SETTLED_S, ReplicaView
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.quarantine import on_failure
@@ -96,7 +96,7 @@ class ReplicaTable:
     def fail(self, view: ReplicaView, failure: Failure) -> None:
         """Fail a replica; quarantine its cores or stop retries, as the failure's reaction requires."""
         before = self._state.views[view.id]
-        if before.state in (State.FAILED, State.STOPPING):
+        if before.state in ENDING:
             return  # keep the first cause
         self._counters.failed(before, failure.id)
         if before.cores is not None and failure.reaction in (Reaction.ELSEWHERE, Reaction.QUARANTINE):

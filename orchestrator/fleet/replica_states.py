@@ -62,6 +62,12 @@ TRANSITIONS: Mapping[tuple[State, Signal], State] = MappingProxyType(
 STARTING = frozenset({State.PENDING, State.FETCHING, State.COMPILING, State.LOADING})
 """The states before readiness."""
 
+LEAVING = frozenset({State.DRAINING, State.STOPPING})
+"""The states from which a replica does not serve again."""
+
+ENDING = frozenset({State.STOPPING, State.FAILED})
+"""The states in which the process is killed until its death is confirmed."""
+
 AHEAD = frozenset({State.FETCHING, State.COMPILING})
 """The states with deadlines of their own, which do not count as start time."""
 
@@ -96,7 +102,7 @@ def model_state(desired: int, states: Iterable[State]) -> ModelState:
         return ModelState.READY
     if ready > 0:
         return ModelState.DEGRADED
-    coming = {*STARTING, State.DRAINING, State.STOPPING}
+    coming = STARTING | LEAVING
     if not present or coming.intersection(present):
         return ModelState.LOADING
     return ModelState.FAILED

@@ -8,7 +8,7 @@ from enum import Enum
 from hashlib import blake2s
 from typing import Any
 
-from orchestrator.fleet.replica_states import State
+from orchestrator.fleet.replica_states import LEAVING
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.rollout_step import Goal
 from placements.facts.engines import AUTO_ENGINES, HOST_ENGINES, Engine
@@ -132,7 +132,7 @@ def replica_changes(goal: Goal, views: Sequence[ReplicaView], settled: Goal) -> 
     ``goal`` is the first step of the update, ``settled`` the one at its end.
     """
     kept_ids = {target.id for target in goal.targets if target.placement is None}
-    now = {view.id: view for view in views if view.state not in (State.DRAINING, State.STOPPING)}
+    now = {view.id: view for view in views if view.state not in LEAVING}
     changes: list[dict[str, str]] = []
     for target in settled.targets:
         view = now.pop(target.id, None)

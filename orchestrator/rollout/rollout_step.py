@@ -18,15 +18,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from orchestrator.fleet.replica_states import State
+from orchestrator.fleet.replica_states import LEAVING, State
 from orchestrator.fleet.snapshot import ReplicaView
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import Host
 from placements.planner.plan import Placement, Plan, Running, plan
 from placements.spec.schema import ModelSpec, Spec, Strategy
-
-_ENDING = (State.DRAINING, State.STOPPING)
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ def new_targets(
     existing = {
         (view.id, view.host, view.cores, view.version)
         for view in views
-        if view.state not in _ENDING and (view.id, view.epoch) not in replaced
+        if view.state not in LEAVING and (view.id, view.epoch) not in replaced
     }
     return [
         target
@@ -302,7 +300,7 @@ def _group_replicas(situation: Situation) -> _ReplicaGroups:
             or (view.id, view.epoch) in situation.replaced
             or view.touches(situation.drained.get(view.host, frozenset()))
         )
-        if view.state in _ENDING or view.host not in names:
+        if view.state in LEAVING or view.host not in names:
             leaving[view.model] += is_old and not view.gone
         elif view.state is State.FAILED and view.touches(situation.blocked.get(view.host, frozenset())):
             continue  # it is placed elsewhere
