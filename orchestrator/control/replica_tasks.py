@@ -15,7 +15,7 @@ import msgspec.structs
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.replica_table import ReplicaTable
 from orchestrator.fleet.effects import ClusterClient, ReplicaDied, Survivor, actor_name
-from orchestrator.fleet.replica_states import AHEAD, STARTING, Signal, State
+from orchestrator.fleet.replica_states import AHEAD, ENDING, STARTING, Signal, State
 from orchestrator.fleet.snapshot import EarlyStart, ReplicaView
 from orchestrator.process.home import Home
 from orchestrator.revisions.config_builder import replica_config
@@ -224,7 +224,7 @@ class ReplicaTasks:
             await self._follow(id, config.epoch)
 
     async def _request_process(self, id: str, config: ReplicaConfig) -> bool:
-        """Returns False if the process must not be started any more."""
+        """Returns False if the process must not run any more."""
         await self._state.records.durable()
         view = self._replicas.view(id, config.epoch)
         if view is None or view.state not in STARTING:
@@ -237,8 +237,9 @@ class ReplicaTasks:
         self._replicas.store(dataclasses.replace(view, requested=True))
         await self._cluster.start(config)
         view = self._replicas.view(id, config.epoch)
-        if view is None or view.state is State.STOPPING:  # its stop may have preceded its process
+        if view is None or view.state in ENDING:  # its end may have preceded its process
             await self._cluster.end(actor_name(config.model, config.replica, config.epoch), None, None, config.host)
+            return False
         return True
 
     def _fail_start(self, id: str, epoch: int, error: Exception) -> None:
@@ -267,9 +268,9 @@ class ReplicaTasks:
                 self._track(id, self._follow(id, view.epoch))
 
     async def _follow(self, id: str, epoch: int) -> None:
-        """Turn a replica's status reports into signals until it stops."""
+        """Turn a replica's status reports into signals until it is to end."""
         version = 0
-        while (view := self._replicas.view(id, epoch)) is not None and view.state is not State.STOPPING:
+        while (view := self._replicas.view(id, epoch)) is not None and view.state not in ENDING:
             try:
                 status = await self._cluster.watch(view.actor, version)
             except ReplicaDied as death:

@@ -128,7 +128,7 @@ def test_a_replica_is_watched_again_after_an_unexpected_error(tmp_path: Path) ->
 
 
 class SlowStarts(FakeCluster):
-    """Ray takes a while to be asked for a process, as while a node seems away."""
+    """A request for a process takes a while, as when a node seems to be lost."""
 
     async def start(self, config: ReplicaConfig) -> None:
         await asyncio.sleep(2.0)
@@ -149,6 +149,35 @@ def test_a_process_that_is_stopped_while_it_is_requested_is_ended(tmp_path: Path
         assert not fleet.controller.state.views
 
     play(tmp_path, cluster, story, least=0)
+
+
+class HeldStarts(FakeCluster):
+    """Requests for processes wait until ``released`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = asyncio.Event()
+
+    async def start(self, config: ReplicaConfig) -> None:
+        await self.released.wait()
+        await super().start(config)
+
+
+def test_a_process_whose_start_fails_while_it_is_requested_is_ended(tmp_path: Path) -> None:
+    """Otherwise it would hold the cores of the next start."""
+    cluster = HeldStarts()
+
+    async def live() -> None:
+        async with Played(tmp_path, cluster, SPEC % (1, ", deadlines: {start_s: 10}")) as fleet:
+            await fleet.until(
+                lambda: any(view.gone for view in fleet.controller.state.views.values()), "a failed start", 30
+            )
+            cluster.released.set()
+            await fleet.settled()
+            assert cluster.violations == []
+            assert [replica.config.epoch for replica in cluster.living()] == [2]
+
+    virtually(live)
 
 
 def test_routes_follow_the_schedules(tmp_path: Path) -> None:
