@@ -154,7 +154,7 @@ def keep_of(root: Path) -> Path:
 
 
 def _add_remote_records(place: Localized, records: dict[str, Record]) -> frozenset[str]:
-    """Returns the names of finished remote entries, and adds the remote records to ``known``."""
+    """Returns the names of finished remote entries, and adds the remote records to ``records``."""
     remote = place_at(place.location)
     files = remote.files()
     for record in records_at(remote, files):
