@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from orchestrator.cli import main as cli
+from orchestrator.control.scaling_loop import KINDS
 from orchestrator.daemon.settings import SETTINGS
 from tests.docs.pages import CLI, COMMANDS, SIMULATE, SOURCES, blocks, named, options, rows, section, words
 from tests.orchestrator.fakefleet import SPEC as SHOWN_SPEC
@@ -34,6 +37,34 @@ def test_every_option_is_explained() -> None:
         text = section(CLI, f"corewright {name.split()[0]}")
         for option in options(command) - {"--output", "-o"}:
             assert text.count(option) > 1, (name, option)
+
+
+LEVELS = {"info", "warning", "error"}
+
+
+def event_reasons() -> set[str]:
+    """The reasons of events in the sources: words that follow a level, and those that are passed by name."""
+    reasons = set(KINDS)
+    for path in SOURCES:
+        text = path.read_text()
+        reasons |= set(re.findall(r'"(Rollout[A-Z]\w+|CanaryPromoted)"', text))
+        for node in ast.walk(ast.parse(text)):
+            values = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.Tuple) else []
+            for level, reason in pairwise(values):
+                if LEVELS & set(texts(level)):
+                    reasons |= {word for word in texts(reason) if re.fullmatch("([A-Z][a-z]+)+", word)}
+    return reasons
+
+
+def texts(node: ast.AST) -> list[str]:
+    """The texts in an expression."""
+    return [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+
+
+def test_every_reason_of_an_event_is_described() -> None:
+    """And no other."""
+    table = [word for row in rows(section(CLI, "corewright events")) for word in words(row[0])]
+    assert sorted(table) == sorted(event_reasons())
 
 
 def first_line(value: object) -> str:
