@@ -404,7 +404,9 @@ def read_expiry(text: str, now: float, option: str = "--expires") -> float:
         try:
             at = moment(expiry)
         except ValueError:
-            raise Failed("key-expiry-wrong", f"{option} {text!r} is not a time", EXPIRY_RULE) from None
+            raise Failed(
+                "key-expiry-wrong", f"{option} {text!r} is neither a duration nor a time", EXPIRY_RULE
+            ) from None
     if not now < at <= now + LONGEST_LIFE_S:
         reason = "is in the past" if at <= now else "is more than 100 years away"
         raise Failed("key-expiry-wrong", f"{option} {text!r} {reason}", EXPIRY_RULE)

@@ -188,7 +188,7 @@ def prune(
 def retry(
     graphs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODULE]...", help="Graphs, as shown by `cache ls`.", show_default="all failed graphs"),
+        typer.Argument(metavar="MODULE", help="Graphs, as shown by `cache ls`.", show_default="all failed graphs"),
     ] = None,
     place: CacheOption = None,
     dry_run: DryRunOption = False,

@@ -46,7 +46,7 @@ def status(output: FormatOption = Format.TABLE) -> None:
 def get(
     kind: Annotated[Kind, typer.Argument(metavar="models|replicas|hosts|revisions|events", help="Kind of the items.")],
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Name of one item; for events the name of a model.")
+        str | None, typer.Argument(metavar="NAME", help="Name of one item; for events the name of a model.")
     ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
