@@ -52,6 +52,19 @@ def told_by_a_controller(tmp_path: Path) -> dict[str, Any]:
     return virtually(play)
 
 
+def test_every_condition_is_shown_and_described(tmp_path: Path) -> None:
+    """In the order of the controller's status."""
+
+    def types(status: Any, model: int) -> list[tuple[str, str]]:
+        conditions = [("fleet", condition["type"]) for condition in status["conditions"]]
+        return conditions + [("model", condition["type"]) for condition in status["models"][model]["conditions"]]
+
+    real, shown = types(told_by_a_controller(tmp_path), 0), shown_status()
+    assert all(types(shown, model) == real for model in range(len(shown["models"])))
+    table = [row for row in rows(section(CLI, "corewright status")) if row[1] in ("fleet", "model")]
+    assert [(row[1], words(row[0])[0]) for row in table] == real
+
+
 def test_the_shown_status_has_the_controllers_keys(tmp_path: Path) -> None:
     """Fleet, models, replicas, hosts and leases."""
     told = shape(told_by_a_controller(tmp_path))
