@@ -187,8 +187,10 @@ def revoke(
     home = Home.from_environment()
     with recorded_command(home, "keys revoke", {"key": shown(key)}):
         revoked = KeyFile(home.keys).revoke(key)
-    if not KeyFile(home.keys).read().keys:
-        say("no keys are left: run `corewright keys create NAME`, or `corewright keys open` to accept requests without")
+    ring, now = KeyFile(home.keys).read(), time.time()
+    if not ring.keys:
+        reopening = "run `corewright keys create NAME`, or `corewright keys open` to accept requests without"
+        say(f"no keys are left: {reopening if ring.requires_key(now) else access(ring, now)}")
     show({"id": revoked.id, "name": revoked.name}, output, f"{revoked.name} ({revoked.id}): revoked")
 
 

@@ -610,3 +610,14 @@ def test_revoking_the_last_key_shows_how_to_reopen(at_home: Home, capsys: pytest
     KeyFile(at_home.keys).create("ci")
     assert run(["keys", "revoke", "ci"]) == 0
     assert "corewright keys open" in capsys.readouterr().err
+
+
+def test_revoking_the_last_key_of_an_open_gateway_reports_that_it_stays_open(
+    at_home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until the time of `keys open`."""
+    file = KeyFile(at_home.keys)
+    file.create("ci")
+    file.open_keyless(time.time() + 3600)
+    assert run(["keys", "revoke", "ci"]) == 0
+    assert "no keys are left: requests without a key are accepted on loopback until" in capsys.readouterr().err
