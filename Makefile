@@ -1,7 +1,8 @@
 # make demo        three models on an emulated inf2.48xlarge, in the foreground
 # make test        style, types and the tests without a fleet, on all cores
 #                  LIVE=1: also the fleets and kills; SLOW=1: everything
-# make test-fast, test-live, test-long    one part of these alone
+#                  REAL=1: also the Neuron packages' own code (CONTRIBUTING.md)
+# make test-fast, test-live, test-long, test-real    one part of these alone
 # make coverage    the tests without a fleet, and the lines and branches that none of them reaches
 # make bench-check compare the hot paths' CPU time with that of a commit (BASE=HEAD~1)
 # make demo-check  start the demo, ask every model, stop
@@ -16,7 +17,7 @@ WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 BASE ?= HEAD~1
 LONG := soak or browser or compile or slow
 
-.PHONY: demo demo-check test test-fast test-live test-long lint venv chromium coverage bench-check
+.PHONY: demo demo-check test test-fast test-live test-long test-real lint venv chromium coverage bench-check
 
 venv: .venv/.installed
 
@@ -55,21 +56,26 @@ test: venv
 	@$(MAKE) --no-print-directory -j2 lint test-fast
 	@$(if $(LIVE)$(SLOW),$(MAKE) --no-print-directory test-live)
 	@$(if $(SLOW),$(MAKE) --no-print-directory test-long)
+	@$(if $(REAL),$(MAKE) --no-print-directory test-real)
 
 test-fast: venv
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not (live or $(LONG))" $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not (live or real or $(LONG))" $(PYTEST_ARGS)
 
 # One after the other: each fleet takes all cores.
 test-live: venv
-	$(BIN)/pytest -m "live and not ($(LONG))" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "live and not (real or $(LONG))" $(PYTEST_ARGS)
 
 test-long: venv chromium
-	$(BIN)/pytest -m "$(LONG)" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "($(LONG)) and not real" $(PYTEST_ARGS)
 	EXAMPLES=300 $(BIN)/pytest -m "not ($(LONG))" tests/properties $(PYTEST_ARGS)
+
+# Skips with what to set where no sources are named.
+test-real: venv
+	$(BIN)/pytest -n $(WORKERS) -m real $(PYTEST_ARGS)
 
 # Lines and branches that no test without a fleet reaches.
 coverage: venv
-	$(BIN)/pytest -n $(WORKERS) -m "not (live or $(LONG))" --cov --cov-report=term $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) -m "not (live or real or $(LONG))" --cov --cov-report=term $(PYTEST_ARGS)
 
 bench-check: venv
 	$(BIN)/python -m benchmarks.check --base $(BASE)

@@ -1,0 +1,91 @@
+"""NxD Inference's own code on a CPU: the closed layer below it is stood in for, everything above it is unmodified.
+
+``NXD_SOURCE`` and ``NXDI_SOURCE`` name the ``src`` of a checkout of neuronx-distributed and of
+neuronx-distributed-inference, of one release of the SDK; on a Neuron image the installed packages are used. Without
+them the tests skip. The code stays in ``sys.modules`` only while a test uses it, so that tests with doubles of the same
+names can run in the same process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.doubles import PACKAGES, Neuron
+
+CLOSED = Path(__file__).parent / "nxd"  # the stand-ins
+SOURCES = {"NXD_SOURCE": "neuronx_distributed", "NXDI_SOURCE": "neuronx_distributed_inference"}
+CLOSED_PACKAGES = ("torch_xla", "torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib", "neuronxlogger")
+_imported: dict[str, ModuleType] = {}
+
+
+def source_folders() -> list[str]:
+    """Returns the folders that the packages are imported from; none for installed ones. Skips without a package."""
+    folders = []
+    for variable, package in SOURCES.items():
+        folder = os.environ.get(variable)
+        if folder and not (Path(folder) / package / "__init__.py").exists():
+            pytest.fail(f"{variable}={folder} has no package {package}; set it to the `src` of a checkout")
+        if folder:
+            folders.append(str(Path(folder).resolve()))
+        elif importlib.util.find_spec(package) is None:
+            pytest.skip(f"set {variable} to the `src` of a checkout of {package.replace('_', '-')}")
+    if int(metadata.version("transformers").split(".")[0]) > 4:
+        pytest.skip("NxD Inference needs transformers 4: install it into a folder and set PYTHONPATH to that")
+    return folders
+
+
+@pytest.fixture
+def real_nxdi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuron]:
+    """NxD Inference over the stand-ins, in this process and in those that it starts."""
+    folders = [str(CLOSED), *source_folders()]
+    for name in [name for name in os.environ if name.startswith(("NEURON_", "NEURONX_"))]:
+        monkeypatch.delenv(name)
+    for name in ("BASE_COMPILE_WORK_DIR", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST"):
+        monkeypatch.setenv(name, "")  # so that what the adapter sets is undone
+        monkeypatch.delenv(name)
+    state = tmp_path / "neuron"
+    state.mkdir()
+    monkeypatch.setenv("NEURON_DOUBLE_STATE", str(state))
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "neuron-compile-cache"))
+    monkeypatch.setenv("NXD_LOG_LEVEL", os.environ.get("NXD_LOG_LEVEL", "error"))
+    # The folder of doubles comes last: it has packages of these names, too.
+    paths = [*folders, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""), str(PACKAGES)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setattr(sys, "path", [*folders, *sys.path, str(PACKAGES)])
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    importlib.invalidate_caches()
+    _taken()
+    sys.modules.update(_imported)
+    importlib.import_module("closed_layer").install()
+    device = importlib.import_module("neuron_double.runtime")
+    device.reset_for_tests()
+    yield Neuron(state)
+    device.reset_for_tests()
+    _forget_speculation()
+    _imported.update(_taken())
+
+
+def _forget_speculation() -> None:
+    """Reset the classes: once a model with a draft was compiled, they expect the weights of every later model in its
+    submodel. A replica has one model, but a run of tests has many."""
+    application = sys.modules.get("neuronx_distributed_inference.models.application_base")
+    kinds = [application.NeuronApplicationBase] if application is not None else []
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        kind._FUSED_PREFIX = ""
+
+
+def _taken() -> dict[str, ModuleType]:
+    """Remove the packages' modules from ``sys.modules``, and return them."""
+    roots = {*SOURCES.values(), *CLOSED_PACKAGES, "closed_layer"}
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in roots}
