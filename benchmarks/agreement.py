@@ -101,8 +101,8 @@ def ours(url: str, case: Case, wanted: InOrder) -> dict[str, float]:
         finally:
             client.close()
 
-    found = uvloop.run(run())
-    data, values = serving_data(found), figures(found.measured)
+    results = uvloop.run(run())
+    data, values = serving_data(results), figures(results.measured)
     assert data["ok"] == case.requests, data["said"]
     if data["client"]["limits"]:
         say(f"our client was late: {data['client']['limits']}")

@@ -66,19 +66,19 @@ CHAT = json.dumps(
 
 def rounds(candidates: dict[str, Callable[[], Any]], calls: int) -> dict[str, float]:
     """CPU microseconds of one call, for each candidate."""
-    found: dict[str, list[float]] = {name: [] for name in candidates}
+    times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(7):
         for name, call in candidates.items():
             began = time.process_time()
             for _ in range(calls):
                 call()
-            found[name].append((time.process_time() - began) / calls * 1e6)
-    return {name: statistics.median(each) for name, each in found.items()}
+            times[name].append((time.process_time() - began) / calls * 1e6)
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def servers(python: str) -> dict[str, dict[str, float]]:
     """CPU microseconds of each server for a request and for a streamed token."""
-    found: dict[str, dict[str, list[float]]] = {}
+    times: dict[str, dict[str, list[float]]] = {}
     job = {"kind": "closed", "model": "echo", "prompt_chars": 64, "connections": 64, "seconds": 2.0}
     with Child("benchmarks.gateway_parts.load", None) as load:
         for _ in range(ROUNDS):
@@ -97,8 +97,8 @@ def servers(python: str) -> dict[str, dict[str, float]]:
                         if done["errors"]:
                             raise RuntimeError(f"{name}: {done['error']}")
                         cost = used / done["tokens"] * 1e6
-                        found.setdefault(name, {}).setdefault(what, []).append(cost)
-    return {name: {what: statistics.median(each) for what, each in costs.items()} for name, costs in found.items()}
+                        times.setdefault(name, {}).setdefault(what, []).append(cost)
+    return {name: {what: statistics.median(each) for what, each in costs.items()} for name, costs in times.items()}
 
 
 def json_reading() -> dict[str, float]:
@@ -311,13 +311,13 @@ def delivery() -> dict[str, float]:
         "a task and an asyncio.Event for each stream": by_task,
         "a task and an asyncio.Queue for each stream": by_queue,
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     loop = uvloop.new_event_loop()
     for _ in range(7):
         for name, way in ways.items():
-            found[name].append(loop.run_until_complete(way()) / streams / steps * 1e6)
+            times[name].append(loop.run_until_complete(way()) / streams / steps * 1e6)
     loop.close()
-    return {name: statistics.median(each) for name, each in found.items()}
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 PARTS: dict[str, Callable[[], dict[str, float]]] = {
@@ -332,16 +332,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["servers", *PARTS], action="append")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the servers, and of part json")
-    asked = parser.parse_args()
-    parts = asked.only or ["servers", *PARTS]
-    if asked.python != sys.executable and parts != ["servers"]:
+    options = parser.parse_args()
+    parts = options.only or ["servers", *PARTS]
+    if options.python != sys.executable and parts != ["servers"]:
         others = [part for part in parts if part != "servers"]
-        subprocess.run([asked.python, "-m", "benchmarks.choices", *(f"--only={part}" for part in others)], check=True)
+        subprocess.run([options.python, "-m", "benchmarks.choices", *(f"--only={part}" for part in others)], check=True)
         parts = [part for part in parts if part == "servers"]
     for part in parts:
         if part == "servers":
             print("CPU us, median: a request, a streamed token")
-            for name, costs in servers(asked.python).items():
+            for name, costs in servers(options.python).items():
                 print(f"  {name:<45} {costs['request']:8.1f} {costs['token']:8.2f}", flush=True)
         else:
             print(f"CPU us, median: {part}")

@@ -58,31 +58,31 @@ class Bench:
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cwc-", dir=place)))
         (self._folder / "s3" / PREFIX).mkdir(parents=True)
         self._sums = checkpoint.write(self._folder / "s3" / PREFIX, size)
-        told = {"root": str(self._folder / "s3"), "rate": RATE}
-        told["checksums"] = {f"{PREFIX}/{name}": crc for name, crc in self._sums.items()}
-        self._server = stack.enter_context(Child(PARTS + "ranges", told))
+        settings = {"root": str(self._folder / "s3"), "rate": RATE}
+        settings["checksums"] = {f"{PREFIX}/{name}": crc for name, crc in self._sums.items()}
+        self._server = stack.enter_context(Child(PARTS + "ranges", settings))
 
     def run(self, way: str) -> dict[str, Any]:
         """Raises RuntimeError when what arrived is not what was there."""
         self._server.ask({"share_503": SHARE_503 if way == "503" else 0.0})
         folder = self._folder / "fetched"
         folder.mkdir()
-        told = {"way": WAYS[way], "folder": str(folder), "port": self._server.ready["port"]}
-        with Child(PARTS + "fetcher", told) as child:
-            found = child.ready
+        settings = {"way": WAYS[way], "folder": str(folder), "port": self._server.ready["port"]}
+        with Child(PARTS + "fetcher", settings) as child:
+            ready = child.ready
         seen = self._server.ask({"share_503": 0.0})
         if checkpoint.sums(folder) != self._sums:
             raise RuntimeError(f"{way}: something else has arrived than was sent")
         shutil.rmtree(folder)
-        found["cpu_s_per_gb"] = found["cpu_s"] / (found["bytes"] / 1e9)
+        ready["cpu_s_per_gb"] = ready["cpu_s"] / (ready["bytes"] / 1e9)
         refused = f", {seen['refused']} answered with 503" if seen["refused"] else ""
         print(
-            f"{way:<8} {found['bytes'] / found['seconds'] / 1e9:.2f} GB/s in {found['seconds']:.2f} s,"
-            f" {found['cpu_s_per_gb']:.2f} CPU s/GB; {seen['requests']} requests on {seen['connections']}"
+            f"{way:<8} {ready['bytes'] / ready['seconds'] / 1e9:.2f} GB/s in {ready['seconds']:.2f} s,"
+            f" {ready['cpu_s_per_gb']:.2f} CPU s/GB; {seen['requests']} requests on {seen['connections']}"
             f" connections{refused}",
             flush=True,
         )
-        return found
+        return ready
 
 
 def run(size: int, rounds: int) -> dict[str, float]:
@@ -91,9 +91,9 @@ def run(size: int, rounds: int) -> dict[str, float]:
         bench = Bench(stack, size)
         bench.run("ours")  # the first one finds memory that nobody has touched yet
         for _ in range(rounds):
-            found = {way: bench.run(way) for way in WAYS}
-            seconds = {way: one["seconds"] for way, one in found.items()}
-            cpu = {way: one["cpu_s_per_gb"] for way, one in found.items()}
+            results = {way: bench.run(way) for way in WAYS}
+            seconds = {way: item["seconds"] for way, item in results.items()}
+            cpu = {way: item["cpu_s_per_gb"] for way, item in results.items()}
             ratios["over_boto3"].append(seconds["boto3"] / seconds["ours"])
             ratios["over_single_get"].append(seconds["single"] / seconds["ours"])
             ratios["time_with_503_over_without"].append(seconds["503"] / seconds["ours"])
@@ -101,7 +101,7 @@ def run(size: int, rounds: int) -> dict[str, float]:
             ratios["stored_over_boto3"].append(seconds["boto3"] / seconds["stored"])
             ratios["stored_over_single_get"].append(seconds["single"] / seconds["stored"])
             ratios["stored_cpu_s_per_gb_over_boto3"].append(cpu["stored"] / cpu["boto3"])
-            ratios["gb_per_s"].append(found["ours"]["bytes"] / seconds["ours"] / 1e9)
+            ratios["gb_per_s"].append(results["ours"]["bytes"] / seconds["ours"] / 1e9)
     return {name: statistics.median(each) for name, each in ratios.items()}
 
 

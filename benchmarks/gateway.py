@@ -111,15 +111,15 @@ class Bench:
 
     def gateway(self, home: str, **models: int) -> tuple[Child, Stack]:
         """``models``: the longest answer of each; its socket has its name."""
-        told = [{"name": name, "socket": str(self.folder / name), "max_len": most} for name, most in models.items()]
-        child = self.start("ours", {"home": str(self.folder / home), "models": told})
+        engines = [{"name": name, "socket": str(self.folder / name), "max_len": most} for name, most in models.items()]
+        child = self.start("ours", {"home": str(self.folder / home), "models": engines})
         return child, Stack("ours", child.ready["port"], {"gateway": [child.pid]}, child.ready["key"])
 
     def ask(self, stack: Stack, kind: str, **job: Any) -> dict[str, Any]:
         """Raises RuntimeError when an answer was wrong."""
         base = {"model": "echo", "prompt_chars": 64, "stream": False, "tokens": 1, "kind": kind}
-        found = self.load.ask({**base, "port": stack.port, "key": stack.key, **job})
-        return checked(stack, found)
+        result = self.load.ask({**base, "port": stack.port, "key": stack.key, **job})
+        return checked(stack, result)
 
     def cost_us(self, stack: Stack, each: str, **job: Any) -> tuple[dict[str, float], dict[str, Any]]:
         """CPU microseconds of each process for each of ``tokens`` or ``answers``, and what the load generator says.
@@ -129,29 +129,29 @@ class Bench:
         """
         self.ask(stack, "closed", **{**job, "seconds": 0.3})  # warm
         before = {name: cpu_s(pids) for name, pids in stack.pids.items()}
-        found = self.ask(stack, "closed", **job)
+        result = self.ask(stack, "closed", **job)
         used = {name: cpu_s(pids) - before[name] for name, pids in stack.pids.items()}
         step_ms = job.get("step_ms", 0.0)
-        if found["tokens"] * step_ms > job["connections"] * found["wall_s"] * 1000:
-            raise RuntimeError(f"{stack.name}: {found['tokens']} tokens are too many for steps of {step_ms} ms")
-        return {name: seconds / found[each] * 1e6 for name, seconds in used.items()}, found
+        if result["tokens"] * step_ms > job["connections"] * result["wall_s"] * 1000:
+            raise RuntimeError(f"{stack.name}: {result['tokens']} tokens are too many for steps of {step_ms} ms")
+        return {name: seconds / result[each] * 1e6 for name, seconds in used.items()}, result
 
 
-def checked(stack: Stack, found: dict[str, Any]) -> dict[str, Any]:
-    if found["errors"]:
-        raise RuntimeError(f"{stack.name}: {found['errors']} wrong answers, such as: {found['error']}")
-    return found
+def checked(stack: Stack, result: dict[str, Any]) -> dict[str, Any]:
+    if result["errors"]:
+        raise RuntimeError(f"{stack.name}: {result['errors']} wrong answers, such as: {result['error']}")
+    return result
 
 
 def compare(bench: Bench, what: str, stacks: list[Stack], each: str, **job: Any) -> dict[str, float]:
     """One round of all stacks. Gives the rates that they reached, for each second."""
     costs, rates = {}, {}
     for stack in stacks:
-        cost, found = bench.cost_us(stack, each, **job)
-        rates[stack.name] = found[each] / found["wall_s"]
+        cost, result = bench.cost_us(stack, each, **job)
+        rates[stack.name] = result[each] / result["wall_s"]
         costs[stack.name] = cost
         parts = ", ".join(f"{name} {us:.2f}" for name, us in cost.items())
-        merged = f", {found['tokens'] / found['reads']:.1f} tokens a read" if job["stream"] else ""
+        merged = f", {result['tokens'] / result['reads']:.1f} tokens a read" if job["stream"] else ""
         print(f"{what:<9} {stack.name:<6} us: {parts}; {rates[stack.name]:,.0f} {each}/s{merged}", flush=True)
     ours = sum(costs["ours"].values())
     if "serve" in costs:
@@ -179,16 +179,16 @@ def saturation(bench: Bench, ours: Stack, closed: float) -> float:
 
 def latency(bench: Bench, stacks: list[Stack], rate: float, name: str = "") -> None:
     """One round; ``stacks`` are ours, bare, and the replica itself as *direct*. ``name`` ends the metrics' names."""
-    found = {}
+    results = {}
     for stack in stacks:
         job = {"rate": rate, "seconds": SECONDS, "connections": LATENCY_CONNECTIONS}
-        found[stack.name] = answer = bench.ask(stack, "paced", **job)
+        results[stack.name] = answer = bench.ask(stack, "paced", **job)
         p50, p99 = answer["p50_ms"], answer["p99_ms"]
         print(f"latency   {stack.name:<6} at {rate:,.0f}/s: p50 {p50:.3f} ms, p99 {p99:.3f} ms", flush=True)
-    direct = found["direct"]
-    bench.ratios[f"added_p99_ms{name}"].append(found["ours"]["p99_ms"] - direct["p99_ms"])
-    bench.ratios[f"added_p99_ms_of_bare{name}"].append(found["bare"]["p99_ms"] - direct["p99_ms"])
-    bench.ratios[f"added_p50_ms{name}"].append(found["ours"]["p50_ms"] - direct["p50_ms"])
+    direct = results["direct"]
+    bench.ratios[f"added_p99_ms{name}"].append(results["ours"]["p99_ms"] - direct["p99_ms"])
+    bench.ratios[f"added_p99_ms_of_bare{name}"].append(results["bare"]["p99_ms"] - direct["p99_ms"])
+    bench.ratios[f"added_p50_ms{name}"].append(results["ours"]["p50_ms"] - direct["p50_ms"])
 
 
 def many_streams(bench: Bench) -> None:
@@ -215,21 +215,21 @@ def many_streams(bench: Bench) -> None:
     beside = bench.ask(ours, "one_by_one", **probe)
     if time.monotonic() - began > IDLE_STEP_MS / 1000:
         raise RuntimeError("the streams have not waited for as long as it took to look at them")
-    found = many.hear()
+    result = many.hear()
     print(
-        f"streams   {found['answers']} answered, {found['errors']} wrong; asked for in {found['asked_s']:.3f} s, first"
-        f" bytes {found['first_byte_s']:.3f} to {found['last_byte_s']:.3f} s later; memory {before / 2**20:.1f} to"
-        f" {after / 2**20:.1f} MiB; first byte alone {alone['first_byte_ms']:.3f} ms, beside them"
-        f" {beside['first_byte_ms']:.3f} ms",
+        f"streams   {result['answers']} answered, {result['errors']} wrong; asked for in {result['asked_s']:.3f} s,"
+        f" first bytes {result['first_byte_s']:.3f} to {result['last_byte_s']:.3f} s later;"
+        f" memory {before / 2**20:.1f} to {after / 2**20:.1f} MiB;"
+        f" first byte alone {alone['first_byte_ms']:.3f} ms, beside them {beside['first_byte_ms']:.3f} ms",
         flush=True,
     )
-    if found["error"]:
-        print(f"streams   wrong: {found['error']}", flush=True)
-    bench.ratios["streams_errors"].append(found["errors"])
+    if result["error"]:
+        print(f"streams   wrong: {result['error']}", flush=True)
+    bench.ratios["streams_errors"].append(result["errors"])
     bench.ratios["idle_stream_kb"].append((after - before) / STREAMS / 1000)
     bench.ratios["first_byte_2000th_over_1st"].append(beside["first_byte_ms"] / alone["first_byte_ms"])
-    bench.ratios["first_byte_together_last_over_first"].append(found["last_opened_s"] / found["first_opened_s"])
-    bench.ratios["first_bytes_apart_s"].append(found["last_byte_s"] - found["first_byte_s"])
+    bench.ratios["first_byte_together_last_over_first"].append(result["last_opened_s"] / result["first_opened_s"])
+    bench.ratios["first_bytes_apart_s"].append(result["last_byte_s"] - result["first_byte_s"])
 
 
 def run(parts: set[str]) -> dict[str, float]:

@@ -119,10 +119,10 @@ def _alive(pid: int) -> bool:
 def bare_actor_back_s(address: str) -> float:
     """A Ray actor without any work of its own, from the kill to its next answer. In a process of its own, which Ray
     may end as it likes."""
-    told = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", BARE_ACTOR, address], check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
-    return float(told.stdout.split()[-1])
+    return float(completed.stdout.split()[-1])
 
 
 def controller_back_s(fleet: LiveFleet, queue: int) -> tuple[float, int]:

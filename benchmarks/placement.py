@@ -74,8 +74,8 @@ def weight(seeds: int, constrained: bool) -> dict[str, float]:
         least.append(share_served(ours, best.bounds))
         equal += ours == best.served
         proven += best.proven
-        told = "" if best.proven else f", at most {best.bounds}"
-        print(f"  {len(fleet.machines):2d} hosts: {ours} of {best.served}{told}: {shares[-1]:.4f}", flush=True)
+        bound = "" if best.proven else f", at most {best.bounds}"
+        print(f"  {len(fleet.machines):2d} hosts: {ours} of {best.served}{bound}: {shares[-1]:.4f}", flush=True)
     print(f"  {equal} of {seeds} equal, {proven} proven", flush=True)
     return {
         f"{name}.worst_share_of_optimum": min(shares),
@@ -142,17 +142,17 @@ def speed(rounds: int) -> dict[str, float]:
     ratios, without, times = [], [], []
     for seed in range(rounds):
         fleet = churned(seed, 1000)
-        asked = arguments(fleet)
+        problem = arguments(fleet)
         order = ("first fit", "plan", "plan without moves")
         took = {}
         for way in order if seed % 2 else reversed(order):
             if way == "first fit":
-                took[way], placed = cold_ms(partial(first_fit, asked))
+                took[way], placed = cold_ms(partial(first_fit, problem))
             elif way == "plan":
-                took[way], drawn = cold_ms(asked.plan)
+                took[way], drawn = cold_ms(problem.plan)
                 check(fleet, layout(drawn), moves=None)
             else:
-                took[way], kept = cold_ms(partial(asked.plan, moves=0))
+                took[way], kept = cold_ms(partial(problem.plan, moves=0))
                 check(fleet, layout(kept), moves=0)
         ratios.append(took["plan"] / took["first fit"])
         without.append(took["plan without moves"] / took["first fit"])
@@ -179,8 +179,8 @@ def growth() -> dict[str, float]:
     for hosts, fleets in SIZES.items():
         best = []
         for seed in range(fleets):
-            asked = arguments(churned(seed, hosts))
-            best.append(min(cold_ms(asked.plan)[0] for _ in range(3)))
+            problem = arguments(churned(seed, hosts))
+            best.append(min(cold_ms(problem.plan)[0] for _ in range(3)))
         took[hosts] = statistics.mean(best)
         print(f"  {hosts:4d} hosts: {took[hosts]:.2f}, {took[hosts] / hosts * 1e3:.0f} us a host", flush=True)
     low, high = min(SIZES), max(SIZES)
@@ -197,16 +197,16 @@ def rejections(seeds: int) -> dict[str, float]:
     four, none, every, shares = [], [], [], []
     for seed in range(seeds):
         sequence = online.arrivals(seed, ARRIVALS)
-        asked = online.asked(sequence)
+        demanded = online.demanded(sequence)
         plain = online.rejected_by_first_fit(sequence)
         moving, still, free = (online.rejected_by_plan(sequence, moves) for moves in (4, 0, None))
         four.append(moving / plain)
         none.append(still / plain)
         every.append(free / plain)
-        shares.append(plain / asked)
+        shares.append(plain / demanded)
         print(
-            f"  {seed:2d}: first fit {plain / asked:.3f}, plan {moving / asked:.3f}, without moves {still / asked:.3f},"
-            f" with any number {free / asked:.3f}",
+            f"  {seed:2d}: first fit {plain / demanded:.3f}, plan {moving / demanded:.3f}, without moves"
+            f" {still / demanded:.3f}, with any number {free / demanded:.3f}",
             flush=True,
         )
     return {
@@ -223,17 +223,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--full", action="store_true", help="run the solver's minutes anew and record them")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="fleets of each part, instead of 20")
     parts: dict[str, Callable[[], dict[str, float]]] = {
-        "weight": lambda: weight(asked.seeds, constrained=False),
-        "constrained": lambda: weight(asked.seeds, constrained=True),
-        "loads": lambda: loads(asked.seeds, asked.full),
-        "speed": lambda: speed(min(ROUNDS, asked.seeds)),
-        "online": lambda: rejections(asked.seeds),
+        "weight": lambda: weight(options.seeds, constrained=False),
+        "constrained": lambda: weight(options.seeds, constrained=True),
+        "loads": lambda: loads(options.seeds, options.full),
+        "speed": lambda: speed(min(ROUNDS, options.seeds)),
+        "online": lambda: rejections(options.seeds),
     }
     parser.add_argument("--only", choices=parts)
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     measured: dict[str, float] = {}
     for name, part in parts.items():
-        if asked.only in (None, name):
+        if options.only in (None, name):
             measured |= part()
     finish("placement", measured, TARGETS)
 

@@ -73,7 +73,7 @@ class Fleet:
     def p99(self, router: str, seed: int, count: int) -> float:
         """Of TTFT, in seconds."""
         coming = arrivals(self.pairs, self.rate, count, seed)
-        found = serve_fixed(
+        result = serve_fixed(
             [self.models[0]],
             coming,
             replicas={MODEL: [SimReplica(model, index) for index, model in enumerate(self.models)]},
@@ -82,20 +82,20 @@ class Fleet:
             seed=seed,
             since=coming[count // 10].at,
         )[MODEL]
-        if found.refused or len(found.ttfts) != found.arrived:
-            raise RuntimeError(f"{router}: {found.arrived} requests came, {len(found.ttfts)} were answered")
-        return sorted(found.ttfts)[int(0.99 * (len(found.ttfts) - 1))]
+        if result.refused or len(result.ttfts) != result.arrived:
+            raise RuntimeError(f"{router}: {result.arrived} requests came, {len(result.ttfts)} were answered")
+        return sorted(result.ttfts)[int(0.99 * (len(result.ttfts) - 1))]
 
 
 def compare(name: str, fleet: Fleet, seeds: int, count: int) -> dict[str, float]:
     """The p99 of each router, the mean over the seeds; prints them."""
-    found = {}
+    results = {}
     print(f"{name}: {len(fleet.models)} replicas, {fleet.rate:.2f} requests/s, {seeds} seeds of {count} requests")
     for router in (OURS, TWO, *RIVALS):
         each = [fleet.p99(router, seed, count) for seed in range(seeds)]
-        found[router] = mean(each)
-        print(f"  {router:28}{found[router]:10.3f}   {min(each):.3f} to {max(each):.3f}", flush=True)
-    return found
+        results[router] = mean(each)
+        print(f"  {router:28}{results[router]:10.3f}   {min(each):.3f} to {max(each):.3f}", flush=True)
+    return results
 
 
 def main() -> None:
@@ -108,12 +108,12 @@ def main() -> None:
         prefix = "" if kind == "short" else f"{kind}_"
         for name, models in FLEETS.items():
             fleet = Fleet.loaded(models, lengths(kind))
-            found = compare(f"{name}, {kind}", fleet, options.seeds, options.requests)
-            measured[f"{prefix}{name}_p99_s"] = found[OURS]
-            measured[f"{prefix}{name}_over_power_of_two"] = found[OURS] / found["power of two"]
-            measured[f"{prefix}{name}_two_gateways_over_power_of_two"] = found[TWO] / found["power of two"]
-            measured[f"{prefix}{name}_over_oracle"] = found[OURS] / found["oracle"]
-            measured[f"{prefix}{name}_oracle_over_power_of_two"] = found["oracle"] / found["power of two"]
+            result = compare(f"{name}, {kind}", fleet, options.seeds, options.requests)
+            measured[f"{prefix}{name}_p99_s"] = result[OURS]
+            measured[f"{prefix}{name}_over_power_of_two"] = result[OURS] / result["power of two"]
+            measured[f"{prefix}{name}_two_gateways_over_power_of_two"] = result[TWO] / result["power of two"]
+            measured[f"{prefix}{name}_over_oracle"] = result[OURS] / result["oracle"]
+            measured[f"{prefix}{name}_oracle_over_power_of_two"] = result["oracle"] / result["power of two"]
     finish("routing", measured, TARGETS)
 
 

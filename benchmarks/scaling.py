@@ -36,7 +36,9 @@ def main() -> None:
     seeds = range(int(first), int(last or first) + 1)
     kinds = TUNED if options.tuning else tuple(options.traces.split(","))
     everyone = (OURS, *RIVALS)
-    runs = [Run(kind, hosts, seed, who) for kind in kinds for hosts in HOSTS for seed in seeds for who in everyone]
+    runs = [
+        Run(kind, hosts, seed, policy) for kind in kinds for hosts in HOSTS for seed in seeds for policy in everyone
+    ]
     began = time.monotonic()
     with ProcessPoolExecutor(PROCESSES) as pool:
         results = dict(zip(runs, pool.map(run, runs), strict=True))
@@ -54,17 +56,17 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _of(results: dict[Run, Result], kind: str, hosts: int, who: str) -> list[Result]:
-    return [one for what, one in results.items() if (what.kind, what.hosts, what.policy) == (kind, hosts, who)]
+def _of(results: dict[Run, Result], kind: str, hosts: int, policy: str) -> list[Result]:
+    return [item for what, item in results.items() if (what.kind, what.hosts, what.policy) == (kind, hosts, policy)]
 
 
-def _attained(results: dict[Run, Result], kind: str, hosts: int, who: str) -> float:
+def _attained(results: dict[Run, Result], kind: str, hosts: int, policy: str) -> float:
     """Per cent, the mean of the seeds."""
-    return 100.0 * statistics.mean(one.attained for one in _of(results, kind, hosts, who))
+    return 100.0 * statistics.mean(result.attained for result in _of(results, kind, hosts, policy))
 
 
-def _loads(results: dict[Run, Result], who: str) -> int:
-    return sum(one.loads for what, one in results.items() if what.policy == who)
+def _loads(results: dict[Run, Result], policy: str) -> int:
+    return sum(item.loads for what, item in results.items() if what.policy == policy)
 
 
 def _judge(results: dict[Run, Result], kinds: Sequence[str]) -> tuple[dict[str, float], dict[str, Target]]:
@@ -74,7 +76,7 @@ def _judge(results: dict[Run, Result], kinds: Sequence[str]) -> tuple[dict[str, 
     for kind in kinds:
         for hosts in HOSTS:
             metric = f"{kind}_{hosts}_hosts_points_above_best"
-            best = max(_attained(results, kind, hosts, who) for who in RIVALS)
+            best = max(_attained(results, kind, hosts, policy) for policy in RIVALS)
             measured[metric] = _attained(results, kind, hosts, OURS) - best
             targets[metric] = Target(10.0 if (kind, hosts) == ("onoff", 12) else -2.0)
     measured["loads_over_kpa"] = _loads(results, OURS) / max(1, _loads(results, "KPA"))
@@ -89,8 +91,11 @@ def _print_table(results: dict[Run, Result], kinds: Sequence[str]) -> None:
     print("|---" * (2 + 2 * len(everyone)) + "|")
     for kind in kinds:
         for hosts in HOSTS:
-            parts = [f"{_attained(results, kind, hosts, who):.1f}" for who in everyone]
-            parts += [f"{statistics.mean(one.loads for one in _of(results, kind, hosts, who)):.0f}" for who in everyone]
+            parts = [f"{_attained(results, kind, hosts, policy):.1f}" for policy in everyone]
+            parts += [
+                f"{statistics.mean(result.loads for result in _of(results, kind, hosts, policy)):.0f}"
+                for policy in everyone
+            ]
             print(f"| {kind} | {hosts} | " + " | ".join(parts) + " |")
 
 

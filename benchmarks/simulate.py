@@ -47,17 +47,17 @@ def main() -> int:
     load = Workload("diurnal", tuple(shares), RATE, DAY_S, 0, shares=shares)
     began, cpu = time.monotonic(), time.process_time()
     outcome = simulate(scenario_of(MODELS, hosts=HOSTS), load, Joint())
-    summaries = [Summary.of(found.ttfts) for found in outcome.measured.values()]
+    summaries = [Summary.of(value.ttfts) for value in outcome.measured.values()]
     day = time.process_time() - cpu
     wall = time.monotonic() - began
-    requests = sum(found.arrived for found in outcome.measured.values())
+    requests = sum(value.arrived for value in outcome.measured.values())
     print(f"{requests} requests, {day:.1f} s of CPU, {wall:.1f} s of time", file=sys.stderr)
     print(f"{outcome.attainment:.1%} within 2 s, {sum(outcome.loads.values())} starts", file=sys.stderr)
     assert len(summaries) == len(MODELS)
     cpu = time.process_time()
     hour = Workload("diurnal", tuple(shares), RATE, 3600.0, 0, shares=shares)
     fixed = serve_fixed(MODELS, hour, replicas=dict.fromkeys(shares, 4))
-    each = (time.process_time() - cpu) / sum(found.arrived for found in fixed.values())
+    each = (time.process_time() - cpu) / sum(value.arrived for value in fixed.values())
     measured = {
         "day_20_models_50_rps_s": day,
         "requests": float(requests),

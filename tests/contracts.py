@@ -64,11 +64,11 @@ class Contract:
         Raises LookupError where that version has no such thing.
         """
         version = version or self.primary
-        found = self._lookup(dotted, version)
-        if "methods" in found or "bases" in found:
+        record = self._lookup(dotted, version)
+        if "methods" in record or "bases" in record:
             init = self.signature(f"{dotted}.__init__", version)
             return init.replace(parameters=list(init.parameters.values())[1:])
-        return found["signature"] if "signature" in found else _from_params(found["params"])
+        return record["signature"] if "signature" in record else _from_params(record["params"])
 
     def has(self, dotted: str, version: str | None = None) -> bool:
         """Whether that version has it, itself or from a base."""
@@ -82,8 +82,8 @@ class Contract:
         """method | classmethod | staticmethod | property | function | class, in the primary version or the newest."""
         for version in (self.primary, *self.data["snapshots"]):
             if self.has(dotted, version):
-                found = self._lookup(dotted, version)
-                return "class" if "bases" in found else str(found.get("role", "function"))
+                record = self._lookup(dotted, version)
+                return "class" if "bases" in record else str(record.get("role", "function"))
         raise LookupError(f"{self.engine} has no {dotted}")
 
     def options(self, dotted: str, version: str | None = None) -> dict[str, str]:
@@ -152,12 +152,12 @@ class Contract:
         module, rest = self._split(name, snapshot)
         record = self.data["snapshots"][snapshot]["modules"][module]
         if len(rest) == 1:
-            found = record.get("functions", {}).get(rest[0]) or record.get("classes", {}).get(rest[0])
+            member = record.get("functions", {}).get(rest[0]) or record.get("classes", {}).get(rest[0])
         else:
-            found = record.get("classes", {}).get(rest[0], {}).get("methods", {}).get(rest[1])
-        if found is None:
+            member = record.get("classes", {}).get(rest[0], {}).get("methods", {}).get(rest[1])
+        if member is None:
             raise LookupError(f"{self.engine} {version} has no {dotted}")
-        return dict(found)
+        return dict(member)
 
 
 @cache
@@ -174,29 +174,29 @@ def parse_signature(text: str) -> inspect.Signature:
     assert isinstance(arguments, ast.FunctionDef)
     spec = arguments.args
     kinds = inspect.Parameter
-    positional: list[tuple[ast.arg, Any]] = [(one, kinds.POSITIONAL_ONLY) for one in spec.posonlyargs]
-    positional += [(one, kinds.POSITIONAL_OR_KEYWORD) for one in spec.args]
+    positional: list[tuple[ast.arg, Any]] = [(arg, kinds.POSITIONAL_ONLY) for arg in spec.posonlyargs]
+    positional += [(arg, kinds.POSITIONAL_OR_KEYWORD) for arg in spec.args]
     missing: list[ast.expr | None] = [None] * (len(positional) - len(spec.defaults))
     parameters = [
-        kinds(one.arg, kind, default=_default(default))
-        for (one, kind), default in zip(positional, [*missing, *spec.defaults], strict=True)
+        kinds(argument.arg, kind, default=_default(default))
+        for (argument, kind), default in zip(positional, [*missing, *spec.defaults], strict=True)
     ]
     if spec.vararg:
         parameters.append(kinds(spec.vararg.arg, kinds.VAR_POSITIONAL))
-    for one, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
-        parameters.append(kinds(one.arg, kinds.KEYWORD_ONLY, default=_default(default)))
+    for keyword, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
+        parameters.append(kinds(keyword.arg, kinds.KEYWORD_ONLY, default=_default(default)))
     if spec.kwarg:
         parameters.append(kinds(spec.kwarg.arg, kinds.VAR_KEYWORD))
     return inspect.Signature(parameters)
 
 
 def _from_params(params: list[dict[str, str]]) -> inspect.Signature:
-    found = []
-    for one in params:
-        default = ast.parse(one["default"], mode="eval").body if "default" in one else None
-        kind = getattr(inspect.Parameter, one["kind"])
-        found.append(inspect.Parameter(one["name"], kind, default=_default(default)))
-    return inspect.Signature(found)
+    parameters = []
+    for param in params:
+        default = ast.parse(param["default"], mode="eval").body if "default" in param else None
+        kind = getattr(inspect.Parameter, param["kind"])
+        parameters.append(inspect.Parameter(param["name"], kind, default=_default(default)))
+    return inspect.Signature(parameters)
 
 
 def _default(node: ast.expr | None) -> Any:

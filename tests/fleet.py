@@ -30,9 +30,9 @@ def until(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
     deadline = time.monotonic() + deadline_s
     pause = 0.001
     while True:
-        found = condition()
-        if found:
-            return found
+        result = condition()
+        if result:
+            return result
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {deadline_s:.0f} s: {what}")
         time.sleep(pause)
@@ -132,17 +132,17 @@ class LiveFleet:
 
     def named_pids(self, part: str) -> list[int]:
         """The fleet's processes that have this in their command line or title."""
-        found = []
+        pids = []
         for pid in self.processes():
             with contextlib.suppress(psutil.Error):
                 if part in " ".join(psutil.Process(pid).cmdline()):
-                    found.append(pid)
-        return found
+                    pids.append(pid)
+        return pids
 
     def controller_pid(self) -> int:
         """The controller actor's process; waits for Ray to start it again."""
-        found: list[int] = until(lambda: self.named_pids("ControllerActor"), 30.0, "the controller has a process")
-        return found[0]
+        pids: list[int] = until(lambda: self.named_pids("ControllerActor"), 30.0, "the controller has a process")
+        return pids[0]
 
     def replica_pids(self) -> set[int]:
         """Every process of a replica, of whatever epoch, stopped ones too."""
@@ -151,14 +151,14 @@ class LiveFleet:
     def raylet_pid(self, host_index: int) -> int:
         """The raylet of that emulated host: kill it, and the host is lost."""
         label = f'"corewright-host": "emu-{host_index}"'
-        found = [
+        pids = [
             pid
             for pid in self.processes()
             if psutil.Process(pid).name() == "raylet"
             and any(word.startswith("--labels=") and label in word for word in psutil.Process(pid).cmdline())
         ]
-        assert len(found) == 1, found
-        return found[0]
+        assert len(pids) == 1, pids
+        return pids[0]
 
     def stop(self, signal_number: int = signal.SIGTERM, deadline_s: float = 40.0) -> int:
         """End it as its user would; gives the exit code."""

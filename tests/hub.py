@@ -36,8 +36,8 @@ class Repo:
 
     def commit(self, files: Mapping[str, bytes], *names: str) -> str:
         """A further commit, at which ``names`` stand then; main if there are none."""
-        told = repr((len(self.commits), sorted(files.items()))).encode()
-        made = hashlib.sha1(told).hexdigest()
+        content = repr((len(self.commits), sorted(files.items()))).encode()
+        made = hashlib.sha1(content).hexdigest()
         self.commits[made] = dict(files)
         self.names.update(dict.fromkeys(names or ("main",), made))
         return made
@@ -110,7 +110,7 @@ class HubServer:
     @property
     def sent(self) -> int:
         """Bytes of files."""
-        return sum(one.sent for one in self.asked)
+        return sum(request.sent for request in self.asked)
 
     def take(self, counts: dict[str, int], name: str) -> bool:
         """Whether one more of the faults is due."""
@@ -135,10 +135,10 @@ def tag_of(name: str, data: bytes) -> str:
 
 
 def _sibling(name: str, data: bytes) -> dict[str, Any]:
-    told: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": tag_of(name, data)}
+    entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": tag_of(name, data)}
     if name.endswith(LFS_SUFFIXES):
-        told |= {"blobId": "0" * 40, "lfs": {"sha256": tag_of(name, data), "size": len(data), "pointerSize": 130}}
-    return told
+        entry |= {"blobId": "0" * 40, "lfs": {"sha256": tag_of(name, data), "size": len(data), "pointerSize": 130}}
+    return entry
 
 
 class _Server(ThreadingHTTPServer):
@@ -209,8 +209,8 @@ class _Handler(BaseHTTPRequestHandler):
         if token != TOKEN:
             self.answer(401)
         elif parts == ["api", "repos", "create"]:
-            told = json.loads(self.body)
-            named = "/".join(filter(None, (told.get("organization"), told["name"])))
+            request = json.loads(self.body)
+            named = "/".join(filter(None, (request.get("organization"), request["name"])))
             if named not in self.owner.repos:
                 self.owner.repos[named] = Repo(private=True)
                 self.owner.repos[named].commit({})
@@ -245,12 +245,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer_json({"id": "x/y", "sha": made, "siblings": siblings})
 
     def tree(self, repo: Repo, made: str) -> None:
-        told = []
+        entries = []
         for name, data in sorted(repo.commits[made].items()):
-            one = {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+            entry = {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
             lfs = {"oid": tag_of(name, data), "size": len(data), "pointerSize": 130}
-            told.append(one | ({"lfs": lfs} if name.endswith(LFS_SUFFIXES) else {"oid": tag_of(name, data)}))
-        self.answer_json(told)
+            entries.append(entry | ({"lfs": lfs} if name.endswith(LFS_SUFFIXES) else {"oid": tag_of(name, data)}))
+        self.answer_json(entries)
 
     def resolve(self, named: str, repo: Repo, made: str, name: str) -> None:
         data = repo.commits[made].get(name)
@@ -283,8 +283,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET" and hub.take(hub.flips, name):
             data = bytes([data[0] ^ 0xFF]) + data[1:]
         begin, status = 0, 200
-        if (asked := self.headers.get("Range", "")).startswith("bytes=") and data:
-            begin, status = int(asked[6:].split("-")[0]), 206
+        if (wanted := self.headers.get("Range", "")).startswith("bytes=") and data:
+            begin, status = int(wanted[6:].split("-")[0]), 206
             headers |= {"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"}
         rest = data[begin:]
         self.head(status, headers | {"Content-Length": str(len(rest))})
@@ -309,19 +309,19 @@ class _Handler(BaseHTTPRequestHandler):
     # Writing
 
     def preupload(self) -> None:
-        told = []
+        answers = []
         for file in json.loads(self.body)["files"]:
             mode = "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular"
-            told.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": None})
-        self.answer_json({"files": told})
+            answers.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": None})
+        self.answer_json({"files": answers})
 
     def batch(self, named: str) -> None:
         """Where large files are to be put: a signed address for each."""
-        told = []
-        for one in json.loads(self.body)["objects"]:
-            upload = {"href": self.signed(f"{named}/{one['oid']}")}
-            told.append({"oid": one["oid"], "size": one["size"], "actions": {"upload": upload}})
-        self.answer_json({"transfer": "basic", "objects": told})
+        answers = []
+        for object in json.loads(self.body)["objects"]:
+            upload = {"href": self.signed(f"{named}/{object['oid']}")}
+            answers.append({"oid": object["oid"], "size": object["size"], "actions": {"upload": upload}})
+        self.answer_json({"transfer": "basic", "objects": answers})
 
     def commit(self, named: str) -> None:
         repo = self.owner.repos[named]
@@ -338,8 +338,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Answering
 
-    def answer_json(self, told: Any) -> None:
-        self.answer(200, {"Content-Type": "application/json"}, json.dumps(told).encode())
+    def answer_json(self, answer: Any) -> None:
+        self.answer(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
 
     def answer(self, status: int, headers: Mapping[str, str] | None = None, body: bytes = b"") -> None:
         self.head(status, {**(headers or {}), "Content-Length": str(len(body))})

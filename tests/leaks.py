@@ -20,7 +20,7 @@ LOOK_S = 0.1  # between two looks at the processes
 LARGEST = 64 * 2**20  # bytes of a file that is looked through
 _CREDENTIALS = (s3.ACCESS_KEY, s3.SECRET_KEY, s3.SESSION_TOKEN, hub.TOKEN, PASSWORD, "AKIAHUBMARKED", "hubmarked")
 _WRITTEN = (  # as they stand in an address, and in a header of basic authorization
-    *(quote(one, safe="") for one in _CREDENTIALS),
+    *(quote(credential, safe="") for credential in _CREDENTIALS),
     base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode(),
 )
 _SIGNED = ("X-Amz-Signature", "X-Amz-Credential", "X-Amz-Security-Token", "Signature=")
@@ -36,24 +36,24 @@ def in_text(text: str | bytes) -> list[str]:
 
 def in_files(*roots: Path) -> list[str]:
     """``path: mark`` for each file below the roots, but weights; its name counts as well."""
-    found = []
+    leaked = []
     for path in (path for root in roots for path in [root, *root.rglob("*")]):
-        found += [f"the name {path}: {mark}" for mark in in_text(str(path))]
+        leaked += [f"the name {path}: {mark}" for mark in in_text(str(path))]
         with contextlib.suppress(FileNotFoundError):  # it goes meanwhile
             if path.is_file() and path.suffix != ".safetensors" and path.stat().st_size < LARGEST:
-                found += [f"{path}: {mark}" for mark in in_text(path.read_bytes())]
-    return found
+                leaked += [f"{path}: {mark}" for mark in in_text(path.read_bytes())]
+    return leaked
 
 
 def in_processes(pids: Iterable[int]) -> list[str]:
     """What their command lines and names show to every user of the machine. What has ended meanwhile shows nothing."""
-    found = []
+    leaked = []
     for pid in pids:
         for what in ("cmdline", "comm"):
             with contextlib.suppress(OSError):
                 shown = Path(f"/proc/{pid}/{what}").read_bytes()
-                found += [f"{what} of {pid}, {shown!r}: {mark}" for mark in in_text(shown)]
-    return found
+                leaked += [f"{what} of {pid}, {shown!r}: {mark}" for mark in in_text(shown)]
+    return leaked
 
 
 class Watch:

@@ -279,11 +279,11 @@ class FaultProxy:
     def seen(self, key: str | None = None, method: str = "GET") -> list[Seen]:
         """Requests, oldest first: of ``key``, or all of the method."""
         with self._lock:
-            return [one for one in self.requests if one.method == method and key in (None, one.key)]
+            return [request for request in self.requests if request.method == method and key in (None, request.key)]
 
     def bytes(self, key: str | None = None) -> int:
         """That went to the client as bodies of GET requests for objects."""
-        return sum(one.sent for one in self.seen(key) if one.key)
+        return sum(request.sent for request in self.seen(key) if request.key)
 
     def forget(self) -> None:
         """Count from zero."""
@@ -300,7 +300,7 @@ class FaultProxy:
     def _take(self, seen: Seen, kinds: tuple[str, ...], start: int = 0, end: int = 0) -> list[Fault]:
         """Faults of these kinds that hit an answer with the bytes from ``start`` to ``end``."""
         with self._lock:
-            found = []
+            due = []
             for fault in self._faults:
                 inside = fault.kind in ("shorten", "status") or start <= fault.at < end
                 if fault.kind not in kinds or fault.key not in (None, seen.key) or fault.times < 1 or not inside:
@@ -310,10 +310,10 @@ class FaultProxy:
                 if fault.share < 1.0 and self._random.random() >= fault.share:
                     continue
                 fault.times -= 1
-                found.append(fault)
+                due.append(fault)
                 if fault.kind in ("shorten", "status"):
                     break  # one of these is enough for an answer
-            return found
+            return due
 
 
 def reset(connection: socket.socket) -> None:
@@ -388,9 +388,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _seen(self) -> Seen:
         parts = urlsplit(self.path)
         _, _, key = unquote(parts.path).lstrip("/").partition("/")
-        found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        start = int(found[1]) if found else None
-        end = int(found[2]) + 1 if found and found[2] else None
+        span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        start = int(span[1]) if span else None
+        end = int(span[2]) + 1 if span and span[2] else None
         return Seen(self.command, key, parts.query, start, end)
 
     def _body(self) -> bytes | None:
@@ -401,13 +401,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, seen: Seen, fault: Fault) -> None:
         seen.status = fault.status
-        told = f"<Error><Code>{fault.code}</Code>{INDISCREET}</Error>".encode()
+        body = f"<Error><Code>{fault.code}</Code>{INDISCREET}</Error>".encode()
         self.send_response(fault.status)
         self.send_header("Content-Type", "application/xml")
-        self.send_header("Content-Length", str(len(told)))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(told)
+            self.wfile.write(body)
 
     def _answer(self, seen: Seen, response: HTTPResponse) -> None:
         seen.status = response.status
@@ -446,14 +446,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _shortened(data: bytes, headers: list[tuple[str, str]], by: int, begin: int) -> tuple[bytes, list[tuple[str, str]]]:
     data = data[: max(0, len(data) - by)]
-    told = []
+    lines = []
     for name, value in headers:
         if name.lower() == "content-length":
             value = str(len(data))
         if name.lower() == "content-range":
             value = f"bytes {begin}-{begin + len(data) - 1}/{begin + len(data)}"
-        told.append((name, value))
-    return data, told
+        lines.append((name, value))
+    return data, lines
 
 
 @contextlib.contextmanager

@@ -30,9 +30,9 @@ HEAVY_ALLOWED = {
 
 @cache
 def sources(package: str) -> list[Path]:
-    found = [path for path in (ROOT / package).rglob("*.py") if "examples" not in path.parts]
-    assert found
-    return found
+    files = [path for path in (ROOT / package).rglob("*.py") if "examples" not in path.parts]
+    assert files
+    return files
 
 
 @cache

@@ -67,7 +67,7 @@ def test_a_valid_layout_has_no_violations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "told"),
+    ("spoilt", "violation"),
     [
         (instead(VALID[1], on(TRN1, "eight", 1, 28, 8)), "outside the host"),
         (instead(VALID[1], Replica("eight", 1, "gone", 0, 7)), "no such host"),
@@ -91,9 +91,9 @@ def test_a_valid_layout_has_no_violations() -> None:
         (instead(RUNS, on(OTHER, "eight", 5, 0, 8)), "ends though it is wanted"),
     ],
 )
-def test_each_kind_of_violation_is_told(spoilt: Layout, told: str) -> None:
+def test_each_kind_of_violation_is_told(spoilt: Layout, violation: str) -> None:
     """One rule is broken, and named."""
-    assert any(told in sentence for sentence in violations(FLEET, spoilt))
+    assert any(violation in sentence for sentence in violations(FLEET, spoilt))
 
 
 MOVED = on(TRN1, "eight", 0, 8, 8)
@@ -101,15 +101,15 @@ MOVED = on(TRN1, "eight", 0, 8, 8)
 
 def test_a_move_that_is_told_and_allowed_is_valid() -> None:
     """It happened, and there are no more of them than allowed."""
-    told = replace(instead(RUNS, MOVED), moves=((RUNS, MOVED),))
-    assert violations(FLEET, told, moves=1) == []
-    assert violations(FLEET, told, moves=None) == []
+    layout = replace(instead(RUNS, MOVED), moves=((RUNS, MOVED),))
+    assert violations(FLEET, layout, moves=1) == []
+    assert violations(FLEET, layout, moves=None) == []
 
 
 def test_more_moves_than_allowed_are_told() -> None:
     """The limit counts."""
-    told = replace(instead(RUNS, MOVED), moves=((RUNS, MOVED),))
-    assert violations(FLEET, told, moves=0) == ["1 replicas are moved, at most 0 may be"]
+    layout = replace(instead(RUNS, MOVED), moves=((RUNS, MOVED),))
+    assert violations(FLEET, layout, moves=0) == ["1 replicas are moved, at most 0 may be"]
 
 
 def test_a_move_that_did_not_happen_is_told() -> None:

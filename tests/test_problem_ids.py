@@ -32,9 +32,9 @@ SPEC = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
 
 def failed(work: Callable[[], object]) -> str:
     """The id of what the call fails with."""
-    with pytest.raises(Failed) as found:
+    with pytest.raises(Failed) as raised:
         work()
-    return found.value.problem.id
+    return raised.value.problem.id
 
 
 def test_up_on_a_cluster_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_processes_that_do_not_die_are_told(daemon: Daemon, monkeypatch: pytest.
     monkeypatch.setattr(daemon_module, "daemon_alive", lambda record: True)
     monkeypatch.setattr(daemon_module, "end_leftovers", lambda home, fleet, deadline: [11, 12])
     record: Any = SimpleNamespace(pid=10, fleet="old")
-    with pytest.raises(Failed, match="do not exit: 11, 12") as found:
+    with pytest.raises(Failed, match="do not exit: 11, 12") as raised:
         daemon._end_previous(record)
-    assert found.value.problem.id == "leftover-processes"
+    assert raised.value.problem.id == "leftover-processes"
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -181,9 +181,9 @@ def config(**fields: object) -> Any:
 
 
 def load_error(work: Callable[[], object]) -> str:
-    with pytest.raises(EngineLoadError) as found:
+    with pytest.raises(EngineLoadError) as raised:
         work()
-    return found.value.id
+    return raised.value.id
 
 
 def test_an_engine_that_is_not_there_or_has_no_model_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

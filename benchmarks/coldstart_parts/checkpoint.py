@@ -36,12 +36,12 @@ def write(folder: Path, size: int) -> dict[str, int]:
 
 def sums(folder: Path) -> dict[str, int]:
     """The CRC64NVME of each file below ``folder``, by its name."""
-    found, add = {}, crc_of("crc64nvme")
+    checksums, add = {}, crc_of("crc64nvme")
     for path in sorted(folder.iterdir()):
         if path.is_file():
             crc = 0
             with path.open("rb") as file:
                 while data := file.read(2**20):
                     crc = add(data, crc)
-            found[path.name] = crc
-    return found
+            checksums[path.name] = crc
+    return checksums

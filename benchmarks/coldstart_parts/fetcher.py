@@ -22,10 +22,10 @@ def boto(folder: Path) -> None:
     from boto3.s3.transfer import TransferConfig, create_transfer_manager
 
     client = boto3.client("s3")
-    found = client.list_objects_v2(Bucket=BUCKET, Prefix=f"{PREFIX}/")["Contents"]
+    objects = client.list_objects_v2(Bucket=BUCKET, Prefix=f"{PREFIX}/")["Contents"]
     with create_transfer_manager(client, TransferConfig()) as manager:
         futures = [
-            manager.download(BUCKET, item["Key"], str(folder / item["Key"].rpartition("/")[2])) for item in found
+            manager.download(BUCKET, item["Key"], str(folder / item["Key"].rpartition("/")[2])) for item in objects
         ]
         for future in futures:
             future.result()
@@ -89,19 +89,19 @@ def open_shards(folder: Path) -> int:
 
 def main() -> None:
     """Argument: the way, the folder, the port of the server. Says what it took."""
-    told: dict[str, Any] = argument()
+    settings: dict[str, Any] = argument()
     os.environ.update(
-        AWS_ENDPOINT_URL_S3=f"http://127.0.0.1:{told['port']}",
+        AWS_ENDPOINT_URL_S3=f"http://127.0.0.1:{settings['port']}",
         AWS_ACCESS_KEY_ID="benchmark",
         AWS_SECRET_ACCESS_KEY="benchmark",
         AWS_DEFAULT_REGION="us-east-1",
         AWS_CONFIG_FILE=os.devnull,
         AWS_SHARED_CREDENTIALS_FILE=os.devnull,
     )
-    folder = Path(told["folder"])
-    warm(told["way"])
+    folder = Path(settings["folder"])
+    warm(settings["way"])
     began, used = time.monotonic(), cpu_s()
-    WAYS[told["way"]](folder)
+    WAYS[settings["way"]](folder)
     size = open_shards(folder)
     say({"seconds": time.monotonic() - began, "cpu_s": cpu_s() - used, "bytes": size})
 

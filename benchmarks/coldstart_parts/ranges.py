@@ -93,22 +93,22 @@ class Ranges:
             body = b"<Error><Code>SlowDown</Code></Error>"
             return await _send(peer, _head(503, "application/xml", body), body)
         size = os.fstat(self._files[name].fileno()).st_size
-        asked = re.search(r"\r\nrange: bytes=(\d+)-(\d*)", head, re.IGNORECASE)
-        start = int(asked[1]) if asked else 0
-        end = min(size, int(asked[2]) + 1 if asked and asked[2] else size)
-        told = [
-            f"HTTP/1.1 {206 if asked else 200} OK",
+        wanted = re.search(r"\r\nrange: bytes=(\d+)-(\d*)", head, re.IGNORECASE)
+        start = int(wanted[1]) if wanted else 0
+        end = min(size, int(wanted[2]) + 1 if wanted and wanted[2] else size)
+        headers = [
+            f"HTTP/1.1 {206 if wanted else 200} OK",
             f"Content-Length: {end - start}",
             f"ETag: {TAG}",
             f"Last-Modified: {formatdate(0, usegmt=True)}",
             "Accept-Ranges: bytes",
         ]
-        if asked:
-            told.append(f"Content-Range: bytes {start}-{end - 1}/{size}")
+        if wanted:
+            headers.append(f"Content-Range: bytes {start}-{end - 1}/{size}")
         else:
             value = base64.b64encode(self._checksums[name].to_bytes(8, "big")).decode()
-            told += [f"x-amz-checksum-crc64nvme: {value}", "x-amz-checksum-type: FULL_OBJECT"]
-        await _send(peer, "\r\n".join([*told, "\r\n"]).encode())
+            headers += [f"x-amz-checksum-crc64nvme: {value}", "x-amz-checksum-type: FULL_OBJECT"]
+        await _send(peer, "\r\n".join([*headers, "\r\n"]).encode())
         if method == "GET":
             await _send_file(peer, self._files[name].fileno(), start, end, pace)
         return None
@@ -155,9 +155,9 @@ async def _writable(peer: socket.socket) -> None:
         loop.remove_writer(peer.fileno())
 
 
-async def serve(told: dict[str, Any]) -> None:
+async def serve(settings: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
-    ranges = Ranges(Path(told["root"]), told["checksums"], told["rate"])
+    ranges = Ranges(Path(settings["root"]), settings["checksums"], settings["rate"])
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     listening.setblocking(False)
     running = set()

@@ -62,9 +62,9 @@ def last_event() -> bytes:
     return _LAST
 
 
-def whole(text: str, asked: Asked) -> bytes:
+def whole(text: str, request: Asked) -> bytes:
     """The body of an answer that is no stream."""
-    usage = {"prompt_tokens": len(asked.prompt), "completion_tokens": asked.max_tokens}
+    usage = {"prompt_tokens": len(request.prompt), "completion_tokens": request.max_tokens}
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}
     head = {"id": ID, "object": "text_completion", "created": 1790000000, "model": "echo"}
     return _encode({**head, "choices": [choice], "usage": usage})
@@ -118,18 +118,18 @@ class _Client(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        head, found, body = self._buffer.partition(b"\r\n\r\n")
-        if not found or len(body) < int(head.rpartition(b"content-length: ")[2]):
+        head, separator, body = self._buffer.partition(b"\r\n\r\n")
+        if not separator or len(body) < int(head.rpartition(b"content-length: ")[2]):
             return
         self._buffer = b""
-        self._asked = asked = _read(body)
+        self._asked = request = _read(body)
         self._text, self._began = "", False
         self._id = f"http-{next(self._numbers)}"
         self._face.owners[self._id] = self
-        ids = list(asked.prompt.encode())
+        ids = list(request.prompt.encode())
         assert self._face.batcher is not None
         self._face.batcher.submit(
-            GenerateRequest(id=self._id, prompt_ids=ids, max_tokens=asked.max_tokens, temperature=0.0)
+            GenerateRequest(id=self._id, prompt_ids=ids, max_tokens=request.max_tokens, temperature=0.0)
         )
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -137,14 +137,14 @@ class _Client(asyncio.Protocol):
             self._face.batcher.cancel(self._id)
 
     def deliver(self, event: TokenEvent) -> None:
-        asked = self._asked
-        assert asked is not None
+        request = self._asked
+        assert request is not None
         if event.finish is not None:
             del self._face.owners[self._id]
-        if not asked.stream:
+        if not request.stream:
             self._text += event.text
             if event.finish is not None:
-                body = whole(self._text, asked)
+                body = whole(self._text, request)
                 self._transport.write(b"%b%d\r\n\r\n%b" % (_WHOLE, len(body), body))
             return
         piece = event_of(event.text)
@@ -160,9 +160,9 @@ class _Client(asyncio.Protocol):
 def main() -> None:
     """Argument: ``socket``, ``slots``, ``max_len``, ``step_ms``. Says the ``port`` of the HTTP face. A line of
     input with another ``step_ms`` is answered when it holds."""
-    told = argument()
+    settings = argument()
     sys.setswitchinterval(0.001)
-    engine = EchoEngine(slots=told["slots"], max_len=told["max_len"], step_ms=told["step_ms"])
+    engine = EchoEngine(slots=settings["slots"], max_len=settings["max_len"], step_ms=settings["step_ms"])
     engine.load()
     face = HttpFace()
 
@@ -173,8 +173,8 @@ def main() -> None:
     batcher = Batcher(engine, load_tokenizer("echo", None), emit)
     face.batcher = batcher
     package = str(Path(workers.__file__).parent)
-    welcome = Welcome(corewright_version(), package, told["slots"], told["max_len"], told["max_len"], 257)
-    plane = DataPlane(Path(told["socket"]), welcome=welcome, token=TOKEN, epoch=EPOCH, batcher=batcher)
+    welcome = Welcome(corewright_version(), package, settings["slots"], settings["max_len"], settings["max_len"], 257)
+    plane = DataPlane(Path(settings["socket"]), welcome=welcome, token=TOKEN, epoch=EPOCH, batcher=batcher)
     plane.start()
     threading.Thread(target=batcher.run, daemon=True).start()
     say({"port": face.port})

@@ -60,7 +60,7 @@ class Question:
 
 def questions(job: dict[str, Any]) -> list[Question]:
     """``tokens`` for each of the prompts of ``prompt_chars`` characters."""
-    found = []
+    drawn = []
     for number in range(PROMPTS):
         prompt = f"{number} ".ljust(job["prompt_chars"], ".")
         body = {"model": job["model"], "prompt": prompt, "max_tokens": job["tokens"], "temperature": 0}
@@ -73,8 +73,8 @@ def questions(job: dict[str, Any]) -> list[Question]:
             f"content-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
         )
         text = bytes(echo_tokens(list(prompt.encode()), job["tokens"])).decode()
-        found.append(Question(head.encode() + raw, text, job["stream"]))
-    return found
+        drawn.append(Question(head.encode() + raw, text, job["stream"]))
+    return drawn
 
 
 class Caller(asyncio.Protocol):
@@ -400,8 +400,8 @@ def main() -> None:
 
         async def work(job: dict[str, Any] = job) -> dict[str, Any]:
             run = Run(job)
-            found: dict[str, Any] = await getattr(run, job["kind"])()
-            return found
+            result: dict[str, Any] = await getattr(run, job["kind"])()
+            return result
 
         say(loop.run_until_complete(work()))
 

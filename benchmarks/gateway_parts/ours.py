@@ -83,21 +83,23 @@ def main() -> None:
     an echo model ``engine`` and ``source``. Says ``port`` and ``key``. Each line of input is answered with a line,
     after a garbage collection: then memory can be read. With ``beats`` the line has the ``longest_turn_ms`` of the
     event loop since the last line, and ``busy_ms``, the most CPU time of its thread in one turn."""
-    told = argument()
-    home = Path(told["home"])
+    settings = argument()
+    home = Path(settings["home"])
     made = KeyFile(Home(home).keys).create("benchmark", now=time.time(), scopes=("inference",))
     port = free_port()
-    table = RouteTable(ready=True, stopping=False, token=TOKEN, models=[routes_of(model) for model in told["models"]])
+    table = RouteTable(
+        ready=True, stopping=False, token=TOKEN, models=[routes_of(model) for model in settings["models"]]
+    )
     server = GatewayServer(Controller(table), GatewaySettings(host="127.0.0.1", port=port, home=str(home)))
     server.start()
     deadline = time.monotonic() + CONNECT_DEADLINE_S
-    while sum(queue.links.slots > 0 for queue in list(server.gateway.served.queues.values())) < len(told["models"]):
+    while sum(queue.links.slots > 0 for queue in list(server.gateway.served.queues.values())) < len(settings["models"]):
         if time.monotonic() > deadline:
             raise RuntimeError("the replicas are not connected")
         time.sleep(0.01)
     turns = Turns()
     settle_collector()  # as in the process of a gateway
-    if told.get("beats"):
+    if settings.get("beats"):
         loop = server._loop
         assert loop is not None
         asyncio.run_coroutine_threadsafe(turns.beat(), loop)

@@ -70,24 +70,24 @@ class Handler:
         self._numbers = itertools.count()
 
     async def __call__(self, request: Request) -> Response:
-        asked = Asked(**{name: value for name, value in (await request.json()).items() if name in FIELDS})
-        coming = self._events(asked)
-        if asked.stream:
+        wanted = Asked(**{name: value for name, value in (await request.json()).items() if name in FIELDS})
+        coming = self._events(wanted)
+        if wanted.stream:
             return StreamingResponse(self._written(coming), media_type="text/event-stream")
         text = "".join([event.text async for event in coming])
-        return Response(whole(text, asked), media_type="application/json")
+        return Response(whole(text, wanted), media_type="application/json")
 
     async def _written(self, coming: AsyncIterator[TokenEvent]) -> AsyncIterator[bytes]:
         async for event in coming:
             yield event_of(event.text) if event.finish is None else event_of(event.text) + last_event()
 
-    async def _events(self, asked: Asked) -> AsyncIterator[TokenEvent]:
+    async def _events(self, wanted: Asked) -> AsyncIterator[TokenEvent]:
         if self._link is None:
             _, self._link = await asyncio.get_running_loop().create_unix_connection(Link, self._path)
             await self._link.welcome.wait()
         link, id = self._link, f"serve-{next(self._numbers)}"
-        ids = list(asked.prompt.encode())
-        queue = link.ask(GenerateRequest(id=id, prompt_ids=ids, max_tokens=asked.max_tokens, temperature=0.0))
+        ids = list(wanted.prompt.encode())
+        queue = link.ask(GenerateRequest(id=id, prompt_ids=ids, max_tokens=wanted.max_tokens, temperature=0.0))
         ended = False
         try:
             while not ended:
@@ -110,20 +110,20 @@ def named(title: str) -> list[int]:
 def main() -> None:
     """Argument: ``socket`` of the replica, ``folder`` for Ray's files. Says ``port``, and the process ids of the
     ``proxy`` and the ``handler``."""
-    told = argument()
+    settings = argument()
     port = free_port()
     ray.init(
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        _temp_dir=told["folder"],
+        _temp_dir=settings["folder"],
         configure_logging=False,
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     options = {"num_cpus": 0}
     deployment = serve.deployment(Handler, max_ongoing_requests=4096, ray_actor_options=options, num_replicas=1)
-    serve.run(deployment.bind(told["socket"]), route_prefix="/")
+    serve.run(deployment.bind(settings["socket"]), route_prefix="/")
     say({"port": port, "proxy": named(PROXY), "handler": named(HANDLERS)})
     wait_for_the_end()
     serve.shutdown()

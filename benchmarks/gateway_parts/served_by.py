@@ -43,25 +43,25 @@ _pieces: dict[str, list[bytes]] = {}
 _wholes: dict[str, bytes] = {}
 
 
-def pieces(asked: Asked) -> list[bytes]:
+def pieces(wanted: Asked) -> list[bytes]:
     """The ready events of an answer."""
-    found = _pieces.get(asked.prompt)
-    if found is None:
-        text = bytes(echo_tokens(list(asked.prompt.encode()), asked.max_tokens)).decode()
-        found = [_BEFORE + json.dumps(letter).encode() + _AFTER for letter in text]
-        found[-1] += _LAST
-        _pieces[asked.prompt] = found
-    return found
+    kept = _pieces.get(wanted.prompt)
+    if kept is None:
+        text = bytes(echo_tokens(list(wanted.prompt.encode()), wanted.max_tokens)).decode()
+        kept = [_BEFORE + json.dumps(letter).encode() + _AFTER for letter in text]
+        kept[-1] += _LAST
+        _pieces[wanted.prompt] = kept
+    return kept
 
 
-def whole(asked: Asked) -> bytes:
-    found = _wholes.get(asked.prompt)
-    if found is None:
-        text = bytes(echo_tokens(list(asked.prompt.encode()), asked.max_tokens)).decode()
+def whole(wanted: Asked) -> bytes:
+    kept = _wholes.get(wanted.prompt)
+    if kept is None:
+        text = bytes(echo_tokens(list(wanted.prompt.encode()), wanted.max_tokens)).decode()
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}
         head = {"id": "cmpl-0", "object": "text_completion", "created": 1790000000, "model": "echo"}
-        found = _wholes[asked.prompt] = json.dumps({**head, "choices": [choice]}).encode()
-    return found
+        kept = _wholes[wanted.prompt] = json.dumps({**head, "choices": [choice]}).encode()
+    return kept
 
 
 class Clock:
@@ -94,8 +94,8 @@ clock = Clock()
 class Stream:
     """What an ASGI handler or a coroutine waits on."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._coming = iter(pieces(asked))
+    def __init__(self, wanted: Asked) -> None:
+        self._coming = iter(pieces(wanted))
         self._came: list[bytes] = []
         self._ended = False
         self._news = asyncio.Event()
@@ -131,15 +131,15 @@ async def raw(scope: Any, receive: Any, send: Any) -> None:
         body += message.get("body", b"")
         if not message.get("more_body"):
             break
-    asked = _read(body)
-    if not asked.stream:
-        answer = whole(asked)
+    wanted = _read(body)
+    if not wanted.stream:
+        answer = whole(wanted)
         length = [(b"content-length", b"%d" % len(answer))]
         await send({"type": "http.response.start", "status": 200, "headers": JSON + length})
         await send({"type": "http.response.body", "body": answer})
         return
     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-    stream = Stream(asked)
+    stream = Stream(wanted)
     while piece := await stream.take():
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
@@ -152,10 +152,10 @@ def framework() -> Any:
     from starlette.routing import Route
 
     async def answer(request: Request) -> Response:
-        asked = _read(await request.body())
-        if not asked.stream:
-            return Response(whole(asked), media_type="application/json")
-        stream = Stream(asked)
+        wanted = _read(await request.body())
+        if not wanted.stream:
+            return Response(whole(wanted), media_type="application/json")
+        stream = Stream(wanted)
 
         async def coming() -> Any:
             while piece := await stream.take():
@@ -193,15 +193,15 @@ class Protocol(asyncio.Protocol):
         self._body += body
 
     def on_message_complete(self) -> None:
-        asked = _read(self._body)
-        if not asked.stream:
-            answer = whole(asked)
+        wanted = _read(self._body)
+        if not wanted.stream:
+            answer = whole(wanted)
             head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(answer)
             self._transport.write(head + answer)
             return
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         self._transport.write(head)
-        self._coming = iter(pieces(asked))
+        self._coming = iter(pieces(wanted))
         clock.add(self._tick)
 
     def _tick(self) -> None:
@@ -245,12 +245,12 @@ async def run_aiohttp() -> None:
     from aiohttp import web
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        asked = _read(await request.read())
-        if not asked.stream:
-            return web.Response(body=whole(asked), content_type="application/json")
+        wanted = _read(await request.read())
+        if not wanted.stream:
+            return web.Response(body=whole(wanted), content_type="application/json")
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        stream = Stream(asked)
+        stream = Stream(wanted)
         while piece := await stream.take():
             await response.write(piece)
         await response.write_eof()

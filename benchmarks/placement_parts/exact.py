@@ -198,8 +198,8 @@ def fewest_loads(fleet: Fleet, seconds: float = 20.0) -> Loads:
         raise RuntimeError("not all that is wanted fits")
     floating = sum(model.wanted - len(model.pins) for model in fleet.models)
     bound = floating - int(solver.best_objective_bound + 1e-6)
-    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    loads = floating - round(solver.objective_value) if found else None
+    solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    loads = floating - round(solver.objective_value) if solved else None
     return Loads(loads, bound, solver.wall_time)
 
 

@@ -16,12 +16,12 @@ def _start_mask(instance: str, tp: int) -> int:
 
 def openings(free: int, instance: str, tp: int) -> int:
     """The legal starts (a mask) of free ranges of ``tp`` cores."""
-    found, length = free, 1
+    runs, length = free, 1
     while length < tp:
         step = min(length, tp - length)
-        found &= found >> step
+        runs &= runs >> step
         length += step
-    return found & _start_mask(instance, tp)
+    return runs & _start_mask(instance, tp)
 
 
 class FirstFit:

@@ -128,7 +128,7 @@ def share_served(ours: tuple[int, ...], best: tuple[int, ...]) -> float:
     1.0 exactly when ours is the optimum by grade: whatever is gained below a loss does not count.
     """
     share, mine, other = 1.0, 0, 0
-    for one, two in zip(ours, best, strict=True):
-        mine, other = mine + one, other + two
+    for gained, two in zip(ours, best, strict=True):
+        mine, other = mine + gained, other + two
         share = min(share, mine / other if other else 1.0)
     return share

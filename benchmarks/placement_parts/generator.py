@@ -52,12 +52,12 @@ def fresh(seed: int, hosts: int, constrained: bool = False) -> Fleet:
     machines = tuple(_machine(rng, i, instance) for i, instance in enumerate(chosen))
     degrees = sorted({tp for instance in chosen for tp in STEP[FAMILY[instance]]})
     cores = sum(machine.free.bit_count() for machine in machines)
-    asked = cores * rng.uniform(1.1, 2.0)
+    demanded = cores * rng.uniform(1.1, 2.0)
     count = rng.randint(max(3, len(degrees)), 14)
     models = []
     for i in range(count):
         tp = degrees[i] if i < len(degrees) and rng.random() < 0.8 else rng.choice(degrees)
-        wanted = max(1, round(asked / count / tp * rng.uniform(0.3, 1.7)))
+        wanted = max(1, round(demanded / count / tp * rng.uniform(0.3, 1.7)))
         model = Model(f"m{i}", tp, min(wanted, 1000), rng.randint(0, min(wanted, 1000)), rng.choice((0, 0, 0, 1, 2)))
         if constrained:
             spread = rng.choice((None, 1, 2, 3))
@@ -155,10 +155,10 @@ def _history(rng: random.Random, machines: Sequence[Machine], count: int) -> lis
         tp = _draw(rng, ARRIVING)
         while used + tp > PEAK * cores:
             used -= end_one()
-        found = place.find(tp)
-        if found is not None:
-            place.take(*found, tp)
-            held.append((*found, tp))
+        spot = place.find(tp)
+        if spot is not None:
+            place.take(*spot, tp)
+            held.append((*spot, tp))
             used += tp
     while used > EBB * cores:
         used -= end_one()
@@ -202,8 +202,8 @@ def _packs(machines: Sequence[Machine], sizes: Sequence[int], pinned: Sequence[R
     for replica in pinned:
         place.take(number[replica.host], replica.first, replica.last - replica.first + 1)
     for tp in sorted(sizes, reverse=True):
-        found = place.find(tp)
-        if found is None:
+        spot = place.find(tp)
+        if spot is None:
             return False
-        place.take(*found, tp)
+        place.take(*spot, tp)
     return True

@@ -62,12 +62,12 @@ def rejected_by_first_fit(sequence: tuple[Arrival, ...]) -> int:
         while ends and ends[0][0] <= arrival.at:
             _, _, i, first, tp = heapq.heappop(ends)
             place.give(i, first, tp)
-        found = place.find(arrival.tp)
-        if found is None:
+        spot = place.find(arrival.tp)
+        if spot is None:
             rejected += arrival.tp * counts
             continue
-        place.take(*found, arrival.tp)
-        heapq.heappush(ends, (arrival.at + arrival.stay, arrival.number, *found, arrival.tp))
+        place.take(*spot, arrival.tp)
+        heapq.heappush(ends, (arrival.at + arrival.stay, arrival.number, *spot, arrival.tp))
     return rejected
 
 
@@ -102,6 +102,6 @@ def rejected_by_plan(sequence: tuple[Arrival, ...], moves: int | None) -> int:
     return rejected
 
 
-def asked(sequence: tuple[Arrival, ...]) -> int:
+def demanded(sequence: tuple[Arrival, ...]) -> int:
     """Cores of the arrivals that are counted."""
     return sum(arrival.tp for arrival, counts in _counted(sequence) if counts)

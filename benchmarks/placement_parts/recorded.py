@@ -19,14 +19,14 @@ def recall(fleet: Fleet) -> Loads | None:
     return None if entry is None else Loads(entry["loads"], entry["bound"], entry["seconds"])
 
 
-def record(name: str, fleet: Fleet, found: Loads) -> None:
+def record(name: str, fleet: Fleet, loads: Loads) -> None:
     """Keep it under the fleet's digest; an older result of the same name goes."""
     entries = {digest: entry for digest, entry in _entries().items() if entry["name"] != name}
     entries[fleet.digest] = {
         "name": name,
-        "loads": found.loads,
-        "bound": found.bound,
-        "seconds": round(found.seconds, 1),
+        "loads": loads.loads,
+        "bound": loads.bound,
+        "seconds": round(loads.seconds, 1),
         "ortools": version("ortools"),
     }
     ordered = dict(sorted(entries.items(), key=lambda item: str(item[1]["name"])))

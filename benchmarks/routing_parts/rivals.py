@@ -37,8 +37,8 @@ def power_of_two(seed: int) -> Router:
     random = Random(f"power of two {seed}")
 
     def route(replicas: Sequence[SimReplica], request: SimRequest) -> SimReplica:
-        one, other = random.sample(replicas, 2)
-        return one if one.live <= other.live else other
+        first, other = random.sample(replicas, 2)
+        return first if first.live <= other.live else other
 
     return route
 

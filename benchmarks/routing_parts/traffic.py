@@ -62,11 +62,11 @@ def lengths(name: str) -> tuple[tuple[int, int], ...]:
 def arrivals(pairs: Sequence[tuple[int, int]], rate: float, count: int, seed: object) -> list[Arrival]:
     """``count`` requests, ``rate`` a second on the average."""
     random = Random(f"routing {seed}")
-    at, found = 0.0, []
+    at, drawn = 0.0, []
     for _ in range(count):
         at += random.expovariate(rate)
-        found.append(Arrival(at, MODEL, *random.choice(pairs)))
-    return found
+        drawn.append(Arrival(at, MODEL, *random.choice(pairs)))
+    return drawn
 
 
 def capacity(models: Sequence[SimModel], pairs: Sequence[tuple[int, int]]) -> float:

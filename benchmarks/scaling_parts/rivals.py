@@ -65,8 +65,8 @@ class _Samples:
             self.seen.popleft()
 
     def mean(self, since: float) -> float:
-        found = [count for at, count in self.seen if at > since]
-        return sum(found) / len(found) if found else 0.0
+        counts = [count for at, count in self.seen if at > since]
+        return sum(counts) / len(counts) if counts else 0.0
 
 
 @dataclass

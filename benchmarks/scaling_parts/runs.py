@@ -50,5 +50,5 @@ def run(what: Run) -> Result:
     else:
         policy = Static(split)
     scenario = scenario_of(fleet, hosts=what.hosts)
-    found = simulate(scenario, arrivals, policy, seed=what.seed, initial=split, since=WARM_UP_S)
-    return Result(found.attainment, sum(found.loads.values()), sum(found.core_s.values()))
+    outcome = simulate(scenario, arrivals, policy, seed=what.seed, initial=split, since=WARM_UP_S)
+    return Result(outcome.attainment, sum(outcome.loads.values()), sum(outcome.core_s.values()))

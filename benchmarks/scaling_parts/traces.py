@@ -62,9 +62,9 @@ def _arrivals(kind: Kind, name: str, mean: float, random: Random) -> Iterator[Ar
     rate, cv = kind[0](mean, random), kind[1]
     shape = 1.0 / cv**2
     total = [0.0]
-    for i, one in enumerate(rate.rates):
+    for i, wanted in enumerate(rate.rates):
         end = rate.times[i + 1] if i + 1 < len(rate.times) else SECONDS
-        total.append(total[-1] + one * (end - rate.times[i]))
+        total.append(total[-1] + wanted * (end - rate.times[i]))
     done = random.random() * random.gammavariate(shape, cv**2)
     while done < total[-1]:
         i = max(0, bisect_left(total, done) - 1)

@@ -40,8 +40,8 @@ class Block:
 
     def marked(self, mark: str) -> set[str]:
         """The ids in a comment such as `# problems: pin-overlap`."""
-        found = re.search(rf"^# {mark}: (.+)$", self.text, re.MULTILINE)
-        return set(found[1].split()) if found else set()
+        mark_line = re.search(rf"^# {mark}: (.+)$", self.text, re.MULTILINE)
+        return set(mark_line[1].split()) if mark_line else set()
 
     def __str__(self) -> str:
         return f"{self.page.name}:{self.line}"
@@ -50,10 +50,10 @@ class Block:
 @cache
 def blocks(page: Path) -> tuple[Block, ...]:
     """The fenced blocks of a page, in order."""
-    found, section, start, language, lines = [], "", 0, "", list[str]()
+    fenced, section, start, language, lines = [], "", 0, "", list[str]()
     for number, line in enumerate(page.read_text().splitlines(), 1):
         if start and line == "```":
-            found.append(Block(page, start, language, "\n".join(lines) + "\n", section))
+            fenced.append(Block(page, start, language, "\n".join(lines) + "\n", section))
             start, lines = 0, []
         elif start:
             lines.append(line)
@@ -62,7 +62,7 @@ def blocks(page: Path) -> tuple[Block, ...]:
         elif line.startswith("#"):
             section = line.lstrip("#").strip().replace("`", "")
     assert not start, f"{page.name}:{start}: a block that does not end"
-    return tuple(found)
+    return tuple(fenced)
 
 
 def blocks_of(language: str) -> list[Block]:
@@ -92,9 +92,9 @@ def words(cell: str) -> list[str]:
 
 def named(block: Block) -> str:
     """The file name in the first line of an example."""
-    found = re.match(r"# (\S+\.yaml)\n", block.text)
-    assert found is not None, f"{block} does not begin with its file name"
-    return found[1]
+    header = re.match(r"# (\S+\.yaml)\n", block.text)
+    assert header is not None, f"{block} does not begin with its file name"
+    return header[1]
 
 
 def loaded(block: Block, folder: Path) -> SpecFile:
@@ -112,10 +112,10 @@ def all_problems(file: SpecFile) -> list[Problem]:
 
 def leaves(group: Any, above: str = "") -> dict[str, Any]:
     """The commands that do something, each with the words that it is called by."""
-    found: dict[str, Any] = {}
+    commands: dict[str, Any] = {}
     for name, command in group.commands.items():
-        found |= leaves(command, f"{above}{name} ") if hasattr(command, "commands") else {above + name: command}
-    return found
+        commands |= leaves(command, f"{above}{name} ") if hasattr(command, "commands") else {above + name: command}
+    return commands
 
 
 COMMANDS = leaves(cli.application())

@@ -78,16 +78,16 @@ ALONE.append("A window of cores")
 def sessions(alone: bool) -> list[tuple[str, str, int]]:
     """Each command of a console block with what it prints, and its exit code where the block asks for it. ``alone``:
     those without a fleet."""
-    found: list[tuple[str, str, int]] = []
+    shown_commands: list[tuple[str, str, int]] = []
     for block in blocks(CLI):
         if block.language == "console" and block.section != "corewright status" and (block.section in ALONE) == alone:
             for part in block.text.split("$ ")[1:]:
                 command, _, output = part.partition("\n")
                 if command == "echo $?":
-                    found[-1] = (*found[-1][:2], int(output))
+                    shown_commands[-1] = (*shown_commands[-1][:2], int(output))
                 else:
-                    found.append((command, output, -1))
-    return found
+                    shown_commands.append((command, output, -1))
+    return shown_commands
 
 
 @pytest.mark.parametrize(("command", "output", "code"), sessions(alone=True), ids=first_line)
@@ -103,10 +103,10 @@ def test_a_session_is_what_happens(
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COREWRIGHT_HOME", str(folder / "home"))
     monkeypatch.delenv("COREWRIGHT_URL", raising=False)
-    found = cli.run(command.split()[1:])
+    result = cli.run(command.split()[1:])
     printed = capsys.readouterr()
     assert printed.err + printed.out == output
-    assert code in (found, -1)
+    assert code in (result, -1)
 
 
 def test_the_simulators_first_run_is_what_happens(
@@ -148,13 +148,13 @@ def test_a_session_with_a_fleet_is_what_happens(
             for name, value in environment.items():
                 changed.setenv(name, value)
             time.tzset()
-            found = cli.run(command.split()[1:])
+            result = cli.run(command.split()[1:])
     finally:
         admin.close()
         time.tzset()
     printed = capsys.readouterr()
     assert printed.err + printed.out == output
-    assert code in (found, -1)
+    assert code in (result, -1)
 
 
 def test_the_shown_spec_is_the_played_fleets() -> None:
@@ -166,10 +166,12 @@ def test_the_shown_spec_is_the_played_fleets() -> None:
 def test_every_setting_is_described() -> None:
     """With its variable, its default and its values."""
     table = [row for row in rows(section(CLI, "Settings")) if words(row[0])]
-    told = [(words(row[0])[0], words(row[1])[0], words(row[2])[0]) for row in table]
+    documented = [(words(row[0])[0], words(row[1])[0], words(row[2])[0]) for row in table]
     switches = {"True": "true", "False": "false", "None": "unset", "()": "none"}
-    assert told == [(one.name, one.env, switches.get(str(one.default), str(one.default))) for one in SETTINGS]
-    assert all(row[3].startswith(one.kind.rule) for row, one in zip(table, SETTINGS, strict=True))
+    assert documented == [
+        (setting.name, setting.env, switches.get(str(setting.default), str(setting.default))) for setting in SETTINGS
+    ]
+    assert all(row[3].startswith(setting.kind.rule) for row, setting in zip(table, SETTINGS, strict=True))
 
 
 def test_every_environment_variable_is_described() -> None:

@@ -63,10 +63,10 @@ def test_every_feature_of_the_guides_has_its_row(guide: str) -> None:
 def test_every_row_names_tests_that_exist_or_a_reason(guide: str) -> None:
     """A feature that is there names at least one test; one that is not begins with "No:" and says why."""
     for row in rows(guide):
-        found = TEST.findall(row.shown)
-        assert found or len(row.shown) > len("No: ") + 10, row
-        assert bool(found) != row.shown.startswith("No:"), row
-        for path, name in found:
+        names = TEST.findall(row.shown)
+        assert names or len(row.shown) > len("No: ") + 10, row
+        assert bool(names) != row.shown.startswith("No:"), row
+        for path, name in names:
             assert name in functions_of(path), f"{row.feature}: {path} has no {name}"
 
 

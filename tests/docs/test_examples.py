@@ -15,9 +15,9 @@ from tests.docs.pages import ERRORS, EXAMPLES, LAPTOP, README, Block, all_proble
 @pytest.mark.parametrize("block", blocks_of("yaml"), ids=str)
 def test_a_spec_gives_exactly_the_problems_that_it_names(block: Block, folder: Path) -> None:
     """Without a `# problems:` line a spec is valid and fits; only that its source is not at hand is no matter."""
-    found = {problem.id for problem in all_problems(loaded(block, folder))}
+    ids = {problem.id for problem in all_problems(loaded(block, folder))}
     allowed = set() if block.marked("problems") else {"checkpoint-unreadable"}
-    assert found - allowed == block.marked("problems")
+    assert ids - allowed == block.marked("problems")
 
 
 @pytest.mark.parametrize("block", [block for block in blocks_of("yaml") if block.marked("up refuses")], ids=str)

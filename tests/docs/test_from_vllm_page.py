@@ -47,9 +47,9 @@ def test_a_name_of_theirs_is_told_to_be_our_field(name: str, field: str) -> None
     body = f"{name}: 1"
     for key in above:
         body = f"{key}: {{{body}}}"
-    found = parse(f"models: {{m: {{source: ./m, {body}}}}}\n".encode(), "spec.yaml", "/")
+    parsed = parse(f"models: {{m: {{source: ./m, {body}}}}}\n".encode(), "spec.yaml", "/")
 
-    hints = [problem.hint for problem in found.problems if problem.id == "unknown-key"]
+    hints = [problem.hint for problem in parsed.problems if problem.id == "unknown-key"]
 
     assert hints == ([] if name == last else [f'did you mean "{last}"?'])
 

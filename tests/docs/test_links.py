@@ -28,12 +28,12 @@ def test_a_command_in_a_page_is_one_that_can_be_given(page: Path) -> None:
         if line[:1] == ["make"] and len(line) > 1:
             assert line[1] in targets
         elif line[:1] == ["corewright"] and len(line) > 1 and not set("[]|") & set("".join(line)):
-            told = [word for word in line[1:] if word != "\\"]
-            name = next((name for name in (" ".join(told[:2]), told[0]) if name in COMMANDS), None)
-            rest = told[len(name.split()) :] if name else told[1:]
+            typed = [word for word in line[1:] if word != "\\"]
+            name = next((name for name in (" ".join(typed[:2]), typed[0]) if name in COMMANDS), None)
+            rest = typed[len(name.split()) :] if name else typed[1:]
             if name and rest:
                 COMMANDS[name].make_context(name, rest)
-            assert name or (told[0] in {name.split()[0] for name in COMMANDS} and told[1:2] in ([], ["--help"])), line
+            assert name or (typed[0] in {name.split()[0] for name in COMMANDS} and typed[1:2] in ([], ["--help"])), line
 
 
 @pytest.mark.parametrize("name", ["architecture", "glossary", "metrics", "runbooks", "security"])
@@ -75,9 +75,9 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 def test_the_changelogs_version_is_the_packages() -> None:
     """The topmost entry is what `corewright version` says."""
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "orchestrator.cli.main", "version"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
-    assert newest[1] == found.stdout.strip()
+    assert newest[1] == completed.stdout.strip()

@@ -48,17 +48,17 @@ def panels() -> list[dict[str, Any]]:
     return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 
 
-def unanswered(expression: str, found: Page, variables: Mapping[str, str]) -> list[Selector]:
+def unanswered(expression: str, page: Page, variables: Mapping[str, str]) -> list[Selector]:
     """The selectors of an expression that select nothing from the page."""
     return [
         selector
         for selector in selectors(expression)
-        if selector.name not in PROMETHEUS_OWN and not found.selected(selector, variables)
+        if selector.name not in PROMETHEUS_OWN and not page.selected(selector, variables)
     ]
 
 
-def labels_of(selector: Selector, found: Page) -> set[str]:
-    return {label for labels in found.series.get(selector.name, ()) for label in labels}
+def labels_of(selector: Selector, page: Page) -> set[str]:
+    return {label for labels in page.series.get(selector.name, ()) for label in labels}
 
 
 def test_every_family_of_the_fake_fleet_has_a_series(played: Played) -> None:
@@ -70,30 +70,30 @@ def test_every_family_of_the_fake_fleet_has_a_series(played: Played) -> None:
 @pytest.mark.parametrize("name", ALERTS)
 def test_an_alert_selects_existing_series(name: str, played: Played) -> None:
     """By name and by labels; labels that it groups by and that its text uses are labels of what it selects."""
-    _, found = played
+    _, page = played
     rule = ALERTS[name]
     used = selectors(rule["expr"])
-    known = {label for selector in used for label in labels_of(selector, found)} | {"instance", "job", "le"}
-    told = " ".join(rule["annotations"].values())
+    known = {label for selector in used for label in labels_of(selector, page)} | {"instance", "job", "le"}
+    text = " ".join(rule["annotations"].values())
 
     assert used
-    assert unanswered(rule["expr"], found, {}) == []
+    assert unanswered(rule["expr"], page, {}) == []
     assert grouped(rule["expr"]) <= known
-    assert set(re.findall(r"\$labels\.(\w+)", told)) <= known
+    assert set(re.findall(r"\$labels\.(\w+)", text)) <= known
     kept = grouped(rule["expr"]) if rule["expr"].startswith(("sum by", "histogram_quantile")) else known
-    assert set(re.findall(r"\$labels\.(\w+)", told)) <= kept
+    assert set(re.findall(r"\$labels\.(\w+)", text)) <= kept
 
 
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
 def test_a_panel_selects_existing_series(panel: dict[str, Any], played: Played) -> None:
     """For every model and for one; its legend uses labels that its series have."""
-    _, found = played
+    _, page = played
     for target in panel["targets"]:
         expression = target["expr"]
         assert selectors(expression)
-        assert unanswered(expression, found, {"model": ".*"}) == []
-        assert unanswered(expression, found, {"model": "small"}) == []
-        known = {label for selector in selectors(expression) for label in labels_of(selector, found)}
+        assert unanswered(expression, page, {"model": ".*"}) == []
+        assert unanswered(expression, page, {"model": "small"}) == []
+        known = {label for selector in selectors(expression) for label in labels_of(selector, page)}
         kept = grouped(expression) if " by (" in expression else known
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept & known
 
@@ -146,18 +146,18 @@ def test_the_panels_do_not_overlap() -> None:
         taken |= cells
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(ids)) == len(ids)
-    sources = {json.dumps(one["datasource"]) for panel in panels() for one in (panel, *panel["targets"])}
+    sources = {json.dumps(part["datasource"]) for panel in panels() for part in (panel, *panel["targets"])}
     assert sources == {json.dumps({"type": "prometheus", "uid": "${datasource}"})}
-    assert [one["name"] for one in DASHBOARD["templating"]["list"]] == ["datasource", "model"]
+    assert [variable["name"] for variable in DASHBOARD["templating"]["list"]] == ["datasource", "model"]
 
 
 def test_the_dashboards_variables_find_their_values(played: Played) -> None:
     """The models come from a metric that has them."""
-    _, found = played
-    query = next(one for one in DASHBOARD["templating"]["list"] if one["name"] == "model")["definition"]
+    _, page = played
+    query = next(variable for variable in DASHBOARD["templating"]["list"] if variable["name"] == "model")["definition"]
     match = re.fullmatch(r"label_values\((\w+), (\w+)\)", query)
     assert match is not None
-    assert {labels[match[2]] for labels in found.series[match[1]]} == {"chat", "small"}
+    assert {labels[match[2]] for labels in page.series[match[1]]} == {"chat", "small"}
 
 
 def test_each_alert_has_a_runbook_and_each_runbook_an_alert() -> None:
@@ -195,7 +195,7 @@ def test_prometheus_loads_the_existing_rules() -> None:
     assert remote["authorization"].keys() == {"type", "credentials_file"}
     assert "ca_file" in remote["tls_config"]
     (here,) = jobs["corewright"]["static_configs"][0]["targets"]
-    assert here == f"127.0.0.1:{next(one.default for one in SETTINGS if one.name == 'port')}"
+    assert here == f"127.0.0.1:{next(setting.default for setting in SETTINGS if setting.name == 'port')}"
 
 
 def documented() -> dict[str, tuple[str, set[str], str, str]]:
@@ -212,12 +212,12 @@ def documented() -> dict[str, tuple[str, set[str], str, str]]:
 def test_every_metric_is_described_correctly(played: Played) -> None:
     """Name, type and labels are the page's, both ways; unit and meaning are there."""
     families, _ = played
-    told = {
+    measured = {
         family.name + ("_total" if family.kind == "counter" else ""): (family.kind, set(family.labels) - OF_AN_INSTANCE)
         for family in families
     }
     rows = documented()
-    assert {name: row[:2] for name, row in rows.items()} == told
+    assert {name: row[:2] for name, row in rows.items()} == measured
     assert all(unit and meaning for _, _, unit, meaning in rows.values())
 
 
@@ -251,7 +251,7 @@ def test_the_pages_have_existing_commands_and_files(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "found"),
+    ("expression", "names"),
     [
         ("up", ["up"]),
         ('sum by (le, x) (rate(a_bucket{m="n",o=~"p|q"}[5m])) / on (x) group_left (y) b', ["a_bucket", "b"]),
@@ -260,6 +260,6 @@ def test_the_pages_have_existing_commands_and_files(page: Path) -> None:
         ('vllm:x_total{model_name="$model_name"} offset 5m', ["vllm:x_total"]),
     ],
 )
-def test_the_names_in_an_expression_are_found(expression: str, found: Sequence[str]) -> None:
+def test_the_names_in_an_expression_are_found(expression: str, names: Sequence[str]) -> None:
     """Metrics, and neither functions, keywords, labels, numbers nor ranges."""
-    assert [selector.name for selector in selectors(expression)] == list(found)
+    assert [selector.name for selector in selectors(expression)] == list(names)

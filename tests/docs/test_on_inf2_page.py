@@ -23,10 +23,10 @@ END_S = 10.0  # of a fleet after its drain: "all within 30 s", docs/architecture
 
 def unit() -> ConfigParser:
     """The sections of the unit; Environment, which may be given twice, is the last one."""
-    found = ConfigParser(strict=False, interpolation=None)
-    found.optionxform = str  # type: ignore[assignment,method-assign]
-    found.read_string(UNIT.read_text())
-    return found
+    parser = ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(UNIT.read_text())
+    return parser
 
 
 def test_the_page_prints_the_example_whole() -> None:

@@ -77,12 +77,12 @@ def default_of(field: FieldInfo) -> str:
 
 
 def field_rows() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    documented: dict[str, list[str]] = {}
     for row in rows(SPEC.read_text()):
         if len(row) == 4 and row[0].startswith("`"):
-            assert words(row[0])[0] not in found, f"{row[0]} is described twice"
-            found[words(row[0])[0]] = row
-    return found
+            assert words(row[0])[0] not in documented, f"{row[0]} is described twice"
+            documented[words(row[0])[0]] = row
+    return documented
 
 
 def test_every_field_of_the_spec_is_described_once() -> None:
@@ -106,13 +106,13 @@ def test_a_field_has_the_default_and_the_bounds_that_are_described(name: str) ->
 
 def test_every_engine_dtype_strategy_and_thread_policy_is_described() -> None:
     """In the order of the code."""
-    found = field_rows()
-    assert tuple(words(found["group_query_attention"][1])) == get_args(GroupQueryAttention)
-    assert tuple(words(found["engine"][1])) == ENGINES
-    assert tuple(words(found["dtype"][1])) == DTYPES
-    assert tuple(words(found["update.strategy"][1])) == get_args(Strategy)
+    documented = field_rows()
+    assert tuple(words(documented["group_query_attention"][1])) == get_args(GroupQueryAttention)
+    assert tuple(words(documented["engine"][1])) == ENGINES
+    assert tuple(words(documented["dtype"][1])) == DTYPES
+    assert tuple(words(documented["update.strategy"][1])) == get_args(Strategy)
     policies = next(kind for kind in get_args(ModelSpec.model_fields["threads"].annotation) if get_args(kind))
-    assert tuple(words(found["threads"][1])) == get_args(policies)
+    assert tuple(words(documented["threads"][1])) == get_args(policies)
 
 
 def test_every_family_and_engine_option_is_described() -> None:
@@ -144,10 +144,10 @@ def update_table(header: str) -> dict[str, list[str]]:
 def test_every_field_of_a_model_has_the_tag_that_is_described(engine: Engine, of_a_graph: str) -> None:
     """Once, in the table of tags; what a graph is compiled for is a restart where nothing is compiled."""
     table = {tag: words(row[2]) for tag, row in update_table("tag").items()}
-    told = [(name, of_a_graph if tag == "recompile" else tag) for tag, names in table.items() for name in names]
+    documented = [(name, of_a_graph if tag == "recompile" else tag) for tag, names in table.items() for name in names]
     fields = [name for name, field in ModelSpec.model_fields.items() if not field.exclude and name != "name"]
     assert list(table) == [tag.value for tag in Tag]
-    assert sorted(told) == sorted((name, tag_of(name, engine).value) for name in fields)
+    assert sorted(documented) == sorted((name, tag_of(name, engine).value) for name in fields)
 
 
 def test_every_strategy_is_described() -> None:

@@ -67,11 +67,11 @@ def test_every_condition_is_shown_and_described(tmp_path: Path) -> None:
 
 def test_the_shown_status_has_the_controllers_keys(tmp_path: Path) -> None:
     """Fleet, models, replicas, hosts and leases."""
-    told = shape(told_by_a_controller(tmp_path))
-    assert told["hosts"].pop("quarantine") == dict.fromkeys(("core", "pid", "command", "cause"))
+    answer = shape(told_by_a_controller(tmp_path))
+    assert answer["hosts"].pop("quarantine") == dict.fromkeys(("core", "pid", "command", "cause"))
     shown = shape(shown_status())
     assert shown["hosts"].pop("quarantine") is None  # an empty list
-    assert shown == told
+    assert shown == answer
 
 
 def test_every_key_of_the_status_is_described(tmp_path: Path) -> None:
@@ -145,11 +145,11 @@ def test_every_file_of_the_home_is_described(tmp_path: Path, monkeypatch: pytest
     assert lock is not None
     os.close(lock)
 
-    told = [word for row in rows(section(CLI, "Files")) for word in words(row[0]) if not word.startswith("$")]
+    documented = [word for row in rows(section(CLI, "Files")) for word in words(row[0]) if not word.startswith("$")]
 
-    told = [word for word in told if not re.fullmatch(r"audit\.log\.\d", word)]
-    assert {word.partition("/")[0] for word in told} == made | {"config.yaml"}
-    logs = {word.removeprefix("logs/") for word in told if word.startswith("logs/")}
+    documented = [word for word in documented if not re.fullmatch(r"audit\.log\.\d", word)]
+    assert {word.partition("/")[0] for word in documented} == made | {"config.yaml"}
+    logs = {word.removeprefix("logs/") for word in documented if word.startswith("logs/")}
     compiled = {"compile-MODEL.log", "compile-MODEL-TARGET.log"}
     assert logs == {home.log("MODEL", 0).name.replace("0", "N"), "generate-MODEL.log"} | compiled | (used - made)
 

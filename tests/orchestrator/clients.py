@@ -82,20 +82,20 @@ class Admin:
         self._http = httpx.Client(base_url=f"{record.admin_url}/admin/v1", headers=headers, timeout=30)
 
     def get(self, route: str, **query: Any) -> Any:
-        def asked() -> httpx.Response | None:
+        def answered() -> httpx.Response | None:
             try:
                 return self._http.get(route, params=query)
             except httpx.TransportError:
                 return None
 
-        response: httpx.Response = until(asked, CONTROLLER_BACK_S, f"GET {route} is answered")
+        response: httpx.Response = until(answered, CONTROLLER_BACK_S, f"GET {route} is answered")
         assert response.status_code == 200, f"GET {route}: {response.status_code} {response.text}"
         return response.json()
 
     def post(self, route: str, **fields: Any) -> tuple[int, Any]:
         """The status and the answer; (0, why) when the controller died meanwhile, and nobody knows what it did."""
 
-        def asked() -> tuple[int, Any] | None:
+        def answered() -> tuple[int, Any] | None:
             try:
                 response = self._http.post(route, json=fields)
             except httpx.ConnectError:
@@ -104,7 +104,7 @@ class Admin:
                 return 0, repr(error)
             return response.status_code, response.json()
 
-        answer: tuple[int, Any] = until(asked, CONTROLLER_BACK_S, f"POST {route} is answered")
+        answer: tuple[int, Any] = until(answered, CONTROLLER_BACK_S, f"POST {route} is answered")
         return answer
 
     def status(self) -> Any:

@@ -458,9 +458,9 @@ class FakeFleet:
     async def events(self, after: int, limit: int, wait_s: float, model: str | None) -> dict[str, Any]:
         self._asked("events", after, limit, wait_s, model)
         while True:
-            found = [e for e in self.told_events if e["seq"] > after and model in (None, e["model"])][:limit]
-            if found or wait_s <= 0:
-                return {"events": found, "next": found[-1]["seq"] if found else after}
+            events = [e for e in self.told_events if e["seq"] > after and model in (None, e["model"])][:limit]
+            if events or wait_s <= 0:
+                return {"events": events, "next": events[-1]["seq"] if events else after}
             self.news.clear()
             try:
                 await asyncio.wait_for(self.news.wait(), wait_s)

@@ -227,9 +227,9 @@ class Droves:
         self._selector = selectors.DefaultSelector()
         self.began = time.monotonic()
         for number in range(count):
-            one = socket.create_connection(("127.0.0.1", port), CONNECT_S)
-            one.setblocking(False)
-            self._selector.register(one, selectors.EVENT_READ, number)
+            connection = socket.create_connection(("127.0.0.1", port), CONNECT_S)
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, number)
             self.received[number] = b""
 
     @property

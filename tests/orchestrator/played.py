@@ -57,11 +57,11 @@ class Exchange:
 Play = Callable[[Exchange], Awaitable[None]]
 
 
-def prompt_tokens(asked: Any) -> int:
+def prompt_tokens(request: Any) -> int:
     """Two for a chat's template and one for each word of a text; token ids are what they are."""
-    if "messages" in asked:
-        return 2 + len(asked["messages"][0]["content"].split())
-    prompt = asked["prompt"]
+    if "messages" in request:
+        return 2 + len(request["messages"][0]["content"].split())
+    prompt = request["prompt"]
     return len(prompt) if isinstance(prompt, list) else 1 + len(prompt.split())
 
 

@@ -26,14 +26,14 @@ class Selector:
 def selectors(expression: str) -> list[Selector]:
     """All of an expression, functions and keywords left out."""
     text = re.sub(r"\[[^\]]*\]", "", _GROUPING.sub(" ", expression))
-    found = []
+    read = []
     for match in _NAME.finditer(re.sub(r'"[^"]*"(?![^{]*\})', '""', text)):
         name, braces = match.groups()
         rest = text[match.end() :].lstrip()
         if name in _WORDS or (braces is None and rest.startswith("(")) or _inside_braces(text, match.start()):
             continue
-        found.append(Selector(name, tuple(_MATCHER.findall(braces or ""))))
-    return found
+        read.append(Selector(name, tuple(_MATCHER.findall(braces or ""))))
+    return read
 
 
 def grouped(expression: str) -> set[str]:
@@ -82,8 +82,8 @@ def _fits(labels: Mapping[str, str], matchers: Iterable[tuple[str, str, str]], v
     for label, operator, pattern in matchers:
         for variable, value in variables.items():
             pattern = pattern.replace(f"${variable}", value)
-        found = labels.get(label, "")
-        same = re.fullmatch(pattern, found) is not None if "~" in operator else found == pattern
+        actual = labels.get(label, "")
+        same = re.fullmatch(pattern, actual) is not None if "~" in operator else actual == pattern
         if same == operator.startswith("!"):
             return False
     return True

@@ -407,7 +407,7 @@ def test_older_names_are_read() -> None:
 def test_tied_embeddings_count_once() -> None:
     """Embedding and head of gpt2 are one matrix, llama's are two."""
     gpt2, llama = Checkpoint.from_config(GPT2), Checkpoint.from_config(LLAMA)
-    tables = [one.groups.embedding + one.groups.head for one in (gpt2, llama)]
+    tables = [checkpoint.groups.embedding + checkpoint.groups.head for checkpoint in (gpt2, llama)]
     assert tables == [50257 * 768, 2 * 128256 * 4096]
 
 

@@ -20,7 +20,7 @@ REAL = "hosts: {instance: inf2.48xlarge}\n"
 TWO = "hosts: {instance: inf2.48xlarge, count: 2}\n"
 
 
-def one(fields: str, hosts: str = REAL) -> str:
+def one_model(fields: str, hosts: str = REAL) -> str:
     """A spec of one model; its fields begin at 4:5."""
     return f"{hosts}models:\n  a:\n    {fields}\n    source: ./a\n"
 
@@ -83,14 +83,16 @@ def test_rules_about_one_model(fields: str, expected: list[str]) -> None:
 
 def test_a_pin_outside_is_reported_with_the_existing_cores() -> None:
     """The message has the pin, the host and its cores."""
-    assert whats(one("cores: ['20-27']\n    tp_degree: 8")) == [
+    assert whats(one_model("cores: ['20-27']\n    tp_degree: 8")) == [
         'pin "20-27" ends at core 27; inf2.48xlarge/0 has cores 0-23'
     ]
 
 
 def test_a_pin_on_reserved_cores_is_reported_with_them() -> None:
     hosts = "hosts: {instance: inf2.48xlarge, reserve: {cores: [5, '22-23']}}\n"
-    assert whats(one("cores: ['16-23']\n    tp_degree: 8", hosts)) == ['pin "16-23" contains reserved cores 22, 23']
+    assert whats(one_model("cores: ['16-23']\n    tp_degree: 8", hosts)) == [
+        'pin "16-23" contains reserved cores 22, 23'
+    ]
 
 
 def test_an_overlap_is_reported_at_the_later_pin() -> None:
@@ -121,7 +123,7 @@ def test_overlaps_of_three_pins_are_all_reported() -> None:
 
 def test_pins_of_one_model_must_not_overlap_either() -> None:
     """Two replicas cannot share a core, also of one model; one core is not shown as a range."""
-    text = one("cores: ['0-1', '1-2']\n    tp_degree: 2\n    replicas: 2")
+    text = one_model("cores: ['0-1', '1-2']\n    tp_degree: 2\n    replicas: 2")
     assert 'pin "1-2" of "a" shares core 1 with another pin of "a", "0-1"' in whats(text)
 
 
@@ -173,12 +175,12 @@ def test_pins_overlap_if_no_host_is_left_for_them() -> None:
 def test_tp_degree_divides_the_heads(heads: int, tp: int, more: str, expected: list[str]) -> None:
     """Strict, unless the spec allows padding."""
     checkpoint = Checkpoint("llama", heads, heads, 1, heads * 64, 64, 64, 100, None, False, 1000)
-    assert ids(one(f"tp_degree: {tp}{more}"), {"a": checkpoint}) == expected
+    assert ids(one_model(f"tp_degree: {tp}{more}"), {"a": checkpoint}) == expected
 
 
 def test_heads_that_do_not_divide_name_the_degrees_that_do() -> None:
     """gpt2-xl is documented for tp 1 only."""
-    (problem,) = problems_of(one("tp_degree: 8\n    max_len: 512"), {"a": GPT2_XL})
+    (problem,) = problems_of(one_model("tp_degree: 8\n    max_len: 512"), {"a": GPT2_XL})
     assert (problem.what, problem.hint.split(",")[0]) == (
         "tp_degree 8 does not divide the 25 attention heads of a",
         "use 1",
@@ -187,7 +189,7 @@ def test_heads_that_do_not_divide_name_the_degrees_that_do() -> None:
 
 def test_memory_shows_every_term_and_a_degree_that_fits() -> None:
     """Llama-2-7B with 32 slots of 4096 on two cores."""
-    text = one("tp_degree: 2\n    max_batch: 32\n    max_len: 4096")
+    text = one_model("tp_degree: 2\n    max_batch: 32\n    max_len: 4096")
     (problem,) = problems_of(text, {"a": LLAMA_2_7B})
     assert (problem.id, problem.what, problem.hint) == (
         "hbm-exceeded",
@@ -201,13 +203,13 @@ def test_memory_shows_every_term_and_a_degree_that_fits() -> None:
 
 def test_memory_that_fits_is_not_mentioned() -> None:
     """The same on eight cores; and the limit is 0.95 of the HBM, itself included."""
-    assert ids(one("tp_degree: 8\n    max_batch: 32\n    max_len: 4096"), {"a": LLAMA_2_7B}) == []
+    assert ids(one_model("tp_degree: 8\n    max_batch: 32\n    max_len: 4096"), {"a": LLAMA_2_7B}) == []
 
 
 def test_the_overhead_override_decides_a_close_case() -> None:
     """13.55 GiB of weights and KV: 1.6 GiB of overhead fit, 2 do not."""
     close = "max_len: 2048\n    max_batch: 1\n    hbm_overhead_gib: "
-    assert (ids(one(close + "1.6"), {"a": LLAMA_2_7B}), ids(one(close + "2"), {"a": LLAMA_2_7B})) == (
+    assert (ids(one_model(close + "1.6"), {"a": LLAMA_2_7B}), ids(one_model(close + "2"), {"a": LLAMA_2_7B})) == (
         [],
         ["hbm-exceeded 3:3"],
     )
@@ -221,15 +223,15 @@ def test_memory_of_an_emulated_host_is_checked_like_a_real_one() -> None:
 
 def test_cpu_models_on_a_real_host_use_no_hbm() -> None:
     """The degree and the heads do not matter there, either."""
-    assert ids(one("engine: cpu\n    tp_degree: 3"), {"a": LLAMA_2_7B}) == []
+    assert ids(one_model("engine: cpu\n    tp_degree: 3"), {"a": LLAMA_2_7B}) == []
 
 
 def test_max_len_is_within_the_checkpoint_s_positions() -> None:
     """An explicit length only; the default adapts."""
     assert (
-        ids(one("max_len: 2048"), {"a": GPT2_XL}),
-        ids(one("max_len: 1024"), {"a": GPT2_XL}),
-        ids(one("tp_degree: 1"), {"a": GPT2_XL}),
+        ids(one_model("max_len: 2048"), {"a": GPT2_XL}),
+        ids(one_model("max_len: 1024"), {"a": GPT2_XL}),
+        ids(one_model("tp_degree: 1"), {"a": GPT2_XL}),
     ) == (
         ["max-len-exceeds-positions 4:5"],
         [],
@@ -239,7 +241,7 @@ def test_max_len_is_within_the_checkpoint_s_positions() -> None:
 
 def test_without_a_checkpoint_its_rules_are_skipped() -> None:
     """No findings about heads, memory and length."""
-    assert ids(one("tp_degree: 24\n    max_len: 100000\n    max_batch: 512")) == []
+    assert ids(one_model("tp_degree: 24\n    max_len: 100000\n    max_batch: 512")) == []
 
 
 def test_a_neuron_engine_on_emulated_hosts_is_a_warning() -> None:
@@ -275,7 +277,7 @@ def test_a_neuron_engine_on_emulated_hosts_is_a_warning() -> None:
 )
 def test_engine_options_are_those_of_the_engine(fields: str, expected: list[str]) -> None:
     """An option that the engine does not know would do nothing."""
-    assert ids(one(fields)) == expected
+    assert ids(one_model(fields)) == expected
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ def test_engine_options_are_those_of_the_engine(fields: str, expected: list[str]
 )
 def test_a_draft_is_for_an_engine_that_drafts(fields: str, expected: list[str]) -> None:
     """An engine that drafts nothing would silently ignore it."""
-    assert ids(one(fields)) == expected
+    assert ids(one_model(fields)) == expected
 
 
 def test_a_draft_counts_in_memory() -> None:
@@ -364,7 +366,7 @@ def test_the_thread_warning_is_one_line_for_all_hosts() -> None:
 
 def test_shares_of_a_real_host_never_exceed_it() -> None:
     """A host full of single cores stays within 184 of 192 CPUs."""
-    assert ids(one("replicas: 24")) == []
+    assert ids(one_model("replicas: 24")) == []
 
 
 def test_max_counts_the_min_of_models_of_the_same_or_a_higher_rank() -> None:
@@ -389,12 +391,12 @@ def test_a_fleet_of_thousands_is_checked_without_trying_every_max() -> None:
 
 def test_rules_that_read_an_invalid_field_are_skipped() -> None:
     """One error is not reported twice."""
-    assert ids(one("tp_degree: eight\n    cores: ['0-7']")) == ["wrong-type 4:5"]
+    assert ids(one_model("tp_degree: eight\n    cores: ['0-7']")) == ["wrong-type 4:5"]
 
 
 def test_a_misspelt_key_is_read_as_the_intended_one() -> None:
     """tp: 8 beside a pin of eight cores is one error, not two."""
-    assert ids(one("tp: 8\n    cores: ['0-7']")) == ["unknown-key 4:5"]
+    assert ids(one_model("tp: 8\n    cores: ['0-7']")) == ["unknown-key 4:5"]
 
 
 def test_invalid_pins_do_not_hide_overlaps_of_valid_ones() -> None:
@@ -519,7 +521,7 @@ def test_threads_count_only_replicas_that_a_type_can_hold() -> None:
     shared = "b: {source: ./b, tp_degree: 16, replicas: {min: 1, max: 2}}"
     text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 16, threads: 100}}, {shared}}}\n"
     wide = text.replace("100", "200")
-    warnings = [[p.what.split(" and slow")[0] for p in problems_of(one) if "threads" in p.id] for one in (text, wide)]
+    warnings = [[p.what.split(" and slow")[0] for p in problems_of(spec) if "threads" in p.id] for spec in (text, wide)]
     assert warnings == [["replicas could run 161 threads on the 122 CPUs of trn1.32xlarge/0"], []]
 
 
@@ -547,8 +549,8 @@ def test_the_reserve_of_each_entry_is_checked_at_its_own_place() -> None:
 )
 def test_a_replica_that_no_host_can_load_is_reported(fields: str, expected: list[str]) -> None:
     """On an inf2.xlarge of 16 GiB; emulated hosts are not checked."""
-    assert ids(one(fields, "hosts: {instance: inf2.xlarge}\n")) == expected
-    assert ids(one(fields, "hosts: {emulate: inf2.xlarge}\n")) == []
+    assert ids(one_model(fields, "hosts: {instance: inf2.xlarge}\n")) == expected
+    assert ids(one_model(fields, "hosts: {emulate: inf2.xlarge}\n")) == []
 
 
 def test_the_estimate_of_the_load_needs_one_large_enough_host() -> None:
@@ -556,7 +558,9 @@ def test_the_estimate_of_the_load_needs_one_large_enough_host() -> None:
     small = "hosts: {instance: inf2.xlarge, reserve: {memory_gib: 2}}\n"
     mixed = "hosts: [{instance: inf2.xlarge}, {instance: inf2.8xlarge}]\n"
     text = "tp_degree: 2\n    max_batch: 1"
-    results = [[problem.id for problem in problems_of(one(text, hosts), {"a": LLAMA_3_8B})] for hosts in (small, mixed)]
+    results = [
+        [problem.id for problem in problems_of(one_model(text, hosts), {"a": LLAMA_3_8B})] for hosts in (small, mixed)
+    ]
     assert results == [["host-memory-exceeded"], []]
 
 
@@ -600,7 +604,7 @@ def test_min_and_pins_agree_with_spread(fields: str, hosts: str, expected: list[
 )
 def test_one_byte_weights_are_for_neuron_engines(engine: str, hosts: str, expected: list[str]) -> None:
     """`auto` is the cpu engine on emulated hosts."""
-    assert ids(one(f"engine: {engine}\n    quantize: int8", hosts)) == expected
+    assert ids(one_model(f"engine: {engine}\n    quantize: int8", hosts)) == expected
 
 
 @pytest.mark.parametrize(
@@ -615,7 +619,7 @@ def test_one_byte_weights_are_for_neuron_engines(engine: str, hosts: str, expect
 def test_transformers_neuronx_does_not_quantize_every_family(engine: str, family: str, expected: list[str]) -> None:
     """GPT-NeoX's class takes no QuantizationConfig."""
     checkpoint = Checkpoint(family, 16, 16, 1, 1024, 4096, 64, 1000, 2048, False, 1000)
-    assert ids(one(f"engine: {engine}\n    quantize: int8"), {"a": checkpoint}) == expected
+    assert ids(one_model(f"engine: {engine}\n    quantize: int8"), {"a": checkpoint}) == expected
 
 
 @pytest.mark.parametrize(
@@ -631,7 +635,7 @@ def test_transformers_neuronx_does_not_quantize_every_family(engine: str, family
 )
 def test_only_transformers_neuronx_supports_group_query_attention(engine: str, hosts: str, expected: list[str]) -> None:
     """NxD Inference chooses by itself."""
-    assert ids(one(f"engine: {engine}\n    group_query_attention: replicated-heads", hosts)) == expected
+    assert ids(one_model(f"engine: {engine}\n    group_query_attention: replicated-heads", hosts)) == expected
 
 
 def grouped(heads: int, kv_heads: int, head_dim: int = 64) -> Checkpoint:
@@ -668,7 +672,7 @@ def test_how_kv_heads_are_dealt_out_must_be_possible(
     fields = f"group_query_attention: {way}\n    tp_degree: {tp}\n    max_batch: {slots}\n    allow_head_padding: true"
     reported = [
         (problem.id, problem.where, problem.what)
-        for problem in problems_of(one(fields), {"a": checkpoint} if checkpoint else {})
+        for problem in problems_of(one_model(fields), {"a": checkpoint} if checkpoint else {})
     ]
     assert reported == ([("gqa-not-divisible", "f.yaml:4:5", f"{way} is not possible for a: {why}")] if why else [])
 
@@ -685,14 +689,14 @@ def test_how_kv_heads_are_dealt_out_must_be_possible(
 )
 def test_experts_and_degree_divide_each_other(engine: str, tp: int, expected: list[str]) -> None:
     """Mixtral's eight on transformers-neuronx; the other engines shard within an expert."""
-    text = one(f"engine: {engine}\n    tp_degree: {tp}\n    allow_degrees: [12]\n    allow_head_padding: true")
+    text = one_model(f"engine: {engine}\n    tp_degree: {tp}\n    allow_degrees: [12]\n    allow_head_padding: true")
     assert [problem.id for problem in problems_of(text, {"a": MIXTRAL})] == expected
 
 
 def test_quantized_weights_free_memory() -> None:
     """Llama-2-7B in int8 fits on one core, in bf16 with as many slots it does not."""
     text = "engine: transformers-neuronx\n    max_batch: 2"
-    results = [ids(one(text + more), {"a": LLAMA_2_7B}) for more in ("", "\n    quantize: int8")]
+    results = [ids(one_model(text + more), {"a": LLAMA_2_7B}) for more in ("", "\n    quantize: int8")]
     assert [[place.split()[0] for place in places] for places in results] == [["hbm-exceeded"], []]
 
 
@@ -725,7 +729,7 @@ def test_a_hint_for_memory_can_work(fields: str, hint: str) -> None:
     """No fewer slots where the weights alone are too much."""
     large = Checkpoint("llama", 64, 8, 80, 8192, 28672, 128, 128256, 8192, False, 70_553_706_496)
     text = f"{REAL}models: {{a: {{source: ./a, engine: transformers-neuronx, {fields}}}}}\n"
-    (problem,) = [one for one in problems_of(text, {"a": large}) if one.id == "hbm-exceeded"]
+    (problem,) = [p for p in problems_of(text, {"a": large}) if p.id == "hbm-exceeded"]
     assert hint in problem.hint
     assert problem.hint.startswith("lower") == hint.startswith("lower")
 
@@ -734,7 +738,7 @@ def test_degrees_are_suggested_only_if_they_have_the_memory() -> None:
     """64 heads on two of 24 cores would be legal, but too few for 70 billion parameters."""
     large = Checkpoint("llama", 64, 8, 80, 8192, 28672, 128, 128256, 8192, False, 70_553_706_496)
     text = f"{REAL}models: {{a: {{source: ./a, tp_degree: 24}}}}\n"
-    (problem,) = [one for one in problems_of(text, {"a": large}) if one.id == "heads-not-divisible"]
+    (problem,) = [p for p in problems_of(text, {"a": large}) if p.id == "heads-not-divisible"]
     assert problem.hint == "add allow_head_padding: true for an engine that pads with zeros"
 
 

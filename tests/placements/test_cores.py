@@ -51,11 +51,11 @@ def test_a_range_is_a_collection_of_core_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "shared"), [("0-7", "4-11", "4-7"), ("0-7", "8-9", "None"), ("0-7", "7", "7"), ("2", "0-3", "2")]
+    ("first", "other", "shared"), [("0-7", "4-11", "4-7"), ("0-7", "8-9", "None"), ("0-7", "7", "7"), ("2", "0-3", "2")]
 )
-def test_overlap_is_the_intersection(one: str, other: str, shared: str) -> None:
+def test_overlap_is_the_intersection(first: str, other: str, shared: str) -> None:
     """It is symmetric, and None if nothing is shared."""
-    a, b = CoreRange.parse(one), CoreRange.parse(other)
+    a, b = CoreRange.parse(first), CoreRange.parse(other)
     assert (str(a.overlap(b)), str(b.overlap(a))) == (shared, shared)
 
 

@@ -137,7 +137,7 @@ def test_errors_of_the_models_own_lines_prevent_suggestions() -> None:
 def test_any_readable_spec_can_be_explained(path: Path) -> None:
     """As far as its models could be read; on its own hosts, and on one without devices."""
     parsed = parse(path.read_text(), path.name)
-    for name in [one.name for one in parsed.spec.models] if parsed.spec else []:
+    for name in [m.name for m in parsed.spec.models] if parsed.spec else []:
         assert parsed.spec is not None
         for hosts in (hosts_for(parsed.spec, LAPTOP), (PLAIN,)):
             explanation = explain(question(parsed.spec, hosts, name, checkpoints={name: LLAMA_2_7B}), parsed.problems)

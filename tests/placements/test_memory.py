@@ -45,7 +45,7 @@ no KV head held twice; and the GB that the documents give: the Transformers Neur
 the Neuron SDK's pages for the last."""
 
 
-def one(tp: int, length: int, dtype: str, **more: Any) -> ModelSpec:
+def model_of(tp: int, length: int, dtype: str, **more: Any) -> ModelSpec:
     """A model that serves one request at a time."""
     return model("m", tp, max_len=length, max_batch=1, dtype=dtype, **{"engine": "transformers-neuronx", **more})
 
@@ -60,7 +60,7 @@ def test_documented_fits_get_the_documented_estimate(
     checkpoint: Checkpoint, tp: int, length: int, dtype: str, per_core: float, both: float, document: float
 ) -> None:
     """GiB on each core to 0.15. Llama-3.1-70B is 0.11 above: with tp 16 its 8 KV heads are held twice."""
-    assert estimate(one(tp, length, dtype), checkpoint).total == pytest.approx(per_core, abs=0.15)
+    assert estimate(model_of(tp, length, dtype), checkpoint).total == pytest.approx(per_core, abs=0.15)
 
 
 @DOCUMENTED
@@ -68,7 +68,7 @@ def test_weights_and_kv_cache_match_the_documented_totals(
     checkpoint: Checkpoint, tp: int, length: int, dtype: str, per_core: float, both: float, document: float
 ) -> None:
     """On one core the GB of the two are those of the table to 0.1 %; the documents give 1.04 to 1.17 times as much."""
-    alone = estimate(one(1, length, dtype, engine="auto", hbm_overhead_gib=0), checkpoint).total * GIB / 1e9
+    alone = estimate(model_of(1, length, dtype, engine="auto", hbm_overhead_gib=0), checkpoint).total * GIB / 1e9
     assert (alone, 1.035 < document / alone < 1.175) == (pytest.approx(both, rel=0.001), True)
 
 
@@ -77,7 +77,7 @@ def test_an_estimate_is_never_below_the_documented_total(
     checkpoint: Checkpoint, tp: int, length: int, dtype: str, per_core: float, both: float, document: float
 ) -> None:
     """All cores together have at least the document's GB, since the overhead counts on each of them."""
-    assert estimate(one(tp, length, dtype), checkpoint).total * tp * GIB / 1e9 > document
+    assert estimate(model_of(tp, length, dtype), checkpoint).total * tp * GIB / 1e9 > document
 
 
 @DOCUMENTED
@@ -87,7 +87,7 @@ def test_the_rule_of_lmi_accepts_the_same(
     """DJL: model bytes x (1 + (2 tp - 2) / 100), against 16 GB a core; it knows no KV cache."""
     djl = checkpoint.parameters * 2 * (1 + (2 * tp - 2) / 100) / tp
     inf2 = TOPOLOGIES["inf2.48xlarge"]
-    assert (djl < 16e9, fits(estimate(one(tp, length, dtype), checkpoint), inf2)) == (True, True)
+    assert (djl < 16e9, fits(estimate(model_of(tp, length, dtype), checkpoint), inf2)) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_documented_configurations_fit_devices_and_host(
     checkpoint: Checkpoint, tp: int, instance: str, dtype: str
 ) -> None:
     """Each on the smallest machine of its page, batch 1."""
-    wish, topology = one(tp, 1024, dtype), TOPOLOGIES[instance]
+    wish, topology = model_of(tp, 1024, dtype), TOPOLOGIES[instance]
     assert (
         fits(estimate(wish, checkpoint), topology),
         host_memory(wish, checkpoint).load < topology.memory_gib,
@@ -230,7 +230,7 @@ def test_weights_are_divided_by_tp_but_for_norms() -> None:
 def test_transformers_neuronx_leaves_the_embedding_on_the_host() -> None:
     """The head stays: a matrix of its own, or once more the tied one."""
     tied = replace(LLAMA_2_7B, tied_embeddings=True, parameters=LLAMA_2_7B.parameters - 32000 * 4096)
-    sizes = [estimate(one(8, 2048, "bf16", engine=engine), checkpoint).sharded * 8
+    sizes = [estimate(model_of(8, 2048, "bf16", engine=engine), checkpoint).sharded * 8
              for engine, checkpoint in (("auto", LLAMA_2_7B), ("transformers-neuronx", LLAMA_2_7B),
                                         ("auto", tied), ("transformers-neuronx", tied))]  # fmt: skip
     table = 32000 * 4096 * 2 / GIB
@@ -278,12 +278,12 @@ def test_int8_changes_nothing_on_the_cpu() -> None:
 )  # the scores of 4 heads x length^2 x 2 bytes: 0.125, 0.5, 2 and 8 GiB
 def test_long_prefills_exceed_the_scratchpad(length: int, scratch: float) -> None:
     """It holds their scores; 1 GiB is enough for the measured length."""
-    assert estimate(one(8, length, "bf16"), LLAMA_31_8B).scratch == scratch
+    assert estimate(model_of(8, length, "bf16"), LLAMA_31_8B).scratch == scratch
 
 
 def test_prefills_in_chunks_do_not() -> None:
     """The cpu engine's are."""
-    assert estimate(one(8, 32768, "bf16"), LLAMA_31_8B, "cpu").scratch == 1.0
+    assert estimate(model_of(8, 32768, "bf16"), LLAMA_31_8B, "cpu").scratch == 1.0
 
 
 def test_the_overhead_can_be_replaced() -> None:

@@ -65,7 +65,10 @@ def test_fields_that_replace_options_exist() -> None:
     known_fields = {*ModelSpec.model_fields, "hosts", "max_len, and buckets"}
     for table, names in [*FIELDS.items(), *UNSERVED.items()]:
         held = {
-            name for one, options in TABLES.items() if one == table or one.startswith(f"{table}:") for name in options
+            name
+            for item, options in TABLES.items()
+            if item == table or item.startswith(f"{table}:")
+            for name in options
         }
         assert names.keys() <= held, table
     for names in FIELDS.values():

@@ -16,8 +16,8 @@ def fleet(*free: str, demand: dict[int, int]) -> Plan:
     """Hosts of 24 cores, one for each text, of which only the cores in it are free; replicas by degree."""
     hosts = [host(i=i) for i in range(len(free))]
     blocked = {
-        one.name: frozenset(range(24)) - {core for part in text.split() for core in CoreRange.parse(part)}
-        for one, text in zip(hosts, free, strict=True)
+        host.name: frozenset(range(24)) - {core for part in text.split() for core in CoreRange.parse(part)}
+        for host, text in zip(hosts, free, strict=True)
     }
     models = tuple(
         ModelSpec(name=f"tp{tp}", source="./m", tp_degree=tp, allow_degrees=(6,), replicas=count)  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def moved(drawn: Plan) -> list[tuple[str, str]]:
 def test_no_replica_moves_without_permission() -> None:
     """The big one finds no room, and running replicas stay."""
     drawn = plan(pair(1, 3, 8), [host()], running=running("0", "8", "16"))
-    assert (moved(drawn), [one.model for one in drawn.unplaced]) == ([], ["big"])
+    assert (moved(drawn), [missing.model for missing in drawn.unplaced]) == ([], ["big"])
 
 
 def test_the_fewest_replicas_move() -> None:
@@ -162,7 +162,7 @@ def test_a_running_replica_of_lower_priority_is_displaced() -> None:
 def test_a_displaced_replica_of_lower_priority_stops_without_room() -> None:
     """With the message of a replica without room."""
     drawn = plan(pair(8, 1, 24, priority=1), [host()], running=running("0-7"))
-    assert ([p.model for p in drawn.placements], [one.model for one in drawn.unplaced]) == (["big"], ["small"])
+    assert ([p.model for p in drawn.placements], [missing.model for missing in drawn.unplaced]) == (["big"], ["small"])
 
 
 def test_replicas_beyond_min_are_displaced_by_those_within_another_min() -> None:

@@ -670,10 +670,10 @@ def test_the_spec_has_its_file_name_and_folder() -> None:
 
 def test_hosts_are_one_mapping_or_a_list_of_mappings() -> None:
     """A list of one equals the mapping itself."""
-    one = parse("hosts: {instance: trn2.48xlarge, count: 2, lnc: 1}\n" + MODELS).spec
+    uniform = parse("hosts: {instance: trn2.48xlarge, count: 2, lnc: 1}\n" + MODELS).spec
     many = parse("hosts: [{instance: trn2.48xlarge, count: 2, lnc: 1}]\n" + MODELS).spec
-    assert one is not None
-    assert (one, one.hosts) == (many, (HostsSpec(instance="trn2.48xlarge", count=2, lnc=1),))
+    assert uniform is not None
+    assert (uniform, uniform.hosts) == (many, (HostsSpec(instance="trn2.48xlarge", count=2, lnc=1),))
 
 
 def test_problems_of_all_hosts_in_a_list_are_reported_at_once() -> None:

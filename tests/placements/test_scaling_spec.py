@@ -11,22 +11,22 @@ from placements.spec.json_schema import json_schema
 from placements.spec.parse import parse
 from placements.spec.scaling import Objectives, Scaling, Schedule
 from tests.placements.fleets import LAPTOP, brief, problems_of
-from tests.placements.test_checks import one
+from tests.placements.test_checks import one_model
 
 DAY = 'start: "0 8 * * *", end: "0 18 * * *"'
 
 
 def ids(fields: str) -> list[str]:
-    return brief(problems_of(one(fields), None, LAPTOP))
+    return brief(problems_of(one_model(fields), None, LAPTOP))
 
 
 def whats(fields: str) -> list[str]:
-    return [problem.what for problem in problems_of(one(fields), None, LAPTOP)]
+    return [problem.what for problem in problems_of(one_model(fields), None, LAPTOP)]
 
 
 def test_all_of_it_can_be_read_and_has_a_default() -> None:
     """As the tables of docs/spec.md have them."""
-    text = one(
+    text = one_model(
         "objectives: {ttft_ms: 800, tpot_ms: 40.5, queue_ms: 100}\n    max_wait_s: 30\n    max_queue_bytes: 1000\n"
         "    queue_order: deadline\n    replicas: {min: 1, max: 3}\n    scaling: {auto: false, idle_s: 60, hold_s: 10, "
         f"schedules: [{{{DAY}, timezone: Europe/Berlin, min: 2, max: 3}}], worth_per_1000: 0.5}}"
@@ -39,7 +39,7 @@ def test_all_of_it_can_be_read_and_has_a_default() -> None:
     assert (model.max_wait_s, model.max_queue_bytes, model.queue_order) == (30, 1000, "deadline")
     schedule = Schedule(start="0 8 * * *", end="0 18 * * *", timezone="Europe/Berlin", min=2, max=3)
     assert model.scaling == Scaling(auto=False, idle_s=60, hold_s=10, schedules=(schedule,), worth_per_1000=0.5)
-    plain = parse(one("priority: 0")).spec
+    plain = parse(one_model("priority: 0")).spec
     assert plain is not None
     assert (plain.models[0].scaling, plain.models[0].objectives) == (Scaling(), Objectives())
 
@@ -77,7 +77,7 @@ def test_each_error_is_reported_at_its_place(fields: str, expected: list[str]) -
 def test_an_invalid_cron_expression_is_rejected_with_the_wrong_part() -> None:
     """And the valid format."""
     (problem,) = problems_of(
-        one('scaling: {schedules: [{start: "0 25 * * *", end: "0 1 * * *", min: 1}]}'), None, LAPTOP
+        one_model('scaling: {schedules: [{start: "0 25 * * *", end: "0 1 * * *", min: 1}]}'), None, LAPTOP
     )
     assert problem.what == 'scaling.schedules[0].start: "0 25 * * *" is not a cron expression: bad hour'
     assert problem.hint == 'write it like "0 8 * * MON-FRI"'

@@ -39,7 +39,7 @@ def test_fields_of_the_weights_and_the_cache_change_the_process() -> None:
     text = "models:\n  a: {source: ./a}\n  b: {source: ./a, quantize: int8}\n"
     text += "  c: {source: ./a, group_query_attention: replicated-heads}\n"
     text += "  d: {source: ./a, spread: host, host_memory_gib: 9}\n"
-    plain, small, dealt, apart = (one.started_with for one in read(text).models)
+    plain, small, dealt, apart = (model.started_with for model in read(text).models)
     assert len({plain, small, dealt}) == 3
     assert apart == plain
 
@@ -61,7 +61,7 @@ def test_every_shape_changes_the_process_but_the_order_of_options_does_not() -> 
             ]
         )
     )
-    assert len({one.started_with for one in read(text).models}) == 8
+    assert len({model.started_with for model in read(text).models}) == 8
     first, second = (
         read(f"models: {{a: {{source: ./a, engine_options: {options}}}}}").models[0].started_with
         for options in ("{a: {b: 1, c: 2}, d: 3}", "{d: 3, a: {c: 2, b: 1}}")

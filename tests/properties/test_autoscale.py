@@ -47,11 +47,11 @@ def models(draw: st.DrawFn, name: str, priorities: int = 3, sizes: tuple[int, ..
 @st.composite
 def fleets(draw: st.DrawFn) -> FleetNow:
     names = NAMES[: draw(st.integers(1, 4))]
-    found = tuple(draw(models(name)) for name in names)
+    loads = tuple(draw(models(name)) for name in names)
     hosts = tuple(draw(st.lists(st.tuples(st.sampled_from((0, 8, 24)), st.sampled_from((0.0, 0.0, 1.5))), max_size=3)))
     floor = CoreAllocation(hosts)
     placed = []
-    for model in found:  # some know where they lie
+    for model in loads:  # some know where they lie
         known: list[tuple[int, int]] = []
         while draw(st.booleans()) and len(known) < model.target and (place := floor.room(model.cores, most=9.0)):
             floor.take((model.name, len(known)), model.cores, place)
@@ -126,12 +126,12 @@ def test_every_change_has_a_reason(history: History, fleet: FleetNow) -> None:
 @given(histories(), st.data())
 def test_no_model_falls_below_min_while_an_equal_is_above_its_own(history: History, data: st.DataObject) -> None:
     """Where every replica has the same size, a model without its min gets it from any of its priority beyond theirs."""
-    found = tuple(replace(data.draw(models(name, sizes=(8,))), override=None) for name in NAMES)
-    fleet = FleetNow(found, ((24, 0.0), (24, 0.0)))
+    loads = tuple(replace(data.draw(models(name, sizes=(8,))), override=None) for name in NAMES)
+    fleet = FleetNow(loads, ((24, 0.0), (24, 0.0)))
     counts = autoscale(history, fleet, NOW).counts
-    for model in found:
+    for model in loads:
         if counts[model.name] < model.min:
-            assert all(counts[other.name] <= other.min for other in found if other.priority <= model.priority), (
+            assert all(counts[other.name] <= other.min for other in loads if other.priority <= model.priority), (
                 model,
                 counts,
             )
@@ -141,10 +141,10 @@ def test_no_model_falls_below_min_while_an_equal_is_above_its_own(history: Histo
 @given(histories(), st.data())
 def test_a_higher_priority_never_lowers_a_model_s_own_target(history: History, data: st.DataObject) -> None:
     """Monotone in priority, where every replica has the same size."""
-    found = tuple(data.draw(models(name, sizes=(8,))) for name in NAMES)
+    loads = tuple(data.draw(models(name, sizes=(8,))) for name in NAMES)
     hosts = ((24, 0.0), (24, 0.0))
-    raised = (replace(found[0], priority=found[0].priority + data.draw(st.integers(1, 3))), *found[1:])
-    before = autoscale(history, FleetNow(found, hosts), NOW).counts["a"]
+    raised = (replace(loads[0], priority=loads[0].priority + data.draw(st.integers(1, 3))), *loads[1:])
+    before = autoscale(history, FleetNow(loads, hosts), NOW).counts["a"]
     assert autoscale(history, FleetNow(raised, hosts), NOW).counts["a"] >= before
 
 
@@ -168,11 +168,11 @@ def play(fleet: FleetNow, rates: Mapping[str, float], seconds: float) -> list[di
             first = min((at + model.load_s for at in mine), default=None)
             known = replace(model, target=len(mine), ready=ready, starting=len(mine) - ready, since=since)
             state.append(replace(known, first_ready_at=first if ready else None))
-        found = autoscale(history, FleetNow(tuple(state), fleet.hosts), now).counts
-        for name, count in found.items():
+        decided = autoscale(history, FleetNow(tuple(state), fleet.hosts), now).counts
+        for name, count in decided.items():
             mine = began[name]
             began[name] = mine[:count] + [now] * (count - len(mine))
-        seen.append(dict(found))
+        seen.append(dict(decided))
     return seen
 
 
@@ -181,10 +181,10 @@ def play(fleet: FleetNow, rates: Mapping[str, float], seconds: float) -> list[di
 @given(st.lists(st.sampled_from((0.0, 0.02, 0.3, 1.0, 3.0)), min_size=4, max_size=4), st.data())
 def test_an_hour_of_constant_load_reaches_a_fixed_point(rates: list[float], data: st.DataObject) -> None:
     """After the first twenty minutes only models without requests change: they scale to zero."""
-    found = []
+    states = []
     for name in NAMES:
         cores = data.draw(st.sampled_from((2, 4, 8)))
-        found.append(ModelNow(name=name, cores=cores, slots=4, min=0, max=8, load_s=40.0, target=1, idle_s=1e9))
-    seen = play(FleetNow(tuple(found), ((24, 0.0), (24, 0.0))), dict(zip(NAMES, rates, strict=True)), 3600.0)
+        states.append(ModelNow(name=name, cores=cores, slots=4, min=0, max=8, load_s=40.0, target=1, idle_s=1e9))
+    seen = play(FleetNow(tuple(states), ((24, 0.0), (24, 0.0))), dict(zip(NAMES, rates, strict=True)), 3600.0)
     changes = sum(a != b for a, b in itertools.pairwise(seen[240:]))
     assert changes == 0

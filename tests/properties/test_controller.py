@@ -61,7 +61,10 @@ events = st.one_of(
     st.tuples(st.just("apply"), st.integers(0, len(SPECS) - 1)),
     st.tuples(st.just("undo")),
     st.tuples(st.just("kill"), st.integers(0, 20)),
-    *(st.tuples(st.just("fault"), st.integers(0, 20), st.just(one), st.sets(st.integers(0, 11))) for one in Reaction),
+    *(
+        st.tuples(st.just("fault"), st.integers(0, 20), st.just(reaction), st.sets(st.integers(0, 11)))
+        for reaction in Reaction
+    ),
     st.tuples(st.just("kill_controller")),
     st.tuples(st.just("scale"), st.sampled_from(["big", "small"]), st.integers(0, 3)),
     st.tuples(st.just("unscale"), st.sampled_from(["big", "small"])),
@@ -122,7 +125,9 @@ class World:
         for host in self.played.controller.status()["hosts"]:
             states = ("leased", "free", "free_cordoned", "quarantined", "reserved")
             assert sum(host[state] for state in states) == host["cores"], host
-        noted = {(one.host, one.core): one.at for one in failed_cores(self.journal.state())}
+        noted = {
+            (failed_core.host, failed_core.core): failed_core.at for failed_core in failed_cores(self.journal.state())
+        }
         for view in self.played.controller.state.views.values():
             since = [noted[view.host, core] for core in view.cores or () if (view.host, core) in noted]
             ends = view.state in (State.FAILED, State.STOPPING)

@@ -141,7 +141,8 @@ def test_the_dearest_goes_too_when_nobody_uses_it(reload_s: float) -> None:
 def test_hundreds_of_models_are_chosen_from_at_once() -> None:
     """Whoever chooses keeps all others from fetching: less than two CPU seconds."""
     entries = [
-        Entry(key=f"{one}", files={f"{one}-{file}": 1 for file in range(60)}, reload_s=one) for one in range(300)
+        Entry(key=f"{number}", files={f"{number}-{file}": 1 for file in range(60)}, reload_s=number)
+        for number in range(300)
     ]
     began = time.process_time()
     chosen = choose_evictions(entries, 300 * 60 - 10)

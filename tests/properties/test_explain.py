@@ -53,8 +53,8 @@ class Case:
         return {name: cordoned.get(name, frozenset()) | quarantined.get(name, frozenset()) for name in names}
 
     def explain(self) -> Explanation:
-        asked = Question(self.spec.models[0], self.spec, self.hosts, self.checkpoints, running=self.running)
-        return explain(replace(asked, blocked=self.blocked, cordoned=dict(self.cordoned)))
+        question = Question(self.spec.models[0], self.spec, self.hosts, self.checkpoints, running=self.running)
+        return explain(replace(question, blocked=self.blocked, cordoned=dict(self.cordoned)))
 
 
 @st.composite
@@ -114,9 +114,9 @@ def counts(drawn: Plan) -> Counter[str]:
 
 def sound(placements: tuple[Placement, ...], hosts: tuple[Host, ...], blocked: Mapping[str, frozenset[int]]) -> bool:
     """Whether nobody shares a core or lies where nobody may."""
-    taken = Counter((one.host, core) for one in placements for core in one.cores or ())
+    taken = Counter((placement.host, core) for placement in placements for core in placement.cores or ())
     cores = {host.name: set(range(host.cores)) - host.reserved_cores for host in hosts}
-    ran = {(name, core) for name, found in blocked.items() for core in found}
+    ran = {(name, core) for name, item in blocked.items() for core in item}
     return (
         max(taken.values(), default=0) <= 1
         and all(core in cores[host] for host, core in taken)
@@ -147,13 +147,17 @@ def test_every_suggestion_works_when_it_is_planned_anew(case: Case) -> None:
     explanation = case.explain()
     event(f"failed: {bool(explanation.failed)}, suggestions: {len(explanation.suggestions)}")
     name = case.spec.models[0].name
-    known = {(one.id, one.what) for one in check(case.spec, case.hosts, case.checkpoints) if one.severity == "error"}
+    known = {
+        (problem.id, problem.what)
+        for problem in check(case.spec, case.hosts, case.checkpoints)
+        if problem.severity == "error"
+    }
     target = {name: max(1, case.spec.models[0].replicas.min)}
     before = counts(plan(case.spec, case.hosts, case.checkpoints, case.running, target, case.blocked))
     for suggestion in explanation.suggestions:
         trial = suggestion.trial
-        found = check(trial.spec, trial.hosts, case.checkpoints)
-        errors = {(one.id, one.what) for one in found if one.severity == "error"}
+        problems = check(trial.spec, trial.hosts, case.checkpoints)
+        errors = {(row.id, row.what) for row in problems if row.severity == "error"}
         assert errors <= known, suggestion.trial.change
         drawn = plan(
             trial.spec, trial.hosts, case.checkpoints, case.running, trial.wanted, trial.blocked, moves=trial.moves
@@ -175,7 +179,7 @@ def test_an_explanation_names_a_constraint_if_and_only_if_one_fails(case: Case) 
     explanation = case.explain()
     json.dumps(explanation.as_dict())
     name = case.spec.models[0].name
-    errors = [one for one in check(case.spec, case.hosts, case.checkpoints) if one.severity == "error"]
+    errors = [problem for problem in check(case.spec, case.hosts, case.checkpoints) if problem.severity == "error"]
     if not errors:
         count = max(1, case.spec.models[0].replicas.min)
         drawn = plan(case.spec, case.hosts, case.checkpoints, case.running, {name: count}, case.blocked)

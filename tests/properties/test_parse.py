@@ -248,7 +248,7 @@ ODD = [
 def mutated(text: str, chance: random.Random) -> str:
     """The text with one to four edits: tokens replaced, lines moved, indented or doubled, pieces cut out."""
     for _ in range(chance.randint(1, 4)):
-        tokens = [(found.start(), found.end()) for found in re.finditer(r"[\w./-]+|\S", text)] or [(0, 0)]
+        tokens = [(token.start(), token.end()) for token in re.finditer(r"[\w./-]+|\S", text)] or [(0, 0)]
         lines = text.splitlines(keepends=True) or [""]
         first, last = chance.choice(tokens)
         line, other = chance.randrange(len(lines)), chance.randrange(len(lines))

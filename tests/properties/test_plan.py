@@ -172,14 +172,14 @@ def started(case: Case, drawn: Plan) -> list[tuple[Placement, CoreRange]]:
 
 def free_windows(case: Case, drawn: Plan, tp: int) -> list[tuple[Host, CoreRange]]:
     """Legal ranges of ``tp`` cores that a plan leaves free."""
-    found = []
+    spots = []
     for host in case.hosts:
         taken = case.forbidden(host.name) | {core for p, cores in cored(drawn) if p.host == host.name for core in cores}
         for first in legal_starts(host, tp):
             cores = CoreRange.of_length(first, tp)
             if not taken & set(cores):
-                found.append((host, cores))
-    return found
+                spots.append((host, cores))
+    return spots
 
 
 quick = settings(
@@ -305,7 +305,9 @@ def test_what_hosts_hold_changes_only_where_new_replicas_lie(case: Case) -> None
     blind, drawn = replace(case, held={}).plan(), case.plan()
     alike = [(p.model, p.replica) for p in blind.placements] == [(p.model, p.replica) for p in drawn.placements]
     assert alike
-    assert [(one.model, one.replica) for one in blind.unplaced] == [(one.model, one.replica) for one in drawn.unplaced]
+    assert [(missing.model, missing.replica) for missing in blind.unplaced] == [
+        (missing.model, missing.replica) for missing in drawn.unplaced
+    ]
     ran = set(case.running)
     assert {p.running for p in blind.placements} & ran == {p.running for p in drawn.placements} & ran
 
@@ -338,16 +340,16 @@ def suits(case: Case, model: ModelSpec, host: Host) -> bool:
 def refused_by(case: Case, drawn: Plan, model: ModelSpec, host: Host) -> set[str]:
     """What else than cores keeps a replica off a host."""
     own = [p for p in drawn.placements if p.host == host.name and p.cores is not None]
-    found = set()
+    reasons = set()
     if model.spread and sum(p.model == model.name for p in own) >= model.spread.host:
-        found.add("spread-blocks")
+        reasons.add("spread-blocks")
     used = sum(load_gib(case, case.model(p.model)) for p in own)
     if host.memory_gib is not None and load_gib(case, model) and used + load_gib(case, model) > host.memory_gib + 1e-6:
-        found.add("host-memory-short")
+        reasons.add("host-memory-short")
     if isinstance(model.threads, int) and not host.emulated:
         counts = sum(p.threads for p in own) + model.threads
-        found |= {"vcpus-short"} if counts > len(host.usable_cpus) else set()
-    return found
+        reasons |= {"vcpus-short"} if counts > len(host.usable_cpus) else set()
+    return reasons
 
 
 @quick
@@ -416,27 +418,29 @@ def test_no_more_replicas_move_than_may(case: Case) -> None:
 @given(running_cases(), st.sampled_from([1, 2, 4, 8, 24]))
 def test_a_window_is_open_once_its_moves_are_made(case: Case, cores: int) -> None:
     """It is legal, free of what stays and of what moves, and nothing else moves."""
-    found = defragment(case.spec, case.hosts, case.checkpoints, case.running, case.blocked, cores=cores)
-    if found is None:
+    result = defragment(case.spec, case.hosts, case.checkpoints, case.running, case.blocked, cores=cores)
+    if result is None:
         return
-    host = case.host(found.host)
-    event(f"moves {len(found.moves)}")
-    assert len(found.cores) == cores
-    assert found.cores.first in legal_starts(host, cores)
-    assert not set(found.cores) & case.forbidden(host.name)
-    gone = {move.before for move in found.moves}
+    host = case.host(result.host)
+    event(f"moves {len(result.moves)}")
+    assert len(result.cores) == cores
+    assert result.cores.first in legal_starts(host, cores)
+    assert not set(result.cores) & case.forbidden(host.name)
+    gone = {move.before for move in result.moves}
     known = {model.name: model for model in case.spec.models}
-    stay = [one for one in case.running if one not in gone and one.model in known and one.host == host.name]
+    stay = [job for job in case.running if job not in gone and job.model in known and job.host == host.name]
     kept = {p.running for p in plan(case.spec, case.hosts, {}, case.running, counts(case), case.blocked).placements}
-    assert not [one for one in stay if one in kept and one.cores and one.cores.overlap(found.cores)]
     assert not [
-        m for m in found.moves if m.after.host == host.name and m.after.cores and m.after.cores.overlap(found.cores)
+        replica for replica in stay if replica in kept and replica.cores and replica.cores.overlap(result.cores)
+    ]
+    assert not [
+        m for m in result.moves if m.after.host == host.name and m.after.cores and m.after.cores.overlap(result.cores)
     ]
 
 
 def counts(case: Case) -> dict[str, int]:
     """As many of each model as run."""
-    return {model.name: sum(one.model == model.name for one in case.running) for model in case.spec.models}
+    return {model.name: sum(job.model == model.name for job in case.running) for model in case.spec.models}
 
 
 @quick
@@ -449,9 +453,9 @@ def test_a_pin_is_refused_only_where_its_cores_are_taken(case: Case) -> None:
     taken = case.forbidden(name) | {core for _, cores in cored(drawn) for core in cores}
     for un in drawn.unplaced:
         if un.problems[0].id == "pin-taken":
-            told = re.search(r"is pinned to cores ([0-9-]+)", un.problems[0].what)
-            assert told
-            cores = CoreRange.parse(told[1])
+            pinned = re.search(r"is pinned to cores ([0-9-]+)", un.problems[0].what)
+            assert pinned
+            cores = CoreRange.parse(pinned[1])
             known = "no host has that name" not in un.problems[0].what
             assert set(cores) & taken or cores.last >= case.hosts[0].cores or not known
 

@@ -134,9 +134,9 @@ def test_any_counts_at_all_are_read_and_heal(limits: Allowance, counts: Counts, 
 @given(st.floats(0, 1e6))
 def test_a_duration_is_never_told_shorter_than_it_is(seconds: float) -> None:
     """And by less than a millisecond longer."""
-    told = duration(seconds)
+    text = duration(seconds)
     parts = dict.fromkeys(("h", "m", "ms", "s"), 0.0)
-    rest = told
+    rest = text
     for unit in ("h", "ms", "m", "s"):
         if unit in rest and not (unit == "m" and "ms" in rest):
             head, _, rest = rest.partition(unit)

@@ -100,15 +100,19 @@ class Stores(RuleBasedStateMachine):
             blob = blobs[number % len(blobs)]
             blob.chmod(0o644)
             blob.write_bytes(b"?" + blob.read_bytes()[1:])
-            keys = [one.key for one in self.store.artifacts() if blob.name in {f.digest for f in one.files.values()}]
+            keys = [
+                artifact.key
+                for artifact in self.store.artifacts()
+                if blob.name in {f.digest for f in artifact.files.values()}
+            ]
             for key in keys:
                 with contextlib.suppress(SourceError):  # a brother of it was verified, which took it from this one
-                    assert self.store.verify(key) or key not in {one.key for one in self.store.artifacts()}
+                    assert self.store.verify(key) or key not in {artifact.key for artifact in self.store.artifacts()}
 
     @rule()
     def prune(self) -> None:
         self.store.prune()
-        assert {one.folder for one in self.store.artifacts()} == set(self.holds)
+        assert {artifact.folder for artifact in self.store.artifacts()} == set(self.holds)
 
     @invariant()
     def what_is_there_is_whole(self) -> None:
@@ -137,8 +141,8 @@ class Stores(RuleBasedStateMachine):
 
 
 def manifest_digests(folder: str) -> list[str]:
-    found = manifest.published(Path(folder))
-    return [file.digest for file in found.files.values()] if found is not None else []
+    files = manifest.published(Path(folder))
+    return [file.digest for file in files.files.values()] if files is not None else []
 
 
 Stores.TestCase.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)

@@ -105,7 +105,7 @@ class Model:
             assert not self.line.remove(item)
 
     def push(self, item: Item) -> None:
-        fits = len(self.items) < 8 and sum(one.size for one in self.items) + item.size <= 150
+        fits = len(self.items) < 8 and sum(queued.size for queued in self.items) + item.size <= 150
         refusal = self.line.refusal(item)
         if fits:
             assert refusal is None
@@ -119,14 +119,14 @@ class Model:
         peeked = self.line.peek()
         item = self.line.pop()
         assert item is peeked
-        assert item.priority == min(one.priority for one in self.items)
+        assert item.priority == min(queued.priority for queued in self.items)
         rivals = [lane for (priority, _), lane in self.lanes.items() if lane and priority == item.priority]
         if self.line.order == "fair":
             assert self.lane(item)[0] is item
             counters = {lane[0].tenant: self.line.counter(lane[0].tenant, item.priority) for lane in rivals}
             assert counters[item.tenant] == min(counters.values())
         else:
-            due = [math.inf if one.deadline is None else one.deadline for lane in rivals for one in lane]
+            due = [math.inf if item.deadline is None else item.deadline for lane in rivals for item in lane]
             assert (math.inf if item.deadline is None else item.deadline) == min(due)
         self.lane(item).remove(item)
         self.out.append(item)
@@ -164,8 +164,8 @@ def test_ahead_of_counts_at_least_its_own_and_at_most_all(steps: list[tuple[str,
     model.line.max_count, model.line.max_bytes = 10**6, 10**6
     item = model.new(drawn)
     first = model.line.ahead_of(item)
-    lower = sum(one.priority < item.priority for one in model.items)
-    assert lower + len(model.lane(item)) <= first <= sum(one.priority <= item.priority for one in model.items)
+    lower = sum(queued.priority < item.priority for queued in model.items)
+    assert lower + len(model.lane(item)) <= first <= sum(queued.priority <= item.priority for queued in model.items)
     model.line.push(item)
     assert model.line.ahead_of(item) == first
     assert model.line.ahead_of(model.new(drawn)) > first
@@ -238,9 +238,9 @@ def test_service_of_backlogged_tenants_differs_by_no_more_than_the_bound(
     for _ in range(400):
         server.step()
         history.append(list(server.service))
-    for one in range(len(tenants)):
-        for other in range(one):
-            gaps = [service[one] - service[other] for service in history]
+    for number in range(len(tenants)):
+        for other in range(number):
+            gaps = [service[number] - service[other] for service in history]
             assert max(gaps) - min(gaps) <= 2 * bound + 1e-6  # any two moments are the ends of an interval
 
 

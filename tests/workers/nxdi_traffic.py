@@ -119,7 +119,7 @@ def with_eos(source: Path, folder: Path, eos: list[int]) -> Path:
 
 
 def wrong(
-    source: Path, requests: Sequence[Arrival], expected: dict[str, list[int]], found: dict[str, list[int]]
+    source: Path, requests: Sequence[Arrival], expected: dict[str, list[int]], answers: dict[str, list[int]]
 ) -> list[str]:
     """The requests whose tokens are not the expected ones.
 
@@ -132,15 +132,15 @@ def wrong(
     model = AutoModelForCausalLM.from_pretrained(str(source)).eval()
     bad = []
     for id, prompt, _, leaves in requests:
-        if leaves or expected[id] == found[id]:
+        if leaves or expected[id] == answers[id]:
             continue
-        pairs = enumerate(zip(expected[id], found[id], strict=False))
+        pairs = enumerate(zip(expected[id], answers[id], strict=False))
         same = next((place for place, (own, other) in pairs if own != other), None)
         if same is None:
             bad.append(id)
             continue
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *expected[id][:same]]])).logits[0, -1]
-        if logits[expected[id][same]] - logits[found[id][same]] > TIE * logits.abs().max():
+        if logits[expected[id][same]] - logits[answers[id][same]] > TIE * logits.abs().max():
             bad.append(id)
     return bad

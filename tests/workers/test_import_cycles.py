@@ -13,27 +13,27 @@ ROOT = Path(__file__).parents[2]
 
 def modules() -> dict[str, Path]:
     """By name; of a package its ``__init__``."""
-    found = {}
+    files = {}
     for path in (ROOT / "workers").rglob("*.py"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = path
-    return found
+        files[name.removesuffix(".__init__")] = path
+    return files
 
 
 def imported(path: Path, known: set[str]) -> set[str]:
     """Modules of the workers, those within functions too; not those that only the type checker reads."""
-    found: set[str] = set()
+    imports: set[str] = set()
     queue: list[ast.AST] = [ast.parse(path.read_text())]
     while queue:
         node = queue.pop()
         if isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= names & known or {node.module} & known
+            imports |= names & known or {node.module} & known
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names} & known
+            imports |= {alias.name for alias in node.names} & known
         if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
             queue.extend(ast.iter_child_nodes(node))
-    return found
+    return imports
 
 
 def test_what_compiles_ahead_and_what_looks_at_caches_import_one_way() -> None:

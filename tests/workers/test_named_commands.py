@@ -30,25 +30,25 @@ def texts(path: Path) -> list[tuple[int, str]]:
         and isinstance(node.body[0], ast.Expr)
     }
     inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    found = []
+    literals = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
-            found.append((node.lineno, "".join(map(str, parts))))
+            literals.append((node.lineno, "".join(map(str, parts))))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not {id(node)} & (docs | inside):
-            found.append((node.lineno, node.value))
-    return found
+            literals.append((node.lineno, node.value))
+    return literals
 
 
 def named() -> list[tuple[str, str]]:
     """Where, and the command that is named there."""
-    found = []
+    commands = []
     for folder in ("placements", "workers", "orchestrator"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for line, text in texts(path):
                 words = {*QUOTED.findall(text), *TYPED.findall(text)}
-                found += [(f"{path.relative_to(ROOT)}:{line}", word) for word in sorted(words)]
-    return found
+                commands += [(f"{path.relative_to(ROOT)}:{line}", word) for word in sorted(words)]
+    return commands
 
 
 def test_every_command_that_is_named_exists() -> None:

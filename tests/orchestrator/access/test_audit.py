@@ -134,10 +134,10 @@ for number in range(100):
 
 def test_several_writers_lose_no_lines(audit: Audit) -> None:
     """Also while the log is rotated."""
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(audit.path), who]) for who in ("a", "b")]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(audit.path), writer]) for writer in ("a", "b")]
     assert [writer.wait(60) for writer in writers] == [0, 0]
     records = [(entry.who, entry.action, entry.status) for entry in audit.entries(1000)]
-    assert sorted(records) == sorted((who, str(number), "done") for who in ("a", "b") for number in range(100))
+    assert sorted(records) == sorted((writer, str(number), "done") for writer in ("a", "b") for number in range(100))
 
 
 def test_a_writer_waits_for_another(audit: Audit) -> None:
@@ -171,7 +171,7 @@ def test_commands_are_audited_without_secrets(
     capsys.readouterr()
     assert run(["audit", "-n", "3", "-o", "json"]) == 0
     records = json.loads(capsys.readouterr().out)["actions"]
-    assert [(one["action"], one["status"]) for one in records] == [
+    assert [(record["action"], record["status"]) for record in records] == [
         ("keys create", "key-name-taken"),
         ("keys revoke", "key-unknown"),
         ("keys revoke", "done"),

@@ -34,9 +34,9 @@ def file(tmp_path: Path) -> KeyFile:
 
 
 def failed(work: object, *arguments: object, **named: object) -> Failed:
-    with pytest.raises(Failed) as found:
+    with pytest.raises(Failed) as raised:
         work(*arguments, **named)  # type: ignore[operator]
-    return found.value
+    return raised.value
 
 
 def test_a_key_is_recognized_by_its_complete_text_only(file: KeyFile) -> None:
@@ -84,9 +84,9 @@ def test_a_digest_is_compared_in_constant_time_also_for_unknown_ids(
 
     class Watched:
         @staticmethod
-        def compare_digest(one: str, other: str) -> bool:
-            compared.append((len(one), len(other)))
-            return hmac.compare_digest(one, other)
+        def compare_digest(first: str, other: str) -> bool:
+            compared.append((len(first), len(other)))
+            return hmac.compare_digest(first, other)
 
     monkeypatch.setattr(keys_module, "hmac", Watched)
     ring.authenticate(text, NOW)
@@ -116,11 +116,11 @@ def test_an_expired_key_is_rejected(file: KeyFile) -> None:
 def test_a_key_has_its_scopes_and_models(file: KeyFile) -> None:
     """Without models it is for all."""
     ops, _ = file.create("ops", scopes=("admin",))
-    one, _ = file.create("one", models=("chat",))
+    own, _ = file.create("one", models=("chat",))
     both, _ = file.create("both", scopes=("admin", "inference"))
-    assert [key.may("admin") for key in (ops, one, both)] == [True, False, True]
-    assert [key.models for key in (ops, one, both)] == [(), ("chat",), ()]
-    assert file.read().keys == (ops, one, both)
+    assert [key.may("admin") for key in (ops, own, both)] == [True, False, True]
+    assert [key.models for key in (ops, own, both)] == [(), ("chat",), ()]
+    assert file.read().keys == (ops, own, both)
 
 
 @pytest.mark.parametrize("by", ["id", "name"])
@@ -295,8 +295,8 @@ def test_the_file_has_the_oldest_sufficient_version(file: KeyFile) -> None:
     """An older corewright can read it as long as no key has newer fields; a newer file is reported as such."""
 
     def version() -> int:
-        found: int = json.loads(file.path.read_text())["version"]
-        return found
+        stored: int = json.loads(file.path.read_text())["version"]
+        return stored
 
     file.create("ci")
     plain = file.path.read_text()
@@ -318,8 +318,8 @@ def test_a_file_from_before_limits_is_read(file: KeyFile) -> None:
     key = {"id": "0123abcd", "name": "a", "digest": "0" * 64, "scopes": ["inference"], "models": [], "created": 1.0}
     file.path.write_text(json.dumps({"version": 1, "keys": [{**key, "expires": None}]}))
     file.path.chmod(0o600)
-    (found,) = file.read().keys
-    assert (found.weight, found.priority, found.limited) == (1.0, 0, False)
+    (read,) = file.read().keys
+    assert (read.weight, read.priority, read.limited) == (1.0, 0, False)
 
 
 @pytest.mark.parametrize(("text", "limit"), [("1", 1), (" 600 ", 600), ("none", None)])
@@ -390,13 +390,13 @@ for number in range(25):
 
 def test_two_writers_lose_nothing(file: KeyFile) -> None:
     """Each key of both processes is in the file, and a reader in between always finds a valid file."""
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(file.path), who]) for who in ("a", "b")]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(file.path), writer]) for writer in ("a", "b")]
     deadline = time.monotonic() + 60
     while any(writer.poll() is None for writer in writers):
         assert time.monotonic() < deadline
         file.read()
     assert [writer.returncode for writer in writers] == [0, 0]
-    expected = {f"{who}-{number}" for who in ("a", "b") for number in range(25) if number % 5}
+    expected = {f"{writer}-{number}" for writer in ("a", "b") for number in range(25) if number % 5}
     assert {key.name for key in file.read().keys} == expected
 
 
@@ -593,7 +593,10 @@ def test_keys_open_and_close_are_audited_and_shown(running: Home, capsys: pytest
     assert file.read().requires_key(time.time())
     assert run(["audit", "-o", "json"]) == 0
     actions = json.loads(capsys.readouterr().out)["actions"]
-    assert [(one["action"], one["status"]) for one in actions] == [("keys open", "done"), ("keys close", "done")]
+    assert [(action["action"], action["status"]) for action in actions] == [
+        ("keys open", "done"),
+        ("keys close", "done"),
+    ]
 
 
 def test_a_fleet_on_the_network_is_not_opened(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:

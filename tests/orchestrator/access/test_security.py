@@ -105,13 +105,13 @@ GIVEN: dict[str, tuple[str, Any]] = {
 def test_a_setting_comes_from_a_variable_or_the_file(name: str, tmp_path: Path) -> None:
     """With the same meaning; the variable takes precedence."""
     text, value = GIVEN[name]
-    setting = next(one for one in SETTINGS if one.name == name)
+    setting = next(setting for setting in SETTINGS if setting.name == name)
     environ = {"COREWRIGHT_HOME": str(tmp_path)}
     (tmp_path / "config.yaml").write_text(f"{name}: {json.dumps(list(value) if isinstance(value, tuple) else value)}\n")
-    told = resolve({}, environ)
-    assert (told[name], told.origin(name).origin, told.problems) == (value, "file", ())
-    told = resolve({}, {**environ, setting.env: text})
-    assert (told[name], told.origin(name).where, told.problems) == (value, setting.env, ())
+    settings = resolve({}, environ)
+    assert (settings[name], settings.origin(name).origin, settings.problems) == (value, "file", ())
+    settings = resolve({}, {**environ, setting.env: text})
+    assert (settings[name], settings.origin(name).where, settings.problems) == (value, setting.env, ())
 
 
 def test_a_memory_folder_on_a_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +119,11 @@ def test_a_memory_folder_on_a_disk_is_a_warning(tmp_path: Path, monkeypatch: pyt
     mounts = [SimpleNamespace(mountpoint=str(tmp_path), fstype="ext4")]
     mounts.append(SimpleNamespace(mountpoint=str(tmp_path / "memory"), fstype="tmpfs"))
     monkeypatch.setattr(psutil, "disk_partitions", lambda **_: mounts)
-    found = {}
+    problems = {}
     for name in ("memory/models", "disk/models"):
-        told = resolve({}, {"COREWRIGHT_HOME": str(tmp_path), "COREWRIGHT_STORE_MEMORY": str(tmp_path / name)})
-        found[name] = [(problem.id, problem.severity) for problem in told.problems]
-    assert found == {"memory/models": [], "disk/models": [("store-memory-on-disk", "warning")]}
+        resolved = resolve({}, {"COREWRIGHT_HOME": str(tmp_path), "COREWRIGHT_STORE_MEMORY": str(tmp_path / name)})
+        problems[name] = [(problem.id, problem.severity) for problem in resolved.problems]
+    assert problems == {"memory/models": [], "disk/models": [("store-memory-on-disk", "warning")]}
 
 
 @pytest.mark.parametrize(
@@ -154,10 +154,10 @@ def test_a_memory_folder_on_a_disk_is_a_warning(tmp_path: Path, monkeypatch: pyt
 )
 def test_an_invalid_value_is_reported_before_anything_starts(name: str, wrong: str, tmp_path: Path) -> None:
     """By its variable."""
-    setting = next(one for one in SETTINGS if one.name == name)
-    told = resolve({}, {"COREWRIGHT_HOME": str(tmp_path), setting.env: wrong})
-    assert [problem.id for problem in told.problems] == ["setting-wrong"]
-    assert setting.env in told.problems[0].what
+    setting = next(setting for setting in SETTINGS if setting.name == name)
+    settings = resolve({}, {"COREWRIGHT_HOME": str(tmp_path), setting.env: wrong})
+    assert [problem.id for problem in settings.problems] == ["setting-wrong"]
+    assert setting.env in settings.problems[0].what
 
 
 def test_options_exist_for_settings_that_users_type() -> None:
@@ -240,8 +240,8 @@ def test_the_printed_curl_command_has_the_needed_options(home: Home, tmp_path: P
     """A key if keys are required, the authority if there is TLS."""
     assert up_module._curl_needs(resolve({})) == ""
     KeyFile(home.keys).create("ci")
-    told = up_module._curl_needs(resolve({"tls_cert": "/c", "tls_key": "/k", "tls_client_ca": "/a"}))
-    assert told == "--cacert CA.pem --cert CLIENT.pem --key CLIENT-KEY.pem -H 'authorization: Bearer KEY' "
+    options = up_module._curl_needs(resolve({"tls_cert": "/c", "tls_key": "/k", "tls_client_ca": "/a"}))
+    assert options == "--cacert CA.pem --cert CLIENT.pem --key CLIENT-KEY.pem -H 'authorization: Bearer KEY' "
     assert "authorization" not in up_module._curl_needs(resolve({"insecure": True}))
 
 
@@ -323,10 +323,10 @@ def test_every_field_with_a_path_is_checked(fields: str, begins: str, models: Pa
     text = f"hosts: {{emulate: inf2.xlarge}}\nmodels:\n  a: {{engine: cpu, {fields}}}\n"
     allowed = SourcePolicy((str(models / "models"),), frozenset())
     file = examine(text, "f.yaml", str(models), Machine((0, 1)), allowed)
-    found = [problem for problem in file.problems if problem.id == "source-not-allowed"]
-    assert [problem.what[: len(begins)] for problem in found] == [begins]
-    assert re.fullmatch(r"f\.yaml:3:\d+", found[0].where)
-    assert found[0].hint
+    refusals = [problem for problem in file.problems if problem.id == "source-not-allowed"]
+    assert [problem.what[: len(begins)] for problem in refusals] == [begins]
+    assert re.fullmatch(r"f\.yaml:3:\d+", refusals[0].where)
+    assert refusals[0].hint
     assert not file.checkpoints
 
 
@@ -402,8 +402,8 @@ def asking(admin: LiveAdmin) -> Iterator[Callable[[str], httpx.Client]]:
 
 
 def actions(admin: LiveAdmin) -> list[tuple[str, str, str, str | None]]:
-    found = Audit(Home(Path(admin.fleet.settings.home)).audit).entries(100)
-    return [(entry.who, entry.by, entry.action, entry.status) for entry in found]
+    lines = Audit(Home(Path(admin.fleet.settings.home)).audit).entries(100)
+    return [(entry.who, entry.by, entry.action, entry.status) for entry in lines]
 
 
 def test_a_key_of_scope_admin_changes_the_fleet_until_it_is_revoked(
@@ -589,12 +589,12 @@ def test_no_key_and_no_prompt_is_in_any_file_of_the_home(tmp_path: Path) -> None
         record = Home(home).read_record()
         assert record is not None
         for token, status in ((admin_key, 200), (key, 403), (admin_key[:-1] + "!", 401)):
-            asked = httpx.post(
+            answer = httpx.post(
                 f"{record.admin_url}{ADMIN_PATH}/scale",
                 json={"model": "parrot", "count": 1},
                 headers={"authorization": f"Bearer {token}"},
             )
-            assert asked.status_code == status, asked.text
+            assert answer.status_code == status, answer.text
         assert fleet.corewright("audit").returncode == 0
         assert [path for path in Home(home).sockets.iterdir() if path.is_socket()] == []  # it is the plane on TCP
 
@@ -605,8 +605,8 @@ def test_no_key_and_no_prompt_is_in_any_file_of_the_home(tmp_path: Path) -> None
         assert fleet.stop() == 0
         assert holding([home], *secrets, record.token) == []
         assert any(path.name == "gateway.log" for path in (home / "logs").iterdir())
-        told = [(entry.action, entry.status) for entry in Audit(home / "audit.log").entries(100)]
-        assert told == [("up", "ready"), ("POST /scale", "200"), ("end", "done")]
+        recorded = [(entry.action, entry.status) for entry in Audit(home / "audit.log").entries(100)]
+        assert recorded == [("up", "ready"), ("POST /scale", "200"), ("end", "done")]
     finally:
         fleet.clean()
 
@@ -636,9 +636,9 @@ def test_a_fleet_of_two_hosts_uses_tls_everywhere(tmp_path: Path, monkeypatch: p
 
         def answer() -> list[int]:
             body = {"model": "parrot", "prompt": "well", "max_tokens": 8, "return_token_ids": True}
-            told = fleet.http.post("/v1/completions", json=body)
-            assert told.status_code == 200, told.text
-            ids: list[int] = told.json()["choices"][0]["token_ids"]
+            completion = fleet.http.post("/v1/completions", json=body)
+            assert completion.status_code == 200, completion.text
+            ids: list[int] = completion.json()["choices"][0]["token_ids"]
             return ids
 
         expected = answer()

@@ -78,8 +78,8 @@ def trusting(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
 
 def test_a_client_of_the_authority_is_served(authority: Authority, pair: Pair) -> None:
     """With TLS 1.3 and HTTP/1.1, whatever else it offers."""
-    found = handshake(CertificateFiles(str(pair.cert), str(pair.key)).context, trusting(authority))
-    assert found == ("TLSv1.3", "http/1.1", b"well")
+    version = handshake(CertificateFiles(str(pair.cert), str(pair.key)).context, trusting(authority))
+    assert version == ("TLSv1.3", "http/1.1", b"well")
 
 
 def test_old_versions_are_not_spoken(authority: Authority, pair: Pair) -> None:
@@ -104,10 +104,10 @@ def test_with_an_authority_for_clients_only_its_clients_are_served(
 
 
 def unusable(cert: Path, key: Path, client_ca: Path | None = None) -> str:
-    with pytest.raises(Failed) as found:
+    with pytest.raises(Failed) as raised:
         CertificateFiles(str(cert), str(key), None if client_ca is None else str(client_ca))
-    assert found.value.problem.id == "tls-unusable"
-    return found.value.problem.what
+    assert raised.value.problem.id == "tls-unusable"
+    return raised.value.problem.what
 
 
 def test_an_unusable_file_is_reported(authority: Authority, pair: Pair, tmp_path: Path) -> None:
@@ -174,9 +174,9 @@ def test_files_that_change_during_the_read_are_read_again(
     loaded = tls._loaded
 
     def interrupted(cert: str, key: str, client_ca: str | None) -> tuple[ssl.SSLContext, float]:
-        found = loaded(cert, key, client_ca)
+        context = loaded(cert, key, client_ca)
         pair.cert.touch()
-        return found
+        return context
 
     shutil.copy(fresh.cert, pair.cert)
     shutil.copy(fresh.key, pair.key)
@@ -190,10 +190,10 @@ def test_files_that_change_during_the_read_are_read_again(
 def test_a_redirected_link_is_a_change(authority: Authority, pair: Pair, tmp_path: Path) -> None:
     """As Kubernetes replaces a secret: both files at once."""
     fresh = authority.sign("linked")
-    for name, one in (("old", pair), ("new", fresh)):
+    for name, certificate in (("old", pair), ("new", fresh)):
         (tmp_path / name).mkdir()
-        shutil.copy(one.cert, tmp_path / name / "cert.pem")
-        shutil.copy(one.key, tmp_path / name / "key.pem")
+        shutil.copy(certificate.cert, tmp_path / name / "cert.pem")
+        shutil.copy(certificate.key, tmp_path / name / "key.pem")
     current = tmp_path / "current"
     current.symlink_to("old")
     files = CertificateFiles(str(current / "cert.pem"), str(current / "key.pem"))

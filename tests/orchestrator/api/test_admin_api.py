@@ -221,7 +221,7 @@ def test_a_rejection_has_its_status_and_the_problems_of_the_spec(admin: LiveAdmi
     admin.fleet.refusal = bad_spec()
     answer = http.post("apply", json=SENT)
     assert problem(answer) == (422, "spec-invalid")
-    assert answer.json()["problems"] == [found.as_dict() for found in bad_spec().problems]
+    assert answer.json()["problems"] == [problem.as_dict() for problem in bad_spec().problems]
     admin.fleet.refusal = Refused("journal-unwritable", "the disk is full", "make room", status=507)
     answer = http.post("load", json={"model": "chat"})
     assert problem(answer) == (507, "journal-unwritable")
@@ -287,10 +287,10 @@ def keys(value: Any) -> Any:
 def test_the_fake_fleet_returns_the_keys_of_a_real_one(tmp_path: Path) -> None:
     """Otherwise the tests of the command line would prove nothing."""
     text = SPEC.replace("chat: {engine: echo, tp_degree: 8, replicas: 2}", "chat: {engine: echo, cores: ['0']}")
-    asked = text.replace("512", "1024").replace("small: {", "small: {tp_degree: 2, ")
+    edited = text.replace("512", "1024").replace("small: {", "small: {tp_degree: 2, ")
 
     async def asks(fleet: Any, new: str) -> dict[str, Any]:
-        told = {
+        replies = {
             "plan": await fleet.propose(new, "new.yaml", "/specs"),
             "apply": await fleet.apply(new, "new.yaml", "/specs", by="me"),
             "rollout": fleet.rollout(),
@@ -305,22 +305,24 @@ def test_the_fake_fleet_returns_the_keys_of_a_real_one(tmp_path: Path) -> None:
             "drain": await fleet.drain("chat/0", "me"),
             "status": fleet.status(),
         }
-        told["revision"]["plan"] = told["apply"]["plan"] = told["plan"]["placements"] = None  # environments in them
-        return told
+        replies["revision"]["plan"] = replies["apply"]["plan"] = replies["plan"]["placements"] = (
+            None  # environments in them
+        )
+        return replies
 
     async def real() -> dict[str, Any]:
         cluster = FakeCluster()
         cluster.held = {23: 99}
         async with Played(tmp_path, cluster, text) as played:
             await played.settled()
-            return await asks(played.operator, asked)
+            return await asks(played.operator, edited)
 
     async def played() -> dict[str, Any]:
-        return await asks(FakeFleet(), asked)
+        return await asks(FakeFleet(), edited)
 
-    told, faked = keys(virtually(real)), keys(asyncio.run(played()))
-    for answer in told:
-        assert faked[answer] == told[answer], answer
+    actual, faked = keys(virtually(real)), keys(asyncio.run(played()))
+    for answer in actual:
+        assert faked[answer] == actual[answer], answer
 
 
 # The document
@@ -336,12 +338,12 @@ def test_the_document_is_valid_openapi(http: httpx.Client) -> None:
 
 def test_the_openapi_document_has_exactly_the_routes() -> None:
     """Each with a summary, a response and its errors."""
-    told = {
+    documented = {
         (method.upper(), path.removeprefix(ADMIN_PATH))
         for path, operations in openapi(ROUTES)["paths"].items()
         for method in operations
     }
-    assert told == {(route.method, route.path) for route in ROUTES}
+    assert documented == {(route.method, route.path) for route in ROUTES}
     for operations in openapi(ROUTES)["paths"].values():
         for operation in operations.values():
             assert operation["summary"].endswith(".")

@@ -195,14 +195,14 @@ def test_percentiles_grow(values: list[float]) -> None:
 # One request
 
 
-def one(chunks: tuple[float, ...], tokens: int | None = None, **more: object) -> Measured:
+def measured_request(chunks: tuple[float, ...], tokens: int | None = None, **more: object) -> Measured:
     fields = {"prompt_wanted": 8, "output_wanted": 4, "due": 10.0, "sent": 10.0, "ended": 12.0, **more}
     return Measured(chunks=chunks, output_tokens=len(chunks) if tokens is None else tokens, **fields)  # type: ignore[arg-type]
 
 
 def test_the_figures_of_a_request_by_hand() -> None:
     """Sent at 10 s; chunks at 10.2, 10.3, 10.5 and 10.8."""
-    request = one((10.2, 10.3, 10.5, 10.8))
+    request = measured_request((10.2, 10.3, 10.5, 10.8))
     assert request.ttft_s == pytest.approx(0.2)
     assert request.gaps_s == pytest.approx((0.1, 0.2, 0.3))
     assert request.tpot_s == pytest.approx(0.2)
@@ -212,21 +212,21 @@ def test_the_figures_of_a_request_by_hand() -> None:
 
 def test_several_tokens_in_a_chunk_shorten_the_mean_but_not_the_gaps() -> None:
     """Seven tokens in the same four chunks: 0.6 s for six tokens after the first."""
-    request = one((10.2, 10.3, 10.5, 10.8), tokens=7)
+    request = measured_request((10.2, 10.3, 10.5, 10.8), tokens=7)
     assert request.tpot_s == pytest.approx(0.1)
     assert request.gaps_s == pytest.approx((0.1, 0.2, 0.3))
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
     """Nor has an empty one."""
-    assert one((10.2,)).tpot_s is None
-    assert one((10.2,)).gaps_s == ()
-    assert (one(()).ttft_s, one(()).e2e_s, one(()).tpot_s) == (None, None, None)
+    assert measured_request((10.2,)).tpot_s is None
+    assert measured_request((10.2,)).gaps_s == ()
+    assert (measured_request(()).ttft_s, measured_request(()).e2e_s, measured_request(()).tpot_s) == (None, None, None)
 
 
 def test_errors_are_counted_by_kind() -> None:
     """The most frequent first."""
-    counts = kinds([one((), error=error) for error in ("timeout", "http-429", None, "http-429")])
+    counts = kinds([measured_request((), error=error) for error in ("timeout", "http-429", None, "http-429")])
     assert list(counts.items()) == [("http-429", 2), ("timeout", 1)]
 
 
@@ -235,7 +235,7 @@ def test_errors_are_counted_by_kind() -> None:
 
 def test_an_objective_is_applied_to_every_figure() -> None:
     """TTFT 200 ms, TPOT 200 ms, E2E 800 ms of one answer, and a failed request."""
-    measured = [one((10.2, 10.3, 10.5, 10.8)), one((10.2,), error="broken")]
+    measured = [measured_request((10.2, 10.3, 10.5, 10.8)), measured_request((10.2,), error="broken")]
     assert Slo.parse("ttft=201,itl=201,e2e=801").share(measured) == 0.5
     assert Slo.parse("ttft=199").share(measured) == 0.0
     assert Slo.parse("itl=199").share(measured) == 0.0
@@ -386,17 +386,17 @@ def run_of(*measured: Measured, client: ClientLoad | None = None) -> Serving:
         lengths=replace(Lengths.parse("8:4"), capped=1),
         slo=Slo.parse("ttft=250,e2e=900"),
         refused=("min_tokens: answers may end early",),
-        measured=tuple(one.since(10.0) for one in measured),
+        measured=tuple(request.since(10.0) for request in measured),
         duration_s=4.0,
         client=client or ClientLoad(0.02, 0.0004, 0.0011),
     )
 
 
 RUN = run_of(
-    one((10.2, 10.3, 10.5, 10.8), prompt_tokens=8),
-    one((10.4, 10.5, 10.7), tokens=4, prompt_tokens=8, output_wanted=5),
-    one((), error="http-429", what="full"),
-    one((10.9,), error="timeout", what="no complete response within 1 s"),
+    measured_request((10.2, 10.3, 10.5, 10.8), prompt_tokens=8),
+    measured_request((10.4, 10.5, 10.7), tokens=4, prompt_tokens=8, output_wanted=5),
+    measured_request((), error="http-429", what="full"),
+    measured_request((10.9,), error="timeout", what="no complete response within 1 s"),
 )
 
 
@@ -430,14 +430,14 @@ def test_the_table_of_a_run() -> None:
 def test_a_client_that_was_too_slow_is_reported() -> None:
     """The figures are then its own, not the server's."""
     slow = ClientLoad(0.97, 0.030, 0.2)
-    text = serving_text(serving_data(run_of(one((10.2,)), client=slow)))
+    text = serving_text(serving_data(run_of(measured_request((10.2,)), client=slow)))
     assert "the client, not the server, may have been the bottleneck: it used 97% of a CPU; its event loop" in text
     assert "may have been" not in serving_text(serving_data(RUN))
 
 
 def test_a_run_with_failures_only_has_a_table_and_a_page() -> None:
     """Without figures."""
-    run = run_of(one((), error="connect", what="refused"))
+    run = run_of(measured_request((), error="connect", what="refused"))
     data = serving_data(run)
     assert "0 answered, 1 failed (connect: 1)" in serving_text(data)
     assert "no data" in page(run, data)
@@ -446,7 +446,9 @@ def test_a_run_with_failures_only_has_a_table_and_a_page() -> None:
 def cell(share: int, batch: int, latency: float, *, tokens: int = 0, error: str | None = None) -> Cell:
     prompt = 64 * share // 100
     chunks = tuple(10.1 + i / 100 for i in range(tokens or 64 - prompt))
-    each = one(chunks, prompt_tokens=prompt, prompt_wanted=prompt, error=error, what="" if error is None else "why")
+    each = measured_request(
+        chunks, prompt_tokens=prompt, prompt_wanted=prompt, error=error, what="" if error is None else "why"
+    )
     return Cell(
         share,
         prompt,
@@ -481,7 +483,7 @@ def test_the_cells_of_a_sweep_by_hand() -> None:
 
 def test_the_pages_rows_follow_from_its_definition() -> None:
     """Its "7B - latency": 6.7 s from 256 to 1024 tokens are 153 t/s there, and 115 output tokens/s."""
-    each = one(tuple(10.1 + i / 1000 for i in range(768)), prompt_tokens=256)
+    each = measured_request(tuple(10.1 + i / 1000 for i in range(768)), prompt_tokens=256)
     cell = Cell(25, 256, 768, 1, (Round((each,), 6.7),))
     assert cell.page_throughput == pytest.approx(153, abs=0.5)
     assert cell.throughput == pytest.approx(115, abs=0.5)
@@ -508,7 +510,7 @@ def test_the_page_is_well_formed_and_loads_nothing() -> None:
 
 def test_the_page_escapes_text_from_the_server() -> None:
     """Its messages and its model's name are not HTML."""
-    run = replace(run_of(one((), error="http-500", what="<script>x</script>")), model="<b>")
+    run = replace(run_of(measured_request((), error="http-500", what="<script>x</script>")), model="<b>")
     text = page(run, serving_data(run))
     assert "<script" not in text
     assert "&lt;script&gt;" in text
@@ -520,7 +522,7 @@ def test_the_page_escapes_text_from_the_server() -> None:
 @given(st.lists(st.floats(0, 1e7), max_size=300), st.none() | st.floats(0.001, 1e6))
 def test_every_plot_stays_within_its_frame(values: list[float], bound: float | None) -> None:
     """For any data."""
-    measured = [one((10.0 + value / 1e3,)).since(10.0) for value in values]
+    measured = [measured_request((10.0 + value / 1e3,)).since(10.0) for value in values]
     points = [(value / 1e7, value) for value in values]
     for plot in (distribution(values, bound), scatter(points, [0.5], 1.0, bound), bars(*rates(measured, 1.0))):
         ElementTree.fromstring(plot)
@@ -533,7 +535,7 @@ def test_every_plot_stays_within_its_frame(values: list[float], bound: float | N
 
 def test_rates_count_every_token_once() -> None:
     """Seven tokens in four chunks are spread over them."""
-    values, width = rates([one((10.2, 10.3, 10.5, 10.8), tokens=7).since(10.0)], 1.0)
+    values, width = rates([measured_request((10.2, 10.3, 10.5, 10.8), tokens=7).since(10.0)], 1.0)
     assert width == 0.25
     assert [value * width for value in values] == pytest.approx([1.75, 1.75, 1.75, 1.75])
 

@@ -78,10 +78,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
 
 
 def compiled(home: Path, **manifest: Any) -> Path:
-    with entry(home / "compiled", {"engine": "transformers-neuronx", **manifest}) as found:
-        (found.path / "a.neff").write_text("NEFF")
-        found.finish("/models/chat")
-    return found.path
+    with entry(home / "compiled", {"engine": "transformers-neuronx", **manifest}) as held:
+        (held.path / "a.neff").write_text("NEFF")
+        held.finish("/models/chat")
+    return held.path
 
 
 def test_ls_shows_the_state_of_every_graph_and_entry(
@@ -91,20 +91,20 @@ def test_ls_shows_the_state_of_every_graph_and_entry(
     graph(tmp_path / "neffs", "2" * 20, **{"model.log": "neuronx-cc failed with 70"})
     whole, damaged = compiled(home), compiled(home, lnc=2)
     (damaged / "a.neff").write_text("XXXX")
-    code, told = run("ls")
+    code, report = run("ls")
     assert code == 0
-    (cache,) = told["caches"]
+    (cache,) = report["caches"]
     assert cache["place"] == str(tmp_path / "neffs")
-    assert {one["key"]: (one["state"], one["words"]) for one in cache["entries"]} == {
+    assert {entry["key"]: (entry["state"], entry["words"]) for entry in cache["entries"]} == {
         "2" * 20: ("FAILED", "neuronx-cc failed with 70"),
         "cd73c69136bf675613f6": ("SUCCESS", ""),
     }
-    states = {one["name"]: (one["state"], one["damaged"], one["source"]) for one in told["compiled"]}
+    states = {item["name"]: (item["state"], item["damaged"], item["source"]) for item in report["compiled"]}
     assert states == {
         whole.name: ("whole", [], "/models/chat"),
         damaged.name: ("damaged", ["a.neff"], "/models/chat"),
     }
-    assert told["models"] == []
+    assert report["models"] == []
 
 
 def test_ls_of_an_invalid_spec_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,13 +145,13 @@ def test_ls_shows_pushed_artifacts(
     spec = tmp_path / "spec.yaml"
     fields = f"source: /models/chat, engine: cpu, neff_cache: {place}"
     spec.write_text(f"hosts: {{emulate: inf2.xlarge}}\nmodels: {{chat: {{{fields}}}}}\n")
-    _, told = run("ls", str(spec))
-    (found,) = [one["pushed"] for one in told["caches"] if one["place"] == place]
-    assert {one["name"]: (one["state"], one["source"]) for one in found} == {
+    _, report = run("ls", str(spec))
+    (pushed,) = [cache["pushed"] for cache in report["caches"] if cache["place"] == place]
+    assert {row["name"]: (row["state"], row["source"]) for row in pushed} == {
         **dict.fromkeys(names, ("whole", "/models/chat")),
         "dead": ("unfinished", None),
     }
-    assert all(one["bytes"] > 0 for one in found)
+    assert all(row["bytes"] > 0 for row in pushed)
 
 
 def test_a_set_compiled_from_a_fetched_model_shows_its_source(
@@ -161,8 +161,8 @@ def test_a_set_compiled_from_a_fetched_model_shows_its_source(
     artifact = Store(home / "store").get(FakeRemote({"config.json": b"{}"}, source="s3://models/chat"))
     with entry(home / "compiled", {"engine": "cpu"}) as made:
         made.finish(artifact.folder)
-    _, told = run("ls")
-    assert [one["source"] for one in told["compiled"]] == ["s3://models/chat"]
+    _, report = run("ls")
+    assert [item["source"] for item in report["compiled"]] == ["s3://models/chat"]
 
 
 def test_a_dry_run_lists_the_models_to_remove(
@@ -173,11 +173,11 @@ def test_a_dry_run_lists_the_models_to_remove(
     monkeypatch.setattr(StoreSettings, "open", lambda _: store)
     idle, used = (store.get(FakeRemote({"config.json": name}, source=f"s3://models/{name!r}")) for name in (b"a", b"b"))
     with using(used.folder):
-        said = [one["path"] for one in run("prune", "--models", "--dry-run")[1]["removed"]]
+        said = [item["path"] for item in run("prune", "--models", "--dry-run")[1]["removed"]]
         assert Path(idle.folder).is_dir()
-        gone = [one["path"] for one in run("prune", "--models")[1]["removed"]]
+        gone = [item["path"] for item in run("prune", "--models")[1]["removed"]]
     assert said == gone == [idle.folder]
-    assert [Path(one.folder).is_dir() for one in (idle, used)] == [False, True]
+    assert [Path(artifact.folder).is_dir() for artifact in (idle, used)] == [False, True]
 
 
 def test_an_invalid_unrelated_setting_stops_no_command(
@@ -195,16 +195,16 @@ def test_ls_prints_a_table(home: Path, tmp_path: Path, capsys: pytest.CaptureFix
     finished(tmp_path / "neffs")
     compiled(home)
     assert cli.run(["cache", "ls"]) == 0
-    told = capsys.readouterr().out
-    assert f"{COMPILER}  MODULE_cd73c69136bf675613f6+2c2d707e  SUCCESS" in told
-    assert "/models/chat" in told
+    output = capsys.readouterr().out
+    assert f"{COMPILER}  MODULE_cd73c69136bf675613f6+2c2d707e  SUCCESS" in output
+    assert "/models/chat" in output
 
 
 def test_retry_removes_failures(tmp_path: Path, home: Path, run: Callable[..., tuple[int, Any]]) -> None:
     """And the audit log has it."""
     failed = graph(tmp_path / "neffs", **{"model.log": "neuronx-cc failed with 70"})
-    code, told = run("retry", "--dry-run")
-    assert (code, [one["path"] for one in told["removed"]], failed.exists()) == (0, [str(failed)], True)
+    code, report = run("retry", "--dry-run")
+    assert (code, [item["path"] for item in report["removed"]], failed.exists()) == (0, [str(failed)], True)
     run("retry", failed.name)
     assert not failed.exists()
     assert '"cache retry"' in (home / "audit.log").read_text()
@@ -217,10 +217,10 @@ def test_the_error_of_a_cached_failure_has_the_command_that_fixes_it(
     """Ready to run: it removes that graph in that cache, and no other."""
     cache = tmp_path / "fleet"
     failed, other = (graph(cache, key, **{"model.log": "neuronx-cc failed with 70"}) for key in ("1" * 20, "2" * 20))
-    told = fault_of(None, [f"ERROR: Got a cached failed neff at {failed}/model.neff. Will skip compilation"])
-    assert told is not None
-    assert told.id == "compile-cached-failure"
-    words = shlex.split(told.hint.split("`")[1])
+    fault = fault_of(None, [f"ERROR: Got a cached failed neff at {failed}/model.neff. Will skip compilation"])
+    assert fault is not None
+    assert fault.id == "compile-cached-failure"
+    words = shlex.split(fault.hint.split("`")[1])
     assert words[:3] == ["corewright", "cache", "retry"]
     run(*words[2:])
     assert (failed.exists(), other.exists()) == (False, True)
@@ -228,9 +228,9 @@ def test_the_error_of_a_cached_failure_has_the_command_that_fixes_it(
 
 def test_a_cached_failure_without_a_known_cache_has_the_command_too() -> None:
     """For all of this host's caches."""
-    told = fault_of(None, ["Got a cached failed neff."])
-    assert told is not None
-    assert "`corewright cache retry`" in told.hint
+    fault = fault_of(None, ["Got a cached failed neff."])
+    assert fault is not None
+    assert "`corewright cache retry`" in fault.hint
 
 
 def test_prune_removes_unusable_entries(tmp_path: Path, home: Path, run: Callable[..., tuple[int, Any]]) -> None:
@@ -243,9 +243,9 @@ def test_prune_removes_unusable_entries(tmp_path: Path, home: Path, run: Callabl
     with entry(home / "compiled", {"engine": "transformers-neuronx", "lnc": 4}) as kept:
         assert kept.complete
         os.utime(held.with_name(f"{held.name}.lock"), (1e9, 1e9))
-        code, told = run("prune", "--older-than", "7")
+        code, report = run("prune", "--older-than", "7")
     assert code == 0
-    assert {Path(one["path"]) for one in told["removed"]} == {old, damaged, unfinished}
+    assert {Path(item["path"]) for item in report["removed"]} == {old, damaged, unfinished}
     assert [path.exists() for path in (good, old, damaged, unfinished, held)] == [True, False, False, False, True]
 
 
@@ -258,9 +258,9 @@ def test_prune_does_not_change_s3(capsys: pytest.CaptureFixture[str]) -> None:
 def test_verify_is_a_hit_if_nothing_is_compiled(tmp_path: Path, run: Callable[..., tuple[int, Any]]) -> None:
     """Exit code 0."""
     (tmp_path / "spec.yaml").write_text(ECHO)
-    code, told = run("verify", str(tmp_path / "spec.yaml"))
-    assert (code, told["hit"]) == (0, True)
-    assert [(one["model"], one["outcome"]) for one in told["models"]] == [("parrot", "hit")]
+    code, report = run("verify", str(tmp_path / "spec.yaml"))
+    assert (code, report["hit"]) == (0, True)
+    assert [(model["model"], model["outcome"]) for model in report["models"]] == [("parrot", "hit")]
 
 
 def test_verify_reports_an_unreachable_source(
@@ -270,10 +270,10 @@ def test_verify_reports_an_unreachable_source(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fields = "source: me/chat, engine: cpu, engine_options: {compile: true}"
     (tmp_path / "spec.yaml").write_text(f"hosts: {{instance: inf2.xlarge}}\nmodels: {{chat: {{{fields}}}}}\n")
-    code, told = run("verify", str(tmp_path / "spec.yaml"))
-    (one,) = told["models"]
-    assert (code, one["outcome"], one["source"]) == (1, "fail", "me/chat")
-    assert one["reason"].startswith(
+    code, report = run("verify", str(tmp_path / "spec.yaml"))
+    (model,) = report["models"]
+    assert (code, model["outcome"], model["source"]) == (1, "fail", "me/chat")
+    assert model["reason"].startswith(
         "checkpoint-unreadable: chat: its config.json cannot be read: me/chat: HF_HUB_OFFLINE"
     )
 
@@ -288,9 +288,9 @@ def test_a_cached_failure_in_a_models_own_cache_has_its_path(tmp_path: Path, mon
     env = {"NEURON_COMPILE_CACHE_URL": str(own)}
     of = OfflineConfig(model="chat", config=tnx(tmp_path, env=env, compiled=str(tmp_path / "home" / "compiled")))
     reason = f"the cache has a failed compilation; {LATER}"
-    told = Prediction("fail", "neff-cache", reason, str(own), failed=("a",))
-    assert f"`corewright cache retry --cache {own}`" in cache._reason(of, told)
-    assert cache._reason(of, dataclasses.replace(told, place=str(tmp_path / "neffs"))) == reason
+    prediction = Prediction("fail", "neff-cache", reason, str(own), failed=("a",))
+    assert f"`corewright cache retry --cache {own}`" in cache._reason(of, prediction)
+    assert cache._reason(of, dataclasses.replace(prediction, place=str(tmp_path / "neffs"))) == reason
 
 
 def test_every_command_sets_the_target_of_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,14 +306,14 @@ def test_every_command_sets_the_target_of_the_compiler(tmp_path: Path, monkeypat
     monkeypatch.delenv(neuron_target.OVERRIDE, raising=False)
     make_checkpoint(tmp_path / "llama", "llama")
     spec = tmp_path / "spec.yaml"
-    told = []
+    targets = []
     for kind in ("instance", "emulate"):
         spec.write_text(TNX.format(python="python", more="").replace("emulate", kind))
         for heads in (True, False):
-            (one,) = configs(load(str(spec)), Home(tmp_path / "home"), heads=heads)
-            assert isinstance(one.config, ReplicaConfig)
-            told.append(one.config.env.get(neuron_target.OVERRIDE))
-    assert told == ["trn1", "trn1", None, None]
+            (replica_config,) = configs(load(str(spec)), Home(tmp_path / "home"), heads=heads)
+            assert isinstance(replica_config.config, ReplicaConfig)
+            targets.append(replica_config.config.env.get(neuron_target.OVERRIDE))
+    assert targets == ["trn1", "trn1", None, None]
 
 
 def test_an_unknown_model_is_reported_with_the_known_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -351,8 +351,8 @@ def compile_ahead(spec: Path, home: Path) -> None:
     from workers.compiling.build import Order
     from workers.messages.replica_config import ReplicaConfig
 
-    (told,) = configs(load(str(spec)), Home(home), heads=True)
-    config = told.config
+    (replica_config,) = configs(load(str(spec)), Home(home), heads=True)
+    config = replica_config.config
     assert isinstance(config, ReplicaConfig)
     done = subprocess.run(
         [config.python or sys.executable, "-m", "workers.compiling.build", "compile"],
@@ -377,19 +377,19 @@ def test_the_engines_interpreter_is_queried_and_another_host_is_warmed(
             monkeypatch.setenv(name, value)
         more = f"neff_cache: {server.bucket('neffs')}"
         compile_ahead(neuron(more=more), home)
-        code, told = run("verify", str(neuron(more=more)))
-        assert (code, told["models"][0]["where"]) == (0, "compiled")
-        code, told = run("verify", str(neuron(compiler=NEWER, more=more)))
+        code, report = run("verify", str(neuron(more=more)))
+        assert (code, report["models"][0]["where"]) == (0, "compiled")
+        code, report = run("verify", str(neuron(compiler=NEWER, more=more)))
         assert code == 1
-        assert told["models"][0]["why"] == [{"field": "compiler version", "wanted": NEWER, "found": COMPILER}]
+        assert report["models"][0]["why"] == [{"field": "compiler version", "wanted": NEWER, "found": COMPILER}]
         assert not list((tmp_path / "cores").glob("*core*"))
         monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "another"))
-        code, told = run("warm", str(neuron(more=more)))
-        assert (code, told["models"][0]["problem"]) == (0, "")
-        assert told["models"][0]["bytes"] > 0
+        code, report = run("warm", str(neuron(more=more)))
+        assert (code, report["models"][0]["problem"]) == (0, "")
+        assert report["models"][0]["bytes"] > 0
     (local,) = (tmp_path / "another" / "neff").iterdir()
     (first,) = (home / "neff").iterdir()
-    assert {one.name for one in read_entries(local)} == {one.name for one in read_entries(first)}
+    assert {kept.name for kept in read_entries(local)} == {kept.name for kept in read_entries(first)}
 
 
 @pytest.mark.slow
@@ -405,11 +405,11 @@ def test_artifacts_compiled_without_devices_are_found_by_verify_and_warm(
     spec.write_text(spec.read_text().replace("{emulate: inf2.xlarge}", "{instance: inf2.xlarge}"))
     assert cli.run(["compile", str(spec), "--push"]) == 0
     capsys.readouterr()
-    code, told = run("verify", str(spec))
-    assert (code, told["models"][0]["where"]) == (0, "compiled")
+    code, report = run("verify", str(spec))
+    assert (code, report["models"][0]["where"]) == (0, "compiled")
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "another"))
-    code, told = run("warm", str(spec))
-    assert (code, told["models"][0]["brought"]) == (0, ["compiled model"])
+    code, report = run("warm", str(spec))
+    assert (code, report["models"][0]["brought"]) == (0, ["compiled model"])
     assert run("verify", str(spec))[0] == 0
 
 
@@ -434,9 +434,9 @@ def test_the_weights_of_compiled_models_are_not_fetched(
         monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / home))
         s3_proxy.forget()
         code = cli.run(["compile", str(spec), "--push", "-o", "json"])
-        (one,) = json.loads(capsys.readouterr().out)["models"]
-        assert (code, one["failure"]) == (0, None)
-        return one["result"], s3_proxy.bytes(weights)
+        (model,) = json.loads(capsys.readouterr().out)["models"]
+        assert (code, model["failure"]) == (0, None)
+        return model["result"], s3_proxy.bytes(weights)
 
     size = len(checkpoint[weights])
     assert compiled("home") == ("compiled", size)
@@ -444,10 +444,10 @@ def test_the_weights_of_compiled_models_are_not_fetched(
     assert compiled("another") == ("there", 0)
     foretold = compileahead._is_pushed
 
-    def is_pushed(*asked: Any) -> bool:
-        found = foretold(*asked)
+    def is_pushed(*arguments: Any) -> bool:
+        prediction = foretold(*arguments)
         shutil.rmtree(tmp_path / "shared")
-        return found
+        return prediction
 
     monkeypatch.setattr(compileahead, "_is_pushed", is_pushed)
     assert compiled("third") == ("compiled", size)

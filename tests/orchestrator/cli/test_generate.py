@@ -256,10 +256,10 @@ def test_cores_in_use_by_a_fleet_are_not_taken(spec: str, tmp_path: Path, capfd:
     finally:
         claim.release()
 
-    told = capfd.readouterr()
-    assert (code, told.out) == (1, "")
-    assert "error: cores-taken: " in told.err
-    assert f"(held: nc0-nc1 by pid {os.getpid()})" in told.err
+    output = capfd.readouterr()
+    assert (code, output.out) == (1, "")
+    assert "error: cores-taken: " in output.err
+    assert f"(held: nc0-nc1 by pid {os.getpid()})" in output.err
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,9 @@ def test_an_impossible_request_is_rejected(
     """With an id and a remedy; stdout is empty."""
     code = cli.run(["generate", spec, *arguments])
 
-    told = capfd.readouterr()
-    assert (code, told.out) == (1, "")
-    assert said in told.err
+    output = capfd.readouterr()
+    assert (code, output.out) == (1, "")
+    assert said in output.err
 
 
 def test_a_spec_with_errors_starts_nothing(spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -370,10 +370,10 @@ class WithLoop(EchoEngine):
 
 def told_by(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list[Reply]:
     """All that the process tells when it opens that engine."""
-    told: list[Reply] = []
+    replies: list[Reply] = []
     monkeypatch.setattr(generate_once, "open_engine", lambda config: engine)
-    generate_once.run(Job(config=config(), prompt="Hi", raw=True, **job), told.append)
-    return told
+    generate_once.run(Job(config=config(), prompt="Hi", raw=True, **job), replies.append)
+    return replies
 
 
 def test_an_engines_own_loop_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,9 +382,9 @@ def test_an_engines_own_loop_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     engine = WithLoop([72, 105])
 
-    told = told_by(engine, monkeypatch, max_tokens=5, temperature=0.5, top_k=3)
+    replies = told_by(engine, monkeypatch, max_tokens=5, temperature=0.5, top_k=3)
 
-    assert told == [Piece("H"), Piece("i"), End(2, "length")]
+    assert replies == [Piece("H"), Piece("i"), End(2, "length")]
     assert engine.asked == {"prompt": [72, 105], "most": 5, "how": (0.5, 3, 1.0)}
     engine = WithLoop([72, 105])
     monkeypatch.setattr(

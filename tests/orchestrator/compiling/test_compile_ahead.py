@@ -50,14 +50,14 @@ JOBS = st.lists(st.floats(0.1, 200), min_size=1, max_size=12).map(
 def test_compilations_fit_into_memory_and_never_idle(jobs: list[Job], memory_gib: float, most: int, at: int) -> None:
     """Their needs stay within the memory unless a single one exceeds it, and a job always runs while jobs wait."""
     running, waiting = jobs[:at][:most], jobs[at:]
-    if sum(one.need_gib for one in running) > memory_gib:
+    if sum(job.need_gib for job in running) > memory_gib:
         running = running[:1]
     begun = startable(waiting, running, memory_gib=memory_gib, jobs=most)
     together = [*running, *begun]
     assert len(together) <= most
-    assert len(together) == 1 or not begun or sum(one.need_gib for one in together) <= memory_gib
+    assert len(together) == 1 or not begun or sum(job.need_gib for job in together) <= memory_gib
     assert together or not waiting
-    assert [one for one in waiting if one in begun] == list(begun)
+    assert [job for job in waiting if job in begun] == list(begun)
 
 
 @given(JOBS, st.floats(1, 300), st.integers(1, 8))
@@ -65,9 +65,9 @@ def test_all_compilations_start_eventually(jobs: list[Job], memory_gib: float, m
     """In any order of ends."""
     waiting, running, rounds = list(jobs), list[Job](), 0
     while waiting or running:
-        for one in startable(waiting, running, memory_gib=memory_gib, jobs=most):
-            waiting.remove(one)
-            running.append(one)
+        for next_job in startable(waiting, running, memory_gib=memory_gib, jobs=most):
+            waiting.remove(next_job)
+            running.append(next_job)
         running.pop(rounds % len(running))
         rounds += 1
     assert rounds == len(jobs)
@@ -75,8 +75,8 @@ def test_all_compilations_start_eventually(jobs: list[Job], memory_gib: float, m
 
 def test_a_small_compilation_overtakes_one_that_does_not_fit() -> None:
     """Free memory is used."""
-    found = startable([job("large", 64), job("small", 8)], [job("runs", 64)], memory_gib=100, jobs=8)
-    assert [one.models for one in found] == [("small",)]
+    jobs = startable([job("large", 64), job("small", 8)], [job("runs", 64)], memory_gib=100, jobs=8)
+    assert [row.models for row in jobs] == [("small",)]
 
 
 # The flow, with processes that are played
@@ -103,56 +103,57 @@ class Played:
     def __call__(
         self,
         command: str,
-        one: ReplicaConfig,
+        replica_config: ReplicaConfig,
         stop: threading.Event,
         limit_s: float | None = None,
         *,
         push: bool = False,
         make: bool = True,
     ) -> Iterator[Reply]:
-        key = f"key-of-{Path(one.source or '').name}-{one.dtype}{one.env.get(neuron_target.OVERRIDE, '')}"
+        target = replica_config.env.get(neuron_target.OVERRIDE, "")
+        key = f"key-of-{Path(replica_config.source or '').name}-{replica_config.dtype}{target}"
         wanted = Wanted(
             role="model",
-            source=one.source or "",
-            manifest={"engine": one.engine},
-            folder=f"{one.compiled}/{key}",
-            complete=one.model in self.complete,
+            source=replica_config.source or "",
+            manifest={"engine": replica_config.engine},
+            folder=f"{replica_config.compiled}/{key}",
+            complete=replica_config.model in self.complete,
             ahead=True,
         )
         if command == "predict":
-            yield Predicted(engine=one.engine, wanted=[wanted])
+            yield Predicted(engine=replica_config.engine, wanted=[wanted])
             return
-        yield from self._compile(one, key, wanted, push)
+        yield from self._compile(replica_config, key, wanted, push)
 
-    def _compile(self, one: ReplicaConfig, key: str, wanted: Wanted, push: bool) -> Iterator[Reply]:
+    def _compile(self, replica_config: ReplicaConfig, key: str, wanted: Wanted, push: bool) -> Iterator[Reply]:
         with self._lock:
-            self.compiled.append(one.model)
-            self.targets.append(one.env.get(neuron_target.OVERRIDE))
-            self.logs.add(Path(one.log).name)
+            self.compiled.append(replica_config.model)
+            self.targets.append(replica_config.env.get(neuron_target.OVERRIDE))
+            self.logs.add(Path(replica_config.log).name)
             self.pushed.append(push)
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
         if self.gate is not None:
             self.gate.wait(DEADLINE_S)
         if self.stopped:
-            raise Stopped(one.model)
+            raise Stopped(replica_config.model)
         yield Working(key=key, role="model", phase="compiling", done=1, total=2)
         with self._lock:
             self.at_once -= 1
-        if one.model in self.failures:
-            yield Trouble(self.failures[one.model])
+        if replica_config.model in self.failures:
+            yield Trouble(self.failures[replica_config.model])
             return
-        done = [] if one.model in self.complete else [key]
+        done = [] if replica_config.model in self.complete else [key]
         whole = msgspec.structs.replace(wanted, complete=True)
         yield Built(wanted=[whole], compiled=done, warnings=self.warnings, unsent=self.unsent, seconds=1.5)
 
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Played:
-    found = Played()
-    monkeypatch.setattr(prefetch, "answers", found)
+    compiler = Played()
+    monkeypatch.setattr(prefetch, "answers", compiler)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
-    return found
+    return compiler
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +191,10 @@ def test_models_with_the_same_manifest_are_compiled_once(
 ) -> None:
     """They share a row."""
     path = spec({"x": "source: ./a", "y": "source: ./a", "z": "source: ./b"})
-    code, told, _ = compiled(capsys, path)
+    code, report, _ = compiled(capsys, path)
     assert code == 0
     assert sorted(played.compiled) == ["x", "z"]
-    assert sorted((one["models"], one["result"]) for one in told["models"]) == [
+    assert sorted((model["models"], model["result"]) for model in report["models"]) == [
         (["x", "y"], "compiled"),
         (["z"], "compiled"),
     ]
@@ -204,9 +205,12 @@ def test_a_failure_does_not_stop_other_compilations(
 ) -> None:
     """It is reported with its id and its model, and the command fails."""
     played.failures["x"] = Failure("compiler-killed", "no memory", "take a larger host")
-    code, told, said = compiled(capsys, spec({"x": "source: ./a", "z": "source: ./b"}))
+    code, report, said = compiled(capsys, spec({"x": "source: ./a", "z": "source: ./b"}))
     assert code == 1
-    assert {tuple(one["models"]): one["result"] for one in told["models"]} == {("x",): "failed", ("z",): "compiled"}
+    assert {tuple(model["models"]): model["result"] for model in report["models"]} == {
+        ("x",): "failed",
+        ("z",): "compiled",
+    }
     assert "compiler-killed: x: no memory" in said
 
 
@@ -254,7 +258,7 @@ def test_a_complete_set_uses_no_memory_budget(played: Played, spec: Callable[[di
     home = Home.from_environment()
     file = load(spec({"x": "source: ./a", "z": "source: ./b"}))
     jobs = compile_ahead.CompileAhead(file, home, StoreSettings(root=str(home.store)), lambda _: None).prepare().jobs
-    assert [(one.models, one.need_gib > 0) for one in jobs] == [(("x",), False), (("z",), True)]
+    assert [(job.models, job.need_gib > 0) for job in jobs] == [(("x",), False), (("z",), True)]
 
 
 def test_an_interpreter_that_times_out_is_reported_as_such(
@@ -269,8 +273,8 @@ def test_an_interpreter_that_times_out_is_reported_as_such(
     path = spec({"x": "source: ./a"})
     assert "x: the process that predicted the artifacts of x ended" in compiled(capsys, path)[2]
     monkeypatch.setattr(compile_ahead, "PREDICT_S", 0.0)
-    code, told, said = compiled(capsys, path)
-    assert (code, told["models"][0]["failure"]["id"]) == (1, "cache-not-verified")
+    code, report, said = compiled(capsys, path)
+    assert (code, report["models"][0]["failure"]["id"]) == (1, "cache-not-verified")
     assert "did not predict the artifacts of x within 0 s" in said
 
 
@@ -291,8 +295,8 @@ def test_a_model_without_replicas_is_planned_by_all_commands(
     )
     file = load(str(tmp_path / "spec.yaml"))
     assert file.spec is not None
-    found = offline_configs.OfflineConfigs(file, Home.from_environment())
-    places = {one.name: found.places(one) for one in file.spec.models}
+    offline = offline_configs.OfflineConfigs(file, Home.from_environment())
+    places = {model.name: offline.places(model) for model in file.spec.models}
     assert {name: list(each) for name, each in places.items() if not isinstance(each, Failure)} == {
         "full": ["trn1"],
         "idle": ["trn1"],
@@ -310,8 +314,8 @@ def test_a_model_that_fits_nowhere_fails_in_all_commands(
     path = spec({"x": "source: ./a"})
     empty = offline_configs.plan(load(path).spec.model_copy(update={"models": ()}), load(path).hosts)  # type: ignore[attr-defined, union-attr]
     monkeypatch.setattr(offline_configs, "plan", lambda *_: empty)
-    code, told, _ = compiled(capsys, path)
-    assert (code, told["models"][0]["failure"]["id"]) == (1, "no-room")
+    code, report, _ = compiled(capsys, path)
+    assert (code, report["models"][0]["failure"]["id"]) == (1, "no-room")
     assert run(["cache", "verify", path, "-o", "json"]) == 1
     assert "no-room" in json.loads(capsys.readouterr().out)["models"][0]["reason"]
 
@@ -350,10 +354,10 @@ def test_a_model_on_hosts_of_several_targets_is_compiled_for_each(
     """Once for inf2 and trn1, whose code is the same, and once for trn2, together with the model that is only there.
     Each compilation has a separate log.
     """
-    code, told, said = compiled(capsys, several)
+    code, report, said = compiled(capsys, several)
     assert code == 0, said
     assert sorted(map(str, played.targets)) == ["trn1", "trn2"]
-    assert [(one["models"], one["target"], one["result"]) for one in told["models"]] == [
+    assert [(model["models"], model["target"], model["result"]) for model in report["models"]] == [
         (["wide"], "trn1", "compiled"),
         (["wide", "narrow"], "trn2-lnc2", "compiled"),
     ]
@@ -370,9 +374,9 @@ def test_a_machine_with_devices_compiles_for_other_targets(
     assert sorted(map(str, played.targets)) == ["None", "trn2"]
     played.targets.clear()
     monkeypatch.setenv(neuron_target.OVERRIDE, "trn1")
-    code, told, _ = compiled(capsys, several)
+    code, report, _ = compiled(capsys, several)
     assert (code, played.targets) == (0, [None])
-    assert [one["models"] for one in told["models"]] == [["wide", "narrow"]]
+    assert [model["models"] for model in report["models"]] == [["wide", "narrow"]]
 
 
 def test_an_unresponsive_cache_is_reported(
@@ -380,8 +384,8 @@ def test_an_unresponsive_cache_is_reported(
 ) -> None:
     """Once for a model, though each of its sets was looked up; compiled sets count."""
     played.warnings = ["the cache at s3://neffs does not answer"] * 2
-    code, told, said = compiled(capsys, spec({"x": "source: ./a"}))
-    assert (code, told["models"][0]["warnings"]) == (0, ["the cache at s3://neffs does not answer"])
+    code, report, said = compiled(capsys, spec({"x": "source: ./a"}))
+    assert (code, report["models"][0]["warnings"]) == (0, ["the cache at s3://neffs does not answer"])
     assert said.count("x: the cache at s3://neffs does not answer") == 1
 
 
@@ -428,9 +432,9 @@ def test_a_failed_push_does_not_fail_the_compilation(
     """The result is compiled; the reason is shown beside it, and the command fails."""
     played.unsent = [Failure("s3-denied", "s3:PutObject is not allowed", "ask for it")]
     path = spec({"x": f"source: ./a, neff_cache: {tmp_path / 'neffs'}"})
-    code, told, said = compiled(capsys, path, "--push")
-    assert (code, told["models"][0]["result"], told["models"][0]["unsent"]["id"]) == (1, "compiled", "s3-denied")
-    assert told["models"][0]["folders"]
+    code, report, said = compiled(capsys, path, "--push")
+    assert (code, report["models"][0]["result"], report["models"][0]["unsent"]["id"]) == (1, "compiled", "s3-denied")
+    assert report["models"][0]["folders"]
     assert "s3-denied: x is compiled but not pushed: s3:PutObject is not allowed" in said
 
 
@@ -451,8 +455,8 @@ def test_the_hub_is_checked_first_and_its_failure_loses_no_result(
     assert played.compiled == []
     monkeypatch.setattr(hub_push, "opened", lambda _: None)
     monkeypatch.setattr(hub_push, "push_to_hub", refused)
-    code, told, said = compiled(capsys, path, "--push-to-hub", "me/neffs")
-    assert (code, told["models"][0]["result"], told["hub"]) == (1, "compiled", [])
+    code, report, said = compiled(capsys, path, "--push-to-hub", "me/neffs")
+    assert (code, report["models"][0]["result"], report["hub"]) == (1, "compiled", [])
     assert "hub-push-failed" in said
     assert run(["compile", path, "--push-to-hub", "me/neffs"]) == 1
     assert "compiled" in capsys.readouterr().out
@@ -471,14 +475,16 @@ def test_ctrl_c_ends_the_compilers(
     """Every process is stopped before the command exits."""
     began, ended = threading.Event(), []
 
-    def answers(command: str, one: ReplicaConfig, stop: threading.Event, *_: Any, **__: Any) -> Iterator[Reply]:
+    def answers(
+        command: str, replica_config: ReplicaConfig, stop: threading.Event, *_: Any, **__: Any
+    ) -> Iterator[Reply]:
         if command == "predict":
             wanted = Wanted(role="model", source="", manifest={}, folder="/k", complete=False, ahead=True)
             yield Predicted(engine="cpu", wanted=[wanted])
             return
         began.set()
         assert stop.wait(DEADLINE_S)
-        ended.append(one.model)
+        ended.append(replica_config.model)
         raise Stopped("x")
 
     monkeypatch.setattr(prefetch, "answers", answers)
@@ -506,6 +512,6 @@ def test_an_ended_compilation_is_a_failure(
 ) -> None:
     """Its results are discarded."""
     played.stopped = True
-    code, told, said = compiled(capsys, spec({"x": "source: ./a"}))
-    assert (code, told["models"][0]["failure"]["id"]) == (1, "compile-stopped")
+    code, report, said = compiled(capsys, spec({"x": "source: ./a"}))
+    assert (code, report["models"][0]["failure"]["id"]) == (1, "compile-stopped")
     assert "compile-stopped" in said

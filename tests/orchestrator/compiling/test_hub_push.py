@@ -55,7 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.made.append(json.loads(body))
             self._answer({"url": url, "id": "me/neffs", "name": "me/neffs"})
         elif "/preupload/" in self.path:
-            files = [{"path": one["path"], "uploadMode": "regular"} for one in json.loads(body)["files"]]
+            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
             self._answer({"files": [file | {"shouldIgnore": False, "oid": None} for file in files]})
         elif "/commit/" in self.path:
             self.server.before_commit()
@@ -66,9 +66,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer({})
 
-    def _answer(self, told: Any) -> None:
+    def _answer(self, answer: Any) -> None:
         self.server.tokens.add(self.headers.get("Authorization", ""))
-        data = json.dumps({"error": "no"} if self.server.refuses else told).encode()
+        data = json.dumps({"error": "no"} if self.server.refuses else answer).encode()
         self.send_response(self.server.refuses or 200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -98,11 +98,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A complete entry."""
-    with entry(tmp_path, {"engine": "e"}) as found:
-        (found.path / "code").mkdir()
-        (found.path / "code" / "a.so").write_bytes(b"program")
-        found.finish()
-    return found.path
+    with entry(tmp_path, {"engine": "e"}) as held:
+        (held.path / "code").mkdir()
+        (held.path / "code" / "a.so").write_bytes(b"program")
+        held.finish()
+    return held.path
 
 
 def test_an_entry_is_one_commit_with_the_layout_of_a_neff_cache(hub: Hub, folder: Path) -> None:
@@ -130,7 +130,7 @@ def test_an_entry_is_locked_while_it_is_sent(
     gone: list[Removed] = []
     push_to_hub("me/neffs", [folder])
     assert (len(hub.commits), gone) == (1, [])
-    assert [Path(one.path) for one in prune_compiled(tmp_path, -1.0)] == [folder]
+    assert [Path(pruned.path) for pruned in prune_compiled(tmp_path, -1.0)] == [folder]
     hub.files.clear()
     with pytest.raises(Failed, match="was deleted meanwhile"):
         push_to_hub("me/neffs", [folder])
@@ -142,10 +142,10 @@ def test_a_rejection_has_the_missing_permission_and_no_token(hub: Hub, folder: P
     hub.refuses = status
     with pytest.raises(Failed) as caught:
         push_to_hub("me/neffs", [folder])
-    told = str(caught.value.problem)
+    message = str(caught.value.problem)
     assert caught.value.problem.id == "hub-push-failed"
-    assert "HF_TOKEN" in told
-    assert TOKEN not in told
+    assert "HF_TOKEN" in message
+    assert TOKEN not in message
 
 
 def test_an_unreachable_hub_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,8 +289,8 @@ def test_remote_artifacts_are_fetched_before_a_start(looked: Looked, monkeypatch
         made.finish()
     shared_artifacts.push(made, str(looked.there))
     assert looked.foreseen(monkeypatch, True) == ["model: its neff_cache has artifacts compiled by another host"]
-    with entry(looked.home, MANIFEST) as found:
-        assert shared_artifacts.pull(found, str(looked.there))
+    with entry(looked.home, MANIFEST) as held:
+        assert shared_artifacts.pull(held, str(looked.there))
     assert looked.foreseen(monkeypatch, True) == []
 
 
@@ -413,7 +413,7 @@ def test_warm_fails_if_a_set_could_not_be_fetched(
     tmp_path: Path, cache: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, problem: str, code: int
 ) -> None:
     """It reports the fetched sets, and why the others are missing."""
-    monkeypatch.setattr(warming, "warm", lambda one, *_: Warmed(bytes=7, problem=problem if one.model == "a" else ""))
+    monkeypatch.setattr(warming, "warm", lambda job, *_: Warmed(bytes=7, problem=problem if job.model == "a" else ""))
     status, answer = cache("warm", str(tmp_path / "spec.yaml"))
     assert (status, [model["problem"] for model in answer["models"]]) == (code, [problem, ""])
 
@@ -436,7 +436,7 @@ def test_a_dry_run_of_prune_removes_nothing(
 
     code, answer = cache("prune", "--models", "--dry-run")
     assert (code, sorted(tmp_path.rglob("*"))) == (0, before)
-    assert {one["path"] for one in answer["removed"]} >= {str(stale), str(unfinished.path)}
+    assert {item["path"] for item in answer["removed"]} >= {str(stale), str(unfinished.path)}
     assert (cache("prune")[0], left()) == (0, [False, False, True])
     assert (cache("prune", "--models")[0], left()) == (0, [False, False, False])
 

@@ -306,11 +306,11 @@ def test_two_gateways_are_summed_and_a_silent_one_is_forgotten(tmp_path: Path) -
     """Its waiting requests no longer count."""
 
     async def story(fleet: Played) -> None:
-        one, other = (
+        first, other = (
             DemandReport(gateway=name, number=1, seconds=1.0, models=[DemandWindow(model="m", waiting=2, live=1)])
             for name in "ab"
         )
-        await fleet.controller.demand(one)
+        await fleet.controller.demand(first)
         await fleet.controller.demand(other)
         assert demand(fleet)["waiting"] == 4
         for number in range(2, 15):

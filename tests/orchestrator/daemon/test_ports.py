@@ -28,23 +28,23 @@ def test_a_port_is_outside_the_kernels_range_for_connections(
     monkeypatch.setattr(addresses, "_EPHEMERAL", tmp_path / "range")
     taken = [socket.create_server(("127.0.0.1", free_port())) for _ in range(50)]
     try:
-        found = {listener.getsockname()[1] for listener in taken}
-        assert len(found) == 50
-        assert all(20_000 <= port < min(first, 30_000) for port in found)
-        assert all(free_port() not in found for _ in range(200))
+        ports = {listener.getsockname()[1] for listener in taken}
+        assert len(ports) == 50
+        assert all(20_000 <= port < min(first, 30_000) for port in ports)
+        assert all(free_port() not in ports for _ in range(200))
     finally:
         for listener in taken:
             listener.close()
 
 
-@pytest.mark.parametrize("told", ["1024\t65535\n", "", None])
+@pytest.mark.parametrize("message", ["1024\t65535\n", "", None])
 def test_without_other_ports_the_kernel_chooses(
-    told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine whose range has nearly all ports, or is unknown."""
     file = tmp_path / "range"
-    if told is not None:
-        file.write_text(told)
+    if message is not None:
+        file.write_text(message)
     monkeypatch.setattr(addresses, "_EPHEMERAL", file)
     with socket.create_server(("127.0.0.1", free_port())) as listener:
         assert listener.getsockname()[1] > 0

@@ -133,8 +133,8 @@ def test_an_unexpected_end_is_reported_and_leaves_nothing(
     assert ends(daemon, monkeypatch, Ended(READY if ready else b"", code)) == 1
     assert any("error: up-died: " in line and how in line for line in daemon.said)  # type: ignore[attr-defined]
     last = Audit(daemon.home.audit).entries(10)[-1]
-    told = last.arguments.get("reason") if ready else last.status
-    assert (last.action, told) == ("end" if ready else "up", "up-died")
+    reason = last.arguments.get("reason") if ready else last.status
+    assert (last.action, reason) == ("end" if ready else "up", "up-died")
     assert not daemon.home.record_file.exists()
 
 

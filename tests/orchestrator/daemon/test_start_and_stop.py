@@ -78,10 +78,10 @@ def test_up_rejects_an_engine_that_its_interpreter_does_not_have(
 ) -> None:
     """At once, with the command that installs it; for this interpreter or one of the spec."""
     assert run(["up", spec(tmp_path, "cpu", more)]) == 1
-    told = capsys.readouterr().err
-    assert f"error: engine-not-installed: {python} has no torch, which the engine cpu needs" in told
-    assert f"{python} -m pip install torch" in told
-    assert place in told
+    output = capsys.readouterr().err
+    assert f"error: engine-not-installed: {python} has no torch, which the engine cpu needs" in output
+    assert f"{python} -m pip install torch" in output
+    assert place in output
 
 
 def test_up_starts_an_engine_that_needs_no_package(no_torch: None, tmp_path: Path) -> None:
@@ -103,21 +103,21 @@ def test_the_doctor_reports_an_engine_that_is_not_installed(
 
 def test_a_long_wait_is_reported() -> None:
     """With its current state and the seconds since its start."""
-    told: list[str] = []
+    lines: list[str] = []
     state = ["a/0 (loading)"]
-    with WaitingNotice(told.append, silence_s=0.01).waiting(lambda: state[0]):
-        until(lambda: told, 5, "the first line")
+    with WaitingNotice(lines.append, silence_s=0.01).waiting(lambda: state[0]):
+        until(lambda: lines, 5, "the first line")
         state[0] = "a/0 (compiling)"
-        until(lambda: "waiting for a/0 (compiling) (0 s)" in told, 5, "the second state")
-    assert told[0] == "waiting for a/0 (loading) (0 s)"
+        until(lambda: "waiting for a/0 (compiling) (0 s)" in lines, 5, "the second state")
+    assert lines[0] == "waiting for a/0 (loading) (0 s)"
 
 
 def test_a_command_with_its_own_output_has_no_wait_messages() -> None:
-    told: list[str] = []
-    beat = WaitingNotice(told.append, silence_s=60.0)
+    lines: list[str] = []
+    beat = WaitingNotice(lines.append, silence_s=60.0)
     with beat.waiting(lambda: "nothing"):
         beat("fetching")
-    assert told == ["fetching"]
+    assert lines == ["fetching"]
 
 
 class Started(Daemon):
@@ -224,9 +224,9 @@ def test_down_fails_where_the_fleet_leaves_something(
         assert run(["down"]) == 1
     finally:
         admin.close()
-    told = capsys.readouterr().err
-    assert f"error: down-incomplete: the fleet has ended, but processes remain ({leftover.pid})" in told
-    assert str(Home(home).record_file) in told
+    output = capsys.readouterr().err
+    assert f"error: down-incomplete: the fleet has ended, but processes remain ({leftover.pid})" in output
+    assert str(Home(home).record_file) in output
 
 
 def test_down_of_a_fleet_whose_daemon_was_killed_lists_the_leftovers(
@@ -235,6 +235,6 @@ def test_down_of_a_fleet_whose_daemon_was_killed_lists_the_leftovers(
     """And how to remove them."""
     record(home, "http://127.0.0.1:1", os.getpid(), 1.0)
     assert run(["down"]) == 1
-    told = capsys.readouterr().err
-    assert "error: down-incomplete" in told
-    assert str(leftover.pid) in told
+    output = capsys.readouterr().err
+    assert "error: down-incomplete" in output
+    assert str(leftover.pid) in output

@@ -27,8 +27,8 @@ def chosen(*replicas: Replica, **affinity: float) -> set[str | None]:
     def speaks_for(replica: Replica) -> float:
         return affinity.get(replica.name, 0.0)
 
-    found = (choose(order, speaks_for if affinity else None) for order in permutations(replicas))
-    return {None if replica is None else replica.name for replica in found}
+    choices = (choose(order, speaks_for if affinity else None) for order in permutations(replicas))
+    return {None if replica is None else replica.name for replica in choices}
 
 
 def test_without_a_free_slot_a_request_waits() -> None:
@@ -74,20 +74,22 @@ def test_the_replica_whose_step_ends_first_is_preferred() -> None:
     times = {"a": 10.02, "b": 10.01, "c": 10.03, "fast": 10.04}
     for order in permutations(replicas):
         assert choose(order, None, lambda replica: times[replica.name]) == Replica("b", 1)
-    assert choose([*replicas, fast := Replica("fast", pace=0.01)], None, lambda one: times[one.name]) is fast
-    assert choose(replicas, lambda one: float(one.name == "c"), lambda one: times[one.name]) == Replica("c", 2)
+    assert choose([*replicas, fast := Replica("fast", pace=0.01)], None, lambda replica: times[replica.name]) is fast
+    assert choose(replicas, lambda replica: float(replica.name == "c"), lambda replica: times[replica.name]) == Replica(
+        "c", 2
+    )
 
 
 def test_affinity_is_not_computed_if_it_cannot_count() -> None:
     """It may be expensive: replicas without a slot, or with more prefills than another, are skipped."""
-    asked = []
+    queried = []
 
     def speaks_for(replica: Replica) -> float:
-        asked.append(replica.name)
+        queried.append(replica.name)
         return 0.0
 
     choose([Replica("a"), Replica("b", 0), Replica("c", 1, 1), Replica("d")], speaks_for)
-    assert asked == ["a", "d"]
+    assert queried == ["a", "d"]
 
 
 def test_noise_does_not_distinguish_equal_replicas() -> None:

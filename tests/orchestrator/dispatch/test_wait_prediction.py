@@ -39,7 +39,9 @@ def test_with_fewer_slots_than_requests_in_them_the_first_count() -> None:
     assert predicted_wait_s(0, 2, 9.0, [3.0, 1.0, 2.0]) == 1.0
 
 
-@pytest.mark.parametrize(("wait", "allowed", "told"), [(12.1, 10.0, 3), (10.2, 10.0, 1), (500.0, 10.0, 60), (1, 9, 1)])
-def test_retry_after_is_when_the_wait_would_be_short_enough(wait: float, allowed: float, told: int) -> None:
+@pytest.mark.parametrize(
+    ("wait", "allowed", "retry_after"), [(12.1, 10.0, 3), (10.2, 10.0, 1), (500.0, 10.0, 60), (1, 9, 1)]
+)
+def test_retry_after_is_when_the_wait_would_be_short_enough(wait: float, allowed: float, retry_after: int) -> None:
     """In whole seconds, rounded up, between 1 and 60."""
-    assert retry_after_s(wait, allowed) == told
+    assert retry_after_s(wait, allowed) == retry_after

@@ -195,9 +195,9 @@ class Chaos:
 
     def _victim(self) -> Any:
         """The living replicas that have died least come first: a breaker that opens makes the rest of the run dull."""
-        found = self._replicas()
-        fewest = min((replica["failures"] for replica in found), default=0)
-        return self.rng.choice([r for r in found if r["failures"] <= max(2, fewest)]) if found else None
+        replicas = self._replicas()
+        fewest = min((replica["failures"] for replica in replicas), default=0)
+        return self.rng.choice([r for r in replicas if r["failures"] <= max(2, fewest)]) if replicas else None
 
     def _kill_replica(self) -> str:
         victim = self._victim()
@@ -319,13 +319,13 @@ class Chaos:
     def _strange_claims(self) -> list[str]:
         """Claims that neither a living replica nor this test holds; a claim is written a moment after it is made."""
         own = {key: os.getpid() for key in self._claims}
-        found = []
+        violations = []
         for host in (0, 1):
             for core, pid in held_cores(Home(self.fleet.home).claims(host)).items():
                 if (host, core) in own or (pid is not None and _is_replica(pid)):
                     continue
-                found.append(f"core {core} of host {host} by pid {pid}")
-        return found
+                violations.append(f"core {core} of host {host} by pid {pid}")
+        return violations
 
     def undo(self) -> None:
         """Take back everything that is not the fleet's own doing."""
@@ -367,15 +367,17 @@ class Chaos:
         return status
 
     def _differences(self, status: Any) -> list[str]:
-        found = []
+        deviations = []
         if status["rollout"]["state"] != "complete":
-            found.append(f"the rollout is {status['rollout']}")
+            deviations.append(f"the rollout is {status['rollout']}")
         replicas = [replica for model in status["models"] for replica in model["replicas"]]
         for model in status["models"]:
             if [r["state"] for r in model["replicas"]] != ["ready"] * model["wanted"]:
                 states = {r["id"]: (r["state"], r["pause_s"], r["reason"]) for r in model["replicas"]}
-                found.append(f"{model['name']} wants {model['wanted']} and has {states}, {model['reason']}")
-            found += [f"{r['id']} is of another version" for r in model["replicas"] if r["version"] != model["version"]]
+                deviations.append(f"{model['name']} wants {model['wanted']} and has {states}, {model['reason']}")
+            deviations += [
+                f"{r['id']} is of another version" for r in model["replicas"] if r["version"] != model["version"]
+            ]
         for index, host in enumerate(status["hosts"]):
             held = held_cores(Home(self.fleet.home).claims(index))
             leased = {
@@ -385,11 +387,11 @@ class Chaos:
                 for core in CoreRange.parse(replica["cores"])
             }
             if held != leased or host["leased"] != len(leased) or host["quarantined"]:
-                found.append(f"{host['name']} has {host}, held are {held}")
+                deviations.append(f"{host['name']} has {host}, held are {held}")
         left = self.fleet.replica_pids() ^ {replica["pid"] for replica in replicas}
         if left:
-            found.append(f"processes of no epoch that lives, or none where one should be: {left}")
-        return found
+            deviations.append(f"processes of no epoch that lives, or none where one should be: {left}")
+        return deviations
 
     def report(self, load: Load) -> str:
         """For whoever has to find out why."""

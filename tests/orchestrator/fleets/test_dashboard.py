@@ -135,9 +135,9 @@ def test_an_actors_page_shows_the_path_of_its_log(fleet: LiveFleet, page: Page, 
     row_of(page, "helpdesk/1@nc").get_by_role("link").first.click()
     expect(page.get_by_text("helpdesk/1@nc10-11", exact=True)).to_be_visible()
     expect(page.get_by_text(str(fleet.replica("helpdesk/1")["pid"]), exact=True)).to_be_visible()
-    told = in_log(page, "replica-helpdesk-1.log in the Logs tab")
-    told.scroll_into_view_if_needed()
-    expect(told).to_be_in_viewport()
+    log = in_log(page, "replica-helpdesk-1.log in the Logs tab")
+    log.scroll_into_view_if_needed()
+    expect(log).to_be_in_viewport()
     page.screenshot(path=pictures / "ray-dashboard-actor.png")
 
 
@@ -185,7 +185,7 @@ def test_process_titles_name_the_model(fleet: LiveFleet) -> None:
 def exported(fleet: LiveFleet) -> dict[tuple[str, str, str], float]:
     """The fleet's metrics as Prometheus reads them: (name, model, replica) -> value; of cores (name, host, state)."""
     [discovery] = (Home(fleet.home).ray / "session_latest").glob("prom_metrics_service_discovery.json")
-    found = {}
+    values = {}
     for target in json.loads(discovery.read_text())[0]["targets"]:
         try:
             answer = httpx.get(f"http://{target}/metrics")
@@ -196,8 +196,8 @@ def exported(fleet: LiveFleet) -> dict[tuple[str, str, str], float]:
             if match:
                 tags = dict(re.findall(r'(\w+)="([^"]*)"', match[2]))
                 keys = ("host", "state") if match[1] == "ray_corewright_cores" else ("model", "replica")
-                found[match[1], tags[keys[0]], tags[keys[1]]] = float(match[3])
-    return found
+                values[match[1], tags[keys[0]], tags[keys[1]]] = float(match[3])
+    return values
 
 
 def test_prometheus_finds_every_metric_of_every_replica(fleet: LiveFleet) -> None:
@@ -208,9 +208,9 @@ def test_prometheus_finds_every_metric_of_every_replica(fleet: LiveFleet) -> Non
     always = [m.name for m in METRICS if not m.is_counter or not m.name.startswith(SELDOM)]
 
     def complete() -> bool:
-        found = exported(fleet)
-        everyone = all((f"ray_{name}", *id.split("/")) in found for name in always for id in CORES)
-        return everyone and found["ray_corewright_generation_tokens_total", "assistant", "0"] >= produced + 2
+        values = exported(fleet)
+        everyone = all((f"ray_{name}", *id.split("/")) in values for name in always for id in CORES)
+        return everyone and values["ray_corewright_generation_tokens_total", "assistant", "0"] >= produced + 2
 
     until(complete, EXPORTED_S, "every metric is exported")
     assert exported(fleet)["ray_corewright_slots", "assistant", "0"] == 4
@@ -222,8 +222,8 @@ def test_prometheus_finds_the_cores_of_each_host_by_state(fleet: LiveFleet) -> N
     def cores() -> dict[str, float]:
         return {key[2]: value for key, value in exported(fleet).items() if key[0] == "ray_corewright_cores"}
 
-    found = until(lambda: len(states := cores()) == 5 and states, EXPORTED_S, "the cores are exported")
-    assert found == {"leased": 13, "free": 11, "cordoned": 0, "quarantined": 0, "reserved": 0}
+    exported_states = until(lambda: len(states := cores()) == 5 and states, EXPORTED_S, "the cores are exported")
+    assert exported_states == {"leased": 13, "free": 11, "cordoned": 0, "quarantined": 0, "reserved": 0}
 
 
 def ray_command(fleet: LiveFleet, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -92,11 +92,11 @@ def arriving(
 def loading(fleet: LiveFleet) -> Any:
     """The replica, once its process is there and loads."""
 
-    def found() -> Any:
+    def event() -> Any:
         replica = fleet.replica("m/0")
         return replica if replica["state"] == "loading" and replica["pid"] else None
 
-    return until(found, DEADLINE_S, f"its process loads: {fleet.output()}")
+    return until(event, DEADLINE_S, f"its process loads: {fleet.output()}")
 
 
 def reasons(fleet: LiveFleet) -> list[str]:

@@ -108,36 +108,36 @@ def ask_all(fleet: LiveFleet, model: str, bodies: list[dict[str, Any]]) -> list[
 @pytest.mark.parametrize("family", FEW)
 def test_greedy_output_equals_generate_for_each_request_alone(fleet: LiveFleet, family: str) -> None:
     """16 ragged requests at once through 4 slots; some end with an EOS token."""
-    asked = requests(1)
+    prompts = requests(1)
     model = load(fleet.spec.parent / family)
 
-    answers = ask_all(fleet, family, greedy(asked))
+    answers = ask_all(fleet, family, greedy(prompts))
 
-    check_greedy(answers, asked, model)
+    check_greedy(answers, prompts, model)
 
 
 @pytest.mark.timeout(600)
 def test_one_fleet_of_every_configuration_equals_generate(tmp_path: Path) -> None:
     """Twelve models on one emulated host, 16 concurrent requests each: the output equals that of each request alone."""
-    asked = requests(1)
+    prompts = requests(1)
     with serving(tmp_path, ALL) as live:
         live.wait_ready(ALL_READY_S)
         with ThreadPoolExecutor(len(ALL)) as clients:
-            answers = list(clients.map(lambda family: ask_all(live, family, greedy(asked)), ALL))
+            answers = list(clients.map(lambda family: ask_all(live, family, greedy(prompts)), ALL))
 
-    for family, found in zip(ALL, answers, strict=True):
-        check_greedy(found, asked, load(tmp_path / family))
-
-
-def greedy(asked: list[tuple[list[int], int]]) -> list[dict[str, Any]]:
-    return [{"prompt": ids, "max_tokens": count, "temperature": 0} for ids, count in asked]
+    for family, answer in zip(ALL, answers, strict=True):
+        check_greedy(answer, prompts, load(tmp_path / family))
 
 
-def check_greedy(answers: list[Any], asked: list[tuple[list[int], int]], model: Any) -> None:
+def greedy(prompts: list[tuple[list[int], int]]) -> list[dict[str, Any]]:
+    return [{"prompt": ids, "max_tokens": count, "temperature": 0} for ids, count in prompts]
+
+
+def check_greedy(answers: list[Any], prompts: list[tuple[list[int], int]], model: Any) -> None:
     """The answers are generate's, and so are the reasons for their ends."""
     eos = model.generation_config.eos_token_id
     assert eos != EOS_ID
-    expected = [generate(model, ids, count, eos) for ids, count in asked]
+    expected = [generate(model, ids, count, eos) for ids, count in prompts]
     assert [answer["token_ids"] for answer in answers] == expected
     reasons = ["stop" if ids[-1] == eos else "length" for ids in expected]
     assert [answer["finish_reason"] for answer in answers] == reasons
@@ -146,28 +146,28 @@ def check_greedy(answers: list[Any], asked: list[tuple[list[int], int]], model: 
 
 def test_ignore_eos_continues_to_max_tokens(fleet: LiveFleet) -> None:
     """With `ignore_eos` every answer has exactly `max_tokens` tokens, and still equals generate."""
-    asked = requests(1)[:4]
+    prompts = requests(1)[:4]
     model = load(fleet.spec.parent / "llama")
 
-    bodies = [{"prompt": ids, "max_tokens": count, "temperature": 0, "ignore_eos": True} for ids, count in asked]
+    bodies = [{"prompt": ids, "max_tokens": count, "temperature": 0, "ignore_eos": True} for ids, count in prompts]
     answers = ask_all(fleet, "llama", bodies)
 
-    assert [answer["token_ids"] for answer in answers] == [generate(model, ids, count, None) for ids, count in asked]
+    assert [answer["token_ids"] for answer in answers] == [generate(model, ids, count, None) for ids, count in prompts]
 
 
 def test_a_seed_gives_the_sample_of_generate(fleet: LiveFleet) -> None:
     """The same seed gives the same tokens in any batch; they are those of transformers."""
     import torch
 
-    asked = requests(2)[:8]
+    prompts = requests(2)[:8]
     model = load(fleet.spec.parent / "llama")
     expected = []
-    for seed, (ids, count) in enumerate(asked):
+    for seed, (ids, count) in enumerate(prompts):
         torch.manual_seed(seed)
         expected.append(generate(model, ids, count, None, do_sample=True, temperature=0.8, top_p=0.9, top_k=0))
 
     how = {"temperature": 0.8, "top_p": 0.9, "ignore_eos": True}
-    bodies = [{"prompt": ids, "max_tokens": count, "seed": seed, **how} for seed, (ids, count) in enumerate(asked)]
+    bodies = [{"prompt": ids, "max_tokens": count, "seed": seed, **how} for seed, (ids, count) in enumerate(prompts)]
     answers = ask_all(fleet, "llama", bodies)
 
     assert [answer["token_ids"] for answer in answers] == expected

@@ -86,8 +86,8 @@ def fleets(home: Path) -> Iterator[list[LiveFleet]]:
 
 
 def answer(fleet: LiveFleet, model: str = "m") -> str:
-    asked = {"model": model, "prompt": "A slot", "max_tokens": 8, "temperature": 0}
-    reply = fleet.http.post("/v1/completions", json=asked).json()
+    body = {"model": model, "prompt": "A slot", "max_tokens": 8, "temperature": 0}
+    reply = fleet.http.post("/v1/completions", json=body).json()
     text: str = reply["choices"][0]["text"]
     return text
 
@@ -95,11 +95,11 @@ def answer(fleet: LiveFleet, model: str = "m") -> str:
 def ready(fleet: LiveFleet, id: str, epoch: int) -> Any:
     """That replica, once it has been started so often and is ready."""
 
-    def found() -> Any:
-        one = next((r for model in fleet.status()["models"] for r in model["replicas"] if r["id"] == id), None)
-        return one is not None and (one["epoch"], one["state"]) == (epoch, "ready") and one
+    def replica_in_state() -> Any:
+        replica = next((r for model in fleet.status()["models"] for r in model["replicas"] if r["id"] == id), None)
+        return replica is not None and (replica["epoch"], replica["state"]) == (epoch, "ready") and replica
 
-    return until(found, DEADLINE_S, f"{id}.{epoch} is ready: {fleet.output()}")
+    return until(replica_in_state, DEADLINE_S, f"{id}.{epoch} is ready: {fleet.output()}")
 
 
 def kept(fleet: LiveFleet) -> dict[str, tuple[str, str]]:
@@ -108,21 +108,21 @@ def kept(fleet: LiveFleet) -> dict[str, tuple[str, str]]:
     return {model["source"]: (model["revision"], model["folder"]) for model in models}
 
 
-def told(fleet: LiveFleet, reason: str, model: str = "m") -> list[str]:
+def messages_of(fleet: LiveFleet, reason: str, model: str = "m") -> list[str]:
     """What the events of that reason say, oldest first."""
     events = json.loads(fleet.corewright("events", "-o", "json").stdout)["events"]
     return [event["message"] for event in events if (event["reason"], event["model"]) == (reason, model)]
 
 
 def host_actor(fleet: LiveFleet) -> int:
-    found: list[int] = until(lambda: fleet.named_pids("HostActor"), DEADLINE_S, "the host's actor has a process")
-    return found[0]
+    pids: list[int] = until(lambda: fleet.named_pids("HostActor"), DEADLINE_S, "the host's actor has a process")
+    return pids[0]
 
 
-def seen(fleet: LiveFleet, home: Path, told: str) -> list[str]:
+def seen(fleet: LiveFleet, home: Path, text: str) -> list[str]:
     """Secrets in what was told, in any file of the home and of Ray, and in what processes show."""
     shown = leaks.in_processes((*fleet.processes(), fleet.process.pid))
-    return leaks.in_text(told) + leaks.in_files(home, Home(home).sockets) + shown
+    return leaks.in_text(text) + leaks.in_files(home, Home(home).sockets) + shown
 
 
 def test_two_replicas_that_start_together_transfer_the_bytes_once(
@@ -155,8 +155,8 @@ def test_two_replicas_that_start_together_transfer_the_bytes_once(
     assert len(answer(fleet)) > 0
     assert s3_proxy.bytes(WEIGHTS) == len(checkpoint[WEIGHTS])
     events = fleet.corewright("events", "-o", "json").stdout
-    told = [event["message"] for event in json.loads(events)["events"] if event["reason"] == "Fetched"]
-    assert len(told) == 2
+    messages = [event["message"] for event in json.loads(events)["events"] if event["reason"] == "Fetched"]
+    assert len(messages) == 2
     metrics = fleet.http.get("/metrics").text
     assert f'corewright_fetched_bytes_total{{model="m"}} {size}' in metrics
     assert seen(fleet, home, "".join((events, json.dumps(fleet.status()), fleet.output(), table, metrics))) == []
@@ -182,7 +182,7 @@ def test_a_fetch_resumes_after_the_death_of_any_process(
     actor = host_actor(fleet)
     os.kill(fleet.controller_pid(), signal.SIGKILL)
     until(
-        lambda: '"epoch": 2' in (told := fleet.corewright("status", "-o", "json").stdout) and '"fetching"' in told,
+        lambda: '"epoch": 2' in (status := fleet.corewright("status", "-o", "json").stdout) and '"fetching"' in status,
         DEADLINE_S,
         "it is there again",
     )
@@ -223,7 +223,7 @@ def test_a_fleet_keeps_the_commit_that_a_branch_had_at_first(
     fleet = LiveFleet(HUB, home=home).wait_ready()
     fleets.append(fleet)
     said, sent = answer(fleet), len(tiny[0]["model.safetensors"])
-    assert sum(one.sent for one in hub.asked if "model.safetensors" in one.path) == sent
+    assert sum(request.sent for request in hub.asked if "model.safetensors" in request.path) == sent
 
     second = repo.commit(tiny[1], "stable")
     began = hub.sent
@@ -234,7 +234,7 @@ def test_a_fleet_keeps_the_commit_that_a_branch_had_at_first(
     until(lambda: "ready" in fleet.corewright("status").stdout, DEADLINE_S, "the controller is there again")
     assert fleet.corewright("scale", "m", "2").returncode == 0
     ready(fleet, "m/1", 1)
-    assert told(fleet, "Fetched")[-1].startswith("0 bytes: ")
+    assert messages_of(fleet, "Fetched")[-1].startswith("0 bytes: ")
     os.kill(ready(fleet, "m/0", 2)["pid"], signal.SIGSTOP)  # so that the other one answers
     assert answer(fleet) == said
     os.kill(fleet.replica("m/0")["pid"], signal.SIGCONT)
@@ -243,8 +243,12 @@ def test_a_fleet_keeps_the_commit_that_a_branch_had_at_first(
     assert answer(fleet) == said
     assert kept(fleet)["org/tiny"][0] == first
     assert hub.sent == began
-    assert [one.path for one in hub.asked if one.path.startswith("/api/models") and one.token != TOKEN] == []
-    shown = "".join(fleet.corewright(*one).stdout for one in (("events",), ("status", "-o", "json"), ("describe", "m")))
+    assert [
+        request.path for request in hub.asked if request.path.startswith("/api/models") and request.token != TOKEN
+    ] == []
+    shown = "".join(
+        fleet.corewright(*command).stdout for command in (("events",), ("status", "-o", "json"), ("describe", "m"))
+    )
     assert seen(fleet, home, shown + fleet.output() + fleet.http.get("/metrics").text) == []
     fleet.stop()
 
@@ -269,9 +273,9 @@ models:
 def loads_from(fleet: LiveFleet, id: str) -> str:
     """The folder that the replica holds in use."""
     pid = ready(fleet, id, fleet.replica(id)["epoch"])["pid"]
-    open_files = [one.readlink() for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()]
-    (found,) = {str(path.parent.parent) for path in open_files if path.suffix == ".use"}
-    return found
+    open_files = [link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    (folder,) = {str(path.parent.parent) for path in open_files if path.suffix == ".use"}
+    return folder
 
 
 def test_models_are_loaded_from_memory_as_far_as_they_fit(
@@ -325,17 +329,17 @@ def test_models_are_loaded_from_memory_as_far_as_they_fit(
 
 def sources(memory: Path) -> set[str]:
     """Of what is in memory, or on its way there."""
-    found = set()
+    listed = set()
     for path in memory.glob("artifacts/*/*.json"):
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # it was moved, or is being written
-            told = json.loads(path.read_text())
-            found |= {told.get("source"), told.get("listing", {}).get("source")}
-    return found - {None}
+            manifest = json.loads(path.read_text())
+            listed |= {manifest.get("source"), manifest.get("listing", {}).get("source")}
+    return listed - {None}
 
 
 def used(memory: Path) -> int:
     """Bytes of the models in it; equal contents lie there once."""
-    return sum({one.stat().st_ino: one.stat().st_size for one in memory.glob("artifacts/*/*")}.values())
+    return sum({file.stat().st_ino: file.stat().st_size for file in memory.glob("artifacts/*/*")}.values())
 
 
 TWO_HOSTS = """\
@@ -365,5 +369,5 @@ def test_two_hosts_of_one_machine_share_fetched_artifacts(
     replicas = [ready(fleet, id, 1) for id in ("m/0", "m/1")]
     assert sorted(replica["host"] for replica in replicas) == ["inf2.xlarge/0", "inf2.xlarge/1"]
     assert s3_proxy.bytes(WEIGHTS) == len(checkpoint[WEIGHTS])
-    assert [one.startswith("0 bytes: ") for one in sorted(told(fleet, "Fetched"))] == [True, False]
+    assert [row.startswith("0 bytes: ") for row in sorted(messages_of(fleet, "Fetched"))] == [True, False]
     fleet.stop()

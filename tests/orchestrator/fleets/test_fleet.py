@@ -63,8 +63,8 @@ def wait_ready_again(fleet: LiveFleet, id: str, before: dict[str, Any]) -> dict[
         now: dict[str, Any] = fleet.replica(id)
         return now if now["state"] == "ready" and now["pid"] != before["pid"] else None
 
-    found: dict[str, Any] = until(back, BACK_S, f"{id} is back")
-    return found
+    replica: dict[str, Any] = until(back, BACK_S, f"{id} is back")
+    return replica
 
 
 def test_status_shows_models_replicas_and_cores(fleet: LiveFleet) -> None:

@@ -200,8 +200,8 @@ def ask(live: LiveFleet, model: str, count: int = 4) -> httpx.Response:
 
 def replica_of(status: Any, model: str) -> Any:
     """The entry of a model's only replica; None before it has one."""
-    found = next(entry for entry in status["models"] if entry["name"] == model)["replicas"]
-    return found[0] if found else None
+    replicas = next(entry for entry in status["models"] if entry["name"] == model)["replicas"]
+    return replicas[0] if replicas else None
 
 
 def follow(live: LiveFleet, course: Course) -> None:
@@ -212,10 +212,10 @@ def follow(live: LiveFleet, course: Course) -> None:
 
     def healthy() -> Any:
         assert live.process.poll() is None, f"up has ended: {live.output()}"
-        told = live.corewright("status", "-o", "json")
-        if told.returncode != 0:  # it is not there yet
+        completed = live.corewright("status", "-o", "json")
+        if completed.returncode != 0:  # it is not there yet
             return None
-        status = json.loads(told.stdout)
+        status = json.loads(completed.stdout)
         all_broken(status, course)
         return ready(replica_of(status, HEALTHY))
 
@@ -236,8 +236,8 @@ def follow(live: LiveFleet, course: Course) -> None:
     for name in WOKEN:
         later = FAULTS[name].later
         assert later is not None
-        asked = {"model": name, "prompt": "x"}  # so that the gateway has its tokenizer
-        httpx.post(f"{live.url}/tokenize", json=asked, timeout=REQUEST_S).raise_for_status()
+        body = {"model": name, "prompt": "x"}  # so that the gateway has its tokenizer
+        httpx.post(f"{live.url}/tokenize", json=body, timeout=REQUEST_S).raise_for_status()
         later(live.spec.parent / name)
         clients.append(threading.Thread(target=wake, args=(name,), daemon=True))
     for client in clients:
@@ -257,7 +257,7 @@ def follow(live: LiveFleet, course: Course) -> None:
 
 def failures_in(log: str, id: str) -> list[float]:
     """When a replica's starts have failed with ``id``. A log misses none, as readings of the status may."""
-    stamps = [stamp for stamp, found in FAILED_AT.findall(log) if found == id]
+    stamps = [stamp for stamp, name in FAILED_AT.findall(log) if name == id]
     return [datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp() for stamp in stamps]
 
 
@@ -295,7 +295,7 @@ def test_the_pauses_double_until_the_breaker_opens(course: Course, name: str) ->
     waited = [later - earlier for earlier, later in pairwise(times)]
     least = [PAUSES[failures] for failures in range(1, BREAKER_AFTER)]
     assert len(times) == BREAKER_AFTER
-    assert [(found, wanted) for found, wanted in zip(waited, least, strict=True) if found < wanted] == []
+    assert [(measured, wanted) for measured, wanted in zip(waited, least, strict=True) if measured < wanted] == []
     assert course.pauses[name] <= set(PAUSES.items())
     (replica,) = course.last[name]["replicas"]
     assert (replica["failures"], replica["restarts"], replica["pause_s"]) == (6, 5, BREAKER_PAUSE_S)

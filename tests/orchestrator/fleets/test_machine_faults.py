@@ -104,7 +104,11 @@ def test_a_full_disk_rejects_changes_and_ends_nothing(fleet: LiveFleet, disk: Pa
         until(lambda: fleet.corewright("status").returncode == 0, 60, "the controller is there again")
         assert answers(fleet)
     until(lambda: apply(fleet, CHANGED).returncode == 0, 30, "the change is made")
-    until(lambda: [one["state"] for one in fleet.status()["models"][0]["replicas"]] == ["ready"] * 3, 60, "three serve")
+    until(
+        lambda: [replica["state"] for replica in fleet.status()["models"][0]["replicas"]] == ["ready"] * 3,
+        60,
+        "three serve",
+    )
     assert fleet.process.poll() is None, fleet.output()
 
 

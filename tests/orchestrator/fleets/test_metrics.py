@@ -34,9 +34,9 @@ REQUESTS = 5
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    found = Collector()
-    yield found
-    found.close()
+    server = Collector()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -68,30 +68,30 @@ def scrape(fleet: LiveFleet, accept: str = "") -> Page:
 
 def test_served_requests_are_counted(fleet: LiveFleet) -> None:
     """By the gateway and by the replica, which reports within seconds."""
-    found = scrape(fleet)
+    metrics = scrape(fleet)
     of = {"model_name": "chat", "engine": "0"}
 
-    assert found.value("vllm:request_success_total", **of, finished_reason="length") == REQUESTS
-    assert found.value("vllm:generation_tokens_total", **of) == 8 * REQUESTS
-    assert found.value("vllm:time_to_first_token_seconds_count", **of) == REQUESTS
-    assert found.value("vllm:inter_token_latency_seconds_count", **of) == 7 * REQUESTS
-    assert found.value("vllm:num_requests_running", **of) == 0
-    assert found.value("corewright_requests_refused_total", model="", status="404", code="model_not_found") == 1
-    assert found.value("corewright_replicas", model="chat", state="ready") == 1
-    assert found.value("corewright_decisions_total", action="place") == 2
+    assert metrics.value("vllm:request_success_total", **of, finished_reason="length") == REQUESTS
+    assert metrics.value("vllm:generation_tokens_total", **of) == 8 * REQUESTS
+    assert metrics.value("vllm:time_to_first_token_seconds_count", **of) == REQUESTS
+    assert metrics.value("vllm:inter_token_latency_seconds_count", **of) == 7 * REQUESTS
+    assert metrics.value("vllm:num_requests_running", **of) == 0
+    assert metrics.value("corewright_requests_refused_total", model="", status="404", code="model_not_found") == 1
+    assert metrics.value("corewright_replicas", model="chat", state="ready") == 1
+    assert metrics.value("corewright_decisions_total", action="place") == 2
 
-    def told() -> bool:
+    def is_measured() -> bool:
         tokens = scrape(fleet).value("corewright_generation_tokens_total", model="chat", replica="0")
         return tokens >= 8 * REQUESTS
 
-    until(told, 20.0, "the replica has told what it counts")
+    until(is_measured, 20.0, "the replica has told what it counts")
 
 
 def test_the_page_has_exactly_the_described_metrics(fleet: LiveFleet) -> None:
     """Except those that this fleet cannot have: devices, a certificate."""
     rows = documented()
-    found = scrape(fleet)
-    names = {name + ("_total" if kind == "counter" else "") for name, kind in found.kinds.items()}
+    metrics = scrape(fleet)
+    names = {name + ("_total" if kind == "counter" else "") for name, kind in metrics.kinds.items()}
     assert names <= rows.keys()
     missing = {name for name in rows.keys() - names if name.startswith(("vllm:", "corewright_"))}
     assert missing == {"corewright_certificate_expiry_timestamp_seconds", "corewright_neuroncore_memory_total_bytes"}
@@ -108,14 +108,14 @@ def test_every_line_of_the_gateways_log_is_json_and_each_request_is_one(fleet: L
     """With its id, its model and its replica, and without its prompt."""
 
     def requests() -> list[dict[str, Any]]:
-        told = [json.loads(line) for line in (fleet.home / "logs/gateway.log").read_text().splitlines()]
-        return [one for one in told if one["logger"] == "orchestrator.access" and one["path"] == "/v1/completions"]
+        lines = [json.loads(line) for line in (fleet.home / "logs/gateway.log").read_text().splitlines()]
+        return [row for row in lines if row["logger"] == "orchestrator.access" and row["path"] == "/v1/completions"]
 
-    found = until(lambda: len(requests()) == REQUESTS + 1 and requests(), 10.0, "the requests are in the log")
-    assert [one["request_id"] for one in found[:REQUESTS]] == [f"request-{i}" for i in range(REQUESTS)]
-    assert {(one["status"], one["model"], one["replica"]) for one in found[:REQUESTS]} == {(200, "chat", "chat/0")}
-    assert {one["completion_tokens"] for one in found[:REQUESTS]} == {8}
-    assert found[-1]["status"] == 404
+    logged = until(lambda: len(requests()) == REQUESTS + 1 and requests(), 10.0, "the requests are in the log")
+    assert [row["request_id"] for row in logged[:REQUESTS]] == [f"request-{i}" for i in range(REQUESTS)]
+    assert {(row["status"], row["model"], row["replica"]) for row in logged[:REQUESTS]} == {(200, "chat", "chat/0")}
+    assert {row["completion_tokens"] for row in logged[:REQUESTS]} == {8}
+    assert logged[-1]["status"] == 404
     assert "secret" not in (fleet.home / "logs/gateway.log").read_text()
     for line in (fleet.home / "logs/controller.log").read_text().splitlines():
         json.loads(line)
@@ -161,23 +161,23 @@ def test_device_measurements_of_a_host_are_on_the_page(tmp_path: Path) -> None:
 
     def watching() -> list[int]:
         """The tools that run for the metrics; the facts of the host are read by others, for moments."""
-        found = []
+        pids = []
         for process in psutil.process_iter(["pid", "cmdline"]):
             command = process.info["cmdline"] or []
             if str(machine.root) in " ".join(command) and command[:1] == ["/bin/sh"]:
-                found.append(process.info["pid"])
-        return found
+                pids.append(process.info["pid"])
+        return pids
 
     try:
         live.wait_ready()
-        found = until(measured, 30.0, "the devices are measured")
-        (told,) = found.series["neuron_hardware_info"]
-        assert (told["host"], told["neuron_device_count"], told["instance_type"]) == (
+        metrics = until(measured, 30.0, "the devices are measured")
+        (info,) = metrics.series["neuron_hardware_info"]
+        assert (info["host"], info["neuron_device_count"], info["instance_type"]) == (
             live.status()["hosts"][0]["name"],
             "12",
             "inf2.48xlarge",
         )
-        assert len(found.series["hardware_ecc_events_total"]) == 48
+        assert len(metrics.series["hardware_ecc_events_total"]) == 48
         assert len(watching()) == 1
     finally:
         live.stop()
@@ -192,13 +192,13 @@ def test_the_counters_of_two_gateways_are_correct_when_one_is_killed() -> None:
     def counted() -> dict[str, float]:
         """Answers by gateway, as one scrape tells them; each on a connection of its own, to any gateway."""
         page = Page.read(httpx.get(f"{live.url}/metrics", timeout=10.0).text)
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for (name, labels), value in page.values.items():
-            told = dict(labels)
-            if name == "vllm:request_success_total" and told["model_name"] == "chat" and told["engine"] == "0":
-                found[told["gateway"]] = found.get(told["gateway"], 0.0) + value
-        scrapes.append(found)
-        return found
+            label = dict(labels)
+            if name == "vllm:request_success_total" and label["model_name"] == "chat" and label["engine"] == "0":
+                values[label["gateway"]] = values.get(label["gateway"], 0.0) + value
+        scrapes.append(values)
+        return values
 
     def ask(times: int) -> None:
         for _ in range(times):

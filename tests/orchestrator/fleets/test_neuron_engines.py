@@ -66,7 +66,7 @@ class Fleet:
     def answers(self, model: str) -> list[Any]:
         """To all prompts, sent at once: more than the model has slots."""
         with ThreadPoolExecutor(len(self.prompts)) as pool:
-            return [_tokens(one) for one in pool.map(lambda prompt: self.ask(model, prompt), self.prompts)]
+            return [_tokens(answer) for answer in pool.map(lambda prompt: self.ask(model, prompt), self.prompts)]
 
     def entry(self, id: str) -> Any:
         return self.live.replica(id)
@@ -75,16 +75,16 @@ class Fleet:
         """The entry of the model's only replica, once it is ready."""
 
         def ready() -> Any:
-            entries = next(one for one in self.live.status()["models"] if one["name"] == model)["replicas"]
-            return entries[0] if [one["state"] for one in entries] == ["ready"] else None
+            entries = next(entry for entry in self.live.status()["models"] if entry["name"] == model)["replicas"]
+            return entries[0] if [entry["state"] for entry in entries] == ["ready"] else None
 
         return until(ready, BACK_S, f"{model} has one replica, and it is ready")
 
     def holders(self) -> dict[int, int]:
         """The pid on each device, by neuron-ls."""
         tool = self.machine.root / "opt/aws/neuron/bin/neuron-ls"
-        told = subprocess.run([str(tool), "-j"], capture_output=True, check=True, timeout=30)
-        return {process.device: process.pid for process in parse_neuron_ls(told.stdout).processes}
+        completed = subprocess.run([str(tool), "-j"], capture_output=True, check=True, timeout=30)
+        return {process.device: process.pid for process in parse_neuron_ls(completed.stdout).processes}
 
     def host(self) -> Any:
         return self.live.status()["hosts"][0]
@@ -172,8 +172,8 @@ def test_a_foreign_process_on_a_core_is_detected_and_avoided(fleet: Fleet) -> No
             assert stranger.stdout is not None
             assert stranger.stdout.readline() == "held\n"
             until(lambda: fleet.host()["quarantined"] == 2, BACK_S, "the stranger is seen")
-            told = [(one["core"], one["pid"]) for one in fleet.host()["quarantine"]]
-            assert told == [(20, stranger.pid), (21, stranger.pid)]
+            quarantine = [(core["core"], core["pid"]) for core in fleet.host()["quarantine"]]
+            assert quarantine == [(20, stranger.pid), (21, stranger.pid)]
         finally:
             stranger.kill()
     until(lambda: fleet.host()["quarantined"] == 0, BACK_S, "the cores are free again")
@@ -186,15 +186,15 @@ def test_a_rolling_update_answers_every_request(fleet: Fleet) -> None:
     applied = fleet.live.corewright("apply", str(fleet.live.spec))
     assert applied.returncode == 0, applied.stderr
 
-    asked = 0
+    requests = 0
     while (status := fleet.live.corewright("rollout", "status")).stdout.find("complete:") < 0:
-        assert _tokens(fleet.ask("qwen2", fleet.prompts[asked % 10])) == fleet.expected["qwen2"][asked % 10]
-        asked += 1
-        assert asked < 500, status.stdout
+        assert _tokens(fleet.ask("qwen2", fleet.prompts[requests % 10])) == fleet.expected["qwen2"][requests % 10]
+        requests += 1
+        assert requests < 500, status.stdout
 
     after = fleet.only("qwen2")
     assert after["version"] != before["version"]
-    assert asked > 0
+    assert requests > 0
     assert fleet.answers("qwen2") == fleet.expected["qwen2"]
 
 
@@ -216,8 +216,8 @@ def test_faulty_memory_quarantines_the_device_and_moves_the_replica(fleet: Fleet
     assert fleet.answers("gpt2") == fleet.expected["gpt2"]
     assert [fleet.only(model)["pid"] for model in ("llama", "qwen2")] == others
     withheld = fleet.host()["quarantine"]
-    assert [one["core"] for one in withheld] == [first, last]
-    assert all(one["cause"].startswith("memory-uncorrectable: ") for one in withheld)
+    assert [core["core"] for core in withheld] == [first, last]
+    assert all(core["cause"].startswith("memory-uncorrectable: ") for core in withheld)
     assert f"core {first} gets no replica: memory-uncorrectable" in fleet.live.corewright("status").stdout
 
     assert fleet.live.corewright("uncordon", f"inf2.48xlarge/0:{before['cores']}").returncode == 0

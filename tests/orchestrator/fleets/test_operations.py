@@ -94,20 +94,20 @@ def log_end(fleet: LiveFleet, lines: int = 30) -> str:
 
 
 def ready(admin: Admin, id: str) -> Any:
-    found = admin.replica(id)
-    return found if found is not None and found["state"] == "ready" else None
+    replica = admin.replica(id)
+    return replica if replica is not None and replica["state"] == "ready" else None
 
 
 def only(admin: Admin, model: str) -> Any:
     """The replica of a model with one, whatever its number is by now."""
-    (found,) = next(one for one in admin.status()["models"] if one["name"] == model)["replicas"]
-    return found
+    (replica,) = next(entry for entry in admin.status()["models"] if entry["name"] == model)["replicas"]
+    return replica
 
 
 def serving(admin: Admin, model: str, hosts: tuple[str, ...]) -> Any:
     """A ready replica of the model on one of these hosts."""
-    found = [r for r in replicas(admin.status()) if r["id"].startswith(f"{model}/") and r["state"] == "ready"]
-    return next((replica for replica in found if replica["host"] in hosts), None)
+    candidates = [r for r in replicas(admin.status()) if r["id"].startswith(f"{model}/") and r["state"] == "ready"]
+    return next((replica for replica in candidates if replica["host"] in hosts), None)
 
 
 def host_of(admin: Admin, name: str) -> Any:
@@ -199,10 +199,10 @@ def test_a_core_taken_by_a_foreign_process_is_quarantined_and_the_replica_moves(
             lambda: (now := ready(admin, before["id"])) and now["pid"] != before["pid"] and now, 45, "low is back"
         )
         assert (elsewhere["host"], elsewhere["cores"]) != (before["host"], before["cores"])
-        told = host_of(admin, before["host"])
-        assert [(one["core"], one["pid"]) for one in told["quarantine"]] == [(core, os.getpid())]
-        assert "pytest" in told["quarantine"][0]["command"]
-        assert (told["quarantined"], told["balanced"]) == (1, True)
+        host_entry = host_of(admin, before["host"])
+        assert [(entry["core"], entry["pid"]) for entry in host_entry["quarantine"]] == [(core, os.getpid())]
+        assert "pytest" in host_entry["quarantine"][0]["command"]
+        assert (host_entry["quarantined"], host_entry["balanced"]) == (1, True)
     finally:
         claim.release()
 
@@ -229,24 +229,26 @@ def test_on_a_full_disk_nothing_is_applied_but_repairs_continue(fleet: LiveFleet
             lambda: (now := ready(admin, before["id"])) and now["pid"] != before["pid"] and now, 30, "it is back"
         )
         assert after["epoch"] == before["epoch"] + 1
-        condition = next(one for one in admin.status()["conditions"] if one["type"] == "JournalWritable")
+        condition = next(
+            condition for condition in admin.status()["conditions"] if condition["type"] == "JournalWritable"
+        )
         assert (condition["status"], condition["reason"]) == (False, "DiskFull")
     finally:
         controller.rlimit(psutil.RLIMIT_FSIZE, limits)
 
     def journaled() -> bool:
-        told = admin.get("/events", after=events, limit=1000)["events"]
-        return [e["reason"] for e in told if e["replica"] == before["id"]] == ["Failed", "Starting", "Ready"]
+        new = admin.get("/events", after=events, limit=1000)["events"]
+        return [e["reason"] for e in new if e["replica"] == before["id"]] == ["Failed", "Starting", "Ready"]
 
     until(journaled, 10, f"the repair is told: {admin.get('/events', after=events, limit=1000)}")
-    condition = next(one for one in admin.status()["conditions"] if one["type"] == "JournalWritable")
+    condition = next(condition for condition in admin.status()["conditions"] if condition["type"] == "JournalWritable")
     assert condition["status"] is True
     starts = [
         json.loads(line[line.index(b"{") :])
         for line in Home(fleet.home).journal.read_bytes().splitlines()
         if b'"decision"' in line and b'"start"' in line
     ]
-    assert any(one["model"] == "alpha" and one["epoch"] == after["epoch"] for one in starts)
+    assert any(start["model"] == "alpha" and start["epoch"] == after["epoch"] for start in starts)
     status, answer = admin.apply(SPEC.replace("4096", "3000"), str(fleet.home))
     assert status == 200, answer
 
@@ -366,8 +368,8 @@ def test_a_drained_host_loses_none_of_forty_streams(fleet: LiveFleet, admin: Adm
         assert [stream.error or stream.broken for stream in streams] == [None] * 40
         assert [stream.text for stream in streams] == [echo_text(f"drained {i}", 400) for i in range(40)]
         status = settle(fleet, admin)
-        told = next(host for host in status["hosts"] if host["name"] == busy)
-        assert (told["draining"], told["cordoned"], told["free_cordoned"]) == (True, "all", 24)
+        host_entry = next(host for host in status["hosts"] if host["name"] == busy)
+        assert (host_entry["draining"], host_entry["cordoned"], host_entry["free_cordoned"]) == (True, "all", 24)
     finally:
         assert fleet.corewright("uncordon", busy).returncode == 0
 
@@ -480,9 +482,9 @@ def test_a_lost_host_leaves_the_remaining_room_to_the_highest_priority(fleet: Li
     """
     for host in HOSTS[:2]:
         assert admin.post("/cordon", host=host, cores="0-23")[0] == 200
-    for one in (only(admin, "low"), only(admin, "high")):  # both go to host 2
-        if one["host"] != HOSTS[2]:
-            assert admin.post("/drain", target=one["id"])[0] == 200
+    for view in (only(admin, "low"), only(admin, "high")):  # both go to host 2
+        if view["host"] != HOSTS[2]:
+            assert admin.post("/drain", target=view["id"])[0] == 200
     until(lambda: all(serving(admin, name, HOSTS[2:]) for name in ("high", "low")), 45, "both are on host 2")
     status = settle(fleet, admin)
     old = {replica["pid"] for replica in replicas(status) if replica["host"] == HOSTS[2]}
@@ -496,7 +498,7 @@ def test_a_lost_host_leaves_the_remaining_room_to_the_highest_priority(fleet: Li
     high = until(lambda: serving(admin, "high", HOSTS[:2]), 60, "high is elsewhere")
     assert (high["host"], high["cores"]) == room
     model = next(model for model in admin.status()["models"] if model["name"] == "low")
-    reasons = {one["type"]: one for one in model["conditions"]}
+    reasons = {condition["type"]: condition for condition in model["conditions"]}
     assert reasons["Placed"]["status"] is False, model
     assert "needs 8 contiguous cores" in reasons["Placed"]["message"]
     assert complete(fleet, "low", max_tokens=2).status_code == 503

@@ -68,21 +68,21 @@ def ready_pids(fleet: LiveFleet) -> list[int]:
 def everything(fleet: LiveFleet) -> list[int]:
     """Every process of the fleet, `up` and its child first."""
     up = psutil.Process(fleet.process.pid)
-    return list(dict.fromkeys([up.pid, *(one.pid for one in up.children(recursive=True)), *fleet.processes()]))
+    return list(dict.fromkeys([up.pid, *(child.pid for child in up.children(recursive=True)), *fleet.processes()]))
 
 
 def listening(fleet: LiveFleet) -> int:
     """The gateway's process."""
-    found = [
-        one.pid
-        for one in psutil.net_connections("tcp")
-        if one.status == "LISTEN" and one.laddr.port == fleet.port  # type: ignore[union-attr]
+    pids = [
+        net_connection.pid
+        for net_connection in psutil.net_connections("tcp")
+        if net_connection.status == "LISTEN" and net_connection.laddr.port == fleet.port  # type: ignore[union-attr]
     ]
-    return next(pid for pid in found if pid)
+    return next(pid for pid in pids if pid)
 
 
-@pytest.mark.parametrize("who", ["controller", "all"])
-def test_a_pause_of_20_seconds_ends_nothing(fleet: LiveFleet, who: str) -> None:
+@pytest.mark.parametrize("paused", ["controller", "all"])
+def test_a_pause_of_20_seconds_ends_nothing(fleet: LiveFleet, paused: str) -> None:
     """Neither a replica nor a gateway, and a running stream continues to its end."""
     before, gateway = ready_pids(fleet), listening(fleet)
     assert len(before) == 2
@@ -95,7 +95,7 @@ def test_a_pause_of_20_seconds_ends_nothing(fleet: LiveFleet, who: str) -> None:
 
     reader = threading.Thread(target=stream)
     reader.start()
-    stop_for(everything(fleet) if who == "all" else [fleet.controller_pid()], PAUSE_S)
+    stop_for(everything(fleet) if paused == "all" else [fleet.controller_pid()], PAUSE_S)
     reader.join(60)
     assert text[-2:] == ["data: [DONE]", ""]
     until(lambda: "Paused" in fleet.corewright("events").stdout, 30, "the pause is told")

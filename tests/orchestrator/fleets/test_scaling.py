@@ -54,9 +54,9 @@ def keys(fleet: LiveFleet) -> dict[str, dict[str, str]]:
     """Headers of API keys, by name: `plain`, `one`, and `three` of three times its weight."""
     made = {}
     for name, options in (("plain", ("--priority", "-10")), ("one", ()), ("three", ("--weight", "3"))):
-        told = fleet.corewright("keys", "create", name, *options, "-o", "json")
-        assert told.returncode == 0, told.stderr
-        made[name] = {"authorization": f"Bearer {json.loads(told.stdout)['key']}"}
+        created = fleet.corewright("keys", "create", name, *options, "-o", "json")
+        assert created.returncode == 0, created.stderr
+        made[name] = {"authorization": f"Bearer {json.loads(created.stdout)['key']}"}
 
     def known() -> bool:
         return all(fleet.http.get("/v1/models", headers=headers).status_code == 200 for headers in made.values())
@@ -69,8 +69,8 @@ async def stream(
     client: httpx.AsyncClient, headers: dict[str, str], body: dict[str, Any]
 ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
     """Each event's time (monotonic) and content; the first comes with the first token."""
-    asked = {"stream": True, "return_token_ids": True, **body}
-    async with client.stream("POST", "/v1/completions", json=asked, headers=headers) as response:
+    request = {"stream": True, "return_token_ids": True, **body}
+    async with client.stream("POST", "/v1/completions", json=request, headers=headers) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
@@ -126,7 +126,7 @@ def test_two_tenants_get_tokens_by_their_weights(fleet: LiveFleet, keys: dict[st
     """Weights 1 and 3 under saturation: tokens 1:3 within 5 %, whatever the lengths of prompts and answers."""
     tokens: Counter[str] = Counter()
 
-    async def one(client: httpx.AsyncClient, name: str, draw: random.Random, begin: float, end: float) -> None:
+    async def ask_while(client: httpx.AsyncClient, name: str, draw: random.Random, begin: float, end: float) -> None:
         while time.monotonic() < end:
             body = {"model": "shared", "prompt": "p" * draw.randint(1, 9), "max_tokens": draw.randint(4, 40)}
             async for at, event in stream(client, keys[name], body):
@@ -139,7 +139,7 @@ def test_two_tenants_get_tokens_by_their_weights(fleet: LiveFleet, keys: dict[st
         async with client_of(fleet) as client:
             names = ["one", "three"] * 24  # so that requests of both always wait
             await asyncio.gather(
-                *[one(client, name, random.Random(draw.random()), begin, begin + 20) for name in names]
+                *[ask_while(client, name, random.Random(draw.random()), begin, begin + 20) for name in names]
             )
 
     asyncio.run(saturate())
@@ -152,7 +152,7 @@ def test_a_flood_of_low_priority_hardly_delays_urgent_requests(
 ) -> None:
     """The p99 of an urgent stream's time to first token moves by less than a factor of two."""
 
-    async def urgent(client: httpx.AsyncClient, seconds: float, found: list[float]) -> None:
+    async def urgent(client: httpx.AsyncClient, seconds: float, waits: list[float]) -> None:
         draw, end = random.Random(1), time.monotonic() + seconds
         asks: set[asyncio.Task[None]] = set()
 
@@ -161,7 +161,7 @@ def test_a_flood_of_low_priority_hardly_delays_urgent_requests(
             first = 0.0
             async for at, _ in stream(client, keys["plain"], {**body, "priority": -5, "max_tokens": 12}):
                 first = first or at
-            found.append(first - began)
+            waits.append(first - began)
 
         while time.monotonic() < end:
             asks.add(asyncio.create_task(ask()))
@@ -223,18 +223,18 @@ def test_the_simulator_predicts_a_live_run(fleet: LiveFleet, keys: dict[str, dic
 
     def exported() -> bool:
         """All of this test's requests are in the trace, and of others none."""
-        told = fleet.corewright("trace", "export")
-        assert told.returncode == 0, told.stderr
-        head, *lines = told.stdout.splitlines()
+        completed = fleet.corewright("trace", "export")
+        assert completed.returncode == 0, completed.stderr
+        head, *lines = completed.stdout.splitlines()
         own = [line for line in lines if ",even," in line]
         trace.write_text("\n".join([head, *own]))
         return len(own) == len(wholes)
 
     until(exported, 15, "every request is in the trace")
     spec.write_text(fleet.spec.read_text())
-    told = fleet.corewright("simulate", str(spec), "--trace", str(trace), "-o", "json")
-    assert told.returncode == 0, told.stderr
-    (run,) = json.loads(told.stdout)["runs"]
+    simulated = fleet.corewright("simulate", str(spec), "--trace", str(trace), "-o", "json")
+    assert simulated.returncode == 0, simulated.stderr
+    (run,) = json.loads(simulated.stdout)["runs"]
     model = next(entry for entry in run["models"] if entry["model"] == "even")
     assert model["answered"] == len(wholes)
     for name, measured in (("ttft_ms", firsts), ("latency_ms", wholes)):

@@ -157,17 +157,17 @@ ON_THE_HUB: dict[str, tuple[Scenario, str]] = {
 
 def brought(source: str, root: Path) -> tuple[str, str]:
     """Fetch it, and again; the id of the error if there was one, and all that could be printed of it."""
-    id, told = "", []
+    id, texts = "", []
     bringing = ArtifactFetcher(Store(root), lambda wanted, _: wanted.open(HURRIED))
     for _ in range(2):
         progress = Progress(source)
         try:
-            told.append(repr(bringing(WantedArtifact(source=source), progress, threading.Event())))
+            texts.append(repr(bringing(WantedArtifact(source=source), progress, threading.Event())))
         except SourceError as error:
             id = error.id
-            told += [str(error), repr(error), *map(str, error.args), *traceback.format_exception(error)]
-        told.append(repr(progress.status()))
-    return id, "\n".join(told)
+            texts += [str(error), repr(error), *map(str, error.args), *traceback.format_exception(error)]
+        texts.append(repr(progress.status()))
+    return id, "\n".join(texts)
 
 
 @pytest.mark.slow
@@ -186,10 +186,10 @@ def test_a_fetch_from_s3_reveals_no_secret(
     source = s3_server.bucket(files={f"m/{file}": data for file, data in FILES.items()}) + "/m"
     caplog.clear()
     scenario(world)
-    id, told = brought(source, tmp_path / "store")
+    id, texts = brought(source, tmp_path / "store")
     shown = capfd.readouterr()
     assert id == wanted
-    assert leaks.in_text("\n".join((told, caplog.text, shown.out, shown.err))) == []
+    assert leaks.in_text("\n".join((texts, caplog.text, shown.out, shown.err))) == []
     assert leaks.in_files(tmp_path / "store") == []
 
 
@@ -202,11 +202,11 @@ def test_a_fetch_from_the_hub_reveals_no_secret(
     caplog.set_level(logging.DEBUG)
     scenario, wanted = ON_THE_HUB[name]
     scenario(world)
-    id, told = brought("org/m", tmp_path / "store")
+    id, texts = brought("org/m", tmp_path / "store")
     shown = capfd.readouterr()
     assert id.startswith(wanted)
     assert bool(id) == bool(wanted)
-    assert leaks.in_text("\n".join((told, caplog.text, shown.out, shown.err))) == []
+    assert leaks.in_text("\n".join((texts, caplog.text, shown.out, shown.err))) == []
     assert leaks.in_files(tmp_path / "store", tmp_path / "hf") == []
 
 
@@ -231,15 +231,15 @@ def test_a_push_to_the_hub_reveals_no_secret(
     (tmp_path / "entry" / "large.bin").write_bytes(FILES[WEIGHTS])
     (tmp_path / "entry" / MANIFEST).write_text("{}")  # it is whole
     ON_THE_HUB[name][0](world)
-    told = ""
+    text = ""
     try:
         push_to_hub("org/m", [tmp_path / "entry"])
     except Failed as error:
-        told = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(error))
     shown = capfd.readouterr()
-    assert bool(told) == (name != "all is well")
+    assert bool(text) == (name != "all is well")
     assert ("entry/large.bin" in str(world.hub.repos["org/m"].files)) == (name == "all is well")
-    assert leaks.in_text("\n".join((told, caplog.text, shown.out, shown.err))) == []
+    assert leaks.in_text("\n".join((text, caplog.text, shown.out, shown.err))) == []
 
 
 # Commands
@@ -350,8 +350,8 @@ def test_no_command_reveals_a_secret(
         run("validate", spec)
         world.use_proxy(NOBODY)
         run("plan", spec, "-o", "json")
-    found = leaks.in_text("\n".join(run.said)) + leaks.in_files(run.home, tmp_path / "hf", tmp_path / "neffs")
-    assert found + sorted(watch.found) == []
+    leaked = leaks.in_text("\n".join(run.said)) + leaks.in_files(run.home, tmp_path / "hf", tmp_path / "neffs")
+    assert leaked + sorted(watch.found) == []
     assert len(watch.seen) > len(run.said)  # it has looked at them, and at what they started
 
 
@@ -409,13 +409,15 @@ IN_DASHBOARD = (
 def ends(fleet: LiveFleet) -> dict[str, str | None]:
     """What came of each model: ready, or the id of its problem; None while that is open. Empty: nobody answers yet."""
     assert fleet.process.poll() is None, fleet.output()
-    asked = fleet.corewright("status", "-o", "json")
-    models = json.loads(asked.stdout)["models"] if asked.returncode == 0 else []
-    found: dict[str, str | None] = {}
+    status = fleet.corewright("status", "-o", "json")
+    models = json.loads(status.stdout)["models"] if status.returncode == 0 else []
+    reasons: dict[str, str | None] = {}
     for name, replicas in ((model["name"], model["replicas"]) for model in models):
-        one = replicas[0] if replicas else {"state": "", "reason": None}
-        found[name] = "ready" if one["state"] == "ready" else one["reason"] and one["reason"].partition(":")[0]
-    return found
+        replica = replicas[0] if replicas else {"state": "", "reason": None}
+        reasons[name] = (
+            "ready" if replica["state"] == "ready" else replica["reason"] and replica["reason"].partition(":")[0]
+        )
+    return reasons
 
 
 def wait_for_ends(fleet: LiveFleet) -> None:
@@ -432,10 +434,10 @@ def wait_for_ends(fleet: LiveFleet) -> None:
 
 def answers(fleet: LiveFleet, home: Path) -> dict[str, str]:
     """What commands, the admin API, the gateway and Ray's dashboard say."""
-    told = {}
+    texts = {}
     for question in QUESTIONS:
         done = fleet.corewright(*question)
-        told[" ".join(question)] = done.stdout + done.stderr
+        texts[" ".join(question)] = done.stdout + done.stderr
     record = Home(home).read_record()
     assert record is not None
     assert record.dashboard_url is not None
@@ -446,8 +448,8 @@ def answers(fleet: LiveFleet, home: Path) -> dict[str, str]:
         *((f"{fleet.url}{path}", {}) for path in ("/metrics", "/v1/models", "/readyz")),
         *((f"{record.dashboard_url}{path}", {}) for path in IN_DASHBOARD),
     ):
-        told[url] = httpx.get(url, headers=headers, timeout=30.0).text
-    return told
+        texts[url] = httpx.get(url, headers=headers, timeout=30.0).text
+    return texts
 
 
 @pytest.mark.soak
@@ -477,16 +479,16 @@ def test_no_fleet_reveals_a_secret(
             os.kill(fleet.replica("good/0")["pid"], signal.SIGKILL)
 
             def again() -> bool:
-                one = fleet.replica("good/0")
-                return (one["epoch"], one["state"]) == (2, "ready")
+                replica = fleet.replica("good/0")
+                return (replica["epoch"], replica["state"]) == (2, "ready")
 
             until(again, DEADLINE_S, "it is there again, without S3")
-            told = answers(fleet, home)
+            texts = answers(fleet, home)
             processes = leaks.in_processes((*fleet.processes(), fleet.process.pid))
             files = leaks.in_files(home, Home(home).sockets, tmp_path / "hf")
             assert processes + files == []
-            assert {name: found for name, text in told.items() if (found := leaks.in_text(text))} == {}
-            assert [name for name in FAILS if FAILS[name] not in told[f"describe {name} -o json"]] == []
+            assert {name: leaked for name, text in texts.items() if (leaked := leaks.in_text(text))} == {}
+            assert [name for name in FAILS if FAILS[name] not in texts[f"describe {name} -o json"]] == []
             code = fleet.stop()
             assert leaks.in_files(home) == []  # what the end writes, up.log among it
             assert code == 1  # it was never ready as a whole

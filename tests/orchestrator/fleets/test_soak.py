@@ -28,21 +28,21 @@ QUESTIONS = ("What is a replica?", "What is 2 + 3?", "Hello!", "List the days of
 
 def kinds() -> list[dict[str, Any]]:
     """Distinct requests; each is deterministic, so that its answer under load can be compared with the one alone."""
-    found: list[dict[str, Any]] = []
+    bodies: list[dict[str, Any]] = []
     for model, question in itertools.product(MODELS, QUESTIONS):
         chat = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 24}
-        found.append({**chat, "temperature": 0})
-        found.append({**chat, "temperature": 0, "stream": True})
-        found.append({**chat, "temperature": 0.9, "top_p": 0.9, "seed": 7})
-        found.append({**chat, "temperature": 1.2, "seed": 11, "n": 2, "max_tokens": 12})
-        found.append({**chat, "temperature": 0, "stop": [" a", "."]})
+        bodies.append({**chat, "temperature": 0})
+        bodies.append({**chat, "temperature": 0, "stream": True})
+        bodies.append({**chat, "temperature": 0.9, "top_p": 0.9, "seed": 7})
+        bodies.append({**chat, "temperature": 1.2, "seed": 11, "n": 2, "max_tokens": 12})
+        bodies.append({**chat, "temperature": 0, "stop": [" a", "."]})
         text = {"model": model, "prompt": question, "max_tokens": 8, "temperature": 0}
-        found.append({**text, "logprobs": 2, "repetition_penalty": 1.2})
-        found.append({**text, "prompt": [[5, 6, 7], [8, 9]], "ignore_eos": True, "return_token_ids": True})
-    found.append({"model": "nobody", "prompt": "x"})
-    found.append({"model": "assistant", "prompt": "x", "temperature": 9})
-    found.append({"model": "assistant", "prompt": [9] * 600})
-    return found
+        bodies.append({**text, "logprobs": 2, "repetition_penalty": 1.2})
+        bodies.append({**text, "prompt": [[5, 6, 7], [8, 9]], "ignore_eos": True, "return_token_ids": True})
+    bodies.append({"model": "nobody", "prompt": "x"})
+    bodies.append({"model": "assistant", "prompt": "x", "temperature": 9})
+    bodies.append({"model": "assistant", "prompt": [9] * 600})
+    return bodies
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, Any]:

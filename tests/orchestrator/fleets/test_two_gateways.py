@@ -179,7 +179,7 @@ def gateway_pids(fleet: LiveFleet) -> list[int]:
             listens = psutil.Process(pid).net_connections("tcp")
         except psutil.Error:
             continue
-        if any(one.status == psutil.CONN_LISTEN and one.laddr.port == fleet.port for one in listens):
+        if any(listen.status == psutil.CONN_LISTEN and listen.laddr.port == fleet.port for listen in listens):
             pids.append(pid)
     return pids
 

@@ -308,12 +308,12 @@ def test_a_prompt_is_tokenized_and_detokenized(place: Place) -> None:
 
 def test_the_tokens_of_a_chat_are_those_of_its_prompt(place: Place) -> None:
     """With its tools, so that a client can count before it sends a request."""
-    told = post(place, "/tokenize", model="hermes", messages=HELLO, tools=TOOLS).json()
-    text = post(place, "/detokenize", model="hermes", tokens=told["tokens"]).json()["prompt"]
+    tokenized = post(place, "/tokenize", model="hermes", messages=HELLO, tools=TOOLS).json()
+    text = post(place, "/detokenize", model="hermes", tokens=tokenized["tokens"]).json()["prompt"]
 
     answer = chat(place, "hermes", tools=TOOLS).json()
 
-    assert answer["usage"]["prompt_tokens"] == told["count"]
+    assert answer["usage"]["prompt_tokens"] == tokenized["count"]
     assert place.engines["hermes"].prompts[-1] == text
     assert text.endswith("user: Hi\nassistant:")
 

@@ -41,9 +41,9 @@ def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveGat
         routes(name, state=ModelState.LOADING, engine="cpu", source=str(tmp_path / name), max_len=4096, holds=True)
         for name in templates
     ]
-    found = LiveGateway(models=models)
-    yield found
-    found.close()
+    live = LiveGateway(models=models)
+    yield live
+    live.close()
 
 
 def chat(gateway: LiveGateway, model: str) -> httpx.Response:

@@ -75,7 +75,7 @@ def demands(gateway: LiveGateway) -> bool:
     return ask(gateway.port, completion()).status == 401
 
 
-def told(answer: Raw) -> tuple[int, str]:
+def status_and_text(answer: Raw) -> tuple[int, str]:
     """The status and code of an error."""
     return answer.status, answer.code
 
@@ -125,7 +125,7 @@ def big_head(size: int) -> bytes:
 )
 def test_requests_over_a_limit_are_rejected(gateway: LiveGateway, data: bytes, expected: tuple[int, str]) -> None:
     """Each limit has its status and code, in OpenAI's format."""
-    assert told(ask(gateway.port, data)) == expected
+    assert status_and_text(ask(gateway.port, data)) == expected
 
 
 def test_requests_just_within_the_limits_are_served(gateway: LiveGateway) -> None:
@@ -192,7 +192,7 @@ def test_an_incomplete_request_is_408(gateway: LiveGateway, data: bytes) -> None
         answer = wire.answer()
         took = time.monotonic() - began
 
-        assert told(answer) == (408, "request_timeout")
+        assert status_and_text(answer) == (408, "request_timeout")
         assert answer.headers["connection"] == "close"
         assert READ_S <= took < READ_S + 1.5
         assert wire.at_end()
@@ -288,7 +288,7 @@ def test_a_connection_over_the_limit_is_503(opened: Open) -> None:
     refused = ask(gateway.port, request("GET", "/livez"))
     held.pop().close()
 
-    assert told(refused) == (503, "too_many_connections")
+    assert status_and_text(refused) == (503, "too_many_connections")
     assert int(refused.headers["retry-after"]) >= 1
     until(lambda: ask(gateway.port, request("GET", "/livez")).status == 200, 5, "there is room again")
     for wire in held:
@@ -310,7 +310,7 @@ def test_a_key_has_so_many_connections(opened: Open) -> None:
 
     refused = ask(gateway.port, completion_with(first))
 
-    assert told(refused) == (429, "too_many_connections")
+    assert status_and_text(refused) == (429, "too_many_connections")
     assert int(refused.headers["retry-after"]) >= 1
     assert ask(gateway.port, completion_with(second)).status == 200
     for wire in held:
@@ -577,7 +577,7 @@ def test_chunks_in_http_1_0_are_refused(gateway: LiveGateway) -> None:
     with Wire(gateway.port) as wire:
         wire.send(data)
         answer = wire.answer()
-        assert told(answer) != (400, "invalid_json")
+        assert status_and_text(answer) != (400, "invalid_json")
         assert answer.status == 400
 
 
@@ -667,15 +667,15 @@ def test_every_response_has_each_header_once(gateway: LiveGateway) -> None:
 def test_scripts_of_other_origins_are_rejected_by_default(gateway: LiveGateway) -> None:
     """Without CORS settings no page of another origin can use the loopback gateway, not even blindly."""
     foreign = ask(gateway.port, post(SMALL, origin="https://evil.example"))
-    asked = ask(
+    preflight = ask(
         gateway.port,
         request("OPTIONS", "/v1/completions", origin="https://evil.example", access_control_request_method="POST"),
     )
     rebound = ask(gateway.port, post(SMALL, origin="http://evil.example:80", host="evil.example:80"))
     own = ask(gateway.port, post(SMALL, origin=f"http://localhost:{gateway.port}", host=f"localhost:{gateway.port}"))
 
-    for answer in (foreign, asked, rebound):
-        assert told(answer) == (403, "origin_not_allowed")
+    for answer in (foreign, preflight, rebound):
+        assert status_and_text(answer) == (403, "origin_not_allowed")
         assert not [name for name in answer.headers if name.startswith("access-control")]
     assert own.status == 200
 
@@ -700,10 +700,10 @@ def test_scripts_of_named_origins_are_served(opened: Open) -> None:
     assert allowed.status == 204
     assert allowed.headers["access-control-allow-origin"] == "https://app.example"
     assert "authorization" in allowed.headers["access-control-allow-headers"]
-    assert told(refused) == (401, "invalid_api_key")
+    assert status_and_text(refused) == (401, "invalid_api_key")
     assert refused.headers["access-control-allow-origin"] == "https://app.example"
     assert refused.headers["vary"] == "origin"
-    assert told(other)[0] == 403
+    assert status_and_text(other)[0] == 403
 
 
 def test_an_origin_is_returned_as_one_header(opened: Open) -> None:
@@ -732,12 +732,12 @@ def test_keys_are_checked_for_validity_scope_and_model(opened: Open) -> None:
     _, over = keys.create("over", expires=time.time() + 0.05, now=time.time())
     until(lambda: demands(gateway) and ask(gateway.port, completion_with(good)).status == 200, 5, "keys are read")
 
-    def asked(**headers: str) -> Raw:
+    def answer_to(**headers: str) -> Raw:
         return ask(gateway.port, post(SMALL, **headers))
 
     wrong = good[:-1] + ("A" if good[-1] != "A" else "B")
-    assert asked(x_api_key=good).status == 200
-    assert asked(authorization=f"bearer {good}").status == 200
+    assert answer_to(x_api_key=good).status == 200
+    assert answer_to(authorization=f"bearer {good}").status == 200
     for headers in (
         {},
         {"authorization": f"Bearer {wrong}"},
@@ -751,17 +751,17 @@ def test_keys_are_checked_for_validity_scope_and_model(opened: Open) -> None:
         {"x_api_key": over},
         {"authorization": good},
     ):
-        answer = asked(**headers)
-        assert told(answer) == (401, "invalid_api_key"), headers
+        answer = answer_to(**headers)
+        assert status_and_text(answer) == (401, "invalid_api_key"), headers
         assert answer.headers["www-authenticate"] == "Bearer"
         assert good not in answer.body.decode()
-    assert told(asked(authorization=f"Bearer {narrow}")) == (403, "key_not_allowed")
-    assert told(asked(authorization=f"Bearer {admin}")) == (403, "key_not_allowed")
+    assert status_and_text(answer_to(authorization=f"Bearer {narrow}")) == (403, "key_not_allowed")
+    assert status_and_text(answer_to(authorization=f"Bearer {admin}")) == (403, "key_not_allowed")
     assert ask(gateway.port, completion_with(narrow, model="other")).status == 200
     listed = ask(gateway.port, request("GET", "/v1/models", x_api_key=narrow)).json["data"]
     assert [card["id"] for card in listed] == ["other"]
     assert ask(gateway.port, request("GET", "/v1/models/m", x_api_key=narrow)).status == 403
-    assert told(ask(gateway.port, request("GET", "/v1/models", x_api_key=admin))) == (403, "key_not_allowed")
+    assert status_and_text(ask(gateway.port, request("GET", "/v1/models", x_api_key=admin))) == (403, "key_not_allowed")
     assert ask(gateway.port, completion_with(narrow, model="nope")).status == 403  # nor does it learn what there is
 
 
@@ -784,7 +784,7 @@ def test_probes_need_no_key_but_all_other_routes_do(opened: Open) -> None:
         request("GET", "/%6civez"),
         request("OPTIONS", "/v1/models"),
     ):
-        assert told(ask(gateway.port, data)) == (401, "invalid_api_key"), data
+        assert status_and_text(ask(gateway.port, data)) == (401, "invalid_api_key"), data
 
 
 @pytest.mark.parametrize("length", ["content_length", "chunked"])
@@ -797,7 +797,7 @@ def test_a_client_without_a_key_cannot_send_a_long_body(opened: Open, length: st
     with Wire(gateway.port) as wire:
         wire.send(request("POST", "/v1/completions", authorization="Bearer wrong", **fields))  # type: ignore[arg-type]
         answer = wire.answer()
-        assert told(answer) == (401, "invalid_api_key")
+        assert status_and_text(answer) == (401, "invalid_api_key")
         assert answer.headers["connection"] == "close"
     with Wire(gateway.port) as wire:
         wire.send(request("POST", "/v1/completions", authorization=f"Bearer {key}", expect="100-continue", **fields))  # type: ignore[arg-type]

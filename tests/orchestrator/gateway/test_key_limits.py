@@ -37,11 +37,11 @@ def gateways(tmp_path: Path) -> Iterator[Callable[[], KeyLimits]]:
     """Makes one more gateway of a fleet of two."""
     opened: list[KeyLimits] = []
 
-    def one() -> KeyLimits:
+    def key_limits() -> KeyLimits:
         opened.append(KeyLimits(tmp_path / "limits", 2))
         return opened[-1]
 
-    yield one
+    yield key_limits
     for limits in opened:
         limits.close()
 
@@ -52,7 +52,7 @@ def refusal(limits: KeyLimits, of: ApiKey, tokens: int = 1, now: float = NOW, **
     return refused.value
 
 
-def told(limits: KeyLimits, of: ApiKey, now: float = NOW) -> dict[str, str]:
+def limit_headers(limits: KeyLimits, of: ApiKey, now: float = NOW) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in limits.headers(of, now)}
 
 
@@ -69,7 +69,7 @@ def test_a_client_gets_its_limits_in_openais_headers(gateways: Callable[[], KeyL
     """Only those that are set."""
     limits, ci = gateways(), key(requests_per_minute=600, tokens_per_minute=6000)
     limits.take(ci, 864, NOW)
-    assert told(limits, ci) == {
+    assert limit_headers(limits, ci) == {
         "x-ratelimit-limit-requests": "600",
         "x-ratelimit-remaining-requests": "599",
         "x-ratelimit-reset-requests": "100ms",
@@ -77,8 +77,8 @@ def test_a_client_gets_its_limits_in_openais_headers(gateways: Callable[[], KeyL
         "x-ratelimit-remaining-tokens": "5136",
         "x-ratelimit-reset-tokens": "8.64s",
     }
-    assert "x-ratelimit-limit-requests" not in told(limits, key(tokens_per_minute=6000))
-    assert told(limits, key(max_concurrent=1)) == {}
+    assert "x-ratelimit-limit-requests" not in limit_headers(limits, key(tokens_per_minute=6000))
+    assert limit_headers(limits, key(max_concurrent=1)) == {}
 
 
 def test_a_request_over_a_limit_is_rejected_until_the_retry_time(gateways: Callable[[], KeyLimits]) -> None:
@@ -91,7 +91,7 @@ def test_a_request_over_a_limit_is_rejected_until_the_retry_time(gateways: Calla
     assert "6000 tokens per minute" in refused.message
     assert refusal(limits, ci, 500, NOW + 3.9).retry_after_s == 1
     assert limits.take(ci, 500, NOW + 4).reserved == 500
-    assert told(limits, ci, NOW + 4)["x-ratelimit-remaining-requests"] == "599"
+    assert limit_headers(limits, ci, NOW + 4)["x-ratelimit-remaining-requests"] == "599"
 
 
 def test_a_request_that_can_never_pass_is_not_429(gateways: Callable[[], KeyLimits]) -> None:
@@ -110,7 +110,7 @@ def test_unused_tokens_are_returned_once(gateways: Callable[[], KeyLimits]) -> N
     assert refusal(limits, ci).message.startswith("This API key's limit of 1 requests at a time")
     grant.settle(1000, NOW)
     grant.settle(0, NOW)
-    assert told(limits, ci)["x-ratelimit-remaining-tokens"] == "5000"
+    assert limit_headers(limits, ci)["x-ratelimit-remaining-tokens"] == "5000"
     limits.take(ci, 1, NOW)
     refused = refusal(limits, ci)
     assert (refused.status, refused.code, refused.retry_after_s) == (429, "rate_limit_exceeded", 1)
@@ -130,8 +130,8 @@ def test_the_gateways_of_a_fleet_count_together(gateways: Callable[[], KeyLimits
     first, other = gateways(), gateways()
     ci = key(requests_per_minute=4, tokens_per_minute=100, max_concurrent=3)
     grants = [first.take(ci, 10, NOW), other.take(ci, 10, NOW), first.take(ci, 10, NOW)]
-    assert told(first, ci) == told(other, ci)
-    assert told(other, ci)["x-ratelimit-remaining-tokens"] == "70"
+    assert limit_headers(first, ci) == limit_headers(other, ci)
+    assert limit_headers(other, ci)["x-ratelimit-remaining-tokens"] == "70"
     assert "3 requests at a time" in refusal(other, ci).message
     grants[0].settle(10, NOW)
     other.take(ci, 10, NOW)
@@ -229,8 +229,8 @@ def test_a_damaged_file_costs_no_request_and_recovers(
     first.headers(ci, NOW + 1)
     other.take(ci, 1, NOW + 1).settle(1, NOW + 1)
     first.take(ci, 1, NOW + 1)
-    assert told(first, ci, NOW + 1) == told(other, ci, NOW + 1)
-    assert told(first, ci, NOW + 1)["x-ratelimit-remaining-requests"] == "58"
+    assert limit_headers(first, ci, NOW + 1) == limit_headers(other, ci, NOW + 1)
+    assert limit_headers(first, ci, NOW + 1)["x-ratelimit-remaining-requests"] == "58"
     assert refusal(other, ci, 1, NOW + 1).status == refusal(first, ci, 1, NOW + 1).status == 429
     running.settle(1, NOW + 1)
     other.take(ci, 1, NOW + 1)
@@ -307,7 +307,7 @@ def test_a_gateway_stopped_while_counting_delays_no_request(
         limits.take(ci, 1, NOW).settle(1, NOW)
         monkeypatch.setattr(counts_module, "LOCK_S", 1e9)
         limits.take(ci, 1, NOW).settle(1, NOW)
-    assert told(limits, ci)["x-ratelimit-remaining-requests"] == "57"
+    assert limit_headers(limits, ci)["x-ratelimit-remaining-requests"] == "57"
 
 
 @pytest.mark.parametrize("now", [NOW, 5.0])
@@ -320,13 +320,13 @@ def test_keys_that_share_a_cell_of_the_file_are_counted_separately(
     limits = gateways()
     same = [f"{n * (counts_module.CELLS - counts_module.PROBES):08x}" for n in range(9)]
     keys = [key(id, requests_per_minute=60) for id in same]
-    for number, one in enumerate(keys[:8]):
+    for number, owner in enumerate(keys[:8]):
         for _ in range(number):
-            limits.take(one, 1, now)
-    remaining = [told(gateways(), one, now)["x-ratelimit-remaining-requests"] for one in keys]
+            limits.take(owner, 1, now)
+    remaining = [limit_headers(gateways(), key, now)["x-ratelimit-remaining-requests"] for key in keys]
     assert remaining == [str(60 - n) for n in range(8)] + ["60"]
     limits.take(keys[8], 1, now)
-    assert [told(limits, one, now)["x-ratelimit-remaining-requests"] for one in keys[7:]] == ["53", "59"]
+    assert [limit_headers(limits, key, now)["x-ratelimit-remaining-requests"] for key in keys[7:]] == ["53", "59"]
 
 
 def test_unused_cells_are_reused(gateways: Callable[[], KeyLimits], tmp_path: Path) -> None:
@@ -341,17 +341,17 @@ def test_unused_cells_are_reused(gateways: Callable[[], KeyLimits], tmp_path: Pa
 
 def test_a_cell_taken_by_another_key_is_not_changed(gateways: Callable[[], KeyLimits]) -> None:
     """The former key searches for a new one."""
-    one, other, later = gateways(), gateways(), NOW + 601
+    own, other, later = gateways(), gateways(), NOW + 601
     first, second = (
         key(f"{n * (counts_module.CELLS - counts_module.PROBES):08x}", requests_per_minute=60) for n in (0, 1)
     )
-    one.take(first, 1, NOW).settle(1, NOW)
+    own.take(first, 1, NOW).settle(1, NOW)
     for _ in range(5):
         other.take(second, 1, later).settle(1, later)
-    one.take(first, 1, later)
-    for limits in (one, other):
-        assert told(limits, first, later)["x-ratelimit-remaining-requests"] == "59"
-        assert told(limits, second, later)["x-ratelimit-remaining-requests"] == "55"
+    own.take(first, 1, later)
+    for limits in (own, other):
+        assert limit_headers(limits, first, later)["x-ratelimit-remaining-requests"] == "59"
+        assert limit_headers(limits, second, later)["x-ratelimit-remaining-requests"] == "55"
 
 
 def test_other_users_cannot_read_or_write_the_counts(gateways: Callable[[], KeyLimits], tmp_path: Path) -> None:

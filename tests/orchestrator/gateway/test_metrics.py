@@ -124,7 +124,7 @@ def test_vllms_dashboard_finds_all_its_series() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "told"),
+    ("reason", "label"),
     [
         ("stop", "stop"),
         ("length", "length"),
@@ -134,7 +134,7 @@ def test_vllms_dashboard_finds_all_its_series() -> None:
         ("nobody knows", "error"),
     ],
 )
-def test_an_end_has_one_of_vllms_reasons(reason: str, told: str) -> None:
+def test_an_end_has_one_of_vllms_reasons(reason: str, label: str) -> None:
     """For every internal reason, so the label has few values."""
     metrics = GatewayMetrics()
     metrics.model("chat", 0).ended(reason, 1, 1, 0.1, 0.0)
@@ -143,7 +143,7 @@ def test_an_end_has_one_of_vllms_reasons(reason: str, told: str) -> None:
     of = {"model_name": "chat", "engine": "0"}
     counts = {labels["finished_reason"] for labels in scrape.series["vllm:request_success_total"]}
     assert counts == {"stop", "length", "abort", "error"}
-    assert scrape.value("vllm:request_success_total", **of, finished_reason=told) == 1
+    assert scrape.value("vllm:request_success_total", **of, finished_reason=label) == 1
 
 
 def test_a_request_that_ends_in_the_queue_has_no_prompt_tokens() -> None:

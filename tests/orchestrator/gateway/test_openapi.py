@@ -68,7 +68,7 @@ def test_every_route_is_listed_with_every_possible_status() -> None:
     """The statuses are those of the errors' module, and no others."""
     listed = {(route.method, route.path) for route in ROUTES}
     assert listed == {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
-    used = {int(found) for found in re.findall(r"\b(4\d\d|5\d\d)\b", Path(errors.__file__).read_text())}
+    used = {int(status) for status in re.findall(r"\b(4\d\d|5\d\d)\b", Path(errors.__file__).read_text())}
     assert used == set(REFUSED)
     for route in ROUTES:
         responses = DOCUMENT["paths"][route.path][route.method.lower()]["responses"]

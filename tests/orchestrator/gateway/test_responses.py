@@ -37,7 +37,7 @@ def whole(chat: bool, *answers: tuple[Choice, list[TokenEvent]]) -> Any:
     return json.loads(body if isinstance(body, bytes) else b"".join(body))
 
 
-def asked(body: dict[str, Any]) -> list[GenerateRequest]:
+def requests_of(body: dict[str, Any]) -> list[GenerateRequest]:
     """The requests of a completion of the prompts [1, 2] and [3]."""
     read = body_reader.read_completion(json.dumps({"model": "m", "prompt": [[1, 2], [3]], **body}).encode())
     prompts = [prompt for prompt in read.prompts() if isinstance(prompt, list)]
@@ -93,7 +93,7 @@ def test_usage_counts_each_prompt_once_and_the_tokens_of_every_choice(chat: bool
 
 def test_n_choices_of_each_prompt_have_separate_seeds() -> None:
     """Each choice can be reproduced with its own seed."""
-    requests = asked({"n": 2, "seed": 7})
+    requests = requests_of({"n": 2, "seed": 7})
 
     assert [(request.prompt_ids, request.seed) for request in requests] == [
         ([1, 2], 7),
@@ -121,11 +121,13 @@ def test_every_sampling_parameter_reaches_the_replica() -> None:
         "skip_special_tokens": False,
         "logprobs": 2,
     }
-    whole = asked({**fields, "stop": "x", "logit_bias": {"5": -100}, "response_format": {"type": "json_object"}})[0]
+    whole = requests_of({**fields, "stop": "x", "logit_bias": {"5": -100}, "response_format": {"type": "json_object"}})[
+        0
+    ]
 
     assert {name: getattr(whole, name) for name in fields} == fields
     assert (whole.stop, whole.logit_bias, whole.guide) == (["x"], {5: -100.0}, '{"type": "object"}')
-    assert asked({})[1] == GenerateRequest(
+    assert requests_of({})[1] == GenerateRequest(
         id="b", prompt_ids=[3], max_tokens=16, temperature_is_default=True, whole=True
     )
 
@@ -135,7 +137,7 @@ def test_a_json_schema_is_handed_on_as_text() -> None:
     schema = {"type": "array", "items": {"type": "integer"}}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
 
-    (request, _) = asked({"response_format": wanted})
+    (request, _) = requests_of({"response_format": wanted})
 
     assert request.guide is not None
     assert json.loads(request.guide) == schema

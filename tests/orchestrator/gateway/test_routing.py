@@ -76,8 +76,8 @@ def order_of(gateway: LiveGateway, served: Served, asks: list[dict[str, Any]]) -
             requests.append(Asked(gateway, **ask))
             waiting(gateway, number)
         served.batcher.submit = noted  # type: ignore[method-assign]
-    for one in requests:
-        assert one.answer().status_code == 200
+    for sent in requests:
+        assert sent.answer().status_code == 200
     return began
 
 
@@ -156,7 +156,7 @@ def test_the_spec_limits_every_wait(gateway: LiveGateway, replica: Make) -> None
     gateway.queue("m").dispatcher.waits.mean_service_s = 0.001
     with filled(gateway, served):
         late = [Asked(gateway), Asked(gateway, headers={"x-deadline-ms": "60000"})]
-        assert [one.code() for one in late] == ["deadline_exceeded"] * 2
+        assert [request.code() for request in late] == ["deadline_exceeded"] * 2
 
 
 @pytest.mark.parametrize("given", ["0", "-3", "soon", "nan", "1e12"])
@@ -196,11 +196,11 @@ def test_a_sampled_event_has_the_id_that_its_client_knows(fresh_gateway: LiveGat
     answer = gateway.http.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1"
 
-    def told() -> list[str]:
+    def names() -> list[str]:
         return [decision.request for report in gateway.controller.reports for decision in report.decisions]
 
-    until(lambda: bool(told()), 10, "a report has a sample")
-    assert told() == ["mine-1"]
+    until(lambda: bool(names()), 10, "a report has a sample")
+    assert names() == ["mine-1"]
 
 
 def test_waiting_requests_are_held_from_the_loss_of_the_last_replica(gateway: LiveGateway, replica: Make) -> None:
@@ -307,8 +307,8 @@ def test_two_keys_share_by_their_weights_while_both_wait(replica: Make) -> None:
                 requests.append(Asked(gateway, prompt=name, max_tokens=4, headers=headers))
         waiting(gateway, 50)
         served.run_free()
-        for one in requests:
-            assert one.answer().status_code == 200
+        for sent in requests:
+            assert sent.answer().status_code == 200
         shares = Counter(began[4:28])  # while both wait, and beyond what came before anybody waited
         assert 2.5 <= shares["h"] / shares["l"] <= 3.6
     finally:
@@ -385,7 +385,7 @@ def test_an_urgent_request_gets_a_reserved_slot_although_the_queue_is_full(repli
     until(lambda: gateway.queue("m").live == 2, 10, "the urgent one has the kept slot")
     assert gateway.queue("m").waiting == 1
     served.run_free()
-    assert [one.answer().status_code for one in (*low, high)] == [200] * 3
+    assert [request.answer().status_code for request in (*low, high)] == [200] * 3
     gateway.close()
 
 
@@ -420,8 +420,8 @@ def test_a_prompt_without_a_slot_is_not_charged(replica: Make) -> None:
         for headers in (foreign, own):  # where one tenant alone has asked, nothing is counted
             assert Asked(gateway, headers=headers).answer().status_code == 200
         served = replica(slots=1, stepped=True)
-        for one in (gateway, other):
-            one.serve(routes("m", served))
+        for each in (gateway, other):
+            each.serve(routes("m", served))
         line = gateway.queue("m").dispatcher.lines[0]
         before = line.counter(first)
         with filled(other, served):

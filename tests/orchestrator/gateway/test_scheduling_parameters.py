@@ -34,11 +34,11 @@ def test_a_key_is_a_tenant_with_its_weight() -> None:
     assert (terms.tenant, terms.weight, terms.session) == ("0123abcd", 2.0, "0123abcd s")
 
 
-@pytest.mark.parametrize(("own", "asked", "is_"), [(0, -5, 0), (0, 4, 4), (-3, -5, -3), (-3, None, -3), (2, None, 2)])
-def test_a_request_is_at_most_as_urgent_as_its_key_allows(own: int, asked: int | None, is_: int) -> None:
+@pytest.mark.parametrize(("own", "wanted", "is_"), [(0, -5, 0), (0, 4, 4), (-3, -5, -3), (-3, None, -3), (2, None, 2)])
+def test_a_request_is_at_most_as_urgent_as_its_key_allows(own: int, wanted: int | None, is_: int) -> None:
     import msgspec.structs
 
-    assert read_scheduling_parameters({}, msgspec.structs.replace(KEY, priority=own), asked, 0.0).priority == is_
+    assert read_scheduling_parameters({}, msgspec.structs.replace(KEY, priority=own), wanted, 0.0).priority == is_
 
 
 @pytest.mark.parametrize("given", [b"0", b"-1", b"x", b"inf", b"nan", b"1e9", b""])

@@ -136,8 +136,8 @@ def test_a_call_is_parsed_in_any_chunks(
 ) -> None:
     """In one piece and character by character, streamed and whole."""
     for cuts in ((), range(len(text))):
-        found, read_calls = read(format, text, cuts, streamed=streamed)
-        assert (found, values(read_calls)) == (content, calls)
+        read_content, read_calls = read(format, text, cuts, streamed=streamed)
+        assert (read_content, values(read_calls)) == (content, calls)
 
 
 UNHARMED = [

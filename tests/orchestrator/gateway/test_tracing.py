@@ -90,9 +90,9 @@ def test_a_request_is_one_trace_across_gateway_queue_and_replica() -> None:
     assert spans.keys() == above.keys()
     assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {TRACE}
     for name, parent in above.items():
-        found = spans[name].parent
-        assert found is not None
-        assert found.span_id == (0xB7AD6B7169203331 if parent is None else spans[parent].context.span_id), name
+        actual = spans[name].parent
+        assert actual is not None
+        assert actual.span_id == (0xB7AD6B7169203331 if parent is None else spans[parent].context.span_id), name
     assert spans["chat chat"].context.trace_state.get("vendor") == "1"
     assert all(span.start_time <= span.end_time for span in spans.values() if span.start_time and span.end_time)
     assert spans["prefill"].end_time == spans["decode"].start_time
@@ -240,7 +240,7 @@ def test_an_untraced_request_costs_almost_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "asked"),
+    ("environ", "traced"),
     [
         ({}, False),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}, True),
@@ -250,9 +250,9 @@ def test_an_untraced_request_costs_almost_nothing() -> None:
         ({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}, False),
     ],
 )
-def test_the_environment_enables_traces(environ: dict[str, str], asked: bool) -> None:
+def test_the_environment_enables_traces(environ: dict[str, str], traced: bool) -> None:
     """By the standard variables only."""
-    assert is_enabled(environ) is asked
+    assert is_enabled(environ) is traced
 
 
 def test_without_enabled_traces_opentelemetry_is_not_imported() -> None:

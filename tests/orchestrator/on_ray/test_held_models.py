@@ -13,10 +13,10 @@ def artifact(source: str) -> Artifact:
 
 
 @pytest.mark.parametrize("kept", ["s3://models/one", "s3://models/one/"])
-@pytest.mark.parametrize("asked", ["s3://models/one", "s3://models/one/"])
-def test_a_trailing_slash_does_not_hide_a_model(kept: str, asked: str) -> None:
+@pytest.mark.parametrize("source", ["s3://models/one", "s3://models/one/"])
+def test_a_trailing_slash_does_not_hide_a_model(kept: str, source: str) -> None:
     """It is reported as it was requested, which is the controller's key."""
-    assert sources_among([asked, "s3://models/other"], [artifact(kept)]) == {asked}
+    assert sources_among([source, "s3://models/other"], [artifact(kept)]) == {source}
 
 
 def test_a_missing_model_is_not_reported() -> None:

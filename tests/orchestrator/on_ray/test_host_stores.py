@@ -76,7 +76,7 @@ def test_a_model_on_two_hosts_is_transferred_once_to_each(tmp_path: Path, source
         await played.settled()
         assert sorted(config.host for config in cluster.started) == sorted(HOSTS * 2)
         assert s3_proxy.bytes("m/model.safetensors") == 2 * len(WEIGHTS)
-        assert [told.startswith("0 bytes: ") for told in fetched(played)] == [True, True, False, False]
+        assert [message.startswith("0 bytes: ") for message in fetched(played)] == [True, True, False, False]
         assert [len({config.source for config in cluster.started if config.host == host}) for host in HOSTS] == [1, 1]
 
     play(tmp_path, cluster, SPEC.format(source=source, degree=12, replicas=4), story)

@@ -110,12 +110,12 @@ def test_a_client_cannot_inject_log_lines(file: Path, form: Any) -> None:
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_prompts_are_logged_only_if_enabled(file: Path, form: Any) -> None:
     """Neither the prompt nor the answer, unless `log_prompts` is on."""
-    asked = access(prompt="my secret plan", answer="forty-two")
+    logged = access(prompt="my secret plan", answer="forty-two")
     writer = logs.set_up(file, form, stderr=False)
-    access_log(asked)
+    access_log(logged)
     without = lines(file, writer)
     writer = logs.set_up(file, form, stderr=False, prompts=True)
-    access_log(asked)
+    access_log(logged)
     every = lines(file, writer)
 
     assert "secret plan" not in without[0]
@@ -177,8 +177,8 @@ def test_a_malformed_log_call_raises_nothing(file: Path) -> None:
     writer = logs.set_up(file, "json", stderr=False)
     log.info("%d of %s", "x")
 
-    (told,) = objects(file, writer)
-    assert told["message"].startswith("%d of %s (its arguments do not fit: ")
+    (line,) = objects(file, writer)
+    assert line["message"].startswith("%d of %s (its arguments do not fit: ")
 
 
 def test_an_uncaught_error_in_a_thread_is_logged(file: Path) -> None:
@@ -192,9 +192,9 @@ def test_an_uncaught_error_in_a_thread_is_logged(file: Path) -> None:
     thread.start()
     thread.join()
 
-    (told,) = objects(file, writer)
-    assert (told["level"], told["message"]) == ("CRITICAL", "uncaught exception in reader")
-    assert told["error"].endswith("RuntimeError: nobody saw it")
+    (line,) = objects(file, writer)
+    assert (line["level"], line["message"]) == ("CRITICAL", "uncaught exception in reader")
+    assert line["error"].endswith("RuntimeError: nobody saw it")
 
 
 def test_a_fatal_error_is_the_last_line(tmp_path: Path) -> None:
@@ -206,10 +206,10 @@ def test_a_fatal_error_is_the_last_line(tmp_path: Path) -> None:
     )
     file = tmp_path / "x.log"
     subprocess.run([sys.executable, "-c", program, str(file)], cwd=Path(__file__).parents[3], check=False, timeout=60)
-    told = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
 
-    assert [one["message"] for one in told] == [*(f"line {i}" for i in range(500)), "uncaught exception"]
-    assert told[-1]["error"].endswith("SystemError: the end")
+    assert [row["message"] for row in lines] == [*(f"line {i}" for i in range(500)), "uncaught exception"]
+    assert lines[-1]["error"].endswith("SystemError: the end")
 
 
 def test_a_log_is_rotated_before_it_grows_large(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +224,8 @@ def test_a_log_is_rotated_before_it_grows_large(file: Path, monkeypatch: pytest.
     assert names == ["gateway.log", *(f"gateway.log.{i}" for i in range(1, logs.KEPT + 1))]
     assert all(path.stat().st_size <= 2200 for path in file.parent.iterdir())
     text = "".join((file.parent / name).read_text() for name in [*names[:0:-1], names[0]])
-    told = [int(line.rsplit(" ", 1)[1]) for line in text.splitlines()]
-    assert told == list(range(300 - len(told), 300))
+    numbers = [int(line.rsplit(" ", 1)[1]) for line in text.splitlines()]
+    assert numbers == list(range(300 - len(numbers), 300))
 
 
 def test_several_processes_rotate_a_log_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +279,10 @@ def test_pending_lines_have_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch) ->
     writer.access(access(prompt="y"))
     writer.close()
 
-    told = [json.loads(line) for text in disk.text for line in text.splitlines()]
-    assert 4 <= sum(one.get("prompt", "").startswith("x") for one in told) <= 6
-    assert sum("were dropped" in one["message"] for one in told) >= 1
-    assert told[-1]["prompt"] == "y"
+    lines = [json.loads(line) for text in disk.text for line in text.splitlines()]
+    assert 4 <= sum(row.get("prompt", "").startswith("x") for row in lines) <= 6
+    assert sum("were dropped" in row["message"] for row in lines) >= 1
+    assert lines[-1]["prompt"] == "y"
 
 
 def test_standard_error_gets_no_request_lines(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,9 +325,9 @@ def test_a_stuck_disk_delays_no_request_and_uses_bounded_memory(monkeypatch: pyt
     writer.access(access())
     writer.close()
 
-    told = [json.loads(line)["message"] for text in disk.text for line in text.splitlines()]
-    lost = [int(message.split()[0]) for message in told if "were dropped" in message]
-    assert sum(lost) + len(told) - len(lost) == 5001
+    messages = [json.loads(line)["message"] for text in disk.text for line in text.splitlines()]
+    lost = [int(message.split()[0]) for message in messages if "were dropped" in message]
+    assert sum(lost) + len(messages) - len(lost) == 5001
     assert sum(lost) > 4000
 
 

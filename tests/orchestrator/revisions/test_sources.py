@@ -65,7 +65,7 @@ def read(models: str, base_dir: Path | str = ".") -> SpecFile:
     return examine(f"{HOSTS}models: {{{models}}}\n", "f.yaml", str(base_dir), LAPTOP)
 
 
-def told(file: SpecFile) -> list[tuple[str, str]]:
+def problems(file: SpecFile) -> list[tuple[str, str]]:
     return [(problem.id, problem.severity) for problem in file.problems]
 
 
@@ -78,17 +78,17 @@ def generation(models: str, number: int = 1, fleet: str = "f1") -> ResolvedRevis
     return resolve_revision(revision(models, number, fleet), LAPTOP)
 
 
-def commit(found: ResolvedRevision, name: str = "a") -> str | None:
-    model = found.spec.model(name)
+def commit(resolved: ResolvedRevision, name: str = "a") -> str | None:
+    model = resolved.spec.model(name)
     assert model is not None
-    return found.commit(model)
+    return resolved.commit(model)
 
 
 def test_models_elsewhere_are_planned_as_a_folder_is(s3: S3Server, hub: HubServer) -> None:
     """The same rules judge them, and nothing keeps `up` from starting them."""
     sources = {"a": str(TINY), "b": "s3://models/tiny", "c": "org/tiny", "d": "s3://models/tiny/"}
     file = read(", ".join(f"{name}: {{source: {source}, max_len: 64}}" for name, source in sources.items()))
-    assert told(file) == []
+    assert problems(file) == []
     assert file.checkpoints["a"] == file.checkpoints["b"] == file.checkpoints["c"] == file.checkpoints["d"]
     assert start_problems(file) == ()
     assert file.spec is not None
@@ -97,14 +97,14 @@ def test_models_elsewhere_are_planned_as_a_folder_is(s3: S3Server, hub: HubServe
 
 def test_a_rule_that_needs_the_config_judges_a_model_in_s3(s3: S3Server) -> None:
     """More positions than it has."""
-    assert ("max-len-exceeds-positions", "error") in told(read("a: {source: s3://models/tiny, max_len: 9999999}"))
+    assert ("max-len-exceeds-positions", "error") in problems(read("a: {source: s3://models/tiny, max_len: 9999999}"))
 
 
 def test_no_weights_are_fetched_to_plan(hub: HubServer) -> None:
     """Only the config and the tokenizer."""
     read("a: {source: org/tiny}, b: {source: org/tiny}, c: {source: org/tiny, draft: {source: org/tiny}}")
-    assert len([one for one in hub.asked if one.path.startswith("/api/models")]) == 1
-    assert [one.path for one in hub.asked if "safetensors" in one.path] == []
+    assert len([request for request in hub.asked if request.path.startswith("/api/models")]) == 1
+    assert [request.path for request in hub.asked if "safetensors" in request.path] == []
 
 
 def test_an_unreachable_source_is_planned_with_its_stored_metadata(hub: HubServer) -> None:
@@ -113,13 +113,13 @@ def test_an_unreachable_source_is_planned_with_its_stored_metadata(hub: HubServe
     hub.away()
     after = read("a: {source: org/tiny}, b: {source: org/other}")
     assert after.checkpoints == before.checkpoints
-    assert told(after) == [("source-away", "warning"), ("checkpoint-unreadable", "warning")]
+    assert problems(after) == [("source-away", "warning"), ("checkpoint-unreadable", "warning")]
 
 
 def test_a_missing_source_is_reported_by_name(s3: S3Server, hub: HubServer) -> None:
     """Warnings, since the hosts may have other permissions; each at its own key."""
     file = read("a: {source: s3://models/none}, b: {source: s3://nobody/x}, c: {source: org/none}")
-    assert told(file) == [("checkpoint-unreadable", "warning")] * 3
+    assert problems(file) == [("checkpoint-unreadable", "warning")] * 3
     texts = [problem.what for problem in file.problems]
     for text, name in zip(texts, ("s3://models/none", "nobody", "org/none"), strict=True):
         assert name in text
@@ -143,8 +143,8 @@ def test_pickles_and_layouts_are_rejected_before_anything_is_fetched(
     small = {name: MODEL[name] for name in ("config.json", "tokenizer.json")}
     hub.repos["org/other"] = Repo()
     hub.repos["org/other"].commit({**small, **dict.fromkeys(files, b"{}")})
-    assert told(read(f"a: {{source: org/other{fields}}}")) == expected
-    assert [one.path for one in hub.asked if files[0] in one.path] == []
+    assert problems(read(f"a: {{source: org/other{fields}}}")) == expected
+    assert [request.path for request in hub.asked if files[0] in request.path] == []
 
 
 SHARDS = [f"weights/tp{rank}_sharded_checkpoint.safetensors" for rank in range(4)]
@@ -179,7 +179,7 @@ def test_a_mismatched_sharding_is_reported_before_anything_is_fetched(
     if expected and expected[0] != "checkpoint-unreadable":
         assert "org/divided" in file.problems[0].what
         assert file.problems[0].where == "f.yaml:3:7"
-    assert [one.path for one in hub.asked if "safetensors" in one.path] == []
+    assert [request.path for request in hub.asked if "safetensors" in request.path] == []
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_code_of_a_checkpoint_is_rejected_unless_it_is_trusted(
     known = json.loads(MODEL["config.json"])
     stub_checkpoint(tmp_path, {**known, **config})
     (tmp_path / "m.py").write_text("raise SystemExit('it runs')")
-    assert told(read(f"a: {{source: {tmp_path}, trust_remote_code: {str(trusts).lower()}}}")) == expected
+    assert problems(read(f"a: {{source: {tmp_path}, trust_remote_code: {str(trusts).lower()}}}")) == expected
 
 
 def test_a_fleet_stays_at_its_first_commit(hub: HubServer) -> None:
@@ -219,36 +219,36 @@ def test_a_fleet_stays_at_its_first_commit(hub: HubServer) -> None:
 def test_a_draft_is_pinned_like_its_model(hub: HubServer) -> None:
     """By its own revision."""
     tag = hub.repos["org/tiny"].commit({**MODEL, "x.json": b"{}"}, "v1")
-    found = generation("a: {source: org/tiny, draft: {source: org/tiny, revision: v1}}")
-    (model,) = found.spec.models
-    assert (found.commit(model), found.commit(model, draft=True)) == (hub.repos["org/tiny"].names["main"], tag)
-    assert (found.source(model), found.draft_source(model)) == ("org/tiny", "org/tiny")
+    resolved = generation("a: {source: org/tiny, draft: {source: org/tiny, revision: v1}}")
+    (model,) = resolved.spec.models
+    assert (resolved.commit(model), resolved.commit(model, draft=True)) == (hub.repos["org/tiny"].names["main"], tag)
+    assert (resolved.source(model), resolved.draft_source(model)) == ("org/tiny", "org/tiny")
 
 
 def test_the_gateway_reads_the_tokenizer_of_a_remote_model(s3: S3Server, hub: HubServer) -> None:
     """From the small files; it equals that of a folder with the same files."""
-    found = generation(f"a: {{source: org/tiny}}, b: {{source: s3://models/tiny}}, c: {{source: {TINY}}}")
-    folders = [found.folder(model) for model in found.spec.models]
+    resolved = generation(f"a: {{source: org/tiny}}, b: {{source: s3://models/tiny}}, c: {{source: {TINY}}}")
+    folders = [resolved.folder(model) for model in resolved.spec.models]
     assert folders[2] == str(TINY)
     for folder in folders:
         assert (Path(folder or "") / "tokenizer.json").read_bytes() == MODEL["tokenizer.json"]
-    assert len(set(found.tokenizers.values())) == 1
+    assert len(set(resolved.tokenizers.values())) == 1
 
 
 def test_the_daemon_requests_only_unknown_metadata(hub: HubServer) -> None:
     """An apply has requested it; reading its revision sends no request."""
     read("a: {source: org/tiny}")
-    asked = len(hub.asked)
+    before = len(hub.asked)
     generation("a: {source: org/tiny}")
-    assert len(hub.asked) == asked
+    assert len(hub.asked) == before
 
 
 def test_without_metadata_a_generation_exists_all_the_same(hub: HubServer) -> None:
     """The controller reports the failed fetch; reading must not raise."""
     hub.away()
-    found = generation("a: {source: org/tiny, revision: v1}")
-    (model,) = found.spec.models
-    assert (found.source(model), found.commit(model), found.folder(model)) == ("org/tiny", "v1", None)
+    resolved = generation("a: {source: org/tiny, revision: v1}")
+    (model,) = resolved.spec.models
+    assert (resolved.source(model), resolved.commit(model), resolved.folder(model)) == ("org/tiny", "v1", None)
 
 
 @pytest.mark.parametrize("command", ["validate", "plan"])
@@ -273,14 +273,14 @@ def test_a_disallowed_source_gets_no_request(hub: HubServer) -> None:
 
     text = f"{HOSTS}models: {{a: {{source: org/tiny}}}}\n"
     file = examine(text, "f.yaml", ".", LAPTOP, SourcePolicy(("/models",)))
-    assert told(file) == [("source-not-allowed", "error")]
+    assert problems(file) == [("source-not-allowed", "error")]
     assert hub.asked == []
 
 
 def test_no_test_uses_the_network() -> None:
     """As ensured by conftest.py."""
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    assert told(read("a: {source: openai-community/gpt2}")) == [("checkpoint-unreadable", "warning")]
+    assert problems(read("a: {source: openai-community/gpt2}")) == [("checkpoint-unreadable", "warning")]
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def spec(tmp_path: Path) -> str:
     return str(path)
 
 
-def asked(spec: str, *more: str, kind: str = "poisson") -> list[str]:
+def arguments_of(spec: str, *more: str, kind: str = "poisson") -> list[str]:
     return ["simulate", spec, "--generate", kind, "--rate", "2", "--duration", "60", *more]
 
 
@@ -43,7 +43,7 @@ def data(capsys: pytest.CaptureFixture[str]) -> Any:
 
 def test_a_run_is_printed_as_a_table(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Models, a plot of the cores, and the assumed speeds."""
-    assert run(asked(spec)) == 0
+    assert run(arguments_of(spec)) == 0
     text = capsys.readouterr().out
     assert text.startswith("poisson, 2 requests/s for 1 min, lengths chat, seed 0\n")
     assert " s per column:\nchat  |" in text
@@ -52,7 +52,7 @@ def test_a_run_is_printed_as_a_table(spec: str, capsys: pytest.CaptureFixture[st
 
 def test_a_run_is_printed_as_json(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each model with its figures; all requests are counted."""
-    assert run(asked(spec, "-o", "json")) == 0
+    assert run(arguments_of(spec, "-o", "json")) == 0
     (report,) = data(capsys)["runs"]
     assert report["requests"] == report["answered"] + report["refused"] + report["lost"] + report["open"]
     assert [model["model"] for model in report["models"]] == ["chat", "small"]
@@ -64,14 +64,14 @@ def test_priced_hosts_have_a_cost(tmp_path: Path, capsys: pytest.CaptureFixture[
     """For all their cores, used or not."""
     path = tmp_path / "spec.yaml"
     path.write_text("hosts: {emulate: inf2.48xlarge, price_per_core_hour: 0.5}\nmodels: {chat: {engine: echo}}\n")
-    assert run(asked(str(path), "-o", "json")) == 0
+    assert run(arguments_of(str(path), "-o", "json")) == 0
     (report,) = data(capsys)["runs"]
     assert report["cost"] == pytest.approx(24 * 0.5 * report["duration_s"] / 3600, abs=0.01)
 
 
 def test_every_key_of_the_json_is_described(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In docs/simulate.md."""
-    run(asked(spec, "-o", "json"))
+    run(arguments_of(spec, "-o", "json"))
     (report,) = data(capsys)["runs"]
     page = (Path(__file__).parents[3] / "docs" / "simulate.md").read_text()
     keys = {*report, *report["models"][0]} - {"models", "model"}
@@ -82,11 +82,11 @@ def test_two_specs_are_shown_side_by_side(spec: str, tmp_path: Path, capsys: pyt
     """With the same load."""
     other = tmp_path / "other.yaml"
     other.write_text(SPEC.replace("min: 1", "min: 2"))
-    assert run(asked(spec, "--against", str(other), "-o", "json")) == 0
-    one, two = data(capsys)["runs"]
-    assert one["requests"] == two["requests"]
-    assert one["core_hours"] < two["core_hours"]
-    assert run(asked(spec, "--against", str(other))) == 0
+    assert run(arguments_of(spec, "--against", str(other), "-o", "json")) == 0
+    first, two = data(capsys)["runs"]
+    assert first["requests"] == two["requests"]
+    assert first["core_hours"] < two["core_hours"]
+    assert run(arguments_of(spec, "--against", str(other))) == 0
     header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("TOTAL"))
     assert "spec.yaml" in header
     assert "other.yaml" in header
@@ -94,13 +94,13 @@ def test_two_specs_are_shown_side_by_side(spec: str, tmp_path: Path, capsys: pyt
 
 def test_the_number_of_hosts_may_differ_from_the_specs(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     """To find out how many are needed."""
-    assert run(asked(spec, "--hosts", "3", "-o", "json")) == 0
+    assert run(arguments_of(spec, "--hosts", "3", "-o", "json")) == 0
     assert data(capsys)["runs"][0]["cores"] == 72
 
 
 def test_without_scaling_nothing_starts(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--policy fixed: small is at zero and stays there; its requests are rejected in the end."""
-    assert run(asked(spec, "--policy", "fixed", "-o", "json")) == 0
+    assert run(arguments_of(spec, "--policy", "fixed", "-o", "json")) == 0
     (report,) = data(capsys)["runs"]
     assert report["starts"] == 0
     assert report["models"][1]["refused"] == report["models"][1]["requests"] > 0
@@ -144,7 +144,7 @@ def test_a_long_list_of_invalid_lines_ends_with_the_number_of_others(
 
 def test_cut_synthetic_requests_are_reported(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The number for each model, and the length: the figures are of shorter ones."""
-    assert run(asked(spec, "--lengths", "9999:2", "-o", "json")) == 0
+    assert run(arguments_of(spec, "--lengths", "9999:2", "-o", "json")) == 0
     captured = capsys.readouterr()
     counts = {model["model"]: model["requests"] for model in json.loads(captured.out)["runs"][0]["models"]}
     assert captured.err == "".join(
@@ -156,7 +156,7 @@ def test_warnings_of_the_spec_are_reported(tmp_path: Path, capsys: pytest.Captur
     """As `validate` and `plan` do: the speeds of a model without its config.json are a guess."""
     path = tmp_path / "spec.yaml"
     path.write_text("hosts: {emulate: inf2.48xlarge}\nmodels: {chat: {source: ./none, max_len: 2048}}\n")
-    assert run(asked(str(path))) == 0
+    assert run(arguments_of(str(path))) == 0
     assert "checkpoint-unreadable" in capsys.readouterr().err
 
 
@@ -173,7 +173,7 @@ def test_bad_lines_of_a_trace_are_reported(spec: str, tmp_path: Path, capsys: py
 def test_a_page_is_written(spec: str, tmp_path: Path) -> None:
     """Whole, with a plot of the cores, and nothing from elsewhere."""
     page = tmp_path / "page.html"
-    assert run(asked(spec, "--html", str(page))) == 0
+    assert run(arguments_of(spec, "--html", str(page))) == 0
     text = page.read_text()
     assert "Cores by model over time" in text
     assert text.rstrip().endswith("</html>")
@@ -204,8 +204,8 @@ def test_a_timeline_divides_held_cores_over_its_bins() -> None:
         Change(5.0, "b", 0, "h", "8", "start"),
         Change(15.0, "b", 0, "h", "8", "end"),
     ]
-    found = timeline(changes, ["a", "b"], 20.0, 2)
-    assert found.cores == {"a": [8.0, 8.0], "b": [0.5, 0.5]}
+    lines = timeline(changes, ["a", "b"], 20.0, 2)
+    assert lines.cores == {"a": [8.0, 8.0], "b": [0.5, 0.5]}
     assert sparkline([0.0, 0.01, 4.0, 8.0], 8.0) == " ▁▄█"
 
 
@@ -213,14 +213,14 @@ def test_measured_speeds_are_used(spec: str, tmp_path: Path, capsys: pytest.Capt
     """And shown as measured."""
     speeds = tmp_path / "speeds.json"
     speeds.write_text('{"chat": {"step_ms": 7, "load_s": 3}}')
-    assert run(asked(spec, "--speeds", str(speeds), "-o", "json")) == 0
+    assert run(arguments_of(spec, "--speeds", str(speeds), "-o", "json")) == 0
     speed = data(capsys)["runs"][0]["models"][0]["speed"]
     assert (speed["step_ms"], speed["load_s"]) == (7.0, 3.0)
     assert speed["source"].startswith("measured")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "--trace"),
         (["--generate", "poisson", "--trace", "x"], "cannot be combined with --generate"),
@@ -232,10 +232,10 @@ def test_measured_speeds_are_used(spec: str, tmp_path: Path, capsys: pytest.Capt
         (["--generate", "poisson", "--begins", "monday"], "--begins"),
     ],
 )
-def test_wrong_usage_is_64(spec: str, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_64(spec: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With the correct usage."""
     assert run(["simulate", spec, *arguments]) == 64
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_impossible_run_is_an_error_with_an_id(
@@ -248,12 +248,12 @@ def test_an_impossible_run_is_an_error_with_an_id(
     two.write_text("hosts: [{emulate: inf2.48xlarge}, {emulate: trn1.32xlarge}]\nmodels: {a: {engine: echo}}\n")
     (tmp_path / "speeds.json").write_text("[]")
     cases = {
-        "spec-invalid": asked(str(bad)),
-        "no-model-in-common": asked(spec, "--against", str(other)),
-        "hosts-of-two-types": asked(str(two), "--hosts", "2"),
-        "speeds-wrong": asked(spec, "--speeds", str(tmp_path / "speeds.json")),
+        "spec-invalid": arguments_of(str(bad)),
+        "no-model-in-common": arguments_of(spec, "--against", str(other)),
+        "hosts-of-two-types": arguments_of(str(two), "--hosts", "2"),
+        "speeds-wrong": arguments_of(spec, "--speeds", str(tmp_path / "speeds.json")),
         "trace-unreadable": ["simulate", spec, "--trace", str(tmp_path / "none.csv")],
-        "output-unwritable": asked(spec, "--html", str(tmp_path / "no" / "page.html")),
+        "output-unwritable": arguments_of(spec, "--html", str(tmp_path / "no" / "page.html")),
     }
     for id, arguments in cases.items():
         assert run(arguments) == 1

@@ -45,7 +45,7 @@ def model(name: str, cores: int = 8, **more: object) -> SimModel:
 def held(outcome: Outcome) -> list[tuple[float, dict[tuple[str, int], str]]]:
     """Returns after every change which replica holds which core. Fails on a core that is held twice."""
     cores: dict[tuple[str, int], str] = {}
-    found = []
+    steps = []
     for change in outcome.changes:
         mine = {(change.host, core) for core in CoreRange.parse(change.cores)}
         id = f"{change.model}/{change.replica}"
@@ -54,8 +54,8 @@ def held(outcome: Outcome) -> list[tuple[float, dict[tuple[str, int], str]]]:
             cores |= dict.fromkeys(mine, id)
         elif change.what == "end":
             assert {cores.pop(core) for core in mine} == {id}
-        found.append((change.at, dict(cores)))
-    return found
+        steps.append((change.at, dict(cores)))
+    return steps
 
 
 def kinds(outcome: Outcome, name: str) -> list[tuple[float, str]]:
@@ -72,8 +72,8 @@ def test_a_replica_is_ready_when_it_has_loaded() -> None:
 def test_the_first_request_of_a_model_at_zero_is_decided_at_once() -> None:
     """And it is answered when the replica is ready: nothing is lost."""
     outcome = simulate(scenario_of([model("a")], hosts=1), [Arrival(1.0, "a", 10, 2)], Joint())
-    found = outcome.measured["a"]
-    assert (found.answered, round(found.ttfts[0], 3), outcome.loads["a"]) == (1, 15.016, 1)
+    measured = outcome.measured["a"]
+    assert (measured.answered, round(measured.ttfts[0], 3), outcome.loads["a"]) == (1, 15.016, 1)
 
 
 def test_cores_are_free_before_they_are_used_again() -> None:
@@ -145,8 +145,8 @@ def test_no_core_is_ever_held_twice(script: list[dict[str, int]], seed: int) -> 
     load = Workload("gamma", ("a", "b", "c"), 1.0, 100.0, seed)
     outcome = simulate(scenario_of(models, hosts=2), load, Scripted(script or [{}], 7.0), record=True)
     held(outcome)
-    for found in outcome.measured.values():
-        assert found.arrived == found.answered + found.refused + found.lost + found.open
+    for value in outcome.measured.values():
+        assert value.arrived == value.answered + value.refused + value.lost + value.open
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_the_autoscaler_never_exceeds_the_cores_of_the_fleet(seed: int, kind: st
     load = Workload(kind, ("a", "b", "c"), 4.0, 1200.0, seed)  # type: ignore[arg-type]
     outcome = simulate(scenario_of(models, hosts=2), load, Joint(), record=True)
     held(outcome)
-    targets, sizes = {"a": 0, "b": 0, "c": 0}, {one.name: one.cores for one in models}
+    targets, sizes = {"a": 0, "b": 0, "c": 0}, {model.name: model.cores for model in models}
     for before, after in pairwise([*outcome.decisions, None]):
         assert before is not None
         targets[before.model] = before.after

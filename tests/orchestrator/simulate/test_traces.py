@@ -109,7 +109,10 @@ def test_requests_that_are_too_long_are_cut() -> None:
     """To prompt and answer of the slot."""
     trace = read_trace(io.StringIO(HEADER + "1,a,900,300,\n2,a,10,10,\n"), "t.csv", MODELS)
     fit, cut = fit_lengths(trace, {"a": 1000})
-    assert (dict(cut), [(one.prompt_tokens, one.output_tokens) for one in fit]) == ({"a": 1}, [(700, 300), (10, 10)])
+    assert (dict(cut), [(request.prompt_tokens, request.output_tokens) for request in fit]) == (
+        {"a": 1},
+        [(700, 300), (10, 10)],
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,14 +128,14 @@ def test_a_load_has_its_rate_and_its_order(kind: Kind) -> None:
 
 def test_the_same_seed_gives_the_same_load_and_another_seed_another() -> None:
     """For the arrivals and the lengths."""
-    one, same, other = (list(Workload("mixed", ("a", "b"), 2.0, 300.0, seed)) for seed in (1, 1, 2))
-    assert one == same != other
+    first, same, other = (list(Workload("mixed", ("a", "b"), 2.0, 300.0, seed)) for seed in (1, 1, 2))
+    assert first == same != other
 
 
 def test_the_load_of_a_model_does_not_depend_on_other_models() -> None:
     """Each model has separate draws."""
     alone = list(Workload("poisson", ("a",), 1.0, 300.0))
-    beside = [one for one in Workload("poisson", ("a", "b"), 2.0, 300.0) if one.model == "a"]
+    beside = [arrival for arrival in Workload("poisson", ("a", "b"), 2.0, 300.0) if arrival.model == "a"]
     assert alone == beside
 
 
@@ -149,14 +152,14 @@ def test_gaps_vary_as_they_should(kind: Kind, cv: float | None, expected: float)
 def test_shares_divide_the_rate() -> None:
     """Three to one, and nothing for 0."""
     load = Workload("poisson", ("a", "b", "c"), 4.0, 5000.0, shares={"a": 3.0, "c": 0.0})
-    counts = {name: sum(1 for one in load if one.model == name) for name in "abc"}
+    counts = {name: sum(1 for arrival in load if arrival.model == name) for name in "abc"}
     assert (counts["a"] / counts["b"], counts["c"]) == (pytest.approx(3.0, rel=0.1), 0)
 
 
 def test_lengths_are_those_of_the_model() -> None:
     """Each is one of the given pairs."""
     load = Workload("poisson", ("a",), 1.0, 60.0, lengths=Lengths.parse("7:9"))
-    assert {(one.prompt_tokens, one.output_tokens) for one in load} == {(7, 9)}
+    assert {(arrival.prompt_tokens, arrival.output_tokens) for arrival in load} == {(7, 9)}
 
 
 # Speeds
@@ -174,24 +177,24 @@ def test_speeds_are_measured_from_records() -> None:
         }
         for i in range(200)
     ]
-    found = measured_speeds(requests)["a"]
-    assert found["step_ms"] == pytest.approx(30.0)
-    assert found["prefill_token_ms"] == pytest.approx(0.5, rel=0.05)
-    assert found["prefill_base_ms"] == pytest.approx(5.0, abs=2.0)
+    speeds = measured_speeds(requests)["a"]
+    assert speeds["step_ms"] == pytest.approx(30.0)
+    assert speeds["prefill_token_ms"] == pytest.approx(0.5, rel=0.05)
+    assert speeds["prefill_base_ms"] == pytest.approx(5.0, abs=2.0)
 
 
 def test_prompts_of_one_length_give_no_prefill_speed() -> None:
     """The cost of a prompt and of each token cannot be separated; nor if longer prompts took no longer."""
-    one = {"model": "a", "prompt_tokens": 9, "output_tokens": 21, "first_ms": 24.0, "decode_ms": 60.0}
-    assert measured_speeds([one] * 50) == {"a": {"step_ms": 3.0}}
-    falling = [{**one, "prompt_tokens": 10 + i, "first_ms": 90.0 - i} for i in range(50)]
+    request = {"model": "a", "prompt_tokens": 9, "output_tokens": 21, "first_ms": 24.0, "decode_ms": 60.0}
+    assert measured_speeds([request] * 50) == {"a": {"step_ms": 3.0}}
+    falling = [{**request, "prompt_tokens": 10 + i, "first_ms": 90.0 - i} for i in range(50)]
     assert measured_speeds(falling) == {"a": {"step_ms": 3.0}}
 
 
 def test_few_requests_give_no_speed() -> None:
     """An estimate is used instead."""
-    one = {"model": "a", "prompt_tokens": 10, "output_tokens": 21, "first_ms": 5.0, "decode_ms": 9.0}
-    assert measured_speeds([one] * 5) == {}
+    request = {"model": "a", "prompt_tokens": 10, "output_tokens": 21, "first_ms": 5.0, "decode_ms": 9.0}
+    assert measured_speeds([request] * 5) == {}
 
 
 def test_speeds_replace_estimates() -> None:

@@ -93,7 +93,7 @@ def test_a_slow_compilation_of_an_update_is_reported_as_such(tmp_path: Path) -> 
         cluster.uncompiled = {played.controller.state.current.versions["m"]}
         for at_s, phase in ((100.0, "fetching"), (70.0, "looking"), (30.0, "compiling")):
             await asyncio.sleep(at_s)
-            assert [one["state"] for one in played.model("m")["preparing"]] == [phase]
+            assert [entry["state"] for entry in played.model("m")["preparing"]] == [phase]
         await played.until(lambda: "PreparationFailed" in played.happened(), "it is given up", 300.0)
         (message,) = [event.message for event in played.journal.events() if event.reason == "PreparationFailed"]
         assert message.startswith("compile-deadline: it has been compiling for 200 s on inf2.48xlarge/0")

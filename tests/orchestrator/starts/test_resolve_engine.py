@@ -64,7 +64,7 @@ def test_auto_without_any_engine_is_a_failure_with_its_remedy(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("found", "id"),
+    ("interpreter", "id"),
     [
         (Interpreter(python="/p", trouble="missing", error="/p is not there"), "interpreter-missing"),
         (Interpreter(python="/p", trouble="hangs", error="/p has not answered"), "interpreter-hangs"),
@@ -75,10 +75,12 @@ def test_auto_without_any_engine_is_a_failure_with_its_remedy(tmp_path: Path) ->
         (TNX, "engine-not-installed"),
     ],
 )
-def test_an_unsuitable_interpreter_is_rejected_before_any_process(found: Interpreter, id: str, tmp_path: Path) -> None:
+def test_an_unsuitable_interpreter_is_rejected_before_any_process(
+    interpreter: Interpreter, id: str, tmp_path: Path
+) -> None:
     """Each cause by its id; the pauses between the probes are those of failed starts."""
     spec = SPEC + "engines: {nxd-inference: {python: /p}}\nmodels: {a: {tp_degree: 2, engine: nxd-inference}}\n"
-    cluster, replica = play(tmp_path, spec, {"/p": found})
+    cluster, replica = play(tmp_path, spec, {"/p": interpreter})
     assert cluster.started == []
     assert replica["reason"].startswith(f"{id}: ")
     assert (replica["state"], replica["stopped"]) == ("failed", False)
@@ -97,8 +99,8 @@ def test_a_rotary_base_that_transformers_hides_is_rejected_before_any_process(
     config |= {"num_hidden_layers": 1, "vocab_size": 100, "max_position_embeddings": 512, "rope_theta": 500_000.0}
     (source / "config.json").write_text(json.dumps(config))
     spec = f"hosts: {{instance: inf2.48xlarge}}\nmodels: {{a: {{source: {source}, engine: {engine}, tp_degree: 2}}}}\n"
-    found = msgspec.structs.replace(TNX, packages={**TNX.packages, "transformers": beside})
-    cluster, replica = play(tmp_path, spec, {None: found})
+    interpreter = msgspec.structs.replace(TNX, packages={**TNX.packages, "transformers": beside})
+    cluster, replica = play(tmp_path, spec, {None: interpreter})
     assert (replica["state"], len(cluster.started)) == (state, int(state == "ready"))
     if state == "failed":
         assert replica["reason"].startswith("rotary-misread: ")

@@ -234,18 +234,18 @@ def test_the_cpu_engine_loads_while_shards_arrive(
 ) -> None:
     """It begins before the last shard arrives, and computes the same as from the complete folder."""
     monkeypatch.setattr(arrival, "SMALL_BYTES", len(sharded[LAST_SHARD]) - 1)
-    asked, real = threading.Event(), arrival.wait_for
+    requested, real = threading.Event(), arrival.wait_for
 
     def wait(folder: Path, name: str) -> Path:
         if name == LAST_SHARD:
-            asked.set()
+            requested.set()
         return real(folder, name)
 
     monkeypatch.setattr("workers.engines.cpu.checkpoint.wait_for", wait)
     fetch = gated(sharded, LAST_SHARD)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(first_logits, fetch.folder)
-        assert asked.wait(DEADLINE_S)
+        assert requested.wait(DEADLINE_S)
         assert not loading.done()
         assert pending_files(fetch.folder) == {LAST_SHARD}
         fetch.go_on()
@@ -257,17 +257,17 @@ def test_the_cpu_engine_waits_for_all_files(
 ) -> None:
     """Also for files that it does not read: a replica serves from verified artifacts only."""
     monkeypatch.setattr(arrival, "SMALL_BYTES", 100)
-    asked, real = threading.Event(), arrival.wait_for_all
+    requested, real = threading.Event(), arrival.wait_for_all
 
     def wait(folder: Path) -> None:
-        asked.set()
+        requested.set()
         real(folder)
 
     monkeypatch.setattr("workers.engines.cpu.engine.wait_for_all", wait)
     fetch = gated({**sharded, "z.safetensors": b"of no model" * 100}, "z.safetensors")
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(first_logits, fetch.folder)
-        assert asked.wait(DEADLINE_S)
+        assert requested.wait(DEADLINE_S)
         assert not loading.done()
         fetch.go_on()
         assert len(loading.result(DEADLINE_S)) > 0
@@ -288,17 +288,17 @@ def test_arriving_pickled_weights_are_waited_for(
     with pytest.raises(EngineLoadError, match="pickle-refused"):
         CpuEngine(fetch.folder, slots=1, max_len=32).load()
 
-    asked, real = threading.Event(), arrival.wait_for
+    requested, real = threading.Event(), arrival.wait_for
 
     def wait(folder: Path, name: str) -> Path:
-        asked.set()
+        requested.set()
         return real(folder, name)
 
     monkeypatch.setattr("workers.engines.cpu.checkpoint.wait_for", wait)
     engine = CpuEngine(fetch.folder, slots=1, max_len=32, allow_pickle=True)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(engine.load)
-        assert asked.wait(DEADLINE_S)
+        assert requested.wait(DEADLINE_S)
         fetch.go_on()
         loading.result(DEADLINE_S)
     assert engine.spec.vocab_size > 0

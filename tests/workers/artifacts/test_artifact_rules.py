@@ -228,16 +228,16 @@ class Asked:
 
 
 def bring(store: Store, **wanted: Any) -> FetchedArtifact:
-    one = WantedArtifact(source="org/m", **wanted)
-    return ArtifactFetcher(store)(one, Progress("org/m"), threading.Event())
+    wanted_artifact = WantedArtifact(source="org/m", **wanted)
+    return ArtifactFetcher(store)(wanted_artifact, Progress("org/m"), threading.Event())
 
 
 def test_a_host_fetches_pickles_only_if_the_spec_allows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nothing of the model is fetched."""
-    asked = Asked(monkeypatch, config__json=b"{}", pytorch_model__bin=b"pickled")
+    hub = Asked(monkeypatch, config__json=b"{}", pytorch_model__bin=b"pickled")
     with pytest.raises(SourceError, match="pickle-refused"):
         bring(Store(tmp_path))
-    assert asked.remote.moved == []
+    assert hub.remote.moved == []
     assert (Path(bring(Store(tmp_path), allow_pickle=True).folder) / "pytorch_model.bin").exists()
 
 
@@ -250,9 +250,9 @@ def test_a_host_fetches_code_only_if_the_spec_trusts_it(tmp_path: Path, monkeypa
 
 def test_a_host_fetches_the_wanted_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not the branch main."""
-    asked = Asked(monkeypatch, config__json=b"{}", model__safetensors=b"weights")
+    hub = Asked(monkeypatch, config__json=b"{}", model__safetensors=b"weights")
     bring(Store(tmp_path), revision="607a30d7")
-    assert asked.revisions == ["607a30d7"]
+    assert hub.revisions == ["607a30d7"]
 
 
 def test_another_commit_does_not_replace_an_unavailable_revision(tmp_path: Path) -> None:
@@ -286,9 +286,9 @@ def test_a_polling_waiter_gets_the_outcome_of_its_job() -> None:
         return f"end {len(begun)}"
 
     flights = SingleFlight[str]()
-    assert all(isinstance(flights.join(who, "key", "one", work, 0.0), FetchStatus) for who in ("a", "b"))
+    assert all(isinstance(flights.join(caller, "key", "one", work, 0.0), FetchStatus) for caller in ("a", "b"))
     ended.set()
-    result = [flights.join(who, "key", "one", work, DEADLINE_S) for who in ("a", "b")]
+    result = [flights.join(caller, "key", "one", work, DEADLINE_S) for caller in ("a", "b")]
     assert (result, begun) == (["end 1"] * 2, [1])
 
 
@@ -398,8 +398,8 @@ def test_recently_used_artifacts_are_not_pruned(tmp_path: Path) -> None:
             made.finish()
         for path in (made.path, made.path.with_name(f"{made.path.name}.lock")):
             os.utime(path, (1e9, 1e9))
-    with entry(tmp_path, {"engine": "asked for"}) as asked:
-        assert asked.complete
+    with entry(tmp_path, {"engine": "asked for"}) as wanted:
+        assert wanted.complete
     assert [item.path for item in pruning.prune_compiled(tmp_path, 86400.0)] == [str(made.path)]
 
 
@@ -448,8 +448,8 @@ class Start:
     def found(self, **environment: str) -> Candidate:
         """The only one in the cache, told of another environment than the visits'."""
         variables = {"NEURON_COMPILE_CACHE_URL": str(self.cache), **environment}
-        (one,) = cached(MANIFEST, variables, self.root)
-        return one
+        (copy,) = cached(MANIFEST, variables, self.root)
+        return copy
 
     def keep(self, *folders: Path, failed: tuple[str, ...] = ()) -> Path:
         """The record of what was compiled; its file."""
@@ -595,18 +595,18 @@ def test_an_entry_that_another_process_finished_is_not_emptied(tmp_path: Path, m
         acquire(lock, path, shared=shared)
 
     monkeypatch.setattr(compiled_artifacts, "_acquire", late)
-    with entry(tmp_path, MANIFEST) as found:
-        assert found.complete
-        assert (found.path / "a.neff").read_text() == "NEFF"
+    with entry(tmp_path, MANIFEST) as held:
+        assert held.complete
+        assert (held.path / "a.neff").read_text() == "NEFF"
 
 
-@pytest.mark.parametrize("told", ["{}", '{"engine": "another"}', "[]"])
-def test_an_entry_is_complete_only_with_its_own_manifest(tmp_path: Path, told: str) -> None:
+@pytest.mark.parametrize("manifest", ["{}", '{"engine": "another"}', "[]"])
+def test_an_entry_is_complete_only_with_its_own_manifest(tmp_path: Path, manifest: str) -> None:
     """The name of its folder is not enough."""
     with entry(tmp_path, MANIFEST) as made:
         made.finish()
     before = made.complete
-    (made.path / compiled_artifacts.MANIFEST).write_text(told)
+    (made.path / compiled_artifacts.MANIFEST).write_text(manifest)
     assert (before, made.complete) == (True, False)
 
 
@@ -641,15 +641,15 @@ def makes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (held.path / "a.neff").write_text("NEFF")
         held.finish("m")
 
-    one = Buildable(source=Path("/models/m"), manifest=MANIFEST, make=make)
-    monkeypatch.setattr(build, "_buildables", lambda config, read: [one])
+    buildable = Buildable(source=Path("/models/m"), manifest=MANIFEST, make=make)
+    monkeypatch.setattr(build, "_buildables", lambda config, read: [buildable])
     return created
 
 
 def built(home: Path, push: bool = False, **fields: Any) -> Built:
     messages: list[Reply] = []
-    one = config(Path("/models/m"), compiled=str(home), **fields)
-    build.run("compile", Order(config=one, push=push), messages.append)
+    replica_config = config(Path("/models/m"), compiled=str(home), **fields)
+    build.run("compile", Order(config=replica_config, push=push), messages.append)
     assert isinstance(messages[-1], Built), messages[-1]
     return messages[-1]
 
@@ -687,12 +687,12 @@ def test_a_checkpoint_is_not_evicted_while_it_is_compiled(tmp_path: Path, monkey
 
 def test_replicas_of_one_model_wait_for_one_compile() -> None:
     """Fields of one replica do not matter; another dtype is compiled separately."""
-    one = config(Path("/models/m"))
+    replica_config = config(Path("/models/m"))
     other = config(
         Path("/models/m"), replica=1, epoch=7, cores=[2, 3], env={"A": "1"}, token="t", log="/l", socket="/s"
     )
     assert (
-        prefetch.build_key(one)
+        prefetch.build_key(replica_config)
         == prefetch.build_key(other)
         != prefetch.build_key(config(Path("/models/m"), dtype="bf16"))
     )

@@ -258,9 +258,9 @@ def test_the_token_is_sent_to_the_hub_only(
         fetched(remote().listing(), tmp_path / "b")
     assert {item.token for item in hub.asked if item.path.startswith("/api/models")} == {TOKEN}
     assert {item.token for item in hub.asked if "/cdn/" in item.path} == {""}
-    for told in (caplog.text, str(refused.value), repr(refused.value.__context__)):
-        assert TOKEN not in told
-        assert SIGNATURE not in told
+    for text in (caplog.text, str(refused.value), repr(refused.value.__context__)):
+        assert TOKEN not in text
+        assert SIGNATURE not in text
 
 
 def test_in_offline_mode_the_hubs_cache_is_the_source(
@@ -271,13 +271,13 @@ def test_in_offline_mode_the_hubs_cache_is_the_source(
 
     snapshot_download(ID, endpoint=hub.url, cache_dir=tmp_path / "hf" / "hub")
     listing = remote().listing()
-    asked = len(hub.asked)
+    before = len(hub.asked)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     result = remote().listing()
     fetched(result, tmp_path / "a")
     assert (result.key, result.revision) == (listing.key, listing.revision)
     assert contents(tmp_path / "a") == FILES
-    assert len(hub.asked) == asked
+    assert len(hub.asked) == before
 
 
 @pytest.mark.slow
@@ -292,13 +292,13 @@ def test_in_offline_mode_missing_files_are_reported(
     hub.repos["org/part"] = Repo()
     hub.repos["org/part"].commit({**shards, "config.json": b"{}"})
     snapshot_download("org/part", endpoint=hub.url, cache_dir=tmp_path / "hf" / "hub")
-    asked = len(hub.asked)
+    before = len(hub.asked)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for repo, revision in ((ID, None), ("org/part", "v2"), ("org/part", None)):
         with pytest.raises(SourceError, match="HF_HUB_OFFLINE") as refused:
             HubRemote(repo, revision).listing()
         assert refused.value.id == "hub-offline"
-    assert len(hub.asked) == asked
+    assert len(hub.asked) == before
 
 
 def test_in_offline_mode_a_tokenizer_alone_is_not_a_model(
@@ -316,14 +316,14 @@ def test_in_offline_mode_a_tokenizer_alone_is_not_a_model(
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "expected"),
     [
         ("CAS Client Error: Request error: error sending", SourceError),
         ("IO Error: No space left (os error 28)", OSError),
     ],
 )
 def test_errors_of_xet_are_told_apart(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, told: type[Exception]
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, expected: type[Exception]
 ) -> None:
     """It raises RuntimeErrors for the network and for the disk."""
 
@@ -332,10 +332,10 @@ def test_errors_of_xet_are_told_apart(
 
     listing = remote().listing()
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    with pytest.raises(told) as error:
+    with pytest.raises(expected) as error:
         fetched(listing, tmp_path, RetryPolicy(seconds=0.0))
-    assert getattr(error.value, "id", None) == ("hub-unreachable" if told is SourceError else None)
-    assert getattr(error.value, "errno", None) == (errno.ENOSPC if told is OSError else None)
+    assert getattr(error.value, "id", None) == ("hub-unreachable" if expected is SourceError else None)
+    assert getattr(error.value, "errno", None) == (errno.ENOSPC if expected is OSError else None)
 
 
 def test_a_source_is_opened_by_the_form_of_its_name(hub: HubServer) -> None:

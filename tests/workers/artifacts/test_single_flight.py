@@ -35,10 +35,10 @@ class Played:
         return f"end {self.begun}"
 
 
-def asked(
-    flights: SingleFlight[str], who: str, work: Callable[[Progress, threading.Event], str]
+def joined(
+    flights: SingleFlight[str], caller: str, work: Callable[[Progress, threading.Event], str]
 ) -> str | Failure | FetchStatus:
-    return flights.join(who, "key", "s3://models/one", work, DEADLINE_S)
+    return flights.join(caller, "key", "s3://models/one", work, DEADLINE_S)
 
 
 def test_a_job_runs_once_and_each_waiter_gets_its_outcome() -> None:
@@ -46,7 +46,8 @@ def test_a_job_runs_once_and_each_waiter_gets_its_outcome() -> None:
     work, flights = Played(), SingleFlight[str]()
     messages: list[str | Failure | FetchStatus] = []
     threads = [
-        threading.Thread(target=lambda who=who: messages.append(asked(flights, who, work))) for who in ("a", "b")
+        threading.Thread(target=lambda caller=caller: messages.append(joined(flights, caller, work)))
+        for caller in ("a", "b")
     ]
     for thread in threads:
         thread.start()
@@ -59,17 +60,17 @@ def test_a_job_runs_once_and_each_waiter_gets_its_outcome() -> None:
         thread.join(DEADLINE_S)
 
     assert messages == ["end 1", "end 1"]
-    assert asked(flights, "c", work) == "end 2"
+    assert joined(flights, "c", work) == "end 2"
 
 
 def test_a_job_without_waiters_is_stopped() -> None:
     """Not before the last one has left."""
     work, flights = Played(), SingleFlight[str]()
-    for who in ("a", "b"):
-        assert isinstance(flights.join(who, "key", "one", work, 0.0), FetchStatus)
+    for caller in ("a", "b"):
+        assert isinstance(flights.join(caller, "key", "one", work, 0.0), FetchStatus)
     assert work.running.wait(DEADLINE_S)
     messages: list[str | Failure | FetchStatus] = []
-    late = threading.Thread(target=lambda: messages.append(asked(flights, "b", work)))
+    late = threading.Thread(target=lambda: messages.append(joined(flights, "b", work)))
     late.start()
     flights.leave("a")
     assert not work.stopped.wait(0.05)
@@ -111,8 +112,8 @@ def test_a_failed_job_is_reported_and_starts_anew(error: Exception, failure: Fai
         raise error
 
     flights = SingleFlight[str]()
-    assert asked(flights, "a", fail) == failure
-    assert asked(flights, "a", fail) == failure
+    assert joined(flights, "a", fail) == failure
+    assert joined(flights, "a", fail) == failure
     assert len(begun) == 2
 
 
@@ -126,6 +127,6 @@ def test_a_panic_ends_a_job() -> None:
     def panics(progress: Progress, stop: threading.Event) -> str:
         raise Panic("index out of bounds")
 
-    ended = asked(SingleFlight[str](), "a", panics)
+    ended = joined(SingleFlight[str](), "a", panics)
     assert isinstance(ended, Failure)
     assert ended.id == "fetch-failed"

@@ -190,19 +190,19 @@ def test_names_that_lead_out_of_the_folder_are_rejected(tmp_path: Path, name: st
 
 def test_two_threads_fetch_an_artifact_once(tmp_path: Path) -> None:
     """The second one waits, shows the phase `waiting`, and transfers nothing."""
-    store, asked, go = Store(tmp_path), threading.Event(), threading.Event()
+    store, requested, go = Store(tmp_path), threading.Event(), threading.Event()
 
     def before(name: str) -> None:
-        asked.set()
+        requested.set()
         assert go.wait(DEADLINE_S)
 
-    first, second, told = FakeRemote(FILES, before=before), FakeRemote(FILES), Waiting(go)
+    first, second, waiter = FakeRemote(FILES, before=before), FakeRemote(FILES), Waiting(go)
     with ThreadPoolExecutor(2) as pool:
-        one = pool.submit(store.get, first)
-        assert asked.wait(DEADLINE_S)
-        other = pool.submit(store.get, second, told)
-        assert one.result().key == other.result().key
-    assert (sorted(first.moved), second.moved, told.moved) == (sorted(FILES), [], 0)
+        fetch = pool.submit(store.get, first)
+        assert requested.wait(DEADLINE_S)
+        other = pool.submit(store.get, second, waiter)
+        assert fetch.result().key == other.result().key
+    assert (sorted(first.moved), second.moved, waiter.moved) == (sorted(FILES), [], 0)
     assert_sound(store)
 
 
@@ -357,8 +357,8 @@ def test_damaged_content_is_removed_from_every_artifact(tmp_path: Path) -> None:
 def test_linked_content_is_verified_before_it_is_used(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     """Damage is found when the next version of the source shares the file."""
     store = Store(tmp_path, grace_s=0)
-    one = store.get(FakeRemote(FILES))
-    damage(Path(one.folder) / BIG)
+    first = store.get(FakeRemote(FILES))
+    damage(Path(first.folder) / BIG)
     newer = FakeRemote({**FILES, "config.json": b"[]"})
     assert content(store.get(newer)) == newer.files
     store.prune(keep=[artifact.key for artifact in store.artifacts()])
@@ -368,8 +368,8 @@ def test_linked_content_is_verified_before_it_is_used(tmp_path: Path, damage: Ca
 def test_fetched_content_replaces_a_damaged_copy(tmp_path: Path) -> None:
     """Fetched content has just been verified."""
     store = Store(tmp_path)
-    one = store.get(FakeRemote(FILES))
-    flip(Path(one.folder) / BIG)
+    first = store.get(FakeRemote(FILES))
+    flip(Path(first.folder) / BIG)
     other = FakeRemote(FILES, "s3://models/other")
     assert content(store.get(other)) == FILES
     assert [artifact.source for artifact in store.artifacts()] == ["s3://models/other"]
@@ -513,7 +513,7 @@ def test_artifacts_in_use_are_never_removed(tmp_path: Path, fetcher: Fetchers) -
     assert content(artifact) == FILES
     user.kill()
     store.get(FakeRemote(OTHER, "s3://models/other"))
-    assert [one.source for one in store.artifacts()] == ["s3://models/other"]
+    assert [artifact.source for artifact in store.artifacts()] == ["s3://models/other"]
     assert_sound(store)
 
 
@@ -628,12 +628,12 @@ def test_prune_keeps_named_artifacts(tmp_path: Path, fetcher: Fetchers) -> None:
 def test_removing_an_artifact_keeps_shared_contents(tmp_path: Path) -> None:
     """Removing a missing artifact is an error."""
     store = Store(tmp_path)
-    one, other = store.get(FakeRemote(FILES)), store.get(FakeRemote(FILES, "s3://models/other"))
-    store.remove(one.key)
+    first, other = store.get(FakeRemote(FILES)), store.get(FakeRemote(FILES, "s3://models/other"))
+    store.remove(first.key)
     assert content(other) == FILES
     assert_sound(store, {other.key})
-    assert failure(lambda: store.remove(one.key)) == "store-gone"
-    assert failure(lambda: store.verify(one.key)) == "store-gone"
+    assert failure(lambda: store.remove(first.key)) == "store-gone"
+    assert failure(lambda: store.verify(first.key)) == "store-gone"
 
 
 @pytest.mark.parametrize("key", ["", ".", "../victim", "../../victim"])
@@ -698,15 +698,15 @@ def test_a_lock_is_released_despite_a_forked_child(tmp_path: Path) -> None:
 
 def test_a_silent_source_does_not_delay_a_stop(tmp_path: Path) -> None:
     """It may be silent until its retry deadline."""
-    asked, stop, answer = threading.Event(), threading.Event(), threading.Event()
+    requested, stop, answer = threading.Event(), threading.Event(), threading.Event()
 
     class Silent(FakeRemote):
         def listing(self) -> Listing:
-            asked.set()
+            requested.set()
             assert answer.wait(DEADLINE_S)
             return super().listing()
 
-    threading.Thread(target=lambda: asked.wait(DEADLINE_S) and stop.set()).start()
+    threading.Thread(target=lambda: requested.wait(DEADLINE_S) and stop.set()).start()
     with pytest.raises(Stopped):
         Store(tmp_path).get(Silent(FILES), None, stop)
     assert not answer.is_set()
@@ -762,15 +762,15 @@ def test_space_promised_to_other_fetches_is_not_free(
     Store(tmp_path).get(FakeRemote(OTHER, "s3://models/other"))
 
 
-@pytest.mark.parametrize("told", [OSError(errno.ENOSPC, "No space left"), SourceError("s3-disk-full", "no room")])
-def test_a_disk_that_stays_full_fails_the_fetch(tmp_path: Path, told: Exception) -> None:
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), SourceError("s3-disk-full", "no room")])
+def test_a_disk_that_stays_full_fails_the_fetch(tmp_path: Path, error: Exception) -> None:
     """When nothing more can be evicted; complete files are kept."""
     store = Store(tmp_path, grace_s=0)
     store.get(FakeRemote(OTHER, "s3://models/other"))
 
     def full(name: str) -> None:
         if name == BIG:
-            raise told
+            raise error
 
     assert failure(lambda: store.get(FakeRemote(FILES, before=full))) == "store-full"
     remote = FakeRemote(FILES)
@@ -943,19 +943,19 @@ def test_a_damaged_file_is_fetched_again_before_it_is_copied_into_memory(
 
     monkeypatch.setattr(os, "sendfile", send)
     remote = FakeRemote(FILES)
-    found = Store(tmp_path / "disk", memory=tmp_path / "memory").get(remote)
-    assert (content(found), remote.moved) == (FILES, [BIG])
-    assert found.folder.startswith(str(tmp_path / "memory"))
-    assert digests(found) == digests(artifact)
+    moved = Store(tmp_path / "disk", memory=tmp_path / "memory").get(remote)
+    assert (content(moved), remote.moved) == (FILES, [BIG])
+    assert moved.folder.startswith(str(tmp_path / "memory"))
+    assert digests(moved) == digests(artifact)
 
 
 def test_memory_has_its_own_budget_and_keeps_artifacts_in_use(tmp_path: Path) -> None:
     """An artifact used from memory stays there and on disk; afterwards it is evicted from memory only."""
     store = Store(tmp_path / "disk", memory=tmp_path / "memory", memory_budget=budget_for(FILES), grace_s=0)
-    one = store.get(FakeRemote(FILES))
-    with using(one.folder):
+    first = store.get(FakeRemote(FILES))
+    with using(first.folder):
         assert store.get(FakeRemote(OTHER, "s3://models/other")).folder.startswith(str(tmp_path / "disk"))
-        assert failure(lambda: store.remove(one.key)) == "store-in-use"
+        assert failure(lambda: store.remove(first.key)) == "store-in-use"
     assert store.get(FakeRemote(OTHER, "s3://models/other")).folder.startswith(str(tmp_path / "memory"))
     assert len(store.artifacts()) == 2
     assert [Path(artifact.folder).exists() for artifact in store.artifacts()] == [True, True]

@@ -173,7 +173,7 @@ def test_concurrent_fetches_survive_a_faulty_network(tmp_path: Path, url: str, s
     s3_proxy.answer(share=0.1, times=5)
     result = [Progress(url) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda progress: Store(tmp_path).get(remote(url), progress), result))
-    assert len({artifact.folder for artifact in found}) == 1
+        artifacts = list(pool.map(lambda progress: Store(tmp_path).get(remote(url), progress), result))
+    assert len({artifact.folder for artifact in artifacts}) == 1
     assert sorted(progress.moved > 0 for progress in result) == [False] * 7 + [True]
     assert_whole(tmp_path)

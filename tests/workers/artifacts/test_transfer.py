@@ -151,16 +151,18 @@ def uploaded(play: Play, kind: str, data: bytes) -> None:
     with s3_environment(play.server.env):
         s3 = boto3.client("s3", config=plain)
     algorithm, _, parts = kind.partition(" ")
-    asked = {} if algorithm == "md5" else {"ChecksumAlgorithm": algorithm.upper()}
+    options = {} if algorithm == "md5" else {"ChecksumAlgorithm": algorithm.upper()}
     if not parts:
-        s3.put_object(Bucket=bucket, Key=f"k/{kind}", Body=data, **asked)
+        s3.put_object(Bucket=bucket, Key=f"k/{kind}", Body=data, **options)
         return
-    upload = s3.create_multipart_upload(Bucket=bucket, Key=f"k/{kind}", **asked)["UploadId"]
+    upload = s3.create_multipart_upload(Bucket=bucket, Key=f"k/{kind}", **options)["UploadId"]
     done, at = [], 0
     for number, size in enumerate([*map(int, parts.split("+")), len(data)], 1):
         part = data[at : at + size]
         at += len(part)
-        result = s3.upload_part(Bucket=bucket, Key=f"k/{kind}", UploadId=upload, PartNumber=number, Body=part, **asked)
+        result = s3.upload_part(
+            Bucket=bucket, Key=f"k/{kind}", UploadId=upload, PartNumber=number, Body=part, **options
+        )
         done.append({"ETag": result["ETag"], "PartNumber": number})
     s3.complete_multipart_upload(Bucket=bucket, Key=f"k/{kind}", UploadId=upload, MultipartUpload={"Parts": done})
 
@@ -487,9 +489,9 @@ def test_ranges_may_arrive_in_any_order(
         assembly = Assembly(file, tmp_path / "a", work, checksum, sizes, span)
         spans = [*assembly.spans]
         noise.shuffle(spans)
-        for one in spans:
-            assembly.write(bytes(arrived[one.start : one.end]), one.start)
-            assembly.accept(one, assembly.read(one))
+        for wanted in spans:
+            assembly.write(bytes(arrived[wanted.start : wanted.end]), wanted.start)
+            assembly.accept(wanted, assembly.read(wanted))
         assert (assembly.is_valid(), assembly.content()) == (arrived == data, known_by(arrived, piece))  # type: ignore[arg-type]
     assembly.publish()
     assert ((tmp_path / "a").read_bytes(), assembly.is_already_complete()) == (arrived, arrived == data)

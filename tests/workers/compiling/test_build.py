@@ -38,22 +38,22 @@ def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa:
     return neuron
 
 
-def asked(command: str, one: ReplicaConfig, **fields: Any) -> list[Reply]:
+def replies_to(command: str, replica_config: ReplicaConfig, **fields: Any) -> list[Reply]:
     """All that is told, without a process of its own."""
     results: list[Reply] = []
-    build.run(command, Order(config=one, **fields), results.append)
+    build.run(command, Order(config=replica_config, **fields), results.append)
     return results
 
 
-def wanted(one: ReplicaConfig, **fields: Any) -> list[Wanted]:
-    (result,) = asked("predict", one, **fields)
+def wanted(replica_config: ReplicaConfig, **fields: Any) -> list[Wanted]:
+    (result,) = replies_to("predict", replica_config, **fields)
     assert isinstance(result, Predicted)
     return result.wanted
 
 
-def trouble(found: list[Reply]) -> str:
-    assert isinstance(found[-1], Trouble)
-    return found[-1].failure.id
+def trouble(replies: list[Reply]) -> str:
+    assert isinstance(replies[-1], Trouble)
+    return replies[-1].failure.id
 
 
 def compiles(machine: Neuron) -> int:
@@ -68,71 +68,71 @@ def kept(source: Path, tmp_path: Path, **fields: Any) -> ReplicaConfig:
 
 def test_a_start_uses_the_predicted_artifacts(checkpoint: Checkpoints, machine: Neuron, tmp_path: Path) -> None:
     """They are compiled without a core, and the start compiles nothing."""
-    one = kept(checkpoint("llama"), tmp_path)
-    (before,) = wanted(one)
+    replica_config = kept(checkpoint("llama"), tmp_path)
+    (before,) = wanted(replica_config)
     assert (before.complete, before.ahead, compiles(machine)) == (False, True, 0)
-    *working, built = asked("compile", one)
-    assert [told.phase for told in working if isinstance(told, Working)] == ["looking", "compiling", "done"]
+    *working, built = replies_to("compile", replica_config)
+    assert [reply.phase for reply in working if isinstance(reply, Working)] == ["looking", "compiling", "done"]
     assert isinstance(built, Built)
     assert built.compiled == [before.key]
     assert machine.held() == {}
-    (after,) = wanted(one)
+    (after,) = wanted(replica_config)
     assert after == msgspec.structs.replace(before, complete=True)
     count = compiles(machine)
-    engine: Any = open_transformers_neuronx(one)
+    engine: Any = open_transformers_neuronx(replica_config)
     engine.load()
     assert (engine.compiled, compiles(machine) - count) == (False, 0)
 
 
 def test_complete_artifacts_are_not_compiled_again(checkpoint: Checkpoints, machine: Neuron, tmp_path: Path) -> None:
     """The result names no compiled set."""
-    one = kept(checkpoint("llama"), tmp_path)
-    asked("compile", one)
+    replica_config = kept(checkpoint("llama"), tmp_path)
+    replies_to("compile", replica_config)
     count = compiles(machine)
-    *_, built = asked("compile", one)
+    *_, built = replies_to("compile", replica_config)
     assert isinstance(built, Built)
     assert (built.compiled, built.pulled, compiles(machine) - count) == ([], [], 0)
 
 
 def test_a_compile_reports_that_it_waits_for_another(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Only while the set is locked."""
-    one = kept(checkpoint("llama"), tmp_path)
-    (before,) = wanted(one)
+    replica_config = kept(checkpoint("llama"), tmp_path)
+    (before,) = wanted(replica_config)
     phases: list[str] = []
     with contextlib.ExitStack() as other:
         lock = Path(before.folder).with_name(f"{before.key}.lock")
         lock.parent.mkdir(parents=True, exist_ok=True)
         other.enter_context(locks.shared(lock))
 
-        def tell(told: Reply) -> None:
-            if isinstance(told, Working):
-                phases.append(told.phase)
+        def tell(reply: Reply) -> None:
+            if isinstance(reply, Working):
+                phases.append(reply.phase)
                 other.close()
 
-        build.run("compile", Order(config=one), tell)
+        build.run("compile", Order(config=replica_config), tell)
     assert phases == ["waiting", "looking", "compiling", "done"]
 
 
 def test_a_failed_push_does_not_fail_the_compile(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """The result has its error."""
-    one = kept(checkpoint("llama"), tmp_path, neff_cache="/proc/nowhere")
-    *_, built = asked("compile", one, push=True)
+    replica_config = kept(checkpoint("llama"), tmp_path, neff_cache="/proc/nowhere")
+    *_, built = replies_to("compile", replica_config, push=True)
     assert isinstance(built, Built)
     assert (len(built.compiled), built.pushed) == (1, [])
     assert [failure.id for failure in built.unsent] == ["neff-cache-unwritable"]
-    (after,) = wanted(one)
+    (after,) = wanted(replica_config)
     assert after.complete
 
 
 def test_a_prediction_reads_no_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """The config is enough: remote weights are not on the machine that predicts."""
-    one = kept(checkpoint("llama"), tmp_path)
+    replica_config = kept(checkpoint("llama"), tmp_path)
     head = tmp_path / "head"
     head.mkdir()
     for name in ("config.json", "generation_config.json"):
         (head / name).write_bytes((checkpoint("llama") / name).read_bytes())
-    (with_weights,) = wanted(one)
-    (without,) = wanted(msgspec.structs.replace(one, source=str(head)))
+    (with_weights,) = wanted(replica_config)
+    (without,) = wanted(msgspec.structs.replace(replica_config, source=str(head)))
     assert without.manifest == with_weights.manifest
     (on_cpu,) = wanted(kept(head, tmp_path, engine="cpu", engine_options={"compile": True}))
     assert on_cpu.ahead
@@ -140,21 +140,21 @@ def test_a_prediction_reads_no_weights(checkpoint: Checkpoints, tmp_path: Path) 
 
 def test_a_draft_has_its_own_artifacts(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Its graphs differ."""
-    one = kept(checkpoint("llama"), tmp_path, draft_source=str(checkpoint("llama")), draft_k=3)
-    result = wanted(one)
-    assert [told.role for told in result] == ["model", "draft"]
+    replica_config = kept(checkpoint("llama"), tmp_path, draft_source=str(checkpoint("llama")), draft_k=3)
+    result = wanted(replica_config)
+    assert [reply.role for reply in result] == ["model", "draft"]
     assert result[0].key != result[1].key
-    *_, built = asked("compile", one)
+    *_, built = replies_to("compile", replica_config)
     assert isinstance(built, Built)
-    assert built.compiled == [told.key for told in result]
+    assert built.compiled == [reply.key for reply in result]
 
 
 def test_a_model_that_needs_cores_to_compile_is_reported(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """GPT-NeoX's class saves no files."""
-    one = kept(checkpoint("gpt_neox"), tmp_path, prefill_buckets=[], decode_buckets=[])
-    (result,) = wanted(one)
+    replica_config = kept(checkpoint("gpt_neox"), tmp_path, prefill_buckets=[], decode_buckets=[])
+    (result,) = wanted(replica_config)
     assert (result.ahead, result.folder, result.complete) == (False, "", False)
-    assert trouble(asked("compile", one)) == "compile-needs-device"
+    assert trouble(replies_to("compile", replica_config)) == "compile-needs-device"
 
 
 @pytest.mark.parametrize("engine", ["cpu", "echo"])
@@ -162,27 +162,27 @@ def test_an_engine_that_compiles_nothing_needs_no_artifacts(
     checkpoint: Checkpoints, tmp_path: Path, engine: str
 ) -> None:
     """Its `compile` succeeds."""
-    one = kept(checkpoint("llama"), tmp_path, engine=engine)
-    assert wanted(one) == []
-    (built,) = asked("compile", one)
+    replica_config = kept(checkpoint("llama"), tmp_path, engine=engine)
+    assert wanted(replica_config) == []
+    (built,) = replies_to("compile", replica_config)
     assert isinstance(built, Built)
     assert built.wanted == []
 
 
 def test_unsupported_configs_are_reported_by_id(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """By predict and by compile."""
-    one = kept(checkpoint("llama"), tmp_path, dtype="fp64")
-    assert trouble(asked("predict", one)) == "bad-dtype"
-    assert trouble(asked("compile", one)) == "bad-dtype"
+    replica_config = kept(checkpoint("llama"), tmp_path, dtype="fp64")
+    assert trouble(replies_to("predict", replica_config)) == "bad-dtype"
+    assert trouble(replies_to("compile", replica_config)) == "bad-dtype"
 
 
 def test_a_failed_compile_leaves_no_complete_set(checkpoint: Checkpoints, machine: Neuron, tmp_path: Path) -> None:
     """The next one starts over."""
-    one = kept(checkpoint("llama"), tmp_path)
+    replica_config = kept(checkpoint("llama"), tmp_path)
     machine.plan({"at": "compile", "exit": 70})
-    assert isinstance(asked("compile", one)[-1], Trouble)
+    assert isinstance(replies_to("compile", replica_config)[-1], Trouble)
     machine.plan()
-    (result,) = wanted(one)
+    (result,) = wanted(replica_config)
     assert not result.complete
 
 
@@ -190,10 +190,10 @@ def test_every_part_of_the_environment_that_a_compiler_reads_is_a_part_of_the_ke
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Flags come from the environment, not from the config."""
-    one = kept(checkpoint("llama"), tmp_path)
-    (before,) = wanted(one)
+    replica_config = kept(checkpoint("llama"), tmp_path)
+    (before,) = wanted(replica_config)
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
-    (after,) = wanted(one)
+    (after,) = wanted(replica_config)
     assert before.key != after.key
 
 
@@ -207,13 +207,13 @@ def processes(machine: Neuron, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     monkeypatch.setenv("PYTHONPATH", path)
     results: list[subprocess.Popen[bytes]] = []
 
-    def start(command: str, one: ReplicaConfig) -> subprocess.Popen[bytes]:
+    def start(command: str, replica_config: ReplicaConfig) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-m", "workers.compiling.build", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         results.append(process)
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(Order(config=one, parent=os.getpid())))
+        process.stdin.write(msgspec.json.encode(Order(config=replica_config, parent=os.getpid())))
         process.stdin.close()
         return process
 
@@ -233,9 +233,12 @@ def test_two_processes_compile_a_set_once(
     checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, processes: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     """The second one waits, and reports that it compiled nothing."""
-    one = kept(checkpoint("llama"), tmp_path)
-    ends = [list(told_by(process))[-1] for process in [processes("compile", one), processes("compile", one)]]
-    assert sorted(len(told.compiled) for told in ends if isinstance(told, Built)) == [0, 1]
+    replica_config = kept(checkpoint("llama"), tmp_path)
+    ends = [
+        list(told_by(process))[-1]
+        for process in [processes("compile", replica_config), processes("compile", replica_config)]
+    ]
+    assert sorted(len(end.compiled) for end in ends if isinstance(end, Built)) == [0, 1]
     graphs = {json.loads(line)["hlo"] for line in (machine.state / "compiles.jsonl").read_text().splitlines()}
     assert compiles(machine) == len(graphs)
 
@@ -245,18 +248,18 @@ def test_a_killed_compile_leaves_no_complete_set_and_no_compiler(
     checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, processes: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     """SIGKILL within a graph. The next one compiles."""
-    one = kept(checkpoint("llama"), tmp_path)
+    replica_config = kept(checkpoint("llama"), tmp_path)
     machine.plan({"at": "compile", "hangs": True})
-    process = processes("compile", one)
+    process = processes("compile", replica_config)
     compilers = _compilers(machine, count=2)
     process.send_signal(signal.SIGKILL)
     gone, alive = psutil.wait_procs(compilers, timeout=DEADLINE_S)
     assert (len(gone), alive) == (2, [])
-    (result,) = wanted(one)
+    (result,) = wanted(replica_config)
     assert not result.complete
     assert not (Path(result.folder) / MANIFEST).exists()
     machine.plan()
-    *_, built = asked("compile", one)
+    *_, built = replies_to("compile", replica_config)
     assert isinstance(built, Built)
     assert built.compiled == [result.key]
 
@@ -267,7 +270,7 @@ def test_a_stopped_compile_ends_its_compilers(
 ) -> None:
     """Before `answers` raises."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), machine.env["PYTHONPATH"]]))
-    one = kept(checkpoint("llama"), tmp_path, log=str(tmp_path / "log"))
+    replica_config = kept(checkpoint("llama"), tmp_path, log=str(tmp_path / "log"))
     machine.plan({"at": "compile", "hangs": True})
     stop = threading.Event()
     results: list[psutil.Process] = []
@@ -279,7 +282,7 @@ def test_a_stopped_compile_ends_its_compilers(
     waiter = threading.Thread(target=end)
     waiter.start()
     with pytest.raises(Stopped):
-        list(prefetch.answers("compile", one, stop))
+        list(prefetch.answers("compile", replica_config, stop))
     waiter.join()
     assert [process for process in results if process.is_running() and process.status() != "zombie"] == []
 
@@ -289,14 +292,14 @@ def test_a_prediction_names_unread_weights(
     checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, processes: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     """Artifacts of NxD Inference contain them. Once they are read or compiled, the folder is known."""
-    one = kept(checkpoint("llama"), tmp_path, engine="nxd-inference")
-    (unread,) = wanted(one)
+    replica_config = kept(checkpoint("llama"), tmp_path, engine="nxd-inference")
+    (unread,) = wanted(replica_config)
     assert "model.safetensors" in {Path(name).name for name in unread.unread}
     assert (unread.folder, unread.complete, unread.ahead) == ("", False, True)
-    (read,) = wanted(one, read=True)
+    (read,) = wanted(replica_config, read=True)
     assert (read.unread, bool(read.key)) == ([], True)
-    assert wanted(one) == [read]
-    *_, built = told_by(processes("compile", one))
+    assert wanted(replica_config) == [read]
+    *_, built = told_by(processes("compile", replica_config))
     assert isinstance(built, Built)
     assert built.compiled == [read.key]
     assert machine.held() == {}

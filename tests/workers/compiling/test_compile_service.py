@@ -41,12 +41,12 @@ class Played:
         self._ends: set[str] = set()
         self._changed = threading.Condition()
 
-    def foresee(self, one: ReplicaConfig, stop: threading.Event | None = None) -> Foreseen:
-        self._work(one.model)
-        return Foreseen(missing=[one.model])
+    def foresee(self, replica_config: ReplicaConfig, stop: threading.Event | None = None) -> Foreseen:
+        self._work(replica_config.model)
+        return Foreseen(missing=[replica_config.model])
 
-    def build(self, one: ReplicaConfig, progress: Progress, stop: threading.Event) -> Built:
-        self._work(one.model)
+    def build(self, replica_config: ReplicaConfig, progress: Progress, stop: threading.Event) -> Built:
+        self._work(replica_config.model)
         return Built(wanted=[], seconds=0.0)
 
     def _work(self, name: str) -> None:

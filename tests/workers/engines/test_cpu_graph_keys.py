@@ -93,7 +93,7 @@ def test_a_manifest_covers_the_checkpoints_own_code_where_it_is_run(source: Path
     assert manifests() == before
     (source / file).write_text("a = 2")
     after = manifests()
-    assert [one == other for one, other in zip(after, before, strict=True)] == [False, True]
+    assert [new == other for new, other in zip(after, before, strict=True)] == [False, True]
 
 
 def test_an_engine_puts_the_checkpoints_code_into_its_manifest(source: Path) -> None:

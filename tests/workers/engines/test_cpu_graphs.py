@@ -147,7 +147,7 @@ class Made:
 
     config: ReplicaConfig
     key: str
-    told: list[Reply]
+    replies: list[Reply]
     left: list[str]  # what counted as whole after the kill
     alive: list[psutil.Process]  # of its compilers, after it
 
@@ -221,10 +221,10 @@ def test_a_killed_compile_leaves_no_complete_entry(made: Made) -> None:
 @pytest.mark.timeout(900)
 def test_the_next_compile_reports_every_graph_and_completes_the_entry(made: Made) -> None:
     """Two graphs: of a prompt, and of a step."""
-    built = made.told[-1]
+    built = made.replies[-1]
     assert isinstance(built, Built)
     assert (built.compiled, [verdict.complete for verdict in built.wanted]) == ([made.key], [True])
-    graphs = [(reply.done, reply.total) for reply in made.told if isinstance(reply, Working) and reply.total]
+    graphs = [(reply.done, reply.total) for reply in made.replies if isinstance(reply, Working) and reply.total]
     assert graphs == [(0, 2), (1, 2)]
 
 

@@ -38,12 +38,12 @@ def test_every_family_equals_generate_on_transformers_4_57(tmp_path: Path) -> No
     run(began, sys.executable, "-m", "venv", str(environment))
     python = str(environment / "bin" / "python")
     run(began, python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", *PACKAGES)
-    found = run(began, python, "-c", "import transformers; print(transformers.__version__)")
-    assert found.strip() == "4.57.6"
+    version = run(began, python, "-c", "import transformers; print(transformers.__version__)")
+    assert version.strip() == "4.57.6"
 
-    told = run(began, python, "-m", "pytest", *TESTS, "-k", EXACTNESS)
+    report = run(began, python, "-m", "pytest", *TESTS, "-k", EXACTNESS)
 
-    assert " passed" in told
+    assert " passed" in report
 
 
 def run(began: float, *command: str) -> str:

@@ -573,7 +573,7 @@ def test_the_users_quantized_checkpoint_is_used(
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"quantize": "fp8"}, "holds I8; f8e4m3 needs F8_E4M3"),
         (
@@ -584,7 +584,7 @@ def test_the_users_quantized_checkpoint_is_used(
 )
 def test_a_quantized_checkpoint_of_another_kind_is_refused(
     fields: dict[str, Any],
-    told: str,
+    message: str,
     nxd: Neuron,
     sources: Checkpoints,
     tmp_path: Path,
@@ -601,7 +601,7 @@ def test_a_quantized_checkpoint_of_another_kind_is_refused(
     }
     nxd.plan({"at": "claim", "text": "no core is claimed"})
     error = refused(lambda: opened(sources("llama"), tmp_path / "compiled", **other_fields))
-    assert (error.id, told in error.what) == ("quantized-mismatch", True), error.what
+    assert (error.id, message in error.what) == ("quantized-mismatch", True), error.what
 
 
 def test_f8e5m2_is_refused_before_0_7(

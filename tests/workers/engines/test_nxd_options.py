@@ -28,7 +28,7 @@ def test_the_table_of_options_is_the_recorded_one(version: str) -> None:
     if version in CONTRACT.data["snapshots"]:
         module = CONTRACT.data["snapshots"][version]["modules"][CONFIG.rstrip(".")]
         record = module["classes"]["MoENeuronConfig"]
-        names = {one["name"] for one in record["kwargs_options"]}
+        names = {kwargs_option["name"] for kwargs_option in record["kwargs_options"]}
         init = CONTRACT.signature(f"{CONFIG}MoENeuronConfig.__init__", version).parameters
         assert names | {"capacity_factor", "glu_mlp"} == MOE_OPTIONS
         assert {"capacity_factor", "glu_mlp"} <= set(init)

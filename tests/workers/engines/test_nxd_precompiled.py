@@ -194,7 +194,7 @@ def test_a_folder_compiled_by_the_package_alone_is_loaded(nxd: Neuron, checkpoin
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"slots": 2}, "max_batch (batch_size): needs 2, found 4"),
         ({"max_len": 64, "decode_buckets": [64]}, "max_len (seq_len): needs 64, found 96"),
@@ -212,13 +212,13 @@ def test_a_folder_compiled_by_the_package_alone_is_loaded(nxd: Neuron, checkpoin
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_each_field_that_differs_is_reported(
-    llama: Folder, nxd: Neuron, fields: dict[str, Any], told: str, checkpoint: Checkpoints
+    llama: Folder, nxd: Neuron, fields: dict[str, Any], message: str, checkpoint: Checkpoints
 ) -> None:
     """With its value in the artifacts and in the spec, before a core is claimed, and nothing is compiled instead."""
     fields = {name: str(checkpoint("llama")) if value == "ORIGINAL" else value for name, value in fields.items()}
     error = llama.refused(**fields)
     assert error.id == "artifacts-mismatch"
-    assert told in error.what
+    assert message in error.what
     assert str(llama.path) in error.what
     assert nxd.held() == {}
 
@@ -232,7 +232,7 @@ def test_all_fields_that_differ_are_reported_at_once(llama: Folder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"padding_side": "left"}, "padding_side: needs right, found left"),
         ({"async_mode": True}, "async_mode: needs False, found True"),
@@ -244,12 +244,12 @@ def test_all_fields_that_differ_are_reported_at_once(llama: Folder) -> None:
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_options_that_the_spec_does_not_name_are_compared_too(
-    llama: Folder, options: dict[str, Any], told: str
+    llama: Folder, options: dict[str, Any], message: str
 ) -> None:
     """With what the package would take."""
     llama.record(**options)
     error = llama.refused()
-    assert (error.id, told in error.what) == ("artifacts-mismatch", True), error.what
+    assert (error.id, message in error.what) == ("artifacts-mismatch", True), error.what
 
 
 def test_fields_without_effect_on_graphs_may_differ(llama: Folder) -> None:
@@ -394,7 +394,7 @@ def test_shards_are_the_weights_of_an_own_compile(
 
 
 @pytest.mark.parametrize(
-    ("fields", "id", "told"),
+    ("fields", "id", "message"),
     [
         ({"tp_degree": 4, "cores": [0, 1, 2, 3]}, "shards-mismatch", "weights of 2 cores, but tp_degree is 4"),
         ({"dtype": "bf16"}, "shards-mismatch", "hold F32, mostly F32, but the spec needs BF16"),
@@ -404,12 +404,12 @@ def test_shards_are_the_weights_of_an_own_compile(
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_shards_of_another_kind_are_reported(
-    llama: Folder, fields: dict[str, Any], id: str, told: str, checkpoint: Checkpoints
+    llama: Folder, fields: dict[str, Any], id: str, message: str, checkpoint: Checkpoints
 ) -> None:
     """The shards show their number and dtype."""
     fields = {name: str(checkpoint("llama")) if value == "ORIGINAL" else value for name, value in fields.items()}
     error = llama.without("model.pt", NEURON_CONFIG).refused(**fields)
-    assert (error.id, told in error.what) == (id, True), error.what
+    assert (error.id, message in error.what) == (id, True), error.what
 
 
 def test_the_recorded_settings_of_shards_are_compared(llama: Folder) -> None:
@@ -544,9 +544,9 @@ def test_an_unreadable_record_is_a_mismatch(option: str, value: Any, expected: s
 def test_the_command_reports_the_same_through_the_engines_interpreter(llama: Folder, nxd: Neuron) -> None:
     """`cache verify` gets a hit, or the error of the start."""
     env = {**nxd.env, "NEURON_RT_VISIBLE_CORES": "0-1"}
-    told = verify(llama.config(env=env), read=True)
-    assert isinstance(told, list)
-    assert [(one.prediction.outcome, one.prediction.where) for one in told] == [("hit", "source")]
+    reports = verify(llama.config(env=env), read=True)
+    assert isinstance(reports, list)
+    assert [(row.prediction.outcome, row.prediction.where) for row in reports] == [("hit", "source")]
     failure = verify(llama.config(env=env, slots=2), read=True)
     assert isinstance(failure, Failure)
     assert (failure.id, failure.what) == ("artifacts-mismatch", llama.refused(slots=2).what)

@@ -28,7 +28,7 @@ def refused(source: Path) -> EngineLoadError:
 
 
 @pytest.mark.parametrize(
-    ("family", "told"),
+    ("family", "fields"),
     [
         ("opt", {"do_layer_norm_before": False}),
         ("opt", {"ffn_dim": 96}),
@@ -41,15 +41,15 @@ def refused(source: Path) -> EngineLoadError:
     ],
 )
 def test_blocks_that_the_package_does_not_compute_are_refused(
-    checkpoint: Checkpoints, tmp_path: Path, neuron: Neuron, family: str, told: dict[str, Any]
+    checkpoint: Checkpoints, tmp_path: Path, neuron: Neuron, family: str, fields: dict[str, Any]
 ) -> None:
     """Before a core is claimed, by the key of config.json."""
     source = Path(shutil.copytree(checkpoint(family), tmp_path / "model"))
     settings = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(settings | told))
+    (source / "config.json").write_text(json.dumps(settings | fields))
     error = refused(source)
     assert error.id == "unknown-family"
-    assert next(iter(told)) in error.what
+    assert next(iter(fields)) in error.what
     assert neuron.held() == {}
 
 

@@ -64,10 +64,10 @@ def line(of: subprocess.Popen[str]) -> str:
 
 def make(root: Path) -> Path:
     """Returns a complete entry."""
-    with entry(root, WANTED) as found:
-        (found.path / "artifact").write_text("compiled\n")
-        found.finish()
-    return found.path
+    with entry(root, WANTED) as held:
+        (held.path / "artifact").write_text("compiled\n")
+        held.finish()
+    return held.path
 
 
 def test_two_processes_compile_a_manifest_once(tmp_path: Path) -> None:
@@ -103,31 +103,31 @@ def test_a_killed_compile_leaves_an_empty_entry(tmp_path: Path) -> None:
     stray.write_text("half of a NEFF")
     first.kill()
     first.communicate(timeout=DEADLINE_S)
-    with entry(tmp_path, WANTED) as found:
-        assert not found.complete
-        assert found.path == stray.parent
-        assert list(found.path.iterdir()) == []
+    with entry(tmp_path, WANTED) as held:
+        assert not held.complete
+        assert held.path == stray.parent
+        assert list(held.path.iterdir()) == []
 
 
 @pytest.mark.parametrize("manifest", ["", "{}", '{"engine": "e", "shapes": [1'])
 def test_an_entry_with_another_manifest_is_incomplete(tmp_path: Path, manifest: str) -> None:
     """After a full disk or a manual change."""
     (make(tmp_path) / MANIFEST).write_text(manifest)
-    with entry(tmp_path, WANTED) as found:
-        assert not found.complete
-        assert list(found.path.iterdir()) == []
+    with entry(tmp_path, WANTED) as held:
+        assert not held.complete
+        assert list(held.path.iterdir()) == []
 
 
 def test_a_forked_child_does_not_hold_the_entry(tmp_path: Path) -> None:
     """A pool of processes may outlive the compile."""
     waits, ends = os.pipe()
-    with entry(tmp_path, WANTED) as found:
+    with entry(tmp_path, WANTED) as held:
         child = os.fork()
         if child == 0:
             os.close(ends)
             os.read(waits, 1)
             os._exit(0)
-    lock = os.open(found.path.with_name(f"{found.path.name}.lock"), os.O_RDWR)
+    lock = os.open(held.path.with_name(f"{held.path.name}.lock"), os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where somebody holds it
     finally:
@@ -139,9 +139,9 @@ def test_a_forked_child_does_not_hold_the_entry(tmp_path: Path) -> None:
 def test_an_entry_with_missing_files_is_compiled_again(tmp_path: Path) -> None:
     """Although its manifest is there."""
     (make(tmp_path) / "artifact").unlink()
-    with entry(tmp_path, WANTED, lambda path: (path / "artifact").exists()) as found:
-        assert not found.complete
-        assert not (found.path / MANIFEST).exists()
+    with entry(tmp_path, WANTED, lambda path: (path / "artifact").exists()) as held:
+        assert not held.complete
+        assert not (held.path / MANIFEST).exists()
 
 
 def test_an_entry_is_finished_after_its_files_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,14 +154,14 @@ def test_an_entry_is_finished_after_its_files_are_on_disk(tmp_path: Path, monkey
         synced.append((str(path.relative_to(tmp_path)), any(tmp_path.glob(f"*/{MANIFEST}"))))
         real(descriptor)
 
-    with entry(tmp_path, WANTED) as found:
-        (found.path / "weights").mkdir()
+    with entry(tmp_path, WANTED) as held:
+        (held.path / "weights").mkdir()
         for name in ("artifact", "weights/one"):
-            (found.path / name).write_text("compiled\n")
+            (held.path / name).write_text("compiled\n")
         monkeypatch.setattr(os, "fsync", fsync)
-        found.finish()
+        held.finish()
     before = {name for name, is_finished in synced if not is_finished}
-    name = found.path.name
+    name = held.path.name
     assert {f"{name}/artifact", f"{name}/weights/one", f"{name}/weights", name, f"{name}/{MANIFEST}.new"} <= before
     assert (name, True) in synced  # the manifest's own name
 
@@ -172,12 +172,12 @@ def test_a_failed_sync_leaves_the_entry_unfinished(tmp_path: Path, monkeypatch: 
     def fsync(descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    with entry(tmp_path, WANTED) as found:
-        (found.path / "artifact").write_text("compiled\n")
+    with entry(tmp_path, WANTED) as held:
+        (held.path / "artifact").write_text("compiled\n")
         monkeypatch.setattr(os, "fsync", fsync)
         with pytest.raises(OSError, match="Input/output"):
-            found.finish()
-        assert not found.complete
+            held.finish()
+        assert not held.complete
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "no record"])
@@ -189,19 +189,19 @@ def test_an_entry_with_changed_files_is_compiled_again(tmp_path: Path, damage: s
     else:
         (made / {"missing": "artifact", "no record": LOCK_FILE}[damage]).unlink()
     assert not peek(tmp_path, WANTED).complete
-    with entry(tmp_path, WANTED) as found:
-        assert list(found.path.iterdir()) == []
+    with entry(tmp_path, WANTED) as held:
+        assert list(held.path.iterdir()) == []
 
 
 def test_a_forgotten_entry_stays_for_its_holders(tmp_path: Path) -> None:
     """The next compile removes its files."""
     made = make(tmp_path)
-    with entry(tmp_path, WANTED) as found:
-        found.forget()
+    with entry(tmp_path, WANTED) as held:
+        held.forget()
         assert (made / "artifact").exists()
-    with entry(tmp_path, WANTED) as found:
-        assert not found.complete
-        assert list(found.path.iterdir()) == []
+    with entry(tmp_path, WANTED) as held:
+        assert not held.complete
+        assert list(held.path.iterdir()) == []
 
 
 # A root that is not to be written to
@@ -244,9 +244,9 @@ def test_a_complete_entry_on_a_read_only_root_is_used(tmp_path: Path, read_only:
     """It was compiled on another host."""
     make(tmp_path)
     read_only(tmp_path)
-    with entry(tmp_path, WANTED) as found:
-        assert found.complete
-        assert (found.path / "artifact").read_text() == "compiled\n"
+    with entry(tmp_path, WANTED) as held:
+        assert held.complete
+        assert (held.path / "artifact").read_text() == "compiled\n"
 
 
 def test_a_missing_entry_on_a_read_only_root_is_an_error(tmp_path: Path, read_only: Callable[[Path], None]) -> None:
@@ -329,8 +329,8 @@ def test_another_missing_file_does_not_discard_the_neffs(
     """The artifacts stay."""
     models = importlib.import_module("transformers_neuronx.llama.model")
     runtime = importlib.import_module("neuron_double.runtime")
-    told = config(checkpoint("llama"), compiled=str(tmp_path / "compiled"), **BUCKETS)
-    open_transformers_neuronx(told).load()
+    replica_config = config(checkpoint("llama"), compiled=str(tmp_path / "compiled"), **BUCKETS)
+    open_transformers_neuronx(replica_config).load()
 
     def to_neuron(self: object) -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/model/model.safetensors")
@@ -338,9 +338,9 @@ def test_another_missing_file_does_not_discard_the_neffs(
     with monkeypatch.context() as patched:
         patched.setattr(models.LlamaForSampling, "to_neuron", to_neuron)
         with pytest.raises(FileNotFoundError):
-            open_transformers_neuronx(told).load()
+            open_transformers_neuronx(replica_config).load()
     runtime.reset_for_tests()
-    engine: Any = open_transformers_neuronx(told)
+    engine: Any = open_transformers_neuronx(replica_config)
     engine.load()
     assert not engine.compiled
 

@@ -259,11 +259,14 @@ def test_a_killed_compile_does_not_block_the_next_start(
 ) -> None:
     """It leaves the lock of its graph."""
     machine.plan({"at": "compile", "die": True, "times": 1})
-    told = config(checkpoint("llama"), compiled=str(tmp_path / "compiled"), **BUCKETS)
+    replica_config = config(checkpoint("llama"), compiled=str(tmp_path / "compiled"), **BUCKETS)
     env = os.environ | machine.env
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(Path(__file__).parents[3])])
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, msgspec.json.encode(told).decode()], env=env, capture_output=True, timeout=200
+        [sys.executable, "-c", LOAD, msgspec.json.encode(replica_config).decode()],
+        env=env,
+        capture_output=True,
+        timeout=200,
     )
     assert done.returncode == -9, done.stderr
     assert len(list(cache.glob("*/*/*.lock"))) == 1

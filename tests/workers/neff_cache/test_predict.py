@@ -130,7 +130,7 @@ def test_an_engine_that_compiles_nothing_is_a_hit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "hit"),
+    ("kept", "hit"),
     [
         ({"context_length_estimate": [128, 512, 2048]}, True),
         ({"n_positions": [512, 1024, 2048]}, True),
@@ -139,9 +139,9 @@ def test_an_engine_that_compiles_nothing_is_a_hit() -> None:
         ({"context_length_estimate": [128, 512, 2048], "tp_degree": 4}, False),
     ],
 )
-def test_graphs_of_more_buckets_include_those_of_fewer(found: dict[str, Any], hit: bool) -> None:
+def test_graphs_of_more_buckets_include_those_of_fewer(kept: dict[str, Any], hit: bool) -> None:
     """In a cache of graphs; a folder of artifacts is for one manifest."""
-    constructor = {**WANTED["options"]["constructor"], **found}
+    constructor = {**WANTED["options"]["constructor"], **kept}
     made = changed("options.constructor", constructor)
     assert predict(WANTED, [Candidate("neff-cache", "/cache", made)]).hit == hit
     assert not predict(WANTED, [Candidate("compiled", "/a", made)]).hit
@@ -158,15 +158,15 @@ MANIFESTS = st.dictionaries(st.sampled_from(["engine", "options", "shapes", "ver
 
 
 @given(MANIFESTS, MANIFESTS)
-def test_manifests_differ_exactly_in_their_fields(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_manifests_differ_exactly_in_their_fields(first: dict[str, Any], other: dict[str, Any]) -> None:
     """A start is a hit only without a difference."""
-    result = differences(one, other)
-    ours, theirs = flat(one), flat(other)
+    result = differences(first, other)
+    ours, theirs = flat(first), flat(other)
     assert bool(result) == any(ours.get(path) != theirs.get(path) for path in ours | theirs)
-    assert differences(other, one) == tuple(Difference(why.field, why.found, why.wanted) for why in result)
-    assert differences(one, one) == ()
-    if predict(one, [Candidate("compiled", "/a", other)]).hit:
-        assert one == other
+    assert differences(other, first) == tuple(Difference(why.field, why.found, why.wanted) for why in result)
+    assert differences(first, first) == ()
+    if predict(first, [Candidate("compiled", "/a", other)]).hit:
+        assert first == other
 
 
 @given(MANIFESTS)

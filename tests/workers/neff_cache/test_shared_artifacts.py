@@ -43,18 +43,18 @@ def location(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
 
 @contextlib.contextmanager
 def held(root: Path) -> Iterator[Entry]:
-    with entry(root, WANTED) as found:
-        yield found
+    with entry(root, WANTED) as opened:
+        yield opened
 
 
 def make(root: Path, program: bytes = b"program") -> Entry:
     """Creates a complete entry with a file in a subfolder."""
-    with held(root) as found:
-        (found.path / "code").mkdir()
-        (found.path / "code" / "a.so").write_bytes(program)
-        (found.path / "b.neff").write_bytes(b"neff of " + program if program != b"program" else b"neff")
-        found.finish("a model")
-    return found
+    with held(root) as opened:
+        (opened.path / "code").mkdir()
+        (opened.path / "code" / "a.so").write_bytes(program)
+        (opened.path / "b.neff").write_bytes(b"neff of " + program if program != b"program" else b"neff")
+        opened.finish("a model")
+    return opened
 
 
 def there(folder: Path, file: str) -> Path:
@@ -199,20 +199,20 @@ def test_an_interrupted_upload_is_resumed(tmp_path: Path) -> None:
 def test_concurrent_pushes_of_an_entry_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compilers do not reproduce bytes: a pull gets one host's files."""
     shared = str(tmp_path / "shared")
-    one, other = make(tmp_path / "a"), make(tmp_path / "b", program=b"another")
+    first, other = make(tmp_path / "a"), make(tmp_path / "b", program=b"another")
     put = FolderPlace.put
 
     def while_the_other_sends(place: FolderPlace, name: str, path: Path) -> None:
-        if path == one.path / "b.neff":
+        if path == first.path / "b.neff":
             monkeypatch.setattr(FolderPlace, "put", put)
             assert shared_artifacts.push(other, shared) > 0
         put(place, name, path)
 
     monkeypatch.setattr(FolderPlace, "put", while_the_other_sends)
-    shared_artifacts.push(one, shared)
+    shared_artifacts.push(first, shared)
     with held(tmp_path / "c") as third:
         assert shared_artifacts.pull(third, shared)
-    assert content(third.path) in (content(one.path), content(other.path))
+    assert content(third.path) in (content(first.path), content(other.path))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -66,17 +66,17 @@ def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    with S3Server() as found:
-        yield found
+    with S3Server() as s3:
+        yield s3
 
 
 @pytest.fixture
 def proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """Between this process and S3."""
-    with FaultProxy(server.url) as found:
-        for name, value in found.env.items():
+    with FaultProxy(server.url) as faults:
+        for name, value in faults.env.items():
             monkeypatch.setenv(name, value)
-        yield found
+        yield faults
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def either(request: pytest.FixtureRequest) -> CachePlace:
     """An empty cache, in a folder or in S3."""
     if request.param == "s3":
         return place_at(request.getfixturevalue("bucket"))
-    found: CachePlace = request.getfixturevalue("afar")
-    return found
+    place: CachePlace = request.getfixturevalue("afar")
+    return place
 
 
 def kept(cache: Path, *folders: Path, manifest: dict[str, Any] | None = None) -> str:
@@ -121,27 +121,27 @@ def names(place: CachePlace) -> set[str]:
 
 def test_pushed_graphs_are_pulled_by_another_host(either: CachePlace, tmp_path: Path) -> None:
     """Byte for byte, with the record."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    name = kept(one, finished(one), finished(one, "22222222222222222222", neff="another"))
-    sent = push(one, either)
+    first, other = tmp_path / "one", tmp_path / "other"
+    name = kept(first, finished(first), finished(first, "22222222222222222222", neff="another"))
+    sent = push(first, either)
     assert (len(sent.entries), sent.records) == (2, (name,))
     assert len(pull(either, other).entries) == 2
-    assert entries(other) == entries(one)
+    assert entries(other) == entries(first)
     record = read_record(place_of(other, name))
     assert record is not None
     assert Proof(other, [record]).missing(record) == ()
-    assert push(one, either).entries == pull(either, other).entries == ()
+    assert push(first, either).entries == pull(either, other).entries == ()
 
 
 def test_only_finished_entries_are_synced(either: CachePlace, tmp_path: Path) -> None:
     """No locks, failures or partial NEFFs, in both directions."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    good = finished(one)
+    first, other = tmp_path / "one", tmp_path / "other"
+    good = finished(first)
     (good / "model.log").write_text("warnings")
-    graph(one, "22222222222222222222", **{"model.log": "neuronx-cc failed with 70"})
-    graph(one, "33333333333333333333", **{"model.hlo_module.pb.lock": ""})
-    graph(one, "44444444444444444444", **{"model.neff": "half"})
-    assert len(push(one, either).entries) == 1
+    graph(first, "22222222222222222222", **{"model.log": "neuronx-cc failed with 70"})
+    graph(first, "33333333333333333333", **{"model.hlo_module.pb.lock": ""})
+    graph(first, "44444444444444444444", **{"model.neff": "half"})
+    assert len(push(first, either).entries) == 1
     base = f"neuronxcc-{COMPILER}/{good.name}"
     marker = f"corewright.{part_of(good / 'model.neff').digest}"
     assert names(either) == {
@@ -156,10 +156,10 @@ def test_only_finished_entries_are_synced(either: CachePlace, tmp_path: Path) ->
 
 def test_finished_entries_are_never_replaced(afar: CachePlace, tmp_path: Path) -> None:
     """Two hosts that compile one graph produce different bytes; each keeps its own."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    finished(one, neff="of one")
+    first, other = tmp_path / "one", tmp_path / "other"
+    finished(first, neff="of one")
     (neff,) = (folder / "model.neff" for folder in [finished(other, neff="of the other")])
-    push(one, afar)
+    push(first, afar)
     assert push(other, afar).entries == pull(afar, other).entries == ()
     assert neff.read_text() == "of the other"
     third = tmp_path / "third"
@@ -169,9 +169,9 @@ def test_finished_entries_are_never_replaced(afar: CachePlace, tmp_path: Path) -
 
 def test_a_pulled_record_has_the_digests_of_the_pulled_files(afar: CachePlace, tmp_path: Path) -> None:
     """Also if another host has pushed other bytes of the graph first."""
-    one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
-    finished(one, neff="of one")
-    push(one, afar)
+    first, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
+    finished(first, neff="of one")
+    push(first, afar)
     name = kept(other, finished(other, neff="of the other"))
     assert push(other, afar).records == (name,)
     assert pull(afar, third).records == (name,)
@@ -182,11 +182,11 @@ def test_a_pulled_record_has_the_digests_of_the_pulled_files(afar: CachePlace, t
 
 def test_a_pull_replaces_unfinished_entries_but_not_locked_ones(afar: CachePlace, tmp_path: Path) -> None:
     """Empty entries and failures are replaced."""
-    one, other = tmp_path / "one", tmp_path / "other"
+    first, other = tmp_path / "one", tmp_path / "other"
     keys = [str(digit) * 20 for digit in range(1, 5)]
     for key in keys:
-        finished(one, key)
-    push(one, afar)
+        finished(first, key)
+    push(first, afar)
     graph(other, keys[0], **{"model.hlo_module.pb": "graph"})
     graph(other, keys[1], **{"model.log": "neuronx-cc failed with 70"})
     graph(other, keys[2], **{"model.hlo_module.pb.lock": ""})
@@ -197,12 +197,12 @@ def test_a_pull_replaces_unfinished_entries_but_not_locked_ones(afar: CachePlace
 
 def test_a_pull_selects_graphs_by_record_or_compiler(afar: CachePlace, tmp_path: Path) -> None:
     """A cache has graphs of many models and compiler versions."""
-    one = tmp_path / "one"
-    own = finished(one)
-    finished(one, "22222222222222222222")
-    finished(one, "33333333333333333333", compiler=NEWER)
-    name = kept(one, own)
-    push(one, afar)
+    first = tmp_path / "one"
+    own = finished(first)
+    finished(first, "22222222222222222222")
+    finished(first, "33333333333333333333", compiler=NEWER)
+    name = kept(first, own)
+    push(first, afar)
     assert pull(afar, tmp_path / "by record", record=name, compiler=COMPILER).entries == (
         f"{own.parent.name}/{own.name}",
     )
@@ -213,25 +213,25 @@ def test_a_pull_selects_graphs_by_record_or_compiler(afar: CachePlace, tmp_path:
 
 def test_a_record_is_synced_only_with_all_its_graphs(afar: CachePlace, tmp_path: Path) -> None:
     """Records of failures are not pushed."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    first, second = finished(one), finished(one, "22222222222222222222")
-    kept(one, first, second)
+    here, other = tmp_path / "one", tmp_path / "other"
+    first, second = finished(here), finished(here, "22222222222222222222")
+    kept(here, first, second)
     (second / "model.done").unlink()
     failed = record_of({"engine": "x"}, failed=("neuronxcc-1/MODULE_a+b",))
-    write_record(place_of(one, failed.name), failed)
-    assert push(one, afar).records == ()
+    write_record(place_of(here, failed.name), failed)
+    assert push(here, afar).records == ()
     (second / "model.done").touch()
-    assert len(push(one, afar).records) == 1
+    assert len(push(here, afar).records) == 1
     assert len(pull(afar, other, compiler=NEWER).records) == 0  # none of its graphs came
     assert len(pull(afar, other).records) == 1
 
 
 def test_concurrent_pulls_fetch_each_entry_once(afar: CachePlace, tmp_path: Path) -> None:
     """The later ones wait, and find all entries."""
-    one = tmp_path / "one"
+    first = tmp_path / "one"
     for digit in range(1, 4):
-        finished(one, str(digit) * 20)
-    push(one, afar)
+        finished(first, str(digit) * 20)
+    push(first, afar)
     with ThreadPoolExecutor(4) as pool:
         got = list(pool.map(lambda _: len(pull(afar, tmp_path / "other").entries), range(4)))
     assert sorted(got) == [0, 0, 0, 3]
@@ -255,17 +255,17 @@ def line(of: subprocess.Popen[str]) -> str:
     return of.stdout.readline().strip()
 
 
-def kill(one: subprocess.Popen[str]) -> None:
-    one.send_signal(signal.SIGKILL)
-    one.communicate(timeout=DEADLINE_S)
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=DEADLINE_S)
 
 
 @pytest.mark.slow
 def test_a_killed_pull_leaves_no_partial_entry(bucket: str, proxy: FaultProxy, tmp_path: Path) -> None:
     """The next pull fetches the rest, without waiting for the dead process."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    finished(one, "1" * 20, neff="x" * 200_000)
-    push(one, place_at(bucket))
+    here, other = tmp_path / "one", tmp_path / "other"
+    finished(here, "1" * 20, neff="x" * 200_000)
+    push(here, place_at(bucket))
     key = f"cache/neuronxcc-{COMPILER}/MODULE_{'1' * 20}+{FLAGS}/model.neff"
     held = proxy.hold(key, 100_000)
     first = process(PULL, bucket, str(other))
@@ -278,37 +278,37 @@ def test_a_killed_pull_leaves_no_partial_entry(bucket: str, proxy: FaultProxy, t
     assert line(second) == "begins"
     assert line(second) == "1"
     second.communicate(timeout=DEADLINE_S)
-    assert entries(other) == entries(one)
+    assert entries(other) == entries(here)
     assert not (other / OWN / sync.INCOMING).exists()
 
 
 @pytest.mark.slow
 def test_a_killed_push_leaves_no_finished_entry(bucket: str, tmp_path: Path) -> None:
     """Other hosts do not pull it, and the next push completes it."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    finished(one)
-    first = process(PUSH, bucket, str(one))
+    here, other = tmp_path / "one", tmp_path / "other"
+    finished(here)
+    first = process(PUSH, bucket, str(here))
     assert line(first) == "holds"
     kill(first)
     assert any(name.endswith("model.neff") for name in names(place_at(bucket)))
     assert pull(place_at(bucket), other).entries == ()
-    assert len(push(one, place_at(bucket)).entries) == 1
+    assert len(push(here, place_at(bucket)).entries) == 1
     assert len(pull(place_at(bucket), other).entries) == 1
-    assert entries(other) == entries(one)
+    assert entries(other) == entries(here)
 
 
 def test_leftovers_of_a_killed_push_are_not_entries(tmp_path: Path) -> None:
     """They are in a staging folder, and are removed after a day."""
-    one, afar = tmp_path / "one", tmp_path / "afar"
-    finished(one)
+    first, afar = tmp_path / "one", tmp_path / "afar"
+    finished(first)
     stray = afar / OWN / f"{sync.STAGED}dead"
     stray.mkdir(parents=True)
     (stray / "model.neff").write_text("half")
     assert pull(FolderPlace(afar), tmp_path / "other").entries == ()
     os.utime(stray, (1e9, 1e9))
-    push(one, FolderPlace(afar))
+    push(first, FolderPlace(afar))
     assert not stray.exists()
-    assert {file for file in entries(afar) if "corewright." not in file} == set(entries(one))
+    assert {file for file in entries(afar) if "corewright." not in file} == set(entries(first))
 
 
 # Denials
@@ -420,21 +420,21 @@ def test_a_stopped_pull_leaves_no_partial_entry(tmp_path: Path, monkeypatch: pyt
 
 def test_damaged_graphs_are_not_pushed(afar: CachePlace, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Their NEFF does not match the record; the others are pushed."""
-    one = tmp_path / "one"
-    bad, good = finished(one), finished(one, "2" * 20)
-    kept(one, bad, good)
+    first = tmp_path / "one"
+    bad, good = finished(first), finished(first, "2" * 20)
+    kept(first, bad, good)
     (bad / "model.neff").write_text("NEfF")
-    assert push(one, afar).entries == (f"{good.parent.name}/{good.name}",)
+    assert push(first, afar).entries == (f"{good.parent.name}/{good.name}",)
     assert f"/{bad.name} to " in caplog.text
 
 
 @pytest.mark.parametrize("told_by", ["sender", "record"])
 def test_damaged_remote_graphs_are_not_pulled(either: CachePlace, tmp_path: Path, told_by: str) -> None:
     """By the digest of the marker file or of the record; the next push replaces them."""
-    one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
-    folder = finished(one)
-    name = kept(one, folder)
-    push(one, either)
+    first, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
+    folder = finished(first)
+    name = kept(first, folder)
+    push(first, either)
     graph_name = f"{folder.parent.name}/{folder.name}"
     either.put_bytes(f"{graph_name}/model.neff", b"NEfF")
     if told_by == "record":
@@ -462,21 +462,21 @@ def test_a_push_keeps_a_graph_that_another_host_finished_first(
     either: CachePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After this push has listed the cache."""
-    one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
-    finished(one, neff="of one")
+    first, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
+    finished(first, neff="of one")
     finished(other, neff="of the other")
     listed = type(either).files
 
     def late(place: Any) -> Any:
         result = listed(place)
         monkeypatch.setattr(type(either), "files", listed)
-        assert len(push(one, either).entries) == 1
+        assert len(push(first, either).entries) == 1
         return result
 
     monkeypatch.setattr(type(either), "files", late)
     assert push(other, either).entries == ()
     pull(either, third)
-    assert entries(third) == entries(one)
+    assert entries(third) == entries(first)
 
 
 @pytest.mark.slow
@@ -484,10 +484,10 @@ def test_a_graph_replaced_during_a_pull_is_pulled_again(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another host has pushed it since the listing."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    folder = finished(one, neff="of one")
+    first, other = tmp_path / "one", tmp_path / "other"
+    folder = finished(first, neff="of one")
     place = place_at(bucket)
-    push(one, place)
+    push(first, place)
     (folder / "model.neff").write_text("another")
     name = f"{folder.parent.name}/{folder.name}"
     listed = sync.BucketPlace.files
@@ -501,27 +501,27 @@ def test_a_graph_replaced_during_a_pull_is_pulled_again(
 
     monkeypatch.setattr(sync.BucketPlace, "files", replaced)
     assert pull(place, other).entries == (name,)
-    assert entries(other) == entries(one)
+    assert entries(other) == entries(first)
 
 
 @pytest.mark.parametrize("age_s", [60.0, 2 * sync.STRAY_S])
 def test_a_push_keeps_entries_that_are_being_compiled(tmp_path: Path, age_s: float) -> None:
     """A lock older than a day is stale."""
-    one, afar = tmp_path / "one", tmp_path / "afar"
-    finished(one)
+    first, afar = tmp_path / "one", tmp_path / "afar"
+    finished(first)
     lock = graph(afar, **{"model.hlo_module.pb.lock": ""}) / "model.hlo_module.pb.lock"
     at = time.time() - age_s
     os.utime(lock, (at, at))
-    assert len(push(one, FolderPlace(afar)).entries) == (0 if age_s == 60.0 else 1)
+    assert len(push(first, FolderPlace(afar)).entries) == (0 if age_s == 60.0 else 1)
     assert lock.exists() == (age_s == 60.0)
 
 
 def test_other_users_can_read_pushed_graphs_and_records(tmp_path: Path) -> None:
     """As far as the umask allows."""
-    one, afar = tmp_path / "one", tmp_path / "afar"
-    kept(one, finished(one))
+    first, afar = tmp_path / "one", tmp_path / "afar"
+    kept(first, finished(first))
     afar.mkdir()
-    push(one, FolderPlace(afar))
+    push(first, FolderPlace(afar))
     (tmp_path / "made").mkdir()
     (tmp_path / "written").touch()
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("made", "written")}
@@ -530,32 +530,32 @@ def test_other_users_can_read_pushed_graphs_and_records(tmp_path: Path) -> None:
 
 def test_leftover_records_of_killed_pushes_are_removed(tmp_path: Path) -> None:
     """They are files, not folders."""
-    one, afar = tmp_path / "one", tmp_path / "afar"
-    finished(one)
+    first, afar = tmp_path / "one", tmp_path / "afar"
+    finished(first)
     (afar / OWN).mkdir(parents=True)
     stray = afar / OWN / f"{sync.STAGED}dead"
     stray.write_text("half")
     os.utime(stray, (1e9, 1e9))
-    push(one, FolderPlace(afar))
+    push(first, FolderPlace(afar))
     assert not stray.exists()
 
 
 def test_a_pull_does_not_wait_for_a_push(afar: CachePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start is not delayed by an upload of gigabytes."""
-    one = tmp_path / "one"
-    finished(one)
+    first = tmp_path / "one"
+    finished(first)
     put_entry = FolderPlace.put_entry
 
     def while_it_is_sent(place: FolderPlace, *args: Any) -> bool:
         stop = threading.Event()
         timer = threading.Timer(DEADLINE_S, stop.set)
         timer.start()
-        assert pull(afar, one, stop=stop).entries == ()
+        assert pull(afar, first, stop=stop).entries == ()
         timer.cancel()
         return put_entry(place, *args)
 
     monkeypatch.setattr(FolderPlace, "put_entry", while_it_is_sent)
-    assert len(push(one, afar).entries) == 1
+    assert len(push(first, afar).entries) == 1
 
 
 def test_a_waiting_pull_is_logged_and_can_be_stopped(

@@ -37,10 +37,10 @@ def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa:
 
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    with FaultProxy(NOWHERE) as found:
-        for name, value in found.env.items():
+    with FaultProxy(NOWHERE) as faults:
+        for name, value in faults.env.items():
             monkeypatch.setenv(name, value)
-        yield found
+        yield faults
 
 
 def _away(proxy: FaultProxy) -> None:
@@ -68,10 +68,10 @@ def kept(source: Path, tmp_path: Path, **fields: Any) -> ReplicaConfig:
     return config(source, compiled=str(tmp_path / "compiled"), neff_cache=CACHE, **BUCKETS | fields)
 
 
-def asked(one: ReplicaConfig, **fields: Any) -> Reply:
+def reply_to(replica_config: ReplicaConfig, **fields: Any) -> Reply:
     """How compiling it ends, without a process of its own."""
     results: list[Reply] = []
-    build.run("compile", Order(config=one, **fields), results.append)
+    build.run("compile", Order(config=replica_config, **fields), results.append)
     return results[-1]
 
 
@@ -91,7 +91,7 @@ def test_an_unavailable_cache_does_not_fail_a_compile(
 ) -> None:
     """Also not that of the draft; it is logged once, as an error if it needs a fix."""
     fault(proxy)
-    built = asked(kept(checkpoint("llama"), tmp_path, draft_source=str(checkpoint("llama")), draft_k=3))
+    built = reply_to(kept(checkpoint("llama"), tmp_path, draft_source=str(checkpoint("llama")), draft_k=3))
     assert isinstance(built, Built)
     assert (len(built.compiled), built.pulled) == (2, [])
     assert [item.startswith(says) for item in built.warnings] == [True, True]
@@ -133,8 +133,8 @@ def test_a_prediction_names_the_unavailable_cache(
     """As the reason of the state `compiling`; sets and graphs are requested once."""
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", CACHE)
     fault(proxy)
-    one = kept(checkpoint("llama"), tmp_path)
-    (result,) = prefetch._missing(one, build.predict(one))
+    replica_config = kept(checkpoint("llama"), tmp_path)
+    (result,) = prefetch._missing(replica_config, build.predict(replica_config))
     assert result.startswith(f"model: this model has not been compiled; {says}")
     assert result.count("the cache at") == 1
 
@@ -145,13 +145,13 @@ def test_an_unavailable_cache_does_not_hide_local_artifacts(
     """The start compiles nothing, and `verify` predicts that."""
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", CACHE)
     proxy.away()
-    one = kept(checkpoint("llama"), tmp_path)
-    assert isinstance(asked(one), Built)
-    wanted = build.predict(one)
-    assert prefetch._missing(one, wanted) == []
-    (verdict,) = verdicts(one, wanted, {"NEURON_COMPILE_CACHE_URL": CACHE})
+    replica_config = kept(checkpoint("llama"), tmp_path)
+    assert isinstance(reply_to(replica_config), Built)
+    wanted = build.predict(replica_config)
+    assert prefetch._missing(replica_config, wanted) == []
+    (verdict,) = verdicts(replica_config, wanted, {"NEURON_COMPILE_CACHE_URL": CACHE})
     assert (verdict.prediction.outcome, verdict.prediction.where) == ("hit", "compiled")
-    engine: Any = open_transformers_neuronx(one)
+    engine: Any = open_transformers_neuronx(replica_config)
     engine.load()
     assert not engine.compiled
 
@@ -159,12 +159,12 @@ def test_an_unavailable_cache_does_not_hide_local_artifacts(
 def test_a_failed_push_is_reported(checkpoint: Checkpoints, tmp_path: Path, proxy: FaultProxy) -> None:
     """With the action that is not allowed; the compiled artifacts stay."""
     _denied(proxy)
-    one = kept(checkpoint("llama"), tmp_path)
-    result = asked(one, push=True)
+    replica_config = kept(checkpoint("llama"), tmp_path)
+    result = reply_to(replica_config, push=True)
     assert isinstance(result, Built)
     (why,) = result.unsent
     assert (why.id, "s3:ListBucket" in why.what, result.pushed) == ("s3-denied", True, [])
-    assert all(wanted.complete for wanted in build.predict(one).wanted)
+    assert all(wanted.complete for wanted in build.predict(replica_config).wanted)
 
 
 def test_a_pull_that_fails_midway_leaves_nothing(
@@ -174,14 +174,14 @@ def test_a_pull_that_fails_midway_leaves_nothing(
     first = config(
         checkpoint("llama"), compiled=str(tmp_path / "first"), neff_cache=str(tmp_path / "shared"), **BUCKETS
     )
-    assert isinstance(asked(first, push=True), Built)
+    assert isinstance(reply_to(first, push=True), Built)
 
     def falls_silent(self: Any, files: list[RemoteFile], folder: Path, stop: Any) -> None:
         (folder / "arrived.neff").write_text("half")
         raise SourceError("neff-cache-unreadable", "the disk is gone")
 
     monkeypatch.setattr(sync.FolderPlace, "fetch", falls_silent)
-    built = asked(
+    built = reply_to(
         config(checkpoint("llama"), compiled=str(tmp_path / "other"), neff_cache=str(tmp_path / "shared"), **BUCKETS)
     )
     assert isinstance(built, Built)
@@ -192,11 +192,11 @@ def test_a_pull_that_fails_midway_leaves_nothing(
 def test_an_invalid_remote_manifest_is_rejected(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Whatever its content."""
     shared = tmp_path / "shared"
-    one = config(checkpoint("llama"), compiled=str(tmp_path / "a"), neff_cache=str(shared), **BUCKETS)
-    assert isinstance(asked(one, push=True), Built)
+    replica_config = config(checkpoint("llama"), compiled=str(tmp_path / "a"), neff_cache=str(shared), **BUCKETS)
+    assert isinstance(reply_to(replica_config, push=True), Built)
     (manifest,) = shared.rglob(shared_artifacts.MANIFEST)  # type: ignore[attr-defined]
     manifest.write_text("{")
-    built = asked(config(checkpoint("llama"), compiled=str(tmp_path / "b"), neff_cache=str(shared), **BUCKETS))
+    built = reply_to(config(checkpoint("llama"), compiled=str(tmp_path / "b"), neff_cache=str(shared), **BUCKETS))
     assert isinstance(built, Built)
     assert len(built.compiled) == 1
 

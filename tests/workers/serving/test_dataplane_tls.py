@@ -239,8 +239,8 @@ def test_a_silent_peer_does_not_delay_others(served: Served) -> None:
     began = time.monotonic()
     assert isinstance(run(lambda loop: first(loop, served.plane.address, FLEET.gateway)), Welcome)
     assert time.monotonic() - began < 3
-    for one in silent:
-        one.close()
+    for connection in silent:
+        connection.close()
 
 
 def test_a_unix_socket_has_no_tls() -> None:
