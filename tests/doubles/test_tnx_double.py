@@ -702,19 +702,7 @@ def test_split_checkpoints_are_read(tnx: Any, checkpoint: Checkpoints, tmp_path:
     assert torch.allclose(logits[0], after(stock, PROMPTS[0]), atol=1e-4)
 
 
-# adapters and speculation
-
-
-def test_generate_of_transformers_goes_through_the_adapter(tnx: Any, checkpoint: Checkpoints) -> None:
-    """Greedy, and again after the first, since it begins anew."""
-    stock, model = reference(checkpoint("llama")), static(tnx, checkpoint("llama"))
-    adapter = tnx.HuggingFaceGenerationModelAdapter(stock.config, model)
-    ids = torch.tensor([PROMPTS[0]])
-    mask = torch.ones_like(ids)
-    expected = stock.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
-    for _ in range(2):
-        answer = adapter.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
-        assert answer.tolist() == expected.tolist()
+# speculation
 
 
 def test_speculation_answers_as_the_target(tnx: Any, checkpoint: Checkpoints) -> None:

@@ -7,7 +7,6 @@ the whole environment. The process ends with its parent, so that no core stays c
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +24,6 @@ from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure
 from workers.serving.failures import failure_of
 from workers.text.tokenizer import ChatTemplateError, NoChatTemplate, TemplateInput, Tokenizer, load_tokenizer
-
-log = logging.getLogger(__name__)
 
 DEFAULT_TOKENS = 128  # of an answer, if the slot has room
 
@@ -123,7 +120,6 @@ def _prompt_ids(job: Job, tokenizer: Tokenizer) -> list[int]:
 
 
 def _answer(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, send: Send) -> End:
-    """Answer by the engine's own generate loop where it has one for this model, else step by step."""
     done: list[TokenEvent] = []
 
     def emit(events: list[TokenEvent]) -> None:
@@ -134,47 +130,15 @@ def _answer(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, send: S
 
     batcher = Batcher(engine, tokenizer, emit)
     try:
-        batcher.submit(request)  # validates the request for both ways
+        batcher.submit(request)
     except ValueError as error:
         raise _Refused(str(error)) from error
-    if hasattr(engine, "generate") and (end := _generate_by_package(engine, tokenizer, request, send)) is not None:
-        return end
     while not (done and done[-1].finish is not None):
         batcher.step()
     last = done[-1]
     if last.finish not in (FinishReason.STOP, FinishReason.LENGTH):
         raise RuntimeError(last.error or f"the answer ended as {last.finish}")
     return End(sum(len(event.token_ids) for event in done), last.finish.value)
-
-
-def _generate_by_package(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, send: Send) -> End | None:
-    """Answer by the engine's ``generate``, its package's own loop. Returns None where it cannot serve the model."""
-    stream = tokenizer.stream(request.prompt_ids)
-    ends = engine.spec.eos_token_ids
-    tokens: list[int] = []
-
-    def on_token(token: int) -> None:
-        tokens.append(token)
-        if token not in ends and (text := stream.push(token)):
-            send(Piece(text))
-
-    try:
-        engine.generate(
-            request.prompt_ids,
-            request.max_tokens,
-            temperature=request.temperature,
-            top_k=request.top_k or None,
-            top_p=request.top_p,
-            on_token=on_token,
-        )
-    except ValueError as error:
-        if tokens:
-            raise
-        log.info("the package's own loop is not used: %s", error)
-        return None
-    if text := stream.flush():
-        send(Piece(text))
-    return End(len(tokens), "stop" if tokens and tokens[-1] in ends else "length")
 
 
 def main() -> None:

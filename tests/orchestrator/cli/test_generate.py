@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import select
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -342,33 +341,7 @@ def config(**changes: Any) -> ReplicaConfig:
     return ReplicaConfig(**{**plain, **changes})
 
 
-class WithLoop(EchoEngine):
-    """An engine whose package has a generate loop."""
-
-    def __init__(self, answer: Sequence[int] | Exception) -> None:
-        super().__init__(slots=1, max_len=64)
-        self.answer = answer
-        self.asked: dict[str, Any] = {}
-
-    def generate(
-        self,
-        prompt_ids: Sequence[int],
-        max_new_tokens: int,
-        *,
-        temperature: float,
-        top_k: int | None,
-        top_p: float,
-        on_token: Callable[[int], None],
-    ) -> list[int]:
-        self.asked = {"prompt": list(prompt_ids), "most": max_new_tokens, "how": (temperature, top_k, top_p)}
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        for token in self.answer:
-            on_token(token)
-        return list(self.answer)
-
-
-def told_by(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list[Reply]:
+def replies_of(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list[Reply]:
     """All that the process tells when it opens that engine."""
     replies: list[Reply] = []
     monkeypatch.setattr(generate_once, "open_engine", lambda config: engine)
@@ -376,49 +349,12 @@ def told_by(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list[Re
     return replies
 
 
-def test_an_engines_own_loop_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the prompt's ids and the sampling; each token is streamed, and an EOS ends the answer without being part
-    of it.
-    """
-    engine = WithLoop([72, 105])
+def test_the_answer_is_streamed_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece for each token that completes text, then the end with the number of tokens."""
+    *pieces, end = replies_of(EchoEngine(slots=1, max_len=64), monkeypatch, max_tokens=4)
 
-    replies = told_by(engine, monkeypatch, max_tokens=5, temperature=0.5, top_k=3)
-
-    assert replies == [Piece("H"), Piece("i"), End(2, "length")]
-    assert engine.asked == {"prompt": [72, 105], "most": 5, "how": (0.5, 3, 1.0)}
-    engine = WithLoop([72, 105])
-    monkeypatch.setattr(
-        WithLoop,
-        "spec",
-        property(lambda self: dataclasses.replace(EchoEngine.spec.fget(self), eos_token_ids={105})),  # type: ignore[attr-defined]
-    )
-    assert told_by(engine, monkeypatch) == [Piece("H"), End(2, "stop")]
-
-
-def test_a_loop_that_fails_midway_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streamed tokens cannot be generated again by steps."""
-    engine = WithLoop([72])
-    answer = engine.generate
-
-    def generate(*arguments: Any, **how: Any) -> list[int]:
-        answer(*arguments, **how)
-        raise ValueError("of nobody's making")
-
-    monkeypatch.setattr(engine, "generate", generate)
-
-    first, trouble = told_by(engine, monkeypatch)
-
-    assert first == Piece("H")
-    assert isinstance(trouble, Trouble)
-    assert trouble.failure.id == "engine-failed"
-
-
-def test_an_engine_without_a_usable_loop_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It raises ValueError before any token; the answer is that of the steps."""
-    stepped = told_by(EchoEngine(slots=1, max_len=64), monkeypatch, max_tokens=4)
-
-    assert stepped[-1] == End(4, "length")
-    assert told_by(WithLoop(ValueError("several slots")), monkeypatch, max_tokens=4) == stepped
+    assert all(isinstance(piece, Piece) for piece in pieces)
+    assert end == End(4, "length")
 
 
 @pytest.mark.parametrize(
@@ -438,7 +374,7 @@ def test_a_failed_load_is_reported_by_the_id_of_its_cause(
     def load() -> None:
         raise error
 
-    (trouble,) = told_by(SimpleNamespace(load=load, close=lambda: None), monkeypatch)
+    (trouble,) = replies_of(SimpleNamespace(load=load, close=lambda: None), monkeypatch)
 
     assert isinstance(trouble, Trouble)
     assert trouble.failure.id == id
@@ -453,7 +389,7 @@ def test_a_failed_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(engine, "decode", decode)
 
-    trouble = told_by(engine, monkeypatch)[-1]
+    trouble = replies_of(engine, monkeypatch)[-1]
 
     assert isinstance(trouble, Trouble)
     assert trouble.failure.id == "engine-failed"

@@ -29,7 +29,6 @@ from tests.workers import tnx_mutants
 from tests.workers.tnx_runs import (
     BUCKETS,
     CONTINUOUS,
-    MAX_LEN,
     SERIAL,
     STATIC,
     ScriptedRequest,
@@ -681,36 +680,3 @@ def test_gpt_neox_has_only_the_persistent_cache(checkpoint: Checkpoints, tmp_pat
     engine = opened(checkpoint("gpt_neox"), compiled=str(tmp_path / "compiled"))
     assert engine.compiled
     assert not (tmp_path / "compiled").exists()
-
-
-# -- One answer without a batcher
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_answer_through_generate(checkpoint: Checkpoints, family: str) -> None:
-    """The package's adapter to transformers' ``generate``: greedy as the CPU engine, streamed token by token."""
-    source = checkpoint(family)
-    engine = opened(source, slots=1, **buckets_for(family))
-    tokens: list[int] = []
-    prompt = [9, 90, 200, 31, 8]
-    answer = engine.generate(prompt, 12, temperature=0.0, top_k=None, top_p=1.0, on_token=tokens.append)
-    assert answer == tokens == of_the_cpu_engine(source, [ScriptedRequest(tuple(prompt), 12)])[0][0]
-
-
-def test_one_sampled_answer_keeps_to_top_k(checkpoint: Checkpoints) -> None:
-    """With top_k 1 every temperature is greedy."""
-    engine = opened(checkpoint("llama"), slots=1, **BUCKETS)
-    prompt = [9, 90, 200, 31, 8]
-    greedy = engine.generate(prompt, 8, temperature=0.0, top_k=None, top_p=1.0, on_token=lambda _: None)
-    cut = engine.generate(prompt, 8, temperature=9.0, top_k=1, top_p=1.0, on_token=lambda _: None)
-    hot = engine.generate(prompt, 8, temperature=99.0, top_k=None, top_p=1.0, on_token=lambda _: None)
-    assert greedy == cut != hot
-    assert max(hot) < VOCAB_SIZE
-
-
-def test_generate_is_for_one_slot(checkpoint: Checkpoints) -> None:
-    """A single prompt does not fill a batch."""
-    engine = opened(checkpoint("llama"), **BUCKETS)
-    with pytest.raises(ValueError, match="one slot"):
-        engine.generate([5], 3, temperature=0.0, top_k=None, top_p=1.0, on_token=lambda _: None)
-    assert engine.spec.max_len == MAX_LEN

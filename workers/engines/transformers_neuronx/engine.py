@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,46 +228,6 @@ class TransformersNeuronxEngine(LoadableEngine):
             self._sampling[slot] = parameters
         self._update_sampling()
 
-    def generate(
-        self,
-        prompt_ids: Sequence[int],
-        max_new_tokens: int,
-        *,
-        temperature: float,
-        top_k: int | None,
-        top_p: float,
-        on_token: Callable[[int], None],
-    ) -> list[int]:
-        """Returns one answer by the package's adapter to transformers' ``generate``, for a loaded model of one slot.
-
-        ``temperature`` 0 is greedy. ``on_token`` gets each token as it comes, also an EOS. Raises ValueError for a
-        model of several slots, whose batch no single prompt fills, and for one that samples on the device: callers
-        then use ``prefill`` and ``decode``.
-        """
-        if self.spec.slots != 1 or self.spec.returns != "logits":
-            raise ValueError("a single answer needs a model of one slot that samples on the host")
-        import torch
-        from transformers import AutoConfig
-        from transformers_neuronx.generation_utils import HuggingFaceGenerationModelAdapter
-
-        adapter = HuggingFaceGenerationModelAdapter(AutoConfig.from_pretrained(str(self._path)), self._model)
-        adapter.reset_generation()
-        ids = torch.tensor([list(prompt_ids)])
-        eos = sorted(self.spec.eos_token_ids)
-        sampled = {"temperature": float(temperature), "top_k": top_k or 0, "top_p": float(top_p)} if temperature else {}
-        output = adapter.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=bool(temperature),
-            eos_token_id=eos or None,
-            pad_token_id=eos[0] if eos else 0,
-            streamer=_Streamer(on_token),
-            **sampled,
-        )
-        answer: list[int] = output[0, len(prompt_ids) :].tolist()
-        return answer
-
     def close(self) -> None:
         """Release the model. Its cores are free when the process exits."""
         self._spec = None
@@ -323,24 +283,6 @@ class TransformersNeuronxEngine(LoadableEngine):
             self.decode(every, [0] * len(every), [bucket - 1] * len(every))
         if self._length and self.spec.max_len > self._length:
             self.verify(every, [[0] * self._length] * len(every), [1] * len(every))
-
-
-class _Streamer:
-    """A streamer for transformers: receives the prompt first, ``[1, n]``, and then each token, ``[1]``."""
-
-    def __init__(self, on_token: Callable[[int], None]) -> None:
-        self._on_token = on_token
-        self._prompt_is_through = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self._prompt_is_through:
-            self._prompt_is_through = True
-            return
-        for token in value.reshape(-1).tolist():
-            self._on_token(int(token))
-
-    def end(self) -> None:
-        """Nothing to do: all tokens were sent as they came."""
 
 
 def _registry() -> Any:

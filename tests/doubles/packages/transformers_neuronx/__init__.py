@@ -12,7 +12,6 @@ from transformers_neuronx.config import (
     QuantizationConfig,
 )
 from transformers_neuronx.constants import GQA, Layout
-from transformers_neuronx.generation_utils import HuggingFaceGenerationModelAdapter
 from transformers_neuronx.gpt2.model import GPT2ForSamplingWithContextBroadcasting
 from transformers_neuronx.gptj.model import GPTJForSampling
 from transformers_neuronx.gptneox.model import GPTNeoXForSampling
@@ -31,7 +30,6 @@ __all__ = [
     "GPTJForSampling",
     "GPTNeoXForSampling",
     "GenerationConfig",
-    "HuggingFaceGenerationModelAdapter",
     "Layout",
     "LlamaForSampling",
     "MistralForSampling",
