@@ -171,13 +171,6 @@ def _gathers_heads(checkpoint: Checkpoint, tp: int, strategy: GroupQueryAttentio
     return strategy == "all-gather-heads" and possible
 
 
-def _shards_batch(model: ModelSpec, checkpoint: Checkpoint) -> bool:
-    """Returns whether the cores divide the slots instead of the KV heads, with the same fallback."""
-    grouped = checkpoint.kv_heads != checkpoint.heads
-    by_slots = model.group_query_attention == "shard-over-batch"
-    return grouped and by_slots and model.max_batch % model.tp_degree == 0
-
-
 def estimate(
     model: ModelSpec, checkpoint: Checkpoint, engine: Engine | None = None, draft: Checkpoint | None = None
 ) -> MemoryEstimate:
@@ -236,7 +229,7 @@ def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weigh
         embeddings, small = groups.head or groups.embedding, groups.small
     attention = groups.attention * padded_heads(checkpoint, tp) // checkpoint.heads
     projected = padded_kv_heads(checkpoint, tp, strategy)
-    if _shards_batch(model, checkpoint) or _gathers_heads(checkpoint, tp, strategy):
+    if _gathers_heads(checkpoint, tp, strategy):
         projected = checkpoint.kv_heads
     copies = groups.kv * projected // checkpoint.kv_heads - groups.kv
 
@@ -256,12 +249,8 @@ def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weigh
 
 def _kv_cache(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, length: int | None = None) -> float:
     """Returns the bytes on a core; ``length`` is in tokens, by default the model's."""
-    tp, batch = model.tp_degree, model.max_batch
-    if _shards_batch(model, checkpoint):
-        cached = checkpoint.kv_heads * batch // tp
-    else:
-        cached = padded_kv_heads(checkpoint, tp, model.group_query_attention) // tp * batch
-    tokens = cached * (length or model.length(checkpoint))
+    heads = padded_kv_heads(checkpoint, model.tp_degree, model.group_query_attention) // model.tp_degree
+    tokens = heads * model.max_batch * (length or model.length(checkpoint))
     width = 1 if model.quantize_kv is not None and engine not in HOST_ENGINES else BYTES[model.dtype_on(engine)]
     return 2 * checkpoint.layers * tokens * checkpoint.head_dim * width
 

@@ -348,12 +348,16 @@ def engine_can_share_heads(case: Case) -> Iterator[Problem]:
         hint = "remove it, or use the engine transformers-neuronx"
         yield case.problem("gqa-unsupported", path, what, hint)
         return
-    why = ""
-    if mode == "shard-over-batch" and model.max_batch % tp != 0:
-        why = f"tp_degree {tp} does not divide max_batch {model.max_batch}"
-    elif checkpoint is None:
+    if mode == "shard-over-batch":
+        what = (
+            "group_query_attention: transformers-neuronx cannot use shard-over-batch, since it runs prompts one by one"
+        )
+        yield case.problem("gqa-unsupported", path, what, "remove it, or use all-gather-heads")
         return
-    elif mode == "shard-over-heads" and checkpoint.kv_heads % tp != 0:
+    if checkpoint is None:
+        return
+    why, hint = "", "use replicated-heads, which is always possible, or remove group_query_attention"
+    if mode == "shard-over-heads" and checkpoint.kv_heads % tp != 0:
         why = f"tp_degree {tp} does not divide the {counted(checkpoint.kv_heads, 'KV head')}"
     elif mode == "all-gather-heads":
         width, padding = checkpoint.kv_heads * checkpoint.head_dim, -checkpoint.heads % tp
@@ -361,8 +365,10 @@ def engine_can_share_heads(case: Case) -> Iterator[Problem]:
             why = f"tp_degree {tp} does not divide the total KV width, {width}"
         elif padding % checkpoint.kv_heads != 0:
             why = f"{counted(padding, 'head')} of padding cannot be divided among {checkpoint.kv_heads} KV heads"
+        elif model.fuse_qkv and tp > checkpoint.kv_heads:
+            why = f"tp_degree {tp} splits {counted(checkpoint.kv_heads, 'KV head')}, whose weights fuse_qkv would join"
+            hint = f"remove fuse_qkv, or {hint}"
     if why:
-        hint = "use replicated-heads, which is always possible, or remove group_query_attention"
         yield case.problem("gqa-not-divisible", path, f"{mode} is not possible for {model.name}: {why}", hint)
 
 

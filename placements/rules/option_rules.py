@@ -12,7 +12,6 @@ from placements.facts.engines import (
     NXD_QUANTIZED_DTYPES,
     NXD_QUANTIZED_OPTIONS,
     PACKAGES,
-    TNX_CONTINUOUS,
     Option,
     newest_nxd,
     runs_on,
@@ -55,7 +54,6 @@ def options_fit_the_model(case: Case) -> Iterator[Problem]:
         yield case.problem("setting-unsupported", path, what, "set sampling: device")
     yield from _device_top_k(case)
     yield from _quantized_options(case)
-    yield from _cache_layout(case)
 
 
 def _quantized_options(case: Case) -> Iterator[Problem]:
@@ -85,25 +83,6 @@ def _device_top_k(case: Case) -> Iterator[Problem]:
         path = ("engine_options", "on_device_sampling_config", "global_topk")
         what = f"engine_options.on_device_sampling_config.global_topk is {most}; it must be from 1 to {_TOP_K}"
         yield case.problem("out-of-range", path, what)
-
-
-def _cache_layout(case: Case) -> Iterator[Problem]:
-    """The cache layout BSH is used only with continuous batching and one compiled length of each kind.
-
-    Otherwise ``module.PretrainedModel.from_pretrained`` fails an assertion.
-    """
-    model = case.model
-    if case.engine != "transformers-neuronx" or model.engine_options.get("cache_layout") != "BSH":
-        return
-    path, buckets = ("engine_options", "cache_layout"), model.buckets
-    has_length = model.max_len is not None or case.checkpoint is not None
-    doubling = not buckets.prefill and has_length and model.length(case.checkpoint) > _SHORTEST
-    if model.max_batch == 1 or (case.family is not None and case.family not in TNX_CONTINUOUS):
-        what = "engine_options.cache_layout: BSH needs continuous batching, but batches are static here"
-        yield case.problem("setting-unsupported", path, what, "remove it")
-    elif doubling or max(len(buckets.prefill), len(buckets.decode)) > 1:
-        what = "engine_options.cache_layout: BSH supports one compiled length, but there are several"
-        yield case.problem("setting-unsupported", path, what, "set one length in buckets.prefill, or remove it")
 
 
 def _own_options(case: Case) -> Iterator[Problem]:

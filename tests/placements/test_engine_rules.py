@@ -18,7 +18,6 @@ from tests.placements.fleets import LAPTOP, brief
 
 INF2, TRN1, TRN2 = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")
 TNX, NXD = "transformers-neuronx", "nxd-inference"
-BSH = "engine_options: {cache_layout: BSH}"
 
 
 def topk(most: int) -> str:
@@ -278,12 +277,6 @@ def test_settings_for_neuron_devices_are_rejected_on_the_host(engine: str, field
         (NXD, "llama", "engine_options: {enable_eagle_speculation: true}", ["unknown-engine-option 4:22"]),
         (NXD, "llama", "engine_options: {attention_dp_degree: 2}", ["unknown-engine-option 4:22"]),
         (NXD, "llama", "engine_options: {flash_decoding_enabled: true}", ["unknown-engine-option 4:22"]),
-        (TNX, "llama", f"{BSH}\n    max_len: 512\n    buckets: {{prefill: [512]}}", []),
-        (TNX, "llama", f"{BSH}\n    max_len: 128", []),
-        (TNX, "llama", BSH, ["setting-unsupported 4:22"]),  # 128, 256 and so on
-        (TNX, "llama", f"{BSH}\n    max_len: 512\n    buckets: {{prefill: [64, 512]}}", ["setting-unsupported 4:22"]),
-        (TNX, "llama", f"{BSH}\n    max_batch: 1", ["setting-unsupported 4:22"]),
-        (TNX, "gpt2", BSH, ["setting-unsupported 4:22"]),
         (TNX, "gpt2", "engine_options: {prompt_batch_size: 4}", []),
         (TNX, "gpt2", "engine_options: {prompt_batch_size: 2}", ["out-of-range 4:22"]),
         (TNX, "llama", "engine_options: {prompt_batch_size: 4}", ["unknown-engine-option 4:22"]),

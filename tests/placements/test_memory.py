@@ -187,18 +187,6 @@ def strategy(name: GroupQueryAttention | None, tp: int, slots: int = 32) -> Memo
     return estimate(wish, LLAMA_31_8B)
 
 
-def test_sharding_over_the_batch_needs_no_copies() -> None:
-    """With tp 16 each core has the whole cache of 2 of 32 slots: half of that of copied heads, and weights once."""
-    copied, divided = strategy(None, 16), strategy("shard-over-batch", 16)
-    assert (divided.kv, copied.kv) == (1.0, 2.0)
-    assert copied.replicated - divided.replicated == pytest.approx(2 * 32 * 4096 * 8 * 128 * 2 / 16 / GIB)
-
-
-def test_sharding_over_a_batch_that_does_not_divide_is_the_default() -> None:
-    """The engine falls back with a warning: 24 slots on 16 cores."""
-    assert strategy("shard-over-batch", 16, slots=24) == strategy(None, 16, slots=24)
-
-
 def test_gathering_heads_saves_only_the_copies_of_the_projections() -> None:
     """The cache has whole heads."""
     copied, gathered = strategy("replicated-heads", 16), strategy("all-gather-heads", 16)
