@@ -8,6 +8,7 @@ import tempfile
 import pytest
 
 from tests import doubles
+from tests.closed import real_tnx as real_tnx
 from tests.doubles import neuron as neuron
 from tests.s3 import s3_proxy as s3_proxy
 from tests.s3 import s3_server as s3_server
@@ -52,3 +53,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         version = parameters.get("version")
         if item.path in VERSIONED and version is not None and version not in EVERYDAY_VERSIONS:
             item.add_marker(pytest.mark.slow)
+    items[:] = [item for item in items if not _repeats_a_real_run(item)]
+
+
+def _repeats_a_real_run(item: pytest.Item) -> bool:
+    """Returns whether the package's own code runs, which has one version, and the test names another."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    is_real = any(isinstance(value, str) and value.startswith("real_") for value in parameters.values())
+    return is_real and parameters.get("version", "0.13-main") not in EVERYDAY_VERSIONS

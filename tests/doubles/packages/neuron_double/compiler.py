@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -27,10 +28,11 @@ def compiler_version() -> str:
     return os.environ.get("NEURON_DOUBLE_CC_VERSION", "2.16.372.0+4a9b2326")
 
 
-def compile_graph(hlo_text: str, flags: str, cores: int = 1) -> bytes:
+def compile_graph(hlo_text: str, flags: str, cores: int = 1, program: bytes = b"") -> bytes:
     """Compile. Needs no device. Raises CompilerFailed with a planned fault's exit code (-9: the kernel's OOM killer).
 
     ``cores`` is how many the NEFF runs on (the tensor-parallel degree). Each compile is a line of ``compiles.jsonl``.
+    ``program`` becomes part of the NEFF, for a runtime that executes it.
     """
     line = {"hlo": hashlib.sha256(hlo_text.encode()).hexdigest()[:20], "flags": flags, "pid": os.getpid()}
     with (state() / "compiles.jsonl").open("a") as log:
@@ -57,6 +59,7 @@ def compile_graph(hlo_text: str, flags: str, cores: int = 1) -> bytes:
         "lnc": machine.lnc,
         "cores": cores,
         "hlo": line["hlo"],
+        "program": base64.b64encode(program).decode(),
     }
     return json.dumps(neff, sort_keys=True).encode()
 
@@ -79,7 +82,7 @@ def compiles() -> list[dict[str, object]]:
         return []
 
 
-def cached_compile(hlo_text: str, flags: str, cores: int = 1) -> bytes:
+def cached_compile(hlo_text: str, flags: str, cores: int = 1, program: bytes = b"") -> bytes:
     """Through the persistent cache: NEURON_COMPILE_CACHE_URL, or --cache_dir in NEURON_CC_FLAGS, or AWS's default.
 
     An entry that failed once fails again, until it is deleted or --retry_failed_compilation is given. One that is
@@ -90,7 +93,7 @@ def cached_compile(hlo_text: str, flags: str, cores: int = 1) -> bytes:
         own = flag.split("=")[0] in ("--cache_dir", "--no_cache", "--log_level", "--retry_failed_compilation")
         (wrapper if own else plain).append(flag)
     if "--no_cache" in wrapper:
-        return compile_graph(hlo_text, " ".join(plain), cores)
+        return compile_graph(hlo_text, " ".join(plain), cores, program)
     named = next((flag.partition("=")[2] for flag in wrapper if flag.startswith("--cache_dir=")), None)
     root = Path(named or os.environ.get("NEURON_COMPILE_CACHE_URL") or "/var/tmp/neuron-compile-cache")
     key = hashlib.sha256(hlo_text.encode()).hexdigest()[:20]
@@ -110,7 +113,7 @@ def cached_compile(hlo_text: str, flags: str, cores: int = 1) -> bytes:
         (entry / "model.hlo_module.pb").write_text(hlo_text)
         (entry / "compile_flags.json").write_text(json.dumps(plain))
         try:
-            neff = compile_graph(hlo_text, " ".join(plain), cores)
+            neff = compile_graph(hlo_text, " ".join(plain), cores, program)
         except CompilerFailed as error:
             (entry / "model.log").write_text(str(error))
             raise

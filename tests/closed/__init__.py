@@ -1,0 +1,66 @@
+"""The Neuron packages' own code on a CPU: the closed layer below them is stood in for, everything above it is real.
+
+``TNX_SOURCE``, ``NXD_SOURCE`` and ``NXDI_SOURCE`` name the ``src`` of a checkout; on a Neuron image the packages are
+found as installed. Without them the tests skip.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.doubles import PACKAGES, Neuron
+
+FOLDER = Path(__file__).parent
+CLOSED_BELOW_TNX = ("torch_neuronx", "libneuronxla", "neuronxcc")
+
+
+def source_of(variable: str, package: str) -> Path | None:
+    """Returns the folder to import ``package`` from, None where it is installed.
+
+    Skips the test with what to set where there is neither.
+    """
+    folder = os.environ.get(variable)
+    if folder:
+        if not (Path(folder) / package / "__init__.py").exists():
+            pytest.fail(f"{variable}={folder} has no package {package}; name the `src` of a checkout")
+        return Path(folder)
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"set {variable} to the `src` of a checkout of {package.replace('_', '-')}")
+    return None
+
+
+@pytest.fixture
+def real_tnx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuron]:
+    """transformers-neuronx's own code above the stand-ins of this folder. Fails if a run of a program failed unseen."""
+    source = source_of("TNX_SOURCE", "transformers_neuronx")
+    for name in [name for name in os.environ if name.startswith(("NEURON_", "NEURONX_"))]:
+        monkeypatch.delenv(name)
+    state = tmp_path / "neuron"
+    state.mkdir()
+    monkeypatch.setenv("NEURON_DOUBLE_STATE", str(state))
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "neuron-compile-cache"))
+    monkeypatch.syspath_prepend(str(FOLDER / "tnx"))
+    if source is not None:
+        monkeypatch.syspath_prepend(str(source))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(PACKAGES)])  # last: it has doubles of these packages, too
+    _forget("transformers_neuronx", *CLOSED_BELOW_TNX)
+    importlib.invalidate_caches()
+    device = importlib.import_module("neuron_double.runtime")
+    device.reset_for_tests()
+    runtime = importlib.import_module("torch_neuronx.runtime")
+    yield Neuron(state)
+    device.reset_for_tests()
+    _forget("transformers_neuronx", *CLOSED_BELOW_TNX)
+    assert not runtime.FAILURES, runtime.FAILURES[0]
+
+
+def _forget(*packages: str) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] in packages]:
+        del sys.modules[name]

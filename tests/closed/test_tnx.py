@@ -1,0 +1,129 @@
+"""transformers-neuronx's own code with each pair of options, against transformers in float32."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.closed.forced import deviation
+from tests.closed.pairs import Row, all_pairs
+from tests.doubles import Neuron
+from tests.workers.conftest import checkpoint as checkpoint
+from tests.workers.tnx_runs import config
+from workers.engines.transformers_neuronx import options
+from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
+from workers.messages.engine_protocol import EngineLoadError
+
+pytestmark = pytest.mark.real
+Checkpoints = Callable[[str], Path]
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "tp_degree": (1, 2, 4),
+    "group_query_attention": (None, "shard-over-heads", "replicated-heads", "all-gather-heads"),
+    "dtype": ("fp32", "bf16"),
+    "quantize": (None, "int8"),
+    "quantize_kv": (None, "fp8"),
+    "fuse_qkv": (None, True),
+    "sampling": ("host", "device"),
+    "slots": (1, 4),
+    "decode_buckets": ([64], [32, 64]),
+    "compiled": (False, True),  # the engine starts from what another one has compiled
+    "on_device_embedding": (False, True),
+    "attention_layout": (None, "BSH"),
+}
+ENGINE_OPTIONS = ("on_device_embedding", "attention_layout")
+# Deviation in standard deviations of the logits; of random weights, whose logits differ little from each other.
+TOLERANCE = {"fp32": 1e-4, "bf16": 0.15, "int8": 0.3, "fp8": 0.8}
+KV_HEADS = 2  # of the test's Llama, which has 4 heads
+
+
+def is_allowed(row: Row) -> bool:
+    """Returns whether ``validate`` accepts the options together."""
+    if row["group_query_attention"] == "shard-over-heads" and KV_HEADS % row["tp_degree"]:
+        return False
+    return not (row["group_query_attention"] == "all-gather-heads" and row["fuse_qkv"] and row["tp_degree"] > KV_HEADS)
+
+
+def opened(source: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Any:
+    """Returns the loaded engine."""
+    cores = list(range(fields["tp_degree"]))
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", f"0-{cores[-1]}")
+    importlib.import_module("neuron_double.runtime").reset_for_tests()
+    engine = open_transformers_neuronx(config(source, cores=cores, **fields))
+    engine.load()
+    return engine
+
+
+def name_of(row: Row) -> str:
+    return " ".join(f"{name}={value}" for name, value in row.items() if value not in (None, False))
+
+
+@pytest.mark.parametrize("row", all_pairs(OPTIONS, is_allowed), ids=name_of)
+def test_llama_answers_as_transformers(
+    real_tnx: Neuron, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: Row
+) -> None:
+    """After prompts and in steps, with slots that end, within the rounding of the types."""
+    source = checkpoint("llama")
+    fields = {name: value for name, value in row.items() if name not in (*ENGINE_OPTIONS, "compiled")}
+    fields["engine_options"] = {name: row[name] for name in ENGINE_OPTIONS if row[name]}
+    fields["prefill_buckets"] = [8, 16, 64]
+    if row["compiled"]:
+        fields["compiled"] = str(tmp_path / "compiled")
+        opened(source, monkeypatch, **fields)
+    engine = opened(source, monkeypatch, **fields)
+    assert not (row["compiled"] and engine.compiled)
+    tolerance = max(TOLERANCE[row[name]] for name in ("dtype", "quantize", "quantize_kv") if row[name])
+    assert deviation(engine, source) <= tolerance
+
+
+def test_each_program_runs_in_load(real_tnx: Neuron, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three lengths of prompts, and two of steps and of a draft's runs: any fault comes before the first request."""
+    source = checkpoint("llama")
+    fields = {"tp_degree": 1, "prefill_buckets": [8, 16, 64], "decode_buckets": [32, 64]}
+    opened(source, monkeypatch, draft_source=str(source), draft_k=2, **fields)
+    programs = importlib.import_module("torch_neuronx.runtime").PROGRAMS
+    assert len(programs) == 14  # with those of the draft
+    assert all(program.runs for program in programs)
+
+
+@pytest.mark.parametrize("tp_degree", [1, 2])
+def test_shards_over_the_batch_are_refused_for_a_reason(
+    real_tnx: Neuron, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, tp_degree: int
+) -> None:
+    """On one core the package's answers are wrong; on several it uses another mode, since prompts run one at a time."""
+    source = checkpoint("llama")
+    fields = {"slots": 2, "prefill_buckets": [16, 64], "decode_buckets": [64]}
+    mode = "shard-over-batch"
+    engine = opened(source, monkeypatch, tp_degree=tp_degree, group_query_attention=mode, **fields)
+    used = engine._model.neuron_config.group_query_attention.value
+    assert (used == mode, deviation(engine, source) > 1) == (tp_degree == 1, tp_degree == 1)
+
+
+def test_a_cache_layout_is_refused_for_a_reason(
+    real_tnx: Neuron, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package orders a prompt's logits by slot then: here a prompt in slot 1 would get those of slot 0."""
+    source, prompt = checkpoint("llama"), [9, 90, 200, 31]
+    fields = {"tp_degree": 1, "slots": 2, "prefill_buckets": [64], "decode_buckets": [64]}
+    expected = opened(source, monkeypatch, **fields).prefill([1], [prompt])[0]
+    monkeypatch.delitem(options.UNSERVED, "cache_layout")
+    logits = opened(source, monkeypatch, engine_options={"cache_layout": "BSH"}, **fields).prefill([1], [prompt])
+    assert logits.shape[0] == 2
+    assert torch.allclose(logits[1], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("tp_degree", [2, 4])
+def test_fused_weights_of_split_heads_are_refused_for_a_reason(
+    real_tnx: Neuron, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, tp_degree: int
+) -> None:
+    """The package has no key weights of its own then, and fails while it builds its graphs."""
+    fields = {"group_query_attention": "all-gather-heads", "fuse_qkv": True, "tp_degree": tp_degree}
+    expected = pytest.raises(EngineLoadError, match="NoneType") if tp_degree > KV_HEADS else nullcontext()
+    with expected:
+        opened(checkpoint("llama"), monkeypatch, **fields)

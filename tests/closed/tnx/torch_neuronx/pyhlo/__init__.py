@@ -1,0 +1,1 @@
+"""Writes HLO modules: the messages, the scribe, constants."""
