@@ -640,7 +640,7 @@ def test_only_transformers_neuronx_supports_group_query_attention(engine: str, h
 
 def test_shards_over_the_batch_are_refused() -> None:
     """Prompts run one at a time: the package falls back to another method, or on one core answers wrongly."""
-    assert ids(one("engine: transformers-neuronx\n    group_query_attention: shard-over-batch")) == [
+    assert ids(one_model("engine: transformers-neuronx\n    group_query_attention: shard-over-batch")) == [
         "gqa-unsupported 5:5"
     ]
 
