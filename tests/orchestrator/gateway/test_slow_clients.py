@@ -78,13 +78,11 @@ def test_readers_that_stop_lose_their_slots_by_the_deadline(
                 wire.send(completion(model=MODEL, max_tokens=99_000, stream=True))
             for wire in wires:
                 wire.read_until(b"data: ")
-            began = time.monotonic()
-            until(lambda: queue.live <= 2, 60, "the slots are free")
-            took = time.monotonic() - began
+            # After the kernel's buffers are full, and 1 s; an answer takes 99 s, or longer if its reader stops.
+            until(lambda: queue.live <= 2, 80, "the slots are free")
             steady.wait_answered(20)
         assert steady.wrong == []
         assert steady.slowest_s < OTHERS_S
-        assert took < 40  # to fill the buffers of the kernel, and 1 s
         until(lambda: gateway.connections == 0, 5, "every connection is free")
         until(lambda: served.batcher.stats.live == 0, 5, "no slot is taken")
     finally:
