@@ -839,6 +839,21 @@ def test_families_and_windows_that_the_package_lacks_are_refused(
     opened(sources("mistral-window"), tmp_path, max_len=WINDOW, prefill_buckets=[WINDOW], decode_buckets=[WINDOW])
 
 
+def test_a_window_that_no_slot_reaches_is_not_the_packages(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """It would make the KV cache of each slot as long as the window."""
+    source = Path(shutil.copytree(sources("mistral"), tmp_path / "model"))
+    edit(source, sliding_window=4 * MAX_LEN)
+    assert opened(source, tmp_path / "compiled")._model.config.sliding_window is None
+
+
+def test_the_size_of_a_head_is_always_a_number(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """Some configurations of transformers leave it open."""
+    source = Path(shutil.copytree(sources("mixtral"), tmp_path / "model"))
+    edit(source, head_dim=None)
+    config = opened(source, tmp_path / "compiled")._model.config
+    assert config.head_dim == config.hidden_size // config.num_attention_heads
+
+
 def test_a_family_of_a_later_version_is_refused_by_an_earlier_one(
     nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -259,6 +259,16 @@ def test_fields_without_effect_on_graphs_may_differ(llama: Folder) -> None:
     assert answers(llama.opened(), llama.original) == []
 
 
+def test_an_unnamed_size_of_a_head_is_the_usual_one(llama: Folder) -> None:
+    """As configurations of transformers have it; another size is reported."""
+    file = llama.path / NEURON_CONFIG
+    recorded = json.loads(file.read_text())
+    file.write_text(json.dumps(recorded | {"head_dim": None}))
+    assert llama.predicted().hit
+    file.write_text(json.dumps(recorded | {"head_dim": 2 * recorded["head_dim"]}))
+    assert "head_dim of config.json" in llama.refused().what
+
+
 def test_the_config_of_another_model_is_reported(llama: Folder) -> None:
     """Such a config.json is beside graphs that were compiled for other numbers."""
     file = llama.path / "config.json"

@@ -118,7 +118,7 @@ def build_config(package: Package, settings: Settings, quantized: str) -> tuple[
         own, other = (read_config(path).get("vocab_size") for path in (source, draft))
         check_vocabularies(own, other)
         draft_kind = model_class(package, draft, settings.max_len)
-        draft_config = _inference_config(package, draft_kind, draft, draft_options(options), None)
+        draft_config = _inference_config(package, draft_kind, draft, settings.max_len, draft_options(options), None)
         named = {"draft_model_cls": draft_kind} if package.release >= (0, 7) else {}
         if not named and draft_kind is not kind:
             message = f"NxD Inference {package.version} needs a draft of the same family as the model"
@@ -126,10 +126,12 @@ def build_config(package: Package, settings: Settings, quantized: str) -> tuple[
         fused = package.modules["config"].FusedSpecNeuronConfig(
             worker, draft_config=draft_config, draft_model_path=str(draft), **named
         )
-    return kind, _inference_config(package, kind, source, options, fused)
+    return kind, _inference_config(package, kind, source, settings.max_len, options, fused)
 
 
-def _inference_config(package: Package, kind: Any, source: Path, options: Mapping[str, Any], fused: Any) -> Any:
+def _inference_config(
+    package: Package, kind: Any, source: Path, max_len: int, options: Mapping[str, Any], fused: Any
+) -> Any:
     import torch
 
     config = package.modules["config"]
@@ -154,6 +156,12 @@ def _inference_config(package: Package, kind: Any, source: Path, options: Mappin
     )
     settings = read_config(source)
     check_rotary(settings, inference_config)
+    if getattr(inference_config, "head_dim", 0) is None:
+        # transformers 4.57 leaves it so for Mistral, which Llama's class takes for a number.
+        inference_config.head_dim = inference_config.hidden_size // inference_config.num_attention_heads
+    window = _window(str(settings.get("model_type")), settings)
+    if window is not None and window >= max_len:
+        inference_config.sliding_window = None  # else the KV cache of each slot is as long as the window
     if getattr(inference_config, "pad_token_id", None) is None:
         # The package pads prompts to their bucket with it.
         eos = eos_token_ids(source, settings)

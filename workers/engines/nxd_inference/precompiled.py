@@ -353,8 +353,15 @@ def _facts(ours: Mapping[str, Any], theirs: Mapping[str, Any], names: Sequence[s
     return [
         Difference(f"{name} of config.json", ours[name], theirs[name])
         for name in dict.fromkeys(names)
-        if name in ours and name in theirs and ours[name] != theirs[name]
+        if name in ours and name in theirs and _fact(ours, name) != _fact(theirs, name)
     ]
+
+
+def _fact(config: Mapping[str, Any], name: str) -> Any:
+    """Returns a field of the model; ``head_dim`` may be null, which means the usual one."""
+    if name == "head_dim" and config[name] is None:
+        return config["hidden_size"] // config["num_attention_heads"]
+    return config[name]
 
 
 def _build_differences(model: PrecompiledModel, manifest: Mapping[str, Any]) -> list[Difference]:
