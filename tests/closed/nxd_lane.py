@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from tests.doubles import PACKAGES, Neuron
 CLOSED = Path(__file__).parent / "nxd"  # the stand-ins
 SOURCES = {"NXD_SOURCE": "neuronx_distributed", "NXDI_SOURCE": "neuronx_distributed_inference"}
 CLOSED_PACKAGES = ("torch_xla", "torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib", "neuronxlogger")
+OVERWRITTEN = {"_FUSED_PREFIX", "_model_cls"}
 _imported: dict[str, ModuleType] = {}
 
 
@@ -68,21 +70,30 @@ def real_nxdi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuro
     importlib.import_module("closed_layer").install()
     device = importlib.import_module("neuron_double.runtime")
     device.reset_for_tests()
+    variables = _class_variables()
     yield Neuron(state)
     device.reset_for_tests()
-    _forget_speculation()
+    _reset(variables)
     _imported.update(_taken())
 
 
-def _forget_speculation() -> None:
-    """Reset the classes: once a model with a draft was compiled, they expect the weights of every later model in its
-    submodel. A replica has one model, but a run of tests has many."""
-    application = sys.modules.get("neuronx_distributed_inference.models.application_base")
-    kinds = [application.NeuronApplicationBase] if application is not None else []
-    while kinds:
-        kind = kinds.pop()
+def _class_variables() -> list[tuple[type, dict[str, Any]]]:
+    """Returns what a model with a draft overwrites in its class, for all later models: a replica has one model, but a
+    run of tests has many."""
+    for name in ("models.config", "utils.constants"):
+        importlib.import_module(f"{SOURCES['NXDI_SOURCE']}.{name}")
+    kinds = [sys.modules[f"{SOURCES['NXDI_SOURCE']}.models.application_base"].NeuronApplicationBase]
+    for kind in kinds:
         kinds += kind.__subclasses__()
-        kind._FUSED_PREFIX = ""
+    return [(kind, {name: vars(kind)[name] for name in OVERWRITTEN & vars(kind).keys()}) for kind in kinds]
+
+
+def _reset(variables: list[tuple[type, dict[str, Any]]]) -> None:
+    for kind, values in variables:
+        for name in OVERWRITTEN & vars(kind).keys() - values.keys():
+            delattr(kind, name)
+        for name, value in values.items():
+            setattr(kind, name, value)
 
 
 def _taken() -> dict[str, ModuleType]:

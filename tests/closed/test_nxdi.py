@@ -6,11 +6,13 @@ Most promises are those of ``tests/workers/engines/test_nxd_inference.py``, whic
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.closed.nxd_lane import real_nxdi as real_nxdi
 from tests.doubles import Neuron
@@ -20,8 +22,9 @@ from tests.workers.engines import test_nxd_inference as double
 from tests.workers.engines.test_nxd_inference import FULL, Checkpoints
 from tests.workers.engines.test_nxd_inference import expected as expected
 from tests.workers.engines.test_nxd_inference import sources as sources
-from tests.workers.nxdi_traffic import arrivals, opened, served
+from tests.workers.nxdi_traffic import MAX_LEN, arrivals, opened, served
 from workers.engines.nxd_inference import artifacts
+from workers.engines.nxd_inference.package import import_package
 from workers.engines.package_contract import drift
 
 pytestmark = [
@@ -65,8 +68,28 @@ def test_tokens_equal_the_cpu_engines(
     family: str, degree: int, nxd: Neuron, sources: Checkpoints, expected: Expected, tmp_path: Path
 ) -> None:
     """Greedy, while requests arrive and others are cancelled."""
+    if family not in double.families(import_package().version):
+        pytest.skip("a family of a later version")
     answers = served(opened(sources(family), tmp_path, tp_degree=degree), arrivals())
     assert nxdi_traffic.wrong(sources(family), arrivals(), expected(family), answers) == []
+
+
+@pytest.mark.parametrize("window", [MAX_LEN, 4 * MAX_LEN])
+def test_a_window_that_no_slot_reaches_changes_nothing(
+    window: int, nxd: Neuron, sources: Checkpoints, expected: Expected, tmp_path: Path
+) -> None:
+    """In no token, and not in the size of the KV cache."""
+    source = Path(shutil.copytree(sources("mistral"), tmp_path / "model"))
+    double.edit(source, sliding_window=window)
+    engine = opened(source, tmp_path / "compiled")
+    answers = served(engine, arrivals())
+    assert nxdi_traffic.wrong(source, arrivals(), expected("mistral"), answers) == []
+    assert {tensor.shape[2] for tensor in states(engine).values()} == {MAX_LEN}
+
+
+def states(engine: Any) -> dict[str, torch.Tensor]:
+    """Returns the KV cache of the first rank, each ``[slots, heads, tokens, head_dim]``."""
+    return dict(engine._model.traced_model.nxd_model.states[0])
 
 
 def test_one_slot(nxd: Neuron, sources: Checkpoints, expected: Expected, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 PACKAGES = ("torch_xla", "torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib", "neuronxlogger")
 # Open packages for images and training, which the package imports and text models do not use; if they are missing.
-UNUSED = ("torchvision", "PIL", "diffusers", "accelerate", "transformers.utils.fx", "whisper", "tiktoken")
+UNUSED = ("torchvision", "PIL", "diffusers", "accelerate", "scipy", "transformers.utils.fx", "whisper", "tiktoken")
 # The package's own models of images: their imports need a working torchvision.
 IMAGE_MODELS = tuple(
     f"neuronx_distributed_inference.models.{name}." for name in ("mllama", "qwen2_vl", "qwen3_vl", "pixtral", "llama4")
@@ -38,7 +38,9 @@ class Blank(type):
         name = cls.__name__
         if cls.__bases__ != (object,):
             return super().__call__(*arguments, **keywords)  # a subclass with a meaning
-        if len(arguments) == 1 and isinstance(arguments[0], types.FunctionType | type):
+        if len(arguments) == 1 and (
+            isinstance(arguments[0], types.FunctionType | type) or hasattr(arguments[0], "func_name")
+        ):
             return arguments[0]  # a decorator
         if not arguments and name in DECORATORS:
             return lambda function: function  # one with options

@@ -108,6 +108,7 @@ class Executable:
         self._graphs = {graph.shapes: graph for graph in program.graphs}  # as in the package, the last of equal ones
         self._groups: _Groups | None = None
         self._submodels: list[dict[str, _Submodel]] = []  # of each rank
+        self.states: list[dict[str, torch.Tensor]] = []  # of each rank
         self._ranks = Ranks(program.ranks)
 
     def initialize(self, checkpoint: Sequence[dict[str, torch.Tensor]], start_rank: torch.Tensor) -> None:
@@ -121,6 +122,7 @@ class Executable:
         with self._groups.active():
             for weights in checkpoint:
                 states: dict[str, torch.Tensor] = {}
+                self.states.append(states)
                 self._submodels.append(
                     {name: _Submodel(recipe, weights, states) for name, recipe in self.program.recipes.items()}
                 )

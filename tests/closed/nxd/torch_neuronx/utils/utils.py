@@ -6,5 +6,5 @@ SUPPORTED_TYPES = ["inf2", "trn1", "trn1n", "trn2", "trn3"]
 
 
 def get_platform_target(compiler_flags: str | None = None) -> str:
-    """Returns the family of the instance type."""
-    return instance().family
+    """Returns what NEFFs are compiled for; the versions before 0.6 know no other names."""
+    return instance().target
