@@ -104,6 +104,9 @@ TNX_CONTINUOUS = tuple(name for name, family in tnx_families.FAMILIES.items() if
 TNX_UNPADDED = tuple(name for name, family in tnx_families.FAMILIES.items() if family.serial)
 """Families without padded heads, quantization, lists of lengths and saved artifacts."""
 
+TNX_UNQUANTIZED = tuple(name for name, family in tnx_families.FAMILIES.items() if not family.quantizes)
+"""Families whose matrices transformers-neuronx cannot quantize."""
+
 TNX_QUANTIZED_KV = tuple(name for name, family in tnx_families.FAMILIES.items() if family.quantizes_kv)
 """Families with an fp8 KV cache. The package converts to int8 without a scale, which destroys the keys."""
 

@@ -16,6 +16,7 @@ class Family:
     samples: bool = True  # on the device: the developer guide omits Mixtral; serial classes have no such option
     serial: bool = False  # derives from no ``NeuronModelBase``: no context graphs, no padded heads (``shard_along``
     # raises ValueError), no quantization, no NEFF files; one token per step
+    quantizes: bool = True  # the matrices; the graphs of Mixtral's experts do not build with scales
     quantizes_kv: bool = False  # converts on writes to and reads from the KV cache; the graphs of other classes do not
     # build with a KV cache of another dtype
     broadcasts: bool = False  # has ``prompt_batch_size`` with default 1, where one prompt fills all rows
@@ -28,10 +29,10 @@ FAMILIES: Mapping[str, Family] = {
     "bloom": Family(resets=True),
     "code_llama": Family(continuous=True, speculates=True, quantizes_kv=True, resets=True),
     "gpt2": Family(speculates=True, broadcasts=True),
-    "gpt_neox": Family(samples=False, serial=True, resets=True),
+    "gpt_neox": Family(samples=False, serial=True, quantizes=False, resets=True),
     "llama": Family(continuous=True, speculates=True, quantizes_kv=True, resets=True),
     "mistral": Family(continuous=True, quantizes_kv=True, resets=True),
-    "mixtral": Family(continuous=True, samples=False, quantizes_kv=True, resets=True),
+    "mixtral": Family(continuous=True, samples=False, quantizes=False, quantizes_kv=True, resets=True),
     "opt": Family(resets=True),
 }
 """The families of transformers-neuronx ``modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING`` with correct results. The

@@ -15,6 +15,7 @@ from placements.facts.engines import (
     TNX_QUANTIZED_KV,
     TNX_SAMPLING,
     TNX_UNPADDED,
+    TNX_UNQUANTIZED,
     Engine,
     needs_neuron,
     newest_nxd,
@@ -193,7 +194,7 @@ def engine_can_quantize(case: Case) -> Iterator[Problem]:
             what = f"{field} has no effect on the engine {case.engine}"
             hint = f"remove {field}, or use a Neuron engine"
             yield case.problem("quantize-unsupported", (field,), what, hint)
-        elif _why_no_candidate(case, lambda engine: _is_unquantized(engine, case)):
+        elif field == "quantize" and _why_no_candidate(case, lambda engine: _is_unquantized(engine, case)):
             what = f"transformers-neuronx cannot quantize {case.family}, the family of {case.model.name}"
             yield case.problem("quantize-unsupported", (field,), what, f"remove {field}")
         elif field == "quantize_kv" and (why := _why_no_candidate(case, lambda engine: _why_no_cache(engine, case))):
@@ -214,7 +215,7 @@ def _why_no_cache(engine: Engine, case: Case) -> str:
 
 
 def _is_unquantized(engine: Engine, case: Case) -> str:
-    return "yes" if engine == "transformers-neuronx" and case.family in TNX_UNPADDED else ""
+    return "yes" if engine == "transformers-neuronx" and case.family in TNX_UNQUANTIZED else ""
 
 
 def settings_have_effect(case: Case) -> Iterator[Problem]:

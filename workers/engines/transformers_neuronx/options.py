@@ -109,7 +109,7 @@ def _neuron(config: ReplicaConfig, family: Family, amp: str, continuous: bool, v
         options["fuse_qkv"] = config.fuse_qkv
     if config.compile_workers is not None:
         options["compilation_worker_count"] = config.compile_workers
-    weights, cache = {} if family.serial else QUANTIZED, QUANTIZED_KV if family.quantizes_kv else {}
+    weights, cache = QUANTIZED if family.quantizes else {}, QUANTIZED_KV if family.quantizes_kv else {}
     for name, dtype, kinds in (("quant", config.quantize, weights), ("kv_cache_quant", config.quantize_kv, cache)):
         if dtype is None:
             continue
