@@ -43,7 +43,7 @@ class Program:
     def __init__(self, serialized: bytes):
         """Reads a serialized ``HloModuleProto``. Raises NotImplementedError for an operation without a stand-in."""
         module = hlo_pb2.HloModuleProto.FromString(serialized)
-        self.name = module.name
+        self.module, self.name = module, module.name
         self.runs = 0  # counted by the runtime
         computations = {computation.id: computation for computation in module.computations}
         entry = computations[module.entry_computation_id]

@@ -1,0 +1,61 @@
+"""The planner's memory of transformers-neuronx, against the graphs that the package writes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placements.facts.checkpoints import Checkpoint
+from placements.resources.memory import GIB, estimate
+from tests.closed.graph_costs import costs_of
+from tests.closed.test_tnx import opened
+from tests.doubles import Neuron
+from tests.placements.fleets import model
+from tests.workers.conftest import checkpoint as checkpoint
+
+pytestmark = pytest.mark.real
+Checkpoints = Callable[[str], Path]
+
+INPUTS = 6  # parameters that the host writes: hidden states, positions, slots, last tokens and two of chunked prefill
+LAYERS = 2  # of the test's checkpoints
+# GPT-2 is not among them: its graphs hold one layer each.
+CASES = [
+    *((family, {}) for family in ("llama", "mistral", "mixtral", "opt", "bloom")),
+    *((family, {"quantize": "int8"}) for family in ("llama", "opt", "bloom")),
+    *((family, {"quantize_kv": "fp8"}) for family in ("llama", "mixtral")),
+    *(("llama", {"group_query_attention": mode}) for mode in ("replicated-heads", "all-gather-heads")),
+    ("llama", {"fuse_qkv": True}),
+]
+
+
+@pytest.mark.parametrize("tp_degree", [1, 2, 4])
+@pytest.mark.parametrize(("family", "fields"), CASES, ids=str)
+def test_the_bytes_of_a_step_are_those_of_the_plan(
+    real_tnx: Neuron,
+    checkpoint: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    tp_degree: int,
+    family: str,
+    fields: dict[str, Any],
+) -> None:
+    """Weights within 2 %, the KV cache exactly; each layer sums up the rows twice on several cores."""
+    source, lengths = checkpoint(family), {"prefill_buckets": [64], "decode_buckets": [64]}
+    opened(source, monkeypatch, tp_degree=tp_degree, dtype="bf16", **lengths, **fields)
+    step = next(program for program in _programs() if program.parameters[0][0][1:] == (1, 3))
+    costs = costs_of(step.module, INPUTS)
+    facts = Checkpoint.from_config(json.loads((source / "config.json").read_text()))
+    spec = model("m", tp_degree, engine="transformers-neuronx", max_len=64, max_batch=3, dtype="bf16", **fields)
+    plan = estimate(spec, facts)
+    assert costs.weights == pytest.approx(plan.weights * GIB, rel=0.02)
+    assert costs.cache == plan.kv * GIB
+    assert costs.reduced == (2 * LAYERS * facts.hidden * 3 * 2 if tp_degree > 1 else 0)
+
+
+def _programs() -> list[Any]:
+    programs: list[Any] = importlib.import_module("torch_neuronx.runtime").PROGRAMS
+    return programs
