@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,10 @@ class GraphCosts:
 
 def costs_of(module: Any, inputs: int) -> GraphCosts:
     """Returns the costs of an ``HloModuleProto`` whose first ``inputs`` parameters are written by the host."""
-    from torch_neuronx.pyhlo import xla_data_pb2
+    types = importlib.import_module("torch_neuronx.pyhlo.xla_data_pb2").PrimitiveType
 
     def size(shape: Any) -> int:
-        return math.prod(shape.dimensions) * BYTES[xla_data_pb2.PrimitiveType.Name(shape.element_type)]
+        return math.prod(shape.dimensions) * BYTES[types.Name(shape.element_type)]
 
     entry = next(part for part in module.computations if part.id == module.entry_computation_id)
     shapes = {instruction.id: instruction.shape for instruction in entry.instructions}
