@@ -85,6 +85,17 @@ that, Llama's class serves it if no sliding window applies, as in vLLM's back en
 NXD_MISTRAL = "0.9"
 """The first series of NxD Inference with a class for Mistral, which keeps its sliding window."""
 
+NXD_FUSED_QKV: Mapping[str, str] = {"llama": "0.2", "qwen2": "0.7", "qwen3": "0.9"}
+"""Class of a family -> the first series of NxD Inference in which it joins the weights of Q, K and V
+(`convert_state_dict_to_fused_qkv`). A compile with any other class ends with a KeyError."""
+
+NXD_UNQUANTIZED: Mapping[str, str] = {
+    "mixtral": "it joins the weights of the experts, but not their scales",
+    "qwen2": "it does not divide the biases of quantized layers",
+}
+"""Families that no series of NxD Inference quantizes -> why. A compile ends with "Cannot find ...gate_up_proj.scale",
+or with NotImplementedError in `quantization_layers.set_bias_to_state_dict`."""
+
 NXD_QUANTIZED_OPTIONS = ("quantized_checkpoints_path", "quantization_dtype")
 """Options of NxD Inference's NeuronConfig that require ``quantize``."""
 

@@ -9,6 +9,7 @@ from placements.facts.engines import (
     AUTO_ENGINES,
     HOST_ENGINES,
     NXD_MISTRAL,
+    NXD_UNQUANTIZED,
     NXD_VERSIONS,
     TNX_CONTINUOUS,
     TNX_DRAFTING,
@@ -194,8 +195,8 @@ def engine_can_quantize(case: Case) -> Iterator[Problem]:
             what = f"{field} has no effect on the engine {case.engine}"
             hint = f"remove {field}, or use a Neuron engine"
             yield case.problem("quantize-unsupported", (field,), what, hint)
-        elif field == "quantize" and _why_no_candidate(case, lambda engine: _is_unquantized(engine, case)):
-            what = f"transformers-neuronx cannot quantize {case.family}, the family of {case.model.name}"
+        elif field == "quantize" and (name := _why_no_candidate(case, lambda engine: _unquantizing(engine, case))):
+            what = f"{name} cannot quantize {case.family}, the family of {case.model.name}"
             yield case.problem("quantize-unsupported", (field,), what, f"remove {field}")
         elif field == "quantize_kv" and (why := _why_no_candidate(case, lambda engine: _why_no_cache(engine, case))):
             what, hint = why.split(" | ")
@@ -214,8 +215,10 @@ def _why_no_cache(engine: Engine, case: Case) -> str:
     return ""
 
 
-def _is_unquantized(engine: Engine, case: Case) -> str:
-    return "yes" if engine == "transformers-neuronx" and case.family in TNX_UNQUANTIZED else ""
+def _unquantizing(engine: Engine, case: Case) -> str:
+    """Returns the engine's name if it cannot quantize the family, else ""."""
+    families = {"transformers-neuronx": TNX_UNQUANTIZED, "nxd-inference": NXD_UNQUANTIZED}
+    return engine if case.family in families.get(engine, ()) else ""
 
 
 def settings_have_effect(case: Case) -> Iterator[Problem]:

@@ -839,6 +839,39 @@ def test_families_and_windows_that_the_package_lacks_are_refused(
     opened(sources("mistral-window"), tmp_path, max_len=WINDOW, prefill_buckets=[WINDOW], decode_buckets=[WINDOW])
 
 
+@pytest.mark.parametrize(
+    ("version", "family", "fields", "accepted"),
+    [
+        ("0.8", "llama", {"fuse_qkv": True}, True),
+        ("0.8", "mistral", {"fuse_qkv": True}, True),  # as a llama
+        ("0.9", "mistral", {"fuse_qkv": True}, False),
+        ("0.9", "mixtral", {"fuse_qkv": True}, False),
+        ("0.8", FULL, {"fuse_qkv": True}, False),
+        ("0.9", FULL, {"fuse_qkv": True}, True),
+        ("0.9", "mixtral", {"quantize": "int8"}, False),
+        ("0.9", "qwen2", {"quantize": "int8"}, False),
+        ("0.9", FULL, {"quantize": "int8"}, True),
+    ],
+)
+def test_a_class_that_cannot_be_compiled_so_is_refused(
+    version: str,
+    family: str,
+    fields: dict[str, Any],
+    accepted: bool,
+    nxd: Neuron,
+    sources: Checkpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The package accepts the options, and fails while it shards the weights, without their name."""
+    play(monkeypatch, version)
+    if accepted:
+        opened(sources(family), tmp_path, **fields)
+    else:
+        error = refused(lambda: opened(sources(family), tmp_path, **fields))
+        assert (error.id, error.hint) == ("bad-engine-option", f"remove `{next(iter(fields))}`")
+
+
 def test_a_window_that_no_slot_reaches_is_not_the_packages(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
     """It would make the KV cache of each slot as long as the window."""
     source = Path(shutil.copytree(sources("mistral"), tmp_path / "model"))

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from placements.facts.checkpoints import CheckpointError, sliding_window
-from placements.facts.engines import NXD_VERSIONS, PACKAGES, Release, distribution, nxd_release, reaches
+from placements.facts.engines import (
+    NXD_FUSED_QKV,
+    NXD_UNQUANTIZED,
+    NXD_VERSIONS,
+    PACKAGES,
+    Release,
+    distribution,
+    nxd_release,
+    reaches,
+)
 from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
 from workers.engines.engine_setup import check_vocabularies
 from workers.engines.nxd_inference.config import Settings, draft_options, lengths, neuron_options
@@ -77,7 +86,7 @@ def model_class(package: Package, source: Path, max_len: int) -> Any:
     settings = read_config(source)
     model_type = str(settings.get("model_type"))
     registry = package.modules["constants"].MODEL_TYPES
-    name = "llama" if model_type == "mistral" and "mistral" not in registry else model_type
+    name = _class_name(package, model_type)
     if "causal-lm" not in registry.get(name, {}):
         raise EngineLoadError(
             "unknown-family",
@@ -93,6 +102,30 @@ def model_class(package: Package, source: Path, max_len: int) -> Any:
             f"set `max_len` to at most {window}, or use the cpu engine",
         )
     return registry[name]["causal-lm"]
+
+
+def _class_name(package: Package, model_type: str) -> str:
+    """Returns the key of the class in the package's registry."""
+    is_llama = model_type == "mistral" and "mistral" not in package.modules["constants"].MODEL_TYPES
+    return "llama" if is_llama else model_type
+
+
+def _check_class(package: Package, settings: Settings, source: Path) -> None:
+    """Raises EngineLoadError for a setting that the class cannot be compiled with, though the package accepts it."""
+    model_type = str(read_config(source).get("model_type"))
+    name = _class_name(package, model_type)
+    if settings.fuse_qkv and not (name in NXD_FUSED_QKV and reaches(package.version, NXD_FUSED_QKV[name])):
+        raise EngineLoadError(
+            "bad-engine-option",
+            f"NxD Inference {package.version} does not join the weights of Q, K and V of {model_type}",
+            "remove `fuse_qkv`",
+        )
+    if settings.quantize is not None and name in NXD_UNQUANTIZED:
+        raise EngineLoadError(
+            "bad-engine-option",
+            f"NxD Inference {package.version} cannot quantize {model_type}: {NXD_UNQUANTIZED[name]}",
+            "remove `quantize`",
+        )
 
 
 def _window(model_type: str, settings: Mapping[str, Any]) -> int | None:
@@ -111,6 +144,7 @@ def build_config(package: Package, settings: Settings, quantized: str) -> tuple[
     source = Path(settings.source)
     kind = model_class(package, source, settings.max_len)
     options = neuron_options(settings, lengths(settings), package.release, quantized)
+    _check_class(package, settings, source)
     fused = None
     worker = getattr(kind, "_model_cls", None)  # read before an application exists: it stores its fused model there
     if settings.draft_source is not None:
@@ -118,6 +152,7 @@ def build_config(package: Package, settings: Settings, quantized: str) -> tuple[
         own, other = (read_config(path).get("vocab_size") for path in (source, draft))
         check_vocabularies(own, other)
         draft_kind = model_class(package, draft, settings.max_len)
+        _check_class(package, settings, draft)
         draft_config = _inference_config(package, draft_kind, draft, settings.max_len, draft_options(options), None)
         named = {"draft_model_cls": draft_kind} if package.release >= (0, 7) else {}
         if not named and draft_kind is not kind:
