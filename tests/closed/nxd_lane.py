@@ -9,7 +9,6 @@ names can run in the same process.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.closed import source_of
 from tests.doubles import PACKAGES, Neuron
 
 CLOSED = Path(__file__).parent / "nxd"  # the stand-ins
@@ -31,18 +31,10 @@ _imported: dict[str, ModuleType] = {}
 
 def source_folders() -> list[str]:
     """Returns the folders that the packages are imported from; none for installed ones. Skips without a package."""
-    folders = []
-    for variable, package in SOURCES.items():
-        folder = os.environ.get(variable)
-        if folder and not (Path(folder) / package / "__init__.py").exists():
-            pytest.fail(f"{variable}={folder} has no package {package}; set it to the `src` of a checkout")
-        if folder:
-            folders.append(str(Path(folder).resolve()))
-        elif importlib.util.find_spec(package) is None:
-            pytest.skip(f"set {variable} to the `src` of a checkout of {package.replace('_', '-')}")
+    folders = [source_of(variable, package) for variable, package in SOURCES.items()]
     if int(metadata.version("transformers").split(".")[0]) > 4:
         pytest.skip("NxD Inference needs transformers 4: install it into a folder and set PYTHONPATH to that")
-    return folders
+    return [str(folder.resolve()) for folder in folders if folder is not None]
 
 
 @pytest.fixture
@@ -71,9 +63,12 @@ def real_nxdi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuro
     device = importlib.import_module("neuron_double.runtime")
     device.reset_for_tests()
     variables = _class_variables()
+    groups = vars(importlib.import_module("neuronx_distributed.parallel_layers.parallel_state"))
+    before = dict(groups)
     yield Neuron(state)
     device.reset_for_tests()
     _reset(variables)
+    groups.update(before)
     _imported.update(_taken())
 
 

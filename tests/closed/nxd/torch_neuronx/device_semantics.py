@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ MOVES = (*GATHERS, torch.scatter, torch.Tensor.scatter, torch.index_select, torc
 
 
 class DeviceSemantics(TorchFunctionMode):
-    """A gather from beyond the end reads the last element, and fp8 is moved like other types."""
+    """A read from beyond the end reads the last element, and fp8 is moved like other types."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
+        if function is torch.Tensor.__getitem__:
+            return function(arguments[0], _within(arguments[1], arguments[0].shape))
         if function not in MOVES:
             return function(*arguments, **(keywords or {}))
         operands = dict(zip(("input", "dim", "index", "src"), arguments, strict=False)) | (keywords or {})
@@ -31,3 +33,16 @@ class DeviceSemantics(TorchFunctionMode):
             operands |= {name: operands[name].view(torch.uint8) for name in parts}
         result = function(*operands.values())
         return result.view(dtype) if dtype in FP8 else result
+
+
+def _within(index: Any, shape: Sequence[int]) -> Any:
+    """Returns the index with numbers from beyond the end of their dimension replaced by the last."""
+    if not isinstance(index, tuple):
+        return _within((index,), shape)[0]
+    parts = list(index)
+    for place, part in enumerate(parts):
+        if part is None or part is Ellipsis or getattr(part, "dtype", None) == torch.bool:
+            break  # what follows is of a dimension that is not counted from the first
+        if isinstance(part, torch.Tensor):
+            parts[place] = part.clamp(-shape[place], shape[place] - 1)
+    return tuple(parts)
