@@ -100,7 +100,7 @@ def loading(fleet: LiveFleet) -> Any:
 
 
 def reasons(fleet: LiveFleet) -> list[str]:
-    events = json.loads(fleet.corewright("events", "-o", "json").stdout)["events"]
+    events = json.loads(fleet.corewright("events", "--since", "0", "-o", "json").stdout)["events"]
     return [event["reason"] for event in events if event["model"] == "m"]
 
 
@@ -160,7 +160,11 @@ def test_the_fetching_process_may_die_while_a_replica_waits(
     last.released.set()
     assert again.reached.wait(DEADLINE_S), fleet.output()
     os.kill(fleet.controller_pid(), signal.SIGKILL)
-    until(lambda: '"Adopted"' in fleet.corewright("events", "-o", "json").stdout, DEADLINE_S, "its successor finds it")
+    until(
+        lambda: '"Adopted"' in fleet.corewright("events", "--since", "0", "-o", "json").stdout,
+        DEADLINE_S,
+        "its successor finds it",
+    )
     again.released.set()
     fleet.wait_ready()
     assert (fleet.replica("m/0")["pid"], fleet.replica("m/0")["epoch"]) == (pid, 1)

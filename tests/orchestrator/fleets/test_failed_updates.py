@@ -82,9 +82,9 @@ def test_failing_updates_cost_no_request(live: LiveFleet, tmp_path: Path) -> Non
     """
     pid = live.replica("m/0")["pid"]
     with Clients(live) as clients:
-        revision = applied(live, "./nowhere")
-        assert revision.startswith("1 ")
-        assert "model-not-found" in revision
+        outcome = applied(live, "./nowhere")
+        assert outcome.startswith("1 ")
+        assert "model-not-found" in outcome
 
         unreadable = shutil.copytree(TINY, tmp_path / "unreadable")
         (unreadable / "tokenizer.json").write_text("{}")
@@ -100,6 +100,6 @@ def test_failing_updates_cost_no_request(live: LiveFleet, tmp_path: Path) -> Non
         until(lambda: rolled_back(live, 5), OVER_S, "the third is rolled back")
         assert live.replica("m/0")["pid"] != pid
     assert [code for code in clients.codes if code != 200] == []
-    events = json.loads(live.corewright("events", "-o", "json").stdout)
+    events = json.loads(live.corewright("events", "--since", "0", "-o", "json").stdout)
     failed = [event["message"] for event in events["events"] if event["reason"] == "RolloutFailed"]
     assert ["bad-tokenizer" in failed[0], "weights-mismatch" in failed[1]] == [True, True]

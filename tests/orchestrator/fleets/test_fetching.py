@@ -110,7 +110,7 @@ def kept(fleet: LiveFleet) -> dict[str, tuple[str, str]]:
 
 def messages_of(fleet: LiveFleet, reason: str, model: str = "m") -> list[str]:
     """What the events of that reason say, oldest first."""
-    events = json.loads(fleet.corewright("events", "-o", "json").stdout)["events"]
+    events = json.loads(fleet.corewright("events", "--since", "0", "-o", "json").stdout)["events"]
     return [event["message"] for event in events if (event["reason"], event["model"]) == (reason, model)]
 
 
@@ -154,7 +154,7 @@ def test_two_replicas_that_start_together_transfer_the_bytes_once(
     fleet.wait_ready()
     assert len(answer(fleet)) > 0
     assert s3_proxy.bytes(WEIGHTS) == len(checkpoint[WEIGHTS])
-    events = fleet.corewright("events", "-o", "json").stdout
+    events = fleet.corewright("events", "--since", "0", "-o", "json").stdout
     messages = [event["message"] for event in json.loads(events)["events"] if event["reason"] == "Fetched"]
     assert len(messages) == 2
     metrics = fleet.http.get("/metrics").text

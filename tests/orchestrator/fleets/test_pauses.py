@@ -98,7 +98,7 @@ def test_a_pause_of_20_seconds_ends_nothing(fleet: LiveFleet, paused: str) -> No
     stop_for(everything(fleet) if paused == "all" else [fleet.controller_pid()], PAUSE_S)
     reader.join(60)
     assert text[-2:] == ["data: [DONE]", ""]
-    until(lambda: "Paused" in fleet.corewright("events").stdout, 30, "the pause is told")
+    until(lambda: "Paused" in fleet.corewright("events", "--since", "0").stdout, 30, "the pause is told")
     deadline = time.monotonic() + LATE_S
     while time.monotonic() < deadline:
         assert ready_pids(fleet) == before

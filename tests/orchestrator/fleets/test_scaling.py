@@ -107,7 +107,7 @@ def test_a_burst_onto_a_model_at_zero_is_answered_completely(
     if model == "asleep":
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.json()["choices"][0]["text"] == bytes(echo_tokens(list(prompt.encode()), 12)).decode()
-    events = json.loads(fleet.corewright("events", "--model", model, "-o", "json").stdout)
+    events = json.loads(fleet.corewright("events", "--since", "0", "--model", model, "-o", "json").stdout)
     assert "Woken" in {event["reason"] for event in events["events"]}
 
 
@@ -117,7 +117,7 @@ def test_a_model_without_requests_returns_to_zero(fleet: LiveFleet, keys: dict[s
     assert fleet.http.post("/v1/completions", json=body, headers=keys["plain"]).status_code == 200
 
     until(lambda: not replicas_of(fleet, "tiny"), 60, "it has no replica")
-    events = json.loads(fleet.corewright("events", "--model", "tiny", "-o", "json").stdout)["events"]
+    events = json.loads(fleet.corewright("events", "--since", "0", "--model", "tiny", "-o", "json").stdout)["events"]
     assert [event["reason"] for event in events].count("ScaledToZero") >= 1
     assert fleet.http.post("/v1/completions", json=body, headers=keys["plain"]).status_code == 200
 
