@@ -209,8 +209,7 @@ class NeuronModelBase(PretrainedModel):
 
     @bound(NAME + "reset")
     def reset(self) -> None:
-        """Writes zeros from the host into the whole KV cache; it is counted, for tests."""
-        self.resets = getattr(self, "resets", 0) + 1
+        """Writes zeros from the host into the whole KV cache."""
 
     @bound(NAME + "update_generation_config")
     def update_generation_config(self, generation_config: GenerationConfig) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from neuron_double.runtime import runtime
 
-from transformers_neuronx import sampling
 from transformers_neuronx.static import FamilyModel
 
 
@@ -25,42 +24,6 @@ class LinesModel(FamilyModel):
         return [1] if self.neuron_config.continuous_batching is not None else self.batch_sizes
 
     def forward(self, input_ids: torch.Tensor, cache_ids: Any = None, start_ids: Any = None) -> torch.Tensor:
-        return self._step(input_ids, cache_ids, start_ids)
-
-    def sample(
-        self,
-        input_ids: torch.Tensor,
-        sequence_length: int,
-        start_ids: Any = None,
-        top_k: int = 50,
-        top_p: float = 1.0,
-        eos_token_override: Any = None,
-        temperature: float = 1.0,
-        streamer: Any = None,
-        stopping_criteria_list: Any = None,
-        no_repeat_ngram_size: Any = None,
-        **unused: Any,
-    ) -> Any:
-        """Input and output, up to the EOS or ``sequence_length`` tokens in all."""
-        if self._generation is not None:
-            return sampling.sample_tokens(self, input_ids, start_ids, sequence_length, streamer)
-        if len(input_ids) not in self.batch_sizes:
-            raise ValueError(f"Model not compiled for batch_size : {len(input_ids)}. It is one of {self.batch_sizes}")
-        return sampling.sample_llama(
-            self,
-            input_ids,
-            start_ids,
-            sequence_length,
-            self.config.eos_token_id if eos_token_override is None else eos_token_override,
-            top_k,
-            top_p,
-            temperature,
-            streamer,
-            stopping_criteria_list,
-            no_repeat_ngram_size,
-        )
-
-    def _sample_step(self, input_ids: torch.Tensor, cache_ids: Any, start_ids: Any) -> torch.Tensor:
         return self._step(input_ids, cache_ids, start_ids)
 
     def _step(self, input_ids: torch.Tensor, cache_ids: Any, start_ids: Any) -> torch.Tensor:

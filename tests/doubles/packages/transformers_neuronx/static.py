@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from transformers_neuronx import sampling
 from transformers_neuronx.base import NeuronModelBase
 
 
@@ -38,21 +37,4 @@ class FamilyModel(NeuronModelBase):
 
 class StaticModel(FamilyModel):
     def forward(self, input_ids: torch.Tensor, cache_ids: Any = None, start_ids: Any = None) -> torch.Tensor:
-        return self._static(input_ids, cache_ids, start_ids)
-
-    def sample(
-        self,
-        input_ids: torch.Tensor,
-        sequence_length: int,
-        start_ids: Any = None,
-        top_k: int = 50,
-        streamer: Any = None,
-    ) -> Any:
-        """Always up to ``sequence_length`` tokens in all."""
-        if self._generation is not None:
-            return sampling.sample_tokens(self, input_ids, start_ids, sequence_length, streamer)
-        eos = self.config.eos_token_id
-        return sampling.simple_sample(self, input_ids, start_ids, sequence_length, eos, top_k, streamer)
-
-    def _sample_step(self, input_ids: torch.Tensor, cache_ids: Any, start_ids: Any) -> torch.Tensor:
         return self._static(input_ids, cache_ids, start_ids)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from transformers_neuronx import base, sampling
+from transformers_neuronx import base
 from transformers_neuronx.module import PretrainedModel
 
-CALLS = ("__init__", "to_neuron", "reset", "forward", "sample")
+CALLS = ("__init__", "to_neuron", "reset", "forward")
 
 
 class _Life(base.NeuronModelBase):
@@ -66,24 +66,8 @@ class UnserializedModel(PretrainedModel):
         self._life._to_device()
 
     def reset(self) -> None:
-        """Positions are always given here, so there is nothing to go back to; it is counted, for tests."""
-        self.resets = getattr(self, "resets", 0) + 1
+        """Positions are always given here, so there is nothing to go back to."""
 
     def forward(self, input_ids: torch.Tensor, cache_offset: Any, start_ids: Any = None) -> torch.Tensor:
         """``cache_offset``: the position of each token, ``[width]``."""
         return self._life._static(input_ids, cache_offset, start_ids)
-
-    def sample(
-        self,
-        input_ids: torch.Tensor,
-        sequence_length: int,
-        start_ids: Any = None,
-        top_k: int = 50,
-        streamer: Any = None,
-    ) -> torch.Tensor:
-        """Always up to ``sequence_length`` tokens in all."""
-        eos = self.config.eos_token_id
-        return sampling.simple_sample(self, input_ids, start_ids, sequence_length, eos, top_k, streamer)
-
-    def _sample_step(self, input_ids: torch.Tensor, cache_ids: Any, start_ids: Any) -> torch.Tensor:
-        return self._life._static(input_ids, cache_ids, start_ids)

@@ -8,7 +8,7 @@ import torch
 from neuron_double.bound import bound
 from neuron_double.runtime import runtime
 
-from transformers_neuronx import graphs, sampling
+from transformers_neuronx import graphs
 from transformers_neuronx.base import NeuronModelBase
 from transformers_neuronx.config import NeuronConfig
 
@@ -71,7 +71,6 @@ class GPT2ForSamplingWithContextBroadcasting(NeuronModelBase):
         While it compiles on the host the cache of a layer is a list with a part for each core: a reset joins them and
         lists the whole for each core again, once for the token graphs and once for the context graphs.
         """
-        self.resets = getattr(self, "resets", 0) + 1
         if self.on_host:
             self.host_caches = getattr(self, "host_caches", 1) * self.tp_degree
 
@@ -122,77 +121,3 @@ class GPT2ForSamplingWithContextBroadcasting(NeuronModelBase):
             for row, start in enumerate(starts)
         ]
         return torch.stack(outputs, dim=-1).to(torch.float32)
-
-    @bound(NAME + "GPT2ForSamplingWithContextBroadcasting.sample")
-    def sample(
-        self,
-        input_ids: torch.Tensor,
-        sequence_length: int,
-        cache_ids: Any = None,
-        start_ids: Any = None,
-        top_k: int = 50,
-        streamer: Any = None,
-        output_scores: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """Always up to ``sequence_length`` tokens in all. Other keywords are swallowed."""
-        eos = self.config.eos_token_id
-        return sampling.simple_sample(self, input_ids, start_ids, sequence_length, eos, top_k, streamer)
-
-    def _sample_step(self, input_ids: torch.Tensor, cache_ids: Any, start_ids: Any) -> torch.Tensor:
-        return self._step(input_ids, cache_ids, start_ids)
-
-
-class GPT2ForSampling(NeuronModelBase):
-    """Without a context graph: prompts go token by token."""
-
-    model_types = ("gpt2",)
-
-    @bound(NAME + "GPT2ForSampling.__init__")
-    def __init__(
-        self,
-        config: Any,
-        batch_size: Any = 1,
-        amp: str = "f32",
-        tp_degree: int = 2,
-        unroll: Any = None,
-        init_n_active_tokens: Any = None,
-        neuron_config: Any = None,
-        tag: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__()
-        _check_keys(kwargs)
-        self._setup(
-            config,
-            n_positions=kwargs.get("n_positions", config.n_positions),
-            batch_size=batch_size,
-            amp=amp,
-            tp_degree=tp_degree,
-            context_length_estimate=0,
-            unroll=unroll,
-            neuron_config=neuron_config,
-        )
-
-    @bound(NAME + "GPT2ForSampling.reset")
-    def reset(self) -> None:
-        """See ``NeuronModelBase.reset``."""
-
-    @bound(NAME + "GPT2ForSampling.forward")
-    def forward(self, input_ids: torch.Tensor, cache_ids: Any, start_ids: Any = None) -> torch.Tensor:
-        return self._static(input_ids, cache_ids, start_ids)
-
-    @bound(NAME + "GPT2ForSampling.sample")
-    def sample(
-        self,
-        input_ids: torch.Tensor,
-        sequence_length: int,
-        start_ids: Any = None,
-        top_k: int = 50,
-        streamer: Any = None,
-    ) -> Any:
-        eos = self.config.eos_token_id
-        return sampling.simple_sample(self, input_ids, start_ids, sequence_length, eos, top_k, streamer)
-
-    def _sample_step(self, input_ids: torch.Tensor, cache_ids: Any, start_ids: Any) -> torch.Tensor:
-        return self._static(input_ids, cache_ids, start_ids)

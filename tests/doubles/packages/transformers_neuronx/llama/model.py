@@ -10,7 +10,7 @@ from neuron_double.bound import plays
 from transformers_neuronx.lines import LinesModel
 
 
-@plays("transformers_neuronx.llama.model.LlamaForSampling", "__init__", "forward", "speculative_forward", "sample")
+@plays("transformers_neuronx.llama.model.LlamaForSampling", "__init__", "forward", "speculative_forward")
 class LlamaForSampling(LinesModel):
     model_types = ("llama", "code_llama")
     nan_with_padding = True

@@ -6,7 +6,7 @@ from transformers_neuronx.config import NeuronConfig
 from transformers_neuronx.lines import LinesModel
 
 
-@plays("transformers_neuronx.mistral.model.MistralForSampling", "__init__", "forward", "sample")
+@plays("transformers_neuronx.mistral.model.MistralForSampling", "__init__", "forward")
 class MistralForSampling(LinesModel):
     model_types = ("mistral",)
     neuron_config_default = NeuronConfig()  # one object for all models, as the package has it

@@ -9,7 +9,7 @@ from transformers_neuronx.dtypes import to_amp
 from transformers_neuronx.static import StaticModel
 
 
-@plays("transformers_neuronx.opt.model.OPTForSampling", "__init__", "forward", "sample")
+@plays("transformers_neuronx.opt.model.OPTForSampling", "__init__", "forward")
 class OPTForSampling(StaticModel):
     model_types = ("opt",)
 
