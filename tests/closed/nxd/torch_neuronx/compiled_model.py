@@ -58,7 +58,7 @@ def build(builder: Any) -> TracedModel:
         recipes[name].module = recipes[name].input_output_aliases = None
         neffs = [Path(artifacts.neff_filename).read_bytes() for artifacts in container.neff_artifact_collection]
         for bucket, (inputs, neff) in enumerate(zip(container.example_inputs, neffs, strict=True)):
-            graphs.append(Graph(name, bucket, tuple((tuple(one.shape), one.dtype) for one in inputs), neff))
+            graphs.append(Graph(name, bucket, tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs), neff))
     sizes = {
         "tensor_model_parallel_size": builder.tp_degree,
         "pipeline_model_parallel_size": builder.pp_degree,
