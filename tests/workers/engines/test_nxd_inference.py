@@ -247,8 +247,8 @@ def test_the_device_draws_each_slot_by_its_own_parameters(nxd: Neuron, sources: 
     engine.sample_by([0, 2], [DeviceSampling(), DeviceSampling(3, 1.0, 2.0)])
     drawn = [engine.prefill([0, 2], [prompt, prompt]) for _ in range(300)]
     assert {row[0] for row in drawn} == {best[0]}
+    assert {row[1] for row in drawn} <= set(best)
     counts = [sum(row[1] == id for row in drawn) / 300 for id in best]
-    assert sum(counts) == 1
     assert max(abs(count - float(weight)) for count, weight in zip(counts, weights, strict=True)) < 0.12
 
 
