@@ -34,8 +34,8 @@ for _name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
     os.environ.pop(_name, None)
 
 # Of the recorded versions of the Neuron packages: the newest of transformers-neuronx, and of NxD Inference the last for
-# inf2 and the newest. The others are slow tests.
-EVERYDAY_VERSIONS = frozenset({"0.13-main", "0.8", "0.9"})
+# inf2. The others are slow tests.
+EVERYDAY_VERSIONS = frozenset({"0.13-main", "0.8"})
 VERSIONED = [
     doubles.FOLDER.parent / "workers" / "engines" / f"test_{name}.py"
     for name in ("transformers_neuronx", "nxd_inference", "nxd_precompiled")

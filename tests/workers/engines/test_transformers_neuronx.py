@@ -457,7 +457,7 @@ def test_the_option_tables_list_what_the_adapter_sets(name: str, sampling: str) 
     family = ALL_FAMILIES[name]
     if sampling == "device" and not family.samples:
         return
-    most = {"quantize": "int8"} if not family.serial else {}
+    most = {"quantize": "int8"} if family.quantizes else {}
     most |= {"quantize_kv": "fp8"} if family.quantizes_kv else {}
     replica = config(Path("m"), sampling=sampling, fuse_qkv=True, compile_workers=2, group_query_attention="x", **most)
     shapes = Shapes.of(replica, family, family.continuous)
