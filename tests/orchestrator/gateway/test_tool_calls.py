@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.gateway.openai.toolcalls.events import CallArguments, CallBegin, Content, Event
 from orchestrator.gateway.openai.toolcalls.formats import detect_format, make_parser
+from tests.tiers import everyday
 
 WEATHER = {"city": "San Francisco", "state": "CA", "unit": "celsius"}
 
@@ -317,7 +318,7 @@ def written(format: str, calls: list[tuple[str, Any]], escaped: bool) -> str:
     return "; ".join(texts) if format == "llama3" else f"[TOOL_CALLS] [{', '.join(texts)}]"
 
 
-@pytest.mark.parametrize("format", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("format", everyday(["hermes", "llama3", "mistral"], ("hermes",)))
 @given(calls=CALLS, cuts=CUTS, escaped=st.booleans(), streamed=st.booleans(), before=st.sampled_from(["", "Well. "]))
 @settings(max_examples=60, deadline=None)
 def test_however_it_is_cut_the_calls_are_those_that_were_written(
