@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import BYTES, HOST_ENGINES, Engine
 from placements.facts.topology import Topology
-from placements.resources.memory import GIB, estimate
+from placements.resources.memory import GIB, estimate, gathers_heads, padded_heads, padded_kv_heads
 from placements.spec.schema import ModelSpec
 
 # inf2 and trn1: two cores on a device with 820 GB/s and 190 TFLOPS in bf16.
@@ -23,11 +23,12 @@ LAYER_ROW_S = 13.2e-6  # for each layer and slot
 STEP_S = 4.2e-3  # for each step
 DECODE_ERROR = 0.07  # median
 
-PREFILL_MFU = 0.13
-"""The share of the FLOPS that a prefill achieves. With PREFILL_S the median error is 28 %, the maximum on the same rows
-79 %."""
+PREFILL_MFU = 0.14
+"""The share of the FLOPS that a prefill achieves. With PREFILL_S the median error is 18 %, the maximum on the same rows
+76 %."""
+PREFILL_TOKENS = 512  # the prompt whose FLOPs a token are used for all prompts
 PREFILL_S = 0.016  # for each prefill
-PREFILL_ERROR = 0.28  # median
+PREFILL_ERROR = 0.18  # median
 
 TRN2_BYTES_S = 2.9e12 / 4
 """For one logical core of trn2 at LNC 2: a device of four has 2.9 TB/s and 667 TFLOPS in dense bf16 (AWS's page of the
@@ -79,8 +80,9 @@ def speed(model: ModelSpec, checkpoint: Checkpoint | None, engine: Engine, topol
     """Returns the estimated speed of a replica; ``engine`` is the resolved engine.
 
     TPOT = W / (tp x 410e9 x 0.51) + KV / (410e9 x 0.63) + 13.2e-6 x layers x B + 4.2e-3, where W is the bytes of the
-    weights, KV the bytes of the KV cache on a core and B the slots. The prefill takes 2 FLOPs for each parameter and
-    token at an MFU of 0.13, and 16 ms. Without a readable checkpoint, 8 billion parameters are assumed.
+    weights, KV the bytes of the KV cache on a core and B the slots. The prefill takes the FLOPs of a token in a prompt
+    of 512 (``prefill_flops``) at an MFU of 0.14, and 16 ms. Without a readable checkpoint, 8 billion parameters are
+    assumed.
     """
     if engine == "echo":
         step_ms = model.engine_options.get("step_ms", 0.0)
@@ -92,6 +94,32 @@ def speed(model: ModelSpec, checkpoint: Checkpoint | None, engine: Engine, topol
     if engine in HOST_ENGINES or topology is None:
         return _on_cpu(checkpoint, width)
     return _on_neuron(model, checkpoint, engine, topology, width)
+
+
+def step_flops(model: ModelSpec, checkpoint: Checkpoint, context: int) -> float:
+    """Returns the FLOPs of a decoding step of all slots, on all cores together, with ``context`` cached positions."""
+    return model.max_batch * (_layer_flops(model, checkpoint, context) + _head_flops(checkpoint))
+
+
+def prefill_flops(model: ModelSpec, checkpoint: Checkpoint, tokens: int) -> float:
+    """Returns the FLOPs of a prompt of ``tokens``, on all cores together; the head computes the last token only."""
+    return tokens * _layer_flops(model, checkpoint, tokens) + _head_flops(checkpoint)
+
+
+def _layer_flops(model: ModelSpec, checkpoint: Checkpoint, context: int) -> float:
+    """Returns the FLOPs of a token in all layers: 2 for each parameter of a matrix, all experts and the copies of KV
+    heads included, and 4 for each element of the queries and cached position."""
+    groups, tp, strategy = checkpoint.groups, model.tp_degree, model.group_query_attention
+    heads = padded_heads(checkpoint, tp)
+    gathered = gathers_heads(checkpoint, tp, strategy)
+    kv_heads = checkpoint.kv_heads if gathered else padded_kv_heads(checkpoint, tp, strategy)
+    projections = groups.attention / checkpoint.heads * heads + groups.kv / checkpoint.kv_heads * kv_heads
+    scores = 4 * checkpoint.layers * heads * checkpoint.head_dim * context
+    return 2 * (projections + groups.feed_forward) + scores
+
+
+def _head_flops(checkpoint: Checkpoint) -> int:
+    return 2 * checkpoint.vocab * (checkpoint.embedding_dim or checkpoint.hidden)
 
 
 def _on_neuron(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, topology: Topology, width: float) -> Speed:
@@ -108,7 +136,7 @@ def _on_neuron(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, topolog
         + LAYER_ROW_S * checkpoint.layers * slots
         + STEP_S
     )
-    token_s = 2 * checkpoint.parameters / (tp * flops * PREFILL_MFU)
+    token_s = prefill_flops(model, checkpoint, PREFILL_TOKENS) / PREFILL_TOKENS / (tp * flops * PREFILL_MFU)
     load_s = LOAD_S + checkpoint.parameters * width / LOAD_BYTES_S
     source = "fitted on AWS's tables of inf2"
     source = "AWS's figures of trn2, with efficiencies fitted on inf2" if is_trn2 else source

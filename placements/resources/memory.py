@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import BYTES, HOST_ENGINES, NXD_ENGINES, Engine, serves
+from placements.facts.kv_blocks import kv_blocks
 from placements.facts.topology import Topology
 from placements.spec.schema import GroupQueryAttention, ModelSpec
 
@@ -152,7 +153,7 @@ def padded_kv_heads(checkpoint: Checkpoint, tp_degree: int, strategy: GroupQuery
     padded = padded_heads(checkpoint, tp)
     if kv == checkpoint.heads:
         return padded
-    if _gathers_heads(checkpoint, tp, strategy):
+    if gathers_heads(checkpoint, tp, strategy):
         return -(-kv // tp) * tp
     if strategy == "replicated-heads" and padded * kv == checkpoint.heads * tp:
         return max(kv, tp)
@@ -163,7 +164,7 @@ def padded_kv_heads(checkpoint: Checkpoint, tp_degree: int, strategy: GroupQuery
     return padded
 
 
-def _gathers_heads(checkpoint: Checkpoint, tp: int, strategy: GroupQueryAttention | None) -> bool:
+def gathers_heads(checkpoint: Checkpoint, tp: int, strategy: GroupQueryAttention | None) -> bool:
     """Returns whether all-gather-heads is set and possible; transformers-neuronx falls back to its default otherwise
     (`decoder.check_gqa_fallback`)."""
     surplus = padded_heads(checkpoint, tp) - checkpoint.heads
@@ -182,7 +183,8 @@ def estimate(
 
     - its shard of the matrices and all small parameters, in the dtype; int8 and fp8 matrices have one byte each and a
       scale for each channel;
-    - the KV cache: 2 x layers x kv heads / tp x head_dim x length x slots x bytes of the dtype, or 1 if quantized;
+    - the KV cache: 2 x layers x kv heads / tp x head_dim x length x slots x bytes of the dtype, or 1 if quantized; with
+      a prefix cache of NxD Inference, the tokens of its blocks instead of length x slots;
     - SCRATCH_GIB or, if greater, the attention scores of a prefill in one piece, (heads / tp) x length^2 x 2 bytes.
       The scores are in the scratchpad: the measured one of 1 GiB has room for them at length 4096 (0.125 GiB), so that
       they are not a class of their own. The engines on the host's CPUs prefill in chunks;
@@ -229,7 +231,7 @@ def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weigh
         embeddings, small = groups.head or groups.embedding, groups.small
     attention = groups.attention * padded_heads(checkpoint, tp) // checkpoint.heads
     projected = padded_kv_heads(checkpoint, tp, strategy)
-    if _gathers_heads(checkpoint, tp, strategy):
+    if gathers_heads(checkpoint, tp, strategy):
         projected = checkpoint.kv_heads
     copies = groups.kv * projected // checkpoint.kv_heads - groups.kv
 
@@ -250,7 +252,10 @@ def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weigh
 def _kv_cache(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, length: int | None = None) -> float:
     """Returns the bytes on a core; ``length`` is in tokens, by default the model's."""
     heads = padded_kv_heads(checkpoint, model.tp_degree, model.group_query_attention) // model.tp_degree
-    tokens = heads * model.max_batch * (length or model.length(checkpoint))
+    length = length or model.length(checkpoint)
+    tokens = heads * model.max_batch * length
+    if engine == "nxd-inference" and model.engine_options.get("prefix_cache") is True:
+        tokens = heads * kv_blocks(model.engine_options, model.max_batch, length).tokens
     width = 1 if model.quantize_kv is not None and engine not in HOST_ENGINES else BYTES[model.dtype_on(engine)]
     return 2 * checkpoint.layers * tokens * checkpoint.head_dim * width
 

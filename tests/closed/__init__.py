@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doubles import PACKAGES, Neuron
+from tests.doubles import PACKAGES, Neuron, forget, fresh_machine
 
 FOLDER = Path(__file__).parent
 CLOSED_BELOW_TNX = ("torch_neuronx", "libneuronxla", "neuronxcc")
@@ -40,27 +40,17 @@ def source_of(variable: str, package: str) -> Path | None:
 def real_tnx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuron]:
     """transformers-neuronx's own code above the stand-ins of this folder. Fails if a run of a program failed unseen."""
     source = source_of("TNX_SOURCE", "transformers_neuronx")
-    for name in [name for name in os.environ if name.startswith(("NEURON_", "NEURONX_"))]:
-        monkeypatch.delenv(name)
-    state = tmp_path / "neuron"
-    state.mkdir()
-    monkeypatch.setenv("NEURON_DOUBLE_STATE", str(state))
-    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "neuron-compile-cache"))
+    machine = fresh_machine(monkeypatch, tmp_path)
     monkeypatch.syspath_prepend(str(FOLDER / "tnx"))
     if source is not None:
         monkeypatch.syspath_prepend(str(source))
     monkeypatch.setattr(sys, "path", [*sys.path, str(PACKAGES)])  # last: it has doubles of these packages, too
-    _forget("transformers_neuronx", *CLOSED_BELOW_TNX)
+    forget("transformers_neuronx", *CLOSED_BELOW_TNX)
     importlib.invalidate_caches()
     device = importlib.import_module("neuron_double.runtime")
     device.reset_for_tests()
     runtime = importlib.import_module("torch_neuronx.runtime")
-    yield Neuron(state)
+    yield machine
     device.reset_for_tests()
-    _forget("transformers_neuronx", *CLOSED_BELOW_TNX)
+    forget("transformers_neuronx", *CLOSED_BELOW_TNX)
     assert not runtime.FAILURES, runtime.FAILURES[0]
-
-
-def _forget(*packages: str) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] in packages]:
-        del sys.modules[name]

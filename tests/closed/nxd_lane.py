@@ -20,11 +20,12 @@ from typing import Any
 import pytest
 
 from tests.closed import source_of
-from tests.doubles import PACKAGES, Neuron
+from tests.doubles import PACKAGES, Neuron, forget, fresh_machine
 
 CLOSED = Path(__file__).parent / "nxd"  # the stand-ins
 SOURCES = {"NXD_SOURCE": "neuronx_distributed", "NXDI_SOURCE": "neuronx_distributed_inference"}
 CLOSED_PACKAGES = ("torch_xla", "torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib", "neuronxlogger")
+MODULES = (*SOURCES.values(), *CLOSED_PACKAGES, "closed_layer")
 OVERWRITTEN = {"_FUSED_PREFIX", "_model_cls"}
 _imported: dict[str, ModuleType] = {}
 
@@ -41,15 +42,10 @@ def source_folders() -> list[str]:
 def real_nxdi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuron]:
     """NxD Inference over the stand-ins, in this process and in those that it starts."""
     folders = [str(CLOSED), *source_folders()]
-    for name in [name for name in os.environ if name.startswith(("NEURON_", "NEURONX_"))]:
-        monkeypatch.delenv(name)
+    machine = fresh_machine(monkeypatch, tmp_path)
     for name in ("BASE_COMPILE_WORK_DIR", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST"):
         monkeypatch.setenv(name, "")  # so that what the adapter sets is undone
         monkeypatch.delenv(name)
-    state = tmp_path / "neuron"
-    state.mkdir()
-    monkeypatch.setenv("NEURON_DOUBLE_STATE", str(state))
-    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "neuron-compile-cache"))
     monkeypatch.setenv("NXD_LOG_LEVEL", os.environ.get("NXD_LOG_LEVEL", "error"))
     # The folder of doubles comes last: it has packages of these names, too.
     paths = [*folders, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""), str(PACKAGES)]
@@ -57,7 +53,7 @@ def real_nxdi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuro
     monkeypatch.setattr(sys, "path", [*folders, *sys.path, str(PACKAGES)])
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     importlib.invalidate_caches()
-    _taken()
+    forget(*MODULES)
     sys.modules.update(_imported)
     importlib.import_module("closed_layer").install()
     device = importlib.import_module("neuron_double.runtime")
@@ -65,11 +61,11 @@ def real_nxdi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuro
     variables = _class_variables()
     groups = vars(importlib.import_module("neuronx_distributed.parallel_layers.parallel_state"))
     before = dict(groups)
-    yield Neuron(state)
+    yield machine
     device.reset_for_tests()
     _reset(variables)
     groups.update(before)
-    _imported.update(_taken())
+    _imported.update(forget(*MODULES))
 
 
 def _class_variables() -> list[tuple[type, dict[str, Any]]]:
@@ -89,9 +85,3 @@ def _reset(variables: list[tuple[type, dict[str, Any]]]) -> None:
             delattr(kind, name)
         for name, value in values.items():
             setattr(kind, name, value)
-
-
-def _taken() -> dict[str, ModuleType]:
-    """Remove the packages' modules from ``sys.modules``, and return them."""
-    roots = {*SOURCES.values(), *CLOSED_PACKAGES, "closed_layer"}
-    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in roots}

@@ -1,4 +1,4 @@
-"""The planner's memory of transformers-neuronx, against the graphs that the package writes."""
+"""The planner's memory and FLOPs of transformers-neuronx, against the graphs that the package writes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from placements.facts.checkpoints import Checkpoint
+from placements.resources.estimate import prefill_flops, step_flops
 from placements.resources.memory import GIB, estimate
 from tests.closed.graph_costs import costs_of
 from tests.closed.test_tnx import opened
@@ -43,7 +44,7 @@ def test_the_bytes_of_a_step_are_those_of_the_plan(
     family: str,
     fields: dict[str, Any],
 ) -> None:
-    """Weights within 2 %, the KV cache exactly; each layer sums up the rows twice on several cores."""
+    """Weights and FLOPs within 2 %, the KV cache exactly; each layer sums up the rows twice on several cores."""
     source, lengths = checkpoint(family), {"prefill_buckets": [64], "decode_buckets": [64]}
     opened(source, monkeypatch, tp_degree=tp_degree, dtype="bf16", **lengths, **fields)
     step = next(program for program in _programs() if program.parameters[0][0][1:] == (1, 3))
@@ -54,6 +55,12 @@ def test_the_bytes_of_a_step_are_those_of_the_plan(
     assert costs.weights == pytest.approx(plan.weights * GIB, rel=0.02)
     assert costs.cache == plan.kv * GIB
     assert costs.reduced == (2 * LAYERS * facts.hidden * 3 * 2 if tp_degree > 1 else 0)
+    assert costs.flops * tp_degree == pytest.approx(step_flops(spec, facts, 64), rel=0.02)
+    prompts = [program for program in _programs() if program.parameters[0][0][1] == 64]
+    flops = [costs_of(program.module, INPUTS).flops for program in prompts]
+    rows = prompts[0].parameters[0][0][2]
+    counted = sum(flops) + (LAYERS - 1) * flops[0] * (len(flops) - 1)  # a graph of one layer, and of the head
+    assert counted * tp_degree == pytest.approx(rows * prefill_flops(spec, facts, 64), rel=0.02)
 
 
 def _programs() -> list[Any]:

@@ -17,10 +17,21 @@ from tests.closed.test_nxdi import pytestmark as pytestmark
 from tests.doubles import Neuron
 from tests.workers import nxdi_traffic
 from tests.workers.conftest import checkpoint as checkpoint
-from tests.workers.engines import test_nxd_inference as double
-from tests.workers.engines.test_nxd_inference import FULL, Checkpoints
-from tests.workers.engines.test_nxd_inference import sources as sources
-from tests.workers.nxdi_traffic import DECODE, MAX_LEN, PREFILL, arrivals, cpu, opened, served
+from tests.workers.nxdi_traffic import (
+    DECODE,
+    FULL,
+    MAX_LEN,
+    PREFILL,
+    Checkpoints,
+    allow_fp8,
+    arrivals,
+    cpu,
+    families,
+    opened,
+    refused,
+    served,
+)
+from tests.workers.nxdi_traffic import sources as sources
 from workers.engines.nxd_inference import package
 from workers.engines.nxd_inference.package import import_package
 from workers.messages.engine_protocol import EngineLoadError
@@ -74,9 +85,9 @@ def test_answers_are_those_of_the_model(
     row: Row, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy: the tokens of float32, and nearly the best ones where numbers are rounded."""
-    if row["family"] not in double.families(import_package().version):
+    if row["family"] not in families(import_package().version):
         pytest.skip("a family of a later version")
-    double.allow_fp8(monkeypatch, {name: value for name, value in row.items() if value is not None})
+    allow_fp8(monkeypatch, {name: value for name, value in row.items() if value is not None})
     source, requests = sources(row["family"]), arrivals(4)
     fields = {name: value for name, value in row.items() if name != "family" and value is not None}
     if row["draft_k"]:
@@ -108,14 +119,10 @@ def test_what_the_adapter_refuses_fails_in_the_package(
     """While it compiles, with an error that does not name the option."""
     version = import_package().version
     is_later = reaches(version, "0.9")
-    if (
-        family not in double.families(version)
-        or (family == "mistral" and not is_later)
-        or (family == FULL and is_later)
-    ):
+    if family not in families(version) or (family == "mistral" and not is_later) or (family == FULL and is_later):
         pytest.skip("nothing is refused in this version")
     buckets = {"prefill_buckets": [64], "decode_buckets": [MAX_LEN]}
-    error = double.refused(lambda: opened(sources(family), tmp_path, **buckets, **fields))
+    error = refused(lambda: opened(sources(family), tmp_path, **buckets, **fields))
     assert error.hint == f"remove `{next(iter(fields))}`"
     monkeypatch.setattr(package, "_check_class", lambda *_: None)
     with pytest.raises((KeyError, RuntimeError)) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from placements.facts.checkpoints import Checkpoint
 from placements.facts.tnx_families import FAMILIES
 from tests.closed.forced import deviation
 from tests.closed.pairs import Row, all_pairs
 from tests.doubles import Neuron
+from tests.placements.test_engine_rules import checked
 from tests.workers.conftest import checkpoint as checkpoint
 from tests.workers.tnx_runs import config
 from workers.engines.transformers_neuronx import options
@@ -39,6 +42,15 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "on_device_embedding": (False, True),
     "attention_layout": (None, "BSH"),
 }
+RIGHT = (
+    "sequence_parallel_norm",
+    "on_device_embedding",
+    "fused_rmsnorm_qkv",
+    "fused_rmsnorm_mlp",
+    "duplicate_q_weight_sos",
+    "bf16_rms_norm",
+)
+TILED = ("qkv_tiling", "weight_tiling")  # the package checks their sizes itself
 ENGINE_OPTIONS = ("on_device_embedding", "attention_layout")
 # In standard deviations of the logits. Wrong logits deviate by 3 to 6; fp8 has three bits of mantissa.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.15, "int8": 0.3, "fp8": 1.0}
@@ -118,6 +130,57 @@ def test_a_cache_layout_is_refused_for_a_reason(
     logits = opened(source, monkeypatch, engine_options={"cache_layout": "BSH"}, **fields).prefill([1], [prompt])
     assert logits.shape[0] == 2
     assert torch.allclose(logits[1], expected, atol=1e-4)
+
+
+# Option, family, degree, and what the package does: a part of its error, or its deviation is above 1 or not.
+SINGLE: list[tuple[str, str, int, str | bool]] = [
+    *((name, family, 2, False) for name in RIGHT for family in ("llama", "opt")),
+    ("attn_output_transposed", "llama", 2, False),
+    ("attn_output_transposed", "opt", 1, True),
+    ("attn_output_transposed", "mistral", 2, "contracting_sizes"),
+    ("mlp_out_weight_transpose", "llama", 2, False),
+    ("mlp_out_weight_transpose", "mixtral", 2, "contracting_sizes"),
+    ("shard_over_sequence", "llama", 1, "not divisble"),
+    ("shard_over_sequence", "llama", 2, "broadcast"),
+    ("shard_over_sequence", "llama", 4, False),
+    ("shard_over_sequence", "mistral", 4, "broadcast"),
+    ("fuse_mlp", "llama", 2, "add_mlp_output"),
+    ("fuse_mlp", "mistral", 2, "contracting_sizes"),
+    ("has_pre_attention_norm", "llama", 2, True),
+    ("qkv_tiling", "llama", 2, "QKV fusion"),
+    ("weight_tiling", "llama", 2, "divisible by 128"),
+]
+
+
+@pytest.mark.parametrize(("name", "family", "tp_degree", "outcome"), SINGLE)
+def test_a_boolean_option_is_refused_or_right(
+    real_tnx: Neuron,
+    checkpoint: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    family: str,
+    tp_degree: int,
+    outcome: str | bool,
+) -> None:
+    """What `validate` refuses is wrong or does not build; the package itself refuses the sizes that cannot be tiled."""
+    source = checkpoint(family)
+    value = name != "has_pre_attention_norm"
+    facts = Checkpoint.from_config(json.loads((source / "config.json").read_text()))
+    settings = [
+        "engine: transformers-neuronx",
+        f"tp_degree: {tp_degree}",
+        f"engine_options: {json.dumps({name: value})}",
+    ]
+    problems = [problem.id for problem in checked("\n    ".join(settings), facts)]
+    refused = [id for id in problems if id in ("setting-unsupported", "unknown-engine-option")]
+    assert bool(refused) is (outcome is not False and name not in TILED)
+    fields: dict[str, Any] = {"tp_degree": tp_degree, "slots": 3, "engine_options": {name: value}}
+    monkeypatch.delitem(options.UNSERVED, name, raising=False)
+    if isinstance(outcome, str):
+        with pytest.raises(EngineLoadError, match=outcome):
+            opened(source, monkeypatch, **fields)
+    else:
+        assert (deviation(opened(source, monkeypatch, **fields), source) > 1) is outcome
 
 
 @pytest.mark.parametrize("tp_degree", [2, 4])

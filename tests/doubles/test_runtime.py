@@ -12,12 +12,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
 from tests.contracts import contract, parse_signature
 from tests.doubles import Neuron
 from tests.doubles.machine import DRIVER, Machine, build_machine
@@ -350,38 +348,6 @@ def test_a_failed_entry_of_the_cache_stays_failed(neuron: Neuron) -> None:
     assert messages[0] == "neuronx-cc failed with 1"
     assert "cached failed neff" in messages[1]
     assert compiler.cached_compile("graph", "-O1 --retry_failed_compilation")
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gpt_neox", "bloom", "opt", "gptj"])
-def test_a_slot_is_read_as_it_was_written(neuron: Neuron, tmp_path: Path, family: str) -> None:
-    """Tokens given one by one, in several slots, give the logits of the whole; an overwritten position shows."""
-    import torch
-
-    slots = importlib.import_module("neuron_double.slots")
-    model = slots.SlotModel(make_checkpoint(tmp_path / "model", family), slots=3, max_len=64)
-    ids = [5, 9, 200, 31, 77, 8, 20, 13]
-    logits = model.run(1, ids, 0)
-    model.run(2, ids[:5], 0)
-    model.run(0, [3, 4, 5], 0)
-
-    again = torch.cat([model.run(2, ids[5:6], 5), model.run(2, ids[6:], 6)])
-
-    torch.testing.assert_close(again, logits[5:], atol=1e-4, rtol=1e-4)
-    model.garble(2, 0)
-    assert not torch.allclose(model.run(2, ids[7:], 7), logits[7:], atol=1e-3)
-
-
-@pytest.mark.parametrize("to", ["int8", "fp8"])
-def test_rounded_weights_give_other_logits(neuron: Neuron, tmp_path: Path, to: str) -> None:
-    """Quantized weights are computed with, so a test sees whether they were asked for."""
-    import torch
-
-    slots = importlib.import_module("neuron_double.slots")
-    path = make_checkpoint(tmp_path / "model", "llama")
-    exact, rounded = (slots.SlotModel(path, 1, 16, quantize=how).run(0, [5, 9, 7], 0) for how in (None, to))
-
-    assert not torch.equal(exact, rounded)
-    assert torch.nn.functional.cosine_similarity(exact, rounded).min() > 0.9
 
 
 def test_a_call_that_does_not_bind_is_refused(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> None:

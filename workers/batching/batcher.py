@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import msgspec
 
@@ -17,7 +18,7 @@ from workers.batching.guidance import Guides
 from workers.batching.request_checks import check_request
 from workers.batching.request_slots import RequestSlots
 from workers.batching.sampling import start_sampling
-from workers.messages.engine_protocol import GenerateEngine
+from workers.messages.engine_protocol import BlockEngine, EngineSpec, GenerateEngine
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.text.detokenizer import AnswerText
 from workers.text.tokenizer import Tokenizer
@@ -69,7 +70,8 @@ class Batcher:
         self._engine_steps = steps_of(engine, tokenizer.token_bytes)
         self._guides = Guides(tokenizer, self._spec.vocab_size, self._spec.eos_token_ids)
         self._changed = threading.Condition()  # guards all below
-        self._slots = RequestSlots(self._spec)
+        shared = cast(BlockEngine, engine).prefixes if self._spec.shares_blocks else None
+        self._slots = RequestSlots(self._spec, shared)
         self._waiting: deque[AcceptedRequest] = deque()
         self._accepted: dict[str, AcceptedRequest] = {}
         self._cancelled: set[str] = set()
@@ -105,6 +107,9 @@ class Batcher:
                 self._cancelled.add(id)
                 self._changed.notify_all()
 
+    def taken(self, id: str, count: int) -> None:
+        """Forwarded answers have limits; tokens have none."""
+
     def drain(self, timeout_s: float = 0.0) -> bool:
         """Refuse new requests and wait up to ``timeout_s`` for the accepted ones. Returns whether all have ended.
 
@@ -126,9 +131,9 @@ class Batcher:
             self._guides.warm()
 
     @property
-    def engine(self) -> GenerateEngine:
-        """The engine that the batcher drives. Only the thread that runs the steps may call it."""
-        return self._engine
+    def spec(self) -> EngineSpec:
+        """The engine's limits."""
+        return self._spec
 
     @property
     def stats(self) -> BatcherStats:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from workers.messages.status import ServerLoad
+
 
 @dataclass(frozen=True)
 class BatcherStats:
@@ -23,3 +25,4 @@ class BatcherStats:
     accepted: int = 0  # of these, those that the model agreed with
     prefix_queries: int = 0  # prompt tokens looked up in the slots' KV caches since the start
     prefix_hits: int = 0  # of these, those found there and not processed again
+    server: ServerLoad | None = None  # of an engine that is a server

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from workers.batching.accepted_request import AcceptedRequest
-from workers.batching.slot_prefixes import Reuse, SlotPrefixes
+from workers.batching.slot_prefixes import SlotPrefixes
 from workers.batching.slots import Slots
-from workers.messages.engine_protocol import EngineSpec
+from workers.messages.engine_protocol import EngineSpec, Prefixes, Reuse
 from workers.messages.requests import FinishReason
 
 
 class RequestSlots(Slots[AcceptedRequest]):
     """Slots that know the reusable prefixes of an engine with a prefix cache. Not thread-safe: the batcher locks it."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, prefixes: Prefixes | None = None) -> None:
+        """``prefixes`` are those of a ``BlockEngine``."""
         super().__init__(spec.slots)
-        self.prefixes = SlotPrefixes(spec.slots, spec.prefix_block) if spec.prefix_block else None
+        if prefixes is None and spec.prefix_block:
+            prefixes = SlotPrefixes(spec.slots, spec.prefix_block)
+        self.prefixes = prefixes
         self.copies: list[tuple[int, int, int]] = []  # source, slot and tokens; made before the next prefill
         self.queries = 0  # prompt tokens looked up
         self.hits = 0  # of these, those found
@@ -29,7 +32,7 @@ class RequestSlots(Slots[AcceptedRequest]):
         """Assigns the slot that ``place`` returned."""
         if reuse is None or self.prefixes is None:
             return self.take(accepted)
-        self.prefixes.drop(reuse.slot)  # until the prefill is done, its content is unknown
+        self.prefixes.take(reuse, accepted.request.prompt_ids)
         if reuse.source is not None:
             self.copies.append((reuse.source, reuse.slot, reuse.count))
         self.queries += len(accepted.request.prompt_ids)
@@ -44,9 +47,7 @@ class RequestSlots(Slots[AcceptedRequest]):
     def leave(self, slot: int, finish: FinishReason) -> None:
         """Frees the slot of a request that has ended. Its content is known unless the request failed."""
         accepted = self.release(slot)
-        if self.prefixes is None:
-            return
-        if finish is FinishReason.ERROR:
-            self.prefixes.drop(slot)
-        else:
-            self.prefixes.hold(slot, [*accepted.request.prompt_ids, *accepted.ids][: accepted.position])
+        if self.prefixes is not None:
+            failed = finish is FinishReason.ERROR
+            ids = [] if failed else [*accepted.request.prompt_ids, *accepted.ids][: accepted.position]
+            self.prefixes.leave(slot, ids)

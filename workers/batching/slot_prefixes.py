@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+
+from workers.messages.engine_protocol import Reuse
 
 _TOKEN_BYTES = array("I").itemsize
 
 
-@dataclass(frozen=True)
-class Reuse:
-    """The slot of a prompt, and the prefix that need not be processed again."""
-
-    slot: int
-    count: int = 0  # prompt tokens that the slot, or ``source``, holds already
-    source: int | None = None  # the slot to copy the first ``count`` tokens from; None: no copy
-
-
 class SlotPrefixes:
-    """Token ids by slot, where the content of its KV cache is known for certain. Not thread-safe.
+    """Token ids by slot, where the content of its KV cache is known for certain. Implements ``Prefixes``. Not
+    thread-safe.
 
     Slots are live or free; the content of both stays until another prompt is placed there.
     """
@@ -37,13 +30,14 @@ class SlotPrefixes:
         self._uses += 1
         self._used[slot] = self._uses if ids else 0
 
-    def drop(self, slot: int) -> None:
-        """Record that the slot's content is unknown."""
-        self._held[slot] = b""
-        self._used[slot] = 0
+    leave = hold
+
+    def take(self, reuse: Reuse, prompt: Sequence[int]) -> None:
+        """Record that the slot's content is unknown until its prefill is done."""
+        self.hold(reuse.slot, ())
 
     def place(self, prompt: Sequence[int], free: Collection[int]) -> Reuse:
-        """Returns the best of the ``free`` slots, at least one, for a prompt. Callers then ``drop`` that slot.
+        """Returns the best of the ``free`` slots, at least one, for a prompt. Callers then ``take`` it.
 
         1. The source is the slot, free or live, with the longest common prefix; of equals a free one, then the one
            with the fewest tokens, then the lowest. The prompt's last token is always processed, since the answer

@@ -40,7 +40,7 @@ def open_engine(config: ReplicaConfig) -> GenerateEngine:
 
         return open_transformers_neuronx(config)
     if config.engine == "nxd-inference":
-        from workers.engines.nxd_inference.engine import open_neuronx_distributed
+        from workers.engines.nxd_inference.block_engine import open_neuronx_distributed
 
         return open_neuronx_distributed(config)
     raise EngineLoadError(

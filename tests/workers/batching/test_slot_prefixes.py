@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.workers.batching.test_batcher import Received, request, run_out
 from workers.batching.batcher import Batcher
-from workers.batching.slot_prefixes import Reuse, SlotPrefixes
+from workers.batching.slot_prefixes import SlotPrefixes
 from workers.batching.slots import SlotError, Slots
 from workers.engines.echo import EchoEngine, echo_tokens
-from workers.messages.engine_protocol import EngineSpec
+from workers.messages.engine_protocol import EngineSpec, Reuse
 from workers.messages.requests import FinishReason
 from workers.messages.wire import FrameReader, Welcome
 from workers.text.tokenizer import ByteTokenizer
@@ -75,7 +75,7 @@ def test_the_least_recently_used_slot_is_taken_first() -> None:
     assert prefixes.place([*held[:10], 50], [0, 1, 2]) == Reuse(0, 10)
     prefixes.hold(0, held)
     assert prefixes.place([*held[:10], 50], [0, 1, 2]) == Reuse(1, 10, 0)
-    prefixes.drop(2)
+    prefixes.hold(2, [])
     assert prefixes.place([9, 9], [0, 1, 2]) == Reuse(2)
 
 
@@ -95,7 +95,7 @@ def test_a_dropped_slot_holds_nothing() -> None:
     """No prompt reuses it."""
     prefixes = holding(list(range(20)))
     assert prefixes.place(list(range(20)), [0]) == Reuse(0, 19)
-    prefixes.drop(0)
+    prefixes.hold(0, [])
     assert prefixes.place(list(range(20)), [0]) == Reuse(0)
 
 
@@ -192,7 +192,7 @@ class PromptsBeginWithWhatIsThere(RuleBasedStateMachine):
     @invariant()
     def recorded_prefixes_are_in_the_kv_cache(self) -> None:
         prefixes = self.batcher._slots.prefixes
-        assert prefixes is not None
+        assert isinstance(prefixes, SlotPrefixes)
         for kv, packed in zip(self.engine.kv, prefixes._held, strict=True):
             recorded = array("I", packed).tolist()
             assert kv[: len(recorded)] == recorded

@@ -26,7 +26,6 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint, set_eos
 from tests.closed import real_tnx  # noqa: F401 - the fixture
 from tests.contracts import contract
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
-from tests.tiers import everyday
 from tests.workers import tnx_mutants
 from tests.workers.tnx_runs import (
     BUCKETS,
@@ -60,6 +59,9 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return machine
 
 
+lane = pytest.mark.parametrize("machine", [pytest.param("real_tnx", marks=pytest.mark.real)], indirect=True)
+
+
 def opened(source: Path, **fields: Any) -> Any:
     """The engine, loaded."""
     engine = open_transformers_neuronx(config(source, **fields))
@@ -74,25 +76,20 @@ def buckets_for(family: str) -> dict[str, Any]:
 # -- The same answers
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize(
-    ("family", "sampling"),
-    everyday(SAMPLING, [("llama", "device"), *((f, "host") for f in ("llama", "gpt2", "mixtral"))]),
-)
-def test_greedy_answers_are_those_of_the_cpu_engine(
-    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, family: str, sampling: str, version: str
-) -> None:
+@lane
+@pytest.mark.parametrize(("family", "sampling"), SAMPLING)
+def test_greedy_answers_are_those_of_the_cpu_engine(checkpoint: Checkpoints, family: str, sampling: str) -> None:
     """With arrivals, clients that leave, ragged prompts at the edges of buckets, and slots that are filled to the end.
 
     Llama, Mistral and Mixtral batch continuously, the others in lock-step; the host samples, or the device.
     """
-    monkeypatch.setenv("NEURON_DOUBLE_TNX_VERSION", version)
     source, requests = checkpoint(family), requests_for(family)
     engine = opened(source, sampling=sampling, **buckets_for(family))
     assert engine.spec.continuous is (family in CONTINUOUS)
     assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
 
 
+@lane
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_a_model_of_one_slot_gives_the_same_answers(checkpoint: Checkpoints, family: str) -> None:
     """It is a static batch of one row, whatever its family."""
@@ -102,6 +99,7 @@ def test_a_model_of_one_slot_gives_the_same_answers(checkpoint: Checkpoints, fam
     assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
 
 
+@lane
 def test_code_llama_is_a_llama(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By the registry of the package; a transformers of today has no such model_type any more and is taught it."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, LlamaConfig, LlamaForCausalLM
@@ -130,7 +128,8 @@ def test_an_answer_ends_with_the_eos_of_the_generation_config(checkpoint: Checkp
     assert texts != endless
 
 
-@pytest.mark.parametrize("length", everyday([1, 7, 8, 9, 15, 16, 17, 63], (1, 8, 9, 63)))
+@lane
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 63])
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_a_prompt_at_the_edge_of_a_bucket(checkpoint: Checkpoints, family: str, length: int) -> None:
     """As long as a bucket, one token shorter, one longer, and the longest of all."""
@@ -140,6 +139,7 @@ def test_a_prompt_at_the_edge_of_a_bucket(checkpoint: Checkpoints, family: str, 
     assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
 
 
+@lane
 def test_a_prompt_of_one_token_leaves_the_other_slots_alone(checkpoint: Checkpoints) -> None:
     """Which it would not as a decode, and that is what the package takes a width of one for."""
     source = checkpoint("llama")
@@ -186,27 +186,21 @@ def equals_the_cpu_engine(kind: type[TransformersNeuronxEngine], source: Path, *
         return False
 
 
-@pytest.mark.slow  # a test of the tests above
-@pytest.mark.parametrize("family", ["llama", "opt"])
-def test_the_adapter_itself_passes_the_check_of_the_mutants(checkpoint: Checkpoints, family: str) -> None:
-    """So that what the mutants fail is the fault and not the check."""
-    assert equals_the_cpu_engine(TransformersNeuronxEngine, checkpoint(family), **BUCKETS)
-
-
-@pytest.mark.slow  # a test of the tests above
+@lane
 @pytest.mark.parametrize("kind", tnx_mutants.CONTINUOUS_ROWS, ids=lambda kind: kind.__name__)
 def test_a_mutant_of_continuous_batching_is_detected(checkpoint: Checkpoints, kind: type[Any]) -> None:
     """The check that the adapter passes fails with this fault."""
     assert not equals_the_cpu_engine(tnx_mutants.with_rows(kind), checkpoint("llama"), **BUCKETS)
 
 
-@pytest.mark.slow  # a test of the tests above
+@lane
 @pytest.mark.parametrize("kind", tnx_mutants.LOCK_STEP_ROWS, ids=lambda kind: kind.__name__)
 def test_a_mutant_of_lock_step_batches_is_detected(checkpoint: Checkpoints, kind: type[Any]) -> None:
     """The check that the adapter passes fails with this fault."""
     assert not equals_the_cpu_engine(tnx_mutants.with_rows(kind), checkpoint("opt"), **BUCKETS)
 
 
+@lane
 def test_top_k_zero_on_the_device_is_detected(checkpoint: Checkpoints) -> None:
     """Told so, the device does not answer greedily."""
     source, requests = checkpoint("llama"), requests_for("llama")
@@ -220,6 +214,7 @@ def test_top_k_zero_on_the_device_is_detected(checkpoint: Checkpoints) -> None:
     assert texts != of_the_cpu_engine(source, requests)
 
 
+@lane
 @pytest.mark.parametrize("kind", [None, *tnx_mutants.VERIFYING_ROWS], ids=lambda kind: kind and kind.__name__)
 def test_a_mutant_of_verify_is_detected(checkpoint: Checkpoints, kind: type[Any] | None) -> None:
     """Three tokens at once for two of three slots: the adapter gives the logits of a prompt, a mutant does not."""
@@ -237,6 +232,7 @@ def test_a_mutant_of_verify_is_detected(checkpoint: Checkpoints, kind: type[Any]
     assert passes is (kind is None)
 
 
+@lane
 @pytest.mark.parametrize("mutant", [False, True])
 def test_a_run_that_begins_at_position_0_is_decoded_token_by_token(checkpoint: Checkpoints, mutant: bool) -> None:
     """The package takes all rows for prompts that begin at 0 where the first one does."""
@@ -253,6 +249,7 @@ def test_a_run_that_begins_at_position_0_is_decoded_token_by_token(checkpoint: C
     assert passes is not mutant
 
 
+@lane
 @pytest.mark.parametrize(("family", "mutant"), [("bloom", False), ("gpt_neox", False), ("opt", False), ("opt", True)])
 def test_the_kv_cache_is_reset_once_in_load(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, family: str, mutant: bool
@@ -290,27 +287,15 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return get
 
 
+@lane
 @pytest.mark.parametrize(
-    ("family", "slots", "k", "version"),
-    [
-        *(("llama", 3, k, VERSIONS[0]) for k in (1, 4)),
-        *(pytest.param("llama", 3, k, VERSIONS[0], marks=pytest.mark.slow) for k in (2, 3)),
-        *(pytest.param("llama", slots, 2, VERSIONS[0], marks=pytest.mark.slow) for slots in (5, 1)),
-        ("gpt2", 1, 2, VERSIONS[0]),
-        ("llama", 3, 2, VERSIONS[1]),
-    ],
+    ("family", "slots", "k"),
+    [*(("llama", 3, k) for k in (1, 2, 3, 4)), ("llama", 5, 2), ("llama", 1, 2), ("gpt2", 1, 2)],
 )
 def test_a_draft_changes_no_token(
-    checkpoint: Checkpoints,
-    stranger: Checkpoints,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    slots: int,
-    k: int,
-    version: str,
+    checkpoint: Checkpoints, stranger: Checkpoints, family: str, slots: int, k: int
 ) -> None:
     """The model's own draft and a stranger's, on the same cores: all accepted, or few."""
-    monkeypatch.setenv("NEURON_DOUBLE_TNX_VERSION", version)
     source = checkpoint(family)
     requests = requests_for("llama" if slots > 1 else "gpt2", seed=k, count=10 if slots > 1 else 5)
     for draft in (source, stranger(family)):
@@ -339,6 +324,7 @@ def test_unsupported_speculation_is_refused(checkpoint: Checkpoints, family: str
 # -- Sampling on the device
 
 
+@lane
 def test_each_slot_samples_by_its_own_parameters(checkpoint: Checkpoints) -> None:
     """Greedy in one slot, hot in another; the largest top_k is the package's or the vocabulary."""
     engine = opened(checkpoint("llama"), sampling="device", **BUCKETS)
@@ -352,6 +338,7 @@ def test_each_slot_samples_by_its_own_parameters(checkpoint: Checkpoints) -> Non
     assert {tokens[2] for tokens in drawn} == set(best)
 
 
+@lane
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_requests_that_are_sampled_leave_greedy_ones_alone(checkpoint: Checkpoints, family: str) -> None:
     """Through the batcher, which sets each slot's sampling on the device before its prompt."""
@@ -539,6 +526,7 @@ def split(source: Path, target: Path) -> Path:
     return target
 
 
+@lane
 def test_a_split_checkpoint_is_read_where_pickles_are_allowed(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """And gives the same answers; without allow_pickle it is refused, with a file missing or garbled too."""
     source = split(checkpoint("llama"), tmp_path / "split")
@@ -557,6 +545,7 @@ def test_a_split_checkpoint_is_read_where_pickles_are_allowed(checkpoint: Checkp
     assert ids == ["pickle-refused", "weights-broken", "weights-missing"]
 
 
+@lane
 def test_a_source_compiled_by_optimum_is_loaded_with_its_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Its config above, the split weights in ``checkpoint/``: the same answers. NEFFs beside them that nothing proves
     are refused."""

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from placements.facts.engines import NXD_E5M2, NXD_QUANTIZED_DTYPES, NXD_QUANTIZED_OPTIONS, Release, nxd_release
+from placements.facts.kv_blocks import OPTIONS, KvBlocks, kv_blocks, prefix_buckets, refusals
 from workers.batching.buckets import ladder
 from workers.engines.engine_setup import checked_lengths, dtype_on, source_of
 from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, UNSERVED, lacks
@@ -55,6 +56,11 @@ class Settings(msgspec.Struct, frozen=True):
         return self.engine_options.get("quantized_checkpoints_path")
 
     @property
+    def prefix_cache(self) -> bool:
+        """Whether the KV cache is stored in blocks, which prompts with a common prefix share."""
+        return bool(self.engine_options.get("prefix_cache"))
+
+    @property
     def speculation_length(self) -> int:
         """The number of tokens of a step: the last one and the draft's guesses. 0 without a draft."""
         return self.draft_k + 1 if self.draft_source is not None else 0
@@ -67,6 +73,8 @@ class Lengths:
     context_buckets: tuple[int, ...]
     token_buckets: tuple[int, ...]  # the last is the length of a slot on the device
     decode_buckets: tuple[int, ...]  # as the batcher uses them: the last is max_len
+    prefix_buckets: tuple[int, ...] = ()  # the lengths of cached prefixes that a prompt can begin with
+    blocks: KvBlocks | None = None  # None: a slot is one row of the KV cache
 
     @property
     def seq_len(self) -> int:
@@ -89,8 +97,21 @@ def lengths(settings: Settings) -> Lengths:
         # The graph distinguishes prompts from steps by width (``model_base``: "1" or "speculation_length" is a step).
         message = f"a prefill bucket of {1 if 1 in context else ahead} tokens would be run as a decoding step"
         raise EngineLoadError("bad-buckets", message, "use a longer bucket")
+    if settings.prefix_cache:
+        return _block_lengths(settings, context, decode)
     token = decode if not ahead else (*decode[:-1], settings.max_len + ahead)
     return Lengths(context, token, decode)
+
+
+def _block_lengths(settings: Settings, context: tuple[int, ...], decode: tuple[int, ...]) -> Lengths:
+    """Returns the lengths with a prefix cache: those of the device are multiples of a block. Raises EngineLoadError."""
+    options, slots, max_len = settings.engine_options, settings.slots, settings.max_len
+    others = {"draft": settings.draft_source, "quantize_kv": settings.quantize_kv}
+    for refusal in refusals(options, slots, max_len, context, others):
+        raise EngineLoadError("bad-engine-option", refusal.what, refusal.hint)
+    blocks = kv_blocks(options, slots, max_len)
+    token = sorted({-(-length // blocks.size) * blocks.size for length in decode})
+    return Lengths(context, tuple(token), decode, prefix_buckets(options, context), blocks)
 
 
 def neuron_options(settings: Settings, sizes: Lengths, release: Release, quantized: str) -> dict[str, Any]:
@@ -128,6 +149,14 @@ def neuron_options(settings: Settings, sizes: Lengths, release: Release, quantiz
         options["fused_qkv"] = settings.fuse_qkv
     if settings.presharded:
         options["skip_sharding"] = True  # a load still reads the weights of each core
+    if sizes.blocks is not None:
+        options |= {
+            "is_block_kv_layout": True,
+            "is_prefix_caching": True,
+            "pa_num_blocks": sizes.blocks.number,
+            "pa_block_size": sizes.blocks.size,
+            "prefix_buckets": list(sizes.prefix_buckets),
+        }
     options |= _quantization(settings, quantized, release) | _sampling(settings)
     return options | _user_options(settings.engine_options, options, release)
 
@@ -140,13 +169,16 @@ def draft_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _user_options(options: Mapping[str, Any], own: Mapping[str, Any], release: Release) -> dict[str, Any]:
     """Returns the options that the spec sets itself. Raises EngineLoadError for an invalid one."""
     for option, value in options.items():
+        if option in OPTIONS and "is_prefix_caching" not in own:
+            _refuse(option, "there is no prefix cache", "set `prefix_cache: true`, too")
         if option in FIELDS:
             _refuse(option, f"it follows from the field `{FIELDS[option]}`", f"set `{FIELDS[option]}`")
         if option in UNSERVED and value not in (None, False, own.get(option)):
             _refuse(option, UNSERVED[option], "remove it")
         if option in MOE_OPTIONS:  # for models of experts, which the model's class shows later
             continue
-        missing = lacks(option, release)
+        # A false prefix_cache is not passed on, and a true one needs the buckets.
+        missing = lacks("prefix_buckets" if option == "prefix_cache" else option, release)
         if missing is not None:
             version = f"{release[0]}.{release[1]}"
             raise EngineLoadError(
@@ -154,7 +186,8 @@ def _user_options(options: Mapping[str, Any], own: Mapping[str, Any], release: R
                 f"`{option}` is not an option of NxD Inference {version}: {missing}",
                 "remove it, or run the model on an image with another version",
             )
-    merged = {option: value for option, value in options.items() if option not in NXD_QUANTIZED_OPTIONS}
+    passed_over = (*NXD_QUANTIZED_OPTIONS, "prefix_cache")
+    merged = {option: value for option, value in options.items() if option not in passed_over}
     if isinstance(options.get("on_device_sampling_config"), Mapping):
         if "on_device_sampling_config" not in own:
             _refuse("on_device_sampling_config", "the host samples", "set `sampling: device`")

@@ -32,19 +32,13 @@ from workers.engines.engine_setup import LoadableEngine
 from workers.engines.nxd_inference import artifacts as nxd_artifacts
 from workers.engines.nxd_inference import precompiled
 from workers.engines.nxd_inference.config import GLOBAL_TOPK, Lengths, Settings, lengths
-from workers.engines.nxd_inference.package import Package, build_config, import_package, require_package
+from workers.engines.nxd_inference.package import Package, build_config, import_package
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable, Tell
 from workers.neff_cache.compiled_artifacts import Entry, entry
 
 log = logging.getLogger(__name__)
-
-
-def open_neuronx_distributed(config: ReplicaConfig) -> NxdEngine:
-    """Returns the engine, not loaded yet. Raises EngineLoadError where the package or the checkpoint is missing."""
-    require_package()
-    return NxdEngine(Settings.of(config), _kept_in(config))
 
 
 def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
@@ -62,7 +56,7 @@ def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
         )
         if model.compiled:
             return []
-    root = _kept_in(config)
+    root = kept_in(config)
     manifest, unread = nxd_artifacts.predicted_manifest(settings, package, root, read)
 
     def make(artifacts: Entry, tell: Tell) -> None:
@@ -72,7 +66,7 @@ def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
     return [Buildable(source=Path(settings.source), manifest=manifest, make=make, kept=root is not None, unread=unread)]
 
 
-def _kept_in(config: ReplicaConfig) -> Path | None:
+def kept_in(config: ReplicaConfig) -> Path | None:
     """Returns the folder of kept artifacts, if they are kept."""
     return None if config.compiled is None else Path(config.compiled)
 
@@ -236,13 +230,15 @@ class NxdEngine(LoadableEngine):
         positions: Sequence[Sequence[int]],
     ) -> Any:
         """Call the model: ``ids`` and ``positions`` are ``[len(slots), width]``; so is a prompt's ``mask``."""
+        return self._forward(slots, input_ids=ids, attention_mask=mask, position_ids=positions)
+
+    def _forward(self, slots: Sequence[int], **inputs: Sequence[Sequence[int]]) -> Any:
+        """Call the model with tensors of ``inputs``."""
         import torch
 
         with torch.inference_mode():
             return self._model.forward(
-                input_ids=torch.tensor(ids),
-                attention_mask=torch.tensor(mask),
-                position_ids=torch.tensor(positions),
+                **{name: torch.tensor(rows) for name, rows in inputs.items()},
                 seq_ids=torch.tensor(slots),
                 sampling_params=self._sampling_params([self._slot_sampling[slot] for slot in slots]),
             )

@@ -195,6 +195,9 @@ def _inference_config(
         # transformers 4.57 leaves it so for Mistral, which Llama's class takes for a number.
         inference_config.head_dim = inference_config.hidden_size // inference_config.num_attention_heads
     window = _window(str(settings.get("model_type")), settings)
+    if window is not None and window < max_len and options.get("is_prefix_caching"):
+        message = f"{source} uses a sliding window of {window} tokens, which is not supported with a prefix cache"
+        raise EngineLoadError("window-not-kept", message, f"set `max_len` to at most {window}, or no `prefix_cache`")
     if window is not None and window >= max_len:
         inference_config.sliding_window = None  # else the KV cache of each slot is as long as the window
     if getattr(inference_config, "pad_token_id", None) is None:

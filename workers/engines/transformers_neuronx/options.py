@@ -77,10 +77,10 @@ def options_for(
         if name in FIELDS:
             message = f"`engine_options.{name}` cannot be set: it follows from the field `{FIELDS[name]}`"
             raise EngineLoadError("bad-engine-option", message, f"set `{FIELDS[name]}`")
-        if name in UNSERVED and value not in (None, False):
+        if name in UNSERVED and not owned.is_default(name, value):
             message = f"`engine_options.{name}` cannot be set: {UNSERVED[name]}"
             raise EngineLoadError("bad-engine-option", message, "remove it")
-        if name in UNSERVED:  # unset and false are the default
+        if name in UNSERVED:  # its default
             continue
         if name == "prompt_batch_size" and value != config.slots:
             message = f"with prompt_batch_size {value} one prompt would be broadcast to all {config.slots} slots"

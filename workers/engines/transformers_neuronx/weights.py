@@ -18,7 +18,7 @@ def check_layout(path: Path, settings: Mapping[str, Any]) -> None:
     The package loads such weights without comparing them with the configuration. Their files record the number of cores
     and the dtype, but not how heads were replicated, what was fused, or which layouts were chosen.
     """
-    if settings.get("neuron_sharded_weights") is True or (path / TNX_SHARDS).exists():
+    if settings.get("is_presharded_checkpoint") is True or (path / TNX_SHARDS).exists():
         message = f"transformers-neuronx has sharded the weights in {path}, and their settings are not recorded"
         hint = "set `source` to the original checkpoint: it is compiled once, and sharded at each start"
         raise EngineLoadError("layout-unsupported", message, hint)

@@ -13,7 +13,6 @@ from neuron_double.bound import version as played_version
 
 PACKAGE = "neuronx_distributed_inference"
 F = TypeVar("F", bound=Callable[..., Any])
-C = TypeVar("C", bound=type)
 
 
 def version() -> str:
@@ -36,25 +35,9 @@ def played(dotted: str) -> Callable[[F], F]:
         checked: Any = bound(f"{PACKAGE}.{dotted}")(function)
         if has(dotted):
             checked.__signature__ = recorded(PACKAGE, f"{PACKAGE}.{dotted}", version())
-        else:
-            checked.absent = True
         return checked  # type: ignore[no-any-return]
 
     return decorate
-
-
-def trimmed(cls: C) -> C:
-    """Without the methods that this version does not have."""
-    for name, value in list(vars(cls).items()):
-        if getattr(getattr(value, "__func__", value), "absent", False):
-            delattr(cls, name)
-    return cls
-
-
-def need(dotted: str, module: str) -> None:
-    """Called by a module that not all versions have."""
-    if not has(dotted):
-        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 def kwargs_options(dotted: str) -> dict[str, str]:

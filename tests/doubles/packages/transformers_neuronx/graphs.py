@@ -17,8 +17,6 @@ from neuron_double.bound import package_version
 from neuron_double.compiler import cached_compile
 from neuron_double.runtime import runtime
 
-from transformers_neuronx.utils import BYTES, get_qkv_padding
-
 NO_MATCH = (
     "Could not find a matching NEFF for your HLO in this directory. Ensure that the model you are trying to load is "
     'the same type and has the same parameters as the one you saved or call "save" on this model to reserialize it.'
@@ -39,21 +37,18 @@ class Kernel:
 
 
 def kernels(model: Any, kinds: Sequence[tuple[str, int, int]]) -> list[Kernel]:
-    """``kinds``: (what, bucket, batch) of each graph of ``model``."""
+    """``kinds``: (what, bucket, part or length) of each graph of ``model``."""
     config = model.config.to_dict()
     shared = {
         "package": package_version("transformers_neuronx"),
         "class": type(model).__name__,
         "tp": model.tp_degree,
         "amp": model.amp,
-        "unroll": model.unroll,
+        "batch": model.batch,
         "neuron_config": model.neuron_config.text(),
         "config": {name: config[name] for name in sorted(config) if isinstance(config[name], int | float)},
     }
-    return [
-        Kernel(json.dumps({**shared, "kind": kind, "bucket": bucket, "batch": batch}, sort_keys=True))
-        for kind, bucket, batch in kinds
-    ]
+    return [Kernel(json.dumps({**shared, "kind": kind}, sort_keys=True)) for kind in kinds]
 
 
 def compiler_flags() -> str:
@@ -86,25 +81,13 @@ def write_neffs(graphs: Sequence[Kernel], directory: Path) -> None:
         (directory / graph.file).write_bytes(graph.neff)
 
 
-def take_memory(model: Any, weights: Any, batch: int, longest: int) -> None:
-    """Weights and KV cache on each core, by their real sizes; the token embedding stays on the host by default."""
-    config, neuron_config = model.config, model.neuron_config
-    embedding = weights.get_input_embeddings().weight
-    quantized = neuron_config.quant is not None and model.quantizes
-    amp = BYTES[model.amp]
-    total = 0
-    for parameter in weights.parameters():
-        if parameter is embedding and not neuron_config.on_device_embedding:
-            continue
-        total += parameter.numel() * (1 if quantized and parameter.dim() > 1 else amp)
-    heads = model.n_head
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    _, stored = get_qkv_padding(heads, kv_heads, model.tp_degree, neuron_config)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    quantization = neuron_config.kv_cache_quant
-    element_bytes = BYTES[quantization.quant_dtype] if quantization is not None else amp
-    cache = 2 * config.num_hidden_layers * stored * head_dim * longest * batch * element_bytes
-    runtime().allocate((total + cache) // model.tp_degree, "tensors")
+def take_memory(model: Any, weights: Any) -> None:
+    """Weights and KV cache on each core, by their real sizes."""
+    config, numbers = model.config, sum(parameter.numel() for parameter in weights.parameters())
+    heads = config.num_attention_heads
+    numbers_each = config.hidden_size // heads * getattr(config, "num_key_value_heads", heads)
+    cells = 2 * config.num_hidden_layers * numbers_each * model.token_buckets[-1] * model.batch
+    runtime().allocate((numbers + cells) * (4 if model.amp == "f32" else 2) // model.tp_degree, "tensors")
 
 
 def load_neffs(graphs: Sequence[Kernel]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from neuron_double.machine import instance
 
-from neuronx_distributed_inference._played import has, kwargs_options, played, trimmed, version
+from neuronx_distributed_inference._played import has, kwargs_options, played
 
 _HERE = "models.config"
 CONFIG_FILE = "neuron_config.json"
@@ -57,7 +57,6 @@ def _warn(what: str, kwargs: dict[str, Any]) -> None:
         logging.getLogger("Neuron").warning("%s: unexpected keyword arguments: %s", what, kwargs)
 
 
-@trimmed
 class OnDeviceSamplingConfig:
     @played(f"{_HERE}.OnDeviceSamplingConfig.__init__")
     def __init__(self, **kwargs: Any) -> None:
@@ -83,11 +82,6 @@ class KVQuantizationConfig:
         self.direct_cast = kwargs.pop("direct_cast", True)
         if self.direct_cast:
             assert methods == [QuantizationType.PER_TENSOR_SYMMETRIC] * 2, "direct cast is per tensor"
-
-
-def has_fp8_cache(neuron_config: Any) -> bool:
-    """By ``kv_cache_quant`` up to 0.7; later that option adds a compiler flag only."""
-    return bool(neuron_config.kv_cache_quant if version() < "0.8" else neuron_config.kv_quant_config)
 
 
 class NeuronConfig:
@@ -116,15 +110,12 @@ class NeuronConfig:
             raise AssertionError("quantized_checkpoints_path is required for quantized weights")
         if self.quantized and self.quantization_dtype not in ("int8", "f8e4m3", "f8e5m2"):
             raise AssertionError(f"{self.quantization_dtype} is not a valid QuantizedDtype.")
-        if self.padding_side not in ("left", "right"):
-            raise AssertionError(f"padding_side {self.padding_side}")
         _warn("NeuronConfig", kwargs)
 
     on_device_sampling_config: Any
     quantized: Any
     quantized_checkpoints_path: Any
     quantization_dtype: Any
-    padding_side: Any
 
 
 class MoENeuronConfig(NeuronConfig):
@@ -134,14 +125,6 @@ class MoENeuronConfig(NeuronConfig):
         self.glu_mlp = glu_mlp
         take(self, f"{_HERE}.MoENeuronConfig", kwargs)
         super().__init__(**kwargs)
-
-
-if has(f"{_HERE}.ChunkedPrefillConfig"):
-
-    class ChunkedPrefillConfig:
-        @played(f"{_HERE}.ChunkedPrefillConfig.__init__")
-        def __init__(self, **kwargs: Any) -> None:
-            take(self, f"{_HERE}.ChunkedPrefillConfig", kwargs)
 
 
 class FusedSpecNeuronConfig:
@@ -158,7 +141,6 @@ class FusedSpecNeuronConfig:
             self.draft_model_cls = draft_model_cls
 
 
-@trimmed
 class InferenceConfig:
     """A NeuronConfig, and everything that the checkpoint's config.json says as attributes."""
 
@@ -177,51 +159,25 @@ class InferenceConfig:
         self.neuron_config = neuron_config
         self.fused_spec_config = fused_spec_config
         self.metadata = metadata
-        (self.load_config if load_config is None else lambda: load_config(self))()
+        if load_config is not None:
+            load_config(self)
         for name, value in kwargs.items():
             setattr(self, name, value)
-        self.add_derived_config()
-        self.validate_config()
-
-    @played(f"{_HERE}.InferenceConfig.add_derived_config")
-    def add_derived_config(self) -> None:
-        """For subclasses."""
-
-    @played(f"{_HERE}.InferenceConfig.load_config")
-    def load_config(self) -> None:
-        """For subclasses."""
+        missing = [name for name in self.get_required_attributes() if not hasattr(self, name)]
+        if missing:
+            raise AssertionError(f"Config must define {missing}")
 
     @played(f"{_HERE}.InferenceConfig.get_required_attributes")
     def get_required_attributes(self) -> list[str]:
         return []
 
-    @played(f"{_HERE}.InferenceConfig.validate_config")
-    def validate_config(self) -> None:
-        missing = [name for name in self.get_required_attributes() if not hasattr(self, name)]
-        if missing:
-            raise AssertionError(f"Config must define {missing}")
-
     @played(f"{_HERE}.InferenceConfig.save")
     def save(self, model_path: str) -> None:
-        self.to_json_file(str(Path(model_path) / CONFIG_FILE))
-
-    @played(f"{_HERE}.InferenceConfig.to_json_file")
-    def to_json_file(self, json_file: str) -> None:
-        Path(json_file).write_text(self.to_json_string())
+        (Path(model_path) / CONFIG_FILE).write_text(self.to_json_string())
 
     @played(f"{_HERE}.InferenceConfig.to_json_string")
     def to_json_string(self) -> str:
         return json.dumps(_plain(self), indent=2, sort_keys=True)
-
-    @classmethod
-    @played(f"{_HERE}.InferenceConfig.load")
-    def load(cls, model_path: str, **kwargs: Any) -> Any:
-        return cls.from_json_file(str(Path(model_path) / CONFIG_FILE), **kwargs)
-
-    @classmethod
-    @played(f"{_HERE}.InferenceConfig.from_json_file")
-    def from_json_file(cls, json_file: str, **kwargs: Any) -> Any:
-        return cls.from_json_string(Path(json_file).read_text(), **kwargs)
 
     @classmethod
     @played(f"{_HERE}.InferenceConfig.from_json_string")

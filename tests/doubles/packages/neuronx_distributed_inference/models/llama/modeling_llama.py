@@ -1,5 +1,5 @@
-"""The stand-in of Llama."""
+"""The classes of Llama."""
 
 from neuronx_distributed_inference.models.families import classes
 
-globals().update(classes(__name__))
+globals().update(classes("Llama"))

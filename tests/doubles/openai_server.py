@@ -1,0 +1,382 @@
+"""A double of vLLM's server: `python -m vllm.entrypoints.cli.main serve MODEL FLAGS` of `make_vllm`'s interpreter.
+
+Its tokens are those of the echo engine, which a process of its own gives, one by one: stopped, it hangs requests while
+``/health`` is 200, and it survives the server. A bias of 100 forces a token. Files in MODEL plan what goes wrong:
+
+- ``loading``: the socket is bound and refuses connections while it exists.
+- ``faults.json``: ``chunk``, tokens in each event; ``after``, tokens of each answer before ``error`` (an error event),
+  ``end`` (no finish reason) or ``reset`` (no end of the response) as ``do`` says.
+
+``received.jsonl`` gets the body of each completion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from tests.doubles.machine import make_interpreter
+from workers.engines.echo import echo_tokens
+
+VERSION = "0.32.0"
+MOST_LOGPROBS = 20
+FLAGS = ("dtype", "generation-config", "tensor-parallel-size")  # without an effect here
+SWITCHES = ("disable-uvicorn-access-log", "enable-prefix-caching", "enforce-eager", "trust-remote-code")
+Body = dict[str, Any]
+# What a request must satisfy besides its lengths and ids, with the values of fields that it does not name.
+RULES: tuple[tuple[str, Any, Callable[[Any], bool]], ...] = (
+    ("max_tokens", 16, lambda value: isinstance(value, int) and value >= 1),
+    ("temperature", 1.0, lambda value: 0 <= value <= 2),
+    ("top_p", 1.0, lambda value: 0 < value <= 1),
+    ("top_k", 0, lambda value: value >= -1),
+    ("min_p", 0.0, lambda value: 0 <= value <= 1),
+    ("repetition_penalty", 1.0, lambda value: value > 0),
+    ("presence_penalty", 0.0, lambda value: -2 <= value <= 2),
+    ("frequency_penalty", 0.0, lambda value: -2 <= value <= 2),
+    ("logprobs", 0, lambda value: -1 <= value <= MOST_LOGPROBS),
+    ("stop_token_ids", [], lambda value: all(isinstance(id, int) for id in value)),
+)
+
+
+def make_vllm(folder: Path) -> Path:
+    """Returns the Python of a new environment whose vLLM is the double."""
+    python = make_interpreter(folder, neuron=False, instead={"vllm": VERSION})
+    package = next(folder.glob("lib/python3.*/site-packages")) / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    (package / "main.py").write_text("import sys\nfrom tests.doubles.openai_server import main\nmain(sys.argv[1:])\n")
+    return python
+
+
+class Refused(Exception):
+    """The request gets an error with this status."""
+
+    def __init__(self, status: int, message: str, type: str = "BadRequestError") -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": type, "param": None, "code": status}}
+
+
+class Engine:
+    """The process that gives tokens, in the order of the questions."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self._waiting: list[asyncio.Future[int]] = []
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, env={}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=2**24
+        )
+        assert self._process.stdout is not None
+        await self._process.stdout.readline()  # it is up
+        self._reading = asyncio.create_task(self._read(self._process.stdout))
+
+    async def next_token(self, ids: list[int]) -> int:
+        """Raises Refused when the engine is dead."""
+        if self.ended.is_set():
+            raise Refused(500, "the engine is dead", "InternalServerError")
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append(answer)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(ids).encode() + b"\n")
+        return await answer
+
+    async def _read(self, output: asyncio.StreamReader) -> None:
+        while line := await output.readline():
+            answer = self._waiting.pop(0)
+            if not answer.done():
+                answer.set_result(int(line))
+        self.ended.set()
+        for answer in self._waiting:
+            if not answer.done():
+                answer.set_exception(Refused(500, "the engine is dead", "InternalServerError"))
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+
+class Server:
+    """The routes."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._model = Path(options.model)
+        self._names: list[str] = options.served_model_name
+        self._max_len: int = options.max_model_len
+        self._vocab_size: int = json.loads((self._model / "config.json").read_text())["vocab_size"]
+        self._eos = json.loads((self._model / "generation_config.json").read_text())["eos_token_id"]
+        self._most: int = options.max_num_queued_reqs or sys.maxsize
+        self._slots = asyncio.Semaphore(options.max_num_seqs)
+        self._requests = self._running = 0
+        self.engine = Engine()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=2**24)
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/version", lambda _: _json({"version": VERSION})),
+                web.get("/v1/models", self._list_models),
+                web.get("/metrics", self._metrics),
+                web.post("/v1/completions", self._complete),
+                web.post("/v1/chat/completions", self._complete),
+            ]
+        )
+        return app
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=503 if self.engine.ended.is_set() else 200)
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        models = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "vllm", "root": str(self._model), "parent": None}
+            | {"max_model_len": self._max_len, "permission": []}
+            for name in self._names
+        ]
+        return await _json({"object": "list", "data": models})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        labels = f'{{engine="0",model_name="{self._names[0]}"}}'
+        values = {"running": self._running, "waiting": self._requests - self._running}
+        lines = [f"vllm:num_requests_{name}{labels} {value:.1f}\n" for name, value in values.items()]
+        return web.Response(text="".join(lines))
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if self._requests >= self._most:
+            return web.Response(status=503, text="Service Unavailable")
+        self._requests += 1
+        try:
+            return await self._answer(request)
+        except Refused as error:
+            return web.json_response(error.body, status=error.status)
+        finally:
+            self._requests -= 1
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        try:
+            body: Body = await request.json()
+        except ValueError:
+            raise Refused(400, "the body is not JSON") from None
+        with (self._model / "received.jsonl").open("a") as log:
+            log.write(json.dumps(body) + "\n")
+        answer = Answer(body, request.path.endswith("/chat/completions"), request.headers.get("X-Request-Id", "0"))
+        if body.get("model") not in self._names:
+            raise Refused(404, "there is no such model", "NotFoundError")
+        if not body.get("stream"):
+            self._check(answer)
+            ids: list[int] = []
+            finish: str | None = None
+            async with self._slots:
+                while finish is None:
+                    token, finish = await self._next(answer, ids)
+                    ids.append(token)
+            return web.json_response(answer.whole(ids, finish))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        if answer.chat:
+            self._check(answer)
+        await response.prepare(request)
+        try:
+            if answer.chat:
+                await response.write(_event(answer.role()))
+            self._check(answer)
+            if not await self._stream(answer, response):
+                return response
+        except Refused as error:
+            await response.write(_event(error.body))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _stream(self, answer: Answer, response: web.StreamResponse) -> bool:
+        """Returns whether the response ends as HTTP says."""
+        faults = json.loads(path.read_text()) if (path := self._model / "faults.json").exists() else {}
+        ids: list[int] = []
+        chunk: list[int] = []
+        finish: str | None = None
+        async with self._slots:
+            self._running += 1
+            try:
+                while finish is None:
+                    if len(ids) == faults.get("after"):
+                        if faults["do"] == "error":
+                            raise Refused(500, "planned", "InternalServerError")
+                        return self._cut(response) if faults["do"] == "reset" else True
+                    token, finish = await self._next(answer, ids)
+                    ids.append(token)
+                    chunk.append(token)
+                    if finish is not None or len(chunk) >= faults.get("chunk", 1) or len(ids) == faults.get("after"):
+                        await response.write(_event(answer.chunk(chunk, finish, first=len(ids) == len(chunk))))
+                        chunk = []
+            finally:
+                self._running -= 1
+        if answer.body.get("stream_options", {}).get("include_usage"):
+            await response.write(_event(answer.chunk_of([], usage=answer.usage(len(ids)))))
+        return True
+
+    @staticmethod
+    def _cut(response: web.StreamResponse) -> bool:
+        transport = response._req.transport if response._req is not None else None
+        assert transport is not None
+        transport.abort()
+        return False
+
+    async def _next(self, answer: Answer, ids: list[int]) -> tuple[int, str | None]:
+        body, count = answer.body, len(ids) + 1
+        ending = {*body.get("stop_token_ids", ()), *([] if body.get("ignore_eos") else [self._eos])}
+        token = await self.engine.next_token(answer.prompt + ids)
+        forced = [int(id) for id, bias in (body.get("logit_bias") or {}).items() if bias >= 100]
+        if forced and not (forced[0] in ending and count <= body.get("min_tokens", 0)):
+            token = forced[0]
+        if token in ending and count > body.get("min_tokens", 0):
+            return token, "stop"
+        return token, "length" if count >= body.get("max_tokens", 16) else None
+
+    def _check(self, answer: Answer) -> None:
+        """Raises Refused as vLLM does; fields that it does not know pass."""
+        body = answer.body
+        for name, default, holds in RULES:
+            value = body.get(name)
+            if not holds(default if value is None else value):
+                raise Refused(400, f"{name} is {value}")
+        most = body.get("max_tokens", 16)
+        if not answer.prompt or len(answer.prompt) + most > self._max_len or body.get("min_tokens", 0) > most:
+            raise Refused(400, "the lengths are not possible")
+        if not all(0 <= int(id) < self._vocab_size for id in [*answer.prompt, *(body.get("logit_bias") or {})]):
+            raise Refused(400, "an id is outside the vocabulary")
+        if body.get("n", 1) > 1 and body.get("temperature") == 0:
+            raise Refused(400, "several greedy answers")
+        schema = (body.get("structured_outputs") or {}).get("json", {})
+        if schema.get("type", "object") not in ("object", "array", "string", "number", "integer", "boolean", "null"):
+            raise Refused(400, "the schema has an unknown type")
+
+
+class Answer:
+    """One request, and the objects that answer it."""
+
+    def __init__(self, body: Body, chat: bool, id: str) -> None:
+        self.body = body
+        self.chat = chat
+        text = body["messages"][-1]["content"] if chat else body.get("prompt")
+        self.prompt: list[int] = list(text.encode()) if isinstance(text, str) else text or []
+        kind = "chat.completion" if chat else "text_completion"
+        self._head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{id}", "created": int(time.time()), "object": kind}
+        self._head |= {"model": body.get("model")}
+
+    def usage(self, count: int) -> Body:
+        prompt = len(self.prompt)
+        return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+
+    def chunk_of(self, choices: list[Body], **more: Any) -> Body:
+        head = {**self._head, **({"object": "chat.completion.chunk"} if self.chat else {})}
+        return {**head, "choices": choices, **more}
+
+    def role(self) -> Body:
+        delta = {"role": "assistant", "content": ""}
+        return self.chunk_of([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def chunk(self, ids: list[int], finish: str | None, first: bool) -> Body:
+        choice: Body = {"index": 0, "logprobs": self._logprobs(ids), "finish_reason": finish}
+        if self.chat:
+            return self.chunk_of([{**choice, "delta": {"content": _text(ids)}}])
+        if self.body.get("return_token_ids"):
+            choice |= {"token_ids": ids, "prompt_token_ids": self.prompt if first else None}
+        return self.chunk_of([{**choice, "text": _text(ids), "stop_reason": None}])
+
+    def whole(self, ids: list[int], finish: str | None) -> Body:
+        choice: Body = {"index": 0, "logprobs": self._logprobs(ids), "finish_reason": finish, "stop_reason": None}
+        if self.chat:
+            choice["message"] = {"role": "assistant", "content": _text(ids)}
+        else:
+            choice["text"] = _text(ids)
+            if self.body.get("return_token_ids"):
+                choice |= {"token_ids": ids, "prompt_token_ids": self.prompt}
+        return {**self._head, "choices": [choice], "usage": self.usage(len(ids))}
+
+    def _logprobs(self, ids: list[int]) -> Body | None:
+        count = self.body.get("logprobs")
+        if self.chat or count is None:
+            return None
+        tops = [{f"token_id:{id + place}": -0.5 - place for place in range(max(count, 1))} for id in ids]
+        names = [f"token_id:{id}" for id in ids]
+        return {
+            "tokens": names,
+            "token_logprobs": [-0.5] * len(ids),
+            "top_logprobs": tops,
+            "text_offset": [0] * len(ids),
+        }
+
+
+def _text(ids: list[int]) -> str:
+    return bytes(id for id in ids if id < 256).decode(errors="replace")
+
+
+def _event(value: Body) -> bytes:
+    return f"data: {json.dumps(value)}\n\n".encode()
+
+
+async def _json(value: Body) -> web.Response:
+    return web.json_response(value)
+
+
+async def serve(options: argparse.Namespace, bound: socket.socket) -> None:
+    server = Server(options)
+    await server.engine.start()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    runner = web.AppRunner(server.app(), handler_cancellation=True, shutdown_timeout=0.2, access_log=None)
+    await runner.setup()
+    await web.SockSite(runner, bound).start()
+    await asyncio.wait(
+        [asyncio.create_task(stopping.wait()), asyncio.create_task(server.engine.ended.wait())],
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    server.engine.kill()
+    await runner.cleanup()
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the server until SIGTERM or the end of its engine. Exits with code 2 for flags that vLLM does not have."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("model")
+    parser.add_argument("--served-model-name", nargs="+", required=True)
+    parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--max-num-seqs", type=int, required=True)
+    parser.add_argument("--max-num-queued-reqs", type=int)
+    parser.add_argument("--uds")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    for name in FLAGS:
+        parser.add_argument(f"--{name}")
+    for name in SWITCHES:
+        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction)
+    options = parser.parse_args(arguments)
+    bound = socket.socket(socket.AF_UNIX if options.uds else socket.AF_INET)
+    bound.bind(options.uds or (options.host, options.port))  # a socket file of before is an error
+    while (Path(options.model) / "loading").exists():
+        time.sleep(0.01)
+    asyncio.run(serve(options, bound))
+
+
+def engine() -> None:
+    """The engine's process: one token for each line of ids. It goes on when its server has gone."""
+    print("up", flush=True)  # noqa: T201
+    for line in sys.stdin:
+        print(echo_tokens(json.loads(line), 1)[0], flush=True)  # noqa: T201
+    signal.pause()
+
+
+if __name__ == "__main__":
+    engine()

@@ -1,5 +1,0 @@
-"""The stand-in of Qwen3Moe."""
-
-from neuronx_distributed_inference.models.families import classes
-
-globals().update(classes(__name__))

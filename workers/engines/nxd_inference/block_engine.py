@@ -1,0 +1,105 @@
+"""The NxD Inference engine with a prefix cache: the package's KV cache in blocks, which slots share.
+
+The package's rules for callers, beside those of `engine`:
+
+1. It reads the blocks of ``block_table``, and writes the cells of ``slot_mapping``: block x size + place; -1 writes
+   nothing. It checks neither. Rows that it adds to a step write into a block of its own.
+2. A prompt is passed as a whole: its first ``computed_context_lens`` tokens are in the blocks, and the rest of
+   ``full_context_lens`` is processed. Before it chooses a graph, the package fills up the bucket of the rest with
+   tokens of the prefix (``model_wrapper._pad_prefix_caching_inputs``).
+3. A prefix must fill its bucket: without its kernels, the package does not mask what is behind it there
+   (``attention_base.perform_prefix_prefill``). So a prompt begins after one of the prefix buckets, and its rest is
+   padded to a bucket here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from workers.batching.block_pool import BlockPool
+from workers.batching.buckets import smallest_bucket
+from workers.engines.nxd_inference.config import Lengths, Settings
+from workers.engines.nxd_inference.engine import NxdEngine, kept_in
+from workers.engines.nxd_inference.package import require_package
+from workers.messages.replica_config import ReplicaConfig
+
+
+def open_neuronx_distributed(config: ReplicaConfig) -> NxdEngine:
+    """Returns the engine, not loaded yet. Raises EngineLoadError where the package or the checkpoint is missing."""
+    require_package()
+    settings = Settings.of(config)
+    return (NxdBlockEngine if settings.prefix_cache else NxdEngine)(settings, kept_in(config))
+
+
+class NxdBlockEngine(NxdEngine):
+    """Implements ``BlockEngine``; ``SamplingEngine`` with ``sampling: device``."""
+
+    prefixes: BlockPool
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
+        """See ``GenerateEngine.prefill``."""
+        return self.prefill_from(slots, prompts, [0] * len(slots))
+
+    def prefill_from(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Any:
+        """See ``BlockEngine.prefill_from``."""
+        import torch
+
+        rows = [self._prefill_rest(*row) for row in zip(slots, prompts, starts, strict=True)]
+        return torch.cat(rows) if self.spec.returns == "logits" else [row[0] for row in rows]
+
+    def _prefill_rest(self, slot: int, prompt: Sequence[int], start: int) -> Any:
+        """Run a prompt from ``start`` on, 0 or a prefix bucket. Blocks that others may read are not written again."""
+        length, table = len(prompt), self.prefixes.table(slot, len(prompt))
+        width = start + smallest_bucket(self.spec.prefill_buckets, length - start)
+        padding = [0] * (width - length)
+        size, is_shared = self.spec.prefix_block, self.prefixes.is_shared
+        cells = [-1 if is_shared(table[at // size]) else _cell(table, at, size) for at in range(start, length)]
+        output = self._forward(
+            [slot],
+            input_ids=[[*prompt, *padding]],
+            attention_mask=[[1] * length + padding],
+            position_ids=[[*range(length), *padding]],
+            slot_mapping=[[*cells, *[-1] * len(padding)]],
+            block_table=[table[: max(1, start // size)]],
+            full_context_lens=[[width]],
+            computed_context_lens=[[start]],
+        )
+        return self._answers(output, 1)
+
+    def _step(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
+        """Run one token of each slot. ``positions`` are from 1 on: position 0 means a prompt."""
+        size, width = self.spec.prefix_block, max(positions)
+        tables = [self.prefixes.table(slot, position + 1) for slot, position in zip(slots, positions, strict=True)]
+        columns = width // size + 1
+        return self._forward(
+            slots,
+            input_ids=[[token] for token in tokens],
+            attention_mask=[[1] * position + [0] * (width - position) for position in positions],
+            position_ids=[[position] for position in positions],
+            slot_mapping=[[_cell(*row, size)] for row in zip(tables, positions, strict=True)],
+            block_table=[[*table, *[0] * columns][:columns] for table in tables],
+            full_context_lens=[[position + 1] for position in positions],
+            computed_context_lens=[[position] for position in positions],
+        )
+
+    def _warm_up(self, sizes: Lengths) -> None:
+        """Call each graph that a prompt can need once; those with a prefix, too."""
+        assert sizes.blocks is not None
+        slots, max_len, longest = self.spec.slots, self.spec.max_len, sizes.context_buckets[-1]
+        self.prefixes = BlockPool(*sizes.blocks, slots, max_len, sizes.prefix_buckets)
+        self._spec = replace(self.spec, keeps_idle_slots=True, prefix_block=sizes.blocks.size, shares_blocks=True)
+        super()._warm_up(sizes)
+        for start in sizes.prefix_buckets:
+            for bucket in sizes.context_buckets:
+                rest = min(bucket, longest - start)
+                if smallest_bucket(sizes.context_buckets, rest) == bucket:
+                    self.prefill_from([0], [[0] * (start + rest)], [start])
+        for slot in range(slots):
+            self.prefixes.leave(slot, [])
+
+
+def _cell(table: Sequence[int], position: int, size: int) -> int:
+    """Returns the place of a position in the blocks of a slot, as the package counts them."""
+    return table[position // size] * size + position % size
