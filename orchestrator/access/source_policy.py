@@ -17,7 +17,7 @@ from placements.spec.schema import ModelSpec, Spec
 
 S3, HUB = "s3://", "hub:"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
-BARRED = ("source-not-allowed", "interpreter-not-allowed", "remote-code-not-allowed")
+BARRED = ("source-not-allowed", "interpreter-not-allowed", "command-not-allowed", "remote-code-not-allowed")
 _PATH_STARTS = ("/", "./", "../", "~")
 
 
@@ -28,6 +28,7 @@ class SourcePolicy:
     prefixes: tuple[str, ...] | None = None  # absolute folders, s3:// prefixes, and hub: with an organisation or an id
     interpreters: frozenset[str] | None = None  # exact paths
     remote_code: frozenset[str] | None = None  # sources whose code may run
+    commands: frozenset[str] | None = None  # of servers, with their environments
 
     def problems(self, spec: Spec) -> tuple[Problem, ...]:
         """Returns the violations of a spec. Resolves links, so that none leads out of an allowed folder. Blocks.
@@ -37,7 +38,8 @@ class SourcePolicy:
         """
         models = spec.models
         sources = [problem for model in models for problem in (*self._sources(spec, model), *self._code(spec, model))]
-        return (*self._interpreter_problems(spec), *sources)
+        commands = [problem for model in models for problem in self._commands(spec, model)]
+        return (*self._interpreter_problems(spec), *commands, *sources)
 
     def allows(self, place: str) -> bool:
         """Returns whether an absolute path, an s3:// address or a hub id is at or below one of the prefixes."""
@@ -69,6 +71,13 @@ class SourcePolicy:
             hint = "an interpreter runs code: name it in the spec of `corewright up`"
             yield Problem("interpreter-not-allowed", "error", spec.where("engines", engine, "python"), what, hint)
 
+    def _commands(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
+        if self.commands is None or commands_of([model]) <= self.commands:
+            return
+        what = f"{model.name}: server is not the command and environment of a model of the spec that `up` started with"
+        hint = "a command runs code: name it in the spec of `corewright up`"
+        yield Problem("command-not-allowed", "error", spec.where("models", model.name, "server"), what, hint)
+
     def _code(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
         if self.remote_code is None or not _trusted(model) - self.remote_code:
             return
@@ -95,6 +104,12 @@ def interpreters_of(spec: Spec) -> frozenset[str]:
     return frozenset(os.path.normpath(python) for python in interpreters if python is not None)
 
 
+def commands_of(models: Iterable[ModelSpec]) -> frozenset[str]:
+    """Returns the commands of servers with their environments, as texts that are equal for equal ones."""
+    servers = [(model.server_command, model.server) for model in models if model.server is not None]
+    return frozenset(repr((command, sorted(server.env.items()), server.cores_env)) for command, server in servers)
+
+
 def allowed_by_setting(fleet: ControllerSettings) -> SourcePolicy:
     """Returns the policy of the setting `allowed_sources`; unset allows everything."""
     if fleet.allowed_sources is None:
@@ -111,17 +126,17 @@ def allowed_to_keys(fleet: ControllerSettings) -> SourcePolicy:
     return SourcePolicy(prefixes, *_own_programs(fleet))
 
 
-def _own_programs(fleet: ControllerSettings) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns what the spec of `up` runs: its interpreters, and the sources whose code it trusts."""
+def _own_programs(fleet: ControllerSettings) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Returns what the spec of `up` runs: its interpreters, the sources whose code it trusts, and commands."""
     own = parse(fleet.spec_text, fleet.spec_file, fleet.base_dir).spec
     if own is None:
-        return frozenset(), frozenset()
-    return interpreters_of(own), frozenset().union(*map(_trusted, own.models))
+        return frozenset(), frozenset(), frozenset()
+    return interpreters_of(own), frozenset().union(*map(_trusted, own.models)), commands_of(own.models)
 
 
 def _trusted(model: ModelSpec) -> frozenset[str]:
     """Returns the sources whose code the model would run, with their revisions."""
-    if not model.trust_remote_code or model.engine == "echo" or "source" in model.broken:
+    if not model.trust_remote_code or not model.has_source or "source" in model.broken:
         return frozenset()
     sources = {_with_revision(model.source_path or model.source, model.revision)}
     if model.draft is not None:
@@ -142,10 +157,12 @@ def _real(path: str) -> Path | None:
 
 def _places(model: ModelSpec) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """Yields each place that a model reads or writes: its keys in the spec, the absolute place, the spec's text."""
-    if model.engine != "echo" and "source" not in model.broken:
+    if model.has_source and "source" not in model.broken:
         yield ("source",), model.source_path or model.source, model.source
     if model.draft is not None:
         yield ("draft", "source"), model.draft_path or model.draft.source, model.draft.source
+    for name, folder in model.adapter_folders.items():
+        yield ("adapters", name), folder, model.adapters[name]
     if model.neff_cache is not None:
         yield ("neff_cache",), model.neff_cache_location or model.neff_cache, model.neff_cache
     for text in _texts(model.engine_options):

@@ -220,7 +220,8 @@ def _replicas(views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFa
 def engine_families(heard: Mapping[tuple[str, str], ReplicaStatus]) -> Iterable[MetricFamily]:
     """Returns the counters of each replica, by model and number, from its last report: at most some seconds old."""
     for metric in METRICS:
-        points = tuple(Point(key, float(metric.of(status))) for key, status in heard.items())
+        values = ((key, metric.of(status)) for key, status in heard.items())
+        points = tuple(Point(key, float(value)) for key, value in values if value is not None)
         yield MetricFamily(
             name=metric.name.removesuffix("_total"),
             kind="counter" if metric.is_counter else "gauge",

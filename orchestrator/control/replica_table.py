@@ -64,7 +64,12 @@ class ReplicaTable:
         """Apply a status of the replica; ``new``: its phase or its process has changed."""
         self._statuses[view.id] = view.epoch, status
         if view.state is not State.FAILED:  # its reports no longer apply
+            queued = view.server is not None and view.server.queues
             view = self.store(view.after(status, self._state.clock()))
+            if not queued and view.server is not None and view.server.queues:
+                message = f"its server queues {view.server.waiting} requests although slots are free: "
+                message += "its KV cache is too small; lower max_batch or max_len"
+                self._state.records.event("warning", "ServerQueues", message, view=view)
         if view.step_s > view.deadlines.step_s:
             self._wake()
         if new:

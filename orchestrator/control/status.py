@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec.structs
+
 from orchestrator.fleet.effects import CoreOwner, FailedCore
 from orchestrator.fleet.progress_text import problem_text
 from orchestrator.fleet.replica_states import ModelState, State, model_state
@@ -113,7 +115,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
     else:
         views = [v for v in views if v.version == version or state.configs[v.id].tokenizer == own]
         max_len = min([max_len, *(config.max_len for config in configs if config.tokenizer == own)])
-    if source is None and engine != "echo":  # its metadata is unknown here: use the folder that a host has fetched
+    if source is None and model.has_source:  # its metadata is unknown here: use the folder that a host has fetched
         source = next((state.configs[view.id].source for view in views), None)
     model_state, reason = _state_of(state, model)
     canary = current.revision.canary if state.in_canary else None
@@ -133,6 +135,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         loads_on_request=_loads_on_request(state, model),
         holds=state.holds(model),
         aliases=list(model.aliases),
+        adapters=[name for name in model.adapters if all(name in state.configs[view.id].adapters for view in views)],
         tool_parser=model.tool_parser,
         canary=canary,
         canaries=[view.id for view in views if view.version == version] if canary is not None else [],
@@ -303,6 +306,7 @@ def _model_status(
                 "live": view.live,
                 "waiting": view.waiting,
                 "speculation": _speculation(view),
+                "server": None if view.server is None else msgspec.structs.asdict(view.server),
                 "log": list(view.log),
                 "log_file": str(log_of(view.model, view.replica)),
             }

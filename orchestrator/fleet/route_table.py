@@ -36,10 +36,16 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     loads_on_request: bool  # `min: 0`: a request starts the model and waits for it
     holds: bool = False  # its one replica is being swapped, and requests wait for the new one
     aliases: list[str] = []  # other names of the model
+    adapters: list[str] = []  # LoRA adapters that all replicas have
     tool_parser: str = "auto"  # the spec's format of tool calls
     canary: float | None = None  # share of the requests that goes to the canary version
     canaries: list[str] = []  # ids of the replicas of that version
     replicas: list[Route]
+
+    @property
+    def forwards(self) -> bool:
+        """Its replicas get the clients' own bodies."""
+        return self.engine == "server"
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from orchestrator.process.awake_clock import AGAIN_S
 from placements.facts.core_range import CoreRange
 from placements.spec.schema import Deadlines
 from workers.artifacts.fetch.progress import FetchStatus
-from workers.messages.status import ReplicaStatus
+from workers.messages.status import ReplicaStatus, ServerLoad
 
 FIRST_BACKOFF_S = 1.0
 SETTLED_S = 60.0  # a replica that dies sooner after readiness counts as failed again: crash loops need pauses
@@ -73,6 +73,7 @@ class ReplicaView:
     heard: float = 0.0  # time of its last report, on the snapshot's clock
     drafted: int = 0  # tokens, since this start
     accepted: int = 0  # drafted tokens that the model accepted
+    server: ServerLoad | None = None  # of an engine that is a server
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     @property
@@ -105,11 +106,12 @@ class ReplicaView:
             compile_s=min(status.compile_s, self.compile_s + passed),
             drafted=status.drafted,
             accepted=status.accepted,
+            server=status.server,
         )
 
     def without_work(self) -> ReplicaView:
         """Returns the view of a dead process."""
-        return replace(self, live=0, waiting=0, step_s=0.0)
+        return replace(self, live=0, waiting=0, step_s=0.0, server=None)
 
     def overdue(self, now: float) -> str | None:
         """Returns why a start in progress is overdue, or None. Fetching and compiling have their own deadlines."""

@@ -51,6 +51,7 @@ KEY_IN_USE_S = 300.0
 SETTLE_S = 1.0
 TEXT = b"text/plain; charset=utf-8"
 MODELS = "/v1/models/"
+EMBEDDINGS = "/v1/embeddings"
 
 
 class Gateway:
@@ -81,6 +82,7 @@ class Gateway:
         self._routes: Mapping[str, tuple[str, Handler]] = {
             CHAT: ("POST", self.chat),
             "/v1/completions": ("POST", self.complete),
+            EMBEDDINGS: ("POST", self.embed),
             "/v1/models": ("GET", self.models),
             "/metrics": ("GET", self.metrics_page),
             "/tokenize": ("POST", self.tokenize),
@@ -172,7 +174,9 @@ class Gateway:
     def openapi(self, exchange: Exchange) -> None:
         exchange.respond(200, _document(self.gate.demands_keys))
 
-    def tokenize(self, exchange: Exchange) -> Awaitable[None]:
+    def tokenize(self, exchange: Exchange) -> Awaitable[None] | None:
+        if self._forwarded(exchange):
+            return None
         body = body_reader.read_tokenize(_json_of(exchange))
         if isinstance(body, TokenizeChatRequest):
             self._check_messages(body)
@@ -184,7 +188,9 @@ class Gateway:
 
         return self._by_tokenizer(exchange, queue, work)
 
-    def detokenize(self, exchange: Exchange) -> Awaitable[None]:
+    def detokenize(self, exchange: Exchange) -> Awaitable[None] | None:
+        if self._forwarded(exchange):
+            return None
         body = body_reader.read_detokenize(_json_of(exchange))
         queue = self.served.queue(exchange.key, body.model)
 
@@ -266,15 +272,34 @@ class Gateway:
         return ModelCard(name, "model", self._created, "corewright", queue.name, parent, queue.routes.max_len)
 
     def chat(self, exchange: Exchange) -> Awaitable[None] | None:
+        if self._forwarded(exchange):
+            return None
         body = body_reader.read_chat(_json_of(exchange))
         self._check_messages(body)
         return self._generation.start(exchange, body, self.served.queue(exchange.key, body.model), 1)
+
+    def embed(self, exchange: Exchange) -> None:
+        if not self._forwarded(exchange):
+            model = body_reader.read_forwarded(_json_of(exchange)).model
+            raise errors.not_forwarded(EMBEDDINGS, self.served.queue(exchange.key, model).name)
+
+    def _forwarded(self, exchange: Exchange) -> bool:
+        """Starts a request whose model gets the client's own body; returns False for one of another model."""
+        if not self.served.forwards:
+            return False
+        body = body_reader.read_forwarded(_json_of(exchange))
+        queue = self.served.queue(exchange.key, body.model)
+        if queue.routes.forwards:
+            self._generation.forward(exchange, body, queue)
+        return queue.routes.forwards
 
     def _check_messages(self, body: Chat) -> None:
         if len(body.messages) > self._settings.max_messages:
             raise errors.too_many_messages(len(body.messages), self._settings.max_messages)
 
     def complete(self, exchange: Exchange) -> Awaitable[None] | None:
+        if self._forwarded(exchange):
+            return None
         body = body_reader.read_completion(_json_of(exchange))
         several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
         count = len(body.prompt) if several else 1

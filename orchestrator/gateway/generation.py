@@ -11,28 +11,37 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar, cast
 
+import msgspec.structs
+
 from orchestrator.gateway.admission.key_limits import KeyLimits
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai import body_reader, errors
-from orchestrator.gateway.openai.answers import Answer, Choice
+from orchestrator.gateway.openai.answers import Answer, Choice, ForwardedAnswer
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
+from orchestrator.gateway.openai.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    ForwardedFields,
+)
 from orchestrator.gateway.openai.reply import Note, Reply
 from orchestrator.gateway.openai.request_builder import Prompts, prompts_of, requests_for
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.scheduling_parameters import read_scheduling_parameters
+from orchestrator.gateway.serving.ticket import BYTES_OF_TOKEN as BYTES_OF_FORWARDED
 from orchestrator.gateway.serving.tokenizer_threads import TokenizerThreads
 from orchestrator.gateway.serving.tokenizers import Tokenizers
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics
 from orchestrator.gateway.telemetry.request_spans import RequestTracing
-from workers.messages.requests import GenerateRequest
+from workers.messages.requests import Forwarded, GenerateRequest
 from workers.text.tokenizer import ByteTokenizer
 from workers.text.tokenizer_process import TokenizerFault
 
 log = logging.getLogger(__name__)
 
 CHAT = "/v1/chat/completions"
+GENERATING = {CHAT: "chat", "/v1/completions": "text_completion"}  # route -> OpenTelemetry's operation
 INLINE_BYTES = 2048  # the byte tokenizer runs inline up to this body size: a thread would cost more
 BYTES_OF_TOKEN = 4  # estimate by which a key is charged before tokenizing
 
@@ -74,6 +83,31 @@ class Generation:
             return self._start_later(exchange, body, queue)
         self._start(exchange, body, queue, prompts_of(body, tokenizer, routes.tool_parser))
         return None
+
+    def forward(self, exchange: Exchange, body: ForwardedFields, queue: ModelQueue) -> None:
+        """Puts a request into the queue of a model whose server gets the client's own body. Raises ApiError."""
+        path, size = exchange.request.path, len(exchange.request.body)
+        most = body.max_completion_tokens or body.max_tokens
+        terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
+        prompt = size // BYTES_OF_FORWARDED
+        expected = 0 if path not in GENERATING else (body.n or 1) * (most or int(queue.mean_answer))
+        self._take(exchange, prompt + expected, prompt if most is None else None)
+        answer, note = ForwardedAnswer(prompt), Note(queue.name, bool(body.stream), prompt_tokens=prompt)
+        reply = Reply(exchange, answer, note, self._metrics, False, self._settings.keep_alive_s)
+        operation = GENERATING.get(path, path.rpartition("/")[2])
+        if self._tracing is not None:
+            exchange.trace = self._tracing.start(exchange.request.headers, queue.name, operation, exchange.id)
+        request = GenerateRequest(
+            id=next(self._request_ids),
+            prompt_ids=[],
+            max_tokens=most or queue.routes.max_len,
+            forwarded=Forwarded(path, exchange.request.body),
+        )
+        try:
+            reply.add(queue.submit(request, reply, exchange.trace, terms, exchange.id), Choice(0, []))
+        except BaseException:
+            reply.leave()
+            raise
 
     async def on_thread(self, exchange: Exchange, queue: ModelQueue, work: Callable[[], T]) -> T:
         """Returns what ``work`` does, which tokenizes the exchange's body. A key with limits is charged beforehand by
@@ -132,7 +166,9 @@ class Generation:
         """Returns the requests for the replicas. Raises ApiError 400."""
         default = None if isinstance(body, ChatRequest) else DEFAULT_COMPLETION_TOKENS
         limits = queue.links.limits.within(self._settings.max_prompt_tokens)
-        return requests_for(body, prompts, limits, default, ids)
+        requests = requests_for(body, prompts, limits, default, ids)
+        adapter = queue.adapter(body.model)
+        return [msgspec.structs.replace(request, adapter=adapter) for request in requests] if adapter else requests
 
     def _start(self, exchange: Exchange, body: GenerationBody, queue: ModelQueue, tokenized_prompts: Prompts) -> None:
         """Puts the request's choices into the queue; its Reply does the rest. Raises ApiError."""
@@ -148,7 +184,7 @@ class Generation:
         id = ("chatcmpl" if chat else "cmpl") + next(self._answer_ids)
         answer = Answer(id, body.model, int(time.time()), chat, choices, bool(body.return_token_ids))
         usage = body.stream_options is not None and body.stream_options.include_usage
-        note = Note(queue.name, bool(body.stream), prompt_tokens=answer.prompt_tokens)
+        note = Note(queue.label(body.model), bool(body.stream), prompt_tokens=answer.prompt_tokens)
         settings = self._settings
         reply = Reply(exchange, answer, note, self._metrics, usage, settings.keep_alive_s, settings.log_prompts)
         operation = "chat" if chat else "text_completion"
@@ -175,7 +211,13 @@ class Generation:
         expected = queue.mean_answer if body.max_tokens is None else math.inf
         tokens = sum(len(request.prompt_ids) + int(min(request.max_tokens, expected)) for request in requests)
         least = sum(len(request.prompt_ids) for request in requests) if body.max_tokens is None else None
-        now = time.monotonic()
+        self._take(exchange, tokens, least)
+
+    def _take(self, exchange: Exchange, tokens: int, least: int | None) -> None:
+        """Reserves tokens from the limits of the request's key. Raises ApiError 429."""
+        key, now = exchange.key, time.monotonic()
+        if key is None or not key.limited:
+            return
         if exchange.grant is not None:  # the reservation for tokenizing
             exchange.grant.least = 0
             exchange.grant.settle(0, now)
@@ -199,6 +241,8 @@ class Generation:
 
     async def _renew(self, queue: ModelQueue, reply: Reply) -> None:
         """Renews the requests of one reply. Raises ApiError."""
+        if queue.routes.forwards or any(ticket.request.forwarded is not None for ticket in reply.tickets):
+            raise errors.model_unavailable(queue.name, "updated", "its engine has changed")
         request = reply.exchange.request
         read = body_reader.read_chat if request.path == CHAT else body_reader.read_completion
         body: GenerationBody = await asyncio.to_thread(read, request.body)

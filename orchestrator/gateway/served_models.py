@@ -42,7 +42,8 @@ class ServedModels:
         self._retried = retried
         self._read_again = read_again
         self.queues: dict[str, ModelQueue] = {}
-        self._names: dict[str, ModelQueue] = {}  # by name and alias
+        self._names: dict[str, ModelQueue] = {}  # by name and alias, also of adapters
+        self.forwards = False  # a model gets the clients' own bodies
         self._table: RouteTable | None = None
         self._routes_at = 0.0  # the last answer of the controller (monotonic)
         self._routes_known = asyncio.Event()
@@ -101,7 +102,7 @@ class ServedModels:
         """Returns the queues that the key allows, by name and alias."""
         if key is None or not key.models:
             return self._names
-        return {name: queue for name, queue in self._names.items() if set(key.models) & set(queue.names)}
+        return {name: queue for name, queue in self._names.items() if set(key.models) & set(queue.synonyms(name))}
 
     def queue(self, key: ApiKey | None, model: str) -> ModelQueue:
         """Returns the queue of the model with that name or alias, if the key allows it. Raises ApiError."""
@@ -109,7 +110,11 @@ class ServedModels:
         if self._table is None:
             raise errors.model_unavailable(model, "loading", "the gateway has just started")
         queue = self._names.get(model)
-        if key is not None and key.models and not set(key.models) & set((model,) if queue is None else queue.names):
+        if (
+            key is not None
+            and key.models
+            and not set(key.models) & set((model,) if queue is None else queue.synonyms(model))
+        ):
             raise errors.key_not_for(f"the model {model!r}")
         if queue is None:
             raise errors.model_not_found(model, list(self.allowed(key)))
@@ -137,15 +142,17 @@ class ServedModels:
                     read_again=self._read_again,
                 )
                 self.queues[routes.name] = queue
-            if queue.routes is routes or queue.routes.tokenizer != routes.tokenizer:
+            if not routes.forwards and (queue.routes is routes or queue.routes.tokenizer != routes.tokenizer):
                 self._tokenizers.fetch(routes)
             queue.update(routes)
             if table.stopping:
                 queue.close()
         for name in self.queues.keys() - {routes.name for routes in table.models}:
             self.queues.pop(name).close()
-        self._names = {name: queue for queue in self.queues.values() for name in queue.names}
-        self._tokenizers.retain(table.models)
+        queues = self.queues.values()
+        self._names = {name: queue for queue in queues for name in (*queue.names, *queue.adapters)}
+        self.forwards = any(queue.routes.forwards for queue in queues)
+        self._tokenizers.retain(routes for routes in table.models if not routes.forwards)
 
     def _wake(self, model: str) -> None:
         task = asyncio.get_running_loop().create_task(self._controller.wake(model))

@@ -66,7 +66,7 @@ class CheckpointFacts:
 def checkpoint_parts(spec: Spec) -> Iterator[CheckpointPart]:
     """Yields every checkpoint that replicas of the spec would read."""
     for model in spec.models:
-        if model.engine != "echo" and "source" not in model.broken:
+        if model.has_source and "source" not in model.broken:
             yield CheckpointPart(model, False)
             if model.draft is not None:
                 yield CheckpointPart(model, True)
@@ -165,7 +165,7 @@ _LAID_OUT = ("checkpoint", "compiled", "weights", "pytorch_model.bin", "neuron_c
 
 def _unsupported(part: CheckpointPart, folder: str, head: Metadata | None, config: Any) -> str | None:
     """Returns why the model's engine does not support the layout of its files; None: it does, or it is unknown."""
-    marked = isinstance(config, dict) and ("neuron" in config or "neuron_sharded_weights" in config)
+    marked = isinstance(config, dict) and ("neuron" in config or "is_presharded_checkpoint" in config)
     if head is None and not marked and not any((Path(folder) / name).exists() for name in _LAID_OUT):
         return None
     from workers.artifacts.sources.layout import layout_of, names_in, served_by

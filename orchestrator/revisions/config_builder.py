@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec.structs
 
-from workers.messages.replica_config import ReplicaConfig
+from placements.facts.engines import SERVER_ENGINES
+from workers.messages.replica_config import ReplicaConfig, ServerCommand
 
 if TYPE_CHECKING:
     from orchestrator.fleet.controller_settings import ControllerSettings
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from orchestrator.revisions.resolved_revision import ResolvedRevision
     from placements.facts.engines import Engine
     from placements.planner.placement import Placement
-    from placements.spec.schema import ModelSpec
+    from placements.spec.schema import ModelSpec, Server
 
 
 def replica_config(
@@ -51,7 +52,9 @@ def replica_config(
         listen="tls" if fleet is not None and fleet.data_plane == "tcp" else "",
         credentials=None if fleet is None else fleet.replica,
         compiled=str(home.compiled),
-        python=generation.spec.python_for(engine),
+        python=None if engine in SERVER_ENGINES else generation.spec.python_for(engine),
+        server_python=generation.spec.python_for(engine) if engine in SERVER_ENGINES else None,
+        start_s=model.deadlines.start_s + model.deadlines.compile_s if engine in SERVER_ENGINES else 0.0,
         version=generation.versions[model.name],
         tokenizer=generation.tokenizers[model.name],
     )
@@ -71,6 +74,8 @@ def unplaced_config(
         engine_options=model.given_options,
         draft_source=draft_source,
         draft_k=0 if model.draft is None else model.draft.k,
+        draft_method="draft_model" if model.draft is None else model.draft.method,
+        adapters=model.adapter_folders,
         allow_pickle=model.allow_pickle,
         trust_remote_code=model.trust_remote_code,
         tp_degree=model.tp_degree,
@@ -83,4 +88,15 @@ def unplaced_config(
         fuse_qkv=model.fuse_qkv,
         compile_workers=model.compiler.workers,
         neff_cache=model.neff_cache_location,
+        server=None if model.server is None else _server(model, model.server),
+    )
+
+
+def _server(model: ModelSpec, server: Server) -> ServerCommand:
+    return ServerCommand(
+        command=model.server_command,
+        listen=server.listen,
+        ready=server.ready,
+        env=dict(server.env),
+        cores_env=server.cores_env,
     )

@@ -68,8 +68,8 @@ class ResolvedRevision:
 
     def source(self, model: ModelSpec) -> str | None:
         """Returns the source for replicas: the checkpoint's folder, or a hub id or s3:// prefix that their host
-        fetches. None for the echo engine."""
-        return None if self.engines[model.name] == "echo" else model.source_path or model.source
+        fetches. None without a checkpoint."""
+        return (model.source_path or model.source) if model.has_source else None
 
     def draft_source(self, model: ModelSpec) -> str | None:
         """Returns the draft's source; None without a draft."""
@@ -83,9 +83,9 @@ class ResolvedRevision:
         return part.revision if head is None else head.commit
 
     def folder(self, model: ModelSpec) -> str | None:
-        """Returns the local folder with config and tokenizer: the checkpoint, or its small files. None for the echo
-        engine and for remote sources that were never reached."""
-        if self.engines[model.name] == "echo":
+        """Returns the local folder with config and tokenizer: the checkpoint, or its small files. None without
+        a checkpoint, and for remote sources that were never reached."""
+        if not model.has_source:
             return None
         head = self.heads.get((model.name, False))
         return model.source_path if head is None else head.folder
@@ -107,7 +107,8 @@ def resolve_revision(revision: Revision, machine: Machine) -> ResolvedRevision:
     for model in spec.models:
         engine = resolve(model.engine, hosts[0])
         head = facts.heads.get((model.name, False))
-        tokenizers[model.name] = tokenizer_key(engine, model.source_path if head is None else head.folder)
+        folder = model.source_path if head is None else head.folder
+        tokenizers[model.name] = tokenizer_key(engine, folder if model.has_source else None)
     return ResolvedRevision(revision, spec, hosts, facts.checkpoints, tokenizers, facts.heads)
 
 

@@ -76,6 +76,7 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
     for dump, model in ((old, before), (new, after)):  # the same folder may be spelled in two ways
         dump["source"] = model.source_path or model.source
+        dump["adapters"] = model.adapter_folders
         if model.draft is not None:
             dump["draft"] = {**dump["draft"], "source": model.draft_path or model.draft.source}
     fields = tuple(FieldChange(name, old[name], new[name]) for name in new if name != "name" and old[name] != new[name])

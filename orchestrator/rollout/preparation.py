@@ -17,7 +17,7 @@ def takes_long(model: ModelSpec, engine: Engine) -> bool:
     """Returns whether a start of the model may have to fetch or compile something first."""
     remote = model.source_kind != "path" or model.draft_kind not in (None, "path")
     may_compile = engine == "auto" or needs_neuron(engine) or bool(model.engine_options.get("compile"))
-    return engine != "echo" and (remote or may_compile)
+    return model.has_source and (remote or may_compile)
 
 
 @dataclass(frozen=True)

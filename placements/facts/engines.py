@@ -8,7 +8,9 @@ from typing import Literal, NamedTuple, get_args
 from placements.facts import tnx_families
 from placements.facts.topology import TOPOLOGIES, Host
 
-Engine = Literal["auto", "cpu", "echo", "transformers-neuronx", "nxd-inference", "optimum-neuron", "torch-neuronx"]
+Engine = Literal[
+    "auto", "cpu", "echo", "transformers-neuronx", "nxd-inference", "vllm", "server", "optimum-neuron", "torch-neuronx"
+]
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 ENGINES: tuple[Engine, ...] = get_args(Engine)
@@ -46,6 +48,7 @@ def distribution(engine: Engine) -> str:
 
 
 HOST_ENGINES: frozenset[Engine] = frozenset({"cpu", "echo"})  # run on the host's CPUs
+SERVER_ENGINES: frozenset[Engine] = frozenset({"vllm", "server"})  # a server of its own on the replica's cores
 NXD_ENGINES: frozenset[Engine] = frozenset({"nxd-inference", "optimum-neuron"})  # built on NeuronX Distributed
 
 
@@ -64,7 +67,7 @@ def takes_cores(engine: Engine, host: Host) -> bool:
 
 def needs_neuron(engine: Engine) -> bool:
     """Returns whether the engine requires real Neuron devices."""
-    return engine != "auto" and engine not in HOST_ENGINES
+    return engine != "auto" and engine not in HOST_ENGINES | SERVER_ENGINES
 
 
 def default_dtype(engine: Engine) -> Dtype:

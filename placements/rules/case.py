@@ -130,6 +130,7 @@ SIZES = frozenset(
         "draft",
         "quantize",
         "group_query_attention",
+        "engine_options",
     )
 )
 """The fields that determine the memory of a replica."""

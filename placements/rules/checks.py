@@ -11,10 +11,12 @@ from placements.facts.topology import Host
 from placements.planner.plan import plan
 from placements.planner.replica_demand import has_degree
 from placements.resources.threads import threads
+from placements.rules.adapter_rules import ADAPTER_RULES
 from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list
 from placements.rules.engine_rules import ENGINE_RULES
 from placements.rules.memory_rules import fits_host_memory, fits_memory
 from placements.rules.pin_rules import PIN_RULES, pins_do_not_overlap
+from placements.rules.server_rules import SERVER_RULES
 from placements.rules.tensor_parallel_rules import degree_is_legal, experts_divisible, heads_divisible
 from placements.spec.notation import SourceKind
 from placements.spec.problems import Problem, has_errors, in_order
@@ -150,6 +152,8 @@ _RULES: tuple[FieldRule, ...] = (
     FieldRule(length_within_positions, frozenset({"max_len"})),
     *PIN_RULES,
     *ENGINE_RULES,
+    *ADAPTER_RULES,
+    *SERVER_RULES,
 )
 
 
@@ -184,6 +188,7 @@ def reserve_within_host(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
 def names_are_of_one_model(spec: Spec) -> Iterator[Problem]:
     """An alias is not the name of a model or another alias. Reported at the later one."""
     names = {model.name for model in spec.models}
+    adapters = {name for model in spec.models for name in model.served_adapters}
     owners: dict[str, str] = {}
     for model in spec.models:
         for i, alias in enumerate(model.aliases):
@@ -191,6 +196,9 @@ def names_are_of_one_model(spec: Spec) -> Iterator[Problem]:
             if alias in names:
                 what = f'the alias "{alias}" of "{model.name}" is the name of a model'
                 yield Problem("alias-taken", "error", where, what, "use another alias, or rename the model")
+            elif alias in adapters:
+                what = f'the alias "{alias}" of "{model.name}" is the name of an adapter'
+                yield Problem("alias-taken", "error", where, what, "use another alias, or rename the adapter")
             elif alias in owners:
                 other = owners[alias]
                 whose = "a duplicate" if other == model.name else f'also an alias of "{other}"'

@@ -28,6 +28,7 @@ from placements.facts.plural import counted
 from placements.facts.tnx_families import MISREAD_HINT, REFUSED, run_length
 from placements.rules.case import Case, FieldRule
 from placements.rules.option_rules import OPTION_RULES
+from placements.rules.vllm_rules import VLLM_RULES, why_no_draft
 from placements.spec.problems import Problem
 from placements.spec.schema import Compiler
 
@@ -71,11 +72,12 @@ def window_is_kept(case: Case) -> Iterator[Problem]:
     if case.candidates != ("nxd-inference",) or checkpoint is None or checkpoint.window is None:
         return
     newest = min((newest_nxd(place) for place in machines), key=NXD_VERSIONS.index, default=NXD_VERSIONS[-1])
-    keeps = case.family == "mistral" and reaches(newest, NXD_MISTRAL)
+    cached = case.model.engine_options.get("prefix_cache") is True
+    keeps = case.family == "mistral" and reaches(newest, NXD_MISTRAL) and not cached
     if keeps or checkpoint.window >= case.model.length(checkpoint):
         return
     what = f"{case.model.name} has a sliding window of {checkpoint.window} tokens, but NxD Inference"
-    what += f" {newest} computes {case.family} without one"
+    what += f" {newest} computes {case.family} without one" + (" with a prefix cache" if cached else "")
     hint = f"set max_len: {checkpoint.window}, or use another engine"
     yield case.problem("window-not-kept", ("max_len",), what, hint)
 
@@ -150,6 +152,11 @@ def engine_can_draft(case: Case) -> Iterator[Problem]:
 def _why_no_draft(engine: Engine, case: Case) -> str:
     """Returns why the engine cannot use the draft and, after a bar, the hint; "" if it can."""
     model, drafting, family = case.model, case.draft.model_type if case.draft else None, case.family
+    if engine == "vllm":
+        return why_no_draft(case)
+    assert model.draft is not None
+    if model.draft.method != "draft_model":
+        return f"the engine {engine} has no drafts by {model.draft.method} | remove draft.method, or use engine: vllm"
     if engine == "cpu":
         return ""
     if engine == "transformers-neuronx":
@@ -161,7 +168,6 @@ def _why_no_draft(engine: Engine, case: Case) -> str:
                 f"a draft for {family} on transformers-neuronx needs max_batch 1, because the rows of a static batch "
                 "share one position | set max_batch: 1"
             )
-        assert model.draft is not None
         run, prompts = run_length(model.draft.k + 1, model.max_batch), model.buckets.prefill
         if model.max_batch > 1 and prompts and run > prompts[-1]:
             return (
@@ -407,4 +413,5 @@ ENGINE_RULES: tuple[FieldRule, ...] = (
     FieldRule(buckets_are_no_steps, frozenset({"engine", "buckets", "draft"})),
     FieldRule(flags_are_free, frozenset({"engine", "compiler"})),
     *OPTION_RULES,
+    *VLLM_RULES,
 )

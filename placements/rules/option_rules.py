@@ -7,15 +7,18 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from placements.facts import kv_blocks
 from placements.facts.engines import (
     ENGINE_OPTIONS,
     NXD_QUANTIZED_DTYPES,
     NXD_QUANTIZED_OPTIONS,
     PACKAGES,
+    SERVER_ENGINES,
     Option,
     newest_nxd,
     runs_on,
 )
+from placements.facts.plural import counted
 from placements.rules.case import Case, FieldRule
 from placements.rules.options.judge import Scope, check_options
 from placements.spec.notation import is_path
@@ -25,12 +28,16 @@ from placements.spec.schema import ModelSpec
 _TOP_K = 256
 """The largest top_k of on-device sampling in both packages (NxD Inference ``modules/generation/sampling``)."""
 
+_LLAMA_ONLY = ("attn_output_transposed", "mlp_out_weight_transpose", "shard_over_sequence")
+
 _SHORTEST = 128  # tokens; the first length of transformers-neuronx's default list (`bucket`)
 
 
 def engine_options_are_known(case: Case) -> Iterator[Problem]:
     """The engine knows all engine_options, and their values have the right types."""
     engine = case.engine
+    if engine in SERVER_ENGINES:
+        return
     if engine not in PACKAGES:
         yield from _own_options(case)
         return
@@ -53,7 +60,43 @@ def options_fit_the_model(case: Case) -> Iterator[Problem]:
         path = ("engine_options", "on_device_sampling_config")
         yield case.problem("setting-unsupported", path, what, "set sampling: device")
     yield from _device_top_k(case)
+    yield from _layouts_of_llama(case)
+    yield from _blocks(case)
     yield from _quantized_options(case)
+
+
+def _layouts_of_llama(case: Case) -> Iterator[Problem]:
+    """Layouts of weights and of the KV cache that transformers-neuronx builds for Llama only."""
+    options, checkpoint, tp = case.model.engine_options, case.checkpoint, case.model.tp_degree
+    for name in _LLAMA_ONLY if case.engine == "transformers-neuronx" else ():
+        what = f"engine_options.{name} is not possible for {case.model.name}: "
+        if options.get(name) is not True or case.family is None:
+            continue
+        if case.family != "llama":
+            what += f"transformers-neuronx builds it for llama only, not for {case.family}"
+        elif name == "shard_over_sequence" and checkpoint and (tp <= checkpoint.kv_heads or tp % checkpoint.kv_heads):
+            heads = counted(checkpoint.kv_heads, "KV head")
+            what += f"tp_degree {tp} is not a multiple of the {heads} that is above {checkpoint.kv_heads}"
+        else:
+            continue
+        yield case.problem("setting-unsupported", ("engine_options", name), what, "remove it")
+
+
+def _blocks(case: Case) -> Iterator[Problem]:
+    """A prefix cache of NxD Inference fits the model's other fields, and its options are set only with it."""
+    model, options = case.model, case.model.engine_options
+    if case.engine != "nxd-inference":
+        return
+    if options.get("prefix_cache") is True:
+        others = {"draft": model.draft, "quantize_kv": model.quantize_kv}
+        length, prefill = model.length(case.checkpoint), model.buckets.prefill or ()
+        for path, what, hint in kv_blocks.refusals(options, model.max_batch, length, prefill, others):
+            yield case.problem("setting-unsupported", path, what, hint)
+        return
+    for name in kv_blocks.OPTIONS:
+        if options.get(name) is not None:
+            what = f"engine_options.{name} has no effect: there is no prefix cache"
+            yield case.problem("setting-unsupported", ("engine_options", name), what, "set prefix_cache: true, too")
 
 
 def _quantized_options(case: Case) -> Iterator[Problem]:
@@ -117,6 +160,19 @@ OPTION_RULES: tuple[FieldRule, ...] = (
     FieldRule(engine_options_are_known, frozenset({"engine", "engine_options"})),
     FieldRule(
         options_fit_the_model,
-        frozenset({"engine", "engine_options", "max_batch", "max_len", "sampling", "buckets", "quantize"}),
+        frozenset(
+            {
+                "engine",
+                "engine_options",
+                "max_batch",
+                "max_len",
+                "sampling",
+                "buckets",
+                "quantize",
+                "quantize_kv",
+                "draft",
+                "tp_degree",
+            }
+        ),
     ),
 )

@@ -9,7 +9,8 @@ from placements.spec.notation import DURATION, NAME, in_words
 from placements.spec.schema import OWN_FIELDS, EngineSettings, HostsSpec, ModelSpec, Spec
 
 _DEFAULTS_MEANING = (
-    "Default values of the models' fields, except `source`, `revision`, `cores`, `aliases` and `draft`. A field counts "
+    "Default values of the models' fields, except `source`, `revision`, `cores`, `aliases`, `adapters`, "
+    "`draft` and `server`. A field counts "
     "as a whole: a model's `replicas` replaces the default's completely."
 )
 _INTERNAL = frozenset({"base_dir", "broken", "places"})

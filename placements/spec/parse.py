@@ -228,8 +228,11 @@ class _Reader:
             self._inherit(path, key)
         values = {**defaults, **fields, "name": name if usable else "model", "base_dir": self._base_dir}
         broken = broken_defaults - fields.keys()
-        if "source" not in fields and values.get("engine") == "echo":
-            values["source"] = "echo"  # it has no checkpoint
+        server = values.get("server") if values.get("engine") == "server" else None
+        if isinstance(server, dict) and type(server.get("slots")) is int and "max_batch" not in fields:
+            values["max_batch"] = min(max(1, server["slots"]), 1024)  # out of range is reported for slots
+        if "source" not in fields and (values.get("engine") == "echo" or (server and "{model}" not in str(server))):
+            values["source"] = values["engine"]  # it has no checkpoint
         elif "source" not in fields:
             self._report("missing-key", path, f'model "{_short(name)}" has no source', _SOURCE_HINT)
             broken.add("source")

@@ -11,7 +11,9 @@ from pydantic import Field, StrictInt, model_validator
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Dtype, Engine, default_dtype
+from placements.facts.server_commands import placeholders
 from placements.facts.topology import TOPOLOGIES
+from placements.facts.vllm import DraftMethod, PluginRelease
 from placements.spec.notation import (
     Alias,
     Frozen,
@@ -113,6 +115,9 @@ class Draft(Frozen):
     """Tokens that it proposes for each step."""
     revision: HubRevision | None = None
     """The branch, tag or commit of a hub id, like `revision` of the model."""
+    method: DraftMethod = "draft_model"
+    """How it proposes tokens. `eagle` and `eagle3` are heads that read the model's hidden states, on the engine `vllm`
+    only. See [engines.md](engines.md#vllm)."""
 
 
 class Buckets(Frozen):
@@ -180,7 +185,11 @@ class EngineSettings(Frozen):
     wanted = "a mapping, like {python: ~/envs/nxdi/bin/python}"
     python: Interpreter | None = None
     """The Python interpreter of its replicas: a path, relative to the spec file. It must have the fleet's Ray version
-    and Python minor version. Unset: the fleet's interpreter."""
+    and Python minor version, except for `vllm`, whose server is a process of its own. Unset: the fleet's
+    interpreter."""
+    plugin: PluginRelease | None = None
+    """The release of `vllm-neuron` that `vllm` plans for, in quotes. Unset: `"0.4"` on inf2 and trn1, the newest on
+    trn2; none on emulated hosts, where vLLM runs on the CPU."""
 
 
 class HostsSpec(Frozen):
@@ -215,6 +224,39 @@ class Reach(Enum):
 Live = Annotated[T, Reach.LIVE]
 Process = Annotated[T, Reach.PROCESS]
 Shape = Annotated[T, Reach.SHAPE]
+
+
+class Server(Frozen):
+    """The command of a server of OpenAI's API, and how it is reached."""
+
+    wanted = "a mapping, like {command: [llama-server, --port, '{port}'], slots: 4}"
+    command: Annotated[tuple[str, ...], Field(min_length=1, strict=False), Reported("a list of texts")] = Field(
+        ..., json_schema_extra=in_words("list of texts")
+    )
+    """The program and its arguments. In them and in `env`, `{port}` or `{socket}` is where it must listen, `{model}`
+    the folder of `source`, `{cores}` the range of its cores like `4-7`, `{first}` the first of them and `{tp}` their
+    number."""
+    slots: Annotated[int, Field(ge=1, le=1024)]
+    """The most requests that it gets at a time, in place of `max_batch`: what it processes concurrently."""
+    listen: Annotated[Literal["port", "unix"], choice("port", "unix")] = "port"
+    """`port`: on `{port}` of 127.0.0.1; `unix`: on the unix socket `{socket}`."""
+    ready: Annotated[str, Field(pattern="^/")] = "/health"
+    """The route that answers 200 when it is ready."""
+    env: Annotated[dict[str, str], Reported("a mapping from names to texts")] = Field({})
+    """Variables of its environment, beside `PATH`, `HOME`, `LD_LIBRARY_PATH`, `LANG`, `TMPDIR` and proxies."""
+    cores_env: Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")] = "NEURON_RT_VISIBLE_CORES"
+    """The variable that gets `{cores}`."""
+
+    @property
+    def texts(self) -> dict[tuple[str | int, ...], str]:
+        """All texts that may have placeholders, by their paths."""
+        parts: dict[tuple[str | int, ...], str] = {("command", i): text for i, text in enumerate(self.command)}
+        return parts | {("env", name): text for name, text in self.env.items()}
+
+    @property
+    def uses_model(self) -> bool:
+        """Whether it needs the folder of a checkpoint."""
+        return any("model" in placeholders(text) for text in self.texts.values())
 
 
 class ModelSpec(Frozen):
@@ -275,6 +317,12 @@ class ModelSpec(Frozen):
     )
     """Other names that clients may send as `model`, such as `gpt-4o` or `org/model`. Each must be unique among all
     names and aliases. Not in `defaults`."""
+    adapters: Process[
+        Annotated[dict[Name, Source], Reported("a mapping from names to folders, like {support: ./lora/support}")]
+    ] = Field({}, json_schema_extra=in_words("a mapping from names to folders"))
+    """LoRA adapters by name, each a folder as peft saves it. The adapter `support` of the model `big` is the model
+    `big:support` of clients and API keys. On the engine `vllm`. Not in `defaults`. See
+    [engines.md](engines.md#lora-adapters)."""
     tool_parser: Live[ToolParser] = "auto"
     """The format of the model's tool calls. `auto` detects it from the chat template; `none` disables tools. See
     Tools."""
@@ -335,9 +383,17 @@ class ModelSpec(Frozen):
     the model together (unset: all); `prefix_cache`, true or false (the default): a prompt that begins with what a slot
     still holds is read from there on only; `compile`, true or false (the default): each bucket is compiled, by
     torch.compile. `echo`: `step_ms`, the milliseconds that each step takes. The Neuron engines: by the packages' own
-    names. See Options."""
+    names, and `prefix_cache` for NxD Inference. See Options."""
+    server: Shape[Server | None] = None
+    """The command of a server of OpenAI's API, for the engine `server`. Not in `defaults`. See
+    [engines.md](engines.md#server)."""
     base_dir: str = Field(".", exclude=True)  # relative sources begin here
     broken: frozenset[str] = Field(frozenset(), exclude=True, repr=False)  # fields that could not be read
+
+    @property
+    def has_source(self) -> bool:
+        """Whether its replicas read a checkpoint: not on echo, nor with a server whose command has no `{model}`."""
+        return self.engine != "echo" and (self.engine != "server" or self.server is None or self.server.uses_model)
 
     @property
     def source_kind(self) -> SourceKind:
@@ -360,11 +416,27 @@ class ModelSpec(Frozen):
         return self._resolved(self.draft.source) if self.draft and self.draft_kind == "path" else None
 
     @property
+    def adapter_folders(self) -> dict[str, str]:
+        """The folders of the adapters, resolved like the source."""
+        return {name: self._resolved(source) if is_path(source) else source for name, source in self.adapters.items()}
+
+    @property
+    def served_adapters(self) -> tuple[str, ...]:
+        """The names by which clients use the adapters."""
+        return tuple(f"{name}:{adapter}" for name in (self.name, *self.aliases) for adapter in self.adapters)
+
+    @property
     def neff_cache_location(self) -> str | None:
         """The NEFF cache: s3://... or a path, resolved like the source."""
         if self.neff_cache is None or self.neff_cache.startswith("s3://"):
             return self.neff_cache
         return self._resolved(self.neff_cache)
+
+    @property
+    def server_command(self) -> list[str]:
+        """The command of the server, whose program is resolved like the source if it is a relative path."""
+        program, *arguments = () if self.server is None else self.server.command
+        return [self._resolved(program) if is_path(program) else program, *arguments]
 
     @property
     def given_options(self) -> dict[str, Any]:
@@ -386,7 +458,9 @@ class ModelSpec(Frozen):
             "neff_cache": self.neff_cache_location,
             "draft": None
             if self.draft is None
-            else (self.draft_path or self.draft.source, self.draft.revision, self.draft.k),
+            else (self.draft_path or self.draft.source, self.draft.revision, self.draft.k)
+            + (() if self.draft.method == "draft_model" else (self.draft.method,)),
+            "adapters": tuple(sorted(self.adapter_folders.items())),
             "engine_options": tuple(
                 (name, repr(_ordered(value))) for name, value in sorted(self.given_options.items())
             ),
@@ -460,5 +534,5 @@ class Spec(Frozen):
         return next((model for model in self.models if model.name == name), None)
 
 
-OWN_FIELDS = ("source", "revision", "cores", "aliases", "draft")
+OWN_FIELDS = ("source", "revision", "cores", "aliases", "adapters", "draft", "server")
 """Fields that `defaults` cannot set."""

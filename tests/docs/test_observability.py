@@ -103,6 +103,9 @@ def test_the_dashboard_shows_every_important_metric(played: Played) -> None:
     families, _ = played
     unshown = {
         "corewright_routed_slots",  # corewright_slots is shown; this one is for an alert
+        "corewright_kv_cache_usage_ratio",  # only of the engine vllm, as the next two
+        "corewright_server_requests_waiting",
+        "corewright_server_preemptions",
         "corewright_queue_length",  # vllm:num_requests_waiting is shown
         "corewright_requests_waiting",  # a replica has none but for an instant
         "corewright_demand_requests",  # the gateways tell it each for itself, as vllm:num_requests_*

@@ -11,7 +11,7 @@ from tests.orchestrator.fakes import FakeCluster, Played
 from workers.host.device_metrics import Sums, device_families
 from workers.host.facts.neuron_monitor import parse_neuron_monitor
 from workers.messages.metric_family import MetricFamily, joined, labelled
-from workers.messages.status import Failure
+from workers.messages.status import Failure, ServerLoad
 
 SAMPLE = Path(__file__).parents[1] / "workers" / "samples" / "neuron-monitor-inf2.48xlarge.jsonl"
 HOST = "inf2.48xlarge/0"
@@ -66,6 +66,7 @@ async def played_families(home: Path) -> list[MetricFamily]:
     async with Played(home, cluster, SPEC) as fleet:
         await fleet.until(lambda: fleet.host()["quarantined"] == 1, "the strange core is seen")
         await fleet.settled()
+        await cluster.replicas["chat/0.1"].report(server=ServerLoad(0.5, 1, 2))
         cluster.store.clear()
         cluster.unfetchable["s3://models/small"] = Failure("s3-unreachable", "nobody answers")
         await cluster.replicas["small/1.1"].die("killed by signal 9")

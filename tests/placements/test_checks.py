@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -273,11 +274,43 @@ def test_a_neuron_engine_on_emulated_hosts_is_a_warning() -> None:
         ("engine: cpu\n    engine_options: {prefix_cache: null}", ["wrong-type 5:22"]),
         ("engine: cpu\n    engine_options: {prefix_cache: always}", ["wrong-type 5:22"]),
         ("engine: echo\n    engine_options: {prefix_cache: true}", ["unknown-engine-option 5:22"]),
+        ("engine: transformers-neuronx\n    engine_options: {prefix_cache: true}", ["unknown-engine-option 5:22"]),
+        ("engine: nxd-inference\n    engine_options: {prefix_cache: true}", []),
+        ("engine: nxd-inference\n    engine_options: {prefix_cache: 1}", ["wrong-type 5:22"]),
+        ("engine: nxd-inference\n    engine_options: {is_prefix_caching: true}", ["unknown-engine-option 5:22"]),
     ],
 )
 def test_engine_options_are_those_of_the_engine(fields: str, expected: list[str]) -> None:
     """An option that the engine does not know would do nothing."""
     assert ids(one_model(fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "expected"),
+    [
+        ("max_len: 256", "prefix_cache: true, pa_num_blocks: 32, pa_block_size: 32", []),
+        ("max_len: 256", "prefix_cache: true, pa_num_blocks: 31", ["setting-unsupported"]),
+        ("max_len: 256", "prefix_cache: true, pa_block_size: 24", ["setting-unsupported"]),
+        ("max_len: 256", "prefix_cache: true, prefix_buckets: [64, 160]", []),
+        ("max_len: 256", "prefix_cache: true, prefix_buckets: [100]", ["setting-unsupported"]),
+        ("max_len: 256", "prefix_cache: true, prefix_buckets: [128, 64]", ["setting-unsupported"]),
+        ("max_len: 256", "prefix_cache: true, prefix_buckets: [256]", ["setting-unsupported"]),
+        ("max_len: 256", "prefix_cache: true, attn_tkg_nki_kernel_enabled: true", ["setting-unsupported"]),
+        ("max_len: 256", "prefix_cache: true, cp_degree: 1", []),
+        ("max_len: 256", "prefix_cache: false, pa_num_blocks: 32", ["setting-unsupported"]),
+        ("max_len: 128", "prefix_cache: true", ["setting-unsupported"]),
+        ("max_len: 256, max_batch: 1", "prefix_cache: true", ["setting-unsupported"]),
+        ("max_len: 256, quantize_kv: fp8", "prefix_cache: true", ["setting-unsupported"]),
+        ("max_len: 256, draft: {source: ./d}", "prefix_cache: true", ["setting-unsupported"]),
+        ("max_len: 256, buckets: {prefill: [64, 128, 256]}", "prefix_cache: true", ["setting-unsupported"]),
+        ("max_len: 256, buckets: {prefill: [256]}", "prefix_cache: true", ["setting-unsupported"]),
+    ],
+)
+def test_a_prefix_cache_of_nxd_inference_fits_the_other_fields(fields: str, options: str, expected: list[str]) -> None:
+    """Its package would fail, or return wrong answers."""
+    lines = re.sub(r", (?=[a-z_]+:)", "\n    ", fields)
+    problems = ids(one_model(f"engine: nxd-inference\n    {lines}\n    engine_options: {{{options}}}"))
+    assert [problem.split()[0] for problem in problems] == expected
 
 
 @pytest.mark.parametrize(
@@ -765,6 +798,7 @@ def test_degrees_are_suggested_only_if_they_have_the_memory() -> None:
         ("{a: {engine: echo, aliases: [a]}}", ["alias-taken 1:38"]),
         ("{a: {engine: echo, aliases: [x]}, b: {engine: echo, aliases: [y, x]}}", ["alias-taken 1:74"]),
         ("{a: {engine: echo, aliases: [x, x]}}", ["alias-taken 1:41"]),
+        ("{a: {engine: vllm, source: ./a, adapters: {b: ./b}, aliases: ['a:b']}}", ["alias-taken 1:71"]),
         ("{a: {engine: echo, aliases: [' x']}}", ["bad-name 1:38"]),
         ("{a: {engine: echo, aliases: [3]}}", ["wrong-type 1:38"]),
         ("{a: {engine: echo, aliases: x}}", ["wrong-type 1:28"]),

@@ -182,6 +182,16 @@ def test_kv_of_a_core_stops_shrinking_beyond_the_kv_heads() -> None:
     assert (at[8], at[24]) == (at[4] / 2, at[8])
 
 
+def test_a_prefix_cache_has_the_memory_of_its_blocks() -> None:
+    """By default those of all slots, rounded up, and one more, which the package adds."""
+    options: dict[str, Any] = {"engine": "nxd-inference", "max_batch": 4, "max_len": 1000}
+    plain = estimate(model("m", 2, **options), LLAMA_31_8B).kv
+    cached = estimate(model("m", 2, **options, engine_options={"prefix_cache": True}), LLAMA_31_8B).kv
+    assert cached == pytest.approx(plain * (4 * 32 + 1) * 32 / 4000)
+    more = {"prefix_cache": True, "pa_num_blocks": 500, "pa_block_size": 16}
+    assert estimate(model("m", 2, **options, engine_options=more), LLAMA_31_8B).kv == plain * 501 * 16 / 4000
+
+
 def strategy(name: GroupQueryAttention | None, tp: int, slots: int = 32) -> MemoryEstimate:
     wish = model("m", tp, engine="transformers-neuronx", max_batch=slots, max_len=4096, group_query_attention=name)
     return estimate(wish, LLAMA_31_8B)

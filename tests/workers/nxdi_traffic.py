@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from placements.facts.engines import nxd_release
+from placements.resources.environ import compiling
 from tests.checkpoints import VOCAB_SIZE, set_eos
+from tests.placements.fleets import model
 from tests.workers.tables import Answers
 from workers.batching.batcher import Batcher
 from workers.engines.cpu.engine import CpuEngine
 from workers.engines.nxd_inference import artifacts
 from workers.engines.nxd_inference.config import Settings
 from workers.engines.nxd_inference.engine import NxdEngine
+from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import GenerateRequest
 from workers.text.tokenizer import ByteTokenizer
@@ -23,7 +30,52 @@ from workers.text.tokenizer import ByteTokenizer
 MAX_LEN = 96
 TIE = 1e-4  # of the largest logit: float32 sums of a tiny model differ by less
 PREFILL, DECODE = [16, 32, 64], [32, 64, MAX_LEN]
+FULL = "qwen3-full"  # qwen3 without its window
+Checkpoints = Callable[[str], Path]
 Arrival = tuple[str, list[int], int, bool]  # id, prompt, tokens wanted, whether it leaves before its end
+
+
+@pytest.fixture(scope="session")
+def sources(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """The shared checkpoints, and qwen3 without a window."""
+    folders: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family != FULL:
+            return checkpoint(family)
+        if FULL not in folders:
+            folders[FULL] = Path(shutil.copytree(checkpoint("qwen3"), tmp_path_factory.mktemp("nxd") / FULL))
+            edit(folders[FULL], use_sliding_window=False, sliding_window=None, layer_types=["full_attention"] * 2)
+        return folders[FULL]
+
+    return get
+
+
+def edit(folder: Path, **settings: object) -> None:
+    """Changes settings of a checkpoint's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def families(version: str) -> list[str]:
+    """The test families that a version computes."""
+    names = ["llama", "mixtral", "mistral"]
+    if nxd_release(version) >= (0, 5):
+        names += ["qwen2", FULL]
+    return names + (["mistral-window"] if nxd_release(version) >= (0, 9) else [])
+
+
+def refused(work: Callable[[], object]) -> EngineLoadError:
+    with pytest.raises(EngineLoadError) as caught:
+        work()
+    return caught.value
+
+
+def allow_fp8(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
+    """What fp8 needs besides is in the placement's environment."""
+    named = {name: value for name, value in fields.items() if name.startswith("quantize")}
+    for name, value in compiling(model("m", **named), "nxd-inference").items():
+        monkeypatch.setenv(name, value)
 
 
 def replica_config(source: Path, compiled: Path | None, **fields: Any) -> ReplicaConfig:

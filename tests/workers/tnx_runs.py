@@ -1,4 +1,4 @@
-"""Requests through transformers-neuronx's stand-in and through the CPU engine, which must answer alike."""
+"""Requests through transformers-neuronx and through the CPU engine, which must answer alike."""
 
 from __future__ import annotations
 

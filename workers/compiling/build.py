@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from placements.facts.engines import SERVER_ENGINES
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
 from workers.engines.checkpoint_check import check_checkpoint
@@ -129,7 +130,7 @@ def check(config: ReplicaConfig) -> Checked:
         from workers.engines.cpu.engine import check as check_cpu
 
         check_cpu(config)
-    else:
+    elif config.engine not in SERVER_ENGINES:
         _buildables(config, read=False)
     return Checked()
 
@@ -152,10 +153,8 @@ def compile_all(config: ReplicaConfig, tell: Tell, push: bool = False, make: boo
     done: dict[str, list[Any]] = {"compiled": [], "pulled": [], "pushed": [], "unsent": [], "warnings": []}
     units = _buildables(config, read=make)
     for unit in units:
-        if unit.make is None:
-            message = f"{config.engine} can compile {unit.source} only on its cores, when a replica starts"
-            hint = "start a replica: the engine's cache keeps the result"
-            raise EngineLoadError("compile-needs-device", message, hint)
+        if unit.make is None and not unit.kept:
+            raise _needs_device(config, unit)
         if unit.kept:
             _provide(config, unit if make else replace(unit, make=_no_weights(unit)), tell, push, done)
     wanted = [_wanted(config, unit) for unit in units]
@@ -165,7 +164,6 @@ def compile_all(config: ReplicaConfig, tell: Tell, push: bool = False, make: boo
 def _provide(config: ReplicaConfig, unit: Buildable, tell: Tell, push: bool, outcome: dict[str, list[Any]]) -> None:
     """Provides one set, and adds the outcome to ``outcome``, by fields of ``Built``."""
     assert config.compiled is not None
-    assert unit.make is not None
     path = peek(Path(config.compiled), unit.manifest).path
     key = path.name
 
@@ -179,6 +177,9 @@ def _provide(config: ReplicaConfig, unit: Buildable, tell: Tell, push: bool, out
             working("looking")
             if _is_pulled(config, held, outcome["warnings"]):
                 outcome["pulled"].append(key)
+            elif unit.make is None:
+                held.path.rmdir()  # empty
+                raise _needs_device(config, unit)
             else:
                 working("compiling")
                 unit.make(held, lambda done, total: working("compiling", done, total))
@@ -192,6 +193,11 @@ def _provide(config: ReplicaConfig, unit: Buildable, tell: Tell, push: bool, out
             except SourceError as error:  # the compile succeeded, and the next push sends it
                 outcome["unsent"].append(Failure(error.id, error.what, error.hint))
     working("done")
+
+
+def _needs_device(config: ReplicaConfig, unit: Buildable) -> EngineLoadError:
+    message = f"{config.engine} can compile {unit.source} only on its cores, when a replica starts"
+    return EngineLoadError("compile-needs-device", message, "start a replica: its result is kept for later starts")
 
 
 def _no_weights(unit: Buildable) -> Callable[..., None]:
@@ -227,8 +233,12 @@ def _buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
         from workers.engines.nxd_inference.engine import buildables as of_nxd
 
         return of_nxd(config, read)
+    if config.engine == "vllm":
+        from workers.servers.vllm_engine import buildables as of_vllm
+
+        return of_vllm(config, read)
     message = f"unknown engine {config.engine!r}"
-    raise EngineLoadError("engine-not-installed", message, "use cpu, echo, transformers-neuronx or nxd-inference")
+    raise EngineLoadError("engine-not-installed", message, "use cpu, echo, transformers-neuronx, nxd-inference or vllm")
 
 
 def _wanted(config: ReplicaConfig, unit: Buildable) -> Wanted:

@@ -76,8 +76,12 @@ def foresee(config: ReplicaConfig, stop: threading.Event | None = None) -> Fores
 
 
 def _missing(config: ReplicaConfig, predicted: Predicted) -> list[str]:
-    """Returns the sets to compile or to fetch from another host's push, each with the reason of its prediction."""
-    lacking = [artifacts for artifacts in predicted.wanted if artifacts.ahead and not artifacts.complete]
+    """Returns the sets to compile or to fetch from another host's push, each with the reason of its prediction.
+
+    One that only a device compiles is fetched, too: the start would otherwise do it on its cores."""
+    lacking = [
+        artifacts for artifacts in predicted.wanted if not artifacts.complete and (artifacts.ahead or artifacts.folder)
+    ]
     if not lacking:
         return []
     verdict = {
@@ -86,7 +90,9 @@ def _missing(config: ReplicaConfig, predicted: Predicted) -> list[str]:
     }
     predictions = [(artifacts, verdict[artifacts.role, artifacts.source]) for artifacts in lacking]
     return [
-        f"{artifacts.role}: {why.reason}" for artifacts, why in predictions if not why.hit or why.where == "elsewhere"
+        f"{artifacts.role}: {why.reason}"
+        for artifacts, why in predictions
+        if why.where == "elsewhere" or (artifacts.ahead and not why.hit)
     ]
 
 

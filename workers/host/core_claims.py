@@ -61,6 +61,11 @@ class CoreClaim:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The open lock files. A process that inherits them holds the cores, too."""
+        return tuple(self._files)
+
     def release(self) -> None:
         """Releases all cores before the end of the process (the engine must be closed already)."""
         while self._files:

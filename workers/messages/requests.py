@@ -15,14 +15,23 @@ class FinishReason(str, Enum):
     CANCELLED = "cancelled"  # the client disconnected
     INVALID = "invalid"  # the replica cannot serve such a request; TokenEvent.error has the reason
     REFUSED = "refused"  # the replica accepts no new requests; another one may
+    UNSERVED = "unserved"  # the replica's server did not begin this request; another attempt may succeed
     BUSY = "busy"  # other gateways have filled its slots; `Room` follows when one is free
     ERROR = "error"  # the engine failed; TokenEvent.error has the cause
+
+
+class Forwarded(msgspec.Struct, frozen=True):
+    """A client's request to OpenAI's API that a replica forwards to its server."""
+
+    route: str  # such as "/v1/chat/completions"
+    body: bytes  # JSON
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One prompt to be continued, already tokenized and checked against the replica's lengths.
 
-    ``len(prompt_ids) + max_tokens`` must not exceed the engine's ``max_len``, and ``prompt_ids`` is not empty.
+    ``len(prompt_ids) + max_tokens`` must not exceed the engine's ``max_len``, and ``prompt_ids`` is not empty; except
+    with ``forwarded``, which the server checks itself: all fields but id, max_tokens and trace are then unused.
     """
 
     id: str
@@ -44,10 +53,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     stop: list[str] = []
     stop_token_ids: list[int] = []
     seed: int | None = None
+    adapter: str = ""  # the name of a LoRA adapter; empty: the model itself
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     trace: str | None = None  # W3C's `traceparent` of the parent span; None: the request is not traced
     whole: bool = False  # the client reads nothing before the end: after the first token the rest comes in one event
+    forwarded: Forwarded | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +69,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     text: str
     bytes: list[int]  # of the token's own UTF-8, complete or not
     top: list[tuple[int, float, str, list[int]]]  # id, logprob, text, bytes; most probable first
+
+
+class AnswerPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Part of a server's answer to a forwarded request. Counts are the server's; until it reports them, each event with
+    text counts as one token."""
+
+    data: bytes = b""
+    tokens: int = 0  # generated since the last part; negative: a correction
+    prompt_tokens: int | None = None  # in the last part, if the server reports them
+    status: int = 0  # HTTP's, of a request that the server rejected
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,3 +94,4 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] = []  # one for each of token_ids, where they were requested
     finish: FinishReason | None = None
     error: str | None = None
+    part: AnswerPart | None = None  # of a forwarded request

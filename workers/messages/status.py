@@ -45,6 +45,15 @@ class Failure(msgspec.Struct, frozen=True):
         return f"{self.id}: {self.what}" + (f" ({self.hint})" if self.hint else "")
 
 
+class ServerLoad(msgspec.Struct, frozen=True):
+    """What a replica's server reports of itself, from its metrics."""
+
+    kv_usage: float  # share of its KV cache in use, 0 to 1
+    waiting: int  # requests that it has queued, although corewright sends no more than its slots
+    preemptions: int  # requests whose KV cache it has dropped to continue others, since its start
+    queues: bool = False  # it had a queue in the last readings, too: its KV cache is too small for its slots
+
+
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One reading of a replica. ``version`` grows with each change, so that a watcher can wait for the next."""
 
@@ -65,5 +74,6 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 0  # requests that can run at once; 0 before it is loaded
     steps: int = 0  # of the engine, as of this reading
     tokens: int = 0  # produced, as of this reading
+    server: ServerLoad | None = None  # of an engine that is a server, once it has been read
     load_s: float | None = None  # from the actor's start to its first real generation
     address: str = ""  # of its data plane: a path, or `tls://host:port`; empty before it listens

@@ -6,7 +6,9 @@ last of them has its highest bit set.
 One connection carries all requests of a gateway to a replica. The gateway opens with ``Hello``; the replica answers
 ``Welcome`` or ``Refused``. After that the gateway sends ``Submit`` and ``Cancel``, and the replica one ``Step`` for
 each engine step. Where several gateways share a replica, the replica grants its slots: a request beyond them is
-answered BUSY, and ``Room`` follows when it may be sent again. End of file means that the peer has disconnected.
+answered BUSY, and ``Room`` follows when it may be sent again. A replica sends a forwarded answer only a limited number
+of bytes ahead of the gateway's ``Taken``, so that no answer fills the connection. End of file means that the peer has
+disconnected.
 """
 
 from __future__ import annotations
@@ -55,6 +57,13 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     id: str
 
 
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """The gateway has read more bytes of the answer to a forwarded request."""
+
+    id: str
+    count: int
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
     """The results of one engine step for the requests of this connection."""
 
@@ -67,7 +76,7 @@ class Room(msgspec.Struct, frozen=True, tag=True):
     free: int
 
 
-Message = Hello | Welcome | Refused | Submit | Cancel | Step | Room
+Message = Hello | Welcome | Refused | Submit | Cancel | Taken | Step | Room
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class Entry:
     path: Path
     manifest: Mapping[str, Any]
     is_whole: Callable[[Path], bool] = field(default=always, compare=False)  # what the manifest alone does not tell
+    # The descriptor of an exclusive lock: a process of its own that fills the folder keeps it open until it ends.
+    lock: int | None = field(default=None, compare=False)
 
     @property
     def complete(self) -> bool:
@@ -122,7 +124,7 @@ def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bo
         os.utime(lock)  # the time of the last use, for ``cache prune``
     try:  # the kernel releases the lock with the process
         exclusive = _hold(lock, held)
-        yield held
+        yield replace(held, lock=lock) if exclusive else held
     finally:
         if exclusive:
             os.ftruncate(lock, 0)

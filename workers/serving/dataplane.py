@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from workers.messages.wire import (
     Room,
     Step,
     Submit,
+    Taken,
     Welcome,
     WireError,
     encode,
@@ -73,9 +75,11 @@ class DataPlane:
         batcher: RequestTable,
         listen: str = "",
         credentials: Credentials | None = None,
+        taken: Callable[[str, int], None] = lambda id, count: None,
     ) -> None:
         """Listens on the unix socket at ``path``; with ``listen``, such as `tls://192.0.2.7:0`, on TCP instead: port 0
-        is any free one, and peers must authenticate as a gateway by ``credentials``."""
+        is any free one, and peers must authenticate as a gateway by ``credentials``.
+        ``taken`` is called with the bytes of a forwarded answer that its gateway has read."""
         self.address = str(path)  # for a free port, known once it listens
         self._path = None if listen else path
         self._listen_on = listen
@@ -84,6 +88,7 @@ class DataPlane:
         self._token = token
         self._epoch = epoch
         self._batcher = batcher
+        self._taken = taken
         self._active: dict[str, _ActiveRequest] = {}  # by request id; the loop's thread only
         self._busy: dict[_Connection, None] = {}  # in the order of their BUSY replies
         self._grants: dict[_Connection, asyncio.TimerHandle] = {}  # one slot each, for GRANT_S
@@ -424,5 +429,7 @@ class _Connection(asyncio.Protocol):
             self._plane._submit(self, message.request)
         elif isinstance(message, Cancel):
             self._plane._cancel(message.id)
+        elif isinstance(message, Taken):
+            self._plane._taken(message.id, message.count)
         else:
             raise WireError(f"a gateway does not send {type(message).__name__}")

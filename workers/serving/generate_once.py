@@ -8,20 +8,18 @@ the whole environment. The process ends with its parent, so that no core stays c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from workers.batching.batcher import Batcher
-from workers.engines.open_engine import open_engine
 from workers.host.core_claims import CoreClaim
 from workers.host.json_process import answering
 from workers.host.process_tree import end_with
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure
+from workers.serving.backend import Backend, open_backend
 from workers.serving.failures import failure_of
 from workers.text.tokenizer import ChatTemplateError, NoChatTemplate, TemplateInput, Tokenizer, load_tokenizer
 
@@ -68,22 +66,33 @@ def run(job: Job, send: Send) -> None:
     """Load the model, answer, and send the result. Never raises for faults of the model or the machine."""
     config = job.config
     activity, id = "the load", "load-failed"
-    engine = claim = None
+    backend = claim = None
+    answer: list[TokenEvent] = []
+
+    def emit(events: list[TokenEvent]) -> None:
+        for event in events:
+            answer.append(event)
+            if event.text:
+                send(Piece(event.text))
+            if event.finish is not None:
+                assert backend is not None
+                backend.close()  # ends its ``run``
+
     try:
         claim = CoreClaim(Path(config.claims), config.cores) if config.claims and config.cores else None
-        engine = open_engine(config)
-        engine.load()
-        tokenizer = load_tokenizer(config.engine, config.source)
+        backend = open_backend(config, claim, emit)
         activity, id = "a step of the engine", "engine-failed"
-        request = _request(job, tokenizer, engine.spec.max_len)
-        send(_answer(engine, tokenizer, request, send))
+        request = _request(job, load_tokenizer(config.engine, config.source), backend.spec.max_len)
+        _submit(backend, request)
+        backend.run()
+        send(_end_of(answer))
     except _Refused as error:
         send(Trouble(Failure("generate-refused", str(error), "see `corewright generate --help`")))
     except Exception as error:  # noqa: BLE001 - it is sent as the failure
         send(Trouble(failure_of(id, error, activity, config)))
     finally:
-        if engine is not None:
-            engine.close()
+        if backend is not None:
+            backend.close()
         if claim is not None:
             claim.release()
 
@@ -119,26 +128,18 @@ def _prompt_ids(job: Job, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(job.prompt)
 
 
-def _answer(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, send: Send) -> End:
-    done: list[TokenEvent] = []
-
-    def emit(events: list[TokenEvent]) -> None:
-        for event in events:
-            if event.text:
-                send(Piece(event.text))
-            done.append(event)
-
-    batcher = Batcher(engine, tokenizer, emit)
+def _submit(backend: Backend, request: GenerateRequest) -> None:
     try:
-        batcher.submit(request)
+        backend.submit(request)
     except ValueError as error:
         raise _Refused(str(error)) from error
-    while not (done and done[-1].finish is not None):
-        batcher.step()
-    last = done[-1]
+
+
+def _end_of(answer: Sequence[TokenEvent]) -> End:
+    last = answer[-1]
     if last.finish not in (FinishReason.STOP, FinishReason.LENGTH):
         raise RuntimeError(last.error or f"the answer ended as {last.finish}")
-    return End(sum(len(event.token_ids) for event in done), last.finish.value)
+    return End(sum(len(event.token_ids) for event in answer), last.finish.value)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import msgspec.structs
 import ray
@@ -23,8 +23,6 @@ from ray.util.metrics import Counter, Gauge
 
 import workers
 from workers.artifacts.store.artifact_uses import using
-from workers.batching.batcher import Batcher
-from workers.engines.open_engine import open_engine
 from workers.host import host_facts, private_file
 from workers.host.core_claims import CoreClaim
 from workers.host.neuron_faults import after_serving
@@ -34,14 +32,11 @@ from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure, Phase, ReplicaStatus
 from workers.messages.wire import Welcome
 from workers.neff_cache import compiled_artifacts
+from workers.serving.backend import Backend, open_backend
 from workers.serving.dataplane import DataPlane
 from workers.serving.failures import failure_of
 from workers.serving.replica_metrics import REFRESH_S, TAGS, Metric, Sink, StepMetrics
 from workers.serving.spans import ReplicaTracing, open_sink
-from workers.text.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from workers.messages.engine_protocol import GenerateEngine
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +79,7 @@ class Replica:
         started = host_facts.process_start(os.getpid())
         assert started is not None
         self._status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=os.getpid(), started=started)
-        self._engine: GenerateEngine | None = None
-        self._batcher: Batcher | None = None
+        self._batcher: Backend | None = None
         self._plane: DataPlane | None = None
         self._tracing: ReplicaTracing | None = None
         self._claim: CoreClaim | None = None
@@ -144,6 +138,7 @@ class Replica:
             slots=stats.slots,
             steps=stats.steps,
             tokens=stats.tokens,
+            server=stats.server,
         )
 
     def _live(self) -> None:
@@ -161,14 +156,12 @@ class Replica:
                 self._uses.enter_context(using(folder))
         if config.claims is not None and config.cores:
             self._claim = CoreClaim(Path(config.claims), config.cores)
-        self._engine = open_engine(config)
-        self._engine.load()
-        tokenizer = load_tokenizer(config.engine, config.source)
-        self._batcher = Batcher(self._engine, tokenizer, self._emit)
+        self._batcher = open_backend(config, self._claim, self._emit)
         threading.Thread(target=self._run_batcher, name="batcher", daemon=True).start()
         threading.Thread(target=self._batcher.warm_guides, name="guides", daemon=True).start()
-        self._probe()
-        spec = self._engine.spec
+        if config.server is None:  # else `start_server` has sent a request
+            self._probe()
+        spec = self._batcher.spec
         sink = open_sink("corewright-replica", {"service.instance.id": f"{config.model}/{config.replica}"})
         if sink is not None:
             self._tracing = ReplicaTracing(sink, self._batcher, model=config.model, replica=config.replica)
@@ -188,6 +181,7 @@ class Replica:
             batcher=self._batcher if self._tracing is None else self._tracing,
             listen=config.listen,
             credentials=config.credentials,
+            taken=self._batcher.taken,
         )
         self._plane.start()
         log.info("ready after %.2f s", time.monotonic() - self._began)
@@ -198,7 +192,7 @@ class Replica:
     def _probe(self) -> None:
         """Run one real generation before any request. Raises EngineLoadError when it fails."""
         assert self._batcher is not None
-        prompt = [min(1, self._batcher.engine.spec.vocab_size - 1)]
+        prompt = [min(1, self._batcher.spec.vocab_size - 1)]
         self._batcher.submit(
             GenerateRequest(id=PROBE_ID, prompt_ids=prompt, max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True)
         )
@@ -252,7 +246,7 @@ class Replica:
             self._changed.notify_all()
 
 
-def _refresh(metrics: StepMetrics, batcher: Batcher) -> None:
+def _refresh(metrics: StepMetrics, batcher: Backend) -> None:
     while True:
         metrics.record(batcher.stats)
         time.sleep(REFRESH_S)

@@ -24,7 +24,7 @@ class Metric:
     """One number of a replica. Ray exports it as ``ray_<name>``."""
 
     name: str
-    field: str  # of BatcherStats and ReplicaStatus
+    field: str  # of BatcherStats and ReplicaStatus; with `server.`, of their ServerLoad
     description: str
 
     @property
@@ -33,8 +33,11 @@ class Metric:
         return self.name.endswith("_total")
 
     @property
-    def of(self) -> Callable[[object], int]:
-        """Returns the function that reads the number."""
+    def of(self) -> Callable[[object], float | None]:
+        """Returns the function that reads the number; None where there is none, as for an engine without a server."""
+        if self.field.startswith("server."):
+            part = attrgetter(self.field.removeprefix("server."))
+            return lambda stats: None if stats.server is None else part(stats.server)  # type: ignore[attr-defined]
         return attrgetter(self.field)
 
 
@@ -46,6 +49,9 @@ METRICS = (
     Metric("corewright_generation_tokens_total", "tokens", "Tokens produced."),
     Metric("corewright_spec_decode_num_draft_tokens_total", "drafted", "Tokens proposed by the draft model."),
     Metric("corewright_spec_decode_num_accepted_tokens_total", "accepted", "Proposed tokens that the model accepted."),
+    Metric("corewright_kv_cache_usage_ratio", "server.kv_usage", "Share of a server's KV cache in use."),
+    Metric("corewright_server_requests_waiting", "server.waiting", "Requests that a server has queued itself."),
+    Metric("corewright_server_preemptions_total", "server.preemptions", "Requests that a server has preempted."),
     Metric(
         "corewright_prefix_cache_queries_total", "prefix_queries", "Prompt tokens looked up in the slots' KV caches."
     ),
@@ -66,7 +72,7 @@ class StepMetrics:
         self._sinks = [(metric.of, metric.is_counter, open_sink(metric)) for metric in METRICS]
         self._clock = clock
         self._lock = threading.Lock()  # guards all below
-        self._previous: list[int] = [0 if metric.is_counter else -1 for metric in METRICS]
+        self._previous: list[float] = [0 if metric.is_counter else -1 for metric in METRICS]
         self._refreshed_at = -math.inf
         self._broken = False
 
@@ -87,6 +93,8 @@ class StepMetrics:
             self._refreshed_at = now
         for index, (read, is_counter, sink) in enumerate(self._sinks):
             value, previous = read(stats), self._previous[index]
+            if value is None:
+                continue
             if is_counter:
                 if value > previous:  # of two threads, the one with older stats may be last
                     sink(value - previous)

@@ -212,9 +212,10 @@ class ReplicaTracing:
             open_ = self._open.get(event.id)
             if open_ is None:
                 continue
-            if event.token_ids and not open_.first:
+            tokens = len(event.token_ids) if event.part is None else event.part.tokens
+            if tokens and not open_.first:
                 open_.first, open_.began = self._last_step, max(before, open_.accepted)
-            open_.tokens += len(event.token_ids)
+            open_.tokens += tokens
             if event.finish is not None:
                 del self._open[event.id]
                 self._end(open_, event.finish, event.error)
@@ -248,7 +249,7 @@ class ReplicaTracing:
                 "gen_ai.latency.time_in_model_inference": (now - open_.began) / 1e9,
             }
             parts = [("prefill", open_.began, open_.first), ("decode", open_.first, now)]
-        failed = finish in (FinishReason.ERROR, FinishReason.INVALID, FinishReason.REFUSED)
+        failed = finish in (FinishReason.ERROR, FinishReason.INVALID, FinishReason.REFUSED, FinishReason.UNSERVED)
         self._sink.end(
             *(
                 Span(name=name, id=id.child(), parent=id, kind="internal", start=start, end=end)

@@ -240,6 +240,31 @@ class Answer(msgspec.Struct, eq=False):
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
+class ForwardedAnswer(msgspec.Struct, eq=False):
+    """Writes what a server has answered, with the methods of `Answer`."""
+
+    prompt_tokens: int
+
+    def count_prompts(self) -> None:
+        """The server counts them."""
+
+    def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
+        """They are part of the server's answer."""
+
+    def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
+        parts = [event.part.data for _, events in answers for event in events if event.part is not None]
+        return parts if sum(map(len, parts)) > LARGE_BYTES else b"".join(parts)
+
+    def opening(self, choice: Choice) -> bytes:
+        return b""
+
+    def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
+        return b"".join([event.part.data for event in events if event.part is not None])
+
+    def closing(self, *, include_usage: bool) -> bytes:
+        return b""
+
+
 def _prompt_tokens(choices: Sequence[Choice]) -> int:
     """Returns the tokens of all prompts; the ``n`` choices of a prompt count it once."""
     if len(choices) == 1:

@@ -17,6 +17,7 @@ from orchestrator.gateway.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ForwardedFields,
     NamedTool,
     SamplingFields,
     TokenizeChatRequest,
@@ -34,6 +35,7 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _tokenize_text_decoder = msgspec.json.Decoder(TokenizeTextRequest)
 _tokenize_chat_decoder = msgspec.json.Decoder(TokenizeChatRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+_forwarded_decoder = msgspec.json.Decoder(ForwardedFields)
 
 
 class _Shape(msgspec.Struct):
@@ -144,6 +146,11 @@ def read_completion(body: bytes) -> CompletionRequest:
     return request
 
 
+def read_forwarded(body: bytes) -> ForwardedFields:
+    """Decodes these fields, and checks that the body is JSON. Raises ApiError 400."""
+    return _decode(_forwarded_decoder, body)
+
+
 _BOUNDED = (
     *("tools", "response_format", "chat_template_kwargs", "logit_bias", "stop", "stop_token_ids"),
     *("functions", "function_call"),
@@ -185,7 +192,7 @@ def _check_list(name: str, data: bytes) -> None:
 
 def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
     try:
-        if len(body) > LARGE_BYTES:
+        if len(body) > LARGE_BYTES and decoder is not _forwarded_decoder:
             _check_large(body)
         try:
             return decoder.decode(body)

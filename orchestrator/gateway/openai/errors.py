@@ -6,6 +6,7 @@ from typing import Any
 
 LONGEST_MESSAGE = 1000  # a message may quote the client's input, which may be megabytes
 LONGEST_PARAM = 200
+_OF_CLIENTS = (400, 404, 405, 413, 415)  # statuses of a server that clients get
 
 
 class ApiError(Exception):
@@ -85,6 +86,16 @@ def too_long(
         )
     wrong_param = param if max_tokens is None or prompt > max_prompt or not exact else "max_tokens"
     return ApiError(400, message, param=wrong_param, code="context_length_exceeded")
+
+
+def rejected_by_server(status: int, message: str) -> ApiError:
+    """The server of a model has rejected a forwarded request; it checks the request itself."""
+    return ApiError(status if status in _OF_CLIENTS else 400, message, code="rejected_by_server")
+
+
+def not_forwarded(route: str, name: str) -> ApiError:
+    message = f"The model {name!r} has no {route}: only models with the engine server have it."
+    return ApiError(404, message, param="model", code="route_not_served")
 
 
 def body_too_large(limit: int) -> ApiError:

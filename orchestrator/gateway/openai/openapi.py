@@ -15,6 +15,7 @@ from orchestrator.gateway.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ForwardedFields,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
@@ -149,6 +150,14 @@ ROUTES = (
         TextCompletion,
         (CompletionRequest,),
         streams=True,
+        of_a_model=True,
+    ),
+    GatewayRoute(
+        "POST",
+        "/v1/embeddings",
+        "The answer of a model's own server.",
+        dict,
+        (ForwardedFields,),
         of_a_model=True,
     ),
     GatewayRoute("GET", "/v1/models", "The models and their aliases.", ModelList),

@@ -236,6 +236,18 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         raise invalid(message, param="response_format")
 
 
+class ForwardedFields(msgspec.Struct):
+    """The fields that the gateway reads of a body that it forwards."""
+
+    model: str
+    max_tokens: PositiveCount | None = None
+    max_completion_tokens: PositiveCount | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Priority | None = None
+
+
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 

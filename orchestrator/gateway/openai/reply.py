@@ -11,7 +11,7 @@ import msgspec
 
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai import errors
-from orchestrator.gateway.openai.answers import Answer, Choice, error_event
+from orchestrator.gateway.openai.answers import Answer, Choice, ForwardedAnswer, error_event
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving.ticket import Ticket
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
@@ -48,7 +48,7 @@ class Reply(msgspec.Struct, eq=False):
     proxy in between could close the silent connection."""
 
     exchange: Exchange
-    _answer: Answer
+    _answer: Answer | ForwardedAnswer
     _note: Note
     _metrics: GatewayMetrics
     _include_usage: bool
@@ -111,6 +111,8 @@ class Reply(msgspec.Struct, eq=False):
             self.fail(_failure(last, self._note.model))
             return
         if last.finish is not None:
+            if last.part is not None:
+                self._note.prompt_tokens = ticket.tokens
             self._end(ticket, now, last.finish._value_)  # `value` is two calls more
         if self._note.stream:
             self._write(ticket, now)
@@ -215,16 +217,17 @@ class Reply(msgspec.Struct, eq=False):
         if stream.first_at and reason in ("stop", "length") and len(self._choices) == 1:
             self._note.prefill_s, self._note.decode_s = stream.first_at - stream.sent_at, decode_s
         e2e_s = now - self.exchange.request.received_at
-        metrics.ended(reason, len(ticket.request.prompt_ids), stream.produced, e2e_s, decode_s)
+        metrics.ended(reason, ticket.tokens, stream.produced, e2e_s, decode_s)
 
     def _metrics_of(self, ticket: Ticket) -> ModelMetrics:
         """Returns the metrics of the ticket's replica, or of the queue."""
         link = ticket.stream.link
         if link is None:
             return self._metrics.model(self._note.model, None)
-        if link.metrics is None:
-            link.metrics = self._metrics.model(self._note.model, link.replica)
-        return link.metrics
+        metrics = link.metrics.get(self._note.model)
+        if metrics is None:
+            metrics = link.metrics[self._note.model] = self._metrics.model(self._note.model, link.replica)
+        return metrics
 
     def fail(self, error: ApiError) -> None:
         """Answers with an error, or ends the stream with it."""
@@ -246,5 +249,7 @@ class Reply(msgspec.Struct, eq=False):
 def _failure(event: TokenEvent, model: str) -> ApiError:
     """Returns the error of a request that the replica cannot serve, or whose engine failed."""
     if event.finish is FinishReason.INVALID:
+        if event.part is not None and event.part.status:
+            return errors.rejected_by_server(event.part.status, event.error or "the server gave no cause")
         return errors.invalid(event.error or "the replica cannot serve this request")
     return errors.engine_failed(model, event.error or "the replica reported no cause")

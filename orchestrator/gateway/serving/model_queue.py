@@ -72,6 +72,25 @@ class ModelQueue:
         return (self.name, *self.routes.aliases)
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names by which clients use the model with an adapter."""
+        return tuple(f"{name}:{adapter}" for name in self.names for adapter in self.routes.adapters)
+
+    def adapter(self, name: str) -> str:
+        """Returns the adapter of a name of the model; empty for the model itself."""
+        return "" if ":" not in name or name in self.names else name.rpartition(":")[2]
+
+    def synonyms(self, name: str) -> tuple[str, ...]:
+        """Returns all names of what clients use by this one."""
+        adapter = self.adapter(name)
+        return tuple(f"{other}:{adapter}" for other in self.names) if adapter else self.names
+
+    def label(self, name: str) -> str:
+        """Returns the first of the `synonyms`, by which metrics count."""
+        adapter = self.adapter(name)
+        return f"{self.name}:{adapter}" if adapter else self.name
+
+    @property
     def waiting(self) -> int:
         return self.dispatcher.waiting
 
@@ -188,6 +207,8 @@ class ModelQueue:
 
     def _is_outdated(self, ticket: Ticket) -> bool:
         routes = self.routes
+        if ticket.request.forwarded is not None:
+            return not routes.forwards
         return ticket.tokenizer != routes.tokenizer or ticket.tokens + ticket.request.max_tokens > routes.max_len
 
     def _look_for_outdated(self, tickets: Iterable[Ticket]) -> None:
@@ -299,7 +320,8 @@ class ModelQueue:
             # The request that broke the link would break the next one too, and which one it was is unknown.
             if ticket.can_retry and not link.broken and not self._closed:
                 ticket.restart()
-                self._retried(self.name, "lost" if link.closed.is_set() else "draining")
+                cause = "lost" if link.closed.is_set() else "draining" if link.drains else "unserved"
+                self._retried(self.name, cause)
                 self.dispatcher.put_back(ticket, lost=True)
             else:
                 self.dispatcher.over(ticket, now)

@@ -18,7 +18,19 @@ from orchestrator.gateway.openai.errors import internal_error
 from orchestrator.gateway.serving.ticket import Ticket
 from orchestrator.process.version import corewright_version
 from workers.messages.requests import FinishReason
-from workers.messages.wire import Cancel, FrameReader, Hello, Message, Refused, Room, Step, Welcome, WireError, encode
+from workers.messages.wire import (
+    Cancel,
+    FrameReader,
+    Hello,
+    Message,
+    Refused,
+    Room,
+    Step,
+    Taken,
+    Welcome,
+    WireError,
+    encode,
+)
 
 if TYPE_CHECKING:
     from orchestrator.gateway.telemetry.gateway_metrics import ModelMetrics
@@ -69,7 +81,7 @@ class ReplicaLink(asyncio.Protocol):
         self._drains = False  # it has refused a request: sending it there again would use up its retries
         self.stepped_at = NEVER  # monotonic, arrival of its last tokens; NEVER while it has no request of this gateway
         self._pace = Pace()
-        self.metrics: ModelMetrics | None = None  # once a request was counted
+        self.metrics: dict[str, ModelMetrics] = {}  # by model or adapter, once a request was counted
         self.prefixes: PrefixIndex | None = None  # for an engine with a prefix cache
         self.closed = asyncio.Event()
         self.refused = False  # by the replica; a retry would be refused again
@@ -80,6 +92,11 @@ class ReplicaLink(asyncio.Protocol):
         if self.welcome is None or self._transport is None or self._retired or self._drains or self._full:
             return 0
         return self.welcome.slots - len(self._live)
+
+    @property
+    def drains(self) -> bool:
+        """It has refused a request."""
+        return self._drains
 
     @property
     def prefilling(self) -> int:
@@ -110,7 +127,7 @@ class ReplicaLink(asyncio.Protocol):
     @property
     def kv_tokens(self) -> int:
         """The tokens in the KV caches of this gateway's slots."""
-        return sum(len(ticket.request.prompt_ids) + ticket.stream.produced for ticket in self._live.values())
+        return sum(ticket.tokens + ticket.stream.produced for ticket in self._live.values())
 
     def send(self, ticket: Ticket) -> None:
         """Sends the request to a slot, which the caller has found free."""
@@ -213,6 +230,8 @@ class ReplicaLink(asyncio.Protocol):
             if finish is None:
                 stream = ticket.stream
                 stream.deliver(event)
+                if event.part is not None and self._transport is not None:
+                    self._transport.write(encode(Taken(event.id, len(event.part.data))))
                 if not stream.touched:
                     self._touch(ticket)
                 continue
@@ -222,10 +241,12 @@ class ReplicaLink(asyncio.Protocol):
                 self._full = True
                 busy.append(ticket)
                 continue
-            if finish is FinishReason.REFUSED:
-                self._drains = True
+            if finish is FinishReason.REFUSED or finish is FinishReason.UNSERVED:
+                self._drains = finish is FinishReason.REFUSED
                 self._on_lost(self, [ticket])
                 continue
+            if event.part is not None and event.part.prompt_tokens is not None:
+                ticket.tokens = event.part.prompt_tokens
             if finish is not FinishReason.CANCELLED:
                 ticket.stream.deliver(event)
                 if not ticket.stream.touched:

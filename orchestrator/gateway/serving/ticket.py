@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from orchestrator.scaling.demand_report import RoutingDecision
 
 MAX_RETRIES = 2
+BYTES_OF_TOKEN = 3  # of a forwarded body: an estimate until its server reports the usage
 
 
 class Sink(Protocol):
@@ -76,7 +77,7 @@ class Stream(msgspec.Struct, eq=False):
 
     def deliver(self, event: TokenEvent) -> None:
         self.events.append(event)
-        self.produced += len(event.token_ids)
+        self.produced += len(event.token_ids) if event.part is None else event.part.tokens
 
     def take(self) -> list[TokenEvent]:
         """Returns the events since the last call."""
@@ -166,11 +167,14 @@ class Ticket(Entry):
 def ticket_for(request: GenerateRequest, sink: Sink, owner: TicketOwner, terms: SchedulingParameters = PLAIN) -> Ticket:
     """Returns the ticket of a new request. Raises ApiError for a request that no frame can hold."""
     frame, now = _framed(request), time.monotonic()
-    prompt = request.prompt_ids
+    prompt, forwarded = request.prompt_ids, request.forwarded
+    tokens = len(prompt) if forwarded is None else len(forwarded.body) // BYTES_OF_TOKEN
     ticket = Ticket(
-        terms.tenant, terms.priority, now, terms.deadline, len(frame), len(prompt), request, sink, owner, terms, frame
+        terms.tenant, terms.priority, now, terms.deadline, len(frame), tokens, request, sink, owner, terms, frame
     )
     ticket.session, ticket.prompt_ids = terms.session, prompt
+    if request.adapter and not ticket.session:  # its replica has the adapter loaded
+        ticket.session = f"{request.adapter} of all tenants"
     return ticket
 
 

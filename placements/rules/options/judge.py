@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from placements.facts.engines import NXD_VERSIONS, PACKAGES, Engine, reaches
 from placements.rules.options.option import Option
-from placements.rules.options.owned import FIELDS, UNSERVED
+from placements.rules.options.owned import FIELDS, UNSERVED, is_default
 from placements.rules.options.tables import TABLES
 
 EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
@@ -44,7 +44,7 @@ def known_options(scope: Scope) -> dict[str, Option]:
     if scope.engine == "nxd-inference":
         if scope.family is None or scope.family in EXPERT_FAMILIES:
             options |= TABLES[f"{scope.package}.MoENeuronConfig"]
-        return options
+        return options | {"prefix_cache": Option("bool", "False", options["prefix_buckets"].first, NXD_VERSIONS[-1])}
     for name, table in TABLES.items():
         package, colon, family = name.partition(":")
         if colon and package == scope.package and scope.family in (None, family):
@@ -107,7 +107,7 @@ def _owned(
             what = f'{label}: "{name}" of {scope.engine} is set by a field of the spec'
             return what, f"set {field}"
         why = UNSERVED.get(table, {}).get(name)
-        if why is not None and value not in (None, False):
+        if why is not None and not is_default(name, value):
             return f'{label}: "{name}" of {scope.engine} cannot be set: {why}', "remove it"
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _TABLES: Mapping[str, Mapping[str, Mapping[str, list[str]]]] = json.loads(
     Path(__file__).with_name("owned.json").read_bytes()
@@ -22,4 +23,11 @@ FIELDS = _by_option(_TABLES["fields"])
 """Class, or package (the keywords of every constructor) -> option -> the field of the spec that replaces it."""
 
 UNSERVED = _by_option(_TABLES["unserved"])
-"""Class, or package -> option -> why it cannot be set. null and false are accepted."""
+"""Class, or package -> option -> why it cannot be set. ``is_default`` values are accepted."""
+
+_ON_BY_DEFAULT = frozenset({"has_pre_attention_norm"})
+
+
+def is_default(name: str, value: Any) -> bool:
+    """Returns whether an option of ``UNSERVED`` has no effect: null, or the default of a Boolean option."""
+    return value is None or value is (name in _ON_BY_DEFAULT)

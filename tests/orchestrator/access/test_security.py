@@ -479,6 +479,10 @@ EVIL = [
     ("models: {a: {engine: cpu, source: ../x}}\n", "source-not-allowed"),
     ("engines: {cpu: {python: /tmp/evil}}\nmodels: {a: {engine: cpu, source: ./m}}\n", "interpreter-not-allowed"),
     ("engines: {cpu: {python: ./evil}}\nmodels: {a: {engine: echo}}\n", "interpreter-not-allowed"),
+    (
+        "models: {a: {engine: server, server: {command: [evil, --port, '{port}'], slots: 1}}}\n",
+        "command-not-allowed",
+    ),
 ]
 
 
@@ -524,8 +528,9 @@ def test_the_allowed_sources_follow_from_the_setting(admin: LiveAdmin) -> None:
     plain = admin.fleet.settings
     set_ = msgspec.structs.replace(plain, allowed_sources=("/models",))
     assert allowed_by_setting(plain) == SourcePolicy()
-    assert allowed_to_keys(plain) == SourcePolicy(("/specs",), frozenset(), frozenset())
-    assert allowed_by_setting(set_) == allowed_to_keys(set_) == SourcePolicy(("/models",), frozenset(), frozenset())
+    assert allowed_to_keys(plain) == SourcePolicy(("/specs",), frozenset(), frozenset(), frozenset())
+    assert allowed_by_setting(set_) == allowed_to_keys(set_)
+    assert allowed_to_keys(set_) == SourcePolicy(("/models",), frozenset(), frozenset(), frozenset())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from orchestrator.records.journal import Journal
 from orchestrator.state.quarantine import SET_ASIDE_S, cores_of_devices
 from placements.facts.topology import TOPOLOGIES, Host
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
-from workers.messages.status import Failure, Phase, Reaction
+from workers.messages.status import Failure, Phase, Reaction, ServerLoad
 
 SPEC = """\
 version: 1
@@ -263,3 +263,19 @@ def test_stale_reports_about_a_dead_replica_do_not_block_its_cores(tmp_path: Pat
     (meanwhile, after) = virtually(play)
     assert meanwhile == ("ready", "0-3", {})
     assert after == 4
+
+
+async def test_a_server_that_queues_is_reported_once(tmp_path: Path) -> None:
+    """As an event when it begins, and in the status as long as it lasts."""
+    async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
+        await fleet.settled()
+        replica = fleet.cluster.replicas["a/0.1"]
+        assert fleet.replica("a/0")["server"] is None
+        for kv_usage in (0.98, 0.99):
+            await replica.report(server=ServerLoad(kv_usage, 3, 7, queues=True))
+            seen = lambda usage=kv_usage: (fleet.replica("a/0")["server"] or {}).get("kv_usage") == usage  # noqa: E731
+            await fleet.until(seen, "it is in the status")
+
+        (event,) = [event for event in fleet.journal.events() if event.reason == "ServerQueues"]
+        assert "queues 3 requests although slots are free" in event.message
+        assert fleet.replica("a/0")["server"] == {"kv_usage": 0.99, "waiting": 3, "preemptions": 7, "queues": True}

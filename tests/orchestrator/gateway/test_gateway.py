@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -512,6 +513,25 @@ def test_a_model_can_be_requested_by_its_aliases(gateway: LiveGateway, replica: 
     answer = complete(gateway, "other").json()
     assert answer["choices"] == complete(gateway).json()["choices"]
     assert answer["model"] == "other"
+
+
+def test_adapters_are_models_of_their_own(fresh_gateway: LiveGateway, replica: Make) -> None:
+    """They are listed with their parent, answer under their own name, and are counted apart, by the model's name."""
+    fresh_gateway.serve(msgspec.structs.replace(routes("m", replica()), aliases=["other"], adapters=["support"]))
+
+    cards = fresh_gateway.http.get("/v1/models").json()["data"]
+    assert {(card["id"], card["parent"]) for card in cards} == {
+        ("m", None),
+        ("other", "m"),
+        ("m:support", "m"),
+        ("other:support", "m"),
+    }
+    for name in ("m", "m:support", "other:support"):
+        assert complete(fresh_gateway, name).json()["model"] == name
+    assert complete(fresh_gateway, "m:legal").status_code == 404
+    page = fresh_gateway.http.get("/metrics").text
+    counted = dict(re.findall(r'vllm:prompt_tokens_total\{.*?model_name="([^"]*)".*?\} (\S+)', page))
+    assert float(counted["m:support"]) == 2 * float(counted["m"])
 
 
 def test_metrics_count_requests_and_tokens_by_model_and_replica(fresh_gateway: LiveGateway, replica: Make) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec.structs
 import pytest
 
 from orchestrator.access.keys import KeyFile
@@ -994,3 +995,19 @@ def test_a_client_without_a_key_writes_no_log_lines(opened: Open, tmp_path: Path
     assert len(written.splitlines()) <= 2
     assert "with status 401" in written
     assert "xxx" not in written
+
+
+def test_a_key_for_a_model_does_not_include_its_adapters(opened: Open, served: Served) -> None:
+    """And one for an adapter does not include the model; an alias of the model is one of the adapter, too."""
+    gateway = opened()
+    model = msgspec.structs.replace(routes("m", served), aliases=["alias"], adapters=["support"])
+    gateway.serve(model)
+    keys = keys_of(gateway)
+    names = ("m", "alias", "m:support", "alias:support")
+    scopes = {"base": "m", "adapter": "m:support"}
+    secrets = [keys.create(name, models=[scope])[1] for name, scope in scopes.items()]
+    until(lambda: demands(gateway) and ask(gateway.port, completion_with(secrets[0])).status == 200, 5, "keys are read")
+
+    statuses = [[ask(gateway.port, completion_with(key, model=name)).status for name in names] for key in secrets]
+
+    assert statuses == [[200, 200, 403, 403], [403, 403, 200, 200]]

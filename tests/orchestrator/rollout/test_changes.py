@@ -77,6 +77,7 @@ def test_another_shape_is_a_recompile_on_engines_that_compile(engine: Engine, ta
 
 OTHERWISE: dict[str, object] = {  # for each field another value than the default
     "source": "./b",
+    "server": {"command": ["serve", "--port", "{port}"], "slots": 2},
     "revision": "v1",
     "engine": "transformers-neuronx",
     "dtype": "fp16",
@@ -94,6 +95,7 @@ OTHERWISE: dict[str, object] = {  # for each field another value than the defaul
     "objectives": {"ttft_ms": 1.0},
     "scaling": {"idle_s": 1.0},
     "aliases": ["other"],
+    "adapters": {"b": "./b"},
     "tool_parser": "hermes",
     "threads": 3,
     "allow_head_padding": True,

@@ -122,8 +122,8 @@ def test_selecting_twice_equals_selecting_once(names: set[str]) -> None:
 @pytest.mark.parametrize(
     ("names", "config", "layout", "engines"),
     [
-        (SAFE, {}, "hf", ("cpu", "transformers-neuronx", "nxd-inference")),
-        ((CONFIG,), {}, "hf", ("cpu", "transformers-neuronx", "nxd-inference")),
+        (SAFE, {}, "hf", ("cpu", "transformers-neuronx", "nxd-inference", "vllm", "server")),
+        ((CONFIG,), {}, "hf", ("cpu", "transformers-neuronx", "nxd-inference", "vllm", "server")),
         ((CONFIG, *SPLIT), {}, "split", ("transformers-neuronx",)),
         (
             (CONFIG, "checkpoint/config.json", "checkpoint/pytorch_model.bin/p0.bin", "compiled/a.neff"),
@@ -142,7 +142,7 @@ def test_selecting_twice_equals_selecting_once(names: set[str]) -> None:
         ((CONFIG, "weights/tp0_sharded_checkpoint.safetensors"), {}, "presharded", ("nxd-inference",)),
         ((CONFIG, "model.pt", "weights/tp0_sharded_checkpoint.safetensors"), {}, "presharded", ("nxd-inference",)),
         ((CONFIG, "tp0_sharded_checkpoint.safetensors"), {}, "presharded", ()),
-        ((CONFIG, "a.safetensors"), {"neuron_sharded_weights": True}, "presharded", ()),
+        ((CONFIG, "a.safetensors"), {"is_presharded_checkpoint": True}, "presharded", ()),
         ((CONFIG, "DecoderLMHead.safetensors", "decoder_layer_0.safetensors"), {}, "presharded", ()),
     ],
 )

@@ -13,7 +13,7 @@ from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError
 Layout = Literal["hf", "optimum", "split", "presharded"]
 
 _SERVED: Mapping[Layout, tuple[str, ...]] = {
-    "hf": ("cpu", "transformers-neuronx", "nxd-inference"),
+    "hf": ("cpu", "transformers-neuronx", "nxd-inference", "vllm", "server"),
     "split": ("transformers-neuronx",),
     "optimum": ("transformers-neuronx",),
     "presharded": ("nxd-inference",),
@@ -61,7 +61,7 @@ def layout_of(names: Iterable[str] | Path, config: Mapping[str, Any] | None = No
         return "optimum"
     # 2.
     if (
-        settings.get("neuron_sharded_weights") is True
+        settings.get("is_presharded_checkpoint") is True
         or TNX_SHARDS in all_names
         or any(map(_is_shard_of_a_core, all_names))
     ):

@@ -1,0 +1,83 @@
+"""Facts about vLLM on Neuron: its two plugins, their versions and machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+Plugin = Literal["nxd", "neuron", "cpu"]
+"""``nxd``: `vllm-neuron` up to 0.5, on NxD Inference. ``neuron``: the later one, "vLLM Neuron", with a back end of its
+own. ``cpu``: vLLM's CPU back end, on emulated hosts."""
+
+NEURON_FROM = (0, 20)
+"""The first version of `vllm-neuron` with a back end of its own; its versions begin with vLLM's."""
+
+Version = tuple[int, int]
+
+
+PluginRelease = Literal["0.2", "0.4", "0.5", "0.21", "0.24"]
+
+DraftMethod = Literal["draft_model", "eagle", "eagle3"]
+
+
+class Release(NamedTuple):
+    """A release of `vllm-neuron`: the vLLM and the Neuron SDK that it is for."""
+
+    plugin: PluginRelease
+    vllm: str
+    sdk: str
+
+    @property
+    def back_end(self) -> Plugin:
+        """The plugin of the release."""
+        return plugin_of(self.plugin)
+
+    @property
+    def drafts(self) -> tuple[DraftMethod, ...]:
+        """The methods of speculative decoding: EAGLE 3 came with 0.4, and a draft model ended with vLLM's V0."""
+        if self.back_end == "neuron":
+            return ("eagle3",)
+        return ("eagle",) if self.plugin == "0.2" else ("eagle", "eagle3")
+
+
+RELEASES: tuple[Release, ...] = (
+    Release("0.2", "0.11", "2.27"),
+    Release("0.4", "0.13", "2.28"),
+    Release("0.5", "0.16", "2.29 to 2.31"),
+    Release("0.21", "0.21", "2.31"),
+    Release("0.24", "0.24", "2.32"),
+)
+"""By AWS's release notes (nxd-inference.rst, containers.rst, vllm-user-guide-v1.rst), oldest first."""
+
+LAST_FOR: Mapping[str, str] = {"inf2": "0.4", "trn1": "0.4"}
+"""Machine family -> the last release of the plugin that runs there: NxD Inference 0.9 of SDK 2.29 requires trn2."""
+
+
+BLOCK_SIZE = 32
+"""Tokens of a block of the KV cache with prefix caching, as both plugins recommend."""
+
+KV_SHARE = 0.9 * 0.30
+"""The share of HBM that the plugin "vLLM Neuron" gives to the KV cache: gpu_memory_utilization times
+VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION."""
+
+
+def release_for(machines: str, named: PluginRelease | None = None) -> Release:
+    """Returns the release to plan for: the named one, else the last that runs on the family of machines."""
+    name = named or LAST_FOR.get(machines, RELEASES[-1].plugin)
+    return next(release for release in RELEASES if release.plugin == name)
+
+
+def blocks(max_len: int, slots: int, block_size: int) -> int:
+    """Returns the blocks that hold every slot at its full length."""
+    return -(-max_len // block_size) * slots
+
+
+def version_of(text: str) -> Version:
+    """Returns the first two numbers of a version: "0.24.0.1.1.0" is (0, 24). (0, 0) without numbers."""
+    numbers = [part for part in text.split("+")[0].split(".")[:2] if part.isdecimal()]
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 else (0, 0)
+
+
+def plugin_of(vllm_neuron: str) -> Plugin:
+    """Returns the plugin of a version of `vllm-neuron`."""
+    return "neuron" if version_of(vllm_neuron) >= NEURON_FROM else "nxd"

@@ -1,0 +1,85 @@
+"""Checks the command of a model's server, with one function for each rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from placements.facts.server_commands import CONTAINERS, PLACEHOLDERS, placeholders
+from placements.rules.case import Case, FieldRule
+from placements.spec.problems import Problem
+from placements.spec.schema import Buckets, Compiler
+
+_NOT_ITS_OWN = "the command decides it: write it into server.command"
+
+
+def server_is_set(case: Case) -> Iterator[Problem]:
+    """``server`` is set for the engine server, and for no other."""
+    model = case.model
+    if model.engine == "server" and model.server is None:
+        what = f"{model.name} has no server, which the engine server runs"
+        yield case.problem("missing-key", ("engine",), what, "add server: {command: [...], slots: 4}")
+    elif model.engine != "server" and model.server is not None:
+        what = f"server has no effect on the engine {model.engine}"
+        yield case.problem("setting-unsupported", ("server",), what, "set engine: server, or remove server")
+
+
+def command_can_be_run(case: Case) -> Iterator[Problem]:
+    """The command is not a container, and its placeholders can be filled."""
+    server = case.model.server
+    if server is None:
+        return
+    program = server.command[0]
+    if program.rpartition("/")[2] in CONTAINERS:
+        what = f"server.command starts a container with {program}, and containers are not supported yet"
+        hint = "their processes are not the replica's, so their cores would not be free for certain; use a command"
+        yield case.problem("server-container", ("server", "command", 0), what, hint)
+    own, other = ("socket", "port") if server.listen == "unix" else ("port", "socket")
+    used: set[str] = set()
+    for path, text in server.texts.items():
+        names = set(placeholders(text))
+        used |= names
+        for name in sorted(names - set(PLACEHOLDERS) | names & {other}):
+            what = f"server: {{{name}}} in {text!r} is not a placeholder"
+            hint = f"placeholders are {', '.join(f'{{{known}}}' for known in PLACEHOLDERS)}"
+            if name == other:
+                what = f"server: {{{name}}} in {text!r} has no value with listen: {server.listen}"
+                hint = f"use {{{own}}}, or set listen: {'port' if other == 'port' else 'unix'}"
+            yield case.problem("unknown-placeholder", ("server", *path), what, hint)
+    if own not in used:
+        what = f"server: neither command nor env has {{{own}}}, where the server must listen with listen: "
+        what += server.listen
+        hint = "for example --port {port}" if own == "port" else "for example --uds {socket}, or set listen: port"
+        yield case.problem("placeholder-missing", ("server", "command"), what, hint)
+    if "model" not in used and case.model.source != case.model.engine and "source" not in case.model.broken:
+        what = "source has no effect: server has no {model}, which is its folder"
+        yield case.problem("setting-unsupported", ("source",), what, "use {model} in server.command, or remove source")
+
+
+def server_decides(case: Case) -> Iterator[Problem]:
+    """Fields that only the command can decide are not set; slots are those of the server."""
+    model = case.model
+    if model.engine != "server":
+        return
+    fields = {
+        "sampling": model.sampling != "host",
+        "buckets": model.buckets != Buckets(),
+        "fuse_qkv": model.fuse_qkv is not None,
+        "compiler": model.compiler != Compiler(),
+        "quantize_kv": model.quantize_kv is not None,
+        "quantize": model.quantize is not None,
+        "group_query_attention": model.group_query_attention is not None,
+        "engine_options": bool(model.engine_options),
+    }
+    for field in (field for field, is_set in fields.items() if is_set and field not in model.broken):
+        what = f"{field} has no effect on the engine server"
+        yield case.problem("setting-unsupported", (field,), what, _NOT_ITS_OWN)
+    if model.server is not None and model.max_batch != model.server.slots:
+        what = f"max_batch is {model.max_batch}, but server.slots is {model.server.slots}"
+        yield case.problem("setting-unsupported", ("max_batch",), what, "remove max_batch; slots takes its place")
+
+
+SERVER_RULES: tuple[FieldRule, ...] = (
+    FieldRule(server_is_set, frozenset({"engine", "server"})),
+    FieldRule(command_can_be_run, frozenset({"engine", "server"})),
+    FieldRule(server_decides, frozenset({"engine", "server", "max_batch"})),
+)

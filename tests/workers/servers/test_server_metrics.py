@@ -1,0 +1,37 @@
+"""What a server's metrics become in a replica's report."""
+
+from __future__ import annotations
+
+from workers.messages.status import ServerLoad
+from workers.servers.server_metrics import ServerMetrics
+
+TEXT = """\
+# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25
+vllm:num_requests_running{engine="0",model_name="tiny"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="a } b"} 3.0
+vllm:num_requests_waiting{engine="1",model_name="tiny"} 1.0
+vllm:num_preemptions_total{engine="0",model_name="tiny"} 5.0
+vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 1e+03
+vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} NONSENSE
+vllm:prefix_cache_hits_total 640.0 1700000000
+"""
+
+
+def test_vllms_metrics_are_read() -> None:
+    """Summed over its engines; what cannot be read counts as nothing."""
+    assert ServerMetrics.read(TEXT) == ServerMetrics(0.25, 4.0, 5.0, 1000.0, 640.0)
+
+
+def test_another_servers_metrics_are_zeros() -> None:
+    assert ServerMetrics.read("up 1\nllamacpp:requests_deferred 3\n") == ServerMetrics()
+
+
+def test_a_queue_in_two_readings_is_reported() -> None:
+    """One reading may show requests that the server is just starting."""
+    waits, idle = ServerMetrics(0.5, 2.0, 1.0), ServerMetrics()
+
+    assert waits.load(None) == waits.load(idle) == ServerLoad(0.5, 2, 1, queues=False)
+    assert waits.load(waits) == ServerLoad(0.5, 2, 1, queues=True)
+    assert not idle.load(waits).queues

@@ -1,0 +1,464 @@
+"""Relays a replica's requests to its server, in the place of a batcher: tokens in, tokens out, or bodies as they are.
+
+The server batches and samples. Of requests as tokens, detokenization, stop strings, lengths and usage stay here, as for
+every other engine. The answer to a forwarded body is passed on, at most `WINDOW_BYTES` ahead of its gateway. One
+connection carries one request at a time; closing it cancels the request in the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+import uvloop
+
+from workers.batching.accepted_request import AcceptedRequest
+from workers.batching.batcher import BatcherClosed
+from workers.batching.batcher_stats import BatcherStats
+from workers.batching.request_checks import check_request
+from workers.messages.engine_protocol import EngineSpec
+from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
+from workers.messages.status import ServerLoad
+from workers.servers.adapters import LoadedAdapters, served_name
+from workers.servers.completion_stream import Piece, ServerError, StreamReader, completion_body, error_message
+from workers.servers.forwarded_answer import BAD_GATEWAY, EventReader, ForwardedRequest, whole_answer
+from workers.servers.server_metrics import ServerMetrics
+from workers.servers.server_process import Address
+from workers.text.detokenizer import AnswerText
+from workers.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+SCRAPE_S = 10.0  # between two readings of the server's metrics
+SCRAPE = aiohttp.ClientTimeout(total=5.0)
+TICK_S = 1.0  # between two calls of ``after_step``
+IS_LOADED = "has already been loaded"  # in the error of a second load
+UNAVAILABLE = 503  # the server's queue is full, or it shuts down
+UNSERVED = (429, UNAVAILABLE)  # another attempt may succeed
+OURS = (401, 403)  # not the client's fault: it has no credentials of the server
+WINDOW_BYTES = 2**18  # of one forwarded answer, sent and not yet read by its gateway
+PART_BYTES = 2**16  # of one event, so that other answers come in between
+LONGEST_ANSWER = 64 * 2**20  # bytes of one that is not streamed
+
+
+@dataclass(frozen=True)
+class CompletionServer:
+    """A server that is ready, and what requests to it depend on."""
+
+    address: Address
+    model: str  # its name there
+    spec: EngineSpec
+    version: tuple[int, int]  # of vLLM, for requests as tokens
+    wait: Callable[[], int]  # blocks until its processes are gone; returns the exit code
+    stop: Callable[[], None]
+    adapters: Mapping[str, str] = field(default_factory=dict)  # folders, by name
+    most_adapters: int = 0  # loaded at a time; 0: all of them are loaded at the start
+
+
+@dataclass(eq=False)
+class _Live:
+    """A request in the server."""
+
+    id: str
+    accepted: AcceptedRequest | None = None
+    forwarded: ForwardedRequest | None = None
+    watched: bool = True  # the server should send something: false while a whole answer is generated or the window full
+    unread: int = 0  # bytes of the window
+    room: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    begun: bool = False  # it has a token
+
+    def event(self, finish: FinishReason, error: str | None = None) -> TokenEvent:
+        return TokenEvent(id=self.id, finish=finish, error=error)
+
+
+class CompletionRelay:
+    """Has the methods of `batcher.Batcher` that a replica uses, with the same contract: each accepted request gets
+    exactly one event with a finish, which is its last. Requests without a token are refused when the server fails, so
+    that another replica can serve them."""
+
+    def __init__(
+        self,
+        server: CompletionServer,
+        tokenizer: Tokenizer | None,
+        emit: Callable[[list[TokenEvent]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``emit`` is called on the relay's own thread, without any lock held. Without a ``tokenizer``, all requests
+        must be forwarded ones."""
+        self._server = server
+        self._tokenizer = tokenizer
+        self._emit = emit
+        self._clock = clock
+        self._loop = uvloop.new_event_loop()
+        self._events: list[TokenEvent] = []  # of this turn of the loop
+        self._changed = threading.Condition()  # guards all below
+        self._live: dict[str, _Live] = {}
+        self._draining = False
+        self._closing = False
+        self._failed: str | None = None
+        self._progress_at: float | None = None  # the last byte from the server, or the first request since then
+        self._last_step_at: float | None = None
+        self._steps = 0
+        self._tokens = 0
+        self._metrics: ServerMetrics | None = None
+        self._load: ServerLoad | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._adapters = LoadedAdapters(server.most_adapters, self._load_adapter, self._unload_adapter)
+        threading.Thread(target=self._run_loop, name="server", daemon=True).start()
+        threading.Thread(target=self._watch_server, name="server-exit", daemon=True).start()
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The server's limits."""
+        return self._server.spec
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Accept a request. Raises ValueError for one that the server cannot run, and ``BatcherClosed``."""
+        live = _Live(request.id)
+        if request.forwarded is None:
+            live.accepted = self._accepted(request)
+        else:
+            live.forwarded = ForwardedRequest(request.forwarded, self._server.model)
+            live.watched = live.forwarded.streams
+        with self._changed:
+            self._refuse_when_closed()
+            if request.id in self._live:
+                raise ValueError(f"request {request.id} is already running")
+            if not self._watched:
+                self._progress_at = self._clock()
+            self._live[request.id] = live
+        self._loop.call_soon_threadsafe(self._start, request.id)
+
+    def _accepted(self, request: GenerateRequest) -> AcceptedRequest:
+        if self._tokenizer is None:
+            raise ValueError("this model's server gets requests in their own form only")
+        check_request(request, self.spec)
+        if request.adapter and request.adapter not in self._server.adapters:
+            raise ValueError(f"this replica has no adapter {request.adapter!r}")
+        if request.no_repeat_ngram_size:
+            raise ValueError("this model's engine does not support no_repeat_ngram_size")
+        ending_ids = frozenset(request.stop_token_ids)
+        if not request.ignore_eos:
+            ending_ids |= self.spec.eos_token_ids
+        stream = self._tokenizer.stream(request.prompt_ids, request.skip_special_tokens)
+        return AcceptedRequest(request, AnswerText(stream, request.stop, request.min_tokens), None, ending_ids)
+
+    def taken(self, id: str, count: int) -> None:
+        """Continue a forwarded answer after its gateway has read ``count`` bytes of it."""
+        self._loop.call_soon_threadsafe(self._taken, id, count)
+
+    def cancel(self, id: str) -> None:
+        """End a request with a CANCELLED event. Unknown ids are ignored."""
+        self._loop.call_soon_threadsafe(self._cancel, id)
+
+    def drain(self, timeout_s: float = 0.0) -> bool:
+        """Refuse new requests and wait up to ``timeout_s`` for the accepted ones. Returns whether all have ended."""
+        with self._changed:
+            self._draining = True
+            return self._changed.wait_for(lambda: not (self._live or self._events), timeout_s)
+
+    def close(self) -> None:
+        """Stop the server, and end all requests with an ERROR event, after which ``run`` returns."""
+        with self._changed:
+            self._closing = True
+        self._server.stop()
+
+    def warm_guides(self) -> None:
+        """The server compiles schemas itself."""
+
+    @property
+    def stats(self) -> BatcherStats:
+        with self._changed:
+            begun = sum(live.begun for live in self._live.values())
+            return BatcherStats(
+                slots=self.spec.slots,
+                live=len(self._live),
+                waiting=0,
+                prefilling=len(self._live) - begun,
+                steps=self._steps,
+                tokens=self._tokens,
+                step_started_at=self._progress_at if self._watched else None,
+                last_step_at=self._last_step_at,
+                draining=self._draining,
+                failed=self._failed,
+                prefix_queries=0 if self._metrics is None else int(self._metrics.prefix_queries),
+                prefix_hits=0 if self._metrics is None else int(self._metrics.prefix_hits),
+                server=self._load,
+            )
+
+    def run(self, after_step: Callable[[], None] = lambda: None) -> None:
+        """Returns after ``close``. Raises RuntimeError when the server ends, or a request shows that it has failed.
+
+        ``after_step`` is called every second.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._failed is not None, TICK_S)
+                if self._failed is not None:
+                    if self._closing:
+                        return
+                    raise RuntimeError(self._failed)
+            after_step()
+
+    @property
+    def _watched(self) -> bool:
+        return any(live.watched for live in self._live.values())
+
+    def _refuse_when_closed(self) -> None:
+        if self._failed is not None:
+            raise BatcherClosed(self._failed)
+        if self._closing:
+            raise BatcherClosed("the replica is closing")
+        if self._draining:
+            raise BatcherClosed("the replica is draining")
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        scraping = self._loop.create_task(self._scrape())
+        self._loop.run_forever()
+        scraping.cancel()
+
+    def _watch_server(self) -> None:
+        code = self._server.wait()
+        self._loop.call_soon_threadsafe(self._fail, f"the server has ended with exit code {code}")
+
+    # On the loop's thread
+
+    def _start(self, id: str) -> None:
+        live = self._live.get(id)
+        if live is not None:
+            live.task = self._loop.create_task(self._answer(live))
+
+    def _taken(self, id: str, count: int) -> None:
+        live = self._live.get(id)
+        if live is not None:
+            live.unread -= count
+            live.room.set()
+
+    def _cancel(self, id: str) -> None:
+        live = self._live.get(id)
+        if live is not None:
+            self._end(live, live.event(FinishReason.CANCELLED))
+            if live.task is not None:
+                live.task.cancel()
+
+    def _fail(self, reason: str) -> None:
+        """End all requests. Those without a token may run on another replica."""
+        with self._changed:
+            if self._failed is not None:
+                return
+            self._failed = reason
+        for live in list(self._live.values()):
+            self._end(live, live.event(FinishReason.ERROR if live.begun else FinishReason.REFUSED, reason))
+            if live.task is not None:
+                live.task.cancel()
+        with self._changed:
+            self._changed.notify_all()
+
+    async def _scrape(self) -> None:
+        """Read the server's metrics again and again. A server without them reports nothing."""
+        while self._failed is None:
+            try:
+                async with self._open_session().get(f"{self._server.address.url}/metrics", timeout=SCRAPE) as response:
+                    if response.status == 200:
+                        metrics = ServerMetrics.read(await response.text())
+                        with self._changed:
+                            self._metrics, self._load = metrics, metrics.load(self._metrics)
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                log.debug("the server's metrics cannot be read: %s", error)
+            await asyncio.sleep(SCRAPE_S)
+
+    async def _answer(self, live: _Live) -> None:
+        """Send the request, and emit its answer until it ends."""
+        adapter = "" if live.accepted is None else live.accepted.request.adapter
+        loads = adapter and self._server.most_adapters
+        try:
+            async with self._adapters.using(adapter) if loads else nullcontext():
+                await self._exchange(live)
+        except ServerError as error:
+            self._end(live, self._failure(live, error))
+        except (aiohttp.ClientError, OSError) as error:
+            lost = ServerError(f"the connection to the server was lost: {error}", UNAVAILABLE)
+            self._end(live, self._failure(live, lost))
+
+    async def _exchange(self, live: _Live) -> None:
+        """Raises ServerError, and what aiohttp raises."""
+        route, accepted, forwarded, server = "/v1/completions", live.accepted, live.forwarded, self._server
+        if accepted is not None:
+            model = served_name(server.model, accepted.request.adapter)
+            fields = completion_body(accepted.request, model, accepted.ending_ids, server.version)
+            body = msgspec.json.encode(fields)
+        elif forwarded is not None:
+            route, body = forwarded.route, forwarded.body
+        async with self._open_session().post(
+            f"{server.address.url}{route}",
+            data=body,
+            headers={"Content-Type": "application/json", "X-Request-Id": live.id},
+        ) as response:
+            if response.status != 200:
+                raise ServerError(error_message(await _whole(response)), response.status)
+            if accepted is not None:
+                await self._relay(live, accepted, response)
+            elif forwarded is not None:
+                await self._forward(live, forwarded, response)
+
+    async def _load_adapter(self, name: str) -> None:
+        await self._change_adapter("load", {"lora_name": name, "lora_path": self._server.adapters[name]})
+
+    async def _unload_adapter(self, name: str) -> None:
+        await self._change_adapter("unload", {"lora_name": name})
+
+    async def _change_adapter(self, change: str, body: dict[str, str]) -> None:
+        body["lora_name"] = served_name(self._server.model, body["lora_name"])
+        url = f"{self._server.address.url}/v1/{change}_lora_adapter"
+        async with self._open_session().post(url, json=body) as response:
+            if response.status != 200:
+                message = error_message(await response.read())
+                if change == "load" and IS_LOADED in message:  # for a request that was cancelled before the answer
+                    return
+                raise ServerError(f"the server cannot {change} the adapter: {message}", 500)
+
+    async def _relay(self, live: _Live, accepted: AcceptedRequest, response: aiohttp.ClientResponse) -> None:
+        """Emit the tokens of an answer."""
+        assert self._tokenizer is not None
+        reader = StreamReader(self._tokenizer.token_bytes)
+        async for data in response.content.iter_any():
+            for piece in reader.feed(data):
+                self._advance(live, accepted, piece)
+            if accepted.answer.stopped:
+                return  # by a stop string, which the server does not know
+        if live.id in self._live:
+            raise ServerError("the server ended its answer without a finish reason", UNAVAILABLE)
+
+    async def _forward(self, live: _Live, request: ForwardedRequest, response: aiohttp.ClientResponse) -> None:
+        """Emit the parts of an answer."""
+        if not request.streams:
+            part, finish = whole_answer(request, await _whole(response))
+            await self._pass_on(live, part, finish)
+            return
+        if response.content_type != "text/event-stream":
+            raise ServerError(f"the server answered a stream with {response.content_type}", BAD_GATEWAY)
+        reader = EventReader(request)
+        try:
+            async for data in response.content.iter_any():
+                self._count(0)
+                if (next_part := reader.feed(data)) is not None:
+                    await self._pass_on(live, next_part)
+        except (aiohttp.ClientError, OSError):
+            if not reader.complete:
+                raise
+        await self._pass_on(live, reader.end(), reader.finish)
+
+    async def _pass_on(self, live: _Live, part: AnswerPart, finish: FinishReason | None = None) -> None:
+        """Emit a part in small ones, as fast as its gateway reads, and after it the finish."""
+        live.begun = True
+        data = part.data
+        for start in range(0, len(data), PART_BYTES):
+            piece = data[start : start + PART_BYTES]
+            if live.unread + len(piece) > WINDOW_BYTES:
+                await self._wait_for_room(live, len(piece))
+            live.unread += len(piece)
+            self._queue(TokenEvent(id=live.id, part=AnswerPart(piece, part.tokens if start == 0 else 0)))
+        self._count(max(0, part.tokens))
+        if finish is not None:
+            tokens = 0 if data else part.tokens
+            event = TokenEvent(id=live.id, finish=finish, part=AnswerPart(b"", tokens, part.prompt_tokens))
+            self._end(live, event)
+
+    async def _wait_for_room(self, live: _Live, size: int) -> None:
+        watched = live.watched
+        with self._changed:
+            live.watched = False
+        while live.unread + size > WINDOW_BYTES:
+            live.room.clear()
+            await live.room.wait()
+        with self._changed:
+            if not self._watched:
+                self._progress_at = self._clock()
+            live.watched = watched
+
+    def _count(self, tokens: int) -> None:
+        """Record that the server makes progress."""
+        with self._changed:
+            self._progress_at = self._last_step_at = self._clock()
+            self._steps += 1
+            self._tokens += tokens
+
+    def _failure(self, live: _Live, error: ServerError) -> TokenEvent:
+        finish = FinishReason.ERROR
+        if error.status in UNSERVED:
+            finish = FinishReason.ERROR if live.begun else FinishReason.UNSERVED
+        elif 400 <= error.status < 500 and error.status not in OURS:
+            finish = FinishReason.INVALID
+        status = AnswerPart(status=error.status) if live.forwarded is not None else None
+        return TokenEvent(id=live.id, finish=finish, error=str(error), part=status)
+
+    def _advance(self, live: _Live, accepted: AcceptedRequest, piece: Piece) -> None:
+        """Emit the tokens of a piece, as far as the answer takes them."""
+        if self._live.get(accepted.request.id) is not live:
+            return  # ended; the rest is read so that the connection can be used again
+        self._count(len(piece.token_ids))
+        live.begun = live.begun or bool(piece.token_ids)
+        event = accepted.advance_all(piece.token_ids) if piece.token_ids else TokenEvent(id=accepted.request.id)
+        if piece.logprobs:
+            event = msgspec.structs.replace(event, logprobs=piece.logprobs[: len(event.token_ids)])
+        if event.finish is None and piece.finish is not None:
+            event = self._ended_by_server(accepted, event, piece.finish)
+        if event.finish is not None:
+            self._end(live, event)
+        elif event.token_ids:
+            self._queue(event)
+
+    def _ended_by_server(self, accepted: AcceptedRequest, event: TokenEvent, finish: str) -> TokenEvent:
+        """The server has ended the answer by a rule that is not known here, such as a length of its own."""
+        if finish in (FinishReason.STOP.value, FinishReason.LENGTH.value):
+            text = event.text + accepted.answer.finish()
+            return msgspec.structs.replace(event, text=text, finish=FinishReason(finish))
+        return msgspec.structs.replace(event, finish=FinishReason.ERROR, error=f"the server ended it: {finish}")
+
+    def _end(self, live: _Live, event: TokenEvent) -> None:
+        with self._changed:
+            if self._live.get(event.id) is not live:
+                return
+            del self._live[event.id]
+        self._queue(event)
+
+    def _queue(self, event: TokenEvent) -> None:
+        """Emit the events of one turn of the loop together."""
+        if not self._events:
+            self._loop.call_soon(self._flush)
+        self._events.append(event)
+
+    def _flush(self) -> None:
+        events, self._events = self._events, []
+        self._emit(events)
+        with self._changed:
+            if not self._live:
+                self._changed.notify_all()
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            path = self._server.address.path
+            connector = aiohttp.UnixConnector(path, limit=0) if path else aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
+            )
+        return self._session
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    """Returns the body. Raises ServerError for one that is too long."""
+    body = bytearray()
+    async for data in response.content.iter_any():
+        body += data
+        if len(body) > LONGEST_ANSWER:
+            raise ServerError(f"the server's answer is over {LONGEST_ANSWER} bytes", BAD_GATEWAY)
+    return bytes(body)

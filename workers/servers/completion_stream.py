@@ -1,0 +1,160 @@
+"""Requests to a server's ``/v1/completions`` with token ids, and the events of its streamed answers.
+
+Pure. The facts about vLLM's server are of 0.11 to 0.32, measured or read:
+
+- Only a finish reason is success. A stream has status 200 and ends with ``[DONE]`` for a rejected request, too.
+- Sampling defaults come from the checkpoint, so that every parameter is named. Unknown fields are accepted silently.
+- A chunk may have several tokens, and the first event of a stream comes before the request has a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import msgspec
+
+from workers.batching.logprobs import IMPOSSIBLE
+from workers.messages.requests import GenerateRequest, TokenLogprobs
+
+GUIDED_BY_OUTPUTS = (0, 12)  # the first vLLM with `structured_outputs`; before, `guided_json`
+_TOKEN_ID = "token_id:"  # a token's name with `return_tokens_as_token_ids`
+_DATA = b"data:"
+_DONE = b"[DONE]"
+
+
+class ServerError(Exception):
+    """The server's description of a failed request. ``status`` is HTTP's, or that of an error in a stream."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Tokens that the server has generated since the last piece, and its finish reason with the last of them."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish: str | None
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: Any = None
+
+
+_chunks = msgspec.json.Decoder(_Chunk)
+
+
+def completion_body(
+    request: GenerateRequest, model: str, ending_ids: Collection[int], version: tuple[int, int]
+) -> dict[str, Any]:
+    """Returns the body of the request. ``ending_ids`` end the answer; ``version`` is vLLM's.
+
+    Stop strings are not part of it: the replica finds them, and closes the connection.
+    """
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": request.prompt_ids,
+        "stream": True,
+        "return_token_ids": True,
+        "n": 1,
+        "max_tokens": request.max_tokens,
+        "min_tokens": request.min_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k or -1,
+        "min_p": request.min_p,
+        "repetition_penalty": request.repetition_penalty,
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "stop_token_ids": sorted(ending_ids),
+        "ignore_eos": True,  # vLLM's own EOS is the tokenizer's, which may not be the model's
+        "skip_special_tokens": False,
+    }
+    if request.logit_bias:
+        body["logit_bias"] = {str(id): bias for id, bias in request.logit_bias.items()}
+    if request.seed is not None:
+        body["seed"] = request.seed
+    if request.logprobs is not None:
+        body["logprobs"] = request.logprobs
+        body["return_tokens_as_token_ids"] = True  # texts of incomplete characters would be equal keys
+    if request.guide is not None:
+        schema = msgspec.json.decode(request.guide)
+        body |= {"structured_outputs": {"json": schema}} if version >= GUIDED_BY_OUTPUTS else {"guided_json": schema}
+    return body
+
+
+def error_message(body: bytes) -> str:
+    """Returns the message of an error response: OpenAI's shape, a bare string, or the text itself."""
+    try:
+        error = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return body.decode(errors="replace").strip()[:500] or "no description"
+    return message_of(error.get("error", error) if isinstance(error, dict) else error)
+
+
+def message_of(error: Any) -> str:
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return str(message)[:500]
+
+
+class StreamReader:
+    """Splits the bytes of a stream of server-sent events into pieces, however they arrive."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[Piece]:
+        """Yields the pieces that ``data`` completes. Raises ServerError for an error event, and for what is none."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(_DATA):  # blank, or a comment that keeps the connection open
+                continue
+            event = line[len(_DATA) :].strip()
+            if event == _DONE:
+                continue
+            try:
+                chunk = _chunks.decode(event)
+            except msgspec.DecodeError as error:
+                raise ServerError(f"the server sent an event that is not a completion: {error}", 502) from None
+            if chunk.error is not None:
+                code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
+                raise ServerError(message_of(chunk.error), code if isinstance(code, int) else 500)
+            if chunk.choices:
+                yield self._piece(chunk.choices[0])
+
+    def _piece(self, choice: _Choice) -> Piece:
+        ids = choice.token_ids or []
+        logprobs = [] if choice.logprobs is None else list(self._logprobs(ids, choice.logprobs))
+        return Piece(ids, logprobs, choice.finish_reason)
+
+    def _logprobs(self, ids: list[int], answer: _Logprobs) -> Iterator[TokenLogprobs]:
+        tops = answer.top_logprobs or [None] * len(ids)
+        for id, logprob, top in zip(ids, answer.token_logprobs, tops, strict=True):
+            ranked = sorted(
+                ((int(name.removeprefix(_TOKEN_ID)), value) for name, value in (top or {}).items()),
+                key=lambda alternative: (-alternative[1], alternative[0]),
+            )
+            yield TokenLogprobs(
+                *self._described(id, logprob), [self._described(other, value) for other, value in ranked]
+            )
+
+    def _described(self, id: int, logprob: float | None) -> tuple[int, float, str, list[int]]:
+        raw = self._token_bytes(id)
+        value = IMPOSSIBLE if logprob is None else max(logprob, IMPOSSIBLE)
+        return id, value, raw.decode(errors="replace"), list(raw)

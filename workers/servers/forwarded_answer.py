@@ -1,0 +1,177 @@
+"""Reads the answers of a server to forwarded requests, complete or as server-sent events, and passes them on.
+
+Pure. Only the model's name changes, and the usage that was added to a stream is removed again. Only a finish reason is
+success: a stream with status 200 may hold an error, end early, or end with ``[DONE]`` and no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from workers.messages.requests import AnswerPart, FinishReason, Forwarded
+from workers.servers.completion_stream import ServerError, message_of
+
+GENERATING = ("/v1/chat/completions", "/v1/completions")
+"""The routes whose answers have finish reasons."""
+
+BAD_GATEWAY = 502
+UNFINISHED = 503  # nothing of the answer has arrived, so that another attempt may succeed
+DONE = b"data: [DONE]\n\n"
+LONGEST_EVENT = 16 * 2**20  # bytes
+_EMPTY = (b"null", b'""', b"[]", b"{}")
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Asked(msgspec.Struct):
+    model: str
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+    delta: dict[str, msgspec.Raw] | None = None
+    text: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_asked = msgspec.json.Decoder(_Asked)
+_answers = msgspec.json.Decoder(_Answer)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _with(body: bytes, **values: Any) -> bytes:
+    """Returns the JSON object with other values of some keys; the bytes of all others stay."""
+    fields = _fields.decode(body)
+    return msgspec.json.encode({**fields, **values})
+
+
+class ForwardedRequest:
+    """A client's request as its server gets it, and what its answer depends on."""
+
+    def __init__(self, request: Forwarded, model: str) -> None:
+        """``model`` is its name in the server. Raises ValueError for a body that a gateway should not have sent."""
+        try:
+            asked = _asked.decode(request.body)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"the body is not a request: {error}") from None
+        options = asked.stream_options
+        self.route = request.route
+        self.model = asked.model  # as the client wrote it
+        self.streams = bool(asked.stream)
+        self.shows_usage = options is not None and options.include_usage
+        added: dict[str, Any] = {"model": model}
+        if self.streams and not self.shows_usage and request.route in GENERATING:
+            given = _fields.decode(request.body).get("stream_options")
+            old = {} if given is None or bytes(given) == b"null" else _fields.decode(given)
+            added["stream_options"] = {**old, "include_usage": True}
+        self.body = _with(request.body, **added)
+
+
+def whole_answer(request: ForwardedRequest, body: bytes) -> tuple[AnswerPart, FinishReason]:
+    """Returns an answer that is not streamed. Raises ServerError for one without all finish reasons."""
+    try:
+        answer = _answers.decode(body)
+    except msgspec.DecodeError as error:
+        raise ServerError(f"the server's answer is not JSON of OpenAI's API: {error}", BAD_GATEWAY) from None
+    _check_error(answer)
+    reasons = [choice.finish_reason for choice in answer.choices or []]
+    if request.route in GENERATING and not (reasons and all(reasons)):
+        raise ServerError("the server's answer has no finish reason", BAD_GATEWAY)
+    usage = answer.usage or _Usage()
+    data = _with(body, model=request.model) if request.route.startswith("/v1/") else body
+    return AnswerPart(data, usage.completion_tokens or 0, usage.prompt_tokens), _finish(reasons)
+
+
+def _finish(reasons: Collection[str | None]) -> FinishReason:
+    return FinishReason.LENGTH if "length" in reasons else FinishReason.STOP
+
+
+def _check_error(answer: _Answer) -> None:
+    if answer.error is not None:
+        code = answer.error.get("code") if isinstance(answer.error, dict) else None
+        raise ServerError(message_of(answer.error), code if isinstance(code, int) else 500)
+
+
+class EventReader:
+    """Passes on the events of a stream, however its bytes arrive."""
+
+    def __init__(self, request: ForwardedRequest) -> None:
+        self._request = request
+        self._rest = b""
+        self._held = b""  # events before the first with text, such as the role of a chat
+        self._reasons: dict[int, str | None] = {}  # finish reasons by choice
+        self._tokens = 0
+        self._usage: _Usage | None = None
+
+    def feed(self, data: bytes) -> AnswerPart | None:
+        """Returns what ``data`` adds to the answer; None until there is text, so that until then another replica may
+        answer. Raises ServerError for an error event, and for what is no event."""
+        lines = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > LONGEST_EVENT:
+            raise ServerError(f"an event of the server is over {LONGEST_EVENT} bytes", BAD_GATEWAY)
+        before = self._tokens
+        for line in lines:
+            if line.startswith(b"data:"):  # else a comment, a blank line or another field
+                self._read(line[len(b"data:") :].strip())
+        if not self._held or not (self._tokens or any(self._reasons.values())):
+            return None
+        held, self._held = self._held, b""
+        return AnswerPart(held, self._tokens - before)
+
+    def end(self) -> AnswerPart:
+        """Returns the end of the answer, when the server's has ended. Raises ServerError if it is not complete."""
+        if not self.complete:
+            raise ServerError("the server ended its answer without a finish reason", UNFINISHED)
+        usage = self._usage or _Usage(completion_tokens=self._tokens)
+        return AnswerPart(DONE, (usage.completion_tokens or 0) - self._tokens, usage.prompt_tokens)
+
+    @property
+    def complete(self) -> bool:
+        """Every choice has a finish reason: what is lost now is not part of the answer."""
+        return bool(self._reasons) and all(self._reasons.values())
+
+    @property
+    def finish(self) -> FinishReason:
+        """Why a complete answer has ended."""
+        return _finish(self._reasons.values())
+
+    def _read(self, event: bytes) -> None:
+        if event == b"[DONE]" or not event:
+            return
+        try:
+            chunk = _answers.decode(event)
+        except msgspec.DecodeError as error:
+            raise ServerError(f"an event of the server is not of OpenAI's API: {error}", BAD_GATEWAY) from None
+        _check_error(chunk)
+        self._usage = chunk.usage or self._usage
+        for choice in chunk.choices or ():
+            self._tokens += _has_text(choice)
+            self._reasons[choice.index] = choice.finish_reason or self._reasons.get(choice.index)
+        if chunk.choices or chunk.usage is None or self._request.shows_usage:
+            self._held += b"data: " + _with(event, model=self._request.model) + b"\n\n"
+
+
+def _has_text(choice: _Choice) -> bool:
+    """Returns whether a token has come: text, or a tool call, or whatever else a server adds beside the role."""
+    return bool(choice.text) or any(
+        name != "role" and bytes(value) not in _EMPTY for name, value in (choice.delta or {}).items()
+    )

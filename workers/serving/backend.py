@@ -1,0 +1,52 @@
+"""Opens what answers a replica's requests: a batcher over an engine, or a relay to a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from placements.facts.engines import SERVER_ENGINES
+from workers.batching.batcher import Batcher
+from workers.batching.batcher_stats import BatcherStats
+from workers.engines.open_engine import open_engine
+from workers.host.core_claims import CoreClaim
+from workers.messages.engine_protocol import EngineSpec
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.requests import GenerateRequest, TokenEvent
+from workers.text.tokenizer import load_tokenizer
+
+
+class Backend(Protocol):
+    """The methods of `Batcher` and `CompletionRelay` that their users call; see there."""
+
+    @property
+    def spec(self) -> EngineSpec: ...
+    @property
+    def stats(self) -> BatcherStats: ...
+    def submit(self, request: GenerateRequest) -> None: ...
+    def cancel(self, id: str) -> None: ...
+    def taken(self, id: str, count: int) -> None: ...
+    def drain(self, timeout_s: float = 0.0) -> bool: ...
+    def close(self) -> None: ...
+    def warm_guides(self) -> None: ...
+    def run(self, after_step: Callable[[], None] = lambda: None) -> None: ...
+
+
+def open_backend(config: ReplicaConfig, claim: CoreClaim | None, emit: Callable[[list[TokenEvent]], None]) -> Backend:
+    """Loads the model and returns the backend, whose ``run`` is still to be called on a thread of its own. ``claim``
+    stays held while a process of the backend lives. Raises EngineLoadError."""
+    if config.engine in SERVER_ENGINES:
+        from workers.servers.completion_relay import CompletionRelay
+
+        held = () if claim is None else claim.descriptors
+        if config.server is not None:
+            from workers.servers.command_server import start_server
+
+            return CompletionRelay(start_server(config, held), None, emit)
+        from workers.servers.vllm_engine import start_vllm
+
+        server = start_vllm(config, held)
+        return CompletionRelay(server, load_tokenizer(config.engine, config.source), emit)
+    engine = open_engine(config)
+    engine.load()
+    return Batcher(engine, load_tokenizer(config.engine, config.source), emit)
