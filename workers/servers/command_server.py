@@ -17,7 +17,7 @@ from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
 from workers.servers.completion_relay import CompletionServer
 from workers.servers.completion_stream import error_message
-from workers.servers.server_process import Address, ServerProcess, server_folder
+from workers.servers.server_process import Address, ServerProcess, free_port, server_folder
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def start_server(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionS
     for attempt in range(1, PORTS + 1):
         parent = Path(config.socket).parent if config.socket else Path(tempfile.gettempdir())
         folder = server_folder(parent, GRACE_S)
-        address = Address(path=str(folder / "s")) if config.server.listen == "unix" else Address(port=_free_port())
+        address = Address(path=str(folder / "s")) if config.server.listen == "unix" else Address(port=free_port())
         command, env = command_and_env(config, address)
         log.info("starting %s", " ".join(command))
         process = ServerProcess(command, env, folder, grace_s=GRACE_S, held=held)
@@ -101,13 +101,6 @@ def command_and_env(config: ReplicaConfig, address: Address) -> tuple[list[str],
         env[server.cores_env] = cores
     env |= {name: filled(text, values) for name, text in server.env.items()}
     return [filled(part, values) for part in server.command], env
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _is_taken(port: int) -> bool:

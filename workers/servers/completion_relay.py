@@ -27,8 +27,15 @@ from workers.messages.engine_protocol import EngineSpec
 from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import ServerLoad
 from workers.servers.adapters import LoadedAdapters, served_name
-from workers.servers.completion_stream import Piece, ServerError, StreamReader, completion_body, error_message
-from workers.servers.forwarded_answer import BAD_GATEWAY, EventReader, ForwardedRequest, whole_answer
+from workers.servers.completion_stream import (
+    BAD_GATEWAY,
+    Piece,
+    ServerError,
+    StreamReader,
+    completion_body,
+    error_message,
+)
+from workers.servers.forwarded_answer import EventReader, ForwardedRequest, whole_answer
 from workers.servers.server_metrics import ServerMetrics
 from workers.servers.server_process import Address
 from workers.text.detokenizer import AnswerText
@@ -269,10 +276,10 @@ class CompletionRelay:
             try:
                 async with self._open_session().get(f"{self._server.address.url}/metrics", timeout=SCRAPE) as response:
                     if response.status == 200:
-                        metrics = ServerMetrics.read(await response.text())
+                        metrics = ServerMetrics.read((await _whole(response)).decode(errors="replace"))
                         with self._changed:
                             self._metrics, self._load = metrics, metrics.load(self._metrics)
-            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ServerError) as error:
                 log.debug("the server's metrics cannot be read: %s", error)
             await asyncio.sleep(SCRAPE_S)
 
@@ -288,6 +295,8 @@ class CompletionRelay:
         except (aiohttp.ClientError, OSError) as error:
             lost = ServerError(f"the connection to the server was lost: {error}", UNAVAILABLE)
             self._end(live, self._failure(live, lost))
+        finally:  # of an answer that nobody foresaw, too: its request must not wait for ever
+            self._end(live, live.event(FinishReason.ERROR, "the server's answer cannot be read; see the replica's log"))
 
     async def _exchange(self, live: _Live) -> None:
         """Raises ServerError, and what aiohttp raises."""
@@ -438,11 +447,13 @@ class CompletionRelay:
         self._events.append(event)
 
     def _flush(self) -> None:
-        events, self._events = self._events, []
-        self._emit(events)
-        with self._changed:
-            if not self._live:
-                self._changed.notify_all()
+        try:
+            self._emit(self._events)
+        finally:
+            with self._changed:
+                self._events = []  # not before: a drain ends when all are emitted
+                if not self._live:
+                    self._changed.notify_all()
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:

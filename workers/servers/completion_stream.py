@@ -18,6 +18,8 @@ from workers.batching.logprobs import IMPOSSIBLE
 from workers.messages.requests import GenerateRequest, TokenLogprobs
 
 GUIDED_BY_OUTPUTS = (0, 12)  # the first vLLM with `structured_outputs`; before, `guided_json`
+BAD_GATEWAY = 502
+LONGEST_EVENT = 16 * 2**20  # bytes
 _TOKEN_ID = "token_id:"  # a token's name with `return_tokens_as_token_ids`
 _DATA = b"data:"
 _DONE = b"[DONE]"
@@ -112,31 +114,47 @@ def message_of(error: Any) -> str:
     return str(message)[:500]
 
 
+def error_of(error: Any) -> ServerError:
+    """Returns the error of an answer with status 200: its code is the status, if it can be one."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return ServerError(message_of(error), code if isinstance(code, int) and 400 <= code < 600 else 500)
+
+
+class EventSplitter:
+    """Splits the bytes of server-sent events into the data of each, however they arrive."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Returns the events that ``data`` completes, without `[DONE]`. Raises ServerError for one that is too long."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LONGEST_EVENT:
+            raise ServerError(f"an event of the server is over {LONGEST_EVENT} bytes", BAD_GATEWAY)
+        # other lines are blank, comments that keep the connection open, or other fields
+        events = [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
+        return [event for event in events if event and event != _DONE]
+
+
 class StreamReader:
-    """Splits the bytes of a stream of server-sent events into pieces, however they arrive."""
+    """Reads the tokens of a stream, however its bytes arrive."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
-        self._rest = b""
+        self._events = EventSplitter()
 
     def feed(self, data: bytes) -> Iterator[Piece]:
         """Yields the pieces that ``data`` completes. Raises ServerError for an error event, and for what is none."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if not line.startswith(_DATA):  # blank, or a comment that keeps the connection open
-                continue
-            event = line[len(_DATA) :].strip()
-            if event == _DONE:
-                continue
+        for event in self._events.feed(data):
             try:
                 chunk = _chunks.decode(event)
-            except msgspec.DecodeError as error:
-                raise ServerError(f"the server sent an event that is not a completion: {error}", 502) from None
-            if chunk.error is not None:
-                code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
-                raise ServerError(message_of(chunk.error), code if isinstance(code, int) else 500)
-            if chunk.choices:
-                yield self._piece(chunk.choices[0])
+                if chunk.error is not None:
+                    raise error_of(chunk.error)
+                if chunk.choices:
+                    yield self._piece(chunk.choices[0])
+            except ValueError as error:  # of msgspec, or of logprobs that do not fit the tokens
+                message = f"the server sent an event that is not a completion: {error}"
+                raise ServerError(message, BAD_GATEWAY) from None
 
     def _piece(self, choice: _Choice) -> Piece:
         ids = choice.token_ids or []

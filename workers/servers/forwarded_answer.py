@@ -12,15 +12,13 @@ from typing import Any
 import msgspec
 
 from workers.messages.requests import AnswerPart, FinishReason, Forwarded
-from workers.servers.completion_stream import ServerError, message_of
+from workers.servers.completion_stream import BAD_GATEWAY, LONGEST_EVENT, EventSplitter, ServerError, error_of
 
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 """The routes whose answers have finish reasons."""
 
-BAD_GATEWAY = 502
 UNFINISHED = 503  # nothing of the answer has arrived, so that another attempt may succeed
 DONE = b"data: [DONE]\n\n"
-LONGEST_EVENT = 16 * 2**20  # bytes
 _EMPTY = (b"null", b'""', b"[]", b"{}")
 
 
@@ -28,7 +26,7 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class _Asked(msgspec.Struct):
+class _Fields(msgspec.Struct):
     model: str
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -52,7 +50,7 @@ class _Answer(msgspec.Struct):
     error: Any = None
 
 
-_asked = msgspec.json.Decoder(_Asked)
+_known = msgspec.json.Decoder(_Fields)
 _answers = msgspec.json.Decoder(_Answer)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -69,13 +67,13 @@ class ForwardedRequest:
     def __init__(self, request: Forwarded, model: str) -> None:
         """``model`` is its name in the server. Raises ValueError for a body that a gateway should not have sent."""
         try:
-            asked = _asked.decode(request.body)
+            fields = _known.decode(request.body)
         except msgspec.DecodeError as error:
             raise ValueError(f"the body is not a request: {error}") from None
-        options = asked.stream_options
+        options = fields.stream_options
         self.route = request.route
-        self.model = asked.model  # as the client wrote it
-        self.streams = bool(asked.stream)
+        self.model = fields.model  # as the client wrote it
+        self.streams = bool(fields.stream)
         self.shows_usage = options is not None and options.include_usage
         added: dict[str, Any] = {"model": model}
         if self.streams and not self.shows_usage and request.route in GENERATING:
@@ -91,7 +89,8 @@ def whole_answer(request: ForwardedRequest, body: bytes) -> tuple[AnswerPart, Fi
         answer = _answers.decode(body)
     except msgspec.DecodeError as error:
         raise ServerError(f"the server's answer is not JSON of OpenAI's API: {error}", BAD_GATEWAY) from None
-    _check_error(answer)
+    if answer.error is not None:
+        raise error_of(answer.error)
     reasons = [choice.finish_reason for choice in answer.choices or []]
     if request.route in GENERATING and not (reasons and all(reasons)):
         raise ServerError("the server's answer has no finish reason", BAD_GATEWAY)
@@ -104,18 +103,12 @@ def _finish(reasons: Collection[str | None]) -> FinishReason:
     return FinishReason.LENGTH if "length" in reasons else FinishReason.STOP
 
 
-def _check_error(answer: _Answer) -> None:
-    if answer.error is not None:
-        code = answer.error.get("code") if isinstance(answer.error, dict) else None
-        raise ServerError(message_of(answer.error), code if isinstance(code, int) else 500)
-
-
 class EventReader:
     """Passes on the events of a stream, however its bytes arrive."""
 
     def __init__(self, request: ForwardedRequest) -> None:
         self._request = request
-        self._rest = b""
+        self._events = EventSplitter()
         self._held = b""  # events before the first with text, such as the role of a chat
         self._reasons: dict[int, str | None] = {}  # finish reasons by choice
         self._tokens = 0
@@ -123,16 +116,13 @@ class EventReader:
 
     def feed(self, data: bytes) -> AnswerPart | None:
         """Returns what ``data`` adds to the answer; None until there is text, so that until then another replica may
-        answer. Raises ServerError for an error event, and for what is no event."""
-        lines = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > LONGEST_EVENT:
-            raise ServerError(f"an event of the server is over {LONGEST_EVENT} bytes", BAD_GATEWAY)
+        answer. Raises ServerError for an error event, and for what is not an event."""
         before = self._tokens
-        for line in lines:
-            if line.startswith(b"data:"):  # else a comment, a blank line or another field
-                self._read(line[len(b"data:") :].strip())
+        for event in self._events.feed(data):
+            self._read(event)
         if not self._held or not (self._tokens or any(self._reasons.values())):
+            if len(self._held) > LONGEST_EVENT:
+                raise ServerError(f"the server sent {LONGEST_EVENT} bytes of events without text", BAD_GATEWAY)
             return None
         held, self._held = self._held, b""
         return AnswerPart(held, self._tokens - before)
@@ -155,13 +145,12 @@ class EventReader:
         return _finish(self._reasons.values())
 
     def _read(self, event: bytes) -> None:
-        if event == b"[DONE]" or not event:
-            return
         try:
             chunk = _answers.decode(event)
         except msgspec.DecodeError as error:
             raise ServerError(f"an event of the server is not of OpenAI's API: {error}", BAD_GATEWAY) from None
-        _check_error(chunk)
+        if chunk.error is not None:
+            raise error_of(chunk.error)
         self._usage = chunk.usage or self._usage
         for choice in chunk.choices or ():
             self._tokens += _has_text(choice)

@@ -29,6 +29,7 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 POLL_S = 0.02
+NOT_FOUND = 127  # the exit code of shells for a command that cannot be started
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -39,12 +40,17 @@ def keep(folder: str, grace_s: float, command: list[str]) -> int:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # only the end of the pipe counts
-    server = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=_default_signals,
-    ).pid
+    try:
+        server = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_default_signals,
+        ).pid
+    except OSError as error:
+        sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        return NOT_FOUND
     kill_at = time.monotonic()
     if not _ends_before_input(server):
         _signal_all(signal.SIGTERM)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from dataclasses import dataclass
 
 from workers.messages.status import ServerLoad
@@ -38,8 +40,7 @@ class ServerMetrics:
             name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
             field = _NAMES.get(name)
             if field is not None:
-                try:
-                    sums[field] += float(rest.rpartition("}")[2].split()[0])
-                except (IndexError, ValueError):
-                    continue
+                with contextlib.suppress(IndexError, ValueError):
+                    value = float(rest.rpartition("}")[2].split()[0])
+                    sums[field] += value if math.isfinite(value) else 0.0
         return cls(**sums)

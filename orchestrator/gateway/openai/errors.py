@@ -221,6 +221,12 @@ def replica_lost(model: str) -> ApiError:
     return _unavailable(message, code="replica_lost", retry_after_s=1)
 
 
+def server_unavailable(model: str, cause: str) -> ApiError:
+    """The server of a replica has not begun the request, also when it was retried."""
+    message = f"The server of {model!r} did not begin this request: {cause}"
+    return _unavailable(message, code="server_unavailable", retry_after_s=1)
+
+
 def tokenizer_unavailable(cause: object) -> ApiError:
     message = f"The model's tokenizer cannot be loaded: {cause}"
     return _unavailable(message, code="tokenizer_unavailable", retry_after_s=10)

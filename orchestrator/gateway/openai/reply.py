@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics, ModelMetrics
 
 _STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
-_REFUSED = (FinishReason.INVALID, FinishReason.ERROR)
+_REFUSED = (FinishReason.INVALID, FinishReason.ERROR, FinishReason.UNSERVED)
 _WAITING = b": waiting\n\n"  # a comment, which clients of server-sent events skip
 
 
@@ -252,4 +252,6 @@ def _failure(event: TokenEvent, model: str) -> ApiError:
         if event.part is not None and event.part.status:
             return errors.rejected_by_server(event.part.status, event.error or "the server gave no cause")
         return errors.invalid(event.error or "the replica cannot serve this request")
+    if event.finish is FinishReason.UNSERVED:
+        return errors.server_unavailable(model, event.error or "the server gave no cause")
     return errors.engine_failed(model, event.error or "the replica reported no cause")

@@ -241,8 +241,8 @@ class ReplicaLink(asyncio.Protocol):
                 self._full = True
                 busy.append(ticket)
                 continue
-            if finish is FinishReason.REFUSED or finish is FinishReason.UNSERVED:
-                self._drains = finish is FinishReason.REFUSED
+            if finish is FinishReason.REFUSED or (finish is FinishReason.UNSERVED and ticket.can_retry):
+                self._drains = self._drains or finish is FinishReason.REFUSED
                 self._on_lost(self, [ticket])
                 continue
             if event.part is not None and event.part.prompt_tokens is not None:

@@ -217,6 +217,23 @@ def test_a_request_without_text_is_retried(
     assert (answer, len(replica.calls)) == ("abc", 2)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_server_that_begins_no_attempt_is_named_in_the_error(
+    gateway: LiveGateway, relayed: Make, streams: bool
+) -> None:
+    """After two retries the client gets the server's own message, and when to try again."""
+    replica = relayed(lambda call: call.answer({"error": "no memory left"}, 503))
+    serve(gateway, replica)
+
+    response = complete(gateway, stream=streams)
+
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "server_unavailable")
+    assert "no memory left" in response.json()["error"]["message"]
+    assert response.headers["retry-after"] == "1"
+    assert len(replica.calls) == 3
+    until(lambda: gateway.queue("m").live == 0, 10, "its slot is free")
+
+
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -300,6 +317,17 @@ def test_a_broken_answer_is_ours_to_report(gateway: LiveGateway, relayed: Make, 
     serve(gateway, relayed(answer))
 
     response = complete(gateway)
+
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_failed")
+
+
+def test_events_without_text_are_bounded(gateway: LiveGateway, relayed: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica keeps only so many bytes of an answer that has not begun."""
+    monkeypatch.setattr("workers.servers.forwarded_answer.LONGEST_EVENT", 1000)
+    role = event({"choices": [{"delta": {"role": "assistant"}}]})
+    serve(gateway, relayed(lambda call: call.stream(*[role] * 20, *STREAM)))
+
+    response = complete(gateway, stream=True)
 
     assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_failed")
 

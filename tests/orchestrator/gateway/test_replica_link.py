@@ -89,12 +89,16 @@ def test_a_replica_that_rejected_a_request_gets_no_other_one() -> None:
     link.data_received(encode(welcome))
     assert link.free_slots == 2
     ticket = ticket_for(GenerateRequest(id="r", prompt_ids=[1], max_tokens=1), IgnoringSink(), IgnoringOwner())
+    unserved = ticket_of("u")
     link.send(ticket)
-    assert link.free_slots == 1
+    link.send(unserved)
+    assert link.free_slots == 0
 
-    link.data_received(encode(Step([TokenEvent(id="r", token_ids=[], text="", finish=FinishReason.REFUSED)])))
+    # the second event is of a request that was accepted before the drain
+    for id, finish in (("r", FinishReason.REFUSED), ("u", FinishReason.UNSERVED)):
+        link.data_received(encode(Step([TokenEvent(id=id, token_ids=[], text="", finish=finish)])))
 
-    assert lost == [ticket]
+    assert lost == [ticket, unserved]
     assert link.free_slots == 0
 
 

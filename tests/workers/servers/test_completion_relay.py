@@ -279,6 +279,9 @@ def test_logprobs_are_keyed_by_id(server: FakeServer, relay: CompletionRelay, re
         (b"data: [DONE]\n\n", "unserved", "without a finish reason"),
         (chunk([65], "abort"), "error", "abort"),
         (b"data: nonsense\n\n", "error", "not a completion"),
+        (chunk([65], "length", logprobs={"token_logprobs": []}), "error", "not a completion"),
+        (chunk([-1], "length"), "error", "cannot be read"),
+        (b'data: {"error": {"message": "odd", "code": 7}}\n\n', "error", "odd"),
     ],
 )
 def test_only_a_finish_reason_is_success(
@@ -350,6 +353,23 @@ def test_a_drain_waits_for_live_requests_and_refuses_new_ones(
 
     assert relay.drain(DEADLINE_S)
     assert received.ids("a") == echo_tokens(PROMPT, 5)
+
+
+def test_a_drain_ends_after_the_last_events_are_emitted(server: FakeServer, received: Received) -> None:
+    """The controller kills a drained replica at once."""
+    drained: list[bool] = []
+
+    def emit(events: list[TokenEvent]) -> None:
+        drained.append(draining.drain(0.0))
+        received(events)
+
+    draining = CompletionRelay(known(server), ByteTokenizer(), emit)
+    draining.submit(request())
+    received.end("a")
+
+    assert drained
+    assert not any(drained)
+    draining.close()
 
 
 def test_the_end_of_the_server_fails_the_replica(

@@ -133,6 +133,16 @@ def test_a_server_that_ends_while_it_loads_is_an_error(tmp_path: Path) -> None:
     assert raised.value.id == "server-failed"
 
 
+def test_a_command_that_cannot_be_started_leaves_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its cause is in the replica's log, and the exit code is the shells'."""
+    folder = server_folder(tmp_path, GRACE_S)
+
+    assert ServerProcess(["/missing/server"], {}, folder, grace_s=GRACE_S).wait() == 127
+
+    assert capfd.readouterr().err == "/missing/server cannot be started: No such file or directory\n"
+    assert not folder.exists()
+
+
 def test_the_server_gets_only_named_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Secrets of the replica's environment are not passed on."""
     monkeypatch.setenv("COREWRIGHT_SECRET", "x")

@@ -15,6 +15,8 @@ vllm:num_requests_waiting{engine="1",model_name="tiny"} 1.0
 vllm:num_preemptions_total{engine="0",model_name="tiny"} 5.0
 vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 1e+03
 vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} NONSENSE
+vllm:num_requests_waiting{engine="2",model_name="tiny"} NaN
+vllm:num_preemptions_total{engine="2",model_name="tiny"} +Inf
 vllm:prefix_cache_hits_total 640.0 1700000000
 """
 
