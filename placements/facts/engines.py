@@ -83,10 +83,10 @@ NXD_VERSIONS = ("0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9")
 NXD_FAMILIES: Mapping[str, str] = {"llama": "0.2", "mixtral": "0.2", "qwen2": "0.5", "qwen3": "0.5", "mistral": "0.2"}
 """model_type -> the first series of NxD Inference that serves it, from ``utils.constants.MODEL_TYPES`` of the series
 above, for the families in `checkpoints`. No family was dropped again. Mistral has its own class from 0.9 on; before
-that, Llama's class serves it if no sliding window applies, as in vLLM's back end."""
+that, Llama's class serves it."""
 
-NXD_MISTRAL = "0.9"
-"""The first series of NxD Inference with a class for Mistral, which keeps its sliding window."""
+NXD_WINDOW = "0.7"
+"""The first series of NxD Inference that keeps the sliding window of Mistral: Llama's class reads it from then on."""
 
 NXD_FUSED_QKV: Mapping[str, str] = {"llama": "0.2", "qwen2": "0.7", "qwen3": "0.9"}
 """Class of a family -> the first series of NxD Inference in which it joins the weights of Q, K and V

@@ -8,9 +8,9 @@ from itertools import pairwise
 from placements.facts.engines import (
     AUTO_ENGINES,
     HOST_ENGINES,
-    NXD_MISTRAL,
     NXD_UNQUANTIZED,
     NXD_VERSIONS,
+    NXD_WINDOW,
     TNX_CONTINUOUS,
     TNX_DRAFTING,
     TNX_QUANTIZED_KV,
@@ -72,12 +72,13 @@ def window_is_kept(case: Case) -> Iterator[Problem]:
     if case.candidates != ("nxd-inference",) or checkpoint is None or checkpoint.window is None:
         return
     newest = min((newest_nxd(place) for place in machines), key=NXD_VERSIONS.index, default=NXD_VERSIONS[-1])
-    cached = case.model.engine_options.get("prefix_cache") is True
-    keeps = case.family == "mistral" and reaches(newest, NXD_MISTRAL) and not cached
+    others = {"a draft": case.model.draft, "a prefix cache": case.model.engine_options.get("prefix_cache")}
+    beside = next((f" with {name}" for name, value in others.items() if value), "")
+    keeps = case.family == "mistral" and reaches(newest, NXD_WINDOW) and not beside
     if keeps or checkpoint.window >= case.model.length(checkpoint):
         return
     what = f"{case.model.name} has a sliding window of {checkpoint.window} tokens, but NxD Inference"
-    what += f" {newest} computes {case.family} without one" + (" with a prefix cache" if cached else "")
+    what += f" {newest} supports none for {case.family}{beside}"
     hint = f"set max_len: {checkpoint.window}, or use another engine"
     yield case.problem("window-not-kept", ("max_len",), what, hint)
 
@@ -407,7 +408,7 @@ ENGINE_RULES: tuple[FieldRule, ...] = (
     FieldRule(engine_can_share_heads, frozenset({"engine", "tp_degree", "max_batch", "group_query_attention"})),
     FieldRule(settings_have_effect, frozenset({"engine", "engine_options"})),
     FieldRule(tnx_computes_it, frozenset({"engine", "draft"})),
-    FieldRule(window_is_kept, frozenset({"engine", "max_len"})),
+    FieldRule(window_is_kept, frozenset({"engine", "max_len", "draft", "engine_options"})),
     FieldRule(engine_can_sample, frozenset({"engine", "sampling"})),
     FieldRule(buckets_make_sense, frozenset({"engine", "engine_options", "buckets", "max_len"})),
     FieldRule(buckets_are_no_steps, frozenset({"engine", "buckets", "draft"})),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from placements.facts.engines import NXD_FUSED_QKV, NXD_UNQUANTIZED, reaches
+from placements.facts.engines import NXD_FUSED_QKV, NXD_UNQUANTIZED, NXD_WINDOW, reaches
 from tests.closed.nxd_lane import real_nxdi as real_nxdi
 from tests.closed.pairs import Row, all_pairs
 from tests.closed.test_nxdi import nxd as nxd
@@ -33,11 +33,13 @@ from tests.workers.nxdi_traffic import (
 )
 from tests.workers.nxdi_traffic import sources as sources
 from workers.engines.nxd_inference import package
+from workers.engines.nxd_inference.block_engine import NxdBlockEngine
+from workers.engines.nxd_inference.engine import NxdEngine
 from workers.engines.nxd_inference.package import import_package
 from workers.messages.engine_protocol import EngineLoadError
 
 OPTIONS: Mapping[str, Sequence[Any]] = {
-    "family": ["llama", "qwen2", FULL, "mistral", "mixtral"],
+    "family": ["llama", "qwen2", FULL, "mistral", "mistral-window", "mixtral"],
     "tp_degree": [1, 2],
     "slots": [1, 3],
     "dtype": ["fp32", "bf16"],
@@ -55,7 +57,7 @@ SLACK = {"bf16": 0.1, "int8": 0.1, "fp8": 0.3}
 
 def is_allowed(row: Row) -> bool:
     """Returns whether the adapter accepts the options in the newest version. With a draft, the device samples."""
-    if row["draft_k"] and (row["quantize"] or row["sampling"] == "host"):
+    if row["draft_k"] and (row["quantize"] or row["sampling"] == "host" or row["family"] == "mistral-window"):
         return False
     unfused = row["family"] not in {*NXD_FUSED_QKV, FULL}
     return not ((row["fuse_qkv"] and unfused) or (row["quantize"] and row["family"] in NXD_UNQUANTIZED))
@@ -128,6 +130,28 @@ def test_what_the_adapter_refuses_fails_in_the_package(
     with pytest.raises((KeyError, RuntimeError)) as caught:
         opened(sources(family), tmp_path, **buckets, **fields)
     assert not isinstance(caught.value, EngineLoadError)
+
+
+@pytest.mark.parametrize("beside", [{}, {"draft_k": 2}, {"engine_options": {"prefix_cache": True}}], ids=str)
+def test_a_window_that_the_adapter_refuses_is_not_kept(
+    beside: Row, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package fails, or answers as a model without one."""
+    if not beside and reaches(import_package().version, NXD_WINDOW):
+        pytest.skip("it is kept in this version")
+    source, buckets = sources("mistral-window"), [128, 256]
+    kind = NxdBlockEngine if "engine_options" in beside else NxdEngine
+    fields = {"max_len": 256, "prefill_buckets": buckets, "decode_buckets": buckets, **beside}
+    if "draft_k" in beside:
+        fields["draft_source"] = str(source)
+    assert refused(lambda: opened(source, tmp_path, kind, **fields)).id == "window-not-kept"
+    monkeypatch.setattr(package, "_window", lambda *_: None)
+    try:
+        answers = served(opened(source, tmp_path, kind, **fields), arrivals(4))
+    except (AssertionError, RuntimeError) as error:
+        assert not isinstance(error, EngineLoadError)
+    else:
+        assert nxdi_traffic.wrong(source, arrivals(4), served(cpu(source), arrivals(4)), answers)
 
 
 @pytest.mark.parametrize("k", range(1, 17))

@@ -158,10 +158,10 @@ def test_an_engine_that_supports_the_family_is_suggested() -> None:
 @pytest.mark.parametrize(
     ("family", "window", "machine", "expected"),
     [
-        ("mistral", 1024, INF2, ["window-not-kept 5:5"]),
-        ("mistral", 2048, INF2, []),
-        ("mistral", 1024, TRN2, []),  # 0.9 has a class of its own
-        ("mistral", None, INF2, []),
+        ("mistral", 1024, INF2, []),
+        ("qwen2", 1024, INF2, ["window-not-kept 5:5"]),
+        ("qwen2", 2048, INF2, []),
+        ("qwen2", None, INF2, []),
         ("qwen2", 1024, TRN2, ["window-not-kept 5:5"]),
     ],
 )
@@ -172,6 +172,15 @@ def test_a_window_that_would_be_left_out_is_as_long_as_a_slot(
     checkpoint = replace(shaped(family), window=window)
     assert brief(checked(f"engine: {NXD}\n    max_len: 2048", checkpoint, machine)) == expected
     assert brief(checked(f"engine: {TNX}\n    max_len: 2048", replace(shaped("mistral"), window=window))) == []
+
+
+@pytest.mark.parametrize("beside", ["draft: {source: ./d}", "engine_options: {prefix_cache: true}"])
+def test_no_window_is_kept_beside_a_draft_or_a_prefix_cache(beside: str) -> None:
+    """The kernels that this needs are not used."""
+    checkpoint = replace(shaped("mistral"), window=1024)
+    text = f"engine: {NXD}\n    max_len: 2048\n    {beside}"
+    assert brief(checked(text, checkpoint, draft=shaped("mistral"))) == ["window-not-kept 5:5"]
+    assert brief(checked(text, shaped("mistral"), draft=shaped("mistral"))) == []
 
 
 def test_replicas_run_only_on_machines_that_their_engine_supports() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from placements.facts.engines import nxd_release
+from placements.facts.engines import NXD_WINDOW, nxd_release, reaches
 from placements.resources.environ import compiling
 from tests.checkpoints import VOCAB_SIZE, set_eos
 from tests.placements.fleets import model
@@ -62,7 +62,7 @@ def families(version: str) -> list[str]:
     names = ["llama", "mixtral", "mistral"]
     if nxd_release(version) >= (0, 5):
         names += ["qwen2", FULL]
-    return names + (["mistral-window"] if nxd_release(version) >= (0, 9) else [])
+    return names + (["mistral-window"] if reaches(version, NXD_WINDOW) else [])
 
 
 def refused(work: Callable[[], object]) -> EngineLoadError:

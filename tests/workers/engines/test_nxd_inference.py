@@ -394,11 +394,16 @@ def test_options_reach_the_package(nxd: Neuron, sources: Checkpoints, tmp_path: 
 def test_families_and_windows_that_the_package_lacks_are_refused(
     nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gpt2 in all versions, qwen2 before 0.5; a sliding window everywhere but in 0.9's mistral, if it is short."""
+    """gpt2 in all versions; a short sliding window but in mistral from 0.7 on, and there with a draft."""
     assert refused(lambda: opened(sources("gpt2"), tmp_path)).id == "unknown-family"
-    assert refused(lambda: opened(sources("mistral-window"), tmp_path)).id == "window-not-kept"
     assert refused(lambda: opened(sources("qwen3"), tmp_path)).id == "window-not-kept"
-    opened(sources("mistral-window"), tmp_path, max_len=WINDOW, prefill_buckets=[WINDOW], decode_buckets=[WINDOW])
+    window = sources("mistral-window")
+    draft = refused(lambda: opened(window, tmp_path, draft_source=str(window), draft_k=2))
+    assert (draft.id, "for mistral with a draft" in draft.what) == ("window-not-kept", True)
+    opened(window, tmp_path)
+    play(monkeypatch, "0.6")
+    assert refused(lambda: opened(window, tmp_path)).id == "window-not-kept"
+    opened(window, tmp_path, max_len=WINDOW, prefill_buckets=[WINDOW], decode_buckets=[WINDOW])
 
 
 @pytest.mark.parametrize(

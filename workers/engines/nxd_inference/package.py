@@ -15,6 +15,7 @@ from placements.facts.engines import (
     NXD_FUSED_QKV,
     NXD_UNQUANTIZED,
     NXD_VERSIONS,
+    NXD_WINDOW,
     PACKAGES,
     Release,
     distribution,
@@ -78,13 +79,14 @@ def _missing(name: str) -> EngineLoadError:
     return EngineLoadError("engine-not-installed", f"the nxd-inference engine needs {name}", WHERE)
 
 
-def model_class(package: Package, source: Path, max_len: int) -> Any:
+def model_class(package: Package, source: Path, settings: Settings) -> Any:
     """Returns the class for a checkpoint, by its model_type. Raises EngineLoadError.
 
-    Before 0.9 Mistral has no class of its own and runs as Llama; only Mistral's class supports a sliding window.
+    Before 0.9 Mistral has no class of its own and runs as Llama, which supports its sliding window from 0.7 on. A step
+    of several tokens needs kernels for it, which are not used here (``attention_base.NeuronAttentionBase.__init__``).
     """
-    settings = read_config(source)
-    model_type = str(settings.get("model_type"))
+    config = read_config(source)
+    model_type = str(config.get("model_type"))
     registry = package.modules["constants"].MODEL_TYPES
     name = _class_name(package, model_type)
     if "causal-lm" not in registry.get(name, {}):
@@ -93,14 +95,15 @@ def model_class(package: Package, source: Path, max_len: int) -> Any:
             f"NxD Inference {package.version} has no class for the model_type {model_type!r} of {source}",
             f"supported: {', '.join(sorted(registry))}",
         )
-    window = _window(model_type, settings)
-    if window is not None and window < max_len and name != "mistral":
-        raise EngineLoadError(
-            "window-not-kept",
-            f"{source} uses a sliding window of {window} tokens, which NxD Inference {package.version} ignores for "
-            f"{model_type}",
-            f"set `max_len` to at most {window}, or use the cpu engine",
-        )
+    window = _window(model_type, config)
+    if window is not None and window < settings.max_len:
+        others = {"a draft": settings.draft_source, "a prefix cache": settings.prefix_cache}
+        beside = next((f" with {name}" for name, value in others.items() if value), "")
+        if beside or model_type != "mistral" or not reaches(package.version, NXD_WINDOW):
+            message = f"{source} uses a sliding window of {window} tokens, which NxD Inference {package.version} does "
+            message += f"not support for {model_type}{beside}"
+            hint = f"set `max_len` to at most {window}, or use the cpu engine"
+            raise EngineLoadError("window-not-kept", message, hint)
     return registry[name]["causal-lm"]
 
 
@@ -142,7 +145,7 @@ def build_config(package: Package, settings: Settings, quantized: str) -> tuple[
     ``quantized`` is the folder of the quantized checkpoint.
     """
     source = Path(settings.source)
-    kind = model_class(package, source, settings.max_len)
+    kind = model_class(package, source, settings)
     options = neuron_options(settings, lengths(settings), package.release, quantized)
     _check_class(package, settings, source)
     fused = None
@@ -151,7 +154,7 @@ def build_config(package: Package, settings: Settings, quantized: str) -> tuple[
         draft = Path(settings.draft_source)
         own, other = (read_config(path).get("vocab_size") for path in (source, draft))
         check_vocabularies(own, other)
-        draft_kind = model_class(package, draft, settings.max_len)
+        draft_kind = model_class(package, draft, settings)
         _check_class(package, settings, draft)
         draft_config = _inference_config(package, draft_kind, draft, settings.max_len, draft_options(options), None)
         named = {"draft_model_cls": draft_kind} if package.release >= (0, 7) else {}
@@ -195,9 +198,6 @@ def _inference_config(
         # transformers 4.57 leaves it so for Mistral, which Llama's class takes for a number.
         inference_config.head_dim = inference_config.hidden_size // inference_config.num_attention_heads
     window = _window(str(settings.get("model_type")), settings)
-    if window is not None and window < max_len and options.get("is_prefix_caching"):
-        message = f"{source} uses a sliding window of {window} tokens, which is not supported with a prefix cache"
-        raise EngineLoadError("window-not-kept", message, f"set `max_len` to at most {window}, or no `prefix_cache`")
     if window is not None and window >= max_len:
         inference_config.sliding_window = None  # else the KV cache of each slot is as long as the window
     if getattr(inference_config, "pad_token_id", None) is None:
