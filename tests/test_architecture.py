@@ -59,6 +59,8 @@ def imports(path: Path, *, anywhere: bool = True) -> set[str]:
 
 
 # Which rooms a room may import, beside those of the packages below its own: placements <- workers <- orchestrator.
+# `servers` is a second kind of `engines`, so its row has what theirs has: artifacts that a server compiles are kept in
+# `neff_cache`, and `compiling` requests the units to compile from both.
 LAYERS: dict[str, set[str]] = {
     "placements.facts": set(),
     "placements.spec": {"placements.facts"},

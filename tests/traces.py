@@ -61,7 +61,7 @@ class Trace:
             before, self._level = self._level, level
             try:
                 result = method(*args, **kwargs)
-            except Exception as error:
+            except Exception as error:  # any refusal of a package is part of the trace
                 entry["raises"] = getattr(error, "id", type(error).__name__)
                 raise
             finally:

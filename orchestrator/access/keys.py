@@ -73,7 +73,7 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def limited(self) -> bool:
-        """Whether the key has any limit."""
+        """Returns whether the key has any limit."""
         return (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent) != (None, None, None)
 
     def violation(self) -> str | None:

@@ -42,7 +42,7 @@ class Exceeded:
 
     @property
     def ever(self) -> bool:
-        """Whether the same request can succeed later."""
+        """Returns whether the same request can succeed later."""
         return self.requested <= self.limit
 
 

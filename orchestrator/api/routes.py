@@ -67,7 +67,7 @@ class AdminRoute:
 
     @property
     def changes(self) -> bool:
-        """Whether it changes the fleet and is written to the audit log."""
+        """Returns whether it changes the fleet and is written to the audit log."""
         return self.method == "POST" and self.path not in ("/plan", "/explain")
 
 

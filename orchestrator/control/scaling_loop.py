@@ -85,7 +85,7 @@ class Scaler:
 
     @property
     def active(self) -> bool:
-        """Whether any gateway reports demand."""
+        """Returns whether any gateway reports demand."""
         return bool(self._gateways)
 
     def receive(self, report: DemandReport) -> bool:

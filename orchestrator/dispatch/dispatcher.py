@@ -124,7 +124,7 @@ class Links(Protocol[L_co]):
 
     @property
     def routed(self) -> bool:
-        """Whether the model has replicas, though they may not be connected yet."""
+        """Returns whether the model has replicas, though they may not be connected yet."""
         ...
 
 

@@ -87,7 +87,7 @@ class ReplicaView:
 
     @property
     def idle(self) -> bool:
-        """Whether the replica has had no requests for ``IDLE_S``."""
+        """Returns whether the replica has had no requests for ``IDLE_S``."""
         return self.live == 0 and self.waiting == 0 and self.idle_s >= IDLE_S
 
     def after(self, status: ReplicaStatus, now: float) -> ReplicaView:
@@ -163,7 +163,7 @@ class ReplicaView:
 
     @property
     def breaker_open(self) -> bool:
-        """Whether so many starts in a row failed that retries are rare."""
+        """Returns whether so many starts in a row failed that retries are rare."""
         return self.failures >= BREAKER_AFTER
 
     @property
@@ -182,5 +182,5 @@ class Observed:
 
     @property
     def settled(self) -> bool:
-        """Whether replicas have had time to report since the controller's last pause."""
+        """Returns whether replicas have had time to report since the controller's last pause."""
         return self.now - self.resumed >= AGAIN_S

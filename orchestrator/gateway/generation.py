@@ -234,7 +234,7 @@ class Generation:
                     await self._renew(queue, reply)
                 except ApiError as error:
                     reply.fail(error)
-                except Exception:
+                except Exception:  # one reply must not keep the others waiting
                     log.exception("cannot tokenize again for %s, request %s", queue.name, reply.exchange.id)
                     reply.fail(errors.internal_error())
         queue.pump()

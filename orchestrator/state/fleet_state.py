@@ -138,12 +138,12 @@ class FleetState:
 
     @property
     def in_canary(self) -> bool:
-        """Whether the current revision is a canary that was not promoted."""
+        """Returns whether the current revision is a canary that was not promoted."""
         return self.current.revision.canary is not None and self.records.state.promoted != self.current.number
 
     @property
     def frozen(self) -> bool:
-        """Whether the rollout is stopped: paused, or failed without a revision to restore."""
+        """Returns whether the rollout is stopped: paused, or failed without a revision to restore."""
         return self.outcome is not None and self.outcome.state in ("paused", "failed")
 
     def desired_model(self, model: ModelSpec, revision: ResolvedRevision | None = None) -> DesiredModel:

@@ -95,7 +95,7 @@ def _blocks(case: Case) -> Iterator[Problem]:
         return
     for name in kv_blocks.OPTIONS:
         if options.get(name) is not None:
-            what = f"engine_options.{name} has no effect: there is no prefix cache"
+            what = f"engine_options.{name} has no effect without a prefix cache"
             yield case.problem("setting-unsupported", ("engine_options", name), what, "set prefix_cache: true, too")
 
 

@@ -28,6 +28,13 @@ class BatcherClosed(RuntimeError):
     """The batcher accepts no more requests: it is draining, closed, or its engine failed. Not the client's fault."""
 
 
+def refuse_when_closed(failed: str | None, closing: bool, draining: bool) -> None:
+    """Raises BatcherClosed for a batcher in one of these states."""
+    reason = failed or (closing and "the replica is closing") or (draining and "the replica is draining")
+    if reason:
+        raise BatcherClosed(reason)
+
+
 class Batcher:
     """Drives one engine for many requests.
 
@@ -93,7 +100,7 @@ class Batcher:
         check_request(request, self._spec)
         accepted = self._start(request)
         with self._changed:
-            self._refuse_when_closed()
+            refuse_when_closed(self._failed, self._closing, self._draining)
             if request.id in self._accepted:
                 raise ValueError(f"request {request.id} is already running")
             self._accepted[request.id] = accepted
@@ -208,14 +215,6 @@ class Batcher:
             start_sampling(request, ending_ids, guide) if self._spec.returns == "logits" else None,
             ending_ids,
         )
-
-    def _refuse_when_closed(self) -> None:
-        if self._failed is not None:
-            raise BatcherClosed(self._failed)
-        if self._closing:
-            raise BatcherClosed("the replica is closing")
-        if self._draining:
-            raise BatcherClosed("the replica is draining")
 
     @property
     def _live_count(self) -> int:

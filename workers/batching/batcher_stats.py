@@ -1,4 +1,4 @@
-"""What a batcher reports of itself."""
+"""The counters of a batcher or of a relay to a server."""
 
 from __future__ import annotations
 

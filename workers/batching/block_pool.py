@@ -1,4 +1,4 @@
-"""Blocks of a KV cache: which slot holds which, and the prompts that begin with what a block holds. Pure."""
+"""Assigns the blocks of a KV cache to slots, and shares those of common prefixes. Pure."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class ServerLoad(msgspec.Struct, frozen=True):
-    """What a replica's server reports of itself, from its metrics."""
+    """The load of a replica's server, from its metrics."""
 
     kv_usage: float  # share of its KV cache in use, 0 to 1
     waiting: int  # requests that it has queued, although corewright sends no more than its slots

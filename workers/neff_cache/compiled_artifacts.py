@@ -68,7 +68,7 @@ class Entry:
 
     @property
     def complete(self) -> bool:
-        """Whether artifacts of exactly this manifest are finished here, with no file missing."""
+        """Returns whether artifacts of exactly this manifest are finished here, with no file missing."""
         try:
             same = bool(json.loads((self.path / MANIFEST).read_text()) == self.manifest)
         except (OSError, ValueError):

@@ -69,7 +69,7 @@ class Prediction:
 
     @property
     def hit(self) -> bool:
-        """Whether nothing is compiled or refused."""
+        """Returns whether nothing is compiled or refused."""
         return self.outcome == "hit"
 
 

@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 
 from workers.batching.accepted_request import AcceptedRequest
-from workers.batching.batcher import BatcherClosed
+from workers.batching.batcher import refuse_when_closed
 from workers.batching.batcher_stats import BatcherStats
 from workers.batching.request_checks import check_request
 from workers.messages.engine_protocol import EngineSpec
@@ -136,7 +136,7 @@ class CompletionRelay:
             live.forwarded = ForwardedRequest(request.forwarded, self._server.model)
             live.watched = live.forwarded.streams
         with self._changed:
-            self._refuse_when_closed()
+            refuse_when_closed(self._failed, self._closing, self._draining)
             if request.id in self._live:
                 raise ValueError(f"request {request.id} is already running")
             if not self._watched:
@@ -219,14 +219,6 @@ class CompletionRelay:
     def _watched(self) -> bool:
         return any(live.watched for live in self._live.values())
 
-    def _refuse_when_closed(self) -> None:
-        if self._failed is not None:
-            raise BatcherClosed(self._failed)
-        if self._closing:
-            raise BatcherClosed("the replica is closing")
-        if self._draining:
-            raise BatcherClosed("the replica is draining")
-
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         scraping = self._loop.create_task(self._scrape())
@@ -295,7 +287,7 @@ class CompletionRelay:
         except (aiohttp.ClientError, OSError) as error:
             lost = ServerError(f"the connection to the server was lost: {error}", UNAVAILABLE)
             self._end(live, self._failure(live, lost))
-        finally:  # of an answer that nobody foresaw, too: its request must not wait for ever
+        finally:  # after an unexpected error, too: the request must not wait for ever
             self._end(live, live.event(FinishReason.ERROR, "the server's answer cannot be read; see the replica's log"))
 
     async def _exchange(self, live: _Live) -> None:
@@ -343,7 +335,7 @@ class CompletionRelay:
             for piece in reader.feed(data):
                 self._advance(live, accepted, piece)
             if accepted.answer.stopped:
-                return  # by a stop string, which the server does not know
+                return  # by a stop string, which the server does not get
         if live.id in self._live:
             raise ServerError("the server ended its answer without a finish reason", UNAVAILABLE)
 

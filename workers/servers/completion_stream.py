@@ -144,7 +144,7 @@ class StreamReader:
         self._events = EventSplitter()
 
     def feed(self, data: bytes) -> Iterator[Piece]:
-        """Yields the pieces that ``data`` completes. Raises ServerError for an error event, and for what is none."""
+        """Yields the pieces that ``data`` completes. Raises ServerError for an error event or a malformed one."""
         for event in self._events.feed(data):
             try:
                 chunk = _chunks.decode(event)

@@ -116,7 +116,7 @@ class EventReader:
 
     def feed(self, data: bytes) -> AnswerPart | None:
         """Returns what ``data`` adds to the answer; None until there is text, so that until then another replica may
-        answer. Raises ServerError for an error event, and for what is not an event."""
+        answer. Raises ServerError for an error event or a malformed one."""
         before = self._tokens
         for event in self._events.feed(data):
             self._read(event)

@@ -1,4 +1,4 @@
-"""What vLLM's metrics show about its KV cache and its queue."""
+"""Reads vLLM's metrics of its KV cache and its queue."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def _plain(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a server gets for its compiled artifacts."""
+    """The variables and locks of a server for its compiled artifacts."""
 
     env: dict[str, str]
     held: tuple[int, ...] = ()  # descriptors that must stay open until its last process has ended
@@ -158,7 +158,7 @@ def prepared(config: ReplicaConfig, plugin: Plugin, wanted: Needs, scratch: Path
     3. Otherwise, the server compiles it on its cores. Other starts on this host that need it wait, until its last
        process has ended if it fails.
 
-    ``scratch`` is for what is not kept. Raises EngineLoadError.
+    ``scratch`` is a folder for files that are not kept. Raises EngineLoadError.
     """
     if plugin == "cpu":
         yield Prepared({})

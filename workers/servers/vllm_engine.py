@@ -40,7 +40,7 @@ METRICS = "metrics"
 
 
 class VllmInstallation(msgspec.Struct, frozen=True):
-    """What a Python has installed."""
+    """The vLLM packages of one interpreter."""
 
     version: Version
     plugin: Plugin

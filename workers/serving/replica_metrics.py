@@ -29,7 +29,7 @@ class Metric:
 
     @property
     def is_counter(self) -> bool:
-        """Whether it only grows; by Prometheus' convention for names."""
+        """Returns whether it only grows; by Prometheus' convention for names."""
         return self.name.endswith("_total")
 
     @property

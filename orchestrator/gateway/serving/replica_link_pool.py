@@ -57,7 +57,7 @@ class ReplicaLinks:
 
     @property
     def routed(self) -> bool:
-        """Whether the routes have replicas."""
+        """Returns whether the routes have replicas."""
         return bool(self._routes.replicas)
 
     @property

@@ -153,8 +153,10 @@ def test_a_client_that_leaves_frees_its_slot(fleet: LiveFleet) -> None:
     body = {"model": "served", "prompt": "The", "max_tokens": 240, "stream": True, "ignore_eos": True}
     with fleet.http.stream("POST", "/v1/completions", json=body) as answer:
         next(answer.iter_lines())
+    pid = fleet.replica("served/0")["pid"]
     until(lambda: fleet.replica("served/0")["live"] == 0, 30.0, "the slot is free")
     until(lambda: (fleet.replica("served/0")["server"] or {}).get("kv_usage") == 0.0, 60.0, "the server is idle, too")
+    assert fleet.replica("served/0")["pid"] == pid
 
 
 @pytest.mark.parametrize("role", ["server", "VLLM::EngineCore", "VLLM::Worker", "keeper", "actor"])

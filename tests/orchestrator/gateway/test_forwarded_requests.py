@@ -93,20 +93,20 @@ def test_only_the_model_of_a_body_is_replaced(gateway: LiveGateway, relayed: Mak
     assert response.headers["x-corewright-replica"] == "m/0"
 
 
-@pytest.mark.parametrize("asked", [None, {"include_usage": False}, {"include_usage": True}])
-def test_a_stream_shows_usage_only_if_the_client_asks(gateway: LiveGateway, relayed: Make, asked: Any) -> None:
-    """The server is always asked for the usage; without the client's wish its event is left out."""
+@pytest.mark.parametrize("options", [None, {"include_usage": False}, {"include_usage": True}])
+def test_a_stream_shows_usage_only_on_request(gateway: LiveGateway, relayed: Make, options: Any) -> None:
+    """The server always gets `include_usage`; its event is left out if the client has not set it."""
     replica = relayed(lambda call: call.stream(*STREAM))
     serve(gateway, replica)
 
-    events = streamed(gateway, **({} if asked is None else {"stream_options": asked}))
+    events = streamed(gateway, **({} if options is None else {"stream_options": options}))
 
     assert replica.calls[0].body["stream_options"] == {"include_usage": True}
     assert text_of(events) == "abc"
     assert events[-1] == "[DONE]"
     assert {item["model"] for item in events[:-1]} == {"m"}
     assert [item["usage"] for item in events[:-1] if item.get("usage")] == (
-        [USAGE] if (asked or {}).get("include_usage") else []
+        [USAGE] if (options or {}).get("include_usage") else []
     )
 
 

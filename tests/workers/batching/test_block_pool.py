@@ -8,15 +8,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant
 
-from tests.workers.batching.test_batcher import Received, request, run_out
-from workers.batching.batcher import Batcher
+from tests.workers.batching.prefix_traffic import PrefixTraffic
 from workers.batching.block_pool import BlockPool
 from workers.engines.echo import EchoEngine, echo_tokens
 from workers.messages.engine_protocol import EngineSpec, Reuse
-from workers.messages.requests import FinishReason
-from workers.text.tokenizer import ByteTokenizer
 
 SIZE, SLOTS, MAX_LEN = 4, 3, 32
 LEAST = SLOTS * MAX_LEN // SIZE
@@ -31,7 +28,7 @@ class BlockEcho(EchoEngine):
         super().__init__(SLOTS, MAX_LEN)
         self.prefixes = BlockPool(SIZE, blocks, SLOTS, MAX_LEN, STARTS)
         self.cells: list[int | None] = [None] * (blocks * SIZE)
-        self.read = self.reused = 0  # tokens of prompts
+        self.read = self.saved = 0  # tokens of prompts
         self.load()
 
     @property
@@ -58,7 +55,7 @@ class BlockEcho(EchoEngine):
                     self.write(slot, place, prompt[place])
             assert self.held(slot, len(prompt)) == list(prompt)
             self.read += len(prompt) - start
-            self.reused += start
+            self.saved += start
         return [echo_tokens(prompt, 1)[0] for prompt in prompts]
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -73,39 +70,14 @@ class BlockEcho(EchoEngine):
         ]
 
 
-class PromptsShareBlocks(RuleBasedStateMachine):
-    """Requests arrive, continue others and leave at any time, with few blocks and with many."""
+class PromptsShareBlocks(PrefixTraffic):
+    """With few blocks and with many."""
+
+    longest = 22
 
     @initialize(blocks=st.sampled_from([LEAST, LEAST + 3, 4 * LEAST]))
     def start(self, blocks: int) -> None:
-        self.engine = BlockEcho(blocks)
-        self.received = Received()
-        self.batcher = Batcher(self.engine, ByteTokenizer(), self.received)
-        self.asked: list[list[int]] = []
-
-    @rule(
-        base=st.integers(0, 30),
-        cut=st.integers(0, 30),
-        more=st.lists(st.integers(0, 2), min_size=1, max_size=12),
-        n=st.integers(1, 10),
-    )
-    def submit(self, base: int, cut: int, more: list[int], n: int) -> None:
-        beginning: list[int] = []
-        if base < len(self.asked):
-            beginning = [*self.asked[base], *self.received.ids(str(base))][:cut]
-        prompt = [*beginning, *more][:22]
-        self.batcher.submit(request(str(len(self.asked)), prompt, n))
-        self.asked.append(prompt)
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count: int) -> None:
-        for _ in range(count):
-            self.batcher.step()
-
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        self.batcher.cancel(str(data.draw(st.integers(0, len(self.asked) - 1))))
+        self.serve(BlockEcho(blocks))
 
     @invariant()
     def every_block_has_one_place(self) -> None:
@@ -117,32 +89,19 @@ class PromptsShareBlocks(RuleBasedStateMachine):
         assert {key: block for block, key in enumerate(pool._keys) if key is not None} == pool._by_key
 
     @invariant()
-    def a_lookup_finds_what_is_there(self) -> None:
+    def a_lookup_returns_the_cached_beginning(self) -> None:
         pool = self.engine.prefixes
-        for prompt in self.asked[-3:]:
+        for prompt in self.prompts[-3:]:
             cached = [self.engine.cells[block * SIZE : (block + 1) * SIZE] for block in pool._cached(prompt)]
             assert [token for block in cached for token in block] == prompt[: len(cached) * SIZE]
             assert len(cached) * SIZE < len(prompt)
             start = pool.place(prompt, [0]).count
             assert start == max(each for each in (0, *STARTS) if each <= len(cached) * SIZE)
 
-    @invariant()
-    def what_is_saved_is_counted(self) -> None:
-        stats = self.batcher.stats
-        assert (stats.prefix_hits, stats.prefix_queries) == (
-            self.engine.reused,
-            self.engine.reused + self.engine.read,
-        )
-
     def teardown(self) -> None:
-        if not hasattr(self, "batcher"):
-            return
-        run_out(self.batcher)
-        for number, prompt in enumerate(self.asked):
-            got, ended = self.received.ids(str(number)), self.received.finish(str(number))
-            assert got == echo_tokens(prompt, len(got))
-            assert ended in (FinishReason.LENGTH, FinishReason.CANCELLED)
-        assert not any(self.engine.prefixes._owners)
+        super().teardown()
+        if hasattr(self, "engine"):
+            assert not any(self.engine.prefixes._owners)
 
 
 TestPromptsShareBlocks = PromptsShareBlocks.TestCase
@@ -210,7 +169,7 @@ def test_a_prefix_is_as_long_as_a_prefill_can_skip() -> None:
 
 
 def test_the_least_recently_used_block_is_emptied_first() -> None:
-    """Of a prompt, its end before its beginning; and empty blocks before any of them."""
+    """Empty blocks are used first; then the end of a prompt is emptied before its beginning."""
     blocks = pool(LEAST)
     old, new = list(range(100, 108)), list(range(200, 232))
     filled(blocks, 0, old)
@@ -227,7 +186,7 @@ def test_the_least_recently_used_block_is_emptied_first() -> None:
     assert blocks.place(new, [2]).count == 0
 
 
-def test_what_a_failed_request_left_is_not_reused() -> None:
+def test_the_blocks_of_a_failed_request_are_not_reused() -> None:
     """Its content is unknown."""
     blocks, prompt = pool(), list(range(12))
     blocks.take(Reuse(0), prompt)

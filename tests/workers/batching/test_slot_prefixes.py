@@ -11,15 +11,15 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant
 
+from tests.workers.batching.prefix_traffic import PrefixTraffic
 from tests.workers.batching.test_batcher import Received, request, run_out
 from workers.batching.batcher import Batcher
 from workers.batching.slot_prefixes import SlotPrefixes
 from workers.batching.slots import SlotError, Slots
 from workers.engines.echo import EchoEngine, echo_tokens
 from workers.messages.engine_protocol import EngineSpec, Reuse
-from workers.messages.requests import FinishReason
 from workers.messages.wire import FrameReader, Welcome
 from workers.text.tokenizer import ByteTokenizer
 
@@ -132,6 +132,10 @@ class KvEngine(EchoEngine):
     def spec(self) -> EngineSpec:
         return replace(super().spec, keeps_idle_slots=True, prefix_block=BLOCK)
 
+    @property
+    def saved(self) -> int:
+        return sum(self.reused)
+
     def copy_prefix(self, source: int, slot: int, count: int) -> None:
         assert count <= len(self.kv[source])
         self.kv[slot][:count] = self.kv[source][:count]
@@ -155,39 +159,12 @@ class KvEngine(EchoEngine):
         return [echo_tokens(self.kv[slot], 1)[0] for slot in slots]
 
 
-class PromptsBeginWithWhatIsThere(RuleBasedStateMachine):
-    """Requests arrive, continue others and leave at any time: each reused prefix is in its slot."""
+class PromptsBeginWithWhatIsThere(PrefixTraffic):
+    """Each reused prefix is in its slot."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = KvEngine()
-        self.received = Received()
-        self.batcher = Batcher(self.engine, ByteTokenizer(), self.received)
-        self.asked: list[list[int]] = []
-
-    @rule(
-        base=st.integers(0, 40),
-        cut=st.integers(0, 60),
-        more=st.lists(st.integers(0, 2), min_size=1, max_size=12),
-        n=st.integers(1, 12),
-    )
-    def submit(self, base: int, cut: int, more: list[int], n: int) -> None:
-        beginning: list[int] = []
-        if base < len(self.asked):
-            beginning = [*self.asked[base], *self.received.ids(str(base))][:cut]
-        prompt = [*beginning, *more][:50]
-        self.batcher.submit(request(str(len(self.asked)), prompt, n))
-        self.asked.append(prompt)
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count: int) -> None:
-        for _ in range(count):
-            self.batcher.step()
-
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        self.batcher.cancel(str(data.draw(st.integers(0, len(self.asked) - 1))))
+        self.serve(KvEngine())
 
     @invariant()
     def recorded_prefixes_are_in_the_kv_cache(self) -> None:
@@ -196,21 +173,6 @@ class PromptsBeginWithWhatIsThere(RuleBasedStateMachine):
         for kv, packed in zip(self.engine.kv, prefixes._held, strict=True):
             recorded = array("I", packed).tolist()
             assert kv[: len(recorded)] == recorded
-
-    @invariant()
-    def what_is_saved_is_counted(self) -> None:
-        stats = self.batcher.stats
-        assert (stats.prefix_hits, stats.prefix_queries - stats.prefix_hits) == (
-            sum(self.engine.reused),
-            self.engine.read,
-        )
-
-    def teardown(self) -> None:
-        run_out(self.batcher)
-        for number, prompt in enumerate(self.asked):
-            got, ended = self.received.ids(str(number)), self.received.finish(str(number))
-            assert got == echo_tokens(prompt, len(got))
-            assert ended in (FinishReason.LENGTH, FinishReason.CANCELLED)
 
 
 TestPromptsBeginWithWhatIsThere = PromptsBeginWithWhatIsThere.TestCase

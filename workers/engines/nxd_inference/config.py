@@ -57,7 +57,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def prefix_cache(self) -> bool:
-        """Whether the KV cache is stored in blocks, which prompts with a common prefix share."""
+        """Returns whether the KV cache is stored in blocks, which prompts with a common prefix share."""
         return bool(self.engine_options.get("prefix_cache"))
 
     @property
@@ -170,7 +170,7 @@ def _user_options(options: Mapping[str, Any], own: Mapping[str, Any], release: R
     """Returns the options that the spec sets itself. Raises EngineLoadError for an invalid one."""
     for option, value in options.items():
         if option in OPTIONS and "is_prefix_caching" not in own:
-            _refuse(option, "there is no prefix cache", "set `prefix_cache: true`, too")
+            _refuse(option, "it has no effect without a prefix cache", "set `prefix_cache: true`, too")
         if option in FIELDS:
             _refuse(option, f"it follows from the field `{FIELDS[option]}`", f"set `{FIELDS[option]}`")
         if option in UNSERVED and value not in (None, False, own.get(option)):

@@ -49,7 +49,7 @@ class NeuronProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def holds_cores(self) -> bool:
-        """Whether it may hold cores; monitoring tools do not."""
+        """Returns whether it may hold cores; monitoring tools do not."""
         words = self.command.split()
         return self.runtime_version is not None or not words or words[0].rsplit("/", 1)[-1] not in ONLOOKERS
 

@@ -40,7 +40,7 @@ class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_use(self) -> bool:
-        """Whether the process uses the core: some releases list every core for every process."""
+        """Returns whether the process uses the core: some releases list every core for every process."""
         return bool(self.utilization) or any(self.memory.values())
 
 
