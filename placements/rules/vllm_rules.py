@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from placements.facts.vllm import BLOCK_SIZE, KV_SHARE, LAST_FOR, Release, blocks, release_for, version_of
 from placements.rules.case import SIZES, Case, FieldRule
+from placements.rules.options.vllm_flags import check_flags
 from placements.spec.problems import Problem
 from placements.spec.schema import Compiler
 
@@ -20,6 +21,29 @@ def releases(case: Case) -> list[Release]:
     if case.engine != "vllm" or (named is None and any(host.emulated for host in hosts)):
         return []
     return list(dict.fromkeys(release_for(place, named) for place in case.machines))
+
+
+def flags_are_known(case: Case) -> Iterator[Problem]:
+    """engine_options are flags of vLLM that corewright does not set itself."""
+    model, options = case.model, case.model.engine_options
+    if case.engine != "vllm":
+        return
+    planned = releases(case)
+    versions: list[tuple[str, str]] = [(release.vllm, release.plugin) for release in planned] or [("", "")]
+    findings = [finding for vllm, plugin in versions for finding in check_flags(options, vllm, plugin)]
+    for id, path, what, hint in {finding.path: finding for finding in findings}.values():
+        yield case.problem(id, ("engine_options", *path), what, hint)
+    back_ends = {release.back_end for release in planned}
+    whole_slots = "nxd" in back_ends and options.get("prefix_cache") is not True
+    replaced = {
+        **dict.fromkeys(("block_size", "num_gpu_blocks_override"), (whole_slots, "prefix_cache is not true")),
+        "max_num_batched_tokens": ("neuron" in back_ends and model.buckets.prefill, "buckets.prefill determines it"),
+        "max_loras": (not model.adapters, "there are no adapters"),
+    }
+    for name, (is_replaced, why) in replaced.items():
+        if name in options and is_replaced:
+            what = f"engine_options.{name} has no effect: {why}"
+            yield case.problem("setting-unsupported", ("engine_options", name), what, "remove it")
 
 
 def plugin_runs_here(case: Case) -> Iterator[Problem]:
@@ -128,6 +152,7 @@ def buckets_are_the_plugins(case: Case) -> Iterator[Problem]:
 
 _ENGINE = frozenset({"engine"})
 VLLM_RULES: tuple[FieldRule, ...] = (
+    FieldRule(flags_are_known, _ENGINE | {"engine_options", "buckets", "adapters"}),
     FieldRule(plugin_runs_here, _ENGINE),
     FieldRule(weights_are_quantized, _ENGINE | {"quantize", "quantize_kv", "engine_options"}),
     FieldRule(prefixes_are_cached, _ENGINE | {"max_batch", "max_len", "engine_options"}),

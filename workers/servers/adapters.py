@@ -19,7 +19,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 def most_loaded(options: Mapping[str, Any]) -> int:
     """Returns the most adapters that are loaded at a time: ``max_loras`` of the engine options, or 8."""
-    given = options.get("max_loras", options.get("max-loras"))
+    given = options.get("max_loras")
     return given if type(given) is int and given > 0 else MOST_LOADED
 
 

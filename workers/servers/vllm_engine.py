@@ -62,10 +62,10 @@ def installation(python: str) -> VllmInstallation:
 def arguments(config: ReplicaConfig, installed: VllmInstallation, address: Address) -> list[str]:
     """Returns the command line of `vllm serve` after its name.
 
-    ``engine_options`` are vLLM's own, without dashes, except ``prefix_cache``. In ``additional_config``, fields of the
-    spec take precedence.
+    ``engine_options`` are vLLM's own, without dashes, except ``prefix_cache``. Fields of the spec take precedence, also
+    in ``additional_config``.
     """
-    options = dict(config.engine_options)
+    options = {name: value for name, value in config.engine_options.items() if name != "max_loras"}
     cached, given = options.pop("prefix_cache", False), options.pop("additional_config", {})
     flags: dict[str, Any] = {
         "served-model-name": config.model,
@@ -89,7 +89,7 @@ def arguments(config: ReplicaConfig, installed: VllmInstallation, address: Addre
             "max_model_len": config.max_len,
         }
     if installed.plugin == "cpu":
-        flags["enforce-eager"] = True
+        flags["enforce-eager"] = options.pop("enforce_eager", True)
     elif installed.plugin == "nxd":
         size = options.pop("block_size", BLOCK_SIZE)
         total = options.pop("num_gpu_blocks_override", blocks(config.max_len, config.slots, size))
@@ -110,7 +110,7 @@ def arguments(config: ReplicaConfig, installed: VllmInstallation, address: Addre
     if config.adapters:
         flags |= _adapter_flags(config, installed)
     flags |= {"uds": address.path} if address.path else {"host": "127.0.0.1", "port": address.port}
-    flags |= {name.replace("_", "-"): value for name, value in options.items()}
+    flags = {name.replace("_", "-"): value for name, value in options.items()} | flags
     return [str(source_of(config)), *(part for name, value in flags.items() for part in _flag(name, value))]
 
 
@@ -167,13 +167,14 @@ def _adapter_flags(config: ReplicaConfig, installed: VllmInstallation) -> dict[s
 
 
 def _flag(name: str, value: Any) -> Iterable[str]:
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # the plan allows no false where there is no such form
         return [f"--{name}" if value else f"--no-{name}"]
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
     if isinstance(value, Mapping):
         return [f"--{name}", msgspec.json.encode(value).decode()]
-    return [f"--{name}", str(value)]
+    text = str(value)
+    return [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
 
 
 def environment(config: ReplicaConfig, installed: VllmInstallation, folder: Path) -> dict[str, str]:

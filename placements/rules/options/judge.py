@@ -68,16 +68,23 @@ def check_options(scope: Scope, values: Mapping[str, Any], fields: Mapping[str, 
             yield from _check_value(scope, (name,), option, value)
 
 
+def wrong_value(path: tuple[str, ...], option: Option, value: Any) -> Finding | None:
+    """Returns the problem of a value that the option does not accept."""
+    if option.accepts(value):
+        return None
+    label, shown = _label(path), _shown(value)
+    if option.choices and isinstance(value, str):
+        near = difflib.get_close_matches(value.upper(), option.choices, 1)
+        near = near or difflib.get_close_matches(value.lower(), option.choices, 1)
+        what = f"{label} is {shown}; it must be {option.wanted}"
+        return Finding("unknown-value", path, what, f'did you mean "{near[0]}"?' if near else "")
+    return Finding("wrong-type", path, f"{label} is {shown}; it must be {option.wanted}", "")
+
+
 def _check_value(scope: Scope, path: tuple[str, ...], option: Option, value: Any) -> Iterator[Finding]:
-    if not option.accepts(value):
-        label, shown = _label(path), _shown(value)
-        if option.choices and isinstance(value, str):
-            near = difflib.get_close_matches(value.upper(), option.choices, 1)
-            near = near or difflib.get_close_matches(value.lower(), option.choices, 1)
-            what = f"{label} is {shown}; it must be {option.wanted}"
-            yield Finding("unknown-value", path, what, f'did you mean "{near[0]}"?' if near else "")
-        else:
-            yield Finding("wrong-type", path, f"{label} is {shown}; it must be {option.wanted}", "")
+    mismatch = wrong_value(path, option, value)
+    if mismatch is not None:
+        yield mismatch
     elif option.table and isinstance(value, Mapping):
         table = f"{scope.package}.{option.table}"
         inner = TABLES[table]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 _WORDS = {
     "bool": "true or false",
+    "true": "true",
     "int": "a whole number",
     "float": "a number",
     "str": "text",
@@ -19,7 +20,7 @@ class Option(NamedTuple):
     """An option and its kind.
 
     ``kind`` is bool, int, float, str, list, mapping or any; several, separated by bars; enum:A,B for one of these
-    texts; or mapping:Table for a mapping with the options of another table.
+    texts; mapping:Table for a mapping with the options of another table; or true for a flag without a value.
     """
 
     kind: str
@@ -54,6 +55,8 @@ class Option(NamedTuple):
 
 
 def _is(kind: str, value: Any) -> bool:
+    if kind == "true":
+        return value is True
     if kind == "bool" or isinstance(value, bool):
         return kind in ("bool", "any") and isinstance(value, bool)
     if kind == "float":

@@ -19,9 +19,14 @@ def config(**fields: Any) -> ReplicaConfig:
     return ReplicaConfig(**{**whole, "tp_degree": 8, "env": CORES, "start_s": 1800.0, **fields})
 
 
+def command_line(plugin: Plugin, version: Version, **fields: Any) -> list[str]:
+    """The arguments after the model."""
+    return arguments(config(**fields), VllmInstallation(version, plugin), Address(path="/s"))[1:]
+
+
 def command(plugin: Plugin, version: Version, **fields: Any) -> str:
     """The arguments, joined."""
-    return " ".join(arguments(config(**fields), VllmInstallation(version, plugin), Address(path="/s")))
+    return " ".join(["/m", *command_line(plugin, version, **fields)])
 
 
 def env(plugin: Plugin, version: Version = (0, 13)) -> dict[str, str]:
