@@ -42,6 +42,11 @@ PACKAGES: Mapping[Engine, str] = {
 """The supported Neuron engines, and the import name of each one's package."""
 
 
+CPU_TRANSFORMERS = "4.57"
+"""The first release of transformers that the cpu engine runs with. Other parts of corewright accept earlier ones, which
+images of the Neuron SDK have."""
+
+
 def distribution(engine: Engine) -> str:
     """Returns the distribution name of an engine's package."""
     return PACKAGES[engine].replace("_", "-")

@@ -97,9 +97,7 @@ def lacks(config: Mapping[str, Any]) -> str:
     width, even = config.get("head_dim"), hidden // heads
     if family in _THETA and width is not None and width != even:
         return f"head_dim: {width}, not hidden_size / num_attention_heads ({even})"
-    wide, embedded = config.get("ffn_dim"), config.get("word_embed_proj_dim")
-    if family == "opt" and wide is not None and wide != 4 * hidden:
-        return f"ffn_dim: {wide}, which is not 4 times the hidden_size"
+    embedded = config.get("word_embed_proj_dim")
     if family == "opt" and embedded is not None and embedded != hidden:
         return f"word_embed_proj_dim: {embedded}, which is not the hidden_size"
     return ""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.tnx_families import FAMILIES
+from placements.facts.tnx_families import FAMILIES, Family
 from tests.closed.forced import deviation
 from tests.closed.pairs import Row, all_pairs
 from tests.doubles import Neuron
@@ -192,6 +192,29 @@ def test_fused_weights_of_split_heads_are_refused_for_a_reason(
     expected = pytest.raises(EngineLoadError, match="NoneType") if tp_degree > KV_HEADS else nullcontext()
     with expected:
         opened(checkpoint("llama"), monkeypatch, **fields)
+
+
+def test_gpt_j_is_refused_for_a_reason(
+    real_tnx: Neuron, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its class attends only to position 0: the first token of a prompt is right, all others are wrong."""
+    family = Family(samples=False, serial=True, quantizes=False, resets=True)
+    monkeypatch.setattr("workers.engines.transformers_neuronx.engine.family_of", lambda *_: family)
+    source = checkpoint("gptj")
+    engine = opened(source, monkeypatch, tp_degree=2, slots=1)
+    assert deviation(engine, source, [[77]], steps=0) < TOLERANCE["fp32"]
+    assert deviation(engine, source, [[77]], steps=1) > 1
+
+
+def test_an_int8_kv_cache_is_refused_for_a_reason(
+    real_tnx: Neuron, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package converts keys and values without a scale, which leaves nothing of them."""
+    monkeypatch.setitem(options.QUANTIZED_KV, "int8", "s8")
+    source = checkpoint("llama")
+    lengths = {"prefill_buckets": [64], "decode_buckets": [64]}
+    engine = opened(source, monkeypatch, tp_degree=2, slots=2, quantize_kv="int8", **lengths)
+    assert deviation(engine, source) > 1
 
 
 @pytest.mark.parametrize("tp_degree", [1, 2, 4])

@@ -121,7 +121,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "n_positi
         (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, ["family-unsupported"]),
         (OPT, []),
         (OPT | {"activation_function": "gelu"}, ["family-unsupported"]),
-        (OPT | {"ffn_dim": 128}, ["family-unsupported"]),
+        (OPT | {"ffn_dim": 128}, []),
         (OPT | {"word_embed_proj_dim": 32}, ["family-unsupported"]),
     ],
 )

@@ -209,4 +209,9 @@ def refusal(
         return Failure(
             "engine-not-installed", message, PROVIDED_BY.get(engine, f"{path} -m pip install {' '.join(missing)}")
         )
+    transformers = interpreter.packages.get("transformers")
+    if engine == "cpu" and transformers is not None and not engines.reaches(transformers, engines.CPU_TRANSFORMERS):
+        first = engines.CPU_TRANSFORMERS
+        message = f"{path} has transformers {transformers}, and the engine cpu needs {first} or later"
+        return Failure("engine-not-installed", message, f"{path} -m pip install 'transformers>={first}'")
     return None

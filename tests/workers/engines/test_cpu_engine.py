@@ -629,6 +629,13 @@ def test_unsupported_sizes_are_load_errors(checkpoint: Checkpoints, wrong: dict[
     assert caught.value.id == id
 
 
+def test_an_older_transformers_is_a_load_error(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its version: images of the Neuron SDK have releases without the caches that the engine extends."""
+    monkeypatch.setattr("transformers.__version__", "4.48.3")
+    with pytest.raises(EngineLoadError, match=r"engine-not-installed.*transformers 4.57 or later, not 4.48.3"):
+        CpuEngine(checkpoint("llama"), slots=1, max_len=16).load()
+
+
 def test_bloom_has_no_maximum_position(checkpoint: Checkpoints) -> None:
     """Its bias is computed for any length, so only memory bounds max_len."""
     engine = CpuEngine(checkpoint("bloom"), slots=1, max_len=2 * MAX_POSITIONS, prefill_buckets=[16], threads=1)

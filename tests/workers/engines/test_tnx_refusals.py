@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from placements.facts.tnx_families import Reading
+from tests.checkpoints import INIT_STD
 from tests.closed.forced import deviation
 from tests.doubles import Neuron, beside_transformers
 from tests.workers.tnx_runs import config
@@ -24,25 +26,33 @@ from workers.messages.engine_protocol import EngineLoadError
 Checkpoints = Callable[[str], Path]
 
 
+@pytest.fixture(params=["neuron", pytest.param("real_tnx", marks=pytest.mark.real)])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Neuron:
+    """The double of the package, and the package itself above the closed layer's stand-ins."""
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
+    machine: Neuron = request.getfixturevalue(request.param)
+    return machine
+
+
 def refused(source: Path) -> EngineLoadError:
     with pytest.raises(EngineLoadError) as caught:
         open_transformers_neuronx(config(source)).load()
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("family", "fields"),
-    [
-        ("opt", {"do_layer_norm_before": False}),
-        ("opt", {"ffn_dim": 96}),
-        ("gpt_neox", {"use_parallel_residual": False}),
-        ("llama", {"head_dim": 32}),
-        ("mistral", {"head_dim": 32}),
-        ("llama", {"attention_bias": True}),
-        ("gpt2", {"activation_function": "relu"}),
-        ("bloom", {"apply_residual_connection_post_layernorm": True}),
-    ],
-)
+BLOCKS: list[tuple[str, dict[str, Any]]] = [
+    ("opt", {"do_layer_norm_before": False}),
+    ("opt", {"word_embed_proj_dim": 32}),
+    ("gpt_neox", {"use_parallel_residual": False}),
+    ("llama", {"head_dim": 32}),
+    ("mistral", {"head_dim": 32}),
+    ("llama", {"attention_bias": True}),
+    ("gpt2", {"activation_function": "relu"}),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "fields"), BLOCKS)
 def test_blocks_that_the_package_does_not_compute_are_refused(
     checkpoint: Checkpoints, tmp_path: Path, neuron: Neuron, family: str, fields: dict[str, Any]
 ) -> None:
@@ -54,6 +64,41 @@ def test_blocks_that_the_package_does_not_compute_are_refused(
     assert error.id == "unknown-family"
     assert next(iter(fields)) in error.what
     assert neuron.held() == {}
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("family", "fields"), [*BLOCKS, ("opt", {"ffn_dim": 96}), ("gpt2", {"n_inner": 96})])
+def test_the_package_miscomputes_just_the_blocks_that_are_refused(
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+    real_tnx: Neuron,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    fields: dict[str, Any],
+) -> None:
+    """It fails, or deviates from transformers' model of the same configuration, and nowhere else."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if family == "gpt_neox" and not metadata.version("transformers").startswith("4."):
+        pytest.skip("transformers-neuronx misreads GPT-NeoX beside transformers 5")
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
+    settings = AutoConfig.from_pretrained(str(checkpoint(family)))
+    settings.update(fields)
+    model = AutoModelForCausalLM.from_config(settings)
+    for bias in (weight for name, weight in model.named_parameters() if name.endswith("bias")):
+        torch.nn.init.normal_(bias, std=INIT_STD)  # transformers' are 0, as if there were none
+    model.save_pretrained(tmp_path)
+    is_refused = bool(Reading.of(json.loads((tmp_path / "config.json").read_text())).lacks)
+    monkeypatch.setattr("workers.engines.transformers_neuronx.engine._check_reading", lambda *_: None)
+    buckets = {} if family == "gpt_neox" else {"prefill_buckets": [64], "decode_buckets": [64]}
+    engine: Any = open_transformers_neuronx(config(tmp_path, slots=1, **buckets))
+    try:
+        engine.load()
+        is_wrong = deviation(engine, tmp_path) > 0.1
+    except (EngineLoadError, RuntimeError):
+        is_wrong = True
+        importlib.import_module("torch_neuronx.runtime").FAILURES.clear()
+    assert is_wrong is is_refused
 
 
 @pytest.mark.real
@@ -177,12 +222,11 @@ def test_gpt_neox_needs_a_transformers_before_5(
 
 
 def test_a_small_vocabulary_bounds_top_k_on_the_device(
-    checkpoint: Checkpoints, tmp_path: Path, neuron: Neuron, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoints, tmp_path: Path, machine: Neuron, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs with a top_k beyond the vocabulary do not build."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
     source = tmp_path / "model"
     small = AutoConfig.from_pretrained(str(checkpoint("llama")))
     small.vocab_size = 96
@@ -194,10 +238,9 @@ def test_a_small_vocabulary_bounds_top_k_on_the_device(
 
 @pytest.mark.parametrize("kind", [AssertionError, StopIteration, NotImplementedError])
 def test_failures_of_building_graphs_have_an_id(
-    checkpoint: Checkpoints, neuron: Neuron, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+    checkpoint: Checkpoints, machine: Neuron, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     """The package raises bare exceptions there too, and in the first runs."""
-    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
     from transformers_neuronx import OPTForSampling
 
     def fail(*_: Any, **__: Any) -> None:
@@ -213,10 +256,9 @@ def test_failures_of_building_graphs_have_an_id(
 
 @pytest.mark.parametrize(("family", "slots"), [("llama", 3), ("llama", 1), ("opt", 2)])
 def test_a_position_beyond_the_slot_never_reaches_the_package(
-    checkpoint: Checkpoints, neuron: Neuron, monkeypatch: pytest.MonkeyPatch, family: str, slots: int
+    checkpoint: Checkpoints, machine: Neuron, monkeypatch: pytest.MonkeyPatch, family: str, slots: int
 ) -> None:
     """There it is a StopIteration; padding of a static batch counts."""
-    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
     engine: Any = open_transformers_neuronx(config(checkpoint(family), slots=slots, decode_buckets=[64]))
     engine.load()
     engine.prefill([0], [[7, 8]])

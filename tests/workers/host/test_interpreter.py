@@ -102,6 +102,10 @@ def changed(**fields: Any) -> Interpreter:
         (changed(folders={"workers": None}), None, "interpreter-corewright-differs", "not found: workers"),
         (SOUND, "transformers-neuronx", "engine-not-installed", "no transformers-neuronx"),
         (changed(packages={"numpy": "2.0"}), "cpu", "engine-not-installed", "has no torch and no safetensors"),
+        (
+            changed(packages={**SOUND.packages, "transformers": "4.56.2"}),
+            *("cpu", "engine-not-installed", "needs 4.57 or later"),
+        ),
     ],
 )
 def test_each_difference_from_the_fleet_has_its_id(

@@ -20,6 +20,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from placements.facts.engines import CPU_TRANSFORMERS, reaches
 from workers.artifacts.fetch.arrival import wait_for_all, wait_for_small
 from workers.batching.buckets import default_decode_buckets, default_prefill_buckets
 from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CPU_PACKAGES = "run python -m pip install torch safetensors numpy in the replica's Python"
+NEWER_TRANSFORMERS = f"run python -m pip install 'transformers>={CPU_TRANSFORMERS}' in the replica's Python"
 PREFIX_BLOCK = 16  # tokens; fewer save less than the chunked prefill costs
 
 
@@ -173,9 +175,13 @@ class CpuEngine(LoadableEngine):
         try:
             import safetensors  # noqa: F401
             import torch  # noqa: F401 - see below
+            import transformers
             from transformers import AutoModelForCausalLM  # noqa: F401 - only tests the import
         except ImportError as error:
             raise EngineLoadError("engine-not-installed", f"the cpu engine needs {error.name}", CPU_PACKAGES) from error
+        if not reaches(transformers.__version__, CPU_TRANSFORMERS):
+            message = f"the cpu engine needs transformers {CPU_TRANSFORMERS} or later, not {transformers.__version__}"
+            raise EngineLoadError("engine-not-installed", message, NEWER_TRANSFORMERS)
         check_weights(weights, pickled)
         return settings, pickled
 
