@@ -25,7 +25,7 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.compiling import prefetch
-from workers.compiling.build import GONE, Built, Predicted, Trouble, Wanted, Working
+from workers.compiling.build import GONE, NEEDS_DEVICE, Built, Predicted, Trouble, Wanted, Working
 from workers.compiling.memory_gate import need_gib, startable
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
@@ -45,7 +45,7 @@ class Job:
     config: ReplicaConfig  # of the first model
     keys: tuple[str, ...]  # of its artifacts; empty if they depend on weights that have not been read yet
     need_gib: float  # host memory during the build
-    complete: bool = False  # everything is compiled
+    complete: bool = False  # nothing is left to compile
     target: str = ""  # what it is compiled for, if the model has several targets; see `target_of`
     unfetched: Placement | None = None
     """The placement, if everything is compiled (here or in the ``neff_cache``) and the weights are not on this host."""
@@ -197,9 +197,9 @@ class CompileAhead:
         if isinstance(prediction, Failure):
             return Outcome(**about, engine=config.engine, result="failed", failure=prediction)
         fetched, predicted = prediction
-        if not _ahead(predicted):
+        if not self._are_obtainable(config, predicted):
             return Outcome(**about, engine=config.engine, result="needs-device")
-        complete = compiled is not None or all(artifacts.complete for artifacts in predicted.wanted)
+        complete = compiled is not None or not any(each.ahead and not each.complete for each in predicted.wanted)
         memory = self._spec.model(placement.model)
         return Job(
             **about,
@@ -222,7 +222,18 @@ class CompileAhead:
             return None
         wanted = predicted.wanted
         complete = bool(wanted) and all(artifacts.complete or _is_pushed(heads, artifacts) for artifacts in wanted)
-        return (heads, predicted) if complete or not _ahead(predicted) else None
+        return (heads, predicted) if complete or not self._are_obtainable(config, predicted) else None
+
+    def _are_obtainable(self, config: ReplicaConfig, predicted: Predicted) -> bool:
+        """Returns whether a build may provide all artifacts: it compiles or fetches them, or they are here already."""
+        shared = config.neff_cache is not None
+        return all(
+            artifacts.ahead
+            or artifacts.complete
+            or (shared and artifacts.folder)
+            or (artifacts.unread and (shared or self._home.compiled.is_dir()))  # its folder is not known yet
+            for artifacts in predicted.wanted
+        )
 
     def _fetch_and_predict(
         self, config: ReplicaConfig, models: tuple[str, ...], target: str
@@ -294,10 +305,6 @@ class CompileAhead:
         return _failed(job, failure)
 
 
-def _ahead(predicted: Predicted) -> bool:
-    return all(artifacts.ahead for artifacts in predicted.wanted)
-
-
 def _is_pushed(config: ReplicaConfig, artifacts: Wanted) -> bool:
     """Returns whether the ``neff_cache`` has the complete set; an unreachable cache counts as empty."""
     if config.neff_cache is None or config.compiled is None or not artifacts.key:
@@ -315,6 +322,8 @@ def _failure_fields(failure: Failure | None) -> dict[str, str] | None:
 
 def _failed(job: Job, failure: Failure) -> Outcome:
     about: dict[str, Any] = {"models": job.models, "target": job.target, "engine": job.config.engine}
+    if failure.id == NEEDS_DEVICE:
+        return Outcome(**about, result="needs-device", keys=job.keys)
     return Outcome(**about, result="failed", keys=job.keys, failure=failure)
 
 

@@ -32,7 +32,7 @@ from tests.workers.neffs import graph
 from tests.workers.tnx_runs import config
 from workers.artifacts.store.store import Store
 from workers.compiling import prefetch, start_forecast, warming
-from workers.compiling.build import Built, Predicted, Reply, Wanted
+from workers.compiling.build import Built, Predicted, Reply, Trouble, Wanted
 from workers.compiling.memory_gate import startable
 from workers.compiling.start_forecast import Verdict
 from workers.compiling.warming import Warmed
@@ -310,25 +310,46 @@ LLAMA = {
 }
 
 
+@pytest.mark.parametrize(
+    ("wanted", "built", "result"),
+    [
+        ({"folder": ""}, None, "needs-device"),  # kept by the package alone
+        ({"folder": "/c/k"}, None, "needs-device"),  # neither here nor in a neff_cache
+        ({"folder": "/c/k", "complete": True}, Built(wanted=[], seconds=0.0), "there"),
+        ({"folder": "", "unread": ["w"]}, Built(wanted=[], seconds=0.0), "there"),
+        ({"folder": "", "unread": ["w"]}, Trouble(Failure("compile-needs-device", "on its cores")), "needs-device"),
+    ],
+)
 def test_graphs_that_only_a_start_compiles_are_not_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wanted: dict[str, Any],
+    built: Built | Trouble | None,
+    result: str,
 ) -> None:
-    """`compile` reports them, starts no compiler, and exits with 0."""
+    """`compile` finds those that are here, also if only digests of the weights show it, and exits with 0."""
     commands: list[str] = []
 
     def answers(command: str, config: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Reply]:
         commands.append(command)
-        wanted = Wanted(role="model", source="/m", manifest=MANIFEST, folder="", complete=False, ahead=False)
-        yield Predicted(engine=config.engine, wanted=[wanted])
+        if command == "predict":
+            fields = {"role": "model", "source": "/m", "manifest": MANIFEST, "complete": False, "ahead": False}
+            yield Predicted(engine=config.engine, wanted=[Wanted(**{**fields, **wanted})])
+        else:
+            assert built is not None
+            yield built
 
     monkeypatch.setattr(prefetch, "answers", answers)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "compiled").mkdir(parents=True)
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "spec.yaml").write_text(spec(str(tmp_path / "m"), degree=2, compiles=True))
     code = cli.run(["compile", str(tmp_path / "spec.yaml"), "-o", "json"])
-    answer = json.loads(capsys.readouterr().out)
-    assert (code, [model["result"] for model in answer["models"]], commands) == (0, ["needs-device"], ["predict"])
+    (answer,) = json.loads(capsys.readouterr().out)["models"]
+    assert (code, answer["result"], answer["failure"]) == (0, result, None)
+    assert commands == (["predict"] if built is None else ["predict", "compile"])
 
 
 # Places
