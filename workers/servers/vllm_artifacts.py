@@ -29,7 +29,7 @@ from placements.facts.vllm import Plugin
 from workers.artifacts.sources.listing import SourceError
 from workers.engines.checkpoint_digests import digest_of, unread_of
 from workers.engines.manifest_parts import neuron_build
-from workers.host import foreign_files
+from workers.host import foreign_files, host_facts
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache import shared_artifacts
@@ -55,6 +55,7 @@ SERVED_ALIKE = frozenset(
     }
 )
 """Flags that no graph depends on."""
+FLAGS = "NEURON_CC_FLAGS"
 RUN_ALIKE = frozenset({URL, OVERRIDE, *LNC, "NEURON_PROCESS_TAG", "NEURON_VISIBLE_DEVICES", "VLLM_CACHE_ROOT"})
 """Variables that no graph depends on, or that the manifest has as its target."""
 _READ = ("DISABLE_NEURON_", "NEURON_", "UNSAFE_", "VLLM_NEURON_", "XLA_")  # prefixes of variables that change graphs
@@ -63,6 +64,8 @@ _SHOWN = {"tensor-parallel-size": "tp_degree", "max-num-seqs": "batch_size", "ma
 AHEAD = {"VLLM_NEURON_CPU_COMPILE": "1"}
 NO_COMPILE = {"VLLM_NEURON_DISABLE_WARMUP_COMPILE": "1", "NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND": "1"}
 """Makes a missing graph an error of the start; otherwise the server compiles it on its cores."""
+MISS = "compile cache miss"
+"""Part of the later plugin's error of a missing graph, in 0.24 (`compile/backend.py`)."""
 _CPU_TARGET = "trn2"  # of a compilation ahead, unless the environment has one
 
 
@@ -98,6 +101,7 @@ def needs(
     elif plugin == "neuron":
         model, *drafts = (blake2s(foreign_files.read_bytes(source / "config.json")).hexdigest() for source in sources)
         content = {"model": model, "drafts": drafts}
+    alike = RUN_ALIKE | ({FLAGS} if plugin == "neuron" else frozenset())  # it has flags of its own, so they are unset
     manifest = {
         "engine": "vllm",
         "plugin": plugin,
@@ -106,7 +110,7 @@ def needs(
         "environment": {
             name: value
             for name, value in sorted(config.env.items())
-            if name.startswith(_READ) and name not in RUN_ALIKE and not name.startswith("NEURON_RT_")
+            if name.startswith(_READ) and name not in alike and not name.startswith("NEURON_RT_")
         },
         "dtype": config.dtype,
         "options": _options(arguments[1:], sources),
@@ -169,7 +173,7 @@ def prepared(config: ReplicaConfig, plugin: Plugin, wanted: Needs, scratch: Path
     compiled = False
     with entry(Path(config.compiled), wanted.manifest) as held:
         if held.complete or _is_pulled(config, held):  # 1, 2
-            with _hinted(held.path):
+            with _hinted(config, held.path):
                 yield Prepared(_variables(plugin, held.path, scratch) | (NO_COMPILE if plugin == "neuron" else {}))
         else:  # 3
             with filling(config, plugin, held) as server:
@@ -229,13 +233,15 @@ def _is_pulled(config: ReplicaConfig, held: Entry) -> bool:
 
 
 @contextlib.contextmanager
-def _hinted(folder: Path) -> Iterator[None]:
-    """Names the artifacts in the error of a start that does not compile."""
+def _hinted(config: ReplicaConfig, folder: Path) -> Iterator[None]:
+    """Names the artifacts in the error of a start that has logged a missing graph."""
     try:
         yield
     except EngineLoadError as error:
-        hint = f"if its output names a missing graph, remove {folder} and compile again"
-        raise EngineLoadError(error.id, error.what, "; ".join(filter(None, (error.hint, hint)))) from error
+        if not any(MISS in line for line in host_facts.last_words(Path(config.log))):
+            raise
+        message = f"{error.what}: a graph is missing in {folder}"
+        raise EngineLoadError(error.id, message, f"remove {folder} and compile again") from error
 
 
 def _send(config: ReplicaConfig, manifest: Mapping[str, Any]) -> None:

@@ -200,7 +200,7 @@ def environment(config: ReplicaConfig, installed: VllmInstallation, folder: Path
         if cores := env.pop("NEURON_RT_VISIBLE_CORES", ""):  # it refuses that name
             env["NEURON_VISIBLE_DEVICES"] = cores
         env["PROMETHEUS_MULTIPROC_DIR"] = str(folder / METRICS)
-        env.pop("NEURON_CC_FLAGS", None)  # they would replace the plugin's flags
+        env.pop(vllm_artifacts.FLAGS, None)  # they would replace the plugin's flags
         limits += ["VLLM_NEURON_COMPILATION_TIMEOUT", "NEURON_LIBTORCH_COMPILATION_TIMEOUT"]
     return env | {name: str(math.ceil(config.start_s)) for name in limits if config.start_s}
 

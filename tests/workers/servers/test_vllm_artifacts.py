@@ -37,7 +37,9 @@ def log(event):
         file.write(json.dumps([event, dict(env)]) + "\\n")
 def compiled(file):
     if env.get("VLLM_NEURON_DISABLE_WARMUP_COMPILE"):
-        sys.exit("no graph " + file.parent.name)
+        with open(env["OUTPUT"], "w") as output:
+            output.write(env["SAYS"])
+        sys.exit(1)
     log("compile")
     file.parent.mkdir(parents=True)
     (file.parent / "part").write_bytes(b"part")
@@ -208,7 +210,6 @@ def test_only_what_a_start_of_the_later_plugin_needs_is_kept(tmp_path: Path) -> 
         {"engine_options": {"max_num_batched_tokens": 256}},
         {"engine_options": {"additional_config": {"override_neuron_config": {"fused_qkv": True}}}},
         {"engine_options": {"additional_config": {"override_neuron_config": {"fused_qkv": False}}}},
-        {"env": {"NEURON_CC_FLAGS": "-O1"}},
         {"env": {"VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION": "0.5"}},
     ],
     ids=str,
@@ -218,6 +219,12 @@ def test_each_setting_has_a_folder_of_its_own(host: Host, changes: dict[str, Any
     if "env" in changes:
         changes = {"env": host.config.env | changes["env"]}
     assert host.wanted(**changes).key != host.wanted().key
+
+
+def test_compiler_flags_are_in_the_key_of_the_plugin_that_reads_them(host: Host) -> None:
+    """The later plugin has flags of its own, which these would replace, so it never gets them."""
+    flagged = host.wanted(env=host.config.env | {"NEURON_CC_FLAGS": "-O1"})
+    assert (flagged.key != host.wanted().key) == (flagged.manifest["plugin"] == "nxd")
 
 
 @pytest.mark.parametrize(
@@ -308,14 +315,15 @@ def test_a_server_that_fails_leaves_nothing_complete(tmp_path: Path) -> None:
     assert not host.wanted(env=failing).complete
 
 
-def test_a_missing_graph_of_a_complete_set_is_an_error(tmp_path: Path) -> None:
-    """It is reported at once, with the set, and not compiled on the cores."""
+@pytest.mark.parametrize(("logged", "is_named"), [("local compile cache miss for key c", True), ("no KV", False)])
+def test_a_missing_graph_of_a_complete_set_is_an_error(tmp_path: Path, logged: str, is_named: bool) -> None:
+    """It is not compiled on the cores; the set is named if the server's output has that cause."""
     host = Host(tmp_path, NEURON)
     host.start()
-    folder = host.wanted().folder
+    folder, log = host.wanted().folder, str(tmp_path / "output")
     with pytest.raises(EngineLoadError) as raised:
-        host.start(env=host.config.env | {"GRAPHS": "c" * 32})
-    assert folder in raised.value.hint
+        host.start(env=host.config.env | {"GRAPHS": "c" * 32, "OUTPUT": log, "SAYS": logged}, log=log)
+    assert (folder in raised.value.hint) == is_named
     assert host.compiles() == 2
 
 
