@@ -1,7 +1,8 @@
 """A double of vLLM's server: `python -m vllm.entrypoints.cli.main serve MODEL FLAGS` of `make_vllm`'s interpreter.
 
-Its tokens are those of the echo engine, which a process of its own gives, one by one: stopped, it hangs requests while
-``/health`` is 200, and it survives the server. A bias of 100 forces a token. Files in MODEL plan what goes wrong:
+Its tokens are those of the echo engine. As in vLLM, they come from a worker process below an engine process: a stopped
+worker hangs requests while ``/health`` is 200; both processes survive the server, and the server ends after either of
+them. A bias of 100 forces a token. Files in MODEL plan what goes wrong:
 
 - ``loading``: the socket is bound and refuses connections while it exists.
 - ``faults.json``: ``chunk``, tokens in each event; ``after``, tokens of each answer before ``error`` (an error event),
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -69,7 +71,7 @@ class Refused(Exception):
 
 
 class Engine:
-    """The process that gives tokens, in the order of the questions."""
+    """The processes that give tokens, in the order of the questions."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -81,6 +83,8 @@ class Engine:
         )
         assert self._process.stdout is not None
         await self._process.stdout.readline()  # it is up
+        self._handle = os.pidfd_open(self._process.pid)  # `wait` also waits for the worker to close the pipe
+        asyncio.get_running_loop().add_reader(self._handle, self._end)
         self._reading = asyncio.create_task(self._read(self._process.stdout))
 
     async def next_token(self, ids: list[int]) -> int:
@@ -98,6 +102,9 @@ class Engine:
             answer = self._waiting.pop(0)
             if not answer.done():
                 answer.set_result(int(line))
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._handle)
         self.ended.set()
         for answer in self._waiting:
             if not answer.done():
@@ -116,7 +123,8 @@ class Server:
         self._names: list[str] = options.served_model_name
         self._max_len: int = options.max_model_len
         self._vocab_size: int = json.loads((self._model / "config.json").read_text())["vocab_size"]
-        self._eos = json.loads((self._model / "generation_config.json").read_text())["eos_token_id"]
+        eos = json.loads((self._model / "generation_config.json").read_text())["eos_token_id"]
+        self._eos: list[int] = eos if isinstance(eos, list) else [eos]
         self._most: int = options.max_num_queued_reqs or sys.maxsize
         self._slots = asyncio.Semaphore(options.max_num_seqs)
         self._requests = self._running = 0
@@ -233,7 +241,7 @@ class Server:
 
     async def _next(self, answer: Answer, ids: list[int]) -> tuple[int, str | None]:
         body, count = answer.body, len(ids) + 1
-        ending = {*body.get("stop_token_ids", ()), *([] if body.get("ignore_eos") else [self._eos])}
+        ending = {*body.get("stop_token_ids", ()), *([] if body.get("ignore_eos") else self._eos)}
         token = await self.engine.next_token(answer.prompt + ids)
         forced = [int(id) for id, bias in (body.get("logit_bias") or {}).items() if bias >= 100]
         if forced and not (forced[0] in ending and count <= body.get("min_tokens", 0)):
@@ -371,7 +379,15 @@ def main(arguments: list[str]) -> None:
 
 
 def engine() -> None:
-    """The engine's process: one token for each line of ids. It goes on when its server has gone."""
+    """The engine's process, which ends with its worker."""
+    if worker := os.fork():
+        os.waitpid(worker, 0)
+    else:
+        work()
+
+
+def work() -> None:
+    """The worker's process: one token for each line of ids. It goes on when its server has gone."""
     print("up", flush=True)  # noqa: T201
     for line in sys.stdin:
         print(echo_tokens(json.loads(line), 1)[0], flush=True)  # noqa: T201

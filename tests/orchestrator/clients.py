@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import threading
@@ -66,6 +67,21 @@ class Streamed:
                     self.error = event.get("error", self.error)
                     self.text += "".join(choice["text"] for choice in event.get("choices", ()))
                     self.begun.set()
+
+
+class Sent:
+    """A plain completion that has been sent, and whose answer is read later."""
+
+    def __init__(self, fleet: LiveFleet, body: dict[str, Any]) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", fleet.port, timeout=60)
+        self._connection.request("POST", "/v1/completions", json.dumps(body))
+
+    def answer(self) -> Any:
+        return json.loads(self._connection.getresponse().read())
+
+    def close(self) -> None:
+        """Leave before the answer."""
+        self._connection.close()
 
 
 def complete(fleet: LiveFleet, model: str, prompt: str = "hello", **fields: Any) -> httpx.Response:

@@ -76,10 +76,11 @@ class _Live:
     id: str
     accepted: AcceptedRequest | None = None
     forwarded: ForwardedRequest | None = None
-    watched: bool = True  # the server should send something: false while a whole answer is generated or the window full
+    watched: bool = False  # the server should send something: not while a whole answer is generated or the window full
     unread: int = 0  # bytes of the window
     room: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+    sent: bool = False  # it has a slot of the server
     begun: bool = False  # it has a token
 
     def event(self, finish: FinishReason, error: str | None = None) -> TokenEvent:
@@ -118,6 +119,7 @@ class CompletionRelay:
         self._metrics: ServerMetrics | None = None
         self._load: ServerLoad | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._slots = asyncio.Semaphore(server.spec.slots)  # of the server: more would wait there, out of order
         self._adapters = LoadedAdapters(server.most_adapters, self._load_adapter, self._unload_adapter)
         threading.Thread(target=self._run_loop, name="server", daemon=True).start()
         threading.Thread(target=self._watch_server, name="server-exit", daemon=True).start()
@@ -134,13 +136,10 @@ class CompletionRelay:
             live.accepted = self._accepted(request)
         else:
             live.forwarded = ForwardedRequest(request.forwarded, self._server.model)
-            live.watched = live.forwarded.streams
         with self._changed:
             refuse_when_closed(self._failed, self._closing, self._draining)
             if request.id in self._live:
                 raise ValueError(f"request {request.id} is already running")
-            if not self._watched:
-                self._progress_at = self._clock()
             self._live[request.id] = live
         self._loop.call_soon_threadsafe(self._start, request.id)
 
@@ -184,12 +183,13 @@ class CompletionRelay:
     @property
     def stats(self) -> BatcherStats:
         with self._changed:
+            sent = sum(live.sent for live in self._live.values())
             begun = sum(live.begun for live in self._live.values())
             return BatcherStats(
                 slots=self.spec.slots,
-                live=len(self._live),
-                waiting=0,
-                prefilling=len(self._live) - begun,
+                live=sent,
+                waiting=len(self._live) - sent,
+                prefilling=sent - begun,
                 steps=self._steps,
                 tokens=self._tokens,
                 step_started_at=self._progress_at if self._watched else None,
@@ -280,7 +280,8 @@ class CompletionRelay:
         adapter = "" if live.accepted is None else live.accepted.request.adapter
         loads = adapter and self._server.most_adapters
         try:
-            async with self._adapters.using(adapter) if loads else nullcontext():
+            async with self._slots, self._adapters.using(adapter) if loads else nullcontext():
+                self._watch(live)
                 await self._exchange(live)
         except ServerError as error:
             self._end(live, self._failure(live, error))
@@ -381,10 +382,15 @@ class CompletionRelay:
         while live.unread + size > WINDOW_BYTES:
             live.room.clear()
             await live.room.wait()
+        if watched:
+            self._watch(live)
+
+    def _watch(self, live: _Live) -> None:
+        """Expect progress of a request that the server has; none of an answer that comes in one piece."""
         with self._changed:
             if not self._watched:
                 self._progress_at = self._clock()
-            live.watched = watched
+            live.sent, live.watched = True, live.forwarded is None or live.forwarded.streams
 
     def _count(self, tokens: int) -> None:
         """Record that the server makes progress."""

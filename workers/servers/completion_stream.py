@@ -84,7 +84,8 @@ def completion_body(
         "presence_penalty": request.presence_penalty,
         "frequency_penalty": request.frequency_penalty,
         "stop_token_ids": sorted(ending_ids),
-        "ignore_eos": True,  # vLLM's own EOS is the tokenizer's, which may not be the model's
+        # vLLM's own EOS is the tokenizer's, which may not be the model's. A complete JSON can only end with it.
+        "ignore_eos": request.guide is None,
         "skip_special_tokens": False,
     }
     if request.logit_bias:
@@ -152,7 +153,7 @@ class StreamReader:
                     raise error_of(chunk.error)
                 if chunk.choices:
                     yield self._piece(chunk.choices[0])
-            except ValueError as error:  # of msgspec, or of logprobs that do not fit the tokens
+            except (ValueError, RecursionError) as error:  # of msgspec, or of logprobs that do not fit the tokens
                 message = f"the server sent an event that is not a completion: {error}"
                 raise ServerError(message, BAD_GATEWAY) from None
 

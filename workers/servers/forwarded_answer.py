@@ -87,7 +87,7 @@ def whole_answer(request: ForwardedRequest, body: bytes) -> tuple[AnswerPart, Fi
     """Returns an answer that is not streamed. Raises ServerError for one without all finish reasons."""
     try:
         answer = _answers.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ServerError(f"the server's answer is not JSON of OpenAI's API: {error}", BAD_GATEWAY) from None
     if answer.error is not None:
         raise error_of(answer.error)
@@ -147,7 +147,7 @@ class EventReader:
     def _read(self, event: bytes) -> None:
         try:
             chunk = _answers.decode(event)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ServerError(f"an event of the server is not of OpenAI's API: {error}", BAD_GATEWAY) from None
         if chunk.error is not None:
             raise error_of(chunk.error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
@@ -20,7 +19,7 @@ import pytest
 
 from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
-from tests.orchestrator.clients import Streamed, complete, echo_text
+from tests.orchestrator.clients import Sent, Streamed, complete, echo_text
 from workers.host.core_claims import CoreClaim, CoresTaken, held_cores
 
 SPEC = """\
@@ -45,17 +44,6 @@ def fleet() -> Iterator[LiveFleet]:
         yield live.wait_ready()
     finally:
         live.clean()
-
-
-class Sent:
-    """A plain completion that has been sent, and whose answer is read later."""
-
-    def __init__(self, fleet: LiveFleet, body: dict[str, Any]) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", fleet.port, timeout=60)
-        self._connection.request("POST", "/v1/completions", json.dumps(body))
-
-    def answer(self) -> Any:
-        return json.loads(self._connection.getresponse().read())
 
 
 def wait_ready_again(fleet: LiveFleet, id: str, before: dict[str, Any]) -> dict[str, Any]:

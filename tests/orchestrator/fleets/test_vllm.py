@@ -69,7 +69,7 @@ def fleet(source: Path) -> Iterator[LiveFleet]:
 
 def complete(fleet: LiveFleet, model: str, **fields: Any) -> Any:
     body = {"model": model, "prompt": "The quick", "max_tokens": 24, "temperature": 0, **fields}
-    answer = fleet.http.post("/v1/completions", json=body)
+    answer = fleet.http.post("/v1/completions", json=body, timeout=START_S)  # vLLM compiles for the first logprobs
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -80,7 +80,8 @@ def text(answer: Any) -> str:
 
 def tree(fleet: LiveFleet) -> dict[str, psutil.Process]:
     """The processes of the replica, by role."""
-    actor = psutil.Process(fleet.replica("served/0")["pid"])
+    (replica,) = [each for model in fleet.status()["models"] if model["name"] == "served" for each in model["replicas"]]
+    actor = psutil.Process(replica["pid"])
     (keeper,) = actor.children()
     (server,) = keeper.children()
     others = {child.cmdline()[0]: child for child in server.children(recursive=True)}
@@ -183,7 +184,7 @@ def test_an_update_and_a_drain_leave_no_process(fleet: LiveFleet, source: Path) 
 
     def updated() -> bool:
         (replicas,) = [model["replicas"] for model in fleet.status()["models"] if model["name"] == "served"]
-        return any(each["state"] == "ready" and each["pid"] != before["actor"].pid for each in replicas)
+        return [(each["state"], each["pid"] != before["actor"].pid) for each in replicas] == [("ready", True)]
 
     until(updated, START_S, "the new version is ready")
     until(lambda: all(map(is_gone, before.values())), GONE_S, "the old server is gone")

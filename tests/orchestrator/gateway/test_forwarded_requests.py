@@ -430,11 +430,12 @@ def test_a_whole_answer_that_takes_long_is_not_a_stuck_step(relayed: Make) -> No
     go = threading.Event()
     replica = relayed(lambda call: go.wait(10) and call.answer(WHOLE))
 
-    for id, body in (("whole", {"model": "m"}), ("stream", {"model": "m", "stream": True})):
+    bodies = {"whole": {"model": "m"}, "stream": {"model": "m", "stream": True}}
+    for id, body in bodies.items():
         forwarded = Forwarded("/v1/completions", json.dumps(body).encode())
         replica.relay.submit(GenerateRequest(id=id, prompt_ids=[], max_tokens=1, forwarded=forwarded))
-        started = replica.relay.stats.step_started_at
-        assert (started is None) == (id == "whole")
+        until(lambda: replica.relay.stats.waiting == 0, 10.0, "the server has it")
+        assert (replica.relay.stats.step_started_at is None) == (id == "whole")
     go.set()
 
 

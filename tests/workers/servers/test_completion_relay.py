@@ -203,17 +203,32 @@ def test_tokens_and_text_arrive_whatever_the_chunks(
 
 def test_every_sampling_parameter_is_named(server: FakeServer, relay: CompletionRelay, received: Received) -> None:
     """The server's own defaults come from the checkpoint, and it ignores what it does not know."""
-    relay.submit(request(top_k=7, seed=3, stop_token_ids=[9], logit_bias={5: 1.5}, guide='{"type": "object"}'))
+    relay.submit(request(top_k=7, seed=3, stop_token_ids=[9], logit_bias={5: 1.5}))
     received.end("a")
 
     (body,) = server.bodies
     assert body["prompt"] == PROMPT
     assert body["stop_token_ids"] == [9, EOS_ID]
-    assert body["structured_outputs"] == {"json": {"type": "object"}}
     assert (body["top_k"], body["seed"], body["logit_bias"], body["n"]) == (7, 3, {"5": 1.5}, 1)
     assert body["ignore_eos"] is True  # the server's EOS is the tokenizer's; the model's ids are stop ids
     named = {"temperature", "top_p", "min_p", "min_tokens", "max_tokens", "ignore_eos", "return_token_ids", "stream"}
     assert named | {"repetition_penalty", "presence_penalty", "frequency_penalty"} <= body.keys()
+
+
+def test_a_guided_answer_may_end_with_the_servers_eos(
+    server: FakeServer, relay: CompletionRelay, received: Received
+) -> None:
+    """A complete JSON can be followed by the tokenizer's EOS only, which is not one of the model's."""
+
+    async def ended(server: FakeServer, body: dict[str, Any], response: web.StreamResponse) -> None:
+        await response.write(chunk([65]) + chunk([9], "stop"))
+
+    server.answer = ended
+    relay.submit(request(guide='{"type": "object"}'))
+
+    assert received.end("a").finish is FinishReason.STOP
+    assert server.bodies[0]["structured_outputs"] == {"json": {"type": "object"}}
+    assert not server.bodies[0]["ignore_eos"]
 
 
 def test_what_the_server_would_ignore_is_refused(relay: CompletionRelay) -> None:
@@ -414,7 +429,7 @@ def test_a_hung_server_shows_as_a_step_that_lasts(
 
 
 def test_ragged_requests_do_not_mix(server: FakeServer, relay: CompletionRelay, received: Received) -> None:
-    """Each gets its own tokens, many at once over connections that are used again."""
+    """Each gets its own tokens, over connections that are used again, and the server never has more than the slots."""
     prompts = {f"r{i}": [40 + i, *range(40, 40 + i % 7)] for i in range(30)}
     for id, prompt in prompts.items():
         relay.submit(request(id, prompt_ids=prompt, max_tokens=1 + len(prompt) % 5))
@@ -422,6 +437,7 @@ def test_ragged_requests_do_not_mix(server: FakeServer, relay: CompletionRelay, 
     for id, prompt in prompts.items():
         assert received.ids(id) == echo_tokens(prompt, 1 + len(prompt) % 5)
     assert sorted(server.ids) == sorted(prompts)
+    assert server.most <= SLOTS
 
 
 def test_the_bytes_of_a_stream_may_be_split_anywhere() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import signal
 import socket
@@ -64,6 +65,7 @@ class Run:
         self.keeper = next(process for process in here if "keeper.py" in " ".join(process.cmdline()))
         (self.server,) = self.keeper.children()
         (self.engine,) = self.server.children()
+        (self.worker,) = self.engine.children()
 
     def _is_here(self, process: psutil.Process) -> bool:
         try:
@@ -101,6 +103,13 @@ class Run:
     def _server_get(self, route: str) -> tuple[int, bytes]:
         return self.relay._server.address.get(route)
 
+    def connection(self) -> http.client.HTTPConnection:
+        """A request of another client."""
+        connection = self.relay._server.address.connection(DEADLINE_S)
+        body = json.dumps({"model": "tiny", "prompt": [1], "stream": True})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        return connection
+
     def health(self) -> int:
         return self._server_get("/health")[0]
 
@@ -133,7 +142,7 @@ def run(shared: tuple[Run, Path], faults: Path) -> Iterator[Run]:
     run, _ = shared
     run.events.clear()
     yield run
-    run.engine.resume()
+    run.worker.resume()
     until(lambda: run.relay.stats.live == 0, DEADLINE_S, "all requests have ended")
     faults.unlink(missing_ok=True)
 
@@ -182,7 +191,7 @@ def test_logprobs_and_several_tokens_in_a_chunk(run: Run, faults: Path) -> None:
 
 
 def test_a_cancelled_request_frees_its_slot_in_the_server(run: Run) -> None:
-    run.engine.suspend()
+    run.worker.suspend()
     run.submit()
     until(lambda: run.running() == 1, DEADLINE_S, "it has a slot")
 
@@ -193,20 +202,20 @@ def test_a_cancelled_request_frees_its_slot_in_the_server(run: Run) -> None:
 
 
 def test_a_stopped_engine_shows_as_a_step_that_lasts_though_health_is_200(run: Run) -> None:
-    run.engine.suspend()
+    run.worker.suspend()
     run.submit()
     until(lambda: run.running() == 1, DEADLINE_S, "it has a slot")
 
     assert run.health() == 200
     assert run.relay.stats.step_started_at is not None
-    run.engine.resume()
+    run.worker.resume()
     assert run.ids() == echo_tokens([72, 105], 20)
 
 
-@pytest.mark.parametrize("victim", ["server", "engine"])
+@pytest.mark.parametrize("victim", ["server", "engine", "worker"])
 def test_a_killed_process_ends_the_others_and_answers_every_request(own: Run, victim: str) -> None:
-    """The engine's process outlives the server, and the keeper ends it."""
-    own.engine.suspend()
+    """The engine's processes outlive the server, and the keeper ends them."""
+    own.worker.suspend()
     own.submit()
     until(lambda: own.running() == 1, DEADLINE_S, "it has a slot")
 
@@ -215,7 +224,7 @@ def test_a_killed_process_ends_the_others_and_answers_every_request(own: Run, vi
     with pytest.raises(RuntimeError):
         own.relay.run()
     assert own.end().finish in (FinishReason.UNSERVED, FinishReason.ERROR)
-    assert gone([own.server, own.engine])
+    assert gone([own.server, own.engine, own.worker])
 
 
 def test_a_drained_server_that_is_closed_leaves_no_process_and_no_folder(own: Run) -> None:
@@ -225,7 +234,7 @@ def test_a_drained_server_that_is_closed_leaves_no_process_and_no_folder(own: Ru
     own.relay.close()
 
     assert own.ids() == echo_tokens([72, 105], 20)
-    assert gone([own.keeper, own.server, own.engine])
+    assert gone([own.keeper, own.server, own.engine, own.worker])
     assert not own.folder.exists()
 
 
@@ -241,16 +250,32 @@ def test_only_a_finish_reason_is_success(run: Run, faults: Path, do: str, after:
     assert run.ids() == echo_tokens([72, 105], after)
 
 
-def test_requests_beyond_the_queue_are_refused(run: Run) -> None:
-    """The server's limit is that of `--max-num-queued-reqs`; another replica may answer them."""
-    run.engine.suspend()
-    for number in range(SLOTS + 8):
+def test_requests_beyond_the_slots_wait_in_the_replica(run: Run) -> None:
+    """And take the slots of those that are cancelled; the server has no queue."""
+    run.worker.suspend()
+    for number in range(SLOTS * 2):
         run.submit(f"r{number}")
+    until(lambda: run.running() == SLOTS, DEADLINE_S, "all slots are taken")
+    for number in range(SLOTS):
+        run.relay.cancel(f"r{number}")
+    until(lambda: run.relay.stats.waiting == 0, DEADLINE_S, "the others have the slots")
+    run.worker.resume()
+
+    assert [run.ids(f"r{number}") for number in range(SLOTS, SLOTS * 2)] == [echo_tokens([72, 105], 20)] * SLOTS
+
+
+def test_a_server_whose_queue_is_full_refuses_for_now(run: Run) -> None:
+    """The limit is that of `--max-num-queued-reqs`; another replica may answer the request."""
+    run.worker.suspend()
+    others = [run.connection() for _ in range(SLOTS + 8)]
     until(lambda: run.running() + run.running("waiting") == SLOTS + 8, DEADLINE_S, "the queue is full")
 
     run.submit("late")
 
     assert run.end("late").finish is FinishReason.UNSERVED
+    for other in others:
+        other.close()
+    until(lambda: run.running() + run.running("waiting") == 0, DEADLINE_S, "the server is idle")
 
 
 def test_a_schema_that_the_server_refuses_is_the_clients_fault(run: Run) -> None:
