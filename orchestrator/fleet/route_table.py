@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from orchestrator.fleet.replica_states import ModelState
+from placements.facts.engines import SERVER_ENGINES
 from workers.messages.credentials import Credentials
 
 
@@ -46,6 +47,11 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     def forwards(self) -> bool:
         """Its replicas get the clients' own bodies."""
         return self.engine == "server"
+
+    @property
+    def reads_parts(self) -> bool:
+        """Its replicas also get bodies with parts that are not text, such as images."""
+        return self.engine in SERVER_ENGINES
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True):

@@ -276,7 +276,11 @@ class Gateway:
             return None
         body = body_reader.read_chat(_json_of(exchange))
         self._check_messages(body)
-        return self._generation.start(exchange, body, self.served.queue(exchange.key, body.model), 1)
+        queue = self.served.queue(exchange.key, body.model)
+        if queue.routes.reads_parts and any(message.has_other_parts for message in body.messages):
+            self._generation.forward(exchange, body_reader.read_forwarded(exchange.request.body), queue)
+            return None
+        return self._generation.start(exchange, body, queue, 1)
 
     def embed(self, exchange: Exchange) -> None:
         if not self._forwarded(exchange):

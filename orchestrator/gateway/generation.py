@@ -92,7 +92,7 @@ class Generation:
         prompt = size // BYTES_OF_FORWARDED
         expected = 0 if path not in GENERATING else (body.n or 1) * (most or int(queue.mean_answer))
         self._take(exchange, prompt + expected, prompt if most is None else None)
-        answer, note = ForwardedAnswer(prompt), Note(queue.name, bool(body.stream), prompt_tokens=prompt)
+        answer, note = ForwardedAnswer(prompt), Note(queue.label(body.model), bool(body.stream), prompt_tokens=prompt)
         reply = Reply(exchange, answer, note, self._metrics, False, self._settings.keep_alive_s)
         operation = GENERATING.get(path, path.rpartition("/")[2])
         if self._tracing is not None:
@@ -101,6 +101,7 @@ class Generation:
             id=next(self._request_ids),
             prompt_ids=[],
             max_tokens=most or queue.routes.max_len,
+            adapter=queue.adapter(body.model),
             forwarded=Forwarded(path, exchange.request.body),
         )
         try:

@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ RULES: tuple[tuple[str, Any, Callable[[Any], bool]], ...] = (
     ("repetition_penalty", 1.0, lambda value: value > 0),
     ("presence_penalty", 0.0, lambda value: -2 <= value <= 2),
     ("frequency_penalty", 0.0, lambda value: -2 <= value <= 2),
-    ("logprobs", 0, lambda value: -1 <= value <= MOST_LOGPROBS),
+    ("logprobs", 0, lambda value: value >= -1),
     ("stop_token_ids", [], lambda value: all(isinstance(id, int) for id in value)),
 )
 
@@ -179,26 +179,25 @@ class Server:
             raise Refused(400, "the body is not JSON") from None
         with (self._model / "received.jsonl").open("a") as log:
             log.write(json.dumps(body) + "\n")
-        answer = Answer(body, request.path.endswith("/chat/completions"), request.headers.get("X-Request-Id", "0"))
-        if body.get("model") not in self._names:
+        if body.get("model") not in (*self._names, None):
             raise Refused(404, "there is no such model", "NotFoundError")
+        answer = Answer(body, request.path.endswith("/chat/completions"), request.headers.get("X-Request-Id", "0"))
+        self._check(answer)
         if not body.get("stream"):
-            self._check(answer)
+            self._check_in_engine(answer)
             ids: list[int] = []
             finish: str | None = None
-            async with self._slots:
+            async with self._slot():
                 while finish is None:
                     token, finish = await self._next(answer, ids)
                     ids.append(token)
             return web.json_response(answer.whole(ids, finish))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        if answer.chat:
-            self._check(answer)
         await response.prepare(request)
         try:
             if answer.chat:
                 await response.write(_event(answer.role()))
-            self._check(answer)
+            self._check_in_engine(answer)
             if not await self._stream(answer, response):
                 return response
         except Refused as error:
@@ -206,28 +205,33 @@ class Server:
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    @contextlib.asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        async with self._slots:
+            self._running += 1
+            try:
+                yield
+            finally:
+                self._running -= 1
+
     async def _stream(self, answer: Answer, response: web.StreamResponse) -> bool:
         """Returns whether the response ends as HTTP says."""
         faults = json.loads(path.read_text()) if (path := self._model / "faults.json").exists() else {}
         ids: list[int] = []
         chunk: list[int] = []
         finish: str | None = None
-        async with self._slots:
-            self._running += 1
-            try:
-                while finish is None:
-                    if len(ids) == faults.get("after"):
-                        if faults["do"] == "error":
-                            raise Refused(500, "planned", "InternalServerError")
-                        return self._cut(response) if faults["do"] == "reset" else True
-                    token, finish = await self._next(answer, ids)
-                    ids.append(token)
-                    chunk.append(token)
-                    if finish is not None or len(chunk) >= faults.get("chunk", 1) or len(ids) == faults.get("after"):
-                        await response.write(_event(answer.chunk(chunk, finish, first=len(ids) == len(chunk))))
-                        chunk = []
-            finally:
-                self._running -= 1
+        async with self._slot():
+            while finish is None:
+                if len(ids) == faults.get("after"):
+                    if faults["do"] == "error":
+                        raise Refused(500, "planned", "InternalServerError")
+                    return self._cut(response) if faults["do"] == "reset" else True
+                token, finish = await self._next(answer, ids)
+                ids.append(token)
+                chunk.append(token)
+                if finish is not None or len(chunk) >= faults.get("chunk", 1) or len(ids) == faults.get("after"):
+                    await response.write(_event(answer.chunk(chunk, finish, first=len(ids) == len(chunk))))
+                    chunk = []
         if answer.body.get("stream_options", {}).get("include_usage"):
             await response.write(_event(answer.chunk_of([], usage=answer.usage(len(ids)))))
         return True
@@ -248,22 +252,31 @@ class Server:
             token = forced[0]
         if token in ending and count > body.get("min_tokens", 0):
             return token, "stop"
-        return token, "length" if count >= body.get("max_tokens", 16) else None
+        most = min(body.get("max_tokens") or 16, self._max_len - len(answer.prompt))
+        return token, "length" if count >= most else None
 
     def _check(self, answer: Answer) -> None:
-        """Raises Refused as vLLM does; fields that it does not know pass."""
+        """Raises Refused for what vLLM checks before it answers; fields that it does not know pass."""
         body = answer.body
         for name, default, holds in RULES:
             value = body.get(name)
             if not holds(default if value is None else value):
                 raise Refused(400, f"{name} is {value}")
-        most = body.get("max_tokens", 16)
-        if not answer.prompt or len(answer.prompt) + most > self._max_len or body.get("min_tokens", 0) > most:
+        prompt = answer.prompt
+        if not 0 < len(prompt) < self._max_len or body.get("min_tokens", 0) > (body.get("max_tokens") or 16):
             raise Refused(400, "the lengths are not possible")
-        if not all(0 <= int(id) < self._vocab_size for id in [*answer.prompt, *(body.get("logit_bias") or {})]):
-            raise Refused(400, "an id is outside the vocabulary")
+        if any(id < 0 for id in prompt):
+            raise Refused(400, "an id is negative")
         if body.get("n", 1) > 1 and body.get("temperature") == 0:
             raise Refused(400, "several greedy answers")
+
+    def _check_in_engine(self, answer: Answer) -> None:
+        """Raises Refused for what only vLLM's engine checks, when a stream has begun."""
+        body = answer.body
+        if not all(int(id) < self._vocab_size for id in [*answer.prompt, *(body.get("logit_bias") or {})]):
+            raise Refused(400, "an id is outside the vocabulary")
+        if (body.get("logprobs") or 0) > MOST_LOGPROBS:
+            raise Refused(400, "too many logprobs")
         schema = (body.get("structured_outputs") or {}).get("json", {})
         if schema.get("type", "object") not in ("object", "array", "string", "number", "integer", "boolean", "null"):
             raise Refused(400, "the schema has an unknown type")
@@ -276,6 +289,8 @@ class Answer:
         self.body = body
         self.chat = chat
         text = body["messages"][-1]["content"] if chat else body.get("prompt")
+        if chat and not isinstance(text, str):
+            text = json.dumps(text)
         self.prompt: list[int] = list(text.encode()) if isinstance(text, str) else text or []
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{id}", "created": int(time.time()), "object": kind}

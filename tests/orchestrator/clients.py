@@ -26,7 +26,10 @@ ERRORS = {  # the table of docs/cli.md, without those that need a wrong request
     404: ("invalid_request_error", {"model_not_found"}),
     429: ("rate_limit_error", {"queue_full"}),
     500: ("internal_error", {"engine_failed", "internal_error"}),
-    503: ("service_unavailable", {"model_loading", "model_unavailable", "replica_lost", "tokenizer_unavailable"}),
+    503: (
+        "service_unavailable",
+        {"model_loading", "model_unavailable", "replica_lost", "server_unavailable", "tokenizer_unavailable"},
+    ),
 }
 
 

@@ -31,7 +31,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """One prompt to be continued, already tokenized and checked against the replica's lengths.
 
     ``len(prompt_ids) + max_tokens`` must not exceed the engine's ``max_len``, and ``prompt_ids`` is not empty; except
-    with ``forwarded``, which the server checks itself: all fields but id, max_tokens and trace are then unused.
+    with ``forwarded``, which the server checks itself: only id, max_tokens, adapter and trace are then used.
     """
 
     id: str

@@ -50,6 +50,7 @@ IS_LOADED = "has already been loaded"  # in the error of a second load
 UNAVAILABLE = 503  # the server's queue is full, or it shuts down
 UNSERVED = (429, UNAVAILABLE)  # another attempt may succeed
 OURS = (401, 403)  # not the client's fault: it has no credentials of the server
+GONE = (ConnectionRefusedError, FileNotFoundError)  # errors of a connection to a server that listened before
 WINDOW_BYTES = 2**18  # of one forwarded answer, sent and not yet read by its gateway
 PART_BYTES = 2**16  # of one event, so that other answers come in between
 LONGEST_ANSWER = 64 * 2**20  # bytes of one that is not streamed
@@ -74,6 +75,7 @@ class _Live:
     """A request in the server."""
 
     id: str
+    adapter: str
     accepted: AcceptedRequest | None = None
     forwarded: ForwardedRequest | None = None
     watched: bool = False  # the server should send something: not while a whole answer is generated or the window full
@@ -131,11 +133,13 @@ class CompletionRelay:
 
     def submit(self, request: GenerateRequest) -> None:
         """Accept a request. Raises ValueError for one that the server cannot run, and ``BatcherClosed``."""
-        live = _Live(request.id)
+        if request.adapter and request.adapter not in self._server.adapters:
+            raise ValueError(f"this replica has no adapter {request.adapter!r}")
+        live = _Live(request.id, request.adapter)
         if request.forwarded is None:
             live.accepted = self._accepted(request)
         else:
-            live.forwarded = ForwardedRequest(request.forwarded, self._server.model)
+            live.forwarded = ForwardedRequest(request.forwarded, served_name(self._server.model, request.adapter))
         with self._changed:
             refuse_when_closed(self._failed, self._closing, self._draining)
             if request.id in self._live:
@@ -147,8 +151,6 @@ class CompletionRelay:
         if self._tokenizer is None:
             raise ValueError("this model's server gets requests in their own form only")
         check_request(request, self.spec)
-        if request.adapter and request.adapter not in self._server.adapters:
-            raise ValueError(f"this replica has no adapter {request.adapter!r}")
         if request.no_repeat_ngram_size:
             raise ValueError("this model's engine does not support no_repeat_ngram_size")
         ending_ids = frozenset(request.stop_token_ids)
@@ -277,15 +279,16 @@ class CompletionRelay:
 
     async def _answer(self, live: _Live) -> None:
         """Send the request, and emit its answer until it ends."""
-        adapter = "" if live.accepted is None else live.accepted.request.adapter
-        loads = adapter and self._server.most_adapters
+        loads = live.adapter and self._server.most_adapters
         try:
-            async with self._slots, self._adapters.using(adapter) if loads else nullcontext():
+            async with self._slots, self._adapters.using(live.adapter) if loads else nullcontext():
                 self._watch(live)
                 await self._exchange(live)
         except ServerError as error:
             self._end(live, self._failure(live, error))
         except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, GONE):
+                self._fail(f"the server does not listen any more: {error}")  # so that no request is retried here
             lost = ServerError(f"the connection to the server was lost: {error}", UNAVAILABLE)
             self._end(live, self._failure(live, lost))
         finally:  # after an unexpected error, too: the request must not wait for ever

@@ -75,6 +75,11 @@ class ChatMessage(msgspec.Struct):
     tool_call_id: str | None = None  # of a tool's answer
     function_call: Annotated[Ignored, _REFUSED] = None
 
+    @property
+    def has_other_parts(self) -> bool:
+        """Some of it is not text, such as an image."""
+        return isinstance(self.content, list) and any(part.type != "text" for part in self.content)
+
     def text(self) -> str:
         """Returns the text of all parts. Raises ApiError for a part that is not text."""
         if self.content is None or isinstance(self.content, str):

@@ -208,7 +208,7 @@ class ModelQueue:
     def _is_outdated(self, ticket: Ticket) -> bool:
         routes = self.routes
         if ticket.request.forwarded is not None:
-            return not routes.forwards
+            return not (routes.forwards or routes.reads_parts)
         return ticket.tokenizer != routes.tokenizer or ticket.tokens + ticket.request.max_tokens > routes.max_len
 
     def _look_for_outdated(self, tickets: Iterable[Ticket]) -> None:

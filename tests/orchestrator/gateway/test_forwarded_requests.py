@@ -41,8 +41,8 @@ def relayed() -> Iterator[Make]:
         replica.close()
 
 
-def serve(gateway: LiveGateway, *replicas: Any, name: str = "m") -> None:
-    gateway.serve(routes(name, *replicas, engine="server"))
+def serve(gateway: LiveGateway, *replicas: Any, name: str = "m", engine: str = "server") -> None:
+    gateway.serve(routes(name, *replicas, engine=engine))
 
 
 def complete(gateway: LiveGateway, **fields: Any) -> httpx.Response:
@@ -108,6 +108,24 @@ def test_a_stream_shows_usage_only_on_request(gateway: LiveGateway, relayed: Mak
     assert [item["usage"] for item in events[:-1] if item.get("usage")] == (
         [USAGE] if (options or {}).get("include_usage") else []
     )
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url"])
+def test_parts_that_are_not_text_reach_a_vllm_server(gateway: LiveGateway, relayed: Make, kind: str) -> None:
+    """With all other fields; other engines refuse them."""
+    answer = {**WHOLE, "choices": [{"index": 0, "message": {"content": "a cat"}, "finish_reason": "stop"}]}
+    replica = relayed(lambda call: call.answer(answer))
+    serve(gateway, replica, engine="vllm")
+    parts = [{"type": "text", "text": "What?"}, {"type": kind, kind: {"url": "data:;base64,AAAA", "detail": "low"}}]
+    fields = {"messages": [{"role": "user", "content": parts}], "top_k": 3}
+
+    response = gateway.http.post("/v1/chat/completions", json={"model": "m", **fields})
+
+    assert response.json() == {**answer, "model": "m"}
+    assert replica.calls[0].body == {"model": NAME, **fields}
+    serve(gateway, replica, engine="echo")
+    refused = gateway.http.post("/v1/chat/completions", json={"model": "m", **fields})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
 
 
 def test_events_may_arrive_in_any_pieces(gateway: LiveGateway, relayed: Make) -> None:
