@@ -82,10 +82,10 @@ def default_dtype(engine: Engine) -> Dtype:
 
 # Families of the engines
 
-NXD_VERSIONS = ("0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9")
-"""The supported series of NxD Inference, oldest first. 0.1 requires transformers 4.45, older than corewright's."""
+NXD_VERSIONS = ("0.4", "0.5", "0.6", "0.7", "0.8", "0.9")
+"""The supported series of NxD Inference, oldest first. The own code of earlier ones has not been run."""
 
-NXD_FAMILIES: Mapping[str, str] = {"llama": "0.2", "mixtral": "0.2", "qwen2": "0.5", "qwen3": "0.5", "mistral": "0.2"}
+NXD_FAMILIES: Mapping[str, str] = {"llama": "0.4", "mixtral": "0.4", "qwen2": "0.5", "qwen3": "0.5", "mistral": "0.4"}
 """model_type -> the first series of NxD Inference that serves it, from ``utils.constants.MODEL_TYPES`` of the series
 above, for the families in `checkpoints`. No family was dropped again. Mistral has its own class from 0.9 on; before
 that, Llama's class serves it."""
@@ -93,7 +93,7 @@ that, Llama's class serves it."""
 NXD_WINDOW = "0.7"
 """The first series of NxD Inference that keeps the sliding window of Mistral: Llama's class reads it from then on."""
 
-NXD_FUSED_QKV: Mapping[str, str] = {"llama": "0.2", "qwen2": "0.7", "qwen3": "0.9"}
+NXD_FUSED_QKV: Mapping[str, str] = {"llama": "0.4", "qwen2": "0.7", "qwen3": "0.9"}
 """Class of a family -> the first series of NxD Inference in which it joins the weights of Q, K and V
 (`convert_state_dict_to_fused_qkv`). A compile with any other class ends with a KeyError."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -175,17 +174,13 @@ def test_the_compiler_gets_the_flags_of_each_kind_of_graph(
     assert not any("-O3" in graph_flags for graph_flags in flags)
 
 
-@pytest.mark.parametrize(("version", "sticky"), [("0.2", False), ("0.3", True), ("0.9", True)])
-def test_a_failed_compile_is_not_tried_again(
-    machine: Neuron, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, sticky: bool
-) -> None:
-    """ModelBuilder compiles through the persistent cache since SDK 2.23, of NxD Inference 0.3."""
-    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
+def test_a_failed_compile_is_not_tried_again(machine: Neuron, source: Path, tmp_path: Path) -> None:
+    """ModelBuilder compiles through the persistent cache."""
     machine.plan({"at": "compile", "exit": 70, "times": 1})
     failing = model(source)
     with pytest.raises(RuntimeError, match="failed with 70"):
         failing.compile(str(tmp_path / "out"))
-    with pytest.raises(RuntimeError, match="cached failed neff") if sticky else nullcontext():
+    with pytest.raises(RuntimeError, match="cached failed neff"):
         failing.compile(str(tmp_path / "out"))
 
 

@@ -351,7 +351,7 @@ def test_a_failed_entry_of_the_cache_stays_failed(neuron: Neuron) -> None:
 
 
 def test_a_call_that_does_not_bind_is_refused(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the version that is played: NxD Inference 0.8 compiles with ``dry_run``, 0.2 does not know it."""
+    """By the version that is played: NxD Inference 0.9 compiles with ``disable_fail_fast``, 0.4 does not know it."""
     bound = importlib.import_module("neuron_double.bound").bound
     name = "neuronx_distributed_inference.models.application_base.NeuronApplicationBase.compile"
 
@@ -359,20 +359,21 @@ def test_a_call_that_does_not_bind_is_refused(neuron: Neuron, monkeypatch: pytes
     def compile(self: object, *args: object, **kwargs: object) -> str:
         return "compiled"
 
-    assert compile(object(), "folder", dry_run=True) == "compiled"
-    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", "0.2")
-    with pytest.raises(TypeError, match="dry_run"):
-        compile(object(), "folder", dry_run=True)
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", "0.9")
+    assert compile(object(), "folder", disable_fail_fast=True) == "compiled"
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", "0.4")
+    with pytest.raises(TypeError, match="disable_fail_fast"):
+        compile(object(), "folder", disable_fail_fast=True)
 
 
 def test_a_method_that_a_version_lacks_is_no_attribute(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> None:
     """get_cte_model came with 0.7."""
     bound = importlib.import_module("neuron_double.bound").bound
-    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", "0.2")
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", "0.4")
     name = "neuronx_distributed_inference.models.application_base.NeuronApplicationBase.get_cte_model"
     call = bound(name)(lambda self: None)
 
-    with pytest.raises(AttributeError, match=r"0\.2 has no"):
+    with pytest.raises(AttributeError, match=r"0\.4 has no"):
         call(None)
 
 

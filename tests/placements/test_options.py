@@ -34,8 +34,7 @@ def test_the_tables_have_what_the_contracts_record() -> None:
     history = option_tables.contract(NXD)["option_history"][f"{NXD}.models.config.NeuronConfig"]
     table = TABLES[f"{NXD}.NeuronConfig"]
     assert table.keys() == history.keys()
-    assert table["save_sharded_checkpoint"] == Option("bool", "False")  # True up to 0.2
-    assert table["cp_max_num_seqs"] == Option("int", "0", "0.2", "0.3")
+    assert table["save_sharded_checkpoint"] == Option("bool", "False")
     assert table["attention_dp_degree"] == Option("int", "1", "0.5", "0.9")
     assert table["enable_ve_data_parallel"] == Option("bool", "False", "0.9", "0.9")
 
@@ -116,14 +115,6 @@ def test_options_of_the_package_are_accepted(engine: Engine, family: str | None,
         (NXDE, "llama", {"max_batch": 8}, NO, "", "set the model's field"),
         (NXDE, "llama", {"async_mode": True}, NO, "", "cannot be set: each step"),
         (NXDE, "llama", {"kv_quant_config": {}}, NO, "", "is set by a field"),
-        (
-            NXDE,
-            "llama",
-            {"cp_max_num_seqs": 1},
-            NO,
-            "",
-            "nxd-inference 0.2 to 0.3, but the last version for inf2 is 0.8",
-        ),
         (
             NXDE,
             "llama",

@@ -5,8 +5,8 @@ Two leftovers would block every later load of a model. AWS's page on the cache d
 1. The lock of a graph (``*.lock``), if the whole compile was killed: the next compile waits forever and logs "Another
    process must be compiling" every minute.
 2. The failure of a graph (``model.log`` and no NEFF), if only the compiler was killed: neither transformers-neuronx nor
-   NxD Inference from 0.3 on (``ModelBuilder.trace`` of neuronx-distributed) retries it, as if the compiler could not
-   compile the graph.
+   NxD Inference (``ModelBuilder.trace`` of neuronx-distributed) retries it, as if the compiler could not compile the
+   graph.
 
 Both are removed from a folder of this host; nothing else is, and nothing in ``s3://``.
 """

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from placements.facts.engines import NXD_VERSIONS, PACKAGES, Engine, reaches
+from placements.facts.engines import PACKAGES, Engine, reaches
 from placements.rules.options.option import Option
 from placements.rules.options.owned import FIELDS, UNSERVED, is_default
 from placements.rules.options.tables import TABLES
@@ -44,7 +44,7 @@ def known_options(scope: Scope) -> dict[str, Option]:
     if scope.engine == "nxd-inference":
         if scope.family is None or scope.family in EXPERT_FAMILIES:
             options |= TABLES[f"{scope.package}.MoENeuronConfig"]
-        return options | {"prefix_cache": Option("bool", "False", options["prefix_buckets"].first, NXD_VERSIONS[-1])}
+        return options | {"prefix_cache": Option("bool", "False")}
     for name, table in TABLES.items():
         package, colon, family = name.partition(":")
         if colon and package == scope.package and scope.family in (None, family):
@@ -125,14 +125,7 @@ def _has(newest: str, option: Option) -> bool:
 
 
 def _other_version(scope: Scope, name: str, option: Option) -> tuple[str, str]:
-    first, last = option.first, option.last
-    if last == NXD_VERSIONS[-1]:
-        versions = f"{first} and later"
-    elif first == last:
-        versions = first
-    else:
-        versions = f"{first} to {last}"
-    what = f'engine_options: "{name}" is an option of {scope.engine} {versions}'
+    what = f'engine_options: "{name}" is an option of {scope.engine} {option.first} and later'
     return f"{what}, but the last version for {scope.machines} is {scope.newest}", "remove it"
 
 

@@ -218,19 +218,19 @@ def test_f8e5m2_is_refused_before_0_7(
     )
 
 
-def test_version_0_1_is_refused(nxd: Neuron, sources: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It requires an older transformers than corewright."""
+def test_version_0_3_is_refused(nxd: Neuron, sources: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own code has not been run."""
     from workers.engines.nxd_inference import package as nxd_package
 
     import_module = importlib.import_module
-    package = SimpleNamespace(__version__="0.1.1")
+    package = SimpleNamespace(__version__="0.3.5591")
     monkeypatch.setattr(
         nxd_package.importlib,  # type: ignore[attr-defined]
         "import_module",
         lambda name: package if name == nxd_package.NAME else import_module(name),
     )
     error = refused(nxd_package.import_package)
-    assert (error.id, "the first supported version is 0.2" in error.what) == ("engine-not-installed", True)
+    assert (error.id, "the first supported version is 0.4" in error.what) == ("engine-not-installed", True)
 
 
 # the compiler's flags
@@ -266,12 +266,8 @@ def test_an_optimization_level_replaces_the_packages(own: str, given: str, wante
     assert artifacts.with_flags(own, given) == wanted
 
 
-@pytest.mark.parametrize("version", ["0.2", "0.3", "0.8"])
-def test_a_killed_compiler_is_not_cached_as_a_failure(
-    version: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From 0.3 on the package compiles through Neuron's persistent cache, which does not try a graph again."""
-    play(monkeypatch, version)
+def test_a_killed_compiler_is_not_cached_as_a_failure(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """The package compiles through Neuron's persistent cache, which does not try a graph again."""
     nxd.plan({"at": "compile", "exit": -9, "times": 1})
     with pytest.raises(RuntimeError, match="failed with -9"):
         opened(sources("llama"), tmp_path)
@@ -338,7 +334,6 @@ def replace_source(source: Path) -> Any:
         ({"engine_options": {"attention_dp_degree": 2}}, "bad-engine-option"),
         ({"engine_options": {"flash_decoding_enabled": True}}, "bad-engine-option"),
         ({"engine_options": {"fused_qvk": True}}, "option-not-in-version"),
-        ({"engine_options": {"cp_max_num_seqs": 1}}, "option-not-in-version"),
         ({"engine_options": {"quantized_checkpoints_path": "/q"}}, "bad-engine-option"),
         ({"quantize": "int8", "engine_options": {"quantization_dtype": "f8e5m2"}}, "bad-engine-option"),
         ({"quantize": "int8", "engine_options": {"quantized_checkpoints_path": "/nowhere"}}, "weights-missing"),
@@ -356,11 +351,9 @@ def test_unsupported_settings_are_load_errors(
 
 
 def test_an_option_names_the_version_that_has_it(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
-    """Newer ones and those that are gone."""
+    """A later one."""
     newer = refused(lambda: opened(sources("llama"), tmp_path, engine_options={"enable_ve_data_parallel": True}))
     assert "versions from 0.9 on have it" in newer.what
-    older = refused(lambda: opened(sources("llama"), tmp_path, engine_options={"cp_max_num_seqs": 1}))
-    assert "versions up to 0.3 have it" in older.what
 
 
 def test_errors_of_the_package_are_quoted(

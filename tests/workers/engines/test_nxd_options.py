@@ -68,7 +68,7 @@ def test_logical_cores_are_the_runtimes(version: str, monkeypatch: pytest.Monkey
 def test_each_series_has_its_own_options() -> None:
     """Newer and unreadable ones have those of the newest."""
     assert nxd_release("0.8.16251+f3ca5575") == (0, 8)
-    assert [nxd_release(name) for name in ("0.3.5591", "0.5.9230", "0.6.10598")] == [(0, 3), (0, 5), (0, 6)]
+    assert [nxd_release(name) for name in ("0.4.7422", "0.5.9230", "0.6.10598")] == [(0, 4), (0, 5), (0, 6)]
     assert nxd_release("0.10.0") == (0, 9)
     assert nxd_release("0.0.1") == NXD_RELEASES[0]
     assert nxd_release("dev") == (0, 9)

@@ -83,7 +83,7 @@ def compile_in_subprocess(settings: Settings, entry: Entry) -> None:
 
 
 def session(settings: Settings, entry: Entry) -> CompileSession:
-    """Returns a session: from 0.3 (SDK 2.23) on, the package compiles through the persistent cache, also failures."""
+    """Returns a session: the package compiles through the persistent cache, also failures."""
     return CompileSession(entry.manifest, Path(settings.source), entry.path.parent, shared=False)
 
 

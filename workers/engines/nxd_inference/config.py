@@ -137,7 +137,7 @@ def neuron_options(settings: Settings, sizes: Lengths, release: Release, quantiz
         "enable_bucketing": True,
         "context_encoding_buckets": list(sizes.context_buckets),
         "token_generation_buckets": list(sizes.token_buckets),
-        "save_sharded_checkpoint": True,  # the default is True in 0.2, then False
+        "save_sharded_checkpoint": True,
         "async_mode": False,
         "allow_input_truncation": False,
         "kv_cache_batch_size": slots,
@@ -177,9 +177,8 @@ def _user_options(options: Mapping[str, Any], own: Mapping[str, Any], release: R
             _refuse(option, UNSERVED[option], "remove it")
         if option in MOE_OPTIONS:  # for models of experts, which the model's class shows later
             continue
-        # A false prefix_cache is not passed on, and a true one needs the buckets.
-        missing = lacks("prefix_buckets" if option == "prefix_cache" else option, release)
-        if missing is not None:
+        missing = lacks(option, release)
+        if missing is not None and option != "prefix_cache":  # corewright's own
             version = f"{release[0]}.{release[1]}"
             raise EngineLoadError(
                 "option-not-in-version",

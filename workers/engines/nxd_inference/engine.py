@@ -88,8 +88,8 @@ class NxdEngine(LoadableEngine):
     """Implements ``GenerateEngine``; ``SamplingEngine`` with ``sampling: device``, ``RunEngine`` with a draft.
 
     It has no ``generate``. The package's adapter for transformers' loop raises NameError in 0.7 and 0.8
-    (``hf_adapter.prepare_inputs_for_generation``), replaces ``sampling_params`` by the GenerationConfig from 0.3 on,
-    and divides logits on the host by the temperature twice: in transformers' warper and in its own sampler.
+    (``hf_adapter.prepare_inputs_for_generation``), replaces ``sampling_params`` by the GenerationConfig, and
+    divides logits on the host by the temperature twice: in transformers' warper and in its own sampler.
     """
 
     def __init__(self, settings: Settings, compiled: Path | None) -> None:

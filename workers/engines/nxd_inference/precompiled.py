@@ -86,9 +86,9 @@ class PrecompiledModel:
 
     @property
     def loads_shards(self) -> bool:
-        """Returns whether ``load`` reads shards; 0.2 always saved them unless disabled."""
+        """Returns whether ``load`` reads shards."""
         recorded = self.recorded if self.compiled else None
-        return recorded is None or bool(recorded["neuron_config"].get("save_sharded_checkpoint", True))
+        return recorded is None or bool(recorded["neuron_config"].get("save_sharded_checkpoint"))
 
 
 def find(source: Path) -> PrecompiledModel | None:

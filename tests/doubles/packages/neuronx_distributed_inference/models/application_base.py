@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from neuron_double.compiler import cached_compile, compile_graph
+from neuron_double.compiler import cached_compile
 from neuron_double.runtime import runtime
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -21,7 +21,7 @@ COMPILED_MODEL_FILE_NAME = "model.pt"
 _FP8_NEEDS = ("XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST")
 _TYPES = {"int8": torch.int8, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
 DRAFT = "draft_model."  # before the names of a draft's weights
-_FUSES_QKV = {"Llama": "0.2", "Qwen2": "0.7", "Qwen3": "0.9"}  # in earlier versions, and others in all: a KeyError
+_FUSES_QKV = {"Llama": "0.4", "Qwen2": "0.7", "Qwen3": "0.9"}  # in earlier versions, and others in all: a KeyError
 
 
 class ModelWrapper:
@@ -86,11 +86,12 @@ class NeuronApplicationBase(torch.nn.Module):
         self.config.save(str(out))
         flags = {wrapper.tag: wrapper.compiler_args for wrapper in self.models}
         log = f"--logfile={os.environ.get('BASE_COMPILE_WORK_DIR', '/tmp/nxd_model/')}"  # so the key has the folder
-        cached = compile_graph if version() == "0.2" else cached_compile  # ModelBuilder's, since SDK 2.23
         compiled = [
             [
                 hlo,
-                cached(hlo, f"{flags[tag]} {log}{tag}/log-neuron-cc.txt", cores=self.neuron_config.tp_degree).decode(),
+                cached_compile(
+                    hlo, f"{flags[tag]} {log}{tag}/log-neuron-cc.txt", cores=self.neuron_config.tp_degree
+                ).decode(),
             ]
             for tag, hlo in self._graphs()
         ]
