@@ -39,7 +39,7 @@ class SourcePolicy:
         models = spec.models
         sources = [problem for model in models for problem in (*self._sources(spec, model), *self._code(spec, model))]
         commands = [problem for model in models for problem in self._commands(spec, model)]
-        return (*self._interpreter_problems(spec), *commands, *sources)
+        return (*self._interpreter_problems(spec), *self._launch_problems(spec), *commands, *sources)
 
     def allows(self, place: str) -> bool:
         """Returns whether an absolute path, an s3:// address or a hub id is at or below one of the prefixes."""
@@ -70,6 +70,15 @@ class SourcePolicy:
             what = f"engines.{engine}.python: {python} is not an interpreter of the spec that `up` started with"
             hint = "an interpreter runs code: name it in the spec of `corewright up`"
             yield Problem("interpreter-not-allowed", "error", spec.where("engines", engine, "python"), what, hint)
+
+    def _launch_problems(self, spec: Spec) -> Iterator[Problem]:
+        for engine in spec.engines:
+            launch = spec.launch_of(engine)
+            if self.commands is None or not launch or repr(launch) in self.commands:
+                continue
+            what = f"engines.{engine}.command is not the command of the spec that `up` started with"
+            hint = "a command runs code: name it in the spec of `corewright up`"
+            yield Problem("command-not-allowed", "error", spec.where("engines", engine, "command"), what, hint)
 
     def _commands(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
         if self.commands is None or commands_of([model]) <= self.commands:
@@ -110,6 +119,11 @@ def commands_of(models: Iterable[ModelSpec]) -> frozenset[str]:
     return frozenset(repr((command, sorted(server.env.items()), server.cores_env)) for command, server in servers)
 
 
+def launches_of(spec: Spec) -> frozenset[str]:
+    """Returns the commands of engines, as texts that are equal for equal ones."""
+    return frozenset(repr(launch) for engine in spec.engines if (launch := spec.launch_of(engine)))
+
+
 def allowed_by_setting(fleet: ControllerSettings) -> SourcePolicy:
     """Returns the policy of the setting `allowed_sources`; unset allows everything."""
     if fleet.allowed_sources is None:
@@ -131,7 +145,11 @@ def _own_programs(fleet: ControllerSettings) -> tuple[frozenset[str], frozenset[
     own = parse(fleet.spec_text, fleet.spec_file, fleet.base_dir).spec
     if own is None:
         return frozenset(), frozenset(), frozenset()
-    return interpreters_of(own), frozenset().union(*map(_trusted, own.models)), commands_of(own.models)
+    return (
+        interpreters_of(own),
+        frozenset().union(*map(_trusted, own.models)),
+        commands_of(own.models) | launches_of(own),
+    )
 
 
 def _trusted(model: ModelSpec) -> frozenset[str]:

@@ -13,10 +13,12 @@ from placements.facts.engines import AUTO_ENGINES, runs_on
 from placements.facts.plural import plural
 from placements.facts.tnx_families import MISREAD_HINT, hides_rope
 from placements.facts.topology import TOPOLOGIES
+from placements.facts.vllm import Release
 from placements.spec.problems import Problem, in_order
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, Owner, owners
 from workers.host.interpreter import Interpreter, refusal
+from workers.host.vllm_interpreter import vllm_refusal
 
 HOLDING = ("ready", "draining")  # states in which a replica certainly holds its cores
 MOST_LINES = 3  # differences of one engine in a problem
@@ -49,6 +51,7 @@ class InterpreterReading:
     interpreter: Interpreter
     needed_for: tuple[str, ...] = ()
     where: str = ""  # file:line:column of the spec that names it; "" for this command's own
+    release: Release | None = None  # of vLLM's plugin, for the engine vllm on Neuron devices
     drifts: tuple[Drift, ...] = ()
 
 
@@ -211,6 +214,8 @@ def interpreter_problems(
         for engine in reading.needed_for or (None,):
             required = None if engine == "auto" else engine
             refused = refusal(interpreter, required, ray=ray, python_minor=minor, corewright=corewright)
+            if engine == "vllm":
+                refused = vllm_refusal(interpreter, reading.release)
             if refused is not None:
                 problems.append(Problem(refused.id, "error", reading.where, refused.what, refused.hint))
                 break  # a problem of an interpreter concerns all of its engines

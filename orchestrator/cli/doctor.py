@@ -32,6 +32,8 @@ from orchestrator.revisions.spec_file import SpecFile, load, start_problems
 from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, NAMED_ENGINES, resolve
 from placements.facts.plural import counted
+from placements.facts.vllm import Release
+from placements.rules.vllm_rules import release_on
 from placements.spec.problems import Problem
 from workers.engines import package_contract
 from workers.engines.package_contract import Drift
@@ -96,7 +98,7 @@ def _fleet() -> FleetReading | None:
 def engine_problems(file: SpecFile) -> list[Problem]:
     """Returns why engines of a spec without errors cannot run in their interpreters here. Runs each interpreter."""
     readings = [
-        InterpreterReading(probe(python or sys.executable), engines, where)
+        InterpreterReading(probe(python or sys.executable), engines, where, _release(file))
         for python, engines, where in _needed(file)
         if engines
     ]
@@ -107,7 +109,15 @@ def engine_problems(file: SpecFile) -> list[Problem]:
 
 def _interpreters(file: SpecFile | None) -> list[InterpreterReading]:
     """Returns this command's interpreter, which the fleet runs in, and those of the spec, with their engines' drift."""
-    return [_reading(probe(python or sys.executable), engines, where) for python, engines, where in _needed(file)]
+    return [
+        _reading(probe(python or sys.executable), engines, where, _release(file))
+        for python, engines, where in _needed(file)
+    ]
+
+
+def _release(file: SpecFile | None) -> Release | None:
+    """Returns the release of vLLM's plugin that the spec's first host has."""
+    return None if file is None or file.spec is None or not file.hosts else release_on(file.spec, file.hosts[0])
 
 
 def _needed(file: SpecFile | None) -> list[tuple[str | None, tuple[str, ...], str]]:
@@ -121,10 +131,12 @@ def _needed(file: SpecFile | None) -> list[tuple[str | None, tuple[str, ...], st
             python = spec.python_for(engine)
             if python is not None:
                 engines_of.setdefault(_place(python), [])
+                if engine == "vllm":  # the interpreter of a server needs no Ray, whether a model uses it or not
+                    engines_of[_place(python)].append(engine)
                 where.setdefault(_place(python), spec.where("engines", engine, "python"))
         models = {resolve(model.engine, file.hosts[0]): model.name for model in reversed(spec.models)}
         for engine in sorted(models):
-            if engine == "auto" or engine in NEEDS:
+            if engine == "auto" or engine in NEEDS or (engine == "vllm" and spec.python_for(engine) is None):
                 candidates = AUTO_ENGINES if engine == "auto" else (engine,)
                 pythons = (spec.python_for(candidate) for candidate in candidates)
                 for place in {_place(python) for python in pythons if python is not None} or {_place(None)}:
@@ -138,9 +150,11 @@ def _place(python: str | None) -> str | None:
     return None if python == sys.executable else python
 
 
-def _reading(interpreter: Interpreter, needed_for: tuple[str, ...], where: str) -> InterpreterReading:
+def _reading(
+    interpreter: Interpreter, needed_for: tuple[str, ...], where: str, release: Release | None
+) -> InterpreterReading:
     drifts = tuple(_drift(interpreter.python, engine, version) for engine, version in interpreter.engines.items())
-    return InterpreterReading(interpreter, needed_for, where, drifts)
+    return InterpreterReading(interpreter, needed_for, where, release, drifts)
 
 
 def _drift(python: str, engine: str, installed: str) -> Drift:
@@ -183,7 +197,8 @@ def text(report: Report) -> str:
 
 
 def _row(reading: InterpreterReading) -> tuple[object, ...]:
-    engines = ", ".join(f"{drift.engine} {drift.installed}" for drift in reading.drifts)
+    vllm = [f"{name} {version}" for name, version in reading.interpreter.packages.items() if name.startswith("vllm")]
+    engines = ", ".join([*(f"{drift.engine} {drift.installed}" for drift in reading.drifts), *vllm])
     return reading.interpreter.python, reading.interpreter.version or None, reading.interpreter.ray, engines or None
 
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from orchestrator.revisions.resolved_revision import ResolvedRevision
     from placements.facts.engines import Engine
     from placements.planner.placement import Placement
-    from placements.spec.schema import ModelSpec, Server
+    from placements.spec.engine_settings import Server
+    from placements.spec.schema import ModelSpec
 
 
 def replica_config(
@@ -54,6 +55,7 @@ def replica_config(
         compiled=str(home.compiled),
         python=None if engine in SERVER_ENGINES else generation.spec.python_for(engine),
         server_python=generation.spec.python_for(engine) if engine in SERVER_ENGINES else None,
+        server_launch=generation.spec.launch_of(engine) if engine in SERVER_ENGINES else [],
         start_s=model.deadlines.start_s + model.deadlines.compile_s if engine in SERVER_ENGINES else 0.0,
         version=generation.versions[model.name],
         tokenizer=generation.tokenizers[model.name],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -86,9 +87,12 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
 
 
 def interpreters(spec: Spec, engine: Engine) -> dict[str, str]:
-    """Returns the Python that the spec sets for a resolved engine, by engine; ``auto`` may resolve to either of two."""
+    """Returns the Python and the command that the spec sets for a resolved engine, by field; ``auto`` may resolve to
+    either of two."""
     candidates = AUTO_ENGINES if engine == "auto" else (engine,)
-    return {candidate: python for candidate in candidates if (python := spec.python_for(candidate)) is not None}
+    pythons = {f"engines.{name}.python": spec.python_for(name) or "" for name in candidates}
+    commands = {f"engines.{name}.command": " ".join(map(shlex.quote, spec.launch_of(name))) for name in candidates}
+    return {field: value for field, value in (pythons | commands).items() if value}
 
 
 def version_of(model: ModelSpec, engine: Engine, max_len: int, pythons: Mapping[str, str] | None = None) -> str:
@@ -117,9 +121,9 @@ def difference(before: Spec | None, after: Spec, engines: Mapping[str, Engine]) 
 def _with_interpreters(change: ModelChange, before: Mapping[str, str], after: Mapping[str, str]) -> ModelChange:
     """Returns the change with the interpreters that differ, each of which requires a restart."""
     fields = tuple(
-        FieldChange(f"engines.{engine}.python", before.get(engine), after.get(engine))
-        for engine in dict.fromkeys((*before, *after))
-        if before.get(engine) != after.get(engine)
+        FieldChange(field, before.get(field), after.get(field))
+        for field in dict.fromkeys((*before, *after))
+        if before.get(field) != after.get(field)
     )
     if not fields:
         return change

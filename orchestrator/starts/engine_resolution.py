@@ -13,7 +13,9 @@ from orchestrator.process.version import corewright_version
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from placements.facts.engines import AUTO_ENGINES, Engine, NoEngine, choose_engine, needs_neuron
 from placements.facts.tnx_families import MISREAD_HINT
+from placements.rules.vllm_rules import release_on
 from workers.host.interpreter import Interpreter, refusal
+from workers.host.vllm_interpreter import vllm_refusal
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 
@@ -30,7 +32,8 @@ async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, ho
 
     1. ``auto`` becomes an engine that the host has, in its own interpreter or in the one that the spec names.
     2. An interpreter that the spec names is checked, and the host's own if the engine needs a package of AWS. With its
-       version of transformers, transformers-neuronx must read the model's rotary positions correctly.
+       version of transformers, transformers-neuronx must read the model's rotary positions correctly. The interpreter
+       of vLLM must have the release that the plan is for.
     Raises HostLost.
     """
     if config.engine == "auto":  # 1
@@ -42,6 +45,10 @@ async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, ho
         )  # 2
         if refused is not None:
             return refused
+    if config.engine == "vllm":
+        interpreter = await hosts.interpreter(config.server_python, config.host)
+        host = next(host for host in generation.hosts if host.name == config.host)
+        return vllm_refusal(interpreter, release_on(generation.spec, host)) or config
     return config
 
 

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 PLACEHOLDERS = ("socket", "port", "model", "cores", "first", "tp")
 """The unix socket or the port to listen on, the folder of the checkpoint, the range of cores such as "4-7", its first
 core, and the number of cores."""
 
-CONTAINERS = ("docker", "finch", "nerdctl", "podman")
+CONTAINERS = ("ctr", "docker", "docker-compose", "finch", "nerdctl", "podman")
 """Commands whose processes run below another process than the replica's, where they cannot be supervised."""
 
+_IMAGE = re.compile(r"([\w-]+\.)+[a-z]+(:\d+)?/\S+|[\w.-]+(/[\w.-]+)*(:[\w.-]+|@sha256:\w+)")
+
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]+)\}")
+
+
+def container_in(command: Sequence[str]) -> int | None:
+    """Returns the index of the text that starts a container: such a command, also of `sudo` or a shell, or an image."""
+    if command and _IMAGE.fullmatch(command[0]):
+        return 0
+    for i, text in enumerate(command):
+        words = text.split()
+        for word in words if i == 0 or len(words) > 1 else [text]:
+            folder, _, name = word.rpartition("/")
+            if name in CONTAINERS and (i == 0 or not folder or folder.endswith("bin")):
+                return i
+    return None
 
 
 def placeholders(text: str) -> list[str]:

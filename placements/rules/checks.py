@@ -16,7 +16,7 @@ from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list
 from placements.rules.engine_rules import ENGINE_RULES
 from placements.rules.memory_rules import fits_host_memory, fits_memory
 from placements.rules.pin_rules import PIN_RULES, pins_do_not_overlap
-from placements.rules.server_rules import SERVER_RULES
+from placements.rules.server_rules import SERVER_RULES, launches_can_be_run, vllm_has_an_interpreter
 from placements.rules.tensor_parallel_rules import degree_is_legal, experts_divisible, heads_divisible
 from placements.spec.notation import SourceKind
 from placements.spec.problems import Problem, has_errors, in_order
@@ -49,6 +49,8 @@ def check(
         for field_rule in _RULES:
             if not field_rule.needs & model.broken:
                 problems.extend(field_rule.rule(case))
+    problems.extend(launches_can_be_run(spec))
+    problems.extend(vllm_has_an_interpreter(spec))
     problems.extend(reserve_within_host(spec, hosts))
     problems.extend(pins_do_not_overlap(spec, hosts))
     problems.extend(names_are_of_one_model(spec))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from placements.facts.server_commands import CONTAINERS, PLACEHOLDERS, placeholders
+from placements.facts.server_commands import PLACEHOLDERS, container_in, placeholders
 from placements.rules.case import Case, FieldRule
 from placements.spec.problems import Problem
-from placements.spec.schema import Buckets, Compiler
+from placements.spec.schema import Buckets, Compiler, Spec
 
+_STARTS_CONTAINER = "starts a container with {}, and containers are not supported yet"
+_NO_CONTAINER = "their processes are not the replica's, so their cores would not be free for certain; use a command"
 _NOT_ITS_OWN = "the command decides it: write it into server.command"
 
 
@@ -28,11 +30,9 @@ def command_can_be_run(case: Case) -> Iterator[Problem]:
     server = case.model.server
     if server is None:
         return
-    program = server.command[0]
-    if program.rpartition("/")[2] in CONTAINERS:
-        what = f"server.command starts a container with {program}, and containers are not supported yet"
-        hint = "their processes are not the replica's, so their cores would not be free for certain; use a command"
-        yield case.problem("server-container", ("server", "command", 0), what, hint)
+    if (place := container_in(server.command)) is not None:
+        what = f"server.command {_STARTS_CONTAINER.format(server.command[place])}"
+        yield case.problem("server-container", ("server", "command", place), what, _NO_CONTAINER)
     own, other = ("socket", "port") if server.listen == "unix" else ("port", "socket")
     used: set[str] = set()
     for path, text in server.texts.items():
@@ -76,6 +76,33 @@ def server_decides(case: Case) -> Iterator[Problem]:
     if model.server is not None and model.max_batch != model.server.slots:
         what = f"max_batch is {model.max_batch}, but server.slots is {model.server.slots}"
         yield case.problem("setting-unsupported", ("max_batch",), what, "remove max_batch; slots takes its place")
+
+
+def launches_can_be_run(spec: Spec) -> Iterator[Problem]:
+    """``command`` of an engine is that of vLLM, beside its interpreter, and not a container."""
+    for engine, settings in spec.engines.items():
+        where, name = spec.where("engines", engine, "command"), f"engines.{engine}.command"
+        if not settings.command:
+            continue
+        if engine != "vllm":
+            what = f"{name} has no effect: only vllm has a command"
+            yield Problem("setting-unsupported", "error", where, what, "remove it")
+            continue
+        if settings.python is None:
+            what = f"engines.{engine} has a command, but no python, whose vLLM it runs"
+            yield Problem("missing-key", "error", where, what, "add python: /path/to/bin/python")
+        if (place := container_in(settings.command)) is not None:
+            what = f"{name} {_STARTS_CONTAINER.format(settings.command[place])}"
+            yield Problem("server-container", "error", where, what, _NO_CONTAINER)
+
+
+def vllm_has_an_interpreter(spec: Spec) -> Iterator[Problem]:
+    """The spec names the interpreter of vLLM, which is rarely that of the fleet."""
+    names = [model.name for model in spec.models if model.engine == "vllm"]
+    if names and spec.python_for("vllm") is None and "engines" not in spec.broken:
+        what = "engines.vllm.python is not set: vLLM must then be installed in the fleet's own Python"
+        hint = "set it to the interpreter that has vLLM"
+        yield Problem("interpreter-unset", "warning", spec.where("models", names[0], "engine"), what, hint)
 
 
 SERVER_RULES: tuple[FieldRule, ...] = (

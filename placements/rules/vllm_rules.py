@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from placements.facts.topology import Host
 from placements.facts.vllm import BLOCK_SIZE, KV_SHARE, LAST_FOR, Release, blocks, release_for, version_of
 from placements.rules.case import SIZES, Case, FieldRule
 from placements.rules.options.vllm_flags import check_flags
 from placements.spec.problems import Problem
-from placements.spec.schema import Compiler
+from placements.spec.schema import Compiler, Spec
 
 
 def releases(case: Case) -> list[Release]:
-    """Returns the releases that the plan counts with, one for each family of machines.
+    """Returns the releases that the plan counts with; [] for other engines, and if vLLM runs on the CPU."""
+    planned = [release_on(case.spec, host) for host, _ in case.fleet.kinds] if case.engine == "vllm" else []
+    return list(dict.fromkeys(release for release in planned if release is not None))
 
-    [] for other engines, and on emulated hosts, where vLLM runs on the CPU, unless the spec names a release.
-    """
-    settings, hosts = case.spec.engines.get("vllm"), case.all_hosts.hosts
+
+def release_on(spec: Spec, host: Host) -> Release | None:
+    """Returns the release that the plan counts with on a host; None: vLLM runs on the CPU there."""
+    settings = spec.engines.get("vllm")
     named = None if settings is None else settings.plugin
-    if case.engine != "vllm" or (named is None and any(host.emulated for host in hosts)):
-        return []
-    return list(dict.fromkeys(release_for(place, named) for place in case.machines))
+    return (
+        None if host.topology is None or (host.emulated and named is None) else release_for(host.topology.family, named)
+    )
 
 
 def flags_are_known(case: Case) -> Iterator[Problem]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from placements.facts.engines import NAMED_ENGINES
+from placements.spec.engine_settings import EngineSettings
 from placements.spec.notation import DURATION, NAME, in_words
-from placements.spec.schema import OWN_FIELDS, EngineSettings, HostsSpec, ModelSpec, Spec
+from placements.spec.schema import OWN_FIELDS, HostsSpec, ModelSpec, Spec
 
 _DEFAULTS_MEANING = (
     "Default values of the models' fields, except `source`, `revision`, `cores`, `aliases`, `adapters`, "

@@ -12,12 +12,13 @@ from pydantic_core import ErrorDetails
 
 from placements.facts.engines import NAMED_ENGINES, Engine
 from placements.facts.topology import DEGREES, TOPOLOGIES
+from placements.spec.engine_settings import EngineSettings
 from placements.spec.field_type import MAPPING, TEXT, keys_at, type_at
 from placements.spec.notation import NAME, NAME_RULE
 from placements.spec.other_formats import other_format
 from placements.spec.other_names import OTHER_FIELDS, OTHER_VALUES, converted
 from placements.spec.problems import Problem, has_errors, in_order
-from placements.spec.schema import MAX_HOSTS, EngineSettings, HostsSpec, ModelSpec, Spec
+from placements.spec.schema import MAX_HOSTS, HostsSpec, ModelSpec, Spec
 from placements.spec.source_positions import Path, SourcePosition, SourcePositions, nearest
 from placements.spec.yaml_tree import BROKEN, Tree, read
 

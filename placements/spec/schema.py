@@ -11,15 +11,14 @@ from pydantic import Field, StrictInt, model_validator
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Dtype, Engine, default_dtype
-from placements.facts.server_commands import placeholders
 from placements.facts.topology import TOPOLOGIES
-from placements.facts.vllm import DraftMethod, PluginRelease
+from placements.facts.vllm import DraftMethod
+from placements.spec.engine_settings import EngineSettings, Server
 from placements.spec.notation import (
     Alias,
     Frozen,
     Gib,
     HubRevision,
-    Interpreter,
     Lengths,
     Location,
     Name,
@@ -179,19 +178,6 @@ class Deadlines(Frozen):
     """Seconds to drain a replica that is replaced, moved or removed. Requests that still run are then aborted."""
 
 
-class EngineSettings(Frozen):
-    """Settings of one engine on every host."""
-
-    wanted = "a mapping, like {python: ~/envs/nxdi/bin/python}"
-    python: Interpreter | None = None
-    """The Python interpreter of its replicas: a path, relative to the spec file. It must have the fleet's Ray version
-    and Python minor version, except for `vllm`, whose server is a process of its own. Unset: the fleet's
-    interpreter."""
-    plugin: PluginRelease | None = None
-    """The release of `vllm-neuron` that `vllm` plans for, in quotes. Unset: `"0.4"` on inf2 and trn1, the newest on
-    trn2; none on emulated hosts, where vLLM runs on the CPU."""
-
-
 class HostsSpec(Frozen):
     """Machines of one type: ``instance`` for real ones, or ``emulate``; exactly one of the two."""
 
@@ -224,39 +210,6 @@ class Reach(Enum):
 Live = Annotated[T, Reach.LIVE]
 Process = Annotated[T, Reach.PROCESS]
 Shape = Annotated[T, Reach.SHAPE]
-
-
-class Server(Frozen):
-    """The command of a server of OpenAI's API, and how it is reached."""
-
-    wanted = "a mapping, like {command: [llama-server, --port, '{port}'], slots: 4}"
-    command: Annotated[tuple[str, ...], Field(min_length=1, strict=False), Reported("a list of texts")] = Field(
-        ..., json_schema_extra=in_words("list of texts")
-    )
-    """The program and its arguments. In them and in `env`, `{port}` or `{socket}` is where it must listen, `{model}`
-    the folder of `source`, `{cores}` the range of its cores like `4-7`, `{first}` the first of them and `{tp}` their
-    number."""
-    slots: Annotated[int, Field(ge=1, le=1024)]
-    """The most requests that it gets at a time, in place of `max_batch`: what it processes concurrently."""
-    listen: Annotated[Literal["port", "unix"], choice("port", "unix")] = "port"
-    """`port`: on `{port}` of 127.0.0.1; `unix`: on the unix socket `{socket}`."""
-    ready: Annotated[str, Field(pattern="^/")] = "/health"
-    """The route that answers 200 when it is ready."""
-    env: Annotated[dict[str, str], Reported("a mapping from names to texts")] = Field({})
-    """Variables of its environment, beside `PATH`, `HOME`, `LD_LIBRARY_PATH`, `LANG`, `TMPDIR` and proxies."""
-    cores_env: Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")] = "NEURON_RT_VISIBLE_CORES"
-    """The variable that gets `{cores}`."""
-
-    @property
-    def texts(self) -> dict[tuple[str | int, ...], str]:
-        """All texts that may have placeholders, by their paths."""
-        parts: dict[tuple[str | int, ...], str] = {("command", i): text for i, text in enumerate(self.command)}
-        return parts | {("env", name): text for name, text in self.env.items()}
-
-    @property
-    def uses_model(self) -> bool:
-        """Whether it needs the folder of a checkpoint."""
-        return any("model" in placeholders(text) for text in self.texts.values())
 
 
 class ModelSpec(Frozen):
@@ -528,6 +481,14 @@ class Spec(Frozen):
         if settings is None or settings.python is None:
             return None
         return str(Path(self.base_dir) / Path(settings.python).expanduser())
+
+    def launch_of(self, engine: Engine) -> list[str]:
+        """Returns the command of an engine's server, whose program is resolved like the source; [] if it is unset."""
+        settings = self.engines.get(engine)
+        program, *arguments = settings.command if settings is not None and settings.command else ("",)
+        if not program:
+            return []
+        return [str(Path(self.base_dir) / Path(program).expanduser()) if is_path(program) else program, *arguments]
 
     def model(self, name: str) -> ModelSpec | None:
         """Returns the model with a name, or None."""

@@ -14,19 +14,18 @@ from pydantic.fields import FieldInfo
 from orchestrator.rollout.changes import Tag, tag_of
 from placements.facts.checkpoints import FAMILIES
 from placements.facts.engines import DTYPES, ENGINE_OPTIONS, ENGINES, Engine
+from placements.spec.engine_settings import EngineSettings, Server
 from placements.spec.scaling import Objectives, Scaling, Schedule
 from placements.spec.schema import (
     Buckets,
     Compiler,
     Deadlines,
     Draft,
-    EngineSettings,
     GroupQueryAttention,
     HostsSpec,
     ModelSpec,
     Replicas,
     Reserve,
-    Server,
     Spec,
     Spread,
     Strategy,

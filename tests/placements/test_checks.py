@@ -798,7 +798,10 @@ def test_degrees_are_suggested_only_if_they_have_the_memory() -> None:
         ("{a: {engine: echo, aliases: [a]}}", ["alias-taken 1:38"]),
         ("{a: {engine: echo, aliases: [x]}, b: {engine: echo, aliases: [y, x]}}", ["alias-taken 1:74"]),
         ("{a: {engine: echo, aliases: [x, x]}}", ["alias-taken 1:41"]),
-        ("{a: {engine: vllm, source: ./a, adapters: {b: ./b}, aliases: ['a:b']}}", ["alias-taken 1:71"]),
+        (
+            "{a: {engine: vllm, source: ./a, adapters: {b: ./b}, aliases: ['a:b']}}",
+            ["interpreter-unset 1:14", "alias-taken 1:71"],
+        ),
         ("{a: {engine: echo, aliases: [' x']}}", ["bad-name 1:38"]),
         ("{a: {engine: echo, aliases: [3]}}", ["wrong-type 1:38"]),
         ("{a: {engine: echo, aliases: x}}", ["wrong-type 1:28"]),

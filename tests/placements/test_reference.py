@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from placements.facts.topology import DEGREES, TOPOLOGIES
+from placements.spec.engine_settings import EngineSettings
 from placements.spec.json_schema import json_schema
 from placements.spec.scaling import Objectives, Scaling, Schedule
 from placements.spec.schema import (
@@ -10,7 +11,6 @@ from placements.spec.schema import (
     Compiler,
     Deadlines,
     Draft,
-    EngineSettings,
     HostsSpec,
     ModelSpec,
     Replicas,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from placements.facts.server_commands import container_in
 from placements.facts.vllm import RELEASES
 from placements.rules.options.vllm_flags import _CONFIGS, FIELDS, FLAGS, OWN, REFUSED, VERSIONS, check_flags
 from placements.spec.schema import ModelSpec
@@ -87,3 +88,21 @@ def test_the_newest_recorded_flags_are_those_of_the_installed_vllm() -> None:
     output = subprocess.run([PYTHON, vllm_flags.__file__], env=env, capture_output=True, text=True, check=True).stdout
 
     assert json.loads(output[output.index("{") :]) == json.loads(vllm_flags.CONTRACT.read_text())[VERSIONS[-1]]
+
+
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [
+        (["docker", "run", "image"], 0),
+        (["sudo", "/usr/bin/podman", "run"], 1),
+        (["sh", "-c", "exec nerdctl run image"], 2),
+        (["public.ecr.aws/neuron/pytorch-inference-vllm-neuronx:0.13.0", "serve"], 0),
+        (["vllm/vllm-openai:latest"], 0),
+        (["llama-server", "-m", "/models/docker", "--port", "8080"], None),
+        (["./bin/vllm", "serve"], None),
+        (["numactl", "--cpunodebind=0", "vllm", "serve"], None),
+    ],
+)
+def test_containers_are_recognized(command: list[str], place: int | None) -> None:
+    """By their command, also behind another program, or as an image."""
+    assert container_in(command) == place

@@ -171,6 +171,16 @@ def _stamp(interpreter: Interpreter) -> tuple[object, ...]:
     return tuple(times)
 
 
+def trouble(interpreter: Interpreter) -> Failure | None:
+    """Returns why the probe of an interpreter failed; None: it did not."""
+    if interpreter.trouble is None:
+        return None
+    if interpreter.trouble == "missing":
+        return Failure("interpreter-missing", interpreter.error, "set engines.ENGINE.python in the spec")
+    id = "interpreter-hangs" if interpreter.trouble == "hangs" else "interpreter-broken"
+    return Failure(id, interpreter.error, f"run `{interpreter.python} -c 'print(1)'` by hand on that host")
+
+
 def refusal(
     interpreter: Interpreter, engine: str | None = None, *, ray: str, python_minor: str, corewright: str
 ) -> Failure | None:
@@ -180,12 +190,8 @@ def refusal(
     checked.
     """
     path = interpreter.python
-    if interpreter.trouble == "missing":
-        return Failure("interpreter-missing", interpreter.error, "set engines.ENGINE.python in the spec")
-    if interpreter.trouble == "hangs":
-        return Failure("interpreter-hangs", interpreter.error, f"run `{path} -c 'print(1)'` by hand on that host")
-    if interpreter.trouble is not None:
-        return Failure("interpreter-broken", interpreter.error, f"run `{path} -c 'print(1)'` by hand on that host")
+    if (failed := trouble(interpreter)) is not None:
+        return failed
     if interpreter.minor != python_minor:
         message = f"{path} is Python {interpreter.version}, and the fleet runs on Python {python_minor}"
         return Failure(

@@ -82,6 +82,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     neff_cache: str | None = None  # where all hosts share compiled artifacts: a folder, or s3://...
     python: str | None = None  # the interpreter of its process; None: that of the Ray node
     server_python: str | None = None  # the interpreter of its server, such as vLLM's; None: that of its process
+    server_launch: list[str] = []  # the command of vLLM's server; empty: `vllm serve` of its interpreter
     start_s: float = 0.0  # the deadline of a start, with its compiles; 0: the server's own time limits
     server: ServerCommand | None = None  # of the engine server
     version: str = ""  # of everything that its process depends on; equal versions are interchangeable

@@ -219,7 +219,7 @@ def buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
         address = _address(folder, installed)
         with vllm_artifacts.filling(config, installed.plugin, held) as artifacts:
             env = vllm_artifacts.ahead(environment(config, installed, folder) | artifacts.env)
-            command = _command(python, config, installed, address)
+            command = server_command(python, config, installed, address)
             ServerProcess(command, env, folder, grace_s=GRACE_S, held=artifacts.held).run(address, READY)
         if not held.complete:
             message = f"{python} compiled nothing of {config.source}"
@@ -247,8 +247,10 @@ def _address(folder: Path, installed: VllmInstallation) -> Address:
     return Address(path=str(folder / "s")) if installed.version >= UNIX_SINCE else Address(port=free_port())
 
 
-def _command(python: str, config: ReplicaConfig, installed: VllmInstallation, address: Address) -> list[str]:
-    return [python, "-m", "vllm.entrypoints.cli.main", "serve", *arguments(config, installed, address)]
+def server_command(python: str, config: ReplicaConfig, installed: VllmInstallation, address: Address) -> list[str]:
+    """Returns the command of the server with all its flags."""
+    launch = config.server_launch or [python, "-m", "vllm.entrypoints.cli.main", "serve"]
+    return [*launch, *arguments(config, installed, address)]
 
 
 def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionServer:
@@ -261,7 +263,7 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
     parent = Path(config.socket).parent if config.socket else Path(tempfile.gettempdir())
     folder = server_folder(parent, GRACE_S)
     address = _address(folder, installed)
-    command = _command(python, config, installed, address)
+    command = server_command(python, config, installed, address)
     log.info("starting %s", " ".join(command))
     wanted = _needs(config, installed)
     with vllm_artifacts.prepared(config, installed.plugin, wanted, folder) as artifacts:

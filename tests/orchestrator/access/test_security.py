@@ -483,6 +483,10 @@ EVIL = [
         "models: {a: {engine: server, server: {command: [evil, --port, '{port}'], slots: 1}}}\n",
         "command-not-allowed",
     ),
+    (
+        "engines: {vllm: {command: [evil, serve]}}\nmodels: {a: {engine: vllm, source: ./m}}\n",
+        "command-not-allowed",
+    ),
 ]
 
 

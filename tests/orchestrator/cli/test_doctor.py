@@ -18,6 +18,7 @@ from orchestrator.cli import doctor as doctor_command
 from orchestrator.cli import main as cli
 from orchestrator.cli.diagnosis import FleetReading, InterpreterReading, Readings, ReplicaReading, Report, report
 from orchestrator.cli.doctor import text
+from placements.facts.vllm import release_for
 from tests.doubles import Neuron
 from tests.doubles.machine import Machine, build_machine, make_interpreter
 from tests.orchestrator.fakefleet import LiveAdmin
@@ -62,7 +63,7 @@ WELL = Readings(
     facts=FACTS,
     interpreters=(
         InterpreterReading(OWN),
-        InterpreterReading(NXD, ("nxd-inference",), "fleet.yaml:4:27", (NXD_DRIFT,)),
+        InterpreterReading(NXD, ("nxd-inference",), "fleet.yaml:4:27", drifts=(NXD_DRIFT,)),
     ),
     spec="fleet.yaml",
 )
@@ -167,6 +168,17 @@ def test_an_unsuitable_interpreter_is_reported(changes: dict[str, Any], id: str)
     """At its place in the spec, before a core is claimed."""
     changed = msgspec.structs.replace(NXD, **changes)
     assert problems_of(interpreters=with_second(interpreter=changed, drifts=())) == [(id, "error", "fleet.yaml:4:27")]
+
+
+@pytest.mark.parametrize(
+    ("packages", "ids"),
+    [({"vllm": "0.13.0", "vllm-neuron": "0.4.1"}, []), ({"vllm": "0.13.0"}, ["engine-not-installed"])],
+)
+def test_the_interpreter_of_vllm_is_checked_for_its_release(packages: dict[str, str], ids: list[str]) -> None:
+    """It needs no Ray and no corewright."""
+    vllm = Interpreter(python="/opt/vllm", version="3.9.1", packages=packages)
+    reading = InterpreterReading(vllm, ("vllm",), "fleet.yaml:2:18", release_for("inf2"))
+    assert [id for id, *_ in problems_of(interpreters=(WELL.interpreters[0], reading))] == ids
 
 
 def test_engine_auto_without_an_installed_engine_is_reported() -> None:

@@ -46,6 +46,7 @@ NXDI = "engines: {nxd-inference: {python: PATH}}\n"
         ("auto", "", NXDI, (Tag.RESTART, ["engines.nxd-inference.python"])),
         ("transformers-neuronx", "", NXDI, (Tag.NONE, [])),
         ("cpu", "", NXDI, (Tag.NONE, [])),
+        ("vllm", "", "engines: {vllm: {command: [x]}}\n", (Tag.RESTART, ["engines.vllm.command"])),
         ("nxd-inference", NXDI, NXDI.replace("PATH", "/specs/PATH"), (Tag.NONE, [])),
     ],
 )

