@@ -24,9 +24,8 @@ Checkpoints = Callable[[str], Path]
 
 INPUTS = 6  # parameters that the host writes: hidden states, positions, slots, last tokens and two of chunked prefill
 LAYERS = 2  # of the test's checkpoints
-# GPT-2 is not among them: its graphs hold one layer each.
 CASES = [
-    *((family, {}) for family in ("llama", "mistral", "mixtral", "opt", "bloom")),
+    *((family, {}) for family in ("llama", "mistral", "mixtral", "opt", "bloom", "gpt2")),
     *((family, {"quantize": "int8"}) for family in ("llama", "opt", "bloom")),
     *((family, {"quantize_kv": "fp8"}) for family in ("llama", "mixtral")),
     *(("llama", {"group_query_attention": mode}) for mode in ("replicated-heads", "all-gather-heads")),
