@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import NXD_E5M2, reaches
+from placements.facts.engines import NXD_E5M2, NXD_FAMILIES, reaches, serves
 from placements.resources.memory import estimate
 from tests.checkpoints import make_checkpoint
+from tests.closed.experts import skewed
 from tests.closed.nxd_lane import real_nxdi as real_nxdi
 from tests.doubles import Neuron
 from tests.placements.fleets import model
@@ -58,6 +59,7 @@ test_every_compile_works_in_a_folder_of_its_own = double.test_every_compile_work
 test_a_device_fault_passes_unchanged = double.test_a_device_fault_passes_unchanged
 test_cores_of_another_process = double.test_cores_of_another_process_are_a_runtime_error
 test_a_quantized_checkpoint_of_another_kind = double.test_a_quantized_checkpoint_of_another_kind_is_refused
+test_a_killed_compiler = double.test_a_killed_compiler_is_not_cached_as_a_failure
 test_options_reach_the_package = double.test_options_reach_the_package
 test_flags_of_the_spec_reach_the_compiler = double.test_the_flags_of_the_spec_reach_the_compiler
 
@@ -83,8 +85,12 @@ def nxd(real_nxdi: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:
 
 
 def test_the_package_is_as_recorded(nxd: Neuron) -> None:
-    """Each signature and option of the contract."""
+    """Each signature and option of the contract, and the families of the version. Mistral may run as a llama."""
     assert drift("nxd-inference").lines() == []
+    package = import_package()
+    registered = {"mistral", *package.modules["constants"].MODEL_TYPES}
+    planned = {family for family in NXD_FAMILIES if serves("nxd-inference", family, version=package.version)}
+    assert planned == registered & NXD_FAMILIES.keys()
 
 
 @pytest.mark.parametrize("degree", [1, 2])
@@ -115,6 +121,20 @@ def test_a_window_that_no_slot_reaches_changes_nothing(
 def states(engine: Any) -> dict[str, torch.Tensor]:
     """Returns the KV cache of the first rank, each ``[slots, heads, tokens, head_dim]``."""
     return dict(engine._model.traced_model.nxd_model.states[0])
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_no_token_is_dropped_when_all_choose_the_same_experts(
+    degree: int, nxd: Neuron, sources: Checkpoints, tmp_path: Path
+) -> None:
+    """Without a ``capacity_factor``; with one of 1, each expert computes as many as if all experts had equal shares."""
+    source = skewed(sources("mixtral"), tmp_path / "model")
+    expected = served(cpu(source), arrivals())
+    bad = []
+    for name, options in (("none", {}), ("1", {"capacity_factor": 1.0})):
+        engine = opened(source, tmp_path / name, tp_degree=degree, engine_options=options)
+        bad.append(nxdi_traffic.wrong(source, arrivals(), expected, served(engine, arrivals())))
+    assert (bad[0], bool(bad[1])) == ([], True)
 
 
 def test_one_slot(nxd: Neuron, sources: Checkpoints, expected: Expected, tmp_path: Path) -> None:

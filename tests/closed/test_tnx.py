@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.tnx_families import FAMILIES, Family
+from tests.checkpoints import make_checkpoint
+from tests.closed.experts import skewed
 from tests.closed.forced import deviation
 from tests.closed.pairs import Row, all_pairs
 from tests.doubles import Neuron
 from tests.placements.test_engine_rules import checked
 from tests.workers.conftest import checkpoint as checkpoint
-from tests.workers.tnx_runs import config
+from tests.workers.tnx_runs import answers, config, of_the_cpu_engine, requests_for, split
 from workers.engines.transformers_neuronx import options
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.messages.engine_protocol import EngineLoadError
@@ -41,6 +44,17 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "compiled": (False, True),  # the engine starts from what another one has compiled
     "on_device_embedding": (False, True),
     "attention_layout": (None, "BSH"),
+    "weights": ("safetensors", "split"),
+}
+DRAFTS: dict[str, tuple[Any, ...]] = {
+    "family": ("llama", "gpt2"),
+    "draft_k": (1, 2, 3, 4),
+    "slots": (1, 2, 3, 4),
+    "tp_degree": (1, 2, 4),
+    "draft": ("itself", "another"),
+    "weights": ("safetensors", "split"),
+    "compiled": (False, True),
+    "decode_buckets": ([64], [32, 64]),
 }
 RIGHT = (
     "sequence_parallel_norm",
@@ -84,16 +98,53 @@ def test_llama_answers_as_transformers(
 ) -> None:
     """After prompts and in steps, with slots that end, within the rounding of the types."""
     source = checkpoint("llama")
-    fields = {name: value for name, value in row.items() if name not in (*ENGINE_OPTIONS, "compiled")}
+    fields = {name: value for name, value in row.items() if name not in (*ENGINE_OPTIONS, "compiled", "weights")}
     fields["engine_options"] = {name: row[name] for name in ENGINE_OPTIONS if row[name]}
-    fields["prefill_buckets"] = [8, 16, 64]
-    if row["compiled"]:
-        fields["compiled"] = str(tmp_path / "compiled")
-        opened(source, monkeypatch, **fields)
-    engine = opened(source, monkeypatch, **fields)
-    assert not (row["compiled"] and engine.compiled)
+    engine = started(row, source, monkeypatch, tmp_path, **fields)
     tolerance = max(TOLERANCE[row[name]] for name in ("dtype", "quantize", "quantize_kv") if row[name])
     assert deviation(engine, source) <= tolerance
+
+
+def started(row: Row, source: Path, monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> Any:
+    """Returns the loaded engine with the row's form of weights, from another engine's artifacts where it has them."""
+    fields["prefill_buckets"] = [8, 16, 64]
+    if row["weights"] == "split":
+        source, fields["allow_pickle"] = split(source, folder / "split"), True
+    if row["compiled"]:
+        fields["compiled"] = str(folder / "compiled")
+        opened(source, monkeypatch, **fields)
+    engine = opened(source, monkeypatch, **fields)
+    assert not (row["compiled"] and getattr(engine, "compiled", False))  # an engine with a draft has no such field
+    return engine
+
+
+def may_draft(row: Row) -> bool:
+    """Returns whether `validate` accepts the options together: GPT-2's rows share a position."""
+    return row["family"] == "llama" or row["slots"] == 1
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Returns the folder of a draft with other weights."""
+    return cache(lambda family: make_checkpoint(tmp_path_factory.mktemp("draft") / family, family, seed=7, layers=1))
+
+
+@pytest.mark.parametrize("row", all_pairs(DRAFTS, may_draft), ids=name_of)
+def test_a_draft_of_each_length_changes_no_token(
+    real_tnx: Neuron,
+    checkpoint: Checkpoints,
+    another: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    row: Row,
+) -> None:
+    """Its guesses are all accepted, or few, while requests arrive and others are cancelled."""
+    source, requests = checkpoint(row["family"]), requests_for(row["family"], seed=row["draft_k"], count=6)
+    draft = source if row["draft"] == "itself" else another(row["family"])
+    fields = {name: row[name] for name in ("draft_k", "slots", "tp_degree", "decode_buckets")}
+    engine = started(row, source, monkeypatch, tmp_path, draft_source=str(draft), **fields)
+    assert engine.spec.draft_k == row["draft_k"]
+    assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
 
 
 def test_each_program_runs_in_load(real_tnx: Neuron, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +255,17 @@ def test_gpt_j_is_refused_for_a_reason(
     engine = opened(source, monkeypatch, tp_degree=2, slots=1)
     assert deviation(engine, source, [[77]], steps=0) < TOLERANCE["fp32"]
     assert deviation(engine, source, [[77]], steps=1) > 1
+
+
+@pytest.mark.parametrize("tp_degree", [1, 2])
+def test_no_token_is_dropped_when_all_choose_the_same_experts(
+    real_tnx: Neuron, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tp_degree: int
+) -> None:
+    """The package computes all experts for each token."""
+    source = skewed(checkpoint("mixtral"), tmp_path / "model")
+    lengths = {"prefill_buckets": [64], "decode_buckets": [64]}
+    engine = opened(source, monkeypatch, tp_degree=tp_degree, slots=3, **lengths)
+    assert deviation(engine, source) < TOLERANCE["fp32"]
 
 
 def test_an_int8_kv_cache_is_refused_for_a_reason(

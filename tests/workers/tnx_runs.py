@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from placements.facts.engines import CPU_TRANSFORMERS, reaches
 from tests.checkpoints import VOCAB_SIZE
@@ -165,3 +168,18 @@ def requests_for(family: str, seed: int = 1, count: int = 14) -> list[ScriptedRe
     """Those of the static families are shorter, so that several of them fit into one batch."""
     static = family in STATIC
     return scripted_requests(seed, count, longest=33 if static else MAX_LEN, most=40 if static else MAX_LEN)
+
+
+def split(source: Path, target: Path) -> Path:
+    """The checkpoint as ``save_pretrained_split`` would have written it, pickled."""
+    shutil.copytree(source, target)
+    weights = load_file(target / "model.safetensors")
+    (target / "model.safetensors").unlink()
+    folder = target / "pytorch_model.bin"
+    folder.mkdir()
+    names = {}
+    for index, (key, tensor) in enumerate(weights.items()):
+        names[key] = f"p{index}.bin"
+        torch.save(tensor, folder / names[key])
+    (folder / "key_to_filename.json").write_text(json.dumps(names))
+    return target

@@ -37,6 +37,7 @@ from tests.workers.tnx_runs import (
     config,
     of_the_cpu_engine,
     requests_for,
+    split,
 )
 from workers.engines.transformers_neuronx.engine import TransformersNeuronxEngine, open_transformers_neuronx
 from workers.engines.transformers_neuronx.options import FIELDS, UNSERVED, Shapes, options_for
@@ -290,7 +291,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 @lane
 @pytest.mark.parametrize(
     ("family", "slots", "k"),
-    [*(("llama", 3, k) for k in (1, 2, 3, 4)), ("llama", 5, 2), ("llama", 1, 2), ("gpt2", 1, 2)],
+    [("llama", 3, 2), ("llama", 5, 2), ("gpt2", 1, 2)],
 )
 def test_a_draft_changes_no_token(
     checkpoint: Checkpoints, stranger: Checkpoints, family: str, slots: int, k: int
@@ -507,23 +508,6 @@ def test_a_runtime_fault_passes_unchanged(checkpoint: Checkpoints, machine: Neur
 
 
 # -- Weights
-
-
-def split(source: Path, target: Path) -> Path:
-    """The checkpoint as ``save_pretrained_split`` would have written it, pickled."""
-    from safetensors.torch import load_file
-
-    shutil.copytree(source, target)
-    weights = load_file(target / "model.safetensors")
-    (target / "model.safetensors").unlink()
-    folder = target / "pytorch_model.bin"
-    folder.mkdir()
-    names = {}
-    for index, (key, tensor) in enumerate(weights.items()):
-        names[key] = f"p{index}.bin"
-        torch.save(tensor, folder / names[key])
-    (folder / "key_to_filename.json").write_text(json.dumps(names))
-    return target
 
 
 @lane
