@@ -83,8 +83,9 @@ def read_facts(
 
     Remote sources (the hub, S3) are queried; if not ``fresh``, only those without stored metadata; never ``pinned``
     ones. An unreadable checkpoint is a warning, and the rules that need it are skipped; a checkpoint that no engine of
-    this version can serve is an error. ``here``: this machine will load the folders, so an unloadable one is an error;
-    False: another machine will, and it is a warning; None: weights and tokenizers are not checked.
+    this version can serve is an error, except for the engine server. ``here``: this machine will load the folders, so
+    an unloadable one is an error; False: another machine will, and it is a warning; None: weights and tokenizers are
+    not checked.
     """
     checkpoints: dict[str, Checkpoint] = {}
     drafts: dict[str, Checkpoint] = {}
@@ -99,6 +100,8 @@ def read_facts(
         read = _read(part, folder, head, part.where(spec))
         if isinstance(read, Checkpoint):
             (drafts if part.is_draft else checkpoints)[part.model.name] = read
+        if part.model.engine == "server" and Path(folder).is_dir():
+            continue  # its command may load files that corewright cannot read
         problem = None if isinstance(read, Checkpoint) else read
         if here is not None and head is None and (problem is None or problem.severity == "warning"):
             problem = _unloadable(part, folder, part.where(spec), here, isinstance(read, Checkpoint)) or problem

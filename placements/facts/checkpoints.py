@@ -104,7 +104,7 @@ class Checkpoint:
         reader = _READERS.get(family) if isinstance(family, str) else None
         if reader is None:
             what = f'model_type "{family}" is not supported ({", ".join(FAMILIES)})'
-            raise CheckpointError("unknown-family", what, "serve a checkpoint of one of these families")
+            raise CheckpointError("unknown-family", what, "use a model of one of these families, or engine: server")
         shape = reader(family, _Config(config))
         return replace(
             shape,

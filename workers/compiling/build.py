@@ -118,8 +118,9 @@ Tell = Callable[[Reply], None]
 
 def check(config: ReplicaConfig) -> Checked:
     """Checks all that a start of ``config`` needs except cores: tokenizer, config.json, headers of weights, the
-    engine's package and its view of the settings. Raises EngineLoadError, and errors of imports."""
-    if config.engine == "echo":
+    engine's package and its view of the settings. Only its command can check the source of the engine server. Raises
+    EngineLoadError, and errors of imports."""
+    if config.engine in ("echo", "server"):
         return Checked()
     hide_progress_bars()
     for folder in (config.source, config.draft_source):

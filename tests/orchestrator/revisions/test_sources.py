@@ -201,6 +201,19 @@ def test_code_of_a_checkpoint_is_rejected_unless_it_is_trusted(
     assert problems(read(f"a: {{source: {tmp_path}, trust_remote_code: {str(trusts).lower()}}}")) == expected
 
 
+@pytest.mark.parametrize("files", [{"config.json": '{"model_type": "own"}'}, {"model.gguf": "GGUF"}])
+def test_a_server_may_load_what_no_engine_can(tmp_path: Path, files: Mapping[str, str]) -> None:
+    """Its command knows the family and the files; but the folder must exist."""
+    server = '{command: [serve, "{model}", --port, "{port}"], slots: 2}'
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    found = read(f"a: {{source: {tmp_path}, engine: server, server: {server}}}")
+    missing = read(f"a: {{source: {tmp_path}/none, engine: server, server: {server}}}")
+
+    assert (problems(found), problems(missing)) == ([], [("model-not-found", "error")])
+
+
 def test_a_fleet_stays_at_its_first_commit(hub: HubServer) -> None:
     """Also when the branch moves, the hub is unreachable, and the controller reads its revision again; another
     fleet, or another revision in the spec, resolves it again.

@@ -73,6 +73,11 @@ def test_a_check_finds_an_unreadable_tokenizer(checkpoint: Checkpoints, tmp_path
         assert caught.value.id == id
 
 
+def test_the_source_of_a_server_is_left_to_its_command(tmp_path: Path) -> None:
+    """A folder without config.json and tokenizer passes."""
+    assert build.check(msgspec.structs.replace(config_of(tmp_path), engine="server")) == build.Checked()
+
+
 def test_allowed_pickles_pass_the_check(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """A missing file of one does not."""
     copy = pickle_weights(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
