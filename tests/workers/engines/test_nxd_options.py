@@ -12,8 +12,11 @@ from placements.facts.engines import NXD_QUANTIZED_OPTIONS, NXD_RELEASES, nxd_re
 from tests.checkpoints import VOCAB_SIZE
 from tests.contracts import contract
 from tests.workers.nxdi_traffic import replica_config
+from workers.engines.nxd_inference.artifacts import manifest
 from workers.engines.nxd_inference.config import Settings, draft_options, lengths, neuron_options
 from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, OPTIONS, UNSERVED, lacks
+from workers.engines.nxd_inference.package import Package
+from workers.neff_cache.record import name_of
 
 CONTRACT = contract("nxd-inference")
 VERSIONS = sorted(CONTRACT.versions)
@@ -63,6 +66,37 @@ def test_logical_cores_are_the_runtimes(version: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     options = neuron_options(settings, lengths(settings), nxd_release(version), "q")
     assert options["logical_nc_config"] == 2
+
+
+def key(engine_options: Mapping[str, Any], **fields: Any) -> str:
+    """Returns the folder's name of the artifacts of two slots of 256 tokens."""
+    sizes = {"slots": 2, "max_len": 256, "prefill_buckets": [128, 192, 256], "decode_buckets": [256]}
+    config = replica_config(Path("m"), None, **sizes, engine_options=dict(engine_options), **fields)
+    return name_of(manifest(Settings.of(config), Package("0.8.0", {}), None))
+
+
+def test_artifacts_of_other_blocks_are_other_ones() -> None:
+    """Each option of a prefix cache is compiled into the graphs."""
+    more: dict[str, Any] = {"pa_num_blocks": 32}
+    changes = [{}, more, {**more, "pa_block_size": 16}, {"prefix_buckets": [64, 128]}]
+    keys = {key({"prefix_cache": True, **change}) for change in changes}
+    assert len(keys | {key({})}) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ({"pa_block_size": 32, "pa_num_blocks": 16, "prefix_buckets": [128, 192]}, {}),  # the defaults
+        ({"pa_block_size": None, "pa_num_blocks": None, "prefix_buckets": None}, {}),
+        ({}, {"replica": 1, "epoch": 2, "host": "other", "cores": [2, 3], "log": "l", "socket": "s", "token": "t"}),
+    ],
+)
+def test_what_does_not_change_the_blocks_changes_no_artifacts(
+    change: Mapping[str, Any], fields: Mapping[str, Any]
+) -> None:
+    """A default that is set, and what only a start needs."""
+    assert key({"prefix_cache": True, **change}, **fields) == key({"prefix_cache": True})
+    assert key({"prefix_cache": False}) == key({})
 
 
 def test_each_series_has_its_own_options() -> None:

@@ -185,7 +185,7 @@ def _user_options(options: Mapping[str, Any], own: Mapping[str, Any], release: R
                 f"`{option}` is not an option of NxD Inference {version}: {missing}",
                 "remove it, or run the model on an image with another version",
             )
-    passed_over = (*NXD_QUANTIZED_OPTIONS, "prefix_cache")
+    passed_over = (*NXD_QUANTIZED_OPTIONS, *OPTIONS, "prefix_cache")
     merged = {option: value for option, value in options.items() if option not in passed_over}
     if isinstance(options.get("on_device_sampling_config"), Mapping):
         if "on_device_sampling_config" not in own:
