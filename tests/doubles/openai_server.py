@@ -4,7 +4,7 @@ Its tokens are those of the echo engine. As in vLLM, they come from a worker pro
 worker hangs requests while ``/health`` is 200; both processes survive the server, and the server ends after either of
 them. A bias of 100 forces a token. Files in MODEL plan what goes wrong:
 
-- ``loading``: the socket is bound and refuses connections while it exists.
+- ``loading``: the socket is bound and refuses connections until this FIFO has been written to.
 - ``faults.json``: ``chunk``, tokens in each event; ``after``, tokens of each answer before ``error`` (an error event),
   ``end`` (no finish reason) or ``reset`` (no end of the response) as ``do`` says.
 
@@ -388,8 +388,8 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     bound = socket.socket(socket.AF_UNIX if options.uds else socket.AF_INET)
     bound.bind(options.uds or (options.host, options.port))  # a socket file of before is an error
-    while (Path(options.model) / "loading").exists():
-        time.sleep(0.01)
+    with contextlib.suppress(FileNotFoundError):
+        (Path(options.model) / "loading").read_bytes()  # returns when its writer has closed it
     asyncio.run(serve(options, bound))
 
 

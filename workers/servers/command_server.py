@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 PORTS = 3  # that are tried, if another process takes one before the server does
 PROBE_S = 60.0
+SOCKET = "s.sock"  # llama-server takes a host for a path by this suffix
 CORES = "NEURON_RT_VISIBLE_CORES"
 _PROBES: tuple[tuple[str, Mapping[str, object]], ...] = (
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
@@ -48,7 +49,7 @@ def start_server(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionS
     for attempt in range(1, PORTS + 1):
         parent = Path(config.socket).parent if config.socket else Path(tempfile.gettempdir())
         folder = server_folder(parent, GRACE_S)
-        address = Address(path=str(folder / "s")) if config.server.listen == "unix" else Address(port=free_port())
+        address = Address(path=str(folder / SOCKET)) if config.server.listen == "unix" else Address(port=free_port())
         command, env = command_and_env(config, address)
         log.info("starting %s", " ".join(command))
         process = ServerProcess(command, env, folder, grace_s=GRACE_S, held=held)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from workers.messages.status import ServerLoad
 
-_NAMES = {
+NAMES = {
     "vllm:kv_cache_usage_perc": "kv_usage",
     "vllm:num_requests_waiting": "waiting",
     "vllm:num_preemptions_total": "preemptions",
@@ -35,10 +35,10 @@ class ServerMetrics:
     @classmethod
     def read(cls, text: str) -> ServerMetrics:
         """Reads Prometheus' text format. Lines of other metrics, and malformed ones, are skipped."""
-        sums = dict.fromkeys(_NAMES.values(), 0.0)
+        sums = dict.fromkeys(NAMES.values(), 0.0)
         for line in text.splitlines():
             name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
-            field = _NAMES.get(name)
+            field = NAMES.get(name)
             if field is not None:
                 with contextlib.suppress(IndexError, ValueError):
                     value = float(rest.rpartition("}")[2].split()[0])
