@@ -2,13 +2,13 @@
 
 Its tokens are those of the echo engine. As in vLLM, they come from a worker process below an engine process: a stopped
 worker hangs requests while ``/health`` is 200; both processes survive the server, and the server ends after either of
-them. A bias of 100 forces a token. Files in MODEL plan what goes wrong:
+them. A bias of 100 forces a token. Files plan what goes wrong:
 
-- ``loading``: the socket is bound and refuses connections until this FIFO has been written to.
-- ``faults.json``: ``chunk``, tokens in each event; ``after``, tokens of each answer before ``error`` (an error event),
-  ``end`` (no finish reason) or ``reset`` (no end of the response) as ``do`` says.
+- ``MODEL.loading``: the socket is bound and refuses connections until this FIFO has been written to.
+- ``MODEL/faults.json``: ``chunk``, tokens in each event; ``after``, tokens of each answer before ``error`` (an error
+  event), ``end`` (no finish reason) or ``reset`` (no end of the response) as ``do`` says.
 
-``received.jsonl`` gets the body of each completion.
+``MODEL/received.jsonl`` gets the body of each completion.
 """
 
 from __future__ import annotations
@@ -389,7 +389,7 @@ def main(arguments: list[str]) -> None:
     bound = socket.socket(socket.AF_UNIX if options.uds else socket.AF_INET)
     bound.bind(options.uds or (options.host, options.port))  # a socket file of before is an error
     with contextlib.suppress(FileNotFoundError):
-        (Path(options.model) / "loading").read_bytes()  # returns when its writer has closed it
+        Path(f"{options.model}.loading").read_bytes()  # returns when its writer has closed it
     asyncio.run(serve(options, bound))
 
 

@@ -288,7 +288,8 @@ def test_a_schema_that_the_server_refuses_is_the_clients_fault(run: Run) -> None
 
 def test_the_server_is_ready_only_when_it_answers(model: Path, python: Path) -> None:
     """While it loads, its socket is there and refuses connections."""
-    os.mkfifo(model / "loading")
+    loading = model.with_suffix(".loading")
+    os.mkfifo(loading)
     started: list[CompletionServer] = []
     thread = threading.Thread(target=lambda: started.append(start_vllm(config_of(model, python))))
     thread.start()
@@ -297,7 +298,7 @@ def test_the_server_is_ready_only_when_it_answers(model: Path, python: Path) -> 
     with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
         client.connect(str(path))
     assert not started
-    (model / "loading").write_bytes(b"")
+    loading.write_bytes(b"")
     thread.join(DEADLINE_S)
 
     (server,) = started
