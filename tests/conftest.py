@@ -1,11 +1,13 @@
 """Fixtures that tests of several folders use."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import doubles
 from tests.closed import real_tnx as real_tnx
@@ -13,6 +15,8 @@ from tests.doubles import neuron as neuron
 from tests.s3 import s3_proxy as s3_proxy
 from tests.s3 import s3_server as s3_server
 
+# Collecting imports and makes millions of objects that stay: the garbage collector would walk them again and again.
+gc.disable()
 # On all cores there is one process for each: more threads in each would only take turns.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test asks the hub or Amazon: specs may name what is there, and nobody's credentials are to be found.
@@ -33,6 +37,10 @@ atexit.register(shutil.rmtree, os.environ["NEURON_COMPILE_CACHE_URL"], ignore_er
 for _name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "HF_TOKEN"):
     os.environ.pop(_name, None)
 
+# Not by the time of a loaded machine; otherwise as Hypothesis chooses, here or in CI.
+settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
+
 # Of the recorded versions of the Neuron packages: the newest of transformers-neuronx, and of NxD Inference the last for
 # inf2. The others are slow tests.
 EVERYDAY_VERSIONS = frozenset({"0.13-main", "0.8"})
@@ -51,6 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path in VERSIONED and version is not None and version not in EVERYDAY_VERSIONS:
             item.add_marker(pytest.mark.slow)
     items[:] = [item for item in items if not _repeats_a_real_run(item)]
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what collecting has made out of all later garbage collections."""
+    gc.freeze()
+    gc.enable()
 
 
 def _repeats_a_real_run(item: pytest.Item) -> bool:

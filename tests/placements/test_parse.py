@@ -551,7 +551,7 @@ def test_merging_a_value_that_is_not_a_mapping_is_reported() -> None:
         "models: &a {a: *a}",
         "models: &a [*a]",
         "models: &a {<<: *a}",
-        "[" * 5000,
+        "[" * 1000,
         "[" * 30 + "]" * 30,
         "models: " + "{a: " * 200 + "1" + "}" * 200,
         "# " + "x" * 300_000,
@@ -560,8 +560,9 @@ def test_merging_a_value_that_is_not_a_mapping_is_reported() -> None:
 )
 def test_hostile_documents_are_refused(text: str) -> None:
     """Aliases that explode, hold themselves, endless nesting and size end in one plain problem."""
-    assert {problem.id for problem in problems(text)} <= {"yaml-too-large", "yaml-syntax"}
-    assert problems(text)
+    ids = {problem.id for problem in problems(text)}
+    assert ids
+    assert ids <= {"yaml-too-large", "yaml-syntax"}
 
 
 ONE = "models: {a: {source: ./a}}\n"

@@ -185,8 +185,8 @@ def parameters(vocab_size: int) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-@pytest.mark.parametrize("model", [MODEL, LARGE], ids=["257 ids", "3000 ids"])
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("model", [MODEL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=["257 ids", "3000 ids"])
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_mixed_batch_answers_each_request_as_alone(model: torch.Tensor, data: st.DataObject) -> None:
     """Token for token, text and logprobs included, through fewer slots than requests."""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,12 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "neuron"))
 
 
+# Each test of a plugin starts several processes, and most promises are the same for both.
+one_plugin = pytest.mark.parametrize(
+    "host", [NXD, pytest.param(NEURON, marks=pytest.mark.slow)], ids=["nxd", "neuron"], indirect=True
+)
+
+
 @pytest.fixture(params=[NXD, NEURON], ids=["nxd", "neuron"])
 def host(request: pytest.FixtureRequest, tmp_path: Path) -> Host:
     return Host(tmp_path / "a", request.param)
@@ -270,6 +277,7 @@ def test_cores_and_the_place_of_a_checkpoint_are_not_in_the_key(host: Host, tmp_
     assert after.key == host.wanted().key
 
 
+@one_plugin
 def test_replicas_of_one_key_compile_once(host: Host) -> None:
     """The second one waits for the first, and then loads its result."""
     host.gate.unlink()
@@ -288,6 +296,7 @@ def test_replicas_of_one_key_compile_once(host: Host) -> None:
         first.communicate("")
 
 
+@one_plugin
 def test_a_killed_compilation_leaves_nothing_complete(host: Host) -> None:
     """Its folder stays locked until its server is gone, and the next start compiles."""
     host.gate.unlink()
@@ -327,6 +336,7 @@ def test_a_missing_graph_of_a_complete_set_is_an_error(tmp_path: Path, logged: s
     assert host.compiles() == 2
 
 
+@one_plugin
 def test_a_set_goes_to_another_host(host: Host, tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is pushed after the server was ready, and fetched by a start, by which nothing is compiled."""
     for name, value in s3.env.items():
@@ -335,7 +345,10 @@ def test_a_set_goes_to_another_host(host: Host, tmp_path: Path, s3: S3Server, mo
     host.start(neff_cache=cache)
     other = Host(tmp_path / "b", str(host.wanted().manifest["versions"]["vllm-neuron"]))
     config = msgspec.structs.replace(other.config, neff_cache=cache, log=str(tmp_path / "log"))
-    until(lambda: _verified(config).where == "elsewhere", DEADLINE_S, "the set is there")
+    for thread in threading.enumerate():
+        if thread.name == "neff-push":
+            thread.join(DEADLINE_S)
+    assert _verified(config).where == "elsewhere"
     assert prefetch.foresee(config).missing == ["model: its neff_cache has artifacts compiled by another host"]
     other.start(neff_cache=cache)
     assert (other.compiles(), other.wanted().complete) == (0, True)
@@ -385,6 +398,7 @@ def test_a_failed_compilation_ahead_leaves_nothing_complete(tmp_path: Path) -> N
     assert not host.wanted().complete
 
 
+@one_plugin
 def test_the_difference_of_a_start_is_shown(host: Host) -> None:
     """`cache verify` names the setting."""
     host.start()
