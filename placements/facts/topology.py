@@ -115,8 +115,13 @@ def documented(topology: Topology, row: Degree) -> bool:
 
 
 def alignment(family: str, tp: int) -> Degree:
-    """Returns the table's row, or consecutive whole devices for another degree (the spec's ``allow_degrees``)."""
-    return degree(family, tp) or Degree(tp, 2, math.lcm(2, tp), documented=False)
+    """Returns the table's row, or consecutive whole devices for another degree (the spec's ``allow_degrees``).
+
+    On trn2 the first core is a multiple of every degree: otherwise vLLM Neuron fails in its warm-up (AWS Neuron SDK
+    docs, vllm-neuron/docs/tutorials/tutorial-epd-1e-1pd-xeypd.md).
+    """
+    whole = math.lcm(2, tp)
+    return degree(family, tp) or Degree(tp, whole if family == "trn2" else 2, whole, documented=False)
 
 
 @dataclass(frozen=True)

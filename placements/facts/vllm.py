@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Plugin = Literal["nxd", "neuron", "cpu"]
 """``nxd``: `vllm-neuron` up to 0.5, on NxD Inference. ``neuron``: the later one, "vLLM Neuron", with a back end of its
@@ -70,6 +70,15 @@ def release_for(machines: str, named: PluginRelease | None = None) -> Release:
 def blocks(max_len: int, slots: int, block_size: int) -> int:
     """Returns the blocks that hold every slot at its full length."""
     return -(-max_len // block_size) * slots
+
+
+def kv_tokens(options: Mapping[str, Any], slots: int, max_len: int) -> int:
+    """Returns the tokens of the KV cache by ``engine_options``: whole slots, or blocks with ``prefix_cache``."""
+    if options.get("prefix_cache") is not True:
+        return slots * max_len
+    size, number = options.get("block_size"), options.get("num_gpu_blocks_override")
+    size = size if type(size) is int and size > 0 else BLOCK_SIZE
+    return size * (number if type(number) is int and number > 0 else blocks(max_len, slots, size))
 
 
 def version_of(text: str) -> Version:

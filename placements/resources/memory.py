@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from placements.facts import vllm
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import BYTES, HOST_ENGINES, NXD_ENGINES, Engine, serves
 from placements.facts.kv_blocks import kv_blocks
@@ -31,6 +32,10 @@ USABLE_HBM = 0.95
 PROCESS_GIB = 1.0
 """A replica's process without a model. Importing torch and transformers takes 0.32 GiB (measured on CPU); the share of
 the Neuron runtime is not documented, so this is a conservative guess."""
+
+VLLM_GIB = 1.2
+"""The processes of vLLM beside the one with the model, its API server and EngineCore: 0.56 to 0.64 and 0.53 to 0.61
+GiB (measured with vLLM 0.32 on CPU)."""
 
 COMPILE_WORKER_GIB = 64.0
 """One compiler process: neuron_parallel_compile starts one worker for each 64 GiB of the host. The compiler ran out of
@@ -184,7 +189,7 @@ def estimate(
     - its shard of the matrices and all small parameters, in the dtype; int8 and fp8 matrices have one byte each and a
       scale for each channel;
     - the KV cache: 2 x layers x kv heads / tp x head_dim x length x slots x bytes of the dtype, or 1 if quantized; with
-      a prefix cache of NxD Inference, the tokens of its blocks instead of length x slots;
+      a prefix cache of NxD Inference or vLLM, the tokens of its blocks instead of length x slots;
     - SCRATCH_GIB or, if greater, the attention scores of a prefill in one piece, (heads / tp) x length^2 x 2 bytes.
       The scores are in the scratchpad: the measured one of 1 GiB has room for them at length 4096 (0.125 GiB), so that
       they are not a class of their own. The engines on the host's CPUs prefill in chunks;
@@ -210,8 +215,12 @@ def estimate(
 
 
 def _on_nxd(engine: Engine, checkpoint: Checkpoint) -> bool:
-    """Returns whether the model may run on a backend built on NeuronX Distributed."""
-    return engine in NXD_ENGINES or (engine == "auto" and serves("nxd-inference", checkpoint.model_type))
+    """Returns whether the model may run on a backend built on NeuronX Distributed, as vLLM up to vllm-neuron 0.5."""
+    return (
+        engine in NXD_ENGINES
+        or engine == "vllm"
+        or (engine == "auto" and serves("nxd-inference", checkpoint.model_type))
+    )
 
 
 @dataclass(frozen=True)
@@ -256,6 +265,8 @@ def _kv_cache(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, length: 
     tokens = heads * model.max_batch * length
     if engine == "nxd-inference" and model.engine_options.get("prefix_cache") is True:
         tokens = heads * kv_blocks(model.engine_options, model.max_batch, length).tokens
+    if engine == "vllm":
+        tokens = heads * vllm.kv_tokens(model.engine_options, model.max_batch, length)
     width = 1 if model.quantize_kv is not None and engine not in HOST_ENGINES else BYTES[model.dtype_on(engine)]
     return 2 * checkpoint.layers * tokens * checkpoint.head_dim * width
 
@@ -278,6 +289,7 @@ def host_memory(
       format, so that the whole checkpoint counts too. The model's ``host_memory_gib`` replaces this.
     - Serving on Neuron: the process, and the embeddings if the engine may be transformers-neuronx, which embeds on the
       host. On the host's CPUs: the process, weights and KV cache.
+    - vLLM has two more processes, VLLM_GIB.
     - Compiling: one compiler process; on the host's CPUs torch.compile, if the model enables it.
     """
     engine = engine or model.engine
@@ -295,6 +307,8 @@ def host_memory(
         embeddings = sum(each.groups.embedding + each.groups.positions for each in held) if on_host else 0
         files = sum(each.parameters * max(width, each.stored_bytes or 0) for each in held)
         serving, loading = PROCESS_GIB + embeddings * width / GIB, PROCESS_GIB + files / GIB
+    if engine == "vllm":
+        serving, loading = serving + VLLM_GIB, loading + VLLM_GIB
     if model.host_memory_gib is not None:
         loading = model.host_memory_gib
     on_cpu = CPU_COMPILE_GIB if engine == "cpu" and model.engine_options.get("compile") is True else 0.0

@@ -9,7 +9,7 @@ from placements.facts.vllm import BLOCK_SIZE, KV_SHARE, LAST_FOR, Release, block
 from placements.rules.case import SIZES, Case, FieldRule
 from placements.rules.options.vllm_flags import check_flags
 from placements.spec.problems import Problem
-from placements.spec.schema import Compiler, Spec
+from placements.spec.schema import Buckets, Compiler, Spec
 
 
 def releases(case: Case) -> list[Release]:
@@ -96,6 +96,21 @@ def weights_are_quantized(case: Case) -> Iterator[Problem]:
             yield case.problem("quantize-unsupported", ("quantize_kv",), what, "set quantize_kv: fp8")
 
 
+def fields_reach_the_cpu(case: Case) -> Iterator[Problem]:
+    """On emulated hosts, fields for Neuron devices only determine the plan: vLLM on the CPU has none of them."""
+    model = case.model
+    fields = {
+        "quantize": model.quantize is not None,
+        "quantize_kv": model.quantize_kv is not None,
+        "buckets": model.buckets != Buckets(),
+        "sampling": model.sampling == "device",
+    }
+    if case.engine == "vllm" and any(host.emulated for host in case.all_hosts.hosts):
+        for field in [field for field, is_set in fields.items() if is_set and field not in model.broken]:
+            what = f"{field} has no effect on emulated hosts, where vLLM runs on the CPU"
+            yield case.problem("unused-on-cpu", (field,), what, "it is planned as for Neuron devices", "warning")
+
+
 def prefixes_are_cached(case: Case) -> Iterator[Problem]:
     """With prefix caching, the blocks hold all slots. On NxD Inference it needs more than one slot."""
     model, options = case.model, case.model.engine_options
@@ -159,6 +174,7 @@ VLLM_RULES: tuple[FieldRule, ...] = (
     FieldRule(flags_are_known, _ENGINE | {"engine_options", "buckets", "adapters"}),
     FieldRule(plugin_runs_here, _ENGINE),
     FieldRule(weights_are_quantized, _ENGINE | {"quantize", "quantize_kv", "engine_options"}),
+    FieldRule(fields_reach_the_cpu, _ENGINE),
     FieldRule(prefixes_are_cached, _ENGINE | {"max_batch", "max_len", "engine_options"}),
     FieldRule(kv_fits_its_share, SIZES | {"quantize_kv"}),
     FieldRule(settings_reach_vllm, _ENGINE | {"fuse_qkv", "compiler", "sampling"}),

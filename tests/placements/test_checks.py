@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from placements.facts.checkpoints import Checkpoint
-from placements.planner.spec_hosts import Machine
+from placements.planner.plan import plan
+from placements.planner.spec_hosts import Machine, hosts_for
 from placements.rules.checks import check
 from placements.spec.parse import parse
 from placements.spec.schema import Spec
@@ -515,6 +516,17 @@ def test_a_pin_on_a_type_without_the_degree_names_the_types_that_have_it() -> No
         'pin "inf2.48xlarge/0:0-15" is on inf2.48xlarge, which does not support tp_degree 16',
         "pin to a host of type trn1.32xlarge",
     )
+
+
+def test_a_degree_of_ones_own_is_aligned_on_trn2() -> None:
+    """A pin is checked, and the planner places no replica elsewhere: cores 0 to 3 are reserved."""
+    text = "hosts: {instance: trn2.48xlarge, reserve: {cores: ['0-3']}}\n"
+    text += "models: {a: {source: ./a, tp_degree: 6, allow_degrees: [6], MORE}}\n"
+    assert ids(text.replace("MORE", "cores: ['8-13']")) == ["pin-misaligned 2:68"]
+    parsed = parse(text.replace("MORE", "replicas: 9").encode())
+    assert parsed.spec is not None
+    placements = plan(parsed.spec, hosts_for(parsed.spec, LAPTOP)).placements
+    assert [each.cores and each.cores.first for each in placements] == [6 * n for n in range(1, 10)]
 
 
 def test_a_misaligned_pin_is_reported_with_each_types_step() -> None:

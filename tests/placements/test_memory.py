@@ -12,6 +12,7 @@ from placements.resources.memory import (
     COMPILE_WORKER_GIB,
     GIB,
     PROCESS_GIB,
+    VLLM_GIB,
     MemoryEstimate,
     estimate,
     fits,
@@ -192,6 +193,16 @@ def test_a_prefix_cache_has_the_memory_of_its_blocks() -> None:
     assert estimate(model("m", 2, **options, engine_options=more), LLAMA_31_8B).kv == plain * 501 * 16 / 4000
 
 
+def test_the_blocks_of_vllm_have_the_memory_of_their_tokens() -> None:
+    """Without a prefix cache a block is a slot."""
+    options: dict[str, Any] = {"engine": "vllm", "max_batch": 4, "max_len": 1000}
+    plain = estimate(model("m", 2, **options), LLAMA_31_8B).kv
+    cached = estimate(model("m", 2, **options, engine_options={"prefix_cache": True}), LLAMA_31_8B).kv
+    assert cached == pytest.approx(plain * 4 * 32 * 32 / 4000)
+    more = {"prefix_cache": True, "num_gpu_blocks_override": 500, "block_size": 16}
+    assert estimate(model("m", 2, **options, engine_options=more), LLAMA_31_8B).kv == plain * 500 * 16 / 4000
+
+
 def strategy(name: GroupQueryAttention | None, tp: int, slots: int = 32) -> MemoryEstimate:
     wish = model("m", tp, engine="transformers-neuronx", max_batch=slots, max_len=4096, group_query_attention=name)
     return estimate(wish, LLAMA_31_8B)
@@ -314,6 +325,7 @@ def test_the_classes_add_up(engine: Engine, draft: Checkpoint | None) -> None:
         ("transformers-neuronx", LLAMA_31_8B, False),
         ("nxd-inference", LLAMA_31_8B, True),
         ("optimum-neuron", LLAMA_31_8B, True),
+        ("vllm", LLAMA_31_8B, True),
         ("auto", LLAMA_31_8B, True),  # may be NxD Inference
         ("auto", GPT2_XL, False),  # can only be transformers-neuronx
     ],
@@ -360,6 +372,13 @@ def test_loading_needs_the_whole_checkpoint() -> None:
         for engine in ("auto", "transformers-neuronx", "nxd-inference", "optimum-neuron")  # type: Engine
     ]
     assert loads == pytest.approx([8_030_261_248 * 2 / GIB + PROCESS_GIB] * 8)
+
+
+def test_vllm_has_two_more_processes() -> None:
+    """Whether it loads or serves."""
+    engines: tuple[Engine, ...] = ("nxd-inference", "vllm")
+    alone, vllm = (host_memory(model("m", 8), LLAMA_31_8B, engine) for engine in engines)
+    assert (vllm.load - alone.load, vllm.serving - alone.serving) == pytest.approx((VLLM_GIB, VLLM_GIB))
 
 
 def test_files_in_a_wider_dtype_need_more_to_load() -> None:

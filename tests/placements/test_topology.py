@@ -109,8 +109,8 @@ def test_the_degrees_of_trn2_are_documented_for_lnc_2_only() -> None:
     assert by_lnc == {(1, 1): True, (1, 8): False, (2, 1): True, (2, 8): True}
 
 
-@pytest.mark.parametrize(("family", "tp"), [("inf2", 6), ("trn1", 4), ("trn2", 6)])
-def test_a_degree_outside_the_table_uses_whole_devices(family: str, tp: int) -> None:
-    """An allowed degree starts at an even core, preferably at a multiple of itself."""
+@pytest.mark.parametrize(("family", "tp", "legal"), [("inf2", 6, 2), ("trn1", 4, 2), ("trn2", 6, 6)])
+def test_a_degree_outside_the_table_uses_whole_devices(family: str, tp: int, legal: int) -> None:
+    """An allowed degree starts at an even core, preferably at a multiple of itself; on trn2 always."""
     row = alignment(family, tp)
-    assert (degree(family, tp), row.legal, row.preferred) == (None, 2, tp)
+    assert (degree(family, tp), row.legal, row.preferred) == (None, legal, tp)
