@@ -116,7 +116,7 @@ class Draft(Frozen):
     """The branch, tag or commit of a hub id, like `revision` of the model."""
     method: DraftMethod = "draft_model"
     """How it proposes tokens. `eagle` and `eagle3` are heads that read the model's hidden states, on the engine `vllm`
-    only. See [engines.md](engines.md#vllm)."""
+    only. See [vllm.md](vllm.md#settings)."""
 
 
 class Buckets(Frozen):
@@ -301,11 +301,11 @@ class ModelSpec(Frozen):
     `transformers-neuronx`."""
     trust_remote_code: Process[bool] = False
     """Run the Python code of a checkpoint, named in the `auto_map` of its `config.json`, and that of the draft, with
-    all permissions of the replica. With false, such code is neither fetched nor run. On the engine `cpu`. See
-    [artifacts.md](artifacts.md#code-in-a-checkpoint)."""
+    all permissions of the replica. With false, such code is neither fetched nor run. On the engines `cpu` and
+    `vllm`. See [artifacts.md](artifacts.md#code-in-a-checkpoint)."""
     draft: Shape[Draft | None] = None
-    """Speculative decoding. Greedy answers are the same, token for token, as without it. On `cpu` and the Neuron
-    engines; not in `defaults`."""
+    """Speculative decoding. Greedy answers are the same, token for token, as without it. On `cpu`, `vllm` and the
+    Neuron engines; not in `defaults`."""
     update: Live[Update] = Update()
     """How replicas are replaced when the spec changes. See Updates."""
     deadlines: Live[Deadlines] = Deadlines()
@@ -336,7 +336,8 @@ class ModelSpec(Frozen):
     the model together (unset: all); `prefix_cache`, true or false (the default): a prompt that begins with what a slot
     still holds is read from there on only; `compile`, true or false (the default): each bucket is compiled, by
     torch.compile. `echo`: `step_ms`, the milliseconds that each step takes. The Neuron engines: by the packages' own
-    names, and `prefix_cache` for NxD Inference. See Options."""
+    names, and `prefix_cache` for NxD Inference; vLLM: flags of its command ([vllm.md](vllm.md#settings)). See
+    Options."""
     server: Shape[Server | None] = None
     """The command of a server of OpenAI's API, for the engine `server`. Not in `defaults`. See
     [engines.md](engines.md#server)."""
