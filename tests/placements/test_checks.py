@@ -522,7 +522,7 @@ def test_a_degree_of_ones_own_is_aligned_on_trn2() -> None:
     """A pin is checked, and the planner places no replica elsewhere: cores 0 to 3 are reserved."""
     text = "hosts: {instance: trn2.48xlarge, reserve: {cores: ['0-3']}}\n"
     text += "models: {a: {source: ./a, tp_degree: 6, allow_degrees: [6], MORE}}\n"
-    assert ids(text.replace("MORE", "cores: ['8-13']")) == ["pin-misaligned 2:68"]
+    assert ids(text.replace("MORE", "cores: ['8-13']")) == ["pin-misaligned 2:69"]
     parsed = parse(text.replace("MORE", "replicas: 9").encode())
     assert parsed.spec is not None
     placements = plan(parsed.spec, hosts_for(parsed.spec, LAPTOP)).placements
