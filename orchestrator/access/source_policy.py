@@ -179,8 +179,8 @@ def _places(model: ModelSpec) -> Iterator[tuple[tuple[str, ...], str, str]]:
         yield ("source",), model.source_path or model.source, model.source
     if model.draft is not None:
         yield ("draft", "source"), model.draft_path or model.draft.source, model.draft.source
-    for name, folder in model.adapter_folders.items():
-        yield ("adapters", name), folder, model.adapters[name]
+    for name, place in model.adapter_places.items():
+        yield ("adapters", name), place, model.adapters[name]
     if model.neff_cache is not None:
         yield ("neff_cache",), model.neff_cache_location or model.neff_cache, model.neff_cache
     for text in _texts(model.engine_options):

@@ -25,7 +25,7 @@ from orchestrator.starts.offline_configs import OfflineConfigs
 from placements.facts.plural import plural
 from placements.planner.placement import Placement
 from placements.spec.problems import has_errors
-from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, wanted_by, with_folders
+from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, wanted_by, with_folders
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
@@ -107,21 +107,17 @@ def _config(
 def _fetch(config: ReplicaConfig, home: Home, resources: contextlib.ExitStack) -> ReplicaConfig:
     """Fetch the artifacts. Returns the configuration with their folders. Raises Failed."""
     artifacts = wanted_by(config)
-    if artifacts == (None, None):
+    if not artifacts:
         return config
-    fetch, fetched = ArtifactFetcher(store_here(home.store).open()), list[FetchedArtifact | None]()
+    fetch, landed = ArtifactFetcher(store_here(home.store).open()), {}
     try:
-        for artifact in artifacts:
-            if artifact is None:
-                fetched.append(None)
-                continue
+        for keys, artifact in artifacts.items():
             say(f"fetching {artifact.source}")
-            result = fetch(artifact, Progress(artifact.source), threading.Event())
-            fetched.append(result)
-            resources.enter_context(using(result.folder))
+            landed[keys] = fetch(artifact, Progress(artifact.source), threading.Event())
+            resources.enter_context(using(landed[keys].folder))
     except SourceError as error:
         raise Failed(error.id, error.what, error.hint) from None
-    return with_folders(config, artifacts, (fetched[0], fetched[1]))
+    return with_folders(config, landed)
 
 
 def _compile(config: ReplicaConfig) -> None:

@@ -214,7 +214,7 @@ class CompileAhead:
         """Predicts the artifacts from the small files of the sources, without weights. None if they are incomplete here
         and in the ``neff_cache``, if they depend on the weights, or if all sources are on this host."""
         nowhere = config.neff_cache is None and not self._home.compiled.is_dir()
-        if wanted_by(config) == (None, None) or nowhere or config.engine == OF_WEIGHTS:
+        if not wanted_by(config) or nowhere or config.engine == OF_WEIGHTS:
             return None
         heads = self._offline.with_heads(config)
         predicted = heads if isinstance(heads, Failure) else self._predict(heads)
@@ -246,17 +246,17 @@ class CompileAhead:
 
     def _fetch(self, config: ReplicaConfig, models: tuple[str, ...], target: str) -> ReplicaConfig | Failure:
         artifacts = wanted_by(config)
-        if artifacts == (None, None):
+        if not artifacts:
             return config
-        fetch, folders = ArtifactFetcher(self._store.open()), []
+        fetch, landed = ArtifactFetcher(self._store.open()), {}
         step = Step(models, "fetching", target=target)
         try:
-            for artifact in artifacts:
-                progress = _FetchProgress(artifact.source if artifact else "", step, self._watch)
-                folders.append(None if artifact is None else fetch(artifact, progress, self._stop))
+            for keys, artifact in artifacts.items():
+                progress = _FetchProgress(artifact.source, step, self._watch)
+                landed[keys] = fetch(artifact, progress, self._stop)
         except SourceError as error:
             return Failure(error.id, error.what, error.hint)
-        return with_folders(config, artifacts, (folders[0], folders[1]))
+        return with_folders(config, landed)
 
     def _predict(self, config: ReplicaConfig) -> Predicted | Failure:
         began = time.monotonic()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from orchestrator.control.adapter_updates import AdapterUpdates
 from orchestrator.control.controller_metrics import ControllerCounters, engine_families, fleet_families, scaling_changes
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
@@ -75,6 +76,7 @@ class Controller:
         self.replicas = replicas = ReplicaTable(state, counters, self.wake_up)
         self.tasks = ReplicaTasks(state, cluster, home, hosts, replicas, wake=self.wake_up, publish=self.publish)
         self.prefetch = UpdatePrefetch(state, cluster, home, hosts, self.wake_up)
+        self.adapters = AdapterUpdates(state, cluster, self.wake_up)
 
     # The loop
 
@@ -142,6 +144,7 @@ class Controller:
         for action in reconcile(goal.targets, observed, state.replaced()):
             self._apply(action)
         self.prefetch.round()
+        self.adapters.round()
 
     def _report_reach(self) -> None:
         """Record an event for each replica whose reachability from the gateways has changed."""
@@ -164,6 +167,7 @@ class Controller:
         self._wake.set()
         await self.publish()
         self.prefetch.stop()
+        self.adapters.stop()
         ended = await asyncio.gather(
             *(self.tasks.shut_down(id, drain_s) for id in self.state.views), return_exceptions=True
         )

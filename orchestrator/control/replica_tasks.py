@@ -117,7 +117,7 @@ class ReplicaTasks:
         state.adopt(view, config)
         if phase is State.DRAINING and state.hold is None:
             self.drain(view)
-        if phase is State.LOADING and lead_of(config, None) is not None and any(wanted_by(config)):
+        if phase is State.LOADING and lead_of(config, None) is not None and wanted_by(config):
             # the controller that requested its fetch is gone
             self._replicas.store(dataclasses.replace(view, early=EarlyStart(now, now)))
             self._replicas.preparing[view.id] = self._spawn(self._prepare(view.id, config, adopted=True))
@@ -209,7 +209,7 @@ class ReplicaTasks:
     def _end_early_start(self, view: ReplicaView, config: ReplicaConfig) -> None:
         """Note the end of the fetch that a process waits for: all replicas of the version load this content."""
         loaded = self._state.configs[view.id]
-        if (config.origin, config.draft_origin) != (loaded.origin, loaded.draft_origin):
+        if config.fetched_folders() != loaded.fetched_folders():
             message = "the fetched files are not those that the process loads: the source has changed"
             self._replicas.fail(view, Failure("fetch-ended", message))
             return

@@ -93,6 +93,11 @@ class ClusterClient(Protocol):
         """Returns the replica's status once it is newer than ``seen``, or after a few seconds. Raises ReplicaDied."""
         ...
 
+    async def set_adapters(self, config: ReplicaConfig) -> Failure | None:
+        """Give a ready replica the adapters of the config, which are on its host. Returns the failure, if any. Raises
+        ReplicaDied."""
+        ...
+
     async def drain(self, name: str, timeout_s: float) -> bool:
         """Wait for the replica's live requests to end. Returns True if none is left, or if the replica is gone."""
         ...

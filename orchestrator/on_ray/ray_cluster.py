@@ -188,6 +188,14 @@ class RayCluster:
             return None
         return f"{ending}: manually, or by the kernel when out of memory" if ending == BY_SIGKILL else ending
 
+    async def set_adapters(self, config: ReplicaConfig) -> Failure | None:
+        name = actor_name(config.model, config.replica, config.epoch)
+        try:
+            failure: Failure | None = await self._actors[name].set_adapters.remote(config)
+        except RayError as error:
+            raise ReplicaDied(_death(error)) from None
+        return failure
+
     async def drain(self, name: str, timeout_s: float) -> bool:
         try:
             return bool(await self._actors[name].drain.remote(timeout_s))

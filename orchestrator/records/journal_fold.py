@@ -68,7 +68,7 @@ def _changes(state: JournalState, record: AnyRecord) -> dict[str, Any]:
             return {"targets": _set(state.targets, model, count or 0, absent=count is None)}
         case Cordon():
             return _cordon_changes(state, record)
-        case Pin(origin=None, draft_origin=None):
+        case Pin() if not any(record.origins):
             return {"pins": _set(state.pins, record.key, record, absent=True)}
         case Pin():
             return {"pins": _latest(state.pins, record.key, record, KEEP_PINS)}

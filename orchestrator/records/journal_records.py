@@ -77,16 +77,21 @@ class Replace(Record, frozen=True, kw_only=True):
 
 
 class Pin(Record, frozen=True, kw_only=True):
-    """The content that all replicas of a version load: that of the first one's fetch."""
+    """The content that all replicas of a version load: that of the first one's fetch. Without one, it is removed."""
 
     model: str
     version: str
-    origin: Origin | None  # both None: the pin is removed
+    origin: Origin | None
     draft_origin: Origin | None = None
+    adapter_origins: dict[str, Origin] = {}  # by name
 
     @property
     def key(self) -> str:
         return f"{self.model}@{self.version}"
+
+    @property
+    def origins(self) -> tuple[Origin | None, Origin | None, dict[str, Origin]]:
+        return self.origin, self.draft_origin, self.adapter_origins
 
 
 class Quarantine(Record, frozen=True, kw_only=True):

@@ -11,10 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from placements.facts.adapters import USE_PEFT, Adapter
 from placements.facts.checkpoints import FAMILIES, Checkpoint, CheckpointError
+from placements.spec.notation import is_path, source_kind
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
 from workers.host import foreign_files
+from workers.messages.replica_config import ADAPTERS, DRAFT, SOURCE, Keys
 
 if TYPE_CHECKING:
     from workers.artifacts.sources.listing import SourceError
@@ -25,61 +28,82 @@ AT_ONCE = 8  # concurrent queries to sources
 _SKIPPED = "rules about heads, memory and lengths are skipped for it"
 
 
-class CheckpointPart(NamedTuple):
-    """A checkpoint of a model: its own or its draft's."""
+class SourcePart(NamedTuple):
+    """A source of a model: its own, its draft's or an adapter's."""
 
     model: ModelSpec
-    is_draft: bool
+    keys: Keys = SOURCE
 
     @property
-    def key(self) -> tuple[str, bool]:
-        return self.model.name, self.is_draft
+    def key(self) -> tuple[str, ...]:
+        return self.model.name, *self.keys
+
+    @property
+    def config_file(self) -> str:
+        return "adapter_config.json" if self.is_adapter else "config.json"
+
+    @property
+    def is_draft(self) -> bool:
+        return self.keys == DRAFT
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.keys[0] == ADAPTERS
 
     @property
     def source(self) -> str:
+        if self.is_adapter:
+            return self.model.adapters[self.keys[1]]
         return self.model.draft.source if self.is_draft and self.model.draft else self.model.source
 
     @property
     def folder(self) -> str | None:
         """The local folder; None for a remote source."""
+        if self.is_adapter:
+            return self.model.adapter_places[self.keys[1]] if is_path(self.source) else None
         return self.model.draft_path if self.is_draft else self.model.source_path
 
     @property
     def revision(self) -> str | None:
+        if self.is_adapter:
+            return None
         return self.model.draft.revision if self.is_draft and self.model.draft else self.model.revision
 
     def where(self, spec: Spec) -> str:
-        return spec.where("models", self.model.name, "draft" if self.is_draft else "source")
+        return spec.where("models", self.model.name, *(self.keys if self.is_adapter else self.keys[:1]))
 
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """Facts read from a spec's checkpoints and drafts, by model, and the problems found."""
+    """Facts read from a spec's checkpoints, drafts and adapters, by model, and the problems found."""
 
     checkpoints: Mapping[str, Checkpoint]
     drafts: Mapping[str, Checkpoint]
     problems: tuple[Problem, ...]
-    heads: Mapping[tuple[str, bool], Metadata] = field(default_factory=lambda: MappingProxyType({}))
-    """Metadata of remote sources, by model name and whether it is the draft's."""
+    heads: Mapping[tuple[str, ...], Metadata] = field(default_factory=lambda: MappingProxyType({}))
+    """Metadata of remote sources, by `SourcePart.key`."""
+    adapters: Mapping[str, Mapping[str, Adapter]] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def checkpoint_parts(spec: Spec) -> Iterator[CheckpointPart]:
-    """Yields every checkpoint that replicas of the spec would read."""
+def source_parts(spec: Spec) -> Iterator[SourcePart]:
+    """Yields every source that replicas of the spec would read."""
     for model in spec.models:
         if model.has_source and "source" not in model.broken:
-            yield CheckpointPart(model, False)
+            yield SourcePart(model)
             if model.draft is not None:
-                yield CheckpointPart(model, True)
+                yield SourcePart(model, DRAFT)
+            for name in model.adapters:
+                yield SourcePart(model, (ADAPTERS, name))
 
 
 def read_facts(
     spec: Spec,
     *,
     fresh: bool = True,
-    pinned: Mapping[tuple[str, bool], Metadata] | None = None,
+    pinned: Mapping[tuple[str, ...], Metadata] | None = None,
     here: bool | None = None,
 ) -> CheckpointFacts:
-    """Reads the config.json of each model and draft. Blocks.
+    """Reads the config.json of each model and draft, and the configuration of each adapter. Blocks.
 
     Remote sources (the hub, S3) are queried; if not ``fresh``, only those without stored metadata; never ``pinned``
     ones. An unreadable checkpoint is a warning, and the rules that need it are skipped; a checkpoint that no engine of
@@ -89,14 +113,22 @@ def read_facts(
     """
     checkpoints: dict[str, Checkpoint] = {}
     drafts: dict[str, Checkpoint] = {}
+    adapters: dict[str, dict[str, Adapter]] = {}
     problems: list[Problem] = []
-    every = list(checkpoint_parts(spec))
+    every = list(source_parts(spec))
     heads = _heads_of(spec, [part for part in every if part.folder is None], fresh, pinned or {}, problems)
     for part in every:
         head = heads.get(part.key)
         folder = part.folder if head is None else head.folder
         if folder is None:
             continue  # reported already
+        if part.is_adapter:
+            adapter = _read_adapter(part, folder, part.where(spec), here)
+            if isinstance(adapter, Adapter):
+                adapters.setdefault(part.model.name, {})[part.keys[1]] = adapter
+            else:
+                problems.append(adapter)
+            continue
         read = _read(part, folder, head, part.where(spec))
         if isinstance(read, Checkpoint):
             (drafts if part.is_draft else checkpoints)[part.model.name] = read
@@ -107,10 +139,24 @@ def read_facts(
             problem = _unloadable(part, folder, part.where(spec), here, isinstance(read, Checkpoint)) or problem
         if problem is not None:
             problems.append(problem)
-    return CheckpointFacts(checkpoints, drafts, tuple(problems), heads)
+    return CheckpointFacts(checkpoints, drafts, tuple(problems), heads, adapters)
 
 
-def _read(part: CheckpointPart, folder: str, head: Metadata | None, where: str) -> Checkpoint | Problem:
+def _read_adapter(part: SourcePart, folder: str, where: str, here: bool | None) -> Adapter | Problem:
+    name, is_local = part.keys[1], part.folder is not None
+    try:
+        adapter = Adapter.from_config(foreign_files.read_json(Path(folder) / "adapter_config.json"))
+        if is_local and here is not None and not (Path(folder) / "adapter_model.safetensors").is_file():
+            raise FileNotFoundError(2, "it has no adapter_model.safetensors")
+    except (OSError, ValueError) as error:
+        why = error.strerror or error if isinstance(error, OSError) else error
+        what = f"{part.model.name}: the adapter {name} in {folder if is_local else part.source} cannot be read: {why}"
+        unknown = is_local and isinstance(error, OSError) and not here
+        return Problem("adapter-unusable", "warning" if unknown else "error", where, what, USE_PEFT)
+    return adapter
+
+
+def _read(part: SourcePart, folder: str, head: Metadata | None, where: str) -> Checkpoint | Problem:
     model, source = part.model.name, part.source
     file = Path(folder) / "config.json"
     shown = str(file) if part.folder is not None else f"the config.json of {source}"
@@ -139,7 +185,7 @@ def _read(part: CheckpointPart, folder: str, head: Metadata | None, where: str) 
         return Problem("checkpoint-unreadable", "warning", where, what, "fetch the checkpoint again")
 
 
-def _unloadable(part: CheckpointPart, folder: str, where: str, here: bool, readable: bool) -> Problem | None:
+def _unloadable(part: SourcePart, folder: str, where: str, here: bool, readable: bool) -> Problem | None:
     """Returns why a start would fail to load the folder, or None. ``readable``: its config.json was read."""
     from workers.engines.checkpoint_check import check_checkpoint
     from workers.messages.engine_protocol import EngineLoadError
@@ -166,7 +212,7 @@ _CONVERT = "use the model's original checkpoint: corewright compiles it and cach
 _LAID_OUT = ("checkpoint", "compiled", "weights", "pytorch_model.bin", "neuron_config.json", "model.pt")
 
 
-def _unsupported(part: CheckpointPart, folder: str, head: Metadata | None, config: Any) -> str | None:
+def _unsupported(part: SourcePart, folder: str, head: Metadata | None, config: Any) -> str | None:
     """Returns why the model's engine does not support the layout of its files; None: it does, or it is unknown."""
     marked = isinstance(config, dict) and ("neuron" in config or "is_presharded_checkpoint" in config)
     if head is None and not marked and not any((Path(folder) / name).exists() for name in _LAID_OUT):
@@ -206,7 +252,7 @@ def source_metadata_store() -> SourceMetadata:
     return SourceMetadata(Home.from_environment().path / "store" / "heads")
 
 
-def source_query(part: CheckpointPart) -> SourceQuery:
+def source_query(part: SourcePart) -> SourceQuery:
     """Returns the metadata query for a remote source."""
     from workers.artifacts.sources.open_source import SourceQuery
 
@@ -216,21 +262,22 @@ def source_query(part: CheckpointPart) -> SourceQuery:
         revision=part.revision,
         allow_pickle=model.allow_pickle,
         trust_remote_code=model.trust_remote_code,
+        adapter=part.is_adapter,
     )
 
 
-def is_hub_source(part: CheckpointPart) -> bool:
+def is_hub_source(part: SourcePart) -> bool:
     """Returns whether the source is a hub id."""
-    return (part.model.draft_kind if part.is_draft else part.model.source_kind) == "hub"
+    return source_kind(part.source) == "hub"
 
 
 def _heads_of(
     spec: Spec,
-    away: list[CheckpointPart],
+    away: list[SourcePart],
     fresh: bool,
-    pinned: Mapping[tuple[str, bool], Metadata],
+    pinned: Mapping[tuple[str, ...], Metadata],
     problems: list[Problem],
-) -> dict[tuple[str, bool], Metadata]:
+) -> dict[tuple[str, ...], Metadata]:
     """Returns the metadata of remote sources by part. Equal queries are sent once; imports only if there are any."""
     if not away:
         return {}
@@ -265,16 +312,17 @@ def _heads_of(
     return result
 
 
-def _misplaced(part: CheckpointPart) -> bool:
+def _misplaced(part: SourcePart) -> bool:
     """Returns whether a revision is set for a source without revisions, which a rule reports."""
     return part.revision is not None and part.source.startswith("s3://")
 
 
-def _problem(part: CheckpointPart, error: SourceError, where: str) -> Problem:
+def _problem(part: SourcePart, error: SourceError, where: str) -> Problem:
     """Returns an error for a rejected source, a warning for an unreachable one, which the host may still reach."""
     if error.id in _REJECTIONS:
         return Problem(error.id, "error", where, f"{part.model.name}: {error.what}", error.hint)
-    what = f"{part.model.name}: its config.json cannot be read: {error.what}"
+    file = f"{part.source}/{part.config_file}" if part.is_adapter else "its config.json"
+    what = f"{part.model.name}: {file} cannot be read: {error.what}"
     hint = f"{error.hint or 'retry later'}; until then {_SKIPPED}"
     return Problem("checkpoint-unreadable", "warning", where, what, hint)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec.structs
 
 from placements.facts.engines import SERVER_ENGINES
-from workers.messages.replica_config import ReplicaConfig, ServerCommand
+from workers.messages.replica_config import DRAFT, ReplicaConfig, ServerCommand
 
 if TYPE_CHECKING:
     from orchestrator.fleet.controller_settings import ControllerSettings
@@ -44,7 +44,8 @@ def replica_config(
         replica=placement.replica,
         host=placement.host,
         revision=generation.commit(model),
-        draft_revision=None if model.draft is None else generation.commit(model, draft=True),
+        draft_revision=None if model.draft is None else generation.commit(model, DRAFT),
+        adapter_origins=generation.adapter_origins(model),
         cores=[] if placement.cores is None else list(placement.cores),
         claims=str(home.claims(index)) if host.emulated else None,
         env=dict(placement.env),
@@ -77,7 +78,7 @@ def unplaced_config(
         draft_source=draft_source,
         draft_k=0 if model.draft is None else model.draft.k,
         draft_method="draft_model" if model.draft is None else model.draft.method,
-        adapters=model.adapter_folders,
+        adapters=model.adapter_places,
         allow_pickle=model.allow_pickle,
         trust_remote_code=model.trust_remote_code,
         tp_degree=model.tp_degree,

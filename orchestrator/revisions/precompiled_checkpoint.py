@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.revisions.checkpoint_reader import CheckpointFacts, CheckpointPart
+from orchestrator.revisions.checkpoint_reader import CheckpointFacts, SourcePart
 from orchestrator.revisions.config_builder import unplaced_config
 from placements.facts.engines import Engine
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
+from workers.messages.replica_config import DRAFT
 
 _ENGINE: Engine = "nxd-inference"  # ``auto`` on Neuron is resolved on the host
 _NEEDED = frozenset(
@@ -29,9 +30,9 @@ def precompiled_problems(spec: Spec, facts: CheckpointFacts) -> Iterator[Problem
 def _problem(spec: Spec, model: ModelSpec, facts: CheckpointFacts) -> Problem | None:
     from workers.engines.nxd_inference.precompiled import start_error
 
-    own = CheckpointPart(model, False)
+    own = SourcePart(model)
     source = _folder(own, facts)
-    draft = None if model.draft is None else _folder(CheckpointPart(model, True), facts)
+    draft = None if model.draft is None else _folder(SourcePart(model, DRAFT), facts)
     if model.draft is not None and draft is None:
         return None  # the options that depend on it cannot be compared
     config = unplaced_config(
@@ -44,7 +45,7 @@ def _problem(spec: Spec, model: ModelSpec, facts: CheckpointFacts) -> Problem | 
     return Problem(error.id, "error", own.where(spec), f"{model.name}: {what}", hint)
 
 
-def _folder(part: CheckpointPart, facts: CheckpointFacts) -> str | None:
+def _folder(part: SourcePart, facts: CheckpointFacts) -> str | None:
     """Returns the local folder of its small files."""
     head = facts.heads.get(part.key)
     return part.folder if head is None else head.folder

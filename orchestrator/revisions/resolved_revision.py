@@ -9,24 +9,29 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import msgspec.structs
+
 from orchestrator.records.journal_records import Revision
 from orchestrator.revisions.checkpoint_reader import (
     CheckpointFacts,
-    CheckpointPart,
-    checkpoint_parts,
+    SourcePart,
     is_hub_source,
     read_facts,
     source_metadata_store,
+    source_parts,
     source_query,
     tokenizer_key,
 )
-from orchestrator.rollout.changes import interpreters, version_of
+from orchestrator.rollout.changes import adapters_at_start, interpreters, version_of
+from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine, resolve
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import Machine, hosts_for
+from placements.spec.notation import is_path
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec, Spec
+from workers.messages.replica_config import ADAPTERS, SOURCE, Keys, Origin, ReplicaConfig
 
 if TYPE_CHECKING:
     from workers.artifacts.sources.source_metadata import Metadata
@@ -41,8 +46,9 @@ class ResolvedRevision:
     hosts: tuple[Host, ...]
     checkpoints: Mapping[str, Checkpoint]
     tokenizers: Mapping[str, str]  # keys by model: equal if the same text gives the same tokens
-    heads: Mapping[tuple[str, bool], Metadata] = field(default_factory=lambda: MappingProxyType({}))
-    """The small files of sources elsewhere, by model, and whether they are its draft's."""
+    heads: Mapping[tuple[str, ...], Metadata] = field(default_factory=lambda: MappingProxyType({}))
+    """The small files of sources elsewhere, by `SourcePart.key`."""
+    adapters: Mapping[str, Mapping[str, Adapter]] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def number(self) -> int:
@@ -59,8 +65,9 @@ class ResolvedRevision:
         return {model.name: self.version(model) for model in self.spec.models}
 
     def version(self, model: ModelSpec) -> str:
-        engine = self.engines[model.name]
-        return version_of(model, engine, self.length(model), interpreters(self.spec, engine))
+        engine, adapters = self.engines[model.name], self.adapters.get(model.name, {})
+        loaded = adapters_at_start(model, adapters.values(), live=self.hosts[0].emulated)
+        return version_of(model, engine, self.length(model), interpreters(self.spec, engine), loaded)
 
     def length(self, model: ModelSpec) -> int:
         """Returns the tokens of a slot."""
@@ -75,10 +82,30 @@ class ResolvedRevision:
         """Returns the draft's source; None without a draft."""
         return None if model.draft is None else model.draft_path or model.draft.source
 
-    def commit(self, model: ModelSpec, *, draft: bool = False) -> str | None:
-        """Returns the commit of a hub id that all replicas of this fleet load, of the model or its draft; the spec's
-        revision if the hub was never reached; None for other sources."""
-        part = CheckpointPart(model, draft)
+    def adapter_origins(self, model: ModelSpec) -> dict[str, Origin]:
+        """Returns the sources of the adapters that are not local folders."""
+        sources = {name: source for name, source in model.adapters.items() if not is_path(source)}
+        return {
+            name: Origin(source=source, revision=self.commit(model, (ADAPTERS, name)))
+            for name, source in sources.items()
+        }
+
+    def with_adapters(self, config: ReplicaConfig) -> ReplicaConfig:
+        """Returns the configuration of a running replica with the adapters of this revision, still to be fetched except
+        those that it has."""
+        model = self.spec.model(config.model)
+        assert model is not None
+        adapters, origins, has = model.adapter_places, self.adapter_origins(model), config.adapter_sources
+        for name in [name for name, place in adapters.items() if has.get(name) == place]:
+            adapters[name] = config.adapters[name]
+            if name in origins:
+                origins[name] = config.adapter_origins[name]
+        return msgspec.structs.replace(config, adapters=adapters, adapter_origins=origins)
+
+    def commit(self, model: ModelSpec, keys: Keys = SOURCE) -> str | None:
+        """Returns the commit of a hub id that all replicas of this fleet load; the spec's revision if the hub was never
+        reached; None for other sources."""
+        part = SourcePart(model, keys)
         head = self.heads.get(part.key)
         return part.revision if head is None else head.commit
 
@@ -87,7 +114,7 @@ class ResolvedRevision:
         a checkpoint, and for remote sources that were never reached."""
         if not model.has_source:
             return None
-        head = self.heads.get((model.name, False))
+        head = self.heads.get(SourcePart(model).key)
         return model.source_path if head is None else head.folder
 
 
@@ -106,14 +133,14 @@ def resolve_revision(revision: Revision, machine: Machine) -> ResolvedRevision:
     tokenizers = {}
     for model in spec.models:
         engine = resolve(model.engine, hosts[0])
-        head = facts.heads.get((model.name, False))
+        head = facts.heads.get(SourcePart(model).key)
         folder = model.source_path if head is None else head.folder
         tokenizers[model.name] = tokenizer_key(engine, folder if model.has_source else None)
-    return ResolvedRevision(revision, spec, hosts, facts.checkpoints, tokenizers, facts.heads)
+    return ResolvedRevision(revision, spec, hosts, facts.checkpoints, tokenizers, facts.heads, facts.adapters)
 
 
 def _pinned_facts(spec: Spec, fleet: str) -> CheckpointFacts:
-    hub = {part.key: source_query(part).digest for part in checkpoint_parts(spec) if is_hub_source(part)}
+    hub = {part.key: source_query(part).digest for part in source_parts(spec) if is_hub_source(part)}
     if not hub or not fleet:
         return read_facts(spec, fresh=False)
     heads = source_metadata_store()

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from orchestrator.access.source_policy import SourcePolicy
-from orchestrator.revisions.checkpoint_reader import checkpoint_parts, is_hub_source, read_facts
+from orchestrator.revisions.checkpoint_reader import is_hub_source, read_facts, source_parts
 from orchestrator.revisions.precompiled_checkpoint import precompiled_problems
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine, resolve
@@ -102,7 +102,7 @@ def examine(
         problems = in_order((*parsed.problems, *barred))
         return SpecFile(text, name, base_dir, spec, machine, hosts, {}, problems)
     facts = read_facts(spec, here=None if folders == "ignore" else folders == "load" and _loads(machine, hosts))
-    rule_problems = check(spec, hosts, facts.checkpoints, facts.drafts)
+    rule_problems = check(spec, hosts, facts.checkpoints, facts.drafts, facts.adapters)
     precompiled = precompiled_problems(spec, facts)
     problems = in_order(
         (*parsed.problems, *facts.problems, *rule_problems, *precompiled, *_unserved_engines(spec, hosts))
@@ -137,10 +137,10 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
 
 def _ambiguous_sources(spec: Spec, allowed: SourcePolicy) -> Iterator[Problem]:
     """Yields an error for each hub id that is also the relative path of a checkpoint beside the spec. Blocks."""
-    for part in checkpoint_parts(spec):
+    for part in source_parts(spec):
         folder = (Path(spec.base_dir) / part.source).resolve()
-        if is_hub_source(part) and allowed.allows(str(folder)) and (folder / "config.json").is_file():
-            key = "draft.source" if part.is_draft else "source"
+        if is_hub_source(part) and allowed.allows(str(folder)) and (folder / part.config_file).is_file():
+            key = ".".join(part.keys)
             what = f"{part.model.name}: {key} {part.source} is read as a hub id, and the folder ./{part.source} exists"
             hint = f"write {key}: ./{part.source} to load the folder; to fetch from the hub, rename the folder"
             yield Problem("source-ambiguous", "error", part.where(spec), what, hint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from hashlib import blake2s
@@ -12,6 +12,7 @@ from typing import Any
 from orchestrator.fleet.replica_states import LEAVING
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.rollout_step import Goal
+from placements.facts.adapters import Adapter, max_rank
 from placements.facts.engines import AUTO_ENGINES, HOST_ENGINES, Engine
 from placements.spec.schema import REACHES, ModelSpec, Reach, Spec
 
@@ -77,7 +78,7 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
     for dump, model in ((old, before), (new, after)):  # the same folder may be spelled in two ways
         dump["source"] = model.source_path or model.source
-        dump["adapters"] = model.adapter_folders
+        dump["adapters"] = model.adapter_places
         if model.draft is not None:
             dump["draft"] = {**dump["draft"], "source": model.draft_path or model.draft.source}
     fields = tuple(FieldChange(name, old[name], new[name]) for name in new if name != "name" and old[name] != new[name])
@@ -95,14 +96,30 @@ def interpreters(spec: Spec, engine: Engine) -> dict[str, str]:
     return {field: value for field, value in (pythons | commands).items() if value}
 
 
-def version_of(model: ModelSpec, engine: Engine, max_len: int, pythons: Mapping[str, str] | None = None) -> str:
+def version_of(
+    model: ModelSpec,
+    engine: Engine,
+    max_len: int,
+    pythons: Mapping[str, str] | None = None,
+    adapters: tuple[object, ...] = (),
+) -> str:
     """Returns a hash of a replica's configuration: processes of the same version are interchangeable.
 
-    ``pythons`` are the spec's `interpreters` for the engine.
+    ``pythons`` are the spec's `interpreters` for the engine, ``adapters`` what `adapters_at_start` returns.
     """
-    inputs = (engine, model.dtype_on(engine), max_len, *model.started_with)
+    inputs = (engine, model.dtype_on(engine), max_len, *model.started_with, *adapters)
     inputs += tuple(sorted((pythons or {}).items()))
     return blake2s(repr(inputs).encode(), digest_size=4).hexdigest()
+
+
+def adapters_at_start(model: ModelSpec, adapters: Iterable[Adapter], *, live: bool) -> tuple[object, ...]:
+    """Returns what a running server cannot change about its adapters: whether it has any or ``max_loras`` reserves room
+    for them, and the largest rank. If not ``live``, as on Neuron devices, all of them are loaded at the start."""
+    if not live:
+        return tuple(sorted(model.adapter_places.items()))
+    if not model.adapters and "max_loras" not in model.engine_options:
+        return ()
+    return (model.engine_options.get("max_lora_rank") or max_rank([adapter.rank for adapter in adapters]),)
 
 
 def difference(before: Spec | None, after: Spec, engines: Mapping[str, Engine]) -> list[ModelChange]:

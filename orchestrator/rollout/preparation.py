@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from orchestrator.fleet.snapshot import backoff_s
 from orchestrator.rollout.rollout_step import Goal, ReplicaTarget, Situation, new_targets
 from placements.facts.engines import Engine, needs_neuron
+from placements.spec.notation import is_path
 from placements.spec.schema import ModelSpec
 from workers.messages.status import Failure
 
@@ -16,6 +17,7 @@ Key = tuple[str, str, str]  # model, version and host of a preparation
 def takes_long(model: ModelSpec, engine: Engine) -> bool:
     """Returns whether a start of the model may have to fetch or compile something first."""
     remote = model.source_kind != "path" or model.draft_kind not in (None, "path")
+    remote = remote or not all(map(is_path, model.adapters.values()))
     may_compile = engine == "auto" or needs_neuron(engine) or bool(model.engine_options.get("compile"))
     return model.has_source and (remote or may_compile)
 

@@ -13,7 +13,7 @@ import msgspec
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.records.journal_records import Revision
-from orchestrator.revisions.checkpoint_reader import CheckpointPart
+from orchestrator.revisions.checkpoint_reader import SourcePart
 from orchestrator.revisions.config_builder import replica_config
 from orchestrator.revisions.resolved_revision import resolve_revision
 from orchestrator.revisions.spec_file import SpecFile
@@ -24,6 +24,7 @@ from placements.planner.placement import Placement
 from placements.planner.plan import plan
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Replicas
+from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, wanted_by, with_folders
 from workers.host import host_facts as this_host
 from workers.host.interpreter import Interpreter, Interpreters
 from workers.messages.replica_config import ReplicaConfig
@@ -113,17 +114,14 @@ class OfflineConfigs:
         unknown."""
         model = self._spec.model(config.model)
         assert model is not None
-        folders = {}
-        for part in (CheckpointPart(model, False), CheckpointPart(model, True)):
-            source = config.draft_source if part.is_draft else config.source
+        landed = {}
+        for keys in wanted_by(config):
+            part = SourcePart(model, keys)
             head = self.generation.heads.get(part.key)
-            if source is None or part.folder is not None:
-                folders[part.is_draft] = source
-            elif head is None:
+            if head is None:
                 return self._unknown(part)
-            else:
-                folders[part.is_draft] = head.folder
-        return msgspec.structs.replace(config, source=folders[False], draft_source=folders[True])
+            landed[keys] = FetchedArtifact(folder=head.folder, artifact="", bytes=0)
+        return with_folders(config, landed)
 
     def _by_target(self, model: ModelSpec, placements: Sequence[Placement]) -> dict[str, Placement]:
         engine: Engine = self.generation.engines[model.name]
@@ -136,7 +134,7 @@ class OfflineConfigs:
     def _host(self, name: str) -> Host:
         return next(host for host in self._file.hosts if host.name == name)
 
-    def _unknown(self, part: CheckpointPart) -> Failure:
+    def _unknown(self, part: SourcePart) -> Failure:
         where = part.where(self._spec)
         for problem in self._file.problems:
             if problem.where == where and problem.id == "checkpoint-unreadable":

@@ -16,7 +16,7 @@ from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, early_star
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.compiling.build import NEEDS_DEVICE
 from workers.compiling.prefetch import compiles
-from workers.messages.replica_config import ReplicaConfig
+from workers.messages.replica_config import Keys, ReplicaConfig
 from workers.messages.status import Failure
 
 
@@ -125,30 +125,27 @@ class StartPipeline:
 
     async def _fetch(self) -> AsyncGenerator[StartEvent, None]:
         clock, began = self._state.clock, self._state.clock()
-        wanted, landed = wanted_by(self._config), list[FetchedArtifact | None]()
-        sources = ", ".join(artifact.source for artifact in wanted if artifact is not None)
+        wanted, landed = wanted_by(self._config), dict[Keys, FetchedArtifact]()
+        sources = ", ".join(artifact.source for artifact in wanted.values())
         if not sources:
             return
         if not self._adopted:
             yield Fetching(note=("info", "Fetching", sources + (", while the old replicas serve" * self._update)))
-        for artifact in wanted:
-            landed.append(None)
-            if artifact is None:
-                continue
+        for keys, artifact in wanted.items():
             async with aclosing(self._cluster.fetch(artifact, self._config.host)) as replies:
                 async for reply in replies:
                     if isinstance(reply, Failure):
                         yield Failed(failure=reply, fetching=True, note=("error", "FetchFailed", str(reply)))
                         return
                     if isinstance(reply, FetchedArtifact):
-                        landed[-1] = reply
+                        landed[keys] = reply
                         continue
                     yield Fetching(status=reply)
-                    early = early_start_config(self._config, wanted, landed[:-1], reply)
+                    early = early_start_config(self._config, landed, reply)
                     if early is not None and (arriving := self._arriving(early, reply)) is not None:
                         yield arriving
-        artifacts = [artifact for artifact in landed if artifact is not None]
-        self._config = with_folders(self._config, wanted, (landed[0], landed[1]))
+        artifacts = landed.values()
+        self._config = with_folders(self._config, landed)
         moved, seconds = sum(artifact.moved for artifact in artifacts), clock() - began
         if moved or not self._adopted:
             warning = "; ".join(artifact.warning for artifact in artifacts if artifact.warning)

@@ -8,7 +8,14 @@ import msgspec.structs
 
 from orchestrator.records.journal_records import Pin
 from orchestrator.state.record_writer import RecordWriter
-from workers.messages.replica_config import ReplicaConfig
+from workers.messages.replica_config import Origin, ReplicaConfig
+
+
+def _is_of(pinned: Origin | None, origin: Origin | None) -> bool:
+    """Returns whether both are contents of one source."""
+    if pinned is None or origin is None:
+        return False
+    return (pinned.source, pinned.revision) == (origin.source, origin.revision)
 
 
 class ContentPins:
@@ -26,21 +33,35 @@ class ContentPins:
         """Returns the configuration with the pinned content: all replicas of a version load the same."""
         pin = self.of(config)
         return msgspec.structs.replace(
-            config, origin=pin.origin or config.origin, draft_origin=pin.draft_origin or config.draft_origin
+            config,
+            origin=pin.origin or config.origin,
+            draft_origin=pin.draft_origin or config.draft_origin,
+            adapter_origins={
+                name: pin.adapter_origins[name] if _is_of(pin.adapter_origins.get(name), origin) else origin
+                for name, origin in config.adapter_origins.items()
+            },
         )
 
     def pin(self, config: ReplicaConfig) -> None:
         """Pin the content of ``config`` for its version; record a warning if another one was pinned."""
         pin = self.of(config)
-        before, now = (pin.origin, pin.draft_origin), (config.origin, config.draft_origin)
-        if now in (before, (None, None)):
+        now = Pin(
+            model=config.model,
+            version=config.version,
+            origin=config.origin,
+            draft_origin=config.draft_origin,
+            adapter_origins=config.adapter_origins,
+        )
+        if now.origins == pin.origins or not any(now.origins):
             return
-        if before != (None, None):
+        contents = [(pin.origin, now.origin), (pin.draft_origin, now.draft_origin)]
+        contents += [(origin, now.adapter_origins.get(name)) for name, origin in pin.adapter_origins.items()]
+        if any(_is_of(before, after) and before != after for before, after in contents):
             message = (
                 "its source has changed, and its previous content is not stored: new replicas load the new content"
             )
             self._records.event("warning", "SourceChanged", message, model=config.model)
-        self._records.note(Pin(model=config.model, version=config.version, origin=now[0], draft_origin=now[1]))
+        self._records.note(now)
 
     def adopt(self, config: ReplicaConfig) -> None:
         """Pin the content of a surviving replica, unless its version is pinned: it may be about to be replaced."""

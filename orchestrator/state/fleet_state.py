@@ -129,7 +129,14 @@ class FleetState:
     def settled(self, model: ModelSpec) -> bool:
         """Returns whether the rollout of the model is finished."""
         step = self.goal.steps.get(model.name)
-        return step is not None and step.old == 0 and step.ready >= self.counts.required(model)
+        ready = step is not None and step.old == 0 and step.ready >= self.counts.required(model)
+        return ready and not self.with_other_adapters(model)
+
+    def with_other_adapters(self, model: ModelSpec) -> list[ReplicaView]:
+        """Returns the ready replicas of the current version whose LoRA adapters are not those of the spec."""
+        version, places = self.current.versions[model.name], model.adapter_places
+        views = [view for view in self.replicas_of(model.name) if view.state is State.READY and view.version == version]
+        return [view for view in views if self.configs[view.id].adapter_sources != places]
 
     @property
     def outcome(self) -> RolloutState | None:

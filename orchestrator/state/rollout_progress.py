@@ -66,7 +66,10 @@ def _unsettled(state: FleetState, counts: Callable[[Step], bool] = lambda step: 
     for model in state.current.spec.models:
         step = state.goal.steps.get(model.name)
         if step is not None and not state.settled(model) and counts(step):
-            parts.append(f"{model.name}: {step.ready} of {state.counts.desired(model)} ready, {step.old} old")
+            behind = len(state.with_other_adapters(model))
+            adapters = f", {behind} with other adapters" if behind else ""
+            ready = f"{step.ready} of {state.counts.desired(model)} ready"
+            parts.append(f"{model.name}: {ready}, {step.old} old{adapters}")
     return "; ".join([*parts, *(f"{name}: 0 of 0 ready, {old} old" for name, old in leaving(state).items())])
 
 

@@ -53,6 +53,9 @@ LAST_FOR: Mapping[str, str] = {"inf2": "0.4", "trn1": "0.4"}
 """Machine family -> the last release of the plugin that runs there: NxD Inference 0.9 of SDK 2.29 requires trn2."""
 
 
+LORA_SINCE: Version = (0, 13)
+"""The vLLM of `vllm-neuron` 0.4, which first serves LoRA adapters on NxD Inference."""
+
 BLOCK_SIZE = 32
 """Tokens of a block of the KV cache with prefix caching, as both plugins recommend."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
+from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import AUTO_ENGINES, Engine, resolve, runs_on, serves, takes_cores
 from placements.facts.plural import plural
@@ -54,6 +56,7 @@ class Case:
     all_hosts: Fleet
     checkpoint: Checkpoint | None
     draft: Checkpoint | None = None
+    adapters: Mapping[str, Adapter] = field(default_factory=lambda: MappingProxyType({}))  # by name, as far as known
 
     @property
     def hosts(self) -> Sequence[Host]:

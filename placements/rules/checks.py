@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine, takes_cores
 from placements.facts.plural import counted
@@ -29,12 +30,13 @@ def check(
     hosts: Sequence[Host],
     checkpoints: Mapping[str, Checkpoint] | None = None,
     drafts: Mapping[str, Checkpoint] | None = None,
+    adapters: Mapping[str, Mapping[str, Adapter]] | None = None,
     *,
     room: bool = True,
 ) -> tuple[Problem, ...]:
     """Returns all problems of a spec, in the order of the file.
 
-    ``checkpoints`` and ``drafts`` are keyed by model name; rules that need one are skipped for models without it.
+    ``checkpoints``, ``drafts`` and ``adapters`` are keyed by model name; rules that need one are skipped without it.
     ``hosts`` is empty if the spec's hosts could not be read; then only rules about the spec alone apply. Without
     ``room``, the check that every ``max`` can fit is skipped; it needs several plans and gives only warnings.
     """
@@ -45,7 +47,9 @@ def check(
         if model.engine not in fleets:
             fleets[model.engine] = Fleet([host for host in hosts if takes_cores(model.engine, host)])
         checkpoint, draft = (checkpoints or {}).get(model.name), (drafts or {}).get(model.name)
-        case = Case(spec, model, fleets[model.engine], everywhere, checkpoint, draft)
+        case = Case(
+            spec, model, fleets[model.engine], everywhere, checkpoint, draft, (adapters or {}).get(model.name, {})
+        )
         for field_rule in _RULES:
             if not field_rule.needs & model.broken:
                 problems.extend(field_rule.rule(case))

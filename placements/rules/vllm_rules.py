@@ -42,7 +42,7 @@ def flags_are_known(case: Case) -> Iterator[Problem]:
     replaced = {
         **dict.fromkeys(("block_size", "num_gpu_blocks_override"), (whole_slots, "prefix_cache is not true")),
         "max_num_batched_tokens": ("neuron" in back_ends and model.buckets.prefill, "buckets.prefill determines it"),
-        "max_loras": (not model.adapters, "there are no adapters"),
+        "max_loras": (planned and not model.adapters, "there are no adapters"),
     }
     for name, (is_replaced, why) in replaced.items():
         if name in options and is_replaced:

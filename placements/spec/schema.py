@@ -270,11 +270,11 @@ class ModelSpec(Frozen):
     )
     """Other names that clients may send as `model`, such as `gpt-4o` or `org/model`. Each must be unique among all
     names and aliases. Not in `defaults`."""
-    adapters: Process[
-        Annotated[dict[Name, Source], Reported("a mapping from names to folders, like {support: ./lora/support}")]
-    ] = Field({}, json_schema_extra=in_words("a mapping from names to folders"))
-    """LoRA adapters by name, each a folder as peft saves it. The adapter `support` of the model `big` is the model
-    `big:support` of clients and API keys. On the engine `vllm`. Not in `defaults`. See
+    adapters: Live[
+        Annotated[dict[Name, Source], Reported("a mapping from names to sources, like {support: ./lora/support}")]
+    ] = Field({}, json_schema_extra=in_words("a mapping from names to sources"))
+    """LoRA adapters by name, as peft saves them: paths, S3 URLs or hub ids, like `source`. The adapter `support` of the
+    model `big` is the model `big:support` of clients and API keys. On the engine `vllm`. Not in `defaults`. See
     [engines.md](engines.md#lora-adapters)."""
     tool_parser: Live[ToolParser] = "auto"
     """The format of the model's tool calls. `auto` detects it from the chat template; `none` disables tools. See
@@ -370,8 +370,8 @@ class ModelSpec(Frozen):
         return self._resolved(self.draft.source) if self.draft and self.draft_kind == "path" else None
 
     @property
-    def adapter_folders(self) -> dict[str, str]:
-        """The folders of the adapters, resolved like the source."""
+    def adapter_places(self) -> dict[str, str]:
+        """The sources of the adapters, paths resolved like the source."""
         return {name: self._resolved(source) if is_path(source) else source for name, source in self.adapters.items()}
 
     @property
@@ -414,7 +414,6 @@ class ModelSpec(Frozen):
             if self.draft is None
             else (self.draft_path or self.draft.source, self.draft.revision, self.draft.k)
             + (() if self.draft.method == "draft_model" else (self.draft.method,)),
-            "adapters": tuple(sorted(self.adapter_folders.items())),
             "engine_options": tuple(
                 (name, repr(_ordered(value))) for name, value in sorted(self.given_options.items())
             ),

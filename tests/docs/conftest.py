@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import CLI, EXAMPLES, blocks, named
-from tests.stubs import stub_checkpoint
+from tests.stubs import HEADER, stub_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, config in configs.items():
         stub_checkpoint(path / "models" / name, config)
+    adapters = {
+        "support": {"r": 8, "base_model_name_or_path": "org/other"},
+        "legal": {"r": 16},
+        "large": {"r": 1024},
+    }
+    for name, adapter in adapters.items():
+        (path / "lora" / name).mkdir(parents=True)
+        (path / "lora" / name / "adapter_config.json").write_text(json.dumps(adapter))
+        (path / "lora" / name / "adapter_model.safetensors").write_bytes(HEADER)
     for block in blocks(CLI):
         if block.language == "yaml":
             (path / named(block)).write_text(block.text.partition("\n")[2])

@@ -159,6 +159,7 @@ class FakeCluster:
         self.uncompilable: Failure | None = None
         self.drain_s = 0.0
         self.broken: dict[str, Failure] = {}  # by version
+        self.bad_adapters: Failure | None = None
         self.held: dict[int, int | None] = {}  # pids by core of the first host
         self.reported_held: set[int] = set()  # the cores of its last report
         self.lost_now: set[str] = set()
@@ -248,13 +249,14 @@ class FakeCluster:
         return self.uncompilable
 
     def _check_loadable(self, config: ReplicaConfig) -> None:
-        for wanted, folder in zip(wanted_by(config), (config.source, config.draft_source), strict=True):
-            arriving = self.reports_progress and wanted is not None and (config.host, wanted.source) in self.fetching
-            if wanted is not None and not arriving and not self._holds(config.host, folder):
+        folders = config.fetched_folders()
+        for keys, wanted in wanted_by(config).items():
+            arriving = self.reports_progress and (config.host, wanted.source) in self.fetching
+            if not arriving and not self._holds(config.host, folders.get(keys, "")):
                 self.violations.append(f"{config.model} is started on {config.host} without {wanted.source}")
 
-    def _holds(self, host: str, folder: str | None) -> bool:
-        return (folder or "").removeprefix("/store/") in self.store.get(host, set())
+    def _holds(self, host: str, folder: str) -> bool:
+        return folder.removeprefix("/store/") in self.store.get(host, set())
 
     async def start(self, config: ReplicaConfig) -> None:
         if self.refuses_start is not None:
@@ -300,13 +302,20 @@ class FakeCluster:
     async def _arrived(self, config: ReplicaConfig) -> Failure | None:
         """Wait for files that are being fetched, as an engine does, and fail when their fetch has ended."""
         silent_s = 0.0
-        for wanted, folder in zip(wanted_by(config), (config.source, config.draft_source), strict=True):
-            while wanted is not None and not self._holds(config.host, folder):
+        folders = config.fetched_folders()
+        for keys, wanted in wanted_by(config).items():
+            while not self._holds(config.host, folders.get(keys, "")):
                 silent_s = 0.0 if (config.host, wanted.source) in self.fetching else silent_s + LOOK_S
                 if silent_s > 2.0:
-                    return Failure("fetch-ended", f"the fetch of {folder} has ended")
+                    return Failure("fetch-ended", f"the fetch of {folders[keys]} has ended")
                 await asyncio.sleep(LOOK_S)
         return None
+
+    async def set_adapters(self, config: ReplicaConfig) -> Failure | None:
+        self._check_loadable(config)
+        if self.bad_adapters is None:
+            self.find(f"{config.model}/{config.replica}").config = config
+        return self.bad_adapters
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
         replica = self.replicas[name]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from placements.explain.core_map import core_map
+from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
@@ -22,6 +23,15 @@ from placements.spec.problems import in_order, render
 from tests.placements.fleets import GPT2_XL, LAPTOP, LLAMA_2_7B
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+ADAPTERS = {
+    "./lora/small": Adapter(rank=8, modules=("q_proj", "v_proj")),
+    "./lora/large": Adapter(rank=64),
+    "./lora/huge": Adapter(rank=1024),
+    "./lora/dora": Adapter(rank=8, unsupported="use_dora"),
+    "./lora/of-gpt2": Adapter(rank=8, modules=("c_attn",)),
+    "org/of-another": Adapter(rank=8, base="meta-llama/Llama-2-13b-hf"),
+    "org/of-a-copy": Adapter(rank=8, base="mirror/llama-2-7b-HF"),
+}
 CHECKPOINTS = {"./llama-2-7b": LLAMA_2_7B, "./gpt2-xl": GPT2_XL}
 
 
@@ -49,7 +59,12 @@ def test_a_bad_spec_gives_exactly_these_problems(path: Path) -> None:
     parsed = parse(text, path.name)
     problems = parsed.problems
     if parsed.spec is not None:
-        problems = in_order((*problems, *check(parsed.spec, hosts_for(parsed.spec, LAPTOP), checkpoints(text))))
+        adapters = {
+            model.name: {name: ADAPTERS[source] for name, source in model.adapters.items() if source in ADAPTERS}
+            for model in parsed.spec.models
+        }
+        hosts = hosts_for(parsed.spec, LAPTOP)
+        problems = in_order((*problems, *check(parsed.spec, hosts, checkpoints(text), {}, adapters)))
     assert render(problems) == expected(path.with_suffix(".txt"), render(problems))
 
 

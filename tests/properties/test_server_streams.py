@@ -20,7 +20,7 @@ from workers.servers.completion_stream import ServerError, StreamReader
 from workers.servers.forwarded_answer import EventReader, ForwardedRequest
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "60"))
-REQUEST = ForwardedRequest(Forwarded("/v1/completions", b'{"model": "m", "prompt": "a", "stream": true}'), "inside")
+REQUEST = ForwardedRequest(Forwarded("/v1/completions", b'{"model": "m", "prompt": "a", "stream": true}'))
 
 Read = Callable[[Sequence[bytes]], tuple[Any, bool]]
 json_values = st.recursive(

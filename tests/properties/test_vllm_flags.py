@@ -19,6 +19,7 @@ INSTALLED: list[tuple[Plugin, Version]] = [("cpu", (0, 32)), ("nxd", (0, 13)), (
 
 GIVEN = {
     *("--additional-config", "--enable-prefix-caching", "--no-enable-prefix-caching", "--max-loras"),
+    *("--enable-lora", "--max-cpu-loras", "--max-lora-rank"),
     *("--block-size", "--num-gpu-blocks-override", "--enforce-eager", "--no-enforce-eager", "--prefix-cache"),
     "--no-prefix-cache",
 }

@@ -265,7 +265,7 @@ def run(command: str, order: Order, tell: Tell) -> bool:
     config = order.config
     try:
         with contextlib.ExitStack() as uses:
-            for folder in filter(None, (config.source, config.draft_source)):
+            for folder in filter(None, (config.source, config.draft_source, *config.adapters.values())):
                 uses.enter_context(using(folder))
             if command == "check":
                 tell(check(config))

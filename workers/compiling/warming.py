@@ -37,7 +37,7 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
 def warm(
     config: ReplicaConfig, store: Store, stop: threading.Event, began: Callable[[str], Progress] = Progress
 ) -> Warmed:
-    """Fetches the model and its draft, then their compiled artifacts from remote caches. Compiles nothing; blocks.
+    """Fetches the model, its draft and adapters, then compiled artifacts from remote caches. Compiles nothing; blocks.
 
     ``began`` creates the progress of a fetch from its source.
     """
@@ -55,12 +55,12 @@ def _bring(
     config: ReplicaConfig, store: Store, stop: threading.Event, began: Callable[[str], Progress]
 ) -> Iterator[tuple[str, int]]:
     """Fetches each item, and yields its name and size in bytes."""
-    wanted = wanted_by(config)
-    landed = [None if want is None else ArtifactFetcher(store)(want, began(want.source), stop) for want in wanted]
-    for want, artifact in zip(wanted, landed, strict=True):
-        if want is not None and artifact is not None and artifact.moved:
-            yield want.source, artifact.moved
-    config = with_folders(config, wanted, (landed[0], landed[1]))
+    landed = {}
+    for keys, want in wanted_by(config).items():
+        landed[keys] = ArtifactFetcher(store)(want, began(want.source), stop)
+        if landed[keys].moved:
+            yield want.source, landed[keys].moved
+    config = with_folders(config, landed)
     predicted = needed(config, read=True)
     if isinstance(predicted, Failure):
         raise EngineLoadError(predicted.id, predicted.what, predicted.hint)

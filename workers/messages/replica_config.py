@@ -20,6 +20,14 @@ NEVER_SET = (
 )
 
 
+Keys = tuple[str, ...]
+"""The keys of a source within its model in the spec."""
+
+SOURCE: Keys = ("source",)
+DRAFT: Keys = ("draft", "source")
+ADAPTERS = "adapters"  # the first of ("adapters", NAME)
+
+
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """The source that a folder was fetched from."""
 
@@ -65,7 +73,8 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_method: str = "draft_model"  # or eagle, eagle3
     origin: Origin | None = None  # of ``source``, once it is fetched
     draft_origin: Origin | None = None
-    adapters: dict[str, str] = {}  # folders of LoRA adapters, by name
+    adapters: dict[str, str] = {}  # as ``source``, of LoRA adapters by name
+    adapter_origins: dict[str, Origin] = {}  # of those that are not local
     allow_pickle: bool = False  # read pickled weights too, also the draft's
     trust_remote_code: bool = False  # run Python code of the checkpoint and of the draft's
     engine_options: dict[str, Any] = {}
@@ -87,3 +96,23 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerCommand | None = None  # of the engine server
     version: str = ""  # of everything that its process depends on; equal versions are interchangeable
     tokenizer: str = ""  # a key; equal keys mean that the same text gives the same tokens
+
+    def sources(self) -> list[tuple[Keys, str, str | None, Origin | None]]:
+        """Returns each source or folder that is read: its keys, itself, its revision and its origin."""
+        places = [
+            (SOURCE, self.source, self.revision, self.origin),
+            (DRAFT, self.draft_source, self.draft_revision, self.draft_origin),
+        ]
+        return [(keys, at, revision, origin) for keys, at, revision, origin in places if at is not None] + [
+            ((ADAPTERS, name), at, None, self.adapter_origins.get(name)) for name, at in self.adapters.items()
+        ]
+
+    @property
+    def adapter_sources(self) -> dict[str, str]:
+        """The source of each adapter: where it was fetched from, or its folder."""
+        origins = self.adapter_origins
+        return {name: origins[name].source if name in origins else at for name, at in self.adapters.items()}
+
+    def fetched_folders(self) -> dict[Keys, str]:
+        """Returns the folders that were fetched."""
+        return {keys: at for keys, at, _, origin in self.sources() if origin is not None}

@@ -23,10 +23,10 @@ from workers.batching.accepted_request import AcceptedRequest
 from workers.batching.batcher import refuse_when_closed
 from workers.batching.batcher_stats import BatcherStats
 from workers.batching.request_checks import check_request
-from workers.messages.engine_protocol import EngineSpec
+from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import ServerLoad
-from workers.servers.adapters import LoadedAdapters, served_name
+from workers.servers.adapters import LoadedAdapters, UnknownAdapter, change_adapter, largest_rank, served_name
 from workers.servers.completion_stream import (
     BAD_GATEWAY,
     Piece,
@@ -46,9 +46,10 @@ log = logging.getLogger(__name__)
 SCRAPE_S = 10.0  # between two readings of the server's metrics
 SCRAPE = aiohttp.ClientTimeout(total=5.0)
 TICK_S = 1.0  # between two calls of ``after_step``
-IS_LOADED = "has already been loaded"  # in the error of a second load
+ADAPTERS_S = 60.0  # to unload adapters
 UNAVAILABLE = 503  # the server's queue is full, or it shuts down
 UNSERVED = (429, UNAVAILABLE)  # another attempt may succeed
+NOT_FOUND = 404
 OURS = (401, 403)  # not the client's fault: it has no credentials of the server
 GONE = (ConnectionRefusedError, FileNotFoundError)  # errors of a connection to a server that listened before
 WINDOW_BYTES = 2**18  # of one forwarded answer, sent and not yet read by its gateway
@@ -68,6 +69,7 @@ class CompletionServer:
     stop: Callable[[], None]
     adapters: Mapping[str, str] = field(default_factory=dict)  # folders, by name
     most_adapters: int = 0  # loaded at a time; 0: all of them are loaded at the start
+    max_rank: int = 0  # of adapters that are loaded later
 
 
 @dataclass(eq=False)
@@ -122,7 +124,7 @@ class CompletionRelay:
         self._load: ServerLoad | None = None
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(server.spec.slots)  # of the server: more would wait there, out of order
-        self._adapters = LoadedAdapters(server.most_adapters, self._load_adapter, self._unload_adapter)
+        self._adapters = LoadedAdapters(server.adapters, server.most_adapters, self._change_adapter)
         threading.Thread(target=self._run_loop, name="server", daemon=True).start()
         threading.Thread(target=self._watch_server, name="server-exit", daemon=True).start()
 
@@ -133,13 +135,13 @@ class CompletionRelay:
 
     def submit(self, request: GenerateRequest) -> None:
         """Accept a request. Raises ValueError for one that the server cannot run, and ``BatcherClosed``."""
-        if request.adapter and request.adapter not in self._server.adapters:
-            raise ValueError(f"this replica has no adapter {request.adapter!r}")
+        if request.adapter and self._adapters.folder(request.adapter) is None:
+            raise ValueError(_no_adapter(request.adapter))
         live = _Live(request.id, request.adapter)
         if request.forwarded is None:
             live.accepted = self._accepted(request)
         else:
-            live.forwarded = ForwardedRequest(request.forwarded, served_name(self._server.model, request.adapter))
+            live.forwarded = ForwardedRequest(request.forwarded)
         with self._changed:
             refuse_when_closed(self._failed, self._closing, self._draining)
             if request.id in self._live:
@@ -178,6 +180,14 @@ class CompletionRelay:
         with self._changed:
             self._closing = True
         self._server.stop()
+
+    def set_adapters(self, folders: Mapping[str, str]) -> None:
+        """Change the adapters. Requests that have begun keep theirs. Raises EngineLoadError if the server cannot load
+        them while it runs."""
+        if not self._server.most_adapters or largest_rank(folders) > self._server.max_rank:
+            message = f"the server was started for adapters up to the rank {self._server.max_rank}"
+            raise EngineLoadError("adapter-unusable", message, f"restart the replicas of {self._server.model}")
+        asyncio.run_coroutine_threadsafe(self._adapters.replace(folders), self._loop).result(ADAPTERS_S)
 
     def warm_guides(self) -> None:
         """The server compiles schemas itself."""
@@ -279,11 +289,12 @@ class CompletionRelay:
 
     async def _answer(self, live: _Live) -> None:
         """Send the request, and emit its answer until it ends."""
-        loads = live.adapter and self._server.most_adapters
         try:
-            async with self._slots, self._adapters.using(live.adapter) if loads else nullcontext():
+            async with self._slots, self._adapters.using(live.adapter) if live.adapter else nullcontext("") as key:
                 self._watch(live)
-                await self._exchange(live)
+                await self._exchange(live, key)
+        except UnknownAdapter:  # it was removed after the request was accepted
+            self._end(live, self._failure(live, ServerError(_no_adapter(live.adapter), NOT_FOUND)))
         except ServerError as error:
             self._end(live, self._failure(live, error))
         except (aiohttp.ClientError, OSError) as error:
@@ -294,15 +305,15 @@ class CompletionRelay:
         finally:  # after an unexpected error, too: the request must not wait for ever
             self._end(live, live.event(FinishReason.ERROR, "the server's answer cannot be read; see the replica's log"))
 
-    async def _exchange(self, live: _Live) -> None:
-        """Raises ServerError, and what aiohttp raises."""
+    async def _exchange(self, live: _Live, adapter: str) -> None:
+        """``adapter``: its key in the server. Raises ServerError, and what aiohttp raises."""
         route, accepted, forwarded, server = "/v1/completions", live.accepted, live.forwarded, self._server
+        model = served_name(server.model, adapter)
         if accepted is not None:
-            model = served_name(server.model, accepted.request.adapter)
             fields = completion_body(accepted.request, model, accepted.ending_ids, server.version)
             body = msgspec.json.encode(fields)
         elif forwarded is not None:
-            route, body = forwarded.route, forwarded.body
+            route, body = forwarded.route, forwarded.body_for(model)
         async with self._open_session().post(
             f"{server.address.url}{route}",
             data=body,
@@ -315,21 +326,9 @@ class CompletionRelay:
             elif forwarded is not None:
                 await self._forward(live, forwarded, response)
 
-    async def _load_adapter(self, name: str) -> None:
-        await self._change_adapter("load", {"lora_name": name, "lora_path": self._server.adapters[name]})
-
-    async def _unload_adapter(self, name: str) -> None:
-        await self._change_adapter("unload", {"lora_name": name})
-
-    async def _change_adapter(self, change: str, body: dict[str, str]) -> None:
-        body["lora_name"] = served_name(self._server.model, body["lora_name"])
-        url = f"{self._server.address.url}/v1/{change}_lora_adapter"
-        async with self._open_session().post(url, json=body) as response:
-            if response.status != 200:
-                message = error_message(await response.read())
-                if change == "load" and IS_LOADED in message:  # for a request that was cancelled before the answer
-                    return
-                raise ServerError(f"the server cannot {change} the adapter: {message}", 500)
+    async def _change_adapter(self, key: str, folder: str | None) -> None:
+        url, name = self._server.address.url, served_name(self._server.model, key)
+        await change_adapter(self._open_session(), url, name, folder)
 
     async def _relay(self, live: _Live, accepted: AcceptedRequest, response: aiohttp.ClientResponse) -> None:
         """Emit the tokens of an answer."""
@@ -464,6 +463,10 @@ class CompletionRelay:
                 connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
             )
         return self._session
+
+
+def _no_adapter(name: str) -> str:
+    return f"this replica has no adapter {name!r}"
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:

@@ -64,8 +64,8 @@ def _with(body: bytes, **values: Any) -> bytes:
 class ForwardedRequest:
     """A client's request as its server gets it, and what its answer depends on."""
 
-    def __init__(self, request: Forwarded, model: str) -> None:
-        """``model`` is its name in the server. Raises ValueError for a body that a gateway should not have sent."""
+    def __init__(self, request: Forwarded) -> None:
+        """Raises ValueError for a body that a gateway should not have sent."""
         try:
             fields = _known.decode(request.body)
         except msgspec.DecodeError as error:
@@ -75,12 +75,16 @@ class ForwardedRequest:
         self.model = fields.model  # as the client wrote it
         self.streams = bool(fields.stream)
         self.shows_usage = options is not None and options.include_usage
-        added: dict[str, Any] = {"model": model}
+        self._body = request.body
+        self._added: dict[str, Any] = {}
         if self.streams and not self.shows_usage and request.route in GENERATING:
             given = _fields.decode(request.body).get("stream_options")
             old = {} if given is None or bytes(given) == b"null" else _fields.decode(given)
-            added["stream_options"] = {**old, "include_usage": True}
-        self.body = _with(request.body, **added)
+            self._added["stream_options"] = {**old, "include_usage": True}
+
+    def body_for(self, model: str) -> bytes:
+        """Returns the body for the server, where the model has this name."""
+        return _with(self._body, model=model, **self._added)
 
 
 def whole_answer(request: ForwardedRequest, body: bytes) -> tuple[AnswerPart, FinishReason]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from placements.facts.engines import NXD_QUANTIZED_DTYPES
-from placements.facts.vllm import BLOCK_SIZE, Plugin, Version, blocks, plugin_of, version_of
+from placements.facts.vllm import BLOCK_SIZE, LORA_SINCE, Plugin, Version, blocks, plugin_of, version_of
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
 from workers.engines.engine_setup import TORCH_DTYPES, dtype_on, source_of
 from workers.host.interpreter import probe
@@ -22,7 +22,7 @@ from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable, Tell
 from workers.neff_cache.compiled_artifacts import Entry
 from workers.servers import vllm_artifacts
-from workers.servers.adapters import largest_rank, most_loaded, served_name
+from workers.servers.adapters import loads_adapters, max_rank_of, most_loaded, served_name
 from workers.servers.completion_relay import CompletionServer
 from workers.servers.server_process import Address, ServerProcess, free_port, server_folder
 
@@ -33,7 +33,6 @@ QUEUED = 8  # requests beyond the slots that the server accepts, for those that 
 DEVICE_TOP_K = 256  # `global_topk` of the plugin on NxD Inference
 READY = "/health"
 CPU_KV_GIB = 1  # the KV cache of the CPU back end; the CPU of a host is shared, so not vLLM's 4
-LORA_SINCE: Version = (0, 13)  # on NxD Inference: the vLLM of vllm-neuron 0.4
 UNIX_SINCE: Version = (0, 14)  # `--uds`; before, a port
 QUEUED_SINCE: Version = (0, 28)  # `--max-num-queued-reqs`
 METRICS = "metrics"
@@ -65,7 +64,9 @@ def arguments(config: ReplicaConfig, installed: VllmInstallation, address: Addre
     ``engine_options`` are vLLM's own, without dashes, except ``prefix_cache``. Fields of the spec take precedence, also
     in ``additional_config``.
     """
-    options = {name: value for name, value in config.engine_options.items() if name != "max_loras"}
+    options = {
+        name: value for name, value in config.engine_options.items() if name not in ("max_loras", "max_lora_rank")
+    }
     cached, given = options.pop("prefix_cache", False), options.pop("additional_config", {})
     flags: dict[str, Any] = {
         "served-model-name": config.model,
@@ -107,7 +108,7 @@ def arguments(config: ReplicaConfig, installed: VllmInstallation, address: Addre
         given = _merged(given, "neuron_config", _neuron_config(config))
     if given:
         flags["additional-config"] = given
-    if config.adapters:
+    if loads_adapters(config, installed.plugin):
         flags |= _adapter_flags(config, installed)
     flags |= {"uds": address.path} if address.path else {"host": "127.0.0.1", "port": address.port}
     flags = {name.replace("_", "-"): value for name, value in options.items()} | flags
@@ -149,17 +150,18 @@ def _neuron_config(config: ReplicaConfig) -> dict[str, Any]:
 
 
 def _adapter_flags(config: ReplicaConfig, installed: VllmInstallation) -> dict[str, Any]:
-    """Returns the flags for LoRA. NxD Inference loads all adapters at the start. Raises EngineLoadError."""
+    """Returns the flags for LoRA. NxD Inference loads all adapters at the start, for vLLM's CPU back end they can
+    change. Raises EngineLoadError."""
     if installed.plugin == "neuron" or (installed.plugin == "nxd" and installed.version < LORA_SINCE):
         message = "the installed vllm-neuron does not serve LoRA adapters"
         raise EngineLoadError("adapters-unsupported", message, "use vllm-neuron 0.4 or 0.5, or remove the adapters")
     static = installed.plugin == "nxd"
-    most = len(config.adapters) if static else min(len(config.adapters), most_loaded(config.engine_options))
+    most = len(config.adapters) if static else most_loaded(config.engine_options)
     flags: dict[str, Any] = {
         "enable-lora": True,
         "max-loras": most,
         "max-cpu-loras": most,
-        "max-lora-rank": largest_rank(config.adapters),
+        "max-lora-rank": max_rank_of(config),
     }
     if static:
         flags["lora-modules"] = [f"{served_name(config.model, n)}={path}" for n, path in config.adapters.items()]
@@ -189,7 +191,7 @@ def environment(config: ReplicaConfig, installed: VllmInstallation, folder: Path
         "VLLM_NO_USAGE_STATS": "1",
     }
     limits = ["VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]
-    if config.adapters:
+    if loads_adapters(config, installed.plugin):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if installed.plugin == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -270,6 +272,7 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
         env = environment(config, installed, folder) | artifacts.env
         process = ServerProcess(command, env, folder, grace_s=GRACE_S, held=(*held, *artifacts.held))
         process.wait_ready(address, READY)
+    live = installed.plugin == "cpu" and loads_adapters(config, "cpu")
     samples = installed.plugin == "nxd" and config.sampling == "device"
     spec = EngineSpec(
         slots=config.slots,
@@ -289,5 +292,6 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
         process.wait,
         process.stop,
         adapters=config.adapters,
-        most_adapters=0 if installed.plugin == "nxd" else most_loaded(config.engine_options),
+        most_adapters=most_loaded(config.engine_options) if live else 0,
+        max_rank=max_rank_of(config) if live else 0,
     )

@@ -119,6 +119,22 @@ class Replica:
             self._tracing.flush()
         return drained
 
+    @_ctl
+    def set_adapters(self, config: ReplicaConfig) -> Failure | None:
+        """Serves the LoRA adapters of ``config`` instead of its own. Returns why it cannot."""
+        for folder in {*config.fetched_folders().values()} - {*self._config.fetched_folders().values()}:
+            self._uses.enter_context(using(folder))  # as long as the process lives: its server may read it again
+        from workers.servers.completion_relay import CompletionRelay  # no other backend has adapters
+
+        assert isinstance(self._batcher, CompletionRelay)
+        try:
+            self._batcher.set_adapters(config.adapters)
+        except Exception as error:  # noqa: BLE001 - it becomes the failure of the change
+            return failure_of("adapter-unusable", error, "the change of its adapters", self._config)
+        origins = config.adapter_origins
+        self._config = msgspec.structs.replace(self._config, adapters=config.adapters, adapter_origins=origins)
+        return None
+
     def _reading(self) -> ReplicaStatus:
         status = msgspec.structs.replace(self._status, compile_s=compiled_artifacts.SPENT.seconds)
         if self._batcher is None:
@@ -151,9 +167,8 @@ class Replica:
         config = self._config
         check_environment(config.env)
         host_facts.pin_to(config.env.get("COREWRIGHT_CPUS"))
-        for origin, folder in ((config.origin, config.source), (config.draft_origin, config.draft_source)):
-            if origin is not None and folder is not None:
-                self._uses.enter_context(using(folder))
+        for folder in config.fetched_folders().values():
+            self._uses.enter_context(using(folder))
         if config.claims is not None and config.cores:
             self._claim = CoreClaim(Path(config.claims), config.cores)
         self._batcher = open_backend(config, self._claim, self._emit)

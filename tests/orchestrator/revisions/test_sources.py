@@ -19,12 +19,13 @@ from placements.planner.spec_hosts import Machine
 from tests.hub import HubServer, Repo
 from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, S3Server
 from tests.stubs import stub_checkpoint
+from workers.messages.replica_config import DRAFT, Origin
 
 TINY = Path(__file__).parents[3] / "placements" / "examples" / "models" / "tiny"
 MODEL = {file.name: file.read_bytes() for file in TINY.iterdir() if file.is_file()}
 LAPTOP = Machine(cpus=(0, 1, 2, 3))
 SPLIT = ("pytorch_model.bin/p0.safetensors", "pytorch_model.bin/key_to_filename.json")
-HOSTS = "hosts: {emulate: inf2.48xlarge}\n"
+HOSTS = "hosts: {emulate: inf2.48xlarge}\nengines: {vllm: {python: /vllm/bin/python}}\n"
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +235,51 @@ def test_a_draft_is_pinned_like_its_model(hub: HubServer) -> None:
     tag = hub.repos["org/tiny"].commit({**MODEL, "x.json": b"{}"}, "v1")
     resolved = generation("a: {source: org/tiny, draft: {source: org/tiny, revision: v1}}")
     (model,) = resolved.spec.models
-    assert (resolved.commit(model), resolved.commit(model, draft=True)) == (hub.repos["org/tiny"].names["main"], tag)
+    assert (resolved.commit(model), resolved.commit(model, DRAFT)) == (hub.repos["org/tiny"].names["main"], tag)
     assert (resolved.source(model), resolved.draft_source(model)) == ("org/tiny", "org/tiny")
+
+
+def test_adapters_are_read_and_pinned_like_models(s3: S3Server, hub: HubServer, tmp_path: Path) -> None:
+    """Only their configurations are fetched to plan, which decide the largest rank of a server."""
+    hub.repos["org/lora"] = Repo()
+    first = hub.repos["org/lora"].commit(adapter(64))
+    s3.bucket("loras", {f"a/{name}": data for name, data in adapter(8).items()})
+    for name, data in adapter(16).items():
+        (tmp_path / name).write_bytes(data)
+    model = "a: {source: %s, engine: vllm, max_len: 64, adapters: {%s}}"
+    adapters = f"x: org/lora, y: s3://loras/a, z: {tmp_path}"
+    resolved = generation(model % (TINY, adapters))
+    hub.repos["org/lora"].commit(adapter(32))
+
+    assert problems(read(model % (TINY, adapters))) == []
+    (spec,) = resolved.spec.models
+    assert {name: known.rank for name, known in resolved.adapters["a"].items()} == {"x": 64, "y": 8, "z": 16}
+    origins = resolved.adapter_origins(spec)
+    assert origins == {"x": Origin(source="org/lora", revision=first), "y": Origin(source="s3://loras/a")}
+    assert [request.path for request in hub.asked if "safetensors" in request.path] == []
+    versions = [
+        generation(model % (TINY, some)).versions["a"] for some in (adapters, "y: s3://loras/a", "z: /elsewhere")
+    ]
+    assert versions[0] != versions[1] == versions[2]
+
+
+@pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_incomplete_adapter_is_an_error(missing: str, s3: S3Server, tmp_path: Path) -> None:
+    """In S3 or in a folder."""
+    files = {name: data for name, data in adapter(8).items() if name != missing}
+    s3.bucket(f"lora-{len(missing)}", {f"a/{name}": data for name, data in files.items()})
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    found = [
+        problems(read(f"a: {{source: {TINY}, engine: vllm, max_len: 64, adapters: {{x: {place}}}}}"))
+        for place in (f"s3://lora-{len(missing)}/a", tmp_path)
+    ]
+    assert found == [[("layout-unknown", "error")], [("adapter-unusable", "error")]]
+
+
+def adapter(rank: int) -> dict[str, bytes]:
+    config = {"r": rank, "peft_type": "LORA", "target_modules": ["q_proj"]}
+    return {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": b"weights"}
 
 
 def test_the_gateway_reads_the_tokenizer_of_a_remote_model(s3: S3Server, hub: HubServer) -> None:

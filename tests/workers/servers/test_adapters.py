@@ -48,15 +48,25 @@ def test_the_largest_rank_is_rounded_up(tmp_path: Path) -> None:
     assert "--enable-lora" in words
     assert (value(words, "--max-lora-rank"), value(words, "--max-loras"), value(words, "--max-cpu-loras")) == (
         "32",
-        "2",
-        "2",
+        "8",
+        "8",
     )
 
 
 def test_no_more_adapters_are_loaded_than_the_option_allows(tmp_path: Path) -> None:
+    """Adapters of usual ranks can be added later: 16 is the least rank of a server."""
     words = command(tmp_path, {"r": 4}, {"r": 8}, max_loras=1)
 
     assert (value(words, "--max-loras"), value(words, "--max-cpu-loras")) == ("1", "1")
+    assert value(words, "--max-lora-rank") == "16"
+
+
+def test_a_server_without_adapters_reserves_room_for_max_loras(tmp_path: Path) -> None:
+    words = command(tmp_path, max_loras=2, max_lora_rank=64)
+
+    assert "--enable-lora" in words
+    assert (value(words, "--max-loras"), value(words, "--max-lora-rank")) == ("2", "64")
+    assert "--enable-lora" not in command(tmp_path)
 
 
 def test_nxd_inference_gets_all_adapters_at_the_start(tmp_path: Path) -> None:
@@ -73,7 +83,7 @@ def test_plugins_without_lora_are_refused(tmp_path: Path, plugin: Plugin, versio
     assert caught.value.id == "adapters-unsupported"
 
 
-@pytest.mark.parametrize("settings", [{}, {"r": 0}, {"r": 513}, {"r": "8"}, [], 8])
+@pytest.mark.parametrize("settings", [{}, {"r": 0}, {"r": 513}, {"r": "8"}, {"r": 8, "peft_type": "IA3"}, [], 8])
 def test_an_adapter_without_a_usable_rank_is_refused(tmp_path: Path, settings: Any) -> None:
     with pytest.raises(EngineLoadError) as caught:
         command(tmp_path, settings)

@@ -15,7 +15,7 @@ from aiohttp import web
 from tests.fleet import until
 from workers.batching.batcher import BatcherClosed
 from workers.engines.echo import EOS_ID, VOCAB_SIZE, echo_tokens
-from workers.messages.engine_protocol import EngineSpec
+from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.servers.completion_relay import CompletionRelay, CompletionServer
 from workers.servers.completion_stream import Piece, ServerError, StreamReader
@@ -181,9 +181,15 @@ def known(server: FakeServer, **fields: Any) -> CompletionServer:
 def adapted(server: FakeServer, received: Received) -> Iterator[CompletionRelay]:
     """With three adapters, of which two are loaded at a time."""
     folders = {name: f"/{name}" for name in "xyz"}
-    relay = CompletionRelay(known(server, adapters=folders, most_adapters=2), ByteTokenizer(), received)
+    relay = CompletionRelay(known(server, adapters=folders, most_adapters=2, max_rank=16), ByteTokenizer(), received)
     yield relay
     relay.close()
+
+
+def adapter_folder(path: Path, rank: int = 8) -> str:
+    path.mkdir()
+    (path / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    return str(path)
 
 
 def request(id: str = "a", **fields: Any) -> GenerateRequest:
@@ -521,6 +527,75 @@ def test_an_adapter_that_is_loaded_already_is_used(
     adapted.submit(request(adapter="x"))
 
     assert received.ids("a") == echo_tokens(PROMPT, 5)
+
+
+def test_a_changed_adapter_is_loaded_for_new_requests_only(
+    server: FakeServer, adapted: CompletionRelay, received: Received, tmp_path: Path
+) -> None:
+    """One that runs keeps the previous content, which is unloaded after it; a removed adapter is unloaded and
+    refused."""
+    folders = {name: adapter_folder(tmp_path / name) for name in ("new", "z")}
+
+    async def waiting(server: FakeServer, body: dict[str, Any], response: web.StreamResponse) -> None:
+        if body["model"] == "tiny:x":
+            await server.go.wait()
+        await echo(server, body, response)
+
+    server.answer = waiting
+    adapted.submit(request("y", adapter="y"))
+    received.end("y")
+    adapted.submit(request("old", adapter="x"))
+    until(lambda: server.live == 1, DEADLINE_S, "it runs")
+
+    adapted.set_adapters({"x": folders["new"], "z": folders["z"]})
+
+    assert server.adapters == {"tiny:x": "/x"}
+    with pytest.raises(ValueError, match="no adapter 'y'"):
+        adapted.submit(request(adapter="y"))
+    adapted.submit(request("new", adapter="x"))
+    assert received.ids("new") == echo_tokens(PROMPT, 5)
+    server.release()
+    assert received.ids("old") == echo_tokens(PROMPT, 5)
+    until(lambda: server.adapters == {"tiny:x@1": folders["new"]}, DEADLINE_S, "the old content is unloaded")
+    assert [body["model"] for body in server.bodies] == ["tiny:y", "tiny:x", "tiny:x@1"]
+
+
+@pytest.mark.parametrize(("rank", "most"), [(32, 2), (8, 0)])
+def test_a_server_that_cannot_load_new_adapters_keeps_its_own(
+    server: FakeServer, rank: int, most: int, received: Received, tmp_path: Path
+) -> None:
+    """Their rank is above that of its start, or it loads adapters only at its start."""
+    relay = CompletionRelay(
+        known(server, adapters={"x": "/x"}, most_adapters=most, max_rank=16), ByteTokenizer(), received
+    )
+    try:
+        with pytest.raises(EngineLoadError) as caught:
+            relay.set_adapters({"y": adapter_folder(tmp_path / "y", rank)})
+        assert caught.value.id == "adapter-unusable"
+        server.adapters["tiny:x"] = "/x"
+        relay.submit(request(adapter="x"))
+        assert received.ids("a") == echo_tokens(PROMPT, 5)
+    finally:
+        relay.close()
+
+
+def test_a_waiting_adapter_is_not_overtaken(server: FakeServer, adapted: CompletionRelay, received: Received) -> None:
+    """Or the requests of loaded ones could keep it waiting forever."""
+
+    async def waiting(server: FakeServer, body: dict[str, Any], response: web.StreamResponse) -> None:
+        await server.go.wait()
+        await echo(server, body, response)
+
+    server.answer = waiting
+    for adapter in "xy":
+        adapted.submit(request(adapter, adapter=adapter))
+    until(lambda: server.live == 2, DEADLINE_S, "both run")
+    adapted.submit(request("z", adapter="z"))
+    adapted.submit(request("later", adapter="x"))
+    server.release()
+    received.end("later")
+
+    assert [body["model"] for body in server.bodies[2:]] == ["tiny:z", "tiny:x"]
 
 
 def test_an_adapter_that_cannot_be_loaded_fails_its_request(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from workers.artifacts.sources.open_source import Relisted, SourceQuery
 from workers.artifacts.sources.source_metadata import AWAY
 from workers.artifacts.store import manifest
 from workers.artifacts.store.store import Store
-from workers.messages.replica_config import Origin, ReplicaConfig
+from workers.messages.replica_config import ADAPTERS, DRAFT, SOURCE, Keys, Origin, ReplicaConfig
 
 
 class WantedArtifact(SourceQuery, frozen=True, kw_only=True):
@@ -40,62 +40,57 @@ class FetchedArtifact(msgspec.Struct, frozen=True, kw_only=True):
     flight: str = ""  # the id of the fetch, which several callers may share
 
 
-def wanted_by(config: ReplicaConfig) -> tuple[WantedArtifact | None, WantedArtifact | None]:
-    """Returns the artifacts to fetch for the model and for its draft; None: a local folder, or no draft."""
-    return (
-        _wanted(config, config.source, config.revision, config.origin),
-        _wanted(config, config.draft_source, config.draft_revision, config.draft_origin),
-    )
-
-
-def _wanted(
-    config: ReplicaConfig, source: str | None, revision: str | None, origin: Origin | None
-) -> WantedArtifact | None:
-    if origin is None and (source is None or source_kind(source) == "path"):
-        return None
-    origin = origin or Origin(source=source or "", revision=revision)
-    return WantedArtifact(
-        source=origin.source,
-        revision=origin.revision,
-        artifact=origin.artifact,
-        allow_pickle=config.allow_pickle,
-        trust_remote_code=config.trust_remote_code,
-    )
-
-
-def with_folders(
-    config: ReplicaConfig,
-    wanted: tuple[WantedArtifact | None, WantedArtifact | None],
-    landed: tuple[FetchedArtifact | None, FetchedArtifact | None],
-) -> ReplicaConfig:
-    """Returns the config with the sources replaced by the folders that hold ``wanted``, the result of `wanted_by`."""
-    (model, draft), (model_artifact, draft_artifact) = wanted, landed
-    if model is not None and model_artifact is not None:
-        config = msgspec.structs.replace(config, source=model_artifact.folder, origin=_origin(model, model_artifact))
-    if draft is not None and draft_artifact is not None:
-        config = msgspec.structs.replace(
-            config, draft_source=draft_artifact.folder, draft_origin=_origin(draft, draft_artifact)
+def wanted_by(config: ReplicaConfig) -> dict[Keys, WantedArtifact]:
+    """Returns the artifacts to fetch, in order; those of local folders are already there."""
+    return {
+        keys: WantedArtifact(
+            source=origin.source,
+            revision=origin.revision,
+            artifact=origin.artifact,
+            allow_pickle=config.allow_pickle,
+            trust_remote_code=config.trust_remote_code,
+            adapter=keys[0] == ADAPTERS,
         )
+        for keys, origin in _fetched(config)
+    }
+
+
+def _fetched(config: ReplicaConfig) -> Iterator[tuple[Keys, Origin]]:
+    """Yields the keys of each source that is not local, and its origin."""
+    for keys, source, revision, origin in config.sources():
+        if origin is not None or source_kind(source) != "path":
+            yield keys, origin or Origin(source=source, revision=revision)
+
+
+def with_folders(config: ReplicaConfig, landed: Mapping[Keys, FetchedArtifact]) -> ReplicaConfig:
+    """Returns the config with the sources replaced by the folders that hold what `wanted_by` has returned for it."""
+    wanted = wanted_by(config)
+    for keys, artifact in landed.items():
+        folder, origin = artifact.folder, _origin(wanted[keys], artifact)
+        if keys == SOURCE:
+            config = msgspec.structs.replace(config, source=folder, origin=origin)
+        elif keys == DRAFT:
+            config = msgspec.structs.replace(config, draft_source=folder, draft_origin=origin)
+        else:
+            adapters, origins = config.adapters | {keys[1]: folder}, config.adapter_origins | {keys[1]: origin}
+            config = msgspec.structs.replace(config, adapters=adapters, adapter_origins=origins)
     return config
 
 
 def early_start_config(
-    config: ReplicaConfig,
-    wanted: tuple[WantedArtifact | None, WantedArtifact | None],
-    landed: Sequence[FetchedArtifact | None],
-    status: FetchStatus,
+    config: ReplicaConfig, landed: Mapping[Keys, FetchedArtifact], status: FetchStatus
 ) -> ReplicaConfig | None:
     """Returns the config of an early start: as ``with_folders``, while one artifact is still being fetched.
 
-    ``status`` is of the artifact of ``wanted`` that follows those that have ``landed``. None: it cannot be loaded yet,
-    another one must be fetched after it, or it is not the exact content that is wanted.
+    ``status`` is of the first artifact that is wanted and has not ``landed``. None: it cannot be loaded yet, another
+    one must be fetched after it, or it is not the exact content that is wanted.
     """
-    now, *later = wanted[len(landed) :]
+    wanted = wanted_by(config)
+    keys, *later = [keys for keys in wanted if keys not in landed]
     arriving = FetchedArtifact(folder=status.folder, artifact=Path(status.folder).name, bytes=status.total)
-    if now is None or any(later) or not status.folder or now.artifact not in ("", arriving.artifact):
+    if later or not status.folder or wanted[keys].artifact not in ("", arriving.artifact):
         return None
-    model, draft = (*landed, arriving, None)[:2]
-    return with_folders(config, wanted, (model, draft))
+    return with_folders(config, {**landed, keys: arriving})
 
 
 def _origin(wanted: WantedArtifact, landed: FetchedArtifact) -> Origin:

@@ -23,6 +23,7 @@ INDEX = "model.safetensors.index.json"
 SPLIT = "pytorch_model.bin/key_to_filename.json"  # what transformers-neuronx's ``save_pretrained_split`` wrote
 NEURON_CONFIG, COMPILED = "neuron_config.json", "model.pt"  # of NxD Inference, and of Optimum Neuron since 0.4
 TNX_SHARDS = "DecoderLMHead.safetensors"  # written by ``save(folder, sharded_weights=True)``
+ADAPTER_FILES = frozenset({"adapter_config.json", "adapter_model.safetensors"})  # of a LoRA adapter, by peft
 PICKLES = frozenset({".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"})
 
 # Formats of other programs, which no engine reads, and leftovers of training.
@@ -141,6 +142,17 @@ def selected(listing: Listing, *, allow_pickle: bool = False, trust_remote_code:
     if "config.json" not in names:
         raise _unknown(listing.source, names)
     return Listing(source=listing.source, revision=listing.revision, files=tuple(files))
+
+
+def selected_of_adapter(listing: Listing) -> Listing:
+    """Returns the part of ``listing`` that is fetched of a LoRA adapter: its configuration and its safetensors.
+
+    Raises SourceError: ``layout-unknown`` without one of them, and ``name-unsafe``."""
+    files = tuple(file for file in checked(listing).files if file.name in ADAPTER_FILES)
+    if len(files) < len(ADAPTER_FILES):
+        message = f"{listing.source} has no {' and '.join(ADAPTER_FILES - {file.name for file in files})}"
+        raise SourceError("layout-unknown", message, "save the adapter with peft, as safetensors")
+    return Listing(source=listing.source, revision=listing.revision, files=files)
 
 
 def metadata_files(listing: Listing) -> Listing:

@@ -13,7 +13,7 @@ import msgspec
 from placements.spec.notation import source_kind
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
-from workers.artifacts.sources.layout import selected
+from workers.artifacts.sources.layout import selected, selected_of_adapter
 from workers.artifacts.sources.listing import Listing, Remote, SourceError
 
 
@@ -32,10 +32,14 @@ class SourceQuery(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None = None  # a branch, tag or commit; hub sources only
     allow_pickle: bool = False
     trust_remote_code: bool = False
+    adapter: bool = False  # a LoRA adapter
 
     @property
     def digest(self) -> str:
-        return blake2s(msgspec.json.encode(self), digest_size=16).hexdigest()
+        fields = msgspec.structs.asdict(self)
+        if not self.adapter:  # as before there were adapters
+            del fields["adapter"]
+        return blake2s(msgspec.json.encode(fields), digest_size=16).hexdigest()
 
     def open(self, retry_policy: RetryPolicy | None = None) -> Remote:
         """Opens the source without a request. ``retry_policy``: retries when it does not answer.
@@ -60,12 +64,14 @@ class SourceQuery(msgspec.Struct, frozen=True, kw_only=True):
         return self.select(S3Remote(self.source, retry_policy=retry_policy))
 
     def select(self, remote: Remote) -> Remote:
-        """Returns the remote restricted to the files of the model. Its ``listing`` also raises SourceError
-        ``pickle-refused`` and ``name-unsafe``."""
+        """Returns the remote restricted to the files of the model or adapter. Its ``listing`` also raises SourceError
+        ``pickle-refused``, ``layout-unknown`` and ``name-unsafe``."""
 
         def listing() -> Listing:
             source = self.source.rstrip("/")  # normalized, so that the same source has one name
             every = msgspec.structs.replace(remote.listing(), source=source)
+            if self.adapter:
+                return selected_of_adapter(every)
             return selected(every, allow_pickle=self.allow_pickle, trust_remote_code=self.trust_remote_code)
 
         return Relisted(listing, remote.fetch)
