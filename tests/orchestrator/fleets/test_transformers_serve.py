@@ -96,7 +96,7 @@ def test_a_client_that_leaves_ends_its_request(fleet: LiveFleet) -> None:
 
 
 def test_an_error_of_the_server_reaches_the_client(fleet: LiveFleet) -> None:
-    answer = fleet.http.post("/v1/chat/completions", json={**ASKED, "messages": "Hi"})
+    answer = fleet.http.post("/v1/chat/completions", json={**ASKED, "x_unknown": 1})
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "rejected_by_server")
 
