@@ -325,9 +325,7 @@ def hides_errors(node: ast.AST) -> bool:
 
 def test_any_error_is_handled_only_at_the_boundaries_of_tasks() -> None:
     paths = [path for package in PACKAGES for path in sources(package)]
-    broad = [
-        str(path.relative_to(ROOT)) for path in paths if any(map(hides_errors, ast.walk(ast.parse(path.read_text()))))
-    ]
+    broad = [str(path.relative_to(ROOT)) for path in paths if any(map(hides_errors, ast.walk(tree_of(path))))]
     assert [name for name in broad if not name.startswith(BOUNDARIES)] == []
 
 
@@ -338,29 +336,24 @@ print(*sorted(sys.modules.keys() & {unwanted!r}))
 """
 
 
+DEMO = "placements/examples/demo.yaml"
+COMMANDS = (
+    *("version", f"explain assistant {DEMO}", f"plan --defrag 4 {DEMO}", "apply x", "config view", "doctor"),
+    f"generate {DEMO} missing --prompt x",
+)
+
+
+def run(*commands: str) -> str:
+    return "import orchestrator.cli.main as m\n" + "\n".join(f"m.run({command.split()})" for command in commands)
+
+
 @pytest.mark.parametrize(
     ("do", "unwanted"),
     [
-        ("import orchestrator.cli.main as m; m.run(['version'])", HEAVY | {"ray", "starlette", "uvicorn"}),
-        ("import orchestrator.cli.main as m; m.run(['validate', 'placements/examples/demo.yaml'])", LIGHT),
-        ("import orchestrator.cli.main as m; m.run(['plan', 'placements/examples/demo.yaml'])", LIGHT),
-        (
-            "import orchestrator.cli.main as m; m.run(['explain', 'assistant', 'placements/examples/demo.yaml'])",
-            HEAVY | {"ray", "starlette", "uvicorn"},
-        ),
-        (
-            "import orchestrator.cli.main as m; m.run(['plan', '--defrag', '4', 'placements/examples/demo.yaml'])",
-            HEAVY | {"ray", "starlette", "uvicorn"},
-        ),
-        ("import orchestrator.cli.main as m; m.run(['status'])", HEAVY | {"ray"}),
-        ("import orchestrator.cli.main as m; m.run(['apply', 'x'])", HEAVY | {"ray", "starlette", "uvicorn"}),
-        ("import orchestrator.cli.main as m; m.run(['config', 'view'])", HEAVY | {"ray", "starlette", "uvicorn"}),
-        ("import orchestrator.cli.main as m; m.run(['doctor'])", HEAVY | {"ray", "starlette", "uvicorn"}),
-        (
-            "import orchestrator.cli.main as m\n"
-            "m.run(['generate', 'placements/examples/demo.yaml', 'nobody', '--prompt', 'x'])",
-            HEAVY | {"ray", "starlette", "uvicorn"},
-        ),
+        (run(*COMMANDS), HEAVY | {"ray", "starlette", "uvicorn"}),
+        (run(f"validate {DEMO}"), LIGHT),
+        (run(f"plan {DEMO}"), LIGHT),
+        (run("status"), HEAVY | {"ray"}),
         ("import orchestrator.control.controller", LIGHT),
         # a killed controller must be back soon, and a gateway, too
         ("import orchestrator.on_ray.controller_actor", {"fastapi", "orchestrator.gateway.app", "ray.serve"}),
@@ -378,21 +371,8 @@ print(*sorted(sys.modules.keys() & {unwanted!r}))
         ),
     ],
     ids=[
-        "version",
-        "validate",
-        "plan",
-        "explain",
-        "defrag",
-        "status",
-        "apply",
-        "config",
-        "doctor",
-        "generate",
-        "controller",
-        "controller actor",
-        "gateway",
-        "replica",
-        "echo",
+        *("commands", "validate", "plan", "status"),
+        *("controller", "controller actor", "gateway", "replica", "echo"),
     ],
 )
 def test_nothing_heavy_is_loaded(do: str, unwanted: set[str], tmp_path: Path) -> None:
