@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import ROUTES
 from orchestrator.process.home import Home
 from placements.facts.engines import ENGINE_OPTIONS
+from placements.rules.options.vllm_flags import FIELDS, FLAGS, REFUSED, VERSIONS
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec
 
@@ -54,10 +56,10 @@ def test_a_name_of_theirs_is_told_to_be_our_field(name: str, field: str) -> None
     assert hints == ([] if name == last else [f'did you mean "{last}"?'])
 
 
-FIELDS = [(name, here) for fields, here in table("refused") for name in words(fields)]
+REQUEST_FIELDS = [(name, here) for fields, here in table("refused") for name in words(fields)]
 
 
-@pytest.mark.parametrize(("name", "here"), FIELDS)
+@pytest.mark.parametrize(("name", "here"), REQUEST_FIELDS)
 def test_a_request_field_of_theirs_is_refused_with_ours(name: str, here: str) -> None:
     """In the message, whose parameter is the field."""
     with pytest.raises(ApiError) as refused:
@@ -70,7 +72,7 @@ def test_a_request_field_of_theirs_is_refused_with_ours(name: str, here: str) ->
 
 def test_every_field_with_an_answer_is_on_the_page() -> None:
     """And no other."""
-    assert {name for name, _ in FIELDS} == set(body_reader.REPLACEMENTS)
+    assert {name for name, _ in REQUEST_FIELDS} == set(body_reader.REPLACEMENTS)
 
 
 COMMANDS = get_command(cli.app).commands  # type: ignore[attr-defined]
@@ -111,6 +113,29 @@ def test_a_flag_that_has_nothing_here_has_no_field_and_no_option(name: str) -> N
     """By its own name; a row that says "none" fails once there is one."""
     assert name not in UP_OPTIONS
     assert name.removeprefix("--").replace("-", "_") not in ModelSpec.model_fields
+
+
+def flag_rows() -> list[str]:
+    """One row for each field and each reason, and for the versions of flags that are passed on."""
+    here = {f"`{field}`": [name for name in FIELDS if FIELDS[name] == field] for field in FIELDS.values()}
+    here |= {f"refused: {why}": [name for name in REFUSED if REFUSED[name] == why] for why in REFUSED.values()}
+    for name in sorted(FLAGS.keys() - FIELDS.keys() - REFUSED.keys()):
+        first, last = FLAGS[name].first or VERSIONS[0], FLAGS[name].last or VERSIONS[-1]
+        versions = first if first == last else f"{first} to {last}"
+        here.setdefault(f"`engine_options`, vLLM {versions}", []).append(name)
+    flags = {text: ", ".join(f"`--{name.replace('_', '-')}`" for name in names) for text, names in here.items()}
+    return ["| vLLM | here |", "|---|---|", *(f"| {names} | {text} |" for text, names in flags.items())]
+
+
+def test_every_flag_of_vllm_is_set_passed_on_or_refused() -> None:
+    """The table has each recorded flag; UPDATE_GOLDEN=1 writes it anew."""
+    above, mark, rest = PAGE.read_text().partition("<!-- flags -->\n")
+    shown, end, below = rest.partition("<!-- end -->")
+    if os.environ.get("UPDATE_GOLDEN"):
+        shown = "\n".join(flag_rows()) + "\n"
+        PAGE.write_text(above + mark + shown + end + below)
+    assert shown.splitlines() == flag_rows()
+    assert sorted(re.findall(r"`--([a-z0-9-]+)`", shown)) == sorted(name.replace("_", "-") for name in FLAGS)
 
 
 def test_the_request_fields_of_vllm_are_fields() -> None:
