@@ -208,8 +208,9 @@ def environment(config: ReplicaConfig, installed: VllmInstallation, folder: Path
 
 
 def buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
-    """Returns what the server compiles, which only the later plugin does without a device. With ``read`` False no
-    weights are read. Raises EngineLoadError."""
+    """Returns what the server compiles, which only the later plugin does without a device, and not with a draft (AWS
+    Neuron SDK docs, vllm-neuron/docs/design/compilation). With ``read`` False no weights are read. Raises
+    EngineLoadError."""
     python = config.server_python or sys.executable
     installed = installation(python)
     if installed.plugin == "cpu":
@@ -231,7 +232,7 @@ def buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
         Buildable(
             source=source_of(config),
             manifest=wanted.manifest,
-            make=make if installed.plugin == "neuron" else None,
+            make=make if installed.plugin == "neuron" and config.draft_source is None else None,
             kept=config.compiled is not None,
             unread=wanted.unread,
         )

@@ -366,9 +366,16 @@ def test_compile_fetches_what_only_a_device_compiles(tmp_path: Path, s3: S3Serve
     assert _verified(other.config).where == "compiled"
 
 
-def test_the_plugin_on_nxd_inference_compiles_only_on_cores(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("plugin", "drafts"), [(NXD, False), (NEURON, True)], ids=["nxd", "draft"])
+def test_the_plugin_on_nxd_inference_and_drafts_are_compiled_only_on_cores(
+    plugin: str, drafts: bool, tmp_path: Path
+) -> None:
     """`corewright compile` reports it, and leaves no folder behind."""
-    host = Host(tmp_path, NXD)
+    host = Host(tmp_path, plugin)
+    if drafts:
+        host.config = msgspec.structs.replace(
+            host.config, draft_source=host.config.source, draft_k=2, draft_method="eagle3"
+        )
     reply = host.replies("compile")[-1]
     assert isinstance(reply, Trouble)
     assert reply.failure.id == NEEDS_DEVICE
