@@ -252,15 +252,20 @@ def test_the_device_draws_each_slot_by_its_own_parameters(nxd: Neuron, sources: 
 
 
 def test_a_top_k_of_0_is_the_largest_that_the_device_takes(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
-    """0 would draw uniformly from the whole vocabulary. Never more than global_topk."""
+    """0 would draw uniformly from the likeliest global_topk ids, whatever the temperature; 0.4 and 0.5 raise for it."""
     options = {"on_device_sampling_config": {"global_topk": 8, "deterministic": False}}
     engine = opened(sources("llama"), tmp_path, sampling="device", engine_options=options)
     assert engine.spec.device_top_k == 8
     torch.manual_seed(1)
     request: list[Arrival] = [(str(number), [20, 30, 40], 1, False) for number in range(40)]
-    drawn = {tokens[0] for tokens in served(engine, request, temperature=5.0, top_k=0).values()}
-    assert drawn <= set(cpu(sources("llama")).prefill([0], [[20, 30, 40]])[0].topk(8).indices.tolist())
-    assert len(drawn) > 3
+    hot, cold = (
+        {tokens[0] for tokens in served(engine, request, temperature=temperature, top_k=0).values()}
+        for temperature in (5.0, 0.01)
+    )
+    likeliest = cpu(sources("llama")).prefill([0], [[20, 30, 40]])[0].topk(8).indices.tolist()
+    assert hot <= set(likeliest)
+    assert len(hot) > 3
+    assert cold == {likeliest[0]}
 
 
 @pytest.mark.parametrize("draft", ["itself", "another"])
