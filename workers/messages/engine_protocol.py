@@ -158,7 +158,8 @@ class DraftingEngine(VerifyingEngine, Protocol):
 class DeviceSampling:
     """How a slot's next tokens are drawn on the device. Greedy is ``top_k`` 1.
 
-    On NxD Inference ``top_k`` 0 and -1 draw one token uniformly from the vocabulary, so "no top_k" is the largest.
+    On NxD Inference ``top_k`` -1 draws evenly from the ids that the device compares, and 0 does so or is rejected, by
+    version. So "no top_k" is the largest.
     """
 
     top_k: int = 1  # 1 to ``EngineSpec.device_top_k``

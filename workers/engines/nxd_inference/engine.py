@@ -8,7 +8,8 @@ A slot is a line of the device's KV cache, named by ``seq_ids``. The package's r
    plus one.
 3. The rows of a step are sorted by slot, and every live slot is among them: the lines of other slots are written at the
    first row's position (``models/model_wrapper._forward_with_pad``).
-4. Each row has its sampling parameters, top_k from 1 on: 0 and -1 draw any id of the vocabulary.
+4. Each row has its sampling parameters, top_k from 1 on: -1 draws evenly from the global_topk likeliest ids. So does 0
+   from 0.6 on; 0.4 and 0.5 raise ValueError for it (``modules/generation/sampling.validate_sampling_params``).
 5. The mask of a step covers the tokens in its slots, without its own token, and is as wide as the longest. By that
    width, and by the tokens of a speculative step, the package chooses the graph
    (``model_wrapper.ModelWrapper.get_target_bucket``: the first bucket that is longer). A mask that the package infers
