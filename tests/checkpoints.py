@@ -178,3 +178,40 @@ def set_eos(path: Path, eos: int | list[int] | None) -> None:
         settings = json.loads((path / name).read_text())
         settings["eos_token_id"] = eos
         (path / name).write_text(json.dumps(settings))
+
+
+def make_adapter(path: Path, checkpoint: Path, seed: int, rank: int = 8) -> Path:
+    """Writes a LoRA adapter with random weights for the query and down projections of a llama, as peft saves one."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    random, tensors = torch.Generator().manual_seed(seed), {}
+    for name, weight in AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).named_parameters():
+        if name.endswith(("q_proj.weight", "down_proj.weight")):
+            prefix, (rows, columns) = f"base_model.model.{name.removesuffix('.weight')}", weight.shape
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, columns, generator=random) * 0.1
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(rows, rank, generator=random) * 0.1
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "down_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": str(checkpoint)}))
+    return path
+
+
+def merged_model(checkpoint: Path, adapter: Path) -> Any:
+    """Returns transformers' model with the weights of an adapter of `make_adapter` added to its own."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            prefix = f"base_model.model.{name.removesuffix('.weight')}"
+            if f"{prefix}.lora_A.weight" in tensors:
+                low_rank = tensors[f"{prefix}.lora_B.weight"] @ tensors[f"{prefix}.lora_A.weight"]
+                weight += low_rank * (settings["lora_alpha"] / settings["r"])
+    return model

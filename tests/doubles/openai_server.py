@@ -8,7 +8,8 @@ them. A bias of 100 forces a token. Files plan what goes wrong:
 - ``MODEL/faults.json``: ``chunk``, tokens in each event; ``after``, tokens of each answer before ``error`` (an error
   event), ``end`` (no finish reason) or ``reset`` (no end of the response) as ``do`` says.
 
-``MODEL/received.jsonl`` gets the body of each completion.
+``MODEL/received.jsonl`` gets the body of each completion. A LoRA adapter puts the last byte of its weights before the
+prompt.
 """
 
 from __future__ import annotations
@@ -128,10 +129,16 @@ class Server:
         self._most: int = options.max_num_queued_reqs or sys.maxsize
         self._slots = asyncio.Semaphore(options.max_num_seqs)
         self._requests = self._running = 0
+        self._max_rank: int = options.max_lora_rank if options.enable_lora else 0
+        self._adapters: dict[str, Path] = {}
         self.engine = Engine()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**24)
+        if os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1":
+            app.add_routes(
+                [web.post("/v1/load_lora_adapter", self._load), web.post("/v1/unload_lora_adapter", self._unload)]
+            )
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -153,7 +160,33 @@ class Server:
             | {"max_model_len": self._max_len}
             for name in self._names
         ]
+        models += [
+            {"id": name, "object": "model", "root": str(path), "parent": self._names[0]}
+            for name, path in self._adapters.items()
+        ]
         return await _json({"object": "list", "data": models})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        name, path = body.get("lora_name"), Path(body.get("lora_path") or "")
+        if not name or not body.get("lora_path") or name in self._names:
+            return _refusal(400, "InvalidUserInput", "a name and a path are needed")
+        if name in self._adapters:
+            return _refusal(400, "InvalidUserInput", f"The lora adapter '{name}' has already been loaded.")
+        if not (path / "adapter_config.json").is_file():
+            return _refusal(404, "NotFoundError", f"the adapter '{name}' is not in {path}")
+        rank = json.loads((path / "adapter_config.json").read_text())["r"]
+        if rank > self._max_rank:
+            return _refusal(500, "InternalServerError", f"LoRA rank {rank} is greater than {self._max_rank}.")
+        self._adapters[name] = path
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        name = (await request.json()).get("lora_name")
+        if name not in self._adapters:
+            return _refusal(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.")
+        del self._adapters[name]
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         labels = f'{{engine="0",model_name="{self._names[0]}"}}'
@@ -179,10 +212,12 @@ class Server:
             raise Refused(400, "the body is not JSON") from None
         with (self._model / "received.jsonl").open("a") as log:
             log.write(json.dumps(body) + "\n")
-        if body.get("model") not in (*self._names, None):
+        if body.get("model") not in (*self._names, *self._adapters, None):
             raise Refused(404, "there is no such model", "NotFoundError")
         body["model"] = body.get("model") or self._names[0]
         answer = Answer(body, request.path.endswith("/chat/completions"), request.headers.get("X-Request-Id", "0"))
+        if (adapter := self._adapters.get(body.get("model", ""))) is not None:
+            answer.before = list((adapter / "adapter_model.safetensors").read_bytes()[-1:])
         self._check(answer)
         if not body.get("stream"):
             self._check_in_engine(answer)
@@ -247,7 +282,7 @@ class Server:
     async def _next(self, answer: Answer, ids: list[int]) -> tuple[int, str | None]:
         body, count = answer.body, len(ids) + 1
         ending = {*body.get("stop_token_ids", ()), *([] if body.get("ignore_eos") else self._eos)}
-        token = await self.engine.next_token(answer.prompt + ids)
+        token = await self.engine.next_token(answer.before + answer.prompt + ids)
         forced = [int(id) for id, bias in (body.get("logit_bias") or {}).items() if bias >= 100]
         if forced and not (forced[0] in ending and count <= body.get("min_tokens", 0)):
             token = forced[0]
@@ -293,6 +328,7 @@ class Answer:
         if chat and not isinstance(text, str):
             text = json.dumps(text)
         self.prompt: list[int] = list(text.encode()) if isinstance(text, str) else text or []
+        self.before: list[int] = []  # tokens of an adapter
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{id}", "created": int(time.time()), "object": kind}
         self._head |= {"model": body.get("model")}
@@ -349,6 +385,10 @@ class Answer:
         }
 
 
+def _refusal(status: int, type: str, message: str) -> web.Response:
+    return web.json_response(Refused(status, message, type).body, status=status)
+
+
 def _text(ids: list[int]) -> str:
     return bytes(id for id in ids if id < 256).decode(errors="replace")
 
@@ -387,6 +427,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--max-num-seqs", type=int, required=True)
     parser.add_argument("--max-num-queued-reqs", type=int)
+    parser.add_argument("--enable-lora", action="store_true")
+    for name in ("max-loras", "max-cpu-loras", "max-lora-rank"):
+        parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--uds")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

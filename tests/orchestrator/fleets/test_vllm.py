@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import byte_level_tokenizer, make_adapter, make_checkpoint, merged_model
 from tests.fleet import LiveFleet, until
 
 PYTHON = os.environ.get("COREWRIGHT_VLLM_PYTHON")
@@ -34,7 +35,7 @@ hosts: {{emulate: inf2.48xlarge}}
 engines: {{vllm: {{python: {python}}}}}
 defaults: {{dtype: fp32, max_len: 256, max_batch: {slots}}}
 models:
-  served: {{source: {source}, engine: vllm, tp_degree: 2}}
+  served: {{source: {source}, engine: vllm, tp_degree: 2, engine_options: {{max_loras: 2}}, adapters: {{{adapters}}}}}
   own: {{source: {source}, engine: cpu}}
 """
 SCHEMA = {
@@ -59,7 +60,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(source: Path) -> Iterator[LiveFleet]:
-    fleet = LiveFleet(SPEC.format(python=PYTHON, source=source, slots=4))
+    fleet = LiveFleet(SPEC.format(python=PYTHON, source=source, slots=4, adapters=""))
     try:
         yield fleet.wait_ready(START_S)
     finally:
@@ -160,6 +161,45 @@ def test_a_client_that_leaves_frees_its_slot(fleet: LiveFleet) -> None:
     assert fleet.replica("served/0")["pid"] == pid
 
 
+def test_adapters_change_while_the_server_runs(fleet: LiveFleet, source: Path, tmp_path: Path) -> None:
+    """Their answers are those of transformers with merged weights, also at once with the model's own."""
+    folders = [make_adapter(tmp_path / name, source, seed) for seed, name in enumerate("xy")]
+    expected = [merged_text(source, folder) for folder in folders]
+    own, process = text(complete(fleet, "own")), fleet.replica("served/0")["pid"]
+    assert len({own, *expected}) == 3
+
+    set_adapters(fleet, source, a=folders[0], b=folders[1])
+    names = ("served", "served:a", "served:b")
+    with ThreadPoolExecutor(len(names)) as pool:
+        assert list(pool.map(lambda name: text(complete(fleet, name)), names)) == [own, *expected]
+
+    set_adapters(fleet, source, a=folders[1])
+    assert text(complete(fleet, "served:a")) == expected[1]
+    removed = fleet.http.post("/v1/completions", json={"model": "served:b", "prompt": "a", "max_tokens": 1})
+    assert (removed.status_code, removed.json()["error"]["code"]) == (404, "model_not_found")
+
+    set_adapters(fleet, source)
+    assert [card["id"] for card in fleet.http.get("/v1/models").json()["data"]] == ["served", "own"]
+    assert fleet.replica("served/0")["pid"] == process
+
+
+def set_adapters(fleet: LiveFleet, source: Path, **folders: Path) -> None:
+    """Applies the spec with these adapters, and waits until the replica has them."""
+    adapters = ", ".join(f"{name}: {folder}" for name, folder in folders.items())
+    fleet.spec.write_text(SPEC.format(python=PYTHON, source=source, slots=4, adapters=adapters))
+    applied = fleet.corewright("apply", str(fleet.spec))
+    assert applied.returncode == 0, applied.stderr
+    until(lambda: fleet.status()["rollout"]["state"] == "complete", 60.0, "the replica has the adapters")
+
+
+def merged_text(source: Path, adapter: Path) -> str:
+    """Returns what transformers answers to the prompt of `complete`."""
+    tokenizer = byte_level_tokenizer()
+    prompt = torch.tensor([tokenizer.encode("The quick").ids])
+    ids = merged_model(source, adapter).generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :]
+    return tokenizer.decode(ids.tolist())
+
+
 @pytest.mark.parametrize("role", ["server", "VLLM::EngineCore", "VLLM::Worker", "keeper", "actor"])
 def test_a_killed_process_ends_all_others_and_the_replica_returns(fleet: LiveFleet, role: str) -> None:
     """The cores are free when the last process is gone, and not before."""
@@ -178,7 +218,7 @@ def test_a_killed_process_ends_all_others_and_the_replica_returns(fleet: LiveFle
 def test_an_update_and_a_drain_leave_no_process(fleet: LiveFleet, source: Path) -> None:
     """The old server ends before the new one has its cores; `down` ends all."""
     before = tree(fleet)
-    fleet.spec.write_text(SPEC.format(python=PYTHON, source=source, slots=3))
+    fleet.spec.write_text(SPEC.format(python=PYTHON, source=source, slots=3, adapters=""))
     applied = fleet.corewright("apply", str(fleet.spec))
     assert applied.returncode == 0, applied.stderr
 

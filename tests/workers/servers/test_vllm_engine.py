@@ -308,3 +308,34 @@ def test_the_server_is_ready_only_when_it_answers(model: Path, python: Path) -> 
 def test_a_flag_that_vllm_does_not_have_is_a_failed_start(model: Path, python: Path) -> None:
     with pytest.raises(EngineLoadError, match="exit code 2"):
         start_vllm(config_of(model, python, engine_options={"no_such_flag": 1}))
+
+
+def test_adapters_are_loaded_changed_and_removed_in_the_server(model: Path, python: Path, tmp_path: Path) -> None:
+    """Each by a request for it. The server lists those that are loaded; more than it can hold wait."""
+    folders = {name: adapter_folder(tmp_path / name, name) for name in ("x", "y", "z")}
+    adapters = {name: folders[name] for name in "xy"}
+    run = Run(start_vllm(config_of(model, python, adapters=adapters, engine_options={"max_loras": 1})))
+    try:
+        for id in ("x", "y"):
+            run.submit(id, adapter=id)
+        run.submit("own")
+        assert run.ids("own") == echo_tokens([72, 105], 20)
+        for id in ("x", "y"):
+            assert run.ids(id) == echo_tokens([ord(id), 72, 105], 20)
+
+        run.relay.set_adapters({"y": folders["z"]})
+        run.submit("new", adapter="y")
+        assert run.ids("new") == echo_tokens([ord("z"), 72, 105], 20)
+        with pytest.raises(ValueError, match="no adapter 'x'"):
+            run.submit("gone", adapter="x")
+        cards = json.loads(run._server_get("/v1/models")[1])["data"]
+        assert [(card["id"], card["parent"]) for card in cards] == [("tiny", None), ("tiny:y@1", "tiny")]
+    finally:
+        run.relay.close()
+
+
+def adapter_folder(path: Path, weights: str) -> str:
+    path.mkdir()
+    (path / "adapter_config.json").write_text('{"r": 8}')
+    (path / "adapter_model.safetensors").write_bytes(weights.encode())
+    return str(path)
