@@ -12,7 +12,7 @@ from typing import Any
 import msgspec.structs
 import pytest
 
-from orchestrator.access.keys import KeyFile
+from orchestrator.access.keys import Allowance, KeyFile
 from orchestrator.gateway import request_log
 from orchestrator.gateway.app import Gateway
 from orchestrator.process import logs
@@ -998,16 +998,19 @@ def test_a_client_without_a_key_writes_no_log_lines(opened: Open, tmp_path: Path
 
 
 def test_a_key_for_a_model_does_not_include_its_adapters(opened: Open, served: Served) -> None:
-    """And one for an adapter does not include the model; an alias of the model is one of the adapter, too."""
+    """And one for an adapter does not include the model; an alias of the model is one of the adapter, too. The limits
+    of its key are the adapter's own."""
     gateway = opened()
     model = msgspec.structs.replace(routes("m", served), aliases=["alias"], adapters=["support"])
     gateway.serve(model)
     keys = keys_of(gateway)
     names = ("m", "alias", "m:support", "alias:support")
-    scopes = {"base": "m", "adapter": "m:support"}
-    secrets = [keys.create(name, models=[scope])[1] for name, scope in scopes.items()]
+    twice = Allowance(requests_per_minute=2)
+    secrets = [keys.create("base", models=["m"])[1], keys.create("adapter", models=["m:support"], allowance=twice)[1]]
     until(lambda: demands(gateway) and ask(gateway.port, completion_with(secrets[0])).status == 200, 5, "keys are read")
 
     statuses = [[ask(gateway.port, completion_with(key, model=name)).status for name in names] for key in secrets]
 
     assert statuses == [[200, 200, 403, 403], [403, 403, 200, 200]]
+    again = zip(secrets, ("m", "m:support"), strict=True)
+    assert [ask(gateway.port, completion_with(key, model=name)).status for key, name in again] == [200, 429]

@@ -269,15 +269,18 @@ def test_an_answer_has_its_routing_decision_on_request(gateway: LiveGateway, rep
     assert 0 <= float(decision["queue_ms"]) < 1000
 
 
-def test_a_session_stays_with_its_replica_while_that_has_a_slot(gateway: LiveGateway, replica: Make) -> None:
-    """A preference: if its replica is full, the session is served elsewhere rather than waiting."""
+@pytest.mark.parametrize("session", [{"headers": {"x-session-id": "s"}}, {"model": "m:support"}])
+def test_a_session_stays_with_its_replica_while_that_has_a_slot(
+    session: dict[str, Any], gateway: LiveGateway, replica: Make
+) -> None:
+    """A preference: if its replica is full, the session is served elsewhere rather than waiting. The requests of an
+    adapter are one, as its replica has it loaded."""
     first, second = replica(slots=1, stepped=True), replica(slots=1)
-    gateway.serve(routes("m", first, second))
-    session = {"x-session-id": "s"}
+    gateway.serve(msgspec.structs.replace(routes("m", first, second), adapters=["support"]))
     with filled(gateway, first):
-        assert Asked(gateway, headers=session).answer().headers["x-corewright-replica"] == "m/1"
-    explained = {**session, "x-corewright-explain": "1"}
-    answers = [Asked(gateway, headers=explained).answer() for _ in range(3)]
+        assert Asked(gateway, **session).answer().headers["x-corewright-replica"] == "m/1"
+    explained = {**session, "headers": {**session.get("headers", {}), "x-corewright-explain": "1"}}
+    answers = [Asked(gateway, **explained).answer() for _ in range(3)]
     assert {answer.headers["x-corewright-replica"] for answer in answers} == {"m/1"}
     assert all("affinity=session" in answer.headers["x-corewright-decision"] for answer in answers)
 
