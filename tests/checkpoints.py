@@ -213,5 +213,5 @@ def merged_model(checkpoint: Path, adapter: Path) -> Any:
             prefix = f"base_model.model.{name.removesuffix('.weight')}"
             if f"{prefix}.lora_A.weight" in tensors:
                 low_rank = tensors[f"{prefix}.lora_B.weight"] @ tensors[f"{prefix}.lora_A.weight"]
-                weight += low_rank * (settings["lora_alpha"] / settings["r"])
+                weight.add_(low_rank, alpha=settings["lora_alpha"] / settings["r"])
     return model
