@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from orchestrator.api.refused import Refused
-from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
 from orchestrator.daemon import daemon as daemon_module
 from orchestrator.daemon.daemon import Daemon, UpOptions
@@ -35,13 +34,6 @@ def failed(work: Callable[[], object]) -> str:
     with pytest.raises(Failed) as raised:
         work()
     return raised.value.problem.id
-
-
-def test_up_on_a_cluster_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """This version starts a Ray of its own."""
-    (tmp_path / "spec.yaml").write_text(SPEC)
-    assert cli.run(["up", str(tmp_path / "spec.yaml"), "--ray-address", "10.0.0.1:6379"]) == 1
-    assert "error: cluster-not-served: --ray-address 10.0.0.1:6379" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["fleet.example", "ftp://fleet.example", "http://host:port"])

@@ -59,9 +59,9 @@ def check_listening(settings: Settings) -> None:
         complain([Problem("host-without-tls", "warning", "", message, hint)])
 
 
-def run_up(file: SpecFile, settings: Settings) -> int:
+def run_up(file: SpecFile, settings: Settings, ray_address: str | None = None) -> int:
     """Start the fleet and run it until it ends. Returns the exit code. Raises Failed if the fleet cannot start."""
-    problems = (*file.problems, *start_problems(file))
+    problems = file.problems if ray_address is not None else (*file.problems, *start_problems(file))
     if not has_errors(problems):
         with WaitingNotice(say).waiting(lambda: "the interpreters of the engines"):
             problems = (*problems, *engine_problems(file))
@@ -94,6 +94,7 @@ def run_up(file: SpecFile, settings: Settings) -> int:
             gateway=settings.fill(GatewaySettings),
             store=store_settings(settings, home.store),
             config=settings.as_dicts(),
+            ray_address=ray_address,
         ),
         (file.text, file.name, file.base_dir),
         file.spec.name,
@@ -168,14 +169,12 @@ def _parameter(setting: Setting) -> inspect.Parameter:
 def up(
     spec: SpecArgument,
     ray_address: Annotated[
-        str | None, typer.Option(help="Address of an existing Ray cluster. Not supported yet.")
+        str | None,
+        typer.Option(envvar="RAY_ADDRESS", help="Join the Ray cluster at HOST:PORT, or the one of this machine: auto."),
     ] = None,
     **flags: Any,
 ) -> None:
     """Start a fleet in the foreground. It runs until Ctrl-C, SIGTERM or `corewright down`."""
-    if ray_address is not None:
-        message = f"--ray-address {ray_address}: this version starts its own Ray cluster, on this machine"
-        raise Failed("cluster-not-served", message, "remove the option")
     settings = resolve(flags)
     complain(settings.problems)
     if has_errors(settings.problems):
@@ -186,4 +185,4 @@ def up(
     allowed = SourcePolicy(settings["allowed_sources"])  # only the operator's own spec may name interpreters
     with WaitingNotice(say).waiting(lambda: "the sources of the spec"):
         file = load(spec, allowed)
-    raise typer.Exit(run_up(file, settings))
+    raise typer.Exit(run_up(file, settings, ray_address))

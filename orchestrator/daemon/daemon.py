@@ -21,6 +21,7 @@ import msgspec.structs
 from orchestrator.access.audit_log import Audit, AuditLine, caller
 from orchestrator.access.tls import certified_name
 from orchestrator.daemon.narration import MOST_NAMED, Narration
+from orchestrator.daemon.ray_connection import JoinedRay, OwnRay, RayConnection
 from orchestrator.daemon.spec_watch import SpecWatch
 from orchestrator.daemon.start_checks import check_host_root, check_port
 from orchestrator.fleet.controller_settings import ControllerSettings, FleetSettings
@@ -74,6 +75,7 @@ class UpOptions(FleetSettings, frozen=True, kw_only=True):
     gateway: GatewaySettings
     dashboard: bool = True
     watch: bool = False  # apply the spec's file when it changes
+    ray_address: str | None = None  # of the Ray cluster to join; None: start one on this machine
 
 
 def watched(work: Callable[[], None], ended: Callable[[Failed], None]) -> None:
@@ -119,7 +121,12 @@ class Daemon:
         self._controller: Any = None
         self._end_requested = False
         self._ray_up = False
-        self._further: list[Any] = []  # the Ray nodes of the emulated hosts except the first
+        address = self.options.ray_address
+        self._ray: RayConnection = (
+            OwnRay(self.home, self.hosts, self.options.dashboard)
+            if address is None
+            else JoinedRay(address, self.hosts, self._fleet, self.name, self._report)
+        )
         self._serve_up = False
 
     def run(self, on_ready: Callable[[FleetRecord], None]) -> int:
@@ -141,6 +148,8 @@ class Daemon:
                 "change it with `corewright apply SPEC`, or stop it with `corewright down`",
             )
         self._end_previous(record)
+        if record is not None:
+            self._ray.previous = record.fleet
         gateway = self.options.gateway
         check_port(gateway.host, gateway.port)
         written: AuditLine | None = self._audit.begin("up", "up", self._audit_fields(), by=caller())
@@ -247,12 +256,12 @@ class Daemon:
         """Start Ray, then the controller with the replicas, then the gateway. Returns the fleet's record as written."""
         os.environ[FLEET_VARIABLE] = self._fleet
         os.environ["COREWRIGHT_HOME"] = str(self.home.path)
-        cpus, admin_port = this_host.usable_cpus(), free_port()
+        admin_port = free_port()
         record = self._new_record(admin_port)
         self.home.write_record(record)  # before any process starts, so that the next `up` finds leftovers
-        self._report("starting Ray")
+        self._report("joining the Ray cluster" if self._ray.joined else "starting Ray")
         with self._report.waiting(lambda: "Ray"):
-            addresses = self._start_ray(len(cpus))
+            addresses = self._start_ray()
         dashboard = addresses.get("webui_url")
         dashboard_url = f"http://{dashboard}" if dashboard else None
         record = msgspec.structs.replace(record, ray_address=addresses["gcs_address"], dashboard_url=dashboard_url)
@@ -260,7 +269,7 @@ class Daemon:
         self._raise_if_requested()
         self._report("starting the controller and the replicas")
         with self._report.waiting(lambda: "the controller"):
-            self._start_controller(record.token, admin_port, cpus)
+            self._start_controller(record.token, admin_port)
         self._in_background(self._narrate)
         self._raise_if_requested()
         self._report("starting the gateway")
@@ -286,21 +295,13 @@ class Daemon:
             version=corewright_version(),
         )
 
-    def _start_ray(self, cpus: int) -> dict[str, Any]:
-        """Start a Ray node for each emulated host. Returns Ray's addresses."""
-        self.home.secure_ray()  # before the import of Ray, which reads its settings
-        from orchestrator.on_ray import ray_nodes
-
-        cores = max((host.cores for host in self.hosts), default=0)
+    def _start_ray(self) -> dict[str, Any]:
+        """Returns Ray's addresses."""
         self._ray_up = True
-        self._raise_if_requested()
         try:
-            addresses = ray_nodes.start_ray(self.home.ray, cores=cores, cpus=cpus, dashboard=self.options.dashboard)
-            self._listen_to_signals()
-            for index, host in enumerate(self.hosts[1:], start=1):
-                self._raise_if_requested()
-                self._further.append(ray_nodes.add_node(index, cores=host.cores, cpus=cpus))
-        except _Interrupted:
+            addresses = self._ray.start(self._raise_if_requested)
+            self._listen_to_signals()  # Ray has handlers of its own
+        except (_Interrupted, Failed):
             raise
         except Exception as error:  # Ray raises many types, with pages of text
             log.exception("Ray does not start")
@@ -309,7 +310,7 @@ class Daemon:
             raise Failed("ray-not-started", f"Ray does not start: {cause}", hint) from None
         return addresses
 
-    def _start_controller(self, token: str, admin_port: int, cpus: tuple[int, ...]) -> None:
+    def _start_controller(self, token: str, admin_port: int) -> None:
         from orchestrator.access.authority import fleet_credentials
         from orchestrator.on_ray import controller_actor
 
@@ -323,7 +324,8 @@ class Daemon:
             base_dir=base_dir,
             token=token,
             admin_port=admin_port,
-            cpus=cpus,
+            cpus=self._ray.cpus,
+            joined=self._ray.joined,
             instance=self.instance,
             daemon_pid=self._pid,
             log_format=self.options.gateway.log_format,
@@ -442,7 +444,7 @@ class Daemon:
         self._ending = True
         if not self._ray_up:
             return
-        from orchestrator.on_ray import gateway_deployment, ray_nodes
+        from orchestrator.on_ray import gateway_deployment
         from orchestrator.on_ray.calls import ActorUnavailable, CallFailed, answer, is_connected
 
         if not is_connected():
@@ -453,13 +455,14 @@ class Daemon:
             with contextlib.suppress(CallFailed, ActorUnavailable):
                 answer(lambda: controller.shutdown.remote(drain_s), drain_s + SHUTDOWN_GRACE_S)
         if self._serve_up:
-            stopping = threading.Thread(target=_log_errors, args=(gateway_deployment.stop_gateway,), daemon=True)
+            stop = functools.partial(gateway_deployment.stop_gateway, shared=self._ray.joined)
+            stopping = threading.Thread(target=_log_errors, args=(stop,), daemon=True)
             stopping.start()
             stopping.join(GATEWAY_STOP_S)
         for thread in self._threads:  # a call to Ray after its shutdown would end this process
             thread.join(STATUS_WAIT_S + CONTROLLER_RETRY_S)
         if not any(thread.is_alive() for thread in self._threads):
-            ray_nodes.stop_ray(self._further)
+            self._ray.stop()
 
     def _end_everything(self) -> str | None:
         """Kill the remaining processes, and remove the record. Returns what could not be removed, or None."""

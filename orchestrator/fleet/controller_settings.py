@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from placements.planner.spec_hosts import Machine
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.messages.credentials import Credentials
 
@@ -37,7 +38,13 @@ class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     admin_port: int
     cpus: tuple[int, ...]  # of this machine, for planning
     instance: str | None  # of this machine, when it has Neuron devices
+    joined: bool = False  # the fleet runs on a Ray cluster that it did not start
     daemon_pid: int = 0
     log_format: Literal["text", "json"] = "text"
     gateway: Credentials | None = None  # of the data plane between hosts
     replica: Credentials | None = None
+
+    @property
+    def machine(self) -> Machine:
+        """The machine, or each machine of the joined cluster, that revisions are resolved for."""
+        return Machine(self.cpus, self.instance, self.joined)

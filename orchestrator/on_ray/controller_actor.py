@@ -18,7 +18,7 @@ from orchestrator.control.controller_metrics import CORE_STATES
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.on_ray.ray_cluster import RayCluster
-from orchestrator.on_ray.ray_nodes import CONTROLLER, NAMESPACE, here
+from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, NAMESPACE, here
 from orchestrator.process import logs
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.home import Home
@@ -42,7 +42,8 @@ class ControllerActor:
         self._down = asyncio.Event()
         home = Home(Path(settings.home))
         clock = AwakeClock()
-        cluster = RayCluster(settings.store or StoreSettings(root=str(home.store)), clock=clock)
+        store = settings.store or StoreSettings(root=str(home.store))
+        cluster = RayCluster(store, clock=clock, joined=settings.joined, home=settings.home)
         restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         state = resume_fleet(settings, RecordWriter(Journal(home.journal)), clock, restarted=restarted)
         self._controller = Controller(state, cluster, resumed=clock.resumed_at)
@@ -114,9 +115,6 @@ class ControllerActor:
 def start_controller(settings: ControllerSettings) -> Any:
     """Start the controller actor and return its handle."""
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=1000)(ControllerActor)
-    return actor.options(
-        name=CONTROLLER,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        scheduling_strategy=here(),  # Ray places actors without CPUs on any host, which could be lost
-    ).remote(settings)
+    # Ray places actors without CPUs on any host, which could be lost. A new head has a new node id.
+    place = {"resources": HEAD} if settings.joined else {"scheduling_strategy": here()}
+    return actor.options(name=CONTROLLER, namespace=NAMESPACE, lifetime="detached", **place).remote(settings)

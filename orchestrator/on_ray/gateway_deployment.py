@@ -15,7 +15,7 @@ from orchestrator.fleet.route_table import RouteTable
 from orchestrator.gateway.controller_client import ControllerAway
 from orchestrator.gateway.server import GatewayServer, settle_collector
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.on_ray.ray_nodes import CONTROLLER, NAMESPACE
+from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, NAMESPACE
 from orchestrator.process import logs
 from orchestrator.process.home import Home
 from orchestrator.scaling.demand_report import DemandReport
@@ -81,7 +81,7 @@ _gateway: Any = serve.deployment(
     health_check_timeout_s=5,
     graceful_shutdown_timeout_s=3,
     graceful_shutdown_wait_loop_s=0.1,
-    ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},  # beside the controller
+    ray_actor_options={"num_cpus": 0, "resources": HEAD},  # beside the controller
 )(GatewayDeployment)
 
 
@@ -109,5 +109,9 @@ def _cause() -> str:
     return next((line.strip() for line in reversed(lines) if _RAISED.match(line)), "")
 
 
-def stop_gateway() -> None:
-    serve.shutdown()
+def stop_gateway(*, shared: bool) -> None:
+    """Stop the gateways, and Ray Serve unless the cluster is ``shared`` with others who may use it."""
+    if shared:
+        serve.delete(GATEWAY)
+    else:
+        serve.shutdown()

@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 import msgspec.structs
 import ray
 
+from orchestrator.process.home import Home
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.fetch.single_flight import SingleFlight
@@ -55,7 +56,8 @@ class HostActor:
     It survives the controller, so that fetches continue while the controller restarts.
     """
 
-    def __init__(self, store: StoreSettings) -> None:
+    def __init__(self, store: StoreSettings, home: str) -> None:
+        Home(Path(home)).prepare()  # which `up` has done on its own machine only
         self._store = store.open()
         self._fetcher = ArtifactFetcher(self._store)
         self._fetches: SingleFlight[FetchedArtifact] = SingleFlight()

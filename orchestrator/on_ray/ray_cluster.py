@@ -15,8 +15,16 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.fleet.effects import CoreOwner, HostLost, ReplicaDied, Survivor, actor_name
+from orchestrator.fleet.host_binding import bind_hosts
 from orchestrator.on_ray.host_actor import HostActor
-from orchestrator.on_ray.ray_nodes import NAMESPACE, RayNode, host_labels, ray_nodes
+from orchestrator.on_ray.ray_nodes import (
+    NAMESPACE,
+    RayNode,
+    host_labels,
+    ray_nodes,
+    store_bindings,
+    stored_bindings,
+)
 from orchestrator.process.awake_clock import AwakeClock
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
@@ -48,11 +56,16 @@ BY_SIGKILL = "was killed by SIGKILL"
 class RayCluster:
     """An ``effects.ClusterClient`` on Ray nodes. Used from one event loop."""
 
-    def __init__(self, store: StoreSettings, *, clock: AwakeClock) -> None:
-        """``store`` has the settings of each host's artifact store; the caller runs ``clock``."""
+    def __init__(self, store: StoreSettings, *, clock: AwakeClock, home: str, joined: bool = False) -> None:
+        """``store`` has the settings of each host's artifact store, and ``home`` is the path of each host's home; the
+        caller runs ``clock``. ``joined``: hosts are the machines of a cluster that others started."""
         self._store = store
+        self._home = home
         self._clock = clock
-        self._labels: dict[str, str] = {}  # of Ray nodes, by the planner's host names
+        self._joined = joined
+        self._names: list[str] = []  # the planner's hosts
+        self._stored = stored_bindings() if joined else {}
+        self._labels: dict[str, str] = self._stored  # of Ray nodes, by the planner's host names
         self._here: str = ray.get_runtime_context().get_node_id()
         self._nodes: list[RayNode] = ray_nodes()
         self._host_actors: dict[str, Any] = {}  # by node id
@@ -61,7 +74,7 @@ class RayCluster:
         self._configs: dict[str, ReplicaConfig] = {}
         self._processes: dict[str, tuple[int, float]] = {}  # pid and start of replicas that their hosts watch
         for node in self._nodes:
-            if node.alive:
+            if node.alive and (node.cores or node.id == self._here):
                 self._host_actor(node)  # before the first call
 
     def fetch(self, wanted: WantedArtifact, host: str) -> AsyncGenerator[FetchStatus | FetchedArtifact | Failure, None]:
@@ -150,10 +163,9 @@ class RayCluster:
         return msgspec.structs.replace(config, listen=f"{TLS_SCHEME}://{address}:0")
 
     def add_hosts(self, names: Iterable[str]) -> None:
-        """Add all of the planner's hosts, in its order, so that ``lost_hosts`` reports missing ones.
-
-        Until then a host has the label of its number (`inf2.48xlarge/1`: `emu-1`)."""
-        self._labels.update(host_labels(names))
+        """Add the planner's hosts, in its order, so that ``lost_hosts`` reports missing ones."""
+        self._names.extend(names)
+        self._labels = bind_hosts(self._names, self._labels, self._nodes) if self._joined else host_labels(self._names)
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
         # A starting process cannot reply yet; the controller's start deadline covers it.
@@ -259,16 +271,26 @@ class RayCluster:
     async def lost_hosts(self) -> frozenset[str]:
         await self._refresh_nodes()
         living = {node.label for node in self._nodes if node.alive}
-        return frozenset(name for name, label in self._labels.items() if label not in living)
+        return frozenset(name for name in self._names if self._labels.get(name) not in living)
 
     async def _refresh_nodes(self) -> None:
         self._nodes = await asyncio.to_thread(ray_nodes)
+        if self._joined:
+            self._labels = bind_hosts(self._names, self._labels, self._nodes)
+            if self._labels != self._stored:
+                self._stored = self._labels
+                await asyncio.to_thread(store_bindings, self._labels)
 
     def _node_of(self, host: str | None) -> RayNode | None:
         """Returns the Ray node of a host, preferably a live one; without ``host``, the node of this process."""
-        label = None if host is None else self._labels.setdefault(host, f"emu-{host.rpartition('/')[2]}")
+        label = None if host is None else self._label(host)
         nodes = [node for node in self._nodes if (node.id == self._here if host is None else node.label == label)]
         return max(nodes, key=lambda node: node.alive, default=None)
+
+    def _label(self, host: str) -> str | None:
+        if host not in self._names:  # of a revision that is being resolved
+            self.add_hosts([host])
+        return self._labels.get(host)
 
     async def _call_or(self, default: T, host: str | None, method: str, *arguments: Any) -> T:
         """Returns the reply of the host's actor, as ``_call``; the default for a lost host."""
@@ -304,12 +326,12 @@ class RayCluster:
     def _host_actor(self, node: RayNode) -> Any:
         if node.id not in self._host_actors:
             self._host_actors[node.id] = HostActor.options(  # type: ignore[attr-defined]
-                name=f"host/{node.label or node.id[:8]}",
+                name=f"host/{node.label}",
                 namespace=NAMESPACE,
                 get_if_exists=True,
                 lifetime="detached",
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            ).remote(self._store)
+            ).remote(self._store, self._home)
         return self._host_actors[node.id]
 
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:

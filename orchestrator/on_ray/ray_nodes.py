@@ -5,21 +5,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.fleet.host_binding import Member
 
 NAMESPACE = "corewright"
 CONTROLLER = "controller"  # the name of the actor
 NODES_STOP_S = 2.5  # for all further nodes together: a second to stop cleanly, then they are killed
 OBJECT_STORE_BYTES = 100 * 2**20  # tokens use sockets: Ray's store is almost empty
-HOST_LABEL = "corewright-host"  # of a Ray node: the host that it represents
+HOST_LABEL = "corewright-host"  # of a Ray node: the host that it represents; default: its address
+INSTANCE_LABEL = "corewright-instance"  # of a Ray node: the instance type of its machine
+HEAD = {"node:__internal_head__": 0.001}  # a share of the resource that Ray gives the head, and each new head
+
+BINDINGS = b"hosts"  # the key in Ray's KV of the machine of each host
+OWNER = b"owner"  # the key in Ray's KV of the fleet that runs on the cluster
+CORE_RESOURCE = re.compile("nc[0-9]+")
 
 # All nodes are on one machine. A dead raylet refuses the connection: its host is lost after three attempts, in 3 s. An
 # unresponsive one, on a busy machine or because it was stopped, has 3 timeouts and 2 periods, 32 s: its loss would end
@@ -73,6 +84,16 @@ def start_ray(folder: Path, *, cores: int, cpus: int, dashboard: bool) -> dict[s
             _node_ip_address="127.0.0.1",
             _system_config=HEALTH_CHECKS,
         )
+    return dict(context.address_info)
+
+
+def join_ray(address: str) -> dict[str, Any]:
+    """Connect to the Ray cluster at ``address`` (`HOST:PORT`, `auto`). Returns Ray's addresses.
+
+    Blocks for half a minute if the head does not reply. Raises ConnectionError, RuntimeError (versions differ) or
+    another error of Ray.
+    """
+    context = ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
     return dict(context.address_info)
 
 
@@ -146,18 +167,81 @@ def here() -> NodeAffinitySchedulingStrategy:
 
 
 @dataclass(frozen=True)
-class RayNode:
+class RayNode(Member):
     """A Ray node as Ray last reported it."""
 
     id: str
-    alive: bool
     address: str  # of the machine: emulated hosts share one
-    label: str | None
 
 
 def ray_nodes() -> list[RayNode]:
     """Returns every node that Ray knows, including dead ones. Takes 2 ms."""
-    return [
-        RayNode(node["NodeID"], node["Alive"], node["NodeManagerAddress"], node["Labels"].get(HOST_LABEL))
-        for node in ray.nodes()
-    ]
+    return [_ray_node(node) for node in ray.nodes()]
+
+
+def on_head() -> bool:
+    """Returns whether this process is on the machine of the cluster's head."""
+    here = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == here and next(iter(HEAD)) in node["Resources"] for node in ray.nodes())
+
+
+def stored_bindings() -> dict[str, str]:
+    """Returns the label of each host's machine as an earlier controller of the cluster bound them."""
+    stored = _internal_kv_get(BINDINGS, namespace=NAMESPACE)
+    return {} if stored is None else msgspec.json.decode(stored, type=dict[str, str])
+
+
+def store_bindings(labels: Mapping[str, str]) -> None:
+    """Keep the bindings in Ray's KV. Blocks while Ray's head is away."""
+    _internal_kv_put(BINDINGS, msgspec.json.encode(labels), namespace=NAMESPACE)
+
+
+class ClusterOwner(msgspec.Struct, frozen=True):
+    """The fleet that runs on a joined cluster."""
+
+    fleet: str
+    name: str  # of its spec
+    machine: str  # where its `up` runs
+    since: float  # Unix time
+
+
+def claim_cluster(owner: ClusterOwner, previous: str | None) -> ClusterOwner | None:
+    """Make ``owner`` the fleet of the cluster, after it has removed what the ended fleet ``previous`` has left there.
+    Returns the other fleet that has the cluster, or None."""
+    stored = _internal_kv_get(OWNER, namespace=NAMESPACE)
+    if stored is not None and msgspec.json.decode(stored, type=ClusterOwner).fleet == previous:
+        _remove_fleet()
+    if _internal_kv_put(OWNER, msgspec.json.encode(owner), overwrite=False, namespace=NAMESPACE):  # it exists
+        return msgspec.json.decode(_internal_kv_get(OWNER, namespace=NAMESPACE), type=ClusterOwner)
+    return None
+
+
+def leave_ray(fleet: str) -> None:
+    """Remove what is left of the fleet from the joined cluster, and disconnect. Others on the cluster stay."""
+    stored = _internal_kv_get(OWNER, namespace=NAMESPACE)
+    if stored is not None and msgspec.json.decode(stored, type=ClusterOwner).fleet == fleet:
+        _remove_fleet()
+    ray.shutdown()
+
+
+def _remove_fleet() -> None:
+    """Kill the named actors of a fleet, and delete its entries in Ray's KV."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == NAMESPACE:
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                ray.kill(ray.get_actor(actor["name"], NAMESPACE), no_restart=True)
+    for key in (BINDINGS, OWNER):
+        _internal_kv_del(key, namespace=NAMESPACE)
+
+
+def _ray_node(node: dict[str, Any]) -> RayNode:
+    resources, address = node["Resources"], node["NodeManagerAddress"]
+    return RayNode(
+        label=node["Labels"].get(HOST_LABEL, address),
+        instance=node["Labels"].get(INSTANCE_LABEL),
+        alive=node["Alive"],
+        cores=sum(CORE_RESOURCE.fullmatch(name) is not None for name in resources),
+        cpus=int(resources.get("CPU", 0)),
+        id=node["NodeID"],
+        address=address,
+    )

@@ -39,7 +39,6 @@ from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.replica_counts import ReplicaCounts
 from placements.facts.plural import counted
 from placements.facts.topology import Host
-from placements.planner.spec_hosts import Machine
 from placements.spec.problems import Problem
 from placements.spec.schema import Deadlines, ModelSpec
 from workers.artifacts.fetch.progress import FetchStatus
@@ -69,7 +68,7 @@ class FleetState:
         self.wall = records.wall
         self.in_thread = records.in_thread
         self.deciding = asyncio.Lock()  # of a round or an operation, from its first read of the state to its record
-        self.machine = Machine(settings.cpus, settings.instance)
+        self.machine = settings.machine
         self.failed_cores: dict[str, dict[int, FailedCore]] = {}  # by host and core
         for record in failed_cores(records.state):
             self.failed_cores.setdefault(record.host, {})[record.core] = FailedCore(record.cause)

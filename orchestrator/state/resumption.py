@@ -14,7 +14,6 @@ from orchestrator.records.journal_records import Damage, JournalState, Revision,
 from orchestrator.revisions.resolved_revision import resolve_revision
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.record_writer import RecordWriter
-from placements.planner.spec_hosts import Machine
 
 MAX_DAMAGE = 3  # damage descriptions in one record
 
@@ -33,7 +32,7 @@ def resume_fleet(
 
     Raises ValueError if that spec has errors; `up` has checked it before.
     """
-    machine = Machine(settings.cpus, settings.instance)
+    machine = settings.machine
     past, damage = records.state, list(records.journal.damage)
     last, completed = past.revisions.get(past.revision or 0), past.revisions.get(past.completed or 0)
     begins = last is None or last.fleet != settings.fleet

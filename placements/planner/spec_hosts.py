@@ -23,14 +23,15 @@ class Machine:
 
     cpus: tuple[int, ...]  # ids of the CPUs this process may use, ascending
     instance: str | None = None  # instance type when it has Neuron devices
+    joined: bool = False  # a Ray cluster was joined: each host is a machine of its own, emulated ones with these CPUs
 
 
 def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
     """Returns the hosts to plan for, named "<instance>/<i>" with i counted over all hosts of that type.
 
     ``instance``: the topology of the type, independent of this machine. ``emulate``: the topology's cores with this
-    machine's CPUs, divided among the emulated hosts. Without ``hosts``: this machine if its type is known, else one
-    emulated inf2.48xlarge. Returns () if the spec's ``hosts`` could not be read.
+    machine's CPUs, divided among the emulated hosts on this machine. Without ``hosts``: this machine if its type is
+    known, else one emulated inf2.48xlarge. Returns () if the spec's ``hosts`` could not be read.
     """
     if "hosts" in spec.broken:
         return ()
@@ -49,7 +50,9 @@ def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
             if wish.instance is not None:
                 hosts.append(_real(host_name, topology, wish, real))
             else:
-                share = machine.cpus[at * len(machine.cpus) // emulated : (at + 1) * len(machine.cpus) // emulated]
+                share = machine.cpus
+                if not machine.joined:
+                    share = share[at * len(share) // emulated : (at + 1) * len(share) // emulated]
                 at += 1
                 hosts.append(_emulated(host_name, topology, wish, share or machine.cpus))
     return tuple(hosts)

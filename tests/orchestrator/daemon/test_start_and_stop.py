@@ -130,10 +130,10 @@ class Started(Daemon):
     def told(self) -> list[str]:
         return self.progress.read_text().splitlines()
 
-    def _start_ray(self, cpus: int) -> dict[str, Any]:
+    def _start_ray(self) -> dict[str, Any]:
         return {"gcs_address": "", "webui_url": None}
 
-    def _start_controller(self, token: str, admin_port: int, cpus: tuple[int, ...]) -> None:
+    def _start_controller(self, token: str, admin_port: int) -> None:
         pass
 
     def _start_gateway(self) -> None:

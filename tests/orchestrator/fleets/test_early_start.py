@@ -42,7 +42,7 @@ def test_a_host_reports_artifacts_that_can_be_loaded_while_they_arrive(
     held = s3_proxy.hold("m/model.safetensors", 2**19)
     memory = str(tmp_path / "memory") if copies else None
     actor = HostActor.__ray_metadata__.modified_class(  # type: ignore[attr-defined]
-        StoreSettings(root=str(tmp_path / "store"), memory=memory)
+        StoreSettings(root=str(tmp_path / "store"), memory=memory), str(tmp_path / "home")
     )
     wanted = WantedArtifact(source=source)
     try:

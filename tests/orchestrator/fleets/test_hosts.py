@@ -60,7 +60,7 @@ async def main():
     store = StoreSettings(root=str(Path(claims).parent / "store"))
     loop, clock = asyncio.get_running_loop(), AwakeClock()
     beating = loop.create_task(clock.beat())
-    cluster = RayCluster(store, clock=clock)
+    cluster = RayCluster(store, clock=clock, home=str(Path(claims).parent.parent))
     cluster.add_hosts(f"inf2.48xlarge/{i}" for i in range(4))
     report(*sorted(await cluster.lost_hosts()))
     held = await cluster.held_cores(claims, host="inf2.48xlarge/2")

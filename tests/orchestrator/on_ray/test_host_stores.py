@@ -38,7 +38,8 @@ class OnTwoHosts(FakeCluster):
         super().__init__()
         actor = HostActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
         self.actors = {
-            host: actor(StoreSettings(root=str(root / f"store-{number}"))) for number, host in enumerate(HOSTS)
+            host: actor(StoreSettings(root=str(root / f"store-{number}")), str(root / f"home-{number}"))
+            for number, host in enumerate(HOSTS)
         }
 
     def bring(self, host: str, wanted: WantedArtifact) -> FetchedArtifact:

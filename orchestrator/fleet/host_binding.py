@@ -1,0 +1,38 @@
+"""Binds the planner's hosts to the machines of a Ray cluster that the fleet has joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Member:
+    """A machine of the cluster, as its Ray node describes itself."""
+
+    label: str  # stays when the machine joins again, with a new Ray node
+    instance: str | None  # the label `corewright-instance`
+    alive: bool
+    cores: int  # its resources nc0, nc1, ...
+    cpus: int
+
+
+def bind_hosts(names: Iterable[str], bound: Mapping[str, str], members: Iterable[Member]) -> dict[str, str]:
+    """Returns the label of each host's machine, by the planner's host names. A host without one is lost.
+
+    A host keeps its machine while that machine is alive, and also when it is dead and no other can replace it: it may
+    come back. Else the host gets the first free living machine of its instance type, in the order of labels.
+    """
+    living = {member.label: member for member in members if member.alive and member.cores}
+    wanted = list(names)
+    labels = {name: label for name, label in bound.items() if name in wanted}
+    free = sorted(living.keys() - labels.values())
+    for name in wanted:
+        if labels.get(name) in living:
+            continue
+        instance = name.rpartition("/")[0]
+        label = next((label for label in free if living[label].instance == instance), None)
+        if label is not None:
+            free.remove(label)
+            labels[name] = label
+    return labels
