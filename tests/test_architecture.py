@@ -58,7 +58,7 @@ def imports(path: Path, *, anywhere: bool = True) -> set[str]:
     return names
 
 
-# Which rooms a room may import, beside those of the packages below its own: placements <- workers <- orchestrator.
+# Which folders a folder may import, beside those of the packages below its own: placements <- workers <- orchestrator.
 # `servers` is a second kind of `engines`, so its row has what theirs has: artifacts that a server compiles are kept in
 # `neff_cache`, and `compiling` requests the units to compile from both.
 LAYERS: dict[str, set[str]] = {
@@ -221,7 +221,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def room_of(module: str) -> str:
+def folder_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
@@ -241,28 +241,28 @@ def own_imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_rooms_import_only_what_the_table_allows(package: str) -> None:
-    """A room imports the rooms of its row in LAYERS, and every room of the packages below its own."""
+    """A folder imports the folders of its row in LAYERS, and every folder of the packages below its own."""
     lower = PACKAGES[: PACKAGES.index(package)]
     wrong: dict[str, set[str]] = {}
     for path in sources(package):
         module = module_of(path)
-        room = room_of(module)
+        folder = folder_of(module)
         for target in own_imports(path) - SHARED:
-            other = room_of(target)
-            allowed = other in (room, package) or other.split(".")[0] in lower or other in LAYERS.get(room, set())
+            other = folder_of(target)
+            allowed = other in (folder, package) or other.split(".")[0] in lower or other in LAYERS.get(folder, set())
             if not allowed:
                 wrong.setdefault(module, set()).add(target)
     assert wrong == {}
 
 
 def test_every_row_of_the_table_is_used() -> None:
-    used: dict[str, set[str]] = {room: set() for room in LAYERS}
+    used: dict[str, set[str]] = {folder: set() for folder in LAYERS}
     for package in PACKAGES:
         for path in sources(package):
-            room = room_of(module_of(path))
-            if room in used:
-                rooms = {room_of(target) for target in own_imports(path) - SHARED}
-                used[room] |= {other for other in rooms if other.startswith(f"{package}.") and other != room}
+            folder = folder_of(module_of(path))
+            if folder in used:
+                folders = {folder_of(target) for target in own_imports(path) - SHARED}
+                used[folder] |= {other for other in folders if other.startswith(f"{package}.") and other != folder}
     assert used == LAYERS
 
 
@@ -272,8 +272,8 @@ def test_rooms_have_no_cycles() -> None:
 
 def test_every_room_has_a_docstring() -> None:
     """docs/architecture.md is made of them."""
-    pages = {room: (ROOT / room.replace(".", "/") / "__init__.py").read_text() for room in LAYERS}
-    assert [room for room, text in pages.items() if not ast.get_docstring(ast.parse(text))] == []
+    pages = {folder: (ROOT / folder.replace(".", "/") / "__init__.py").read_text() for folder in LAYERS}
+    assert [folder for folder, text in pages.items() if not ast.get_docstring(ast.parse(text))] == []
 
 
 def test_placements_names_neither_ray_nor_torch() -> None:

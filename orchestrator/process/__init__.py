@@ -1,1 +1,1 @@
-"""Shared by every process of corewright: the home folder, logs, ports, versions, clocks. Imports no other room."""
+"""Shared by every process of corewright: the home folder, logs, ports, versions, clocks; imports no other folder."""

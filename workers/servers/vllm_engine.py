@@ -1,4 +1,4 @@
-"""The engine vllm: `vllm serve` on the cores of a replica."""
+"""The engine vllm: builds the command and the environment of `vllm serve`, and starts it on a replica's cores."""
 
 from __future__ import annotations
 
