@@ -32,6 +32,7 @@ def test_weights_that_were_not_saved_are_divided_again(nxd: Neuron, checkpoint: 
     if not reaches(import_package().version, "0.7"):
         pytest.skip("earlier versions read the folder of the compiling host")
     double.test_weights_that_were_not_saved_are_divided_again(nxd, checkpoint, tmp_path)
+    assert not list(tmp_path.rglob("weights"))  # nor are they saved now
 
 
 def test_a_source_compiled_elsewhere_is_loaded(
@@ -39,6 +40,7 @@ def test_a_source_compiled_elsewhere_is_loaded(
 ) -> None:
     """Nothing is compiled, and the original weights are not needed."""
     double.test_a_source_compiled_elsewhere_is_loaded("", nxd, checkpoint, tmp_path, monkeypatch)
+    assert not list(tmp_path.rglob("model.safetensors"))
 
 
 def test_shards_are_the_weights_of_an_own_compile(
@@ -46,6 +48,7 @@ def test_shards_are_the_weights_of_an_own_compile(
 ) -> None:
     """They are neither divided again nor copied."""
     double.test_shards_are_the_weights_of_an_own_compile("", nxd, checkpoint, tmp_path, monkeypatch)
+    assert {file.parent for file in tmp_path.rglob("*.safetensors")} == {tmp_path / "given" / "weights"}
 
 
 def test_a_folder_compiled_by_the_package_alone_is_loaded(nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path) -> None:
