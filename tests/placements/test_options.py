@@ -114,6 +114,7 @@ def test_options_of_the_package_are_accepted(engine: Engine, family: str | None,
         (NXDE, "llama", {"logical_nc_config": 1}, NO, "", "set hosts.lnc"),
         (NXDE, "llama", {"max_batch": 8}, NO, "", "set the model's field"),
         (NXDE, "llama", {"async_mode": True}, NO, "", "cannot be set: each step"),
+        (NXDE, "llama", {"save_sharded_checkpoint": False}, NO, "", "cannot be set: the compiled folder"),
         (NXDE, "llama", {"kv_quant_config": {}}, NO, "", "is set by a field"),
         (
             NXDE,

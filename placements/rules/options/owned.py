@@ -25,9 +25,9 @@ FIELDS = _by_option(_TABLES["fields"])
 UNSERVED = _by_option(_TABLES["unserved"])
 """Class, or package -> option -> why it cannot be set. ``is_default`` values are accepted."""
 
-_ON_BY_DEFAULT = frozenset({"has_pre_attention_norm"})
+_ON_BY_DEFAULT = frozenset({"has_pre_attention_norm", "save_sharded_checkpoint"})
 
 
 def is_default(name: str, value: Any) -> bool:
-    """Returns whether an option of ``UNSERVED`` has no effect: null, or the default of a Boolean option."""
+    """Returns whether an option of ``UNSERVED`` has no effect: null, or a Boolean option as the engine has it."""
     return value is None or value is (name in _ON_BY_DEFAULT)

@@ -332,6 +332,7 @@ def replace_source(source: Path) -> Any:
         ),
         ({"engine_options": {"enable_eagle_speculation": True}}, "bad-engine-option"),
         ({"engine_options": {"attention_dp_degree": 2}}, "bad-engine-option"),
+        ({"engine_options": {"save_sharded_checkpoint": False}}, "bad-engine-option"),
         ({"engine_options": {"flash_decoding_enabled": True}}, "bad-engine-option"),
         ({"engine_options": {"fused_qvk": True}}, "option-not-in-version"),
         ({"engine_options": {"quantized_checkpoints_path": "/q"}}, "bad-engine-option"),

@@ -88,6 +88,7 @@ def test_artifacts_of_other_blocks_are_other_ones() -> None:
     [
         ({"pa_block_size": 32, "pa_num_blocks": 16, "prefix_buckets": [128, 192]}, {}),  # the defaults
         ({"pa_block_size": None, "pa_num_blocks": None, "prefix_buckets": None}, {}),
+        ({"is_prefix_caching": False, "save_sharded_checkpoint": None}, {}),
         ({}, {"replica": 1, "epoch": 2, "host": "other", "cores": [2, 3], "log": "l", "socket": "s", "token": "t"}),
     ],
 )

@@ -170,6 +170,9 @@ def refusals(trace: traces.Trace, sources: Checkpoints, folder: Path) -> None:
         for fields in ({"fuse_qkv": True}, {"quantize": "int8"}):
             for family in ("llama", "mistral", "mixtral", "qwen2", FULL):
                 tried(f"{family} {fields}", partial(compiles, family, fields))
+        nxdi_traffic.allow_fp8(patch, fp8 := {"quantize": "fp8"})
+        for family in ("mixtral", "qwen2"):
+            tried(f"{family} {fp8}", partial(compiles, family, fp8))
     tried("unquantized weights", lambda: configured(quantized=True))
     path = {"quantized_checkpoints_path": str(folder / "none")}
     tried("an unknown type", lambda: configured(quantized=True, quantization_dtype="int4", **path))

@@ -14,6 +14,7 @@ import msgspec
 
 from placements.facts.engines import NXD_E5M2, NXD_QUANTIZED_DTYPES, NXD_QUANTIZED_OPTIONS, Release, nxd_release
 from placements.facts.kv_blocks import OPTIONS, KvBlocks, kv_blocks, prefix_buckets, refusals
+from placements.rules.options import owned
 from workers.batching.buckets import ladder
 from workers.engines.engine_setup import checked_lengths, dtype_on, source_of
 from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, UNSERVED, lacks
@@ -173,7 +174,7 @@ def _user_options(options: Mapping[str, Any], own: Mapping[str, Any], release: R
             _refuse(option, "it has no effect without a prefix cache", "set `prefix_cache: true`, too")
         if option in FIELDS:
             _refuse(option, f"it follows from the field `{FIELDS[option]}`", f"set `{FIELDS[option]}`")
-        if option in UNSERVED and value not in (None, False, own.get(option)):
+        if option in UNSERVED and not owned.is_default(option, value):
             _refuse(option, UNSERVED[option], "remove it")
         if option in MOE_OPTIONS:  # for models of experts, which the model's class shows later
             continue
@@ -185,7 +186,7 @@ def _user_options(options: Mapping[str, Any], own: Mapping[str, Any], release: R
                 f"`{option}` is not an option of NxD Inference {version}: {missing}",
                 "remove it, or run the model on an image with another version",
             )
-    passed_over = (*NXD_QUANTIZED_OPTIONS, *OPTIONS, "prefix_cache")
+    passed_over = {*UNSERVED, *NXD_QUANTIZED_OPTIONS, *OPTIONS, "prefix_cache"}
     merged = {option: value for option, value in options.items() if option not in passed_over}
     if isinstance(options.get("on_device_sampling_config"), Mapping):
         if "on_device_sampling_config" not in own:
