@@ -142,6 +142,16 @@ def test_a_schema_is_satisfied(fleet: LiveFleet) -> None:
     assert value["n"] in (1, 2)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_image_for_a_model_that_reads_only_text_is_vllms_error(fleet: LiveFleet, stream: bool) -> None:
+    """The body is forwarded, and the cause comes back."""
+    parts = [{"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+    body = {"model": "served", "messages": [{"role": "user", "content": parts}], "max_tokens": 4, "stream": stream}
+    answer = fleet.http.post("/v1/chat/completions", json=body)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "rejected_by_server")
+
+
 def test_stop_strings_and_seeds_work(fleet: LiveFleet) -> None:
     """Stop strings end an answer as on the cpu engine; a seed repeats a sampled answer."""
     whole = text(complete(fleet, "own"))
