@@ -231,7 +231,7 @@ def may_run(engine: Engine, host: Host, model_type: str | None) -> bool:
 
 
 def choose_engine(model_type: str | None, instance: str | None, versions: Mapping[Engine, str]) -> Engine | NoEngine:
-    """Returns the engine that ``auto`` selects on a real host with the engines of ``found`` (engine -> version).
+    """Returns the engine that ``auto`` selects on a real host with the installed engines, ``versions``.
 
     1. NxD Inference, if its version runs on the machine and serves the family.
     2. transformers-neuronx, under the same condition.
