@@ -8,8 +8,8 @@ them. A bias of 100 forces a token. Files plan what goes wrong:
 - ``MODEL/faults.json``: ``chunk``, tokens in each event; ``after``, tokens of each answer before ``error`` (an error
   event), ``end`` (no finish reason) or ``reset`` (no end of the response) as ``do`` says.
 
-``MODEL/received.jsonl`` gets the body of each completion. A LoRA adapter puts the last byte of its weights before the
-prompt.
+``MODEL/received.jsonl`` gets the body of each completion. A LoRA adapter puts what follows the header of its weights
+before the prompt.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from workers.engines.echo import echo_tokens
 
 VERSION = "0.32.0"
 MOST_LOGPROBS = 20
+EMPTY_BYTES = 10  # of an empty safetensors file
 FLAGS = ("dtype", "generation-config", "tensor-parallel-size")  # without an effect here
 SWITCHES = ("disable-uvicorn-access-log", "enable-prefix-caching", "enforce-eager", "trust-remote-code")
 Body = dict[str, Any]
@@ -130,7 +131,7 @@ class Server:
         self._slots = asyncio.Semaphore(options.max_num_seqs)
         self._requests = self._running = 0
         self._max_rank: int = options.max_lora_rank if options.enable_lora else 0
-        self._adapters: dict[str, Path] = {}
+        self._adapters = {name: Path(at) for name, _, at in (text.partition("=") for text in options.lora_modules)}
         self.engine = Engine()
 
     def app(self) -> web.Application:
@@ -217,7 +218,7 @@ class Server:
         body["model"] = body.get("model") or self._names[0]
         answer = Answer(body, request.path.endswith("/chat/completions"), request.headers.get("X-Request-Id", "0"))
         if (adapter := self._adapters.get(body.get("model", ""))) is not None:
-            answer.before = list((adapter / "adapter_model.safetensors").read_bytes()[-1:])
+            answer.before = list((adapter / "adapter_model.safetensors").read_bytes()[EMPTY_BYTES:])
         self._check(answer)
         if not body.get("stream"):
             self._check_in_engine(answer)
@@ -428,6 +429,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--max-num-seqs", type=int, required=True)
     parser.add_argument("--max-num-queued-reqs", type=int)
     parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--lora-modules", nargs="+", default=[])
     for name in ("max-loras", "max-cpu-loras", "max-lora-rank"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--uds")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from workers.messages.replica_config import ReplicaConfig
 from workers.servers.completion_stream import ServerError, error_message
 
 MOST_LOADED = 8
+EMPTY = "empty-adapter"  # a folder in the server's working directory
 IS_LOADED = "has already been loaded"  # in the error of a second load
 
 
@@ -38,6 +40,14 @@ def max_rank_of(config: ReplicaConfig) -> int:
     """Returns ``max_lora_rank`` of the engine options, or what the adapters need. Raises EngineLoadError."""
     given = config.engine_options.get("max_lora_rank")
     return given if type(given) is int else largest_rank(config.adapters)
+
+
+def write_empty_adapter(folder: Path) -> None:
+    """Writes an adapter that changes nothing."""
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": []}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    (folder / "adapter_model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
 
 
 def served_name(model: str, adapter: str) -> str:

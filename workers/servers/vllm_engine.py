@@ -22,7 +22,14 @@ from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable, Tell
 from workers.neff_cache.compiled_artifacts import Entry
 from workers.servers import vllm_artifacts
-from workers.servers.adapters import loads_adapters, max_rank_of, most_loaded, served_name
+from workers.servers.adapters import (
+    EMPTY,
+    loads_adapters,
+    max_rank_of,
+    most_loaded,
+    served_name,
+    write_empty_adapter,
+)
 from workers.servers.completion_relay import CompletionServer
 from workers.servers.server_process import Address, ServerProcess, free_port, server_folder
 
@@ -151,21 +158,23 @@ def _neuron_config(config: ReplicaConfig) -> dict[str, Any]:
 
 def _adapter_flags(config: ReplicaConfig, installed: VllmInstallation) -> dict[str, Any]:
     """Returns the flags for LoRA. NxD Inference loads all adapters at the start, for vLLM's CPU back end they can
-    change. Raises EngineLoadError."""
+    change. There the model itself is an empty adapter: in a batch, vLLM 0.32 applies the adapter of its last slot to
+    requests without one (`lora/ops/torch_ops`, index -1). Raises EngineLoadError."""
     if installed.plugin == "neuron" or (installed.plugin == "nxd" and installed.version < LORA_SINCE):
         message = "the installed vllm-neuron does not serve LoRA adapters"
         raise EngineLoadError("adapters-unsupported", message, "use vllm-neuron 0.4 or 0.5, or remove the adapters")
-    static = installed.plugin == "nxd"
-    most = len(config.adapters) if static else most_loaded(config.engine_options)
+    if installed.plugin == "nxd":
+        most, names = len(config.adapters), {served_name(config.model, n): at for n, at in config.adapters.items()}
+    else:
+        most, names = most_loaded(config.engine_options) + 1, {config.model: EMPTY}
     flags: dict[str, Any] = {
         "enable-lora": True,
         "max-loras": most,
         "max-cpu-loras": most,
         "max-lora-rank": max_rank_of(config),
+        "lora-modules": [f"{name}={folder}" for name, folder in names.items()],
     }
-    if static:
-        flags["lora-modules"] = [f"{served_name(config.model, n)}={path}" for n, path in config.adapters.items()]
-    return flags
+    return flags if installed.plugin == "nxd" else flags | {"served-model-name": f"{config.model}@base"}
 
 
 def _flag(name: str, value: Any) -> Iterable[str]:
@@ -268,12 +277,14 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
     address = _address(folder, installed)
     command = server_command(python, config, installed, address)
     log.info("starting %s", " ".join(command))
+    live = installed.plugin == "cpu" and loads_adapters(config, "cpu")
+    if live:
+        write_empty_adapter(folder / EMPTY)
     wanted = _needs(config, installed)
     with vllm_artifacts.prepared(config, installed.plugin, wanted, folder) as artifacts:
         env = environment(config, installed, folder) | artifacts.env
         process = ServerProcess(command, env, folder, grace_s=GRACE_S, held=(*held, *artifacts.held))
         process.wait_ready(address, READY)
-    live = installed.plugin == "cpu" and loads_adapters(config, "cpu")
     samples = installed.plugin == "nxd" and config.sampling == "device"
     spec = EngineSpec(
         slots=config.slots,

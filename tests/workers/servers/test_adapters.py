@@ -48,24 +48,26 @@ def test_the_largest_rank_is_rounded_up(tmp_path: Path) -> None:
     assert "--enable-lora" in words
     assert (value(words, "--max-lora-rank"), value(words, "--max-loras"), value(words, "--max-cpu-loras")) == (
         "32",
-        "8",
-        "8",
+        "9",
+        "9",
     )
 
 
 def test_no_more_adapters_are_loaded_than_the_option_allows(tmp_path: Path) -> None:
-    """Adapters of usual ranks can be added later: 16 is the least rank of a server."""
+    """Beside the empty one of the model itself. Adapters of usual ranks can be added later: 16 is the least rank of a
+    server."""
     words = command(tmp_path, {"r": 4}, {"r": 8}, max_loras=1)
 
-    assert (value(words, "--max-loras"), value(words, "--max-cpu-loras")) == ("1", "1")
+    assert (value(words, "--max-loras"), value(words, "--max-cpu-loras")) == ("2", "2")
     assert value(words, "--max-lora-rank") == "16"
+    assert (value(words, "--served-model-name"), value(words, "--lora-modules")) == ("m@base", "m=empty-adapter")
 
 
 def test_a_server_without_adapters_reserves_room_for_max_loras(tmp_path: Path) -> None:
     words = command(tmp_path, max_loras=2, max_lora_rank=64)
 
     assert "--enable-lora" in words
-    assert (value(words, "--max-loras"), value(words, "--max-lora-rank")) == ("2", "64")
+    assert (value(words, "--max-loras"), value(words, "--max-lora-rank")) == ("3", "64")
     assert "--enable-lora" not in command(tmp_path)
 
 

@@ -329,7 +329,11 @@ def test_adapters_are_loaded_changed_and_removed_in_the_server(model: Path, pyth
         with pytest.raises(ValueError, match="no adapter 'x'"):
             run.submit("gone", adapter="x")
         cards = json.loads(run._server_get("/v1/models")[1])["data"]
-        assert [(card["id"], card["parent"]) for card in cards] == [("tiny", None), ("tiny:y@1", "tiny")]
+        assert [(card["id"], card["parent"]) for card in cards] == [
+            ("tiny@base", None),
+            ("tiny", "tiny@base"),
+            ("tiny:y@1", "tiny@base"),
+        ]
     finally:
         run.relay.close()
 
@@ -337,5 +341,5 @@ def test_adapters_are_loaded_changed_and_removed_in_the_server(model: Path, pyth
 def adapter_folder(path: Path, weights: str) -> str:
     path.mkdir()
     (path / "adapter_config.json").write_text('{"r": 8}')
-    (path / "adapter_model.safetensors").write_bytes(weights.encode())
+    (path / "adapter_model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}" + weights.encode())
     return str(path)
