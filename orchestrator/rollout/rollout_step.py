@@ -24,7 +24,8 @@ from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import Host
 from placements.planner.plan import Placement, Plan, Running, plan
-from placements.spec.schema import ModelSpec, Spec, Strategy
+from placements.spec.lifecycle import Strategy
+from placements.spec.schema import ModelSpec, Spec
 
 
 @dataclass(frozen=True)

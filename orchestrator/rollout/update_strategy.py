@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from orchestrator.fleet.replica_states import State
 from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_goal
 from placements.facts.plural import plural
+from placements.spec.lifecycle import Strategy
 from placements.spec.notation import Pin
-from placements.spec.schema import Strategy
 
 END_S = 2.0  # from the last answer of a replica until its cores are free: kill and confirmation of death
 

@@ -39,8 +39,9 @@ from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.replica_counts import ReplicaCounts
 from placements.facts.plural import counted
 from placements.facts.topology import Host
+from placements.spec.lifecycle import Deadlines
 from placements.spec.problems import Problem
-from placements.spec.schema import Deadlines, ModelSpec
+from placements.spec.schema import ModelSpec
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.messages.replica_config import ReplicaConfig
 

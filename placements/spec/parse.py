@@ -14,9 +14,10 @@ from placements.facts.engines import NAMED_ENGINES, Engine
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.spec.engine_settings import EngineSettings
 from placements.spec.field_type import MAPPING, TEXT, keys_at, type_at
+from placements.spec.key_names import did_you_mean, label_of, meant_key, nearest_keys, normalized, shortened, shown_as
 from placements.spec.notation import NAME, NAME_RULE
 from placements.spec.other_formats import other_format
-from placements.spec.other_names import OTHER_FIELDS, OTHER_VALUES, converted
+from placements.spec.other_names import OTHER_VALUES, converted
 from placements.spec.problems import Problem, has_errors, in_order
 from placements.spec.schema import MAX_HOSTS, HostsSpec, ModelSpec, Spec
 from placements.spec.source_positions import Path, SourcePosition, SourcePositions, nearest
@@ -134,7 +135,7 @@ class _Reader:
                 missing.add(key)
         types = [key for key in ("instance", "emulate") if key in value]
         if len(types) != 1:
-            label = _label(path)
+            label = label_of(path)
             what = f"{label} has both instance and emulate" if types else f"{label} has no instance type"
             hint = "keep one of the two" if types else "add instance: inf2.48xlarge, or emulate: inf2.48xlarge"
             self._report("hosts-ambiguous", path, what, hint)
@@ -160,7 +161,7 @@ class _Reader:
             return
         close = difflib.get_close_matches(name, TOPOLOGIES, 1)
         what = f'{key} "{name}" is not an instance type; supported are {supported}'
-        self._report("unknown-instance", path, what, _did_you_mean(close) or "use one of these")
+        self._report("unknown-instance", path, what, did_you_mean(close) or "use one of these")
 
     def _engines(self, top: dict[str, Any], broken: set[str]) -> dict[Engine, EngineSettings]:
         """Reads the settings by engine, without those that cannot be read."""
@@ -218,12 +219,12 @@ class _Reader:
         path: Path = ("models", name)
         usable = NAME.fullmatch(name) is not None
         if not usable:
-            what = f'the model name "{_short(name)}" is not valid: a name has {NAME_RULE}'
+            what = f'the model name "{shortened(name)}" is not valid: a name has {NAME_RULE}'
             self._report("bad-name", path, what, "rename the model; the name is part of paths and actor names")
         if fields is BROKEN:
             return None
         if not isinstance(fields, dict):
-            self._wrong_type(path, f'model "{_short(name)}"')
+            self._wrong_type(path, f'model "{shortened(name)}"')
             return None
         for key in defaults.keys() - fields.keys():
             self._inherit(path, key)
@@ -235,7 +236,7 @@ class _Reader:
         if "source" not in fields and (values.get("engine") == "echo" or (server and "{model}" not in str(server))):
             values["source"] = values["engine"]  # it has no checkpoint
         elif "source" not in fields:
-            self._report("missing-key", path, f'model "{_short(name)}" has no source', _SOURCE_HINT)
+            self._report("missing-key", path, f'model "{shortened(name)}" has no source', _SOURCE_HINT)
             broken.add("source")
         if "source" in broken:
             values["source"] = "./"
@@ -270,13 +271,13 @@ class _Reader:
             if key in allowed:
                 result[key] = value
                 continue
-            meant = None if not path and key in _MODEL else _meant(key, allowed)  # `engine` is not `engines`
+            meant = None if not path and key in _MODEL else meant_key(key, allowed)  # `engine` is not `engines`
             where = (*path, key)
-            hint = _did_you_mean([meant] if meant else []) or _belongs(key, path)
-            hint = hint or _nearest_keys(key, allowed)
-            self._report("unknown-key", where, f'"{_short(key)}" is not a known key{_of(path)}', hint)
+            hint = did_you_mean([meant] if meant else []) or _belongs(key, path)
+            hint = hint or nearest_keys(key, allowed)
+            self._report("unknown-key", where, f'"{shortened(key)}" is not a known key{_of(path)}', hint)
             if meant and meant not in values and meant not in result:
-                result[meant] = converted(_plain(key), meant, value)
+                result[meant] = converted(normalized(key), meant, value)
                 for known in [known for known in _paths(where, value) if known in self._tree.places]:
                     renamed = (*path, meant, *known[len(where) :])
                     self._tree.places[renamed] = self._tree.places[known]
@@ -340,8 +341,8 @@ class _Reader:
         return where
 
     def _explain_one(self, error: ErrorDetails, where: Path) -> None:
-        label, field, written = _label(where), type_at(where), self._tree.written.get(where)
-        shown = _shown(written.text, written.kind, written.plain) if written else "empty"
+        label, field, written = label_of(where), type_at(where), self._tree.written.get(where)
+        shown = shown_as(written.text, written.kind, written.plain) if written else "empty"
         kind, context, choices = error["type"], error.get("ctx", {}), field.choices
         if kind == "value_error":
             what = str(context.get("error", error["msg"]))
@@ -359,18 +360,18 @@ class _Reader:
         ):
             text = str(error["input"]).lower()
             close = OTHER_VALUES.get(text) or next(iter(difflib.get_close_matches(text, choices, 1)), "")
-            hint = _did_you_mean([close] if close in choices else [])
+            hint = did_you_mean([close] if close in choices else [])
             self._report("unknown-value", where, f"{label} is {shown}; it must be {field.wanted}", hint)
         else:
             self._wrong_type(where)
 
     def _wrong_type(self, where: Path, label: str = "", wanted: str = "") -> None:
-        label, wanted = label or _label(where), wanted or type_at(where).wanted
+        label, wanted = label or label_of(where), wanted or type_at(where).wanted
         written = self._tree.written.get(where)
         if written is None or written.kind == "empty":
             self._report("wrong-type", where, f"{label} is empty; it must be {wanted}", "")
             return
-        shown = _shown(written.text, written.kind, written.plain)
+        shown = shown_as(written.text, written.kind, written.plain)
         if (
             written.plain
             and written.kind in ("a boolean", "a number")
@@ -419,59 +420,12 @@ def _degrees(hosts: tuple[HostsSpec, ...]) -> str:
     return "tp_degree can be " + "; ".join(f"{', '.join(map(str, degrees))} on {name}" for name, degrees in legal)
 
 
-def _label(path: Path) -> str:
-    """Returns the path as text, without the model's name: "tp_degree", "cores[1]", "replicas.max"."""
-    inner = len(path) > 1 and not isinstance(path[1], int)  # the items of a list keep the list's name
-    parts = path[2:] if path[:1] == ("models",) and len(path) > 2 else path[1:] if inner else path
-    label = ""
-    for part in parts:
-        label += f"[{part}]" if isinstance(part, int) else f".{part}" if label else part
-    return label or "the spec"
-
-
-def _shown(text: str, kind: str, plain: bool) -> str:
-    return f'"{text}"' if kind == "text" and plain else text
-
-
 def _paths(path: Path, value: Any) -> Iterator[Path]:
     """Yields the path of a value and of all values in it."""
     yield path
     if isinstance(value, (dict, list)):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _paths((*path, key), inner)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _plain(key: str) -> str:
-    return key.lower().replace("-", "_").replace(" ", "_")
-
-
-def _meant(key: str, allowed: tuple[str, ...]) -> str | None:
-    plain = _plain(key)
-    for known in allowed:
-        if plain == known or plain in OTHER_FIELDS.get(known, ()):
-            return known
-    return next(iter(difflib.get_close_matches(plain, allowed, 1, 0.7)), None)
-
-
-def _nearest_keys(key: str, allowed: tuple[str, ...]) -> str:
-    """Returns a hint with the three known keys that share most pairs of letters; difflib is too slow for many keys."""
-    if len(allowed) <= 3:
-        return f"known keys are {', '.join(allowed)}"
-    pairs = _pairs(_plain(key)[:60])
-    nearest = sorted(allowed, key=lambda known: -len(pairs & _pairs(known)) / (len(pairs) + len(known)))
-    return f"the nearest known keys are {', '.join(nearest[:3])}"
-
-
-def _pairs(word: str) -> set[str]:
-    return {word[i : i + 2] for i in range(len(word) - 1)}
-
-
-def _did_you_mean(names: list[str]) -> str:
-    return f'did you mean "{names[0]}"?' if names else ""
 
 
 def _belongs(key: str, path: Path) -> str:
@@ -490,5 +444,5 @@ def _of(path: Path) -> str:
     if not path:
         return " of a spec"
     if path[0] == "models":
-        return f' of model "{_short(str(path[1]))}"' if len(path) == 2 else f" of {path[-1]}"
+        return f' of model "{shortened(str(path[1]))}"' if len(path) == 2 else f" of {path[-1]}"
     return " of " + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")

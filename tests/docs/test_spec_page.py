@@ -15,11 +15,11 @@ from orchestrator.rollout.changes import Tag, tag_of
 from placements.facts.checkpoints import FAMILIES
 from placements.facts.engines import DTYPES, ENGINE_OPTIONS, ENGINES, Engine
 from placements.spec.engine_settings import EngineSettings, Server
+from placements.spec.lifecycle import Deadlines, Strategy, Update
 from placements.spec.scaling import Objectives, Scaling, Schedule
 from placements.spec.schema import (
     Buckets,
     Compiler,
-    Deadlines,
     Draft,
     GroupQueryAttention,
     HostsSpec,
@@ -28,8 +28,6 @@ from placements.spec.schema import (
     Reserve,
     Spec,
     Spread,
-    Strategy,
-    Update,
 )
 from tests.docs.pages import SPEC, rows, section, words
 from tests.spec_reference import TABLES, renewed

@@ -5,18 +5,17 @@ import pytest
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.spec.engine_settings import EngineSettings
 from placements.spec.json_schema import json_schema
+from placements.spec.lifecycle import Deadlines, Update
 from placements.spec.scaling import Objectives, Scaling, Schedule
 from placements.spec.schema import (
     Buckets,
     Compiler,
-    Deadlines,
     Draft,
     HostsSpec,
     ModelSpec,
     Replicas,
     Reserve,
     Spread,
-    Update,
 )
 from tests.spec_reference import TABLES, renewed
 
