@@ -54,9 +54,9 @@ RULES: tuple[tuple[str, Any, Callable[[Any], bool]], ...] = (
 )
 
 
-def make_vllm(folder: Path) -> Path:
+def make_vllm(folder: Path, version: str = VERSION) -> Path:
     """Returns the Python of a new environment whose vLLM is the double."""
-    python = make_interpreter(folder, neuron=False, instead={"vllm": VERSION})
+    python = make_interpreter(folder, neuron=False, instead={"vllm": version})
     package = next(folder.glob("lib/python3.*/site-packages")) / "vllm" / "entrypoints" / "cli"
     package.mkdir(parents=True)
     (package / "main.py").write_text("import sys\nfrom tests.doubles.openai_server import main\nmain(sys.argv[1:])\n")
@@ -135,7 +135,7 @@ class Server:
         self.engine = Engine()
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=2**24)
+        app = web.Application(client_max_size=2**24, middlewares=[_authenticate])
         if os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1":
             app.add_routes(
                 [web.post("/v1/load_lora_adapter", self._load), web.post("/v1/unload_lora_adapter", self._unload)]
@@ -384,6 +384,15 @@ class Answer:
             "top_logprobs": tops,
             "text_offset": [0] * len(ids),
         }
+
+
+@web.middleware
+async def _authenticate(request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
+    key = os.environ.get("VLLM_API_KEY")
+    if key and request.path.startswith("/v1") and request.headers.get("Authorization") != f"Bearer {key}":
+        return web.json_response({"error": "Unauthorized"}, status=401)
+    answer: web.StreamResponse = await handler(request)
+    return answer
 
 
 def _refusal(status: int, type: str, message: str) -> web.Response:

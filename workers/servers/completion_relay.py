@@ -68,6 +68,7 @@ class CompletionServer:
     wait: Callable[[], int]  # blocks until its processes are gone; returns the exit code
     stop: Callable[[], None]
     adapters: Mapping[str, str] = field(default_factory=dict)  # folders, by name
+    key: str = ""  # that requests need
     most_adapters: int = 0  # loaded at a time; 0: all of them are loaded at the start
     max_rank: int = 0  # of adapters that are loaded later
 
@@ -459,8 +460,9 @@ class CompletionRelay:
         if self._session is None:
             path = self._server.address.path
             connector = aiohttp.UnixConnector(path, limit=0) if path else aiohttp.TCPConnector(limit=0)
+            headers = {"Authorization": f"Bearer {self._server.key}"} if self._server.key else None
             self._session = aiohttp.ClientSession(
-                connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
+                connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False, headers=headers
             )
         return self._session
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -282,7 +283,8 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
         write_empty_adapter(folder / EMPTY)
     wanted = _needs(config, installed)
     with vllm_artifacts.prepared(config, installed.plugin, wanted, folder) as artifacts:
-        env = environment(config, installed, folder) | artifacts.env
+        key = "" if address.path else secrets.token_urlsafe(32)  # all users of the machine reach a port
+        env = environment(config, installed, folder) | artifacts.env | ({"VLLM_API_KEY": key} if key else {})
         process = ServerProcess(command, env, folder, grace_s=GRACE_S, held=(*held, *artifacts.held))
         process.wait_ready(address, READY)
     samples = installed.plugin == "nxd" and config.sampling == "device"
@@ -304,6 +306,7 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
         process.wait,
         process.stop,
         adapters=config.adapters,
+        key=key,
         most_adapters=most_loaded(config.engine_options) if live else 0,
         max_rank=max_rank_of(config) if live else 0,
     )

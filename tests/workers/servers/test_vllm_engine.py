@@ -343,3 +343,19 @@ def adapter_folder(path: Path, weights: str) -> str:
     (path / "adapter_config.json").write_text('{"r": 8}')
     (path / "adapter_model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}" + weights.encode())
     return str(path)
+
+
+def test_a_server_on_a_port_refuses_other_clients(model: Path, tmp_path: Path) -> None:
+    """vLLM before 0.14 has no unix sockets, and every user of the machine reaches a port."""
+    server = start_vllm(config_of(model, make_vllm(tmp_path / "vllm", "0.13.0")))
+    ended: list[TokenEvent] = []
+    relay = CompletionRelay(server, ByteTokenizer(), ended.extend)
+    try:
+        relay.submit(GenerateRequest(id="a", prompt_ids=[72, 105], max_tokens=3))
+        until(lambda: ended and ended[-1].finish, DEADLINE_S, "the answer")
+        assert ended[-1].finish == FinishReason.LENGTH
+        assert server.address.port
+        body = json.dumps({"model": "tiny", "prompt": [72, 105]}).encode()
+        assert server.address.post("/v1/completions", body, DEADLINE_S)[0] == http.client.UNAUTHORIZED
+    finally:
+        relay.close()
