@@ -545,7 +545,7 @@ def test_a_changed_adapter_is_loaded_for_new_requests_only(
     adapted.submit(request("y", adapter="y"))
     received.end("y")
     adapted.submit(request("old", adapter="x"))
-    until(lambda: server.live == 1, DEADLINE_S, "it runs")
+    until(lambda: len(server.bodies) == 2, DEADLINE_S, "it runs")
 
     adapted.set_adapters({"x": folders["new"], "z": folders["z"]})
 
