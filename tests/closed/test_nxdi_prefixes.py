@@ -208,7 +208,7 @@ def test_the_device_has_the_blocks_of_the_estimate(nxd: Neuron, sources: Checkpo
         ({}, {"pa_block_size": 24}, "power of two"),
         ({}, {"prefix_buckets": [100]}, "multiples"),
         ({}, {"attn_tkg_nki_kernel_enabled": True}, "not tested"),
-        ({}, {"prefix_cache": False, "pa_num_blocks": 48}, "no prefix cache"),
+        ({}, {"prefix_cache": False, "pa_num_blocks": 48}, "without a prefix cache"),
     ],
 )
 def test_what_a_prefix_cache_does_not_support_is_refused(
