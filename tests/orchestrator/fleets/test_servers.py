@@ -7,6 +7,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from placements.facts.core_range import CoreRange
 from tests.doubles.openai_server import make_vllm
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import Admin, Load, Question, Sent, complete, echo_text
+from tests.s3 import S3Server
 from workers.servers.server_process import Address
 
 TINY = Path(__file__).parents[3] / "placements" / "examples" / "models" / "tiny"
@@ -26,7 +28,7 @@ hosts: {{emulate: inf2.24xlarge}}
 engines: {{vllm: {{python: {python}}}}}
 defaults: {{dtype: fp32, max_len: 256, max_batch: 4, deadlines: {{drain_s: 5}}}}
 models:
-  tokens: {{source: {model}, engine: vllm, tp_degree: 2}}
+  tokens: {{source: {model}, engine: vllm, tp_degree: 2, engine_options: {{max_loras: 1}}, adapters: {{{adapters}}}}}
   own: {{source: {tiny}, engine: cpu}}
   bodies:
     engine: server
@@ -55,9 +57,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[LiveFleet]:
-    python = make_vllm(tmp_path_factory.mktemp("vllm"))
-    fleet = LiveFleet(SPEC.format(python=python, model=model, tiny=TINY))
+def adapters() -> Iterator[None]:
+    """Two LoRA adapters in S3."""
+    with S3Server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.env.items():
+            patch.setenv(name, value)
+        weights = {f"{name}/adapter_model.safetensors": b"\x02" + bytes(7) + b"{}" + name.encode() for name in "xy"}
+        server.bucket("loras", weights | {f"{name}/adapter_config.json": b'{"r": 8}' for name in "xy"})
+        yield
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vllm(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="module")
+def fleet(python: Path, model: Path, adapters: None) -> Iterator[LiveFleet]:
+    fleet = LiveFleet(SPEC.format(python=python, model=model, tiny=TINY, adapters=""))
     try:
         yield fleet.wait_ready()
     finally:
@@ -127,6 +144,35 @@ def test_a_chat_with_an_image_is_answered_by_vllm_itself(fleet: LiveFleet, model
 
     assert answer["choices"][0]["message"]["content"] == echo_text(json.dumps(parts), 5)
     assert answer["usage"]["prompt_tokens"] == len(json.dumps(parts))
+
+
+def test_adapters_of_s3_change_while_the_replicas_run(fleet: LiveFleet, model: Path, python: Path) -> None:
+    """Each answers under its own name; more than the server can hold take turns; a removed one is unknown."""
+    pid = fleet.replica("tokens/0")["pid"]
+
+    def apply(adapters: str) -> None:
+        fleet.spec.write_text(SPEC.format(python=python, model=model, tiny=TINY, adapters=adapters))
+        applied = fleet.corewright("apply", str(fleet.spec))
+        assert applied.returncode == 0, applied.stderr
+        until(lambda: fleet.status()["rollout"]["state"] == "complete", READY_S, "the replica has the adapters")
+
+    def answers(*names: str) -> list[str]:
+        with ThreadPoolExecutor(len(names)) as pool:
+            sent = pool.map(lambda name: complete(fleet, name, prompt="lora", max_tokens=9), names)
+            return [answer.json()["choices"][0]["text"] for answer in sent]
+
+    apply("a: s3://loras/x, b: s3://loras/y")
+    own, x, y = answers("tokens", "tokens:a", "tokens:b")
+    assert len({own, x, y}) == 3
+    cards = {card["id"]: card["parent"] for card in fleet.http.get("/v1/models").json()["data"]}
+    assert cards == {"tokens": None, "own": None, "bodies": None, "tokens:a": "tokens", "tokens:b": "tokens"}
+
+    apply("a: s3://loras/y")
+    assert answers("tokens:a", "tokens") == [y, own]
+    assert complete(fleet, "tokens:b", prompt="lora").status_code == 404
+    apply("")
+    assert complete(fleet, "tokens:a", prompt="lora").status_code == 404
+    assert fleet.replica("tokens/0")["pid"] == pid
 
 
 def test_an_error_of_the_server_reaches_the_client(fleet: LiveFleet) -> None:
