@@ -123,7 +123,7 @@ class Daemon:
         self._ray_up = False
         address = self.options.ray_address
         self._ray: RayConnection = (
-            OwnRay(self.home, self.hosts, self.options.dashboard)
+            OwnRay(self.home, self.name, self.hosts, self.options.dashboard)
             if address is None
             else JoinedRay(address, self.hosts, self._fleet, self.name, self._report)
         )
@@ -318,6 +318,7 @@ class Daemon:
         credentials = fleet_credentials()
         settings = ControllerSettings(
             fleet=self._fleet,
+            name=self.name,
             home=str(self.home.path),
             spec_text=text,
             spec_file=file,
@@ -341,7 +342,7 @@ class Daemon:
 
         self._serve_up = True
         try:
-            gateway_deployment.start_gateway(self.options.gateway)
+            gateway_deployment.start_gateway(self.options.gateway, self.name)
         except Exception as error:  # Ray Serve raises many types
             log.exception("the gateway does not start")
             hint = f"see {self.home.logs / 'gateway.log'}"
@@ -455,7 +456,7 @@ class Daemon:
             with contextlib.suppress(CallFailed, ActorUnavailable):
                 answer(lambda: controller.shutdown.remote(drain_s), drain_s + SHUTDOWN_GRACE_S)
         if self._serve_up:
-            stop = functools.partial(gateway_deployment.stop_gateway, shared=self._ray.joined)
+            stop = functools.partial(gateway_deployment.stop_gateway, self.name, shared=self._ray.joined)
             stopping = threading.Thread(target=_log_errors, args=(stop,), daemon=True)
             stopping.start()
             stopping.join(GATEWAY_STOP_S)

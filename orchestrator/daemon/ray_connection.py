@@ -50,6 +50,7 @@ class OwnRay:
     """A cluster of the fleet's own, with a Ray node for each emulated host."""
 
     home: Home
+    name: str  # of the fleet
     hosts: tuple[Host, ...]
     dashboard: bool
     previous: str | None = None
@@ -66,7 +67,7 @@ class OwnRay:
 
         cores, cpus = max((host.cores for host in self.hosts), default=0), len(self.cpus)
         proceed()
-        addresses = ray_nodes.start_ray(self.home.ray, cores=cores, cpus=cpus, dashboard=self.dashboard)
+        addresses = ray_nodes.start_ray(self.home.ray, self.name, cores=cores, cpus=cpus, dashboard=self.dashboard)
         for index, host in enumerate(self.hosts[1:], start=1):
             proceed()
             self.further.append(ray_nodes.add_node(index, cores=host.cores, cpus=cpus))
@@ -85,7 +86,7 @@ class JoinedRay:
     address: str  # HOST:PORT, or auto
     hosts: tuple[Host, ...]
     fleet: str
-    name: str  # of its spec
+    name: str  # of the fleet
     report: Callable[[str], None]
     previous: str | None = None
     cpus: tuple[int, ...] = ()
@@ -96,7 +97,7 @@ class JoinedRay:
         from orchestrator.on_ray import ray_nodes
 
         try:
-            addresses = ray_nodes.join_ray(self.address)
+            addresses = ray_nodes.join_ray(self.address, self.name)
         except Exception as error:  # Ray raises many types, with pages of text
             log.exception("Ray cannot be joined")
             raise _not_joined(self.address, str(error)) from None
@@ -109,11 +110,15 @@ class JoinedRay:
         for line in survey(self.hosts, nodes):
             self.report(line)
         owner = ray_nodes.ClusterOwner(self.fleet, self.name, platform.node(), time.time())
-        other = ray_nodes.claim_cluster(owner, self.previous)
+        other = ray_nodes.claim_name(owner, self.previous)
         if other is not None:
             began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(other.since))
-            message = f"the fleet {other.name} of {other.machine} runs on this Ray cluster since {began} UTC"
-            raise Failed("fleet-already-running", message, "stop it with `corewright down` there")
+            message = f"a fleet {other.name} runs on this Ray cluster since {began} UTC, started on {other.machine}"
+            raise Failed(
+                "fleet-already-running",
+                message,
+                "use another `name` in the spec, or stop the other fleet with `corewright down` there",
+            )
         self.cpus = tuple(range(min(node.cpus for node in nodes if node.alive and node.cores)))
         return addresses
 
@@ -132,7 +137,7 @@ class JoinedRay:
     def stop(self) -> None:
         from orchestrator.on_ray import ray_nodes
 
-        ray_nodes.leave_ray(self.fleet)
+        ray_nodes.leave_ray(self.name, self.fleet)
 
 
 def survey(hosts: Sequence[Host], nodes: Sequence[Member]) -> Iterator[str]:

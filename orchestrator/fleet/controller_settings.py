@@ -29,7 +29,8 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
 class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     """Fixed for the life of a fleet (an `up`)."""
 
-    fleet: str
+    fleet: str  # its id
+    name: str  # its name at the start, which it keeps on the cluster
     home: str
     spec_text: str
     spec_file: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -17,16 +17,19 @@ class Member:
     cpus: int
 
 
-def bind_hosts(names: Iterable[str], bound: Mapping[str, str], members: Iterable[Member]) -> dict[str, str]:
+def bind_hosts(
+    names: Iterable[str], bound: Mapping[str, str], members: Iterable[Member], taken: Collection[str] = ()
+) -> dict[str, str]:
     """Returns the label of each host's machine, by the planner's host names. A host without one is lost.
 
     A host keeps its machine while that machine is alive, and also when it is dead and no other can replace it: it may
-    come back. Else the host gets the first free living machine of its instance type, in the order of labels.
+    come back. Else the host gets the first free living machine of its instance type, in the order of labels, except
+    those that are ``taken``.
     """
     living = {member.label: member for member in members if member.alive and member.cores}
     wanted = list(names)
     labels = {name: label for name, label in bound.items() if name in wanted}
-    free = sorted(living.keys() - labels.values())
+    free = sorted(living.keys() - labels.values() - set(taken))
     for name in wanted:
         if labels.get(name) in living:
             continue

@@ -15,10 +15,11 @@ from orchestrator.api.refused import Refused
 from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.control.controller import Controller
 from orchestrator.control.controller_metrics import CORE_STATES
+from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.on_ray.ray_cluster import RayCluster
-from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, NAMESPACE, here
+from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, here
 from orchestrator.process import logs
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.home import Home
@@ -43,7 +44,7 @@ class ControllerActor:
         home = Home(Path(settings.home))
         clock = AwakeClock()
         store = settings.store or StoreSettings(root=str(home.store))
-        cluster = RayCluster(store, clock=clock, joined=settings.joined, home=settings.home)
+        cluster = RayCluster(store, clock=clock, joined=settings.joined, home=settings.home, name=settings.name)
         restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         state = resume_fleet(settings, RecordWriter(Journal(home.journal)), clock, restarted=restarted)
         self._controller = Controller(state, cluster, resumed=clock.resumed_at)
@@ -117,4 +118,5 @@ def start_controller(settings: ControllerSettings) -> Any:
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=1000)(ControllerActor)
     # Ray places actors without CPUs on any host, which could be lost. A new head has a new node id.
     place = {"resources": HEAD} if settings.joined else {"scheduling_strategy": here()}
-    return actor.options(name=CONTROLLER, namespace=NAMESPACE, lifetime="detached", **place).remote(settings)
+    namespace = ray_name(settings.name)
+    return actor.options(name=CONTROLLER, namespace=namespace, lifetime="detached", **place).remote(settings)

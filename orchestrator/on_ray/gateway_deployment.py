@@ -11,11 +11,12 @@ from typing import Any
 import ray
 from ray import serve
 
+from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.gateway.controller_client import ControllerAway
 from orchestrator.gateway.server import GatewayServer, settle_collector
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, NAMESPACE
+from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD
 from orchestrator.process import logs
 from orchestrator.process.home import Home
 from orchestrator.scaling.demand_report import DemandReport
@@ -30,7 +31,9 @@ log = logging.getLogger(__name__)
 class RemoteController:
     """A gateway's client of the controller actor, which is looked up by name since it may be restarted."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: str) -> None:
+        """``fleet`` is the fleet's name."""
+        self._namespace = ray_name(fleet)
         self._actor: Any = None
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
@@ -51,7 +54,7 @@ class RemoteController:
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:
             if self._actor is None:
-                self._actor = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
+                self._actor = await asyncio.to_thread(ray.get_actor, CONTROLLER, self._namespace)
             return await getattr(self._actor, method).remote(*arguments)
         except Exception as error:  # Ray raises many types while the controller starts again
             self._actor = None
@@ -61,10 +64,10 @@ class RemoteController:
 class GatewayDeployment:
     """A gateway that Serve keeps alive and shows in the dashboard; requests use its own port instead of Serve's."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, fleet: str) -> None:
         path = Home(Path(settings.home)).logs / "gateway.log"
         logs.set_up(path, settings.log_format, prompts=settings.log_prompts)
-        self._server = GatewayServer(RemoteController(), settings)
+        self._server = GatewayServer(RemoteController(fleet), settings)
         self._server.start()
         settle_collector()
 
@@ -88,30 +91,30 @@ _gateway: Any = serve.deployment(
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Failed): ")  # the last line of a traceback, not indented
 
 
-def start_gateway(settings: GatewaySettings) -> None:
-    """Deploy the gateways and wait until they listen. Raises RuntimeError if they do not start."""
+def start_gateway(settings: GatewaySettings, fleet: str) -> None:
+    """Deploy the gateways of the fleet of that name, and wait until they listen. Raises RuntimeError if they do not."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled")
     deployment = _gateway.options(num_replicas=settings.gateways + settings.gateway_spare)
     try:
-        serve.run(deployment.bind(settings), name=GATEWAY, route_prefix=None)
+        serve.run(deployment.bind(settings, fleet), name=ray_name(fleet), route_prefix=None)
     except RuntimeError as error:
-        raise RuntimeError(_cause() or str(error)) from error
+        raise RuntimeError(_cause(ray_name(fleet)) or str(error)) from error
 
 
-def _cause() -> str:
+def _cause(name: str) -> str:
     """Returns the error of the last gateway that failed to start, from Serve's status; empty: unknown."""
     application = None
     with task_boundary(log, "Serve does not report why the gateway failed to start"):
-        application = serve.status().applications.get(GATEWAY)
+        application = serve.status().applications.get(name)
     messages = [] if application is None else [deployment.message for deployment in application.deployments.values()]
     lines = [line for message in messages for line in message.splitlines()]
     return next((line.strip() for line in reversed(lines) if _RAISED.match(line)), "")
 
 
-def stop_gateway(*, shared: bool) -> None:
+def stop_gateway(fleet: str, *, shared: bool) -> None:
     """Stop the gateways, and Ray Serve unless the cluster is ``shared`` with others who may use it."""
     if shared:
-        serve.delete(GATEWAY)
+        serve.delete(ray_name(fleet))
     else:
         serve.shutdown()

@@ -14,17 +14,12 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.effects import CoreOwner, HostLost, ReplicaDied, Survivor, actor_name
-from orchestrator.fleet.host_binding import bind_hosts
+from orchestrator.fleet.machine_claims import MachineClaims
 from orchestrator.on_ray.host_actor import HostActor
-from orchestrator.on_ray.ray_nodes import (
-    NAMESPACE,
-    RayNode,
-    host_labels,
-    ray_nodes,
-    store_bindings,
-    stored_bindings,
-)
+from orchestrator.on_ray.ray_kv import RayKeyValues
+from orchestrator.on_ray.ray_nodes import RayNode, host_labels, ray_nodes
 from orchestrator.process.awake_clock import AwakeClock
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
@@ -56,26 +51,25 @@ BY_SIGKILL = "was killed by SIGKILL"
 class RayCluster:
     """An ``effects.ClusterClient`` on Ray nodes. Used from one event loop."""
 
-    def __init__(self, store: StoreSettings, *, clock: AwakeClock, home: str, joined: bool = False) -> None:
-        """``store`` has the settings of each host's artifact store, and ``home`` is the path of each host's home; the
-        caller runs ``clock``. ``joined``: hosts are the machines of a cluster that others started."""
+    def __init__(self, store: StoreSettings, *, clock: AwakeClock, home: str, name: str, joined: bool = False) -> None:
+        """``store`` has the settings of each host's artifact store, ``home`` is the path of each host's home, and
+        ``name`` the fleet's; the caller runs ``clock``. ``joined``: hosts are the machines of a cluster that others
+        started."""
         self._store = store
         self._home = home
         self._clock = clock
-        self._joined = joined
+        self._namespace = ray_name(name)
+        self._claims = MachineClaims(RayKeyValues(), name) if joined else None
         self._names: list[str] = []  # the planner's hosts
-        self._stored = stored_bindings() if joined else {}
-        self._labels: dict[str, str] = self._stored  # of Ray nodes, by the planner's host names
+        self._labels: dict[str, str] = {}  # of Ray nodes, by the planner's host names
         self._here: str = ray.get_runtime_context().get_node_id()
         self._nodes: list[RayNode] = ray_nodes()
+        self._refreshing = asyncio.Lock()
         self._host_actors: dict[str, Any] = {}  # by node id
         self._answered: set[str] = set()  # replicas that have replied: a later timeout means a hang
         self._actors: dict[str, Any] = {}
         self._configs: dict[str, ReplicaConfig] = {}
         self._processes: dict[str, tuple[int, float]] = {}  # pid and start of replicas that their hosts watch
-        for node in self._nodes:
-            if node.alive and (node.cores or node.id == self._here):
-                self._host_actor(node)  # before the first call
 
     def fetch(self, wanted: WantedArtifact, host: str) -> AsyncGenerator[FetchStatus | FetchedArtifact | Failure, None]:
         return self._replies(host, "fetch", wanted, FETCH_S)
@@ -143,7 +137,7 @@ class RayCluster:
         interpreter = {} if config.python is None else {"py_executable": config.python}
         self._actors[name] = shown.options(
             name=name,
-            namespace=NAMESPACE,
+            namespace=self._namespace,
             lifetime="detached",  # it survives a restart of the controller
             num_cpus=0,
             resources={f"nc{core}": 1.0 for core in config.cores},
@@ -165,7 +159,14 @@ class RayCluster:
     def add_hosts(self, names: Iterable[str]) -> None:
         """Add the planner's hosts, in its order, so that ``lost_hosts`` reports missing ones."""
         self._names.extend(names)
-        self._labels = bind_hosts(self._names, self._labels, self._nodes) if self._joined else host_labels(self._names)
+        self._labels = self._bind()
+        used = set(self._labels.values())
+        for node in self._nodes:
+            if node.alive and (node.label in used or node.id == self._here):
+                self._host_actor(node)  # before the first call
+
+    def _bind(self) -> dict[str, str]:
+        return host_labels(self._names) if self._claims is None else self._claims.bind(self._names, self._nodes)
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
         # A starting process cannot reply yet; the controller's start deadline covers it.
@@ -274,23 +275,15 @@ class RayCluster:
         return frozenset(name for name in self._names if self._labels.get(name) not in living)
 
     async def _refresh_nodes(self) -> None:
-        self._nodes = await asyncio.to_thread(ray_nodes)
-        if self._joined:
-            self._labels = bind_hosts(self._names, self._labels, self._nodes)
-            if self._labels != self._stored:
-                self._stored = self._labels
-                await asyncio.to_thread(store_bindings, self._labels)
+        async with self._refreshing:
+            self._nodes = await asyncio.to_thread(ray_nodes)
+            self._labels = await asyncio.to_thread(self._bind)
 
     def _node_of(self, host: str | None) -> RayNode | None:
         """Returns the Ray node of a host, preferably a live one; without ``host``, the node of this process."""
-        label = None if host is None else self._label(host)
+        label = None if host is None else self._labels.get(host)
         nodes = [node for node in self._nodes if (node.id == self._here if host is None else node.label == label)]
         return max(nodes, key=lambda node: node.alive, default=None)
-
-    def _label(self, host: str) -> str | None:
-        if host not in self._names:  # of a revision that is being resolved
-            self.add_hosts([host])
-        return self._labels.get(host)
 
     async def _call_or(self, default: T, host: str | None, method: str, *arguments: Any) -> T:
         """Returns the reply of the host's actor, as ``_call``; the default for a lost host."""
@@ -304,6 +297,9 @@ class RayCluster:
         """Returns the reply of the host's actor, or of another one on the same machine if its Ray node is dead: they
         share one kernel. Raises HostLost if none replies."""
         silent: set[str] = set()
+        if host is not None and host not in self._names:  # of a revision that is being resolved
+            self._names.append(host)
+            await self._refresh_nodes()
         while True:
             node = self._node_of(host)
             machine = node or self._node_of(None)
@@ -327,7 +323,7 @@ class RayCluster:
         if node.id not in self._host_actors:
             self._host_actors[node.id] = HostActor.options(  # type: ignore[attr-defined]
                 name=f"host/{node.label}",
-                namespace=NAMESPACE,
+                namespace=self._namespace,
                 get_if_exists=True,
                 lifetime="detached",
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
@@ -338,7 +334,7 @@ class RayCluster:
         names = [
             entry["name"]
             for entry in ray.util.list_named_actors(all_namespaces=True)
-            if entry["namespace"] == NAMESPACE and "/" in entry["name"] and not entry["name"].startswith("host/")
+            if entry["namespace"] == self._namespace and "/" in entry["name"] and not entry["name"].startswith("host/")
         ]
         survivors = await asyncio.gather(*(self._survivor(name) for name in names))
         lost: dict[str, int] = {}
@@ -351,7 +347,7 @@ class RayCluster:
     async def _survivor(self, name: str) -> Survivor | None:
         """Returns the replica's description; None if it does not reply, which kills it."""
         try:
-            actor = ray.get_actor(name, NAMESPACE)
+            actor = ray.get_actor(name, self._namespace)
         except ValueError:
             return None
         try:

@@ -8,19 +8,20 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.host_binding import Member
+from orchestrator.fleet.machine_claims import release_machines
+from orchestrator.on_ray.ray_kv import RayKeyValues
 
-NAMESPACE = "corewright"
 CONTROLLER = "controller"  # the name of the actor
 NODES_STOP_S = 2.5  # for all further nodes together: a second to stop cleanly, then they are killed
 OBJECT_STORE_BYTES = 100 * 2**20  # tokens use sockets: Ray's store is almost empty
@@ -28,8 +29,7 @@ HOST_LABEL = "corewright-host"  # of a Ray node: the host that it represents; de
 INSTANCE_LABEL = "corewright-instance"  # of a Ray node: the instance type of its machine
 HEAD = {"node:__internal_head__": 0.001}  # a share of the resource that Ray gives the head, and each new head
 
-BINDINGS = b"hosts"  # the key in Ray's KV of the machine of each host
-OWNER = b"owner"  # the key in Ray's KV of the fleet that runs on the cluster
+OWNER = "owner"  # the key in Ray's KV of the fleet with a name
 CORE_RESOURCE = re.compile("nc[0-9]+")
 
 # All nodes are on one machine. A dead raylet refuses the connection: its host is lost after three attempts, in 3 s. An
@@ -58,8 +58,9 @@ def core_resources(cores: int) -> dict[str, float]:
     return {f"nc{core}": 1.0 for core in range(cores)}
 
 
-def start_ray(folder: Path, *, cores: int, cpus: int, dashboard: bool) -> dict[str, Any]:
-    """Start a private Ray whose processes die with this thread's process. Returns Ray's addresses.
+def start_ray(folder: Path, name: str, *, cores: int, cpus: int, dashboard: bool) -> dict[str, Any]:
+    """Start a private Ray for the fleet ``name``, whose processes die with this thread's process. Returns Ray's
+    addresses.
 
     Raises RuntimeError if Ray does not start.
     """
@@ -77,7 +78,7 @@ def start_ray(folder: Path, *, cores: int, cpus: int, dashboard: bool) -> dict[s
             include_dashboard=dashboard,
             dashboard_host="127.0.0.1",
             object_store_memory=OBJECT_STORE_BYTES,
-            namespace=NAMESPACE,
+            namespace=ray_name(name),
             log_to_driver=False,
             logging_level="error",
             _temp_dir=str(folder),
@@ -87,13 +88,13 @@ def start_ray(folder: Path, *, cores: int, cpus: int, dashboard: bool) -> dict[s
     return dict(context.address_info)
 
 
-def join_ray(address: str) -> dict[str, Any]:
-    """Connect to the Ray cluster at ``address`` (`HOST:PORT`, `auto`). Returns Ray's addresses.
+def join_ray(address: str, name: str) -> dict[str, Any]:
+    """Connect to the Ray cluster at ``address`` (`HOST:PORT`, `auto`) for the fleet ``name``. Returns Ray's addresses.
 
     Blocks for half a minute if the head does not reply. Raises ConnectionError, RuntimeError (versions differ) or
     another error of Ray.
     """
-    context = ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+    context = ray.init(address=address, namespace=ray_name(name), log_to_driver=False, logging_level="error")
     return dict(context.address_info)
 
 
@@ -185,19 +186,8 @@ def on_head() -> bool:
     return any(node["NodeID"] == here and next(iter(HEAD)) in node["Resources"] for node in ray.nodes())
 
 
-def stored_bindings() -> dict[str, str]:
-    """Returns the label of each host's machine as an earlier controller of the cluster bound them."""
-    stored = _internal_kv_get(BINDINGS, namespace=NAMESPACE)
-    return {} if stored is None else msgspec.json.decode(stored, type=dict[str, str])
-
-
-def store_bindings(labels: Mapping[str, str]) -> None:
-    """Keep the bindings in Ray's KV. Blocks while Ray's head is away."""
-    _internal_kv_put(BINDINGS, msgspec.json.encode(labels), namespace=NAMESPACE)
-
-
 class ClusterOwner(msgspec.Struct, frozen=True):
-    """The fleet that runs on a joined cluster."""
+    """The fleet with a name on a joined cluster."""
 
     fleet: str
     name: str  # of its spec
@@ -205,33 +195,42 @@ class ClusterOwner(msgspec.Struct, frozen=True):
     since: float  # Unix time
 
 
-def claim_cluster(owner: ClusterOwner, previous: str | None) -> ClusterOwner | None:
-    """Make ``owner`` the fleet of the cluster, after it has removed what the ended fleet ``previous`` has left there.
-    Returns the other fleet that has the cluster, or None."""
-    stored = _internal_kv_get(OWNER, namespace=NAMESPACE)
-    if stored is not None and msgspec.json.decode(stored, type=ClusterOwner).fleet == previous:
-        _remove_fleet()
-    if _internal_kv_put(OWNER, msgspec.json.encode(owner), overwrite=False, namespace=NAMESPACE):  # it exists
-        return msgspec.json.decode(_internal_kv_get(OWNER, namespace=NAMESPACE), type=ClusterOwner)
-    return None
+def claim_name(owner: ClusterOwner, previous: str | None) -> ClusterOwner | None:
+    """Make ``owner`` the fleet of its name, after it has removed what the ended fleet ``previous`` has left there.
+    Returns the other fleet that has the name, or None."""
+    kv, namespace = RayKeyValues(), ray_name(owner.name)
+    other = _owner(kv, owner.name)
+    if other is not None and other.fleet == previous:
+        _remove_fleet(kv, owner.name)
+    if kv.put(namespace, OWNER, msgspec.json.encode(owner), overwrite=False):
+        return None
+    return _owner(kv, owner.name)
 
 
-def leave_ray(fleet: str) -> None:
+def leave_ray(name: str, fleet: str) -> None:
     """Remove what is left of the fleet from the joined cluster, and disconnect. Others on the cluster stay."""
-    stored = _internal_kv_get(OWNER, namespace=NAMESPACE)
-    if stored is not None and msgspec.json.decode(stored, type=ClusterOwner).fleet == fleet:
-        _remove_fleet()
+    kv = RayKeyValues()
+    owner = _owner(kv, name)
+    if owner is not None and owner.fleet == fleet:
+        _remove_fleet(kv, name)
     ray.shutdown()
 
 
-def _remove_fleet() -> None:
-    """Kill the named actors of a fleet, and delete its entries in Ray's KV."""
+def _owner(kv: RayKeyValues, name: str) -> ClusterOwner | None:
+    stored = kv.get(ray_name(name), [OWNER]).get(OWNER)
+    return None if stored is None else msgspec.json.decode(stored, type=ClusterOwner)
+
+
+def _remove_fleet(kv: RayKeyValues, name: str) -> None:
+    """Kill the named actors of a fleet, and delete its entries in Ray's KV. Its name is free last."""
+    namespace = ray_name(name)
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == NAMESPACE:
+        if actor["namespace"] == namespace:
             with contextlib.suppress(ValueError):  # it has ended meanwhile
-                ray.kill(ray.get_actor(actor["name"], NAMESPACE), no_restart=True)
-    for key in (BINDINGS, OWNER):
-        _internal_kv_del(key, namespace=NAMESPACE)
+                ray.kill(ray.get_actor(actor["name"], namespace), no_restart=True)
+    release_machines(kv, name)
+    for key in sorted(kv.keys(namespace, ""), key=OWNER.__eq__):
+        kv.delete(namespace, key)
 
 
 def _ray_node(node: dict[str, Any]) -> RayNode:

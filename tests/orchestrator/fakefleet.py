@@ -347,6 +347,7 @@ class FakeFleet:
     def __init__(self, home: str = "/nowhere") -> None:
         self.settings = ControllerSettings(
             fleet="f",
+            name="fleet",
             home=home,
             spec_text=SPEC,
             spec_file="old.yaml",

@@ -411,6 +411,7 @@ class Played:
         self.clock = AwakeClock(loop.time) if awake else None
         settings = ControllerSettings(
             fleet=fleet,
+            name="fleet",
             home=str(home),
             spec_text=spec,
             spec_file="spec.yaml",

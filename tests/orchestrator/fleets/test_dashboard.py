@@ -21,7 +21,7 @@ import psutil
 import pytest
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
-from orchestrator.on_ray.ray_nodes import NAMESPACE
+from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.process.home import Home
 from tests.demo_check import DEMO
 from tests.fleet import LiveFleet, until
@@ -251,8 +251,9 @@ def test_a_replica_killed_there_restarts(fleet: LiveFleet, page: Page, pictures:
         pid = int(shown.get_by_role("cell").filter(has_text=re.compile(rf"^{before['pid']}$")).inner_text())
         psutil.Process(pid).kill()
     else:
-        name = f"helpdesk/0.{before['epoch']}"
-        done = ray_command(fleet, "kill-actor", "--name", name, "--namespace", NAMESPACE, "--force")
+        record, name = Home(fleet.home).read_record(), f"helpdesk/0.{before['epoch']}"
+        assert record is not None
+        done = ray_command(fleet, "kill-actor", "--name", name, "--namespace", ray_name(record.name), "--force")
         assert done.returncode == 0, done.stderr
 
     def back() -> Any:

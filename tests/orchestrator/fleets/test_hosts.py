@@ -45,13 +45,13 @@ from pathlib import Path
 import ray
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.on_ray.ray_cluster import RayCluster
-from orchestrator.on_ray.ray_nodes import NAMESPACE
+from orchestrator.fleet.cluster_names import ray_name
 from workers.host import host_facts as host
 from workers.artifacts.store.store_settings import StoreSettings
 
 address, pid, claims, log = sys.argv[1:]
 started = host.process_start(int(pid))
-ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+ray.init(address=address, namespace=ray_name("hosts"), log_to_driver=False, logging_level="error")
 
 def report(*values):
     print(json.dumps(values), file=replies, flush=True)
@@ -60,7 +60,7 @@ async def main():
     store = StoreSettings(root=str(Path(claims).parent / "store"))
     loop, clock = asyncio.get_running_loop(), AwakeClock()
     beating = loop.create_task(clock.beat())
-    cluster = RayCluster(store, clock=clock, home=str(Path(claims).parent.parent))
+    cluster = RayCluster(store, clock=clock, home=str(Path(claims).parent.parent), name="hosts")
     cluster.add_hosts(f"inf2.48xlarge/{i}" for i in range(4))
     report(*sorted(await cluster.lost_hosts()))
     held = await cluster.held_cores(claims, host="inf2.48xlarge/2")

@@ -14,12 +14,11 @@ from tests.orchestrator.conftest import temporary_home
 
 SPEC = """\
 version: 1
-name: joined
-hosts: {emulate: inf2.48xlarge, count: 2}
-defaults: {engine: echo, max_len: 512, tp_degree: 24}
+name: {name}
+hosts: {{emulate: inf2.48xlarge}}
+defaults: {{engine: echo, max_len: 512, tp_degree: 24}}
 models:
-  first: {}
-  second: {}
+  {name}: {{}}
 """
 MACHINES = ("a", "b")
 
@@ -34,10 +33,12 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="cwr-", dir="/tmp") as folder:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_TMPDIR", folder)
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        light = {"include_dashboard": False, "include_log_monitor": False}
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **light})
         for machine in MACHINES:
             nodes.add_node(
                 num_cpus=2,
+                include_log_monitor=False,
                 resources={f"nc{core}": 1 for core in range(24)},
                 labels={"corewright-host": machine, "corewright-instance": "inf2.48xlarge"},
             )
@@ -45,21 +46,50 @@ def cluster() -> Iterator[Any]:
         nodes.shutdown()
 
 
-def test_models_are_served_on_the_machines_of_a_joined_cluster(cluster: Any) -> None:
-    """Each on a machine of its own, since none has room for both; the cluster has all its cores after the end."""
+def test_fleets_share_a_cluster_and_no_machine(cluster: Any) -> None:
+    """Each serves on a machine of its own. The end of one leaves the other, and what somebody else runs there; the
+    cluster has all its cores after the end of both."""
     import ray
+    from ray import serve
 
-    with temporary_home() as home:
-        fleet = LiveFleet(SPEC, home=home, arguments=("--ray-address", cluster.address)).wait_ready()
-        replicas = [fleet.replica(f"{model}/0") for model in ("first", "second")]
-        assert {replica["host"] for replica in replicas} == {"inf2.48xlarge/0", "inf2.48xlarge/1"}
-        assert [complete(fleet, model).status_code for model in ("first", "second")] == [200, 200]
-        down = fleet.corewright("down")
-        assert (down.returncode, fleet.process.wait(30)) == (0, 0), fleet.output()
-    ray.init(address=cluster.address, namespace="corewright", log_to_driver=False)
+    ray.init(address=cluster.address, namespace="theirs", log_to_driver=False)
     try:
-        until(lambda: ray.available_resources().get("nc0") == len(MACHINES), 20, "all cores are free")
-        assert ray.util.list_named_actors() == []
+        tenant = ray.remote(num_cpus=0)(Tenant).options(name="tenant", lifetime="detached").remote()
+        serve.start(proxy_location="Disabled")
+        app = serve.deployment(Tenant).options(ray_actor_options={"num_cpus": 0}).bind()
+        serve.run(app, name="theirs", route_prefix=None)
+        with temporary_home() as home, temporary_home() as other_home:
+            red, blue = [
+                LiveFleet(SPEC.format(name=name), home=at, arguments=("--ray-address", cluster.address))
+                for name, at in (("red", home), ("blue", other_home))
+            ]
+            for fleet in (red, blue):
+                fleet.wait_ready()
+            assert [complete(fleet, name).status_code for fleet, name in ((red, "red"), (blue, "blue"))] == [200, 200]
+            assert held(ray) == len(MACHINES)
+            down = red.corewright("down")
+            assert (down.returncode, red.process.wait(30)) == (0, 0), red.output()
+            until(lambda: held(ray) == 1, 20, "the machine of the ended fleet is free")
+            assert complete(blue, "blue").status_code == 200
+            down = blue.corewright("down")
+            assert (down.returncode, blue.process.wait(30)) == (0, 0), blue.output()
+        until(lambda: held(ray) == 0, 20, "all cores are free")
+        names = ray.util.list_named_actors(all_namespaces=True)
+        assert [actor for actor in names if actor["namespace"].startswith("corewright")] == []
+        assert list(serve.status().applications) == ["theirs"]
+        assert ray.get(tenant.answer.remote()) == serve.get_app_handle("theirs").answer.remote().result() == "here"
         assert all(node["Alive"] for node in ray.nodes())
     finally:
         ray.shutdown()
+
+
+def held(ray: Any) -> int:
+    """Returns the number of machines whose first core is held."""
+    return len(MACHINES) - int(ray.available_resources().get("nc0", 0))
+
+
+class Tenant:
+    """Something that another user of the cluster runs."""
+
+    def answer(self) -> str:
+        return "here"

@@ -1,0 +1,10 @@
+"""The names under which a fleet is kept on a Ray cluster, which it may share with other fleets and other users."""
+
+from __future__ import annotations
+
+SHARED = "corewright"  # the namespace in Ray's KV of what the fleets of a cluster must agree on
+
+
+def ray_name(fleet: str) -> str:
+    """Returns the name of the fleet's Ray namespace, of its namespace in Ray's KV and of its Serve application."""
+    return f"corewright-{fleet}"
