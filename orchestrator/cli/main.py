@@ -31,6 +31,7 @@ COMMANDS = {  # of each module, in the order of `--help`
     "operate": ("scale", "load", "unload", "cordon", "uncordon", "drain"),
     "generate": ("generate",),
     "doctor": ("doctor",),
+    "node_resources": ("node-resources",),
     "compile": ("compile",),
     "cache": ("cache",),
     "keys": ("keys", "audit"),

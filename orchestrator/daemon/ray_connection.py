@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
 import socket
@@ -12,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from orchestrator.fleet.host_binding import Member, bind_hosts
+from orchestrator.fleet.node_declaration import NodeDeclaration
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from placements.facts.topology import TOPOLOGIES, Host, Topology
+from placements.planner.spec_hosts import DEFAULT_EMULATION
 from workers.host import host_facts as this_host
 
 log = logging.getLogger(__name__)
@@ -162,9 +163,9 @@ def survey(hosts: Sequence[Host], nodes: Sequence[Member]) -> Iterator[str]:
 
 def _start_hint(topology: Topology | None) -> str:
     """Returns how a machine becomes a host."""
-    cores, instance = (24, "inf2.48xlarge") if topology is None else (topology.cores, topology.instance)
-    resources = json.dumps({f"nc{core}": 1 for core in range(cores)})
-    return f"ray start --address=HEAD:6379 --labels corewright-instance={instance} --resources='{resources}'"
+    declaration = NodeDeclaration(topology or TOPOLOGIES[DEFAULT_EMULATION])
+    command = f"ray start --address=HEAD:6379 {declaration.arguments}"
+    return f"start its Ray node with what `corewright node-resources` prints there: {command}"
 
 
 def _not_joined(address: str, error: str) -> Failed:

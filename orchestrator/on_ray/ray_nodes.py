@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,17 +19,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.host_binding import Member
 from orchestrator.fleet.machine_claims import release_machines
+from orchestrator.fleet.node_declaration import CORE_RESOURCE, INSTANCE_LABEL, core_resources
 from orchestrator.on_ray.ray_kv import RayKeyValues
 
 CONTROLLER = "controller"  # the name of the actor
 NODES_STOP_S = 2.5  # for all further nodes together: a second to stop cleanly, then they are killed
 OBJECT_STORE_BYTES = 100 * 2**20  # tokens use sockets: Ray's store is almost empty
 HOST_LABEL = "corewright-host"  # of a Ray node: the host that it represents; default: its address
-INSTANCE_LABEL = "corewright-instance"  # of a Ray node: the instance type of its machine
 HEAD = {"node:__internal_head__": 0.001}  # a share of the resource that Ray gives the head, and each new head
 
 OWNER = "owner"  # the key in Ray's KV of the fleet with a name
-CORE_RESOURCE = re.compile("nc[0-9]+")
 
 # All nodes are on one machine. A dead raylet refuses the connection: its host is lost after three attempts, in 3 s. An
 # unresponsive one, on a busy machine or because it was stopped, has 3 timeouts and 2 periods, 32 s: its loss would end
@@ -51,11 +49,6 @@ def host_label(index: int) -> str:
 def host_labels(names: Iterable[str]) -> dict[str, str]:
     """Returns the label of each host, given the names in the planner's order."""
     return {name: host_label(index) for index, name in enumerate(names)}
-
-
-def core_resources(cores: int) -> dict[str, float]:
-    """Returns a node's custom resources: one per NeuronCore, so that Ray itself rejects a second actor on a core."""
-    return {f"nc{core}": 1.0 for core in range(cores)}
 
 
 def start_ray(folder: Path, name: str, *, cores: int, cpus: int, dashboard: bool) -> dict[str, Any]:

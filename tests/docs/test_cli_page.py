@@ -21,7 +21,7 @@ from tests.orchestrator.fakefleet import LiveAdmin
 def test_every_command_and_option_is_described() -> None:
     """In a section of its first word, with a synopsis of its own, and no option that does not exist."""
     names = {name.split()[0] for name in COMMANDS}
-    assert names == set(re.findall(r"^### `corewright (\w+)`$", CLI.read_text(), re.MULTILINE))
+    assert names == set(re.findall(r"^### `corewright ([\w-]+)`$", CLI.read_text(), re.MULTILINE))
     for name, command in COMMANDS.items():
         lines = section(CLI, f"corewright {name.split()[0]}").splitlines()
         (synopsis,) = [line for line in lines if re.match(rf"`corewright {name}( .*)?`$", line)]
@@ -71,7 +71,7 @@ def first_line(value: object) -> str:
     return str(value).partition("\n")[0]
 
 
-ALONE = [*(f"corewright {name}" for name in ("validate", "plan", "explain", "generate", "version"))]
+ALONE = [*(f"corewright {name}" for name in ("validate", "plan", "explain", "generate", "node-resources", "version"))]
 ALONE.append("A window of cores")
 
 

@@ -17,7 +17,7 @@ from placements.spec.problems import has_errors
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "on-inf2.md"
 EXAMPLE = ROOT / "placements" / "examples" / "on-inf2.yaml"
-UNIT = ROOT / "deploy" / "corewright.service"
+UNIT = ROOT / "deploy" / "systemd" / "corewright.service"
 END_S = 10.0  # of a fleet after its drain: "all within 30 s", docs/architecture.md
 
 
@@ -73,4 +73,4 @@ def test_the_unit_starts_up_in_a_home_that_systemd_makes() -> None:
     assert (Path(command[0]).name, command[1]) == ("corewright", "up")
     assert up.make_context("up", command[2:]).params["spec"] == "/etc/corewright/fleet.yaml"
     assert service["Environment"].startswith(f"PATH={Path(command[0]).parent}:")
-    assert "](../deploy/corewright.service)" in PAGE.read_text()
+    assert "](../deploy/systemd/corewright.service)" in PAGE.read_text()

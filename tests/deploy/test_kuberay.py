@@ -1,0 +1,140 @@
+"""The manifests for KubeRay: by the operator's own schema where KUBERAY_CRD names it, and by Ray's parser."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from placements.facts.topology import TOPOLOGIES
+from placements.spec.parse import parse
+from tests.deploy.ray_start import GATEWAY_PORT, ROOT, check_health, check_host, options
+
+FOLDER = ROOT / "deploy" / "kuberay"
+DOCUMENTS = list(yaml.safe_load_all((FOLDER / "raycluster.yaml").read_text()))
+CLUSTER = next(document for document in DOCUMENTS if document["kind"] == "RayCluster")
+GROUPS = {group["groupName"]: group for group in CLUSTER["spec"]["workerGroupSpecs"]}
+HEAD = CLUSTER["spec"]["headGroupSpec"]
+DEVICES = "aws.amazon.com/neuron"
+
+
+def strict(node: Any) -> Any:
+    """A schema of a CRD as JSON Schema, in which a field that Kubernetes would drop silently is an error."""
+    if isinstance(node, dict):
+        node = {key: strict(value) for key, value in node.items()}
+        open_to_all = node.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in node
+        if isinstance(node.get("properties"), dict) and not open_to_all:
+            node["additionalProperties"] = False
+        if node.get("x-kubernetes-int-or-string"):
+            node.pop("type", None)
+            node["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+        return node
+    return [strict(item) for item in node] if isinstance(node, list) else node
+
+
+@pytest.mark.skipif("KUBERAY_CRD" not in os.environ, reason="KUBERAY_CRD names no ray.io_rayclusters.yaml of KubeRay")
+def test_the_operators_schema_accepts_the_cluster() -> None:
+    """And refuses a field that it does not know."""
+    crd = yaml.safe_load(Path(os.environ["KUBERAY_CRD"]).read_text())
+    schema = next(version for version in crd["spec"]["versions"] if version["storage"])["schema"]["openAPIV3Schema"]
+    validator = Draft202012Validator(strict(schema) | {"properties": strict(schema)["properties"] | {"metadata": {}}})
+
+    assert [error.message for error in validator.iter_errors(CLUSTER)] == []
+    wrong = CLUSTER | {"spec": CLUSTER["spec"] | {"noSuchField": 1}}
+    assert len(list(validator.iter_errors(wrong))) == 1
+
+
+def start_words(group: dict[str, Any]) -> list[str]:
+    """The options that the operator gives `ray start`: resources and labels of the group, quoted for a shell."""
+    params = dict(group["rayStartParams"])
+    assert not params.keys() & {"num-cpus", "memory", "resources", "labels"}  # the operator refuses both
+    names = {name: float(amount) for name, amount in group["resources"].items() if name != "CPU"}
+    params |= {
+        "num-cpus": group["resources"]["CPU"],
+        "resources": "'{" + ",".join(f'"{name}":{amount:g}' for name, amount in names.items()) + "}'",
+        "labels": ",".join(f"{key}={value}" for key, value in group["labels"].items()),
+    }
+    return shlex.split(" ".join(f"--{name}={value}" for name, value in params.items()))
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_worker_has_all_devices_and_cores_of_its_node(name: str) -> None:
+    """Ray reads the label and the cores of the instance type, and no other pod can have its devices."""
+    group = GROUPS[name]
+    pod = group["template"]["spec"]
+    instance = pod["nodeSelector"]["node.kubernetes.io/instance-type"]
+    resources = pod["containers"][0]["resources"]
+
+    check_host(options(start_words(group)), instance)
+    assert int(resources["limits"][DEVICES]) == TOPOLOGIES[instance].devices
+    assert resources["limits"] == resources["requests"]  # no other pod's use of the CPUs slows it down
+    assert resources["limits"]["cpu"] == group["resources"]["CPU"]
+    assert pod["tolerations"] == [{"key": DEVICES, "operator": "Exists"}]
+
+
+def test_ray_accepts_the_parameters_of_the_head() -> None:
+    """With the health checks, and without CPUs for others' work."""
+    params = options(shlex.split(" ".join(f"--{name}={value}" for name, value in HEAD["rayStartParams"].items())))
+
+    assert params["num_cpus"] == 0
+    check_health(params)
+
+
+def ports(group: dict[str, Any]) -> dict[str, int]:
+    """The ports of the container of Ray."""
+    return {port["name"]: port["containerPort"] for port in group["template"]["spec"]["containers"][0]["ports"]}
+
+
+def test_no_port_of_ray_is_the_gateways() -> None:
+    """The operator exports metrics on 8080 unless it is given another port, under this name."""
+    for group in (HEAD, *GROUPS.values()):
+        assert str(ports(group)["metrics"]) == group["rayStartParams"]["metrics-export-port"] != str(GATEWAY_PORT)
+
+
+def test_the_service_reaches_the_gateways() -> None:
+    """In the pods that it selects, at the port that `up` has by default."""
+    (service,) = [document for document in DOCUMENTS if document["kind"] == "Service"]
+    (target,) = service["spec"]["ports"]
+    cluster = CLUSTER["metadata"]["name"]
+
+    assert service["spec"]["selector"] == {"ray.io/cluster": cluster, "ray.io/node-type": "head"}
+    assert ports(HEAD)[target["targetPort"]] == GATEWAY_PORT
+
+
+def test_the_job_starts_the_spec_that_the_head_mounts() -> None:
+    """By the head's own job interface, with the cluster's token; the command exists with these options."""
+    from typer.main import get_command
+
+    from orchestrator.cli import main as cli
+
+    (container,) = yaml.safe_load((FOLDER / "up-job.yaml").read_text())["spec"]["template"]["spec"]["containers"]
+    words = container["command"]
+    up = get_command(cli.app).commands["up"]  # type: ignore[attr-defined]
+    given = up.make_context("up", words[words.index("up") + 1 :]).params
+    folder, file = given["spec"].rsplit("/", 1)
+    pod = HEAD["template"]["spec"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+
+    assert words[:3] == ["ray", "job", "submit"]
+    assert given["ray_address"] == "auto"
+    assert {"name": mounts[folder], "configMap": {"name": "corewright-fleet"}} in pod["volumes"]
+    assert (FOLDER / file).is_file()
+    secret = container["env"][1]["valueFrom"]["secretKeyRef"]
+    assert secret == {"name": CLUSTER["metadata"]["name"], "key": "auth_token"}
+
+
+def test_the_spec_reserves_what_the_pod_does_not_get() -> None:
+    """The planner counts on the CPUs and the memory of the pod, not of the node."""
+    spec = parse((FOLDER / "fleet.yaml").read_bytes(), "fleet.yaml", "/").spec
+    assert spec is not None
+    (host,) = spec.hosts
+    topology = TOPOLOGIES["inf2.48xlarge"]
+    limits = GROUPS["inf2-48xlarge"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+
+    assert topology.vcpus - (host.reserve.vcpus or 0) == int(limits["cpu"])
+    assert topology.memory_gib - host.reserve.memory_gib <= int(limits["memory"].removesuffix("Gi"))
