@@ -19,8 +19,8 @@ TYPES = ", ".join(TOPOLOGIES)
 def topology_of(instance: str | None) -> Topology:
     """Returns the topology of an instance type, by default this machine's. Raises Failed if it has none."""
     name = instance or this_host.instance_type()
-    if name in TOPOLOGIES:
-        return TOPOLOGIES[name]
+    if (topology := TOPOLOGIES.get(name or "")) is not None:
+        return topology
     machine = "has no Neuron devices" if name is None else f"is of type {name}, which is not supported"
     message = f"this machine {machine}" if instance is None else f"{instance} is not a supported instance type"
     raise Failed("no-neuron-instance", message, f"set --instance to one of {TYPES}; without devices it is emulated")

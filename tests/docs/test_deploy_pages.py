@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from orchestrator.cli import main as cli
+from orchestrator.cli.app import app
 from placements.spec.parse import parse
 from placements.spec.problems import has_errors
 from tests.docs.pages import ROOT, blocks
@@ -21,7 +21,7 @@ SPEC = ROOT / "deploy" / "kuberay" / "fleet.yaml"
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_of_corewright_parses(page: Path) -> None:
     """Wherever it runs: in a shell, in a pod."""
-    group = get_command(cli.app)
+    group = get_command(app)
     lines = [line for block in blocks(page) if block.language == "sh" for line in block.text.splitlines()]
     commands = [match[1] for line in lines if (match := re.search(r"(?:^| -- )(corewright .*)", line))]
     assert commands
