@@ -15,7 +15,8 @@ from orchestrator.process.version import corewright_version
 from tests.served import EPOCH, TOKEN
 from workers.messages.engine_protocol import EngineSpec
 from workers.messages.wire import Welcome
-from workers.servers.completion_relay import CompletionRelay, CompletionServer
+from workers.servers.completion_relay import CompletionRelay
+from workers.servers.completion_server import CompletionServer
 from workers.servers.server_process import Address
 from workers.serving.dataplane import DataPlane
 

@@ -86,9 +86,9 @@ def make_interpreter(
     """
     subprocess.run([python, "-m", "venv", "--without-pip", "--symlinks", str(folder)], check=True)
     site = next(folder.glob("lib/python3.*/site-packages"))
-    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    packages = [path for path in sys.path if path.endswith("site-packages")]
     (site / "corewright-double.pth").write_text(
-        "\n".join([packages, str(PROJECT), *([str(PACKAGES)] if neuron else [])])
+        "\n".join([*packages, str(PROJECT), *([str(PACKAGES)] if neuron else [])])
     )
     for name, version in (instead or {}).items():
         _write(site / name / "__init__.py", f"__version__ = {version!r}\n")

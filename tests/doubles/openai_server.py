@@ -8,8 +8,8 @@ them. A bias of 100 forces a token. Files plan what goes wrong:
 - ``MODEL/faults.json``: ``chunk``, tokens in each event; ``after``, tokens of each answer before ``error`` (an error
   event), ``end`` (no finish reason) or ``reset`` (no end of the response) as ``do`` says.
 
-``MODEL/received.jsonl`` gets the body of each completion. A LoRA adapter puts what follows the header of its weights
-before the prompt.
+``MODEL/received.jsonl`` gets the body of each completion. A LoRA adapter puts its weights, if they are not zeros,
+before the prompt; as in vLLM, one without modules is an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from workers.engines.echo import echo_tokens
 
 VERSION = "0.32.0"
 MOST_LOGPROBS = 20
-EMPTY_BYTES = 10  # of an empty safetensors file
 FLAGS = ("dtype", "generation-config", "tensor-parallel-size")  # without an effect here
 SWITCHES = ("disable-uvicorn-access-log", "enable-prefix-caching", "enforce-eager", "trust-remote-code")
 Body = dict[str, Any]
@@ -52,6 +51,22 @@ RULES: tuple[tuple[str, Any, Callable[[Any], bool]], ...] = (
     ("logprobs", 0, lambda value: value >= -1),
     ("stop_token_ids", [], lambda value: all(isinstance(id, int) for id in value)),
 )
+
+
+def lora_weights(text: str) -> bytes:
+    """A file of weights whose adapter puts this text before the prompt."""
+    tensor = {"dtype": "U8", "shape": [len(text)], "data_offsets": [0, len(text)]}
+    header = json.dumps({"base_model.model.layers.0.o_proj.lora_A.weight": tensor}).encode()
+    return len(header).to_bytes(8, "little") + header + text.encode()
+
+
+def prefix_of(adapter: Path) -> list[int]:
+    """The ids that an adapter puts before the prompt. Raises ValueError for one without modules."""
+    raw = (adapter / "adapter_model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    if not json.loads(raw[8:end]):
+        raise ValueError("Worker failed with error ''")
+    return [id for id in raw[end:] if id]
 
 
 def make_vllm(folder: Path, version: str = VERSION) -> Path:
@@ -132,6 +147,8 @@ class Server:
         self._requests = self._running = 0
         self._max_rank: int = options.max_lora_rank if options.enable_lora else 0
         self._adapters = {name: Path(at) for name, _, at in (text.partition("=") for text in options.lora_modules)}
+        for folder in self._adapters.values():
+            prefix_of(folder)
         self.engine = Engine()
 
     def app(self) -> web.Application:
@@ -179,6 +196,10 @@ class Server:
         rank = json.loads((path / "adapter_config.json").read_text())["r"]
         if rank > self._max_rank:
             return _refusal(500, "InternalServerError", f"LoRA rank {rank} is greater than {self._max_rank}.")
+        try:
+            prefix_of(path)
+        except ValueError as error:
+            return _refusal(500, "InternalServerError", f"Call to add_lora method failed: {error}")
         self._adapters[name] = path
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -218,7 +239,7 @@ class Server:
         body["model"] = body.get("model") or self._names[0]
         answer = Answer(body, request.path.endswith("/chat/completions"), request.headers.get("X-Request-Id", "0"))
         if (adapter := self._adapters.get(body.get("model", ""))) is not None:
-            answer.before = list((adapter / "adapter_model.safetensors").read_bytes()[EMPTY_BYTES:])
+            answer.before = prefix_of(adapter)
         self._check(answer)
         if not body.get("stream"):
             self._check_in_engine(answer)

@@ -57,6 +57,12 @@ def eos_token_ids(path: Path, settings: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(ids)
 
 
+def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the settings of the language model: those of a model that also reads images are nested."""
+    nested = settings.get("text_config")
+    return {**settings, **nested} if isinstance(nested, Mapping) else settings
+
+
 def positions_of(settings: Mapping[str, Any]) -> int | None:
     """Returns the model's maximum of positions. Bloom has none, and GPT-2 and GPT-J use another name."""
     limit = settings.get("max_position_embeddings", settings.get("n_positions"))

@@ -27,8 +27,10 @@ from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import ServerLoad
 from workers.servers.adapters import LoadedAdapters, UnknownAdapter, change_adapter, largest_rank, served_name
+from workers.servers.completion_server import CompletionServer
 from workers.servers.completion_stream import (
     BAD_GATEWAY,
+    UNAVAILABLE,
     Piece,
     ServerError,
     StreamReader,
@@ -36,8 +38,7 @@ from workers.servers.completion_stream import (
     error_message,
 )
 from workers.servers.forwarded_answer import EventReader, ForwardedRequest, whole_answer
-from workers.servers.server_metrics import ServerMetrics
-from workers.servers.server_process import Address
+from workers.servers.server_metrics import ServerMetrics, TokenProgress
 from workers.text.detokenizer import AnswerText
 from workers.text.tokenizer import Tokenizer
 
@@ -47,7 +48,6 @@ SCRAPE_S = 10.0  # between two readings of the server's metrics
 SCRAPE = aiohttp.ClientTimeout(total=5.0)
 TICK_S = 1.0  # between two calls of ``after_step``
 ADAPTERS_S = 60.0  # to unload adapters
-UNAVAILABLE = 503  # the server's queue is full, or it shuts down
 UNSERVED = (429, UNAVAILABLE)  # another attempt may succeed
 NOT_FOUND = 404
 OURS = (401, 403)  # not the client's fault: it has no credentials of the server
@@ -55,22 +55,6 @@ GONE = (ConnectionRefusedError, FileNotFoundError)  # errors of a connection to 
 WINDOW_BYTES = 2**18  # of one forwarded answer, sent and not yet read by its gateway
 PART_BYTES = 2**16  # of one event, so that other answers come in between
 LONGEST_ANSWER = 64 * 2**20  # bytes of one that is not streamed
-
-
-@dataclass(frozen=True)
-class CompletionServer:
-    """A server that is ready, and what requests to it depend on."""
-
-    address: Address
-    model: str  # its name there
-    spec: EngineSpec
-    version: tuple[int, int]  # of vLLM, for requests as tokens
-    wait: Callable[[], int]  # blocks until its processes are gone; returns the exit code
-    stop: Callable[[], None]
-    adapters: Mapping[str, str] = field(default_factory=dict)  # folders, by name
-    key: str = ""  # that requests need
-    most_adapters: int = 0  # loaded at a time; 0: all of them are loaded at the start
-    max_rank: int = 0  # of adapters that are loaded later
 
 
 @dataclass(eq=False)
@@ -82,6 +66,7 @@ class _Live:
     accepted: AcceptedRequest | None = None
     forwarded: ForwardedRequest | None = None
     watched: bool = False  # the server should send something: not while a whole answer is generated or the window full
+    whole: bool = False  # the server generates an answer that comes in one piece
     unread: int = 0  # bytes of the window
     room: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
@@ -119,6 +104,7 @@ class CompletionRelay:
         self._failed: str | None = None
         self._progress_at: float | None = None  # the last byte from the server, or the first request since then
         self._last_step_at: float | None = None
+        self._token_progress = TokenProgress()
         self._steps = 0
         self._tokens = 0
         self._metrics: ServerMetrics | None = None
@@ -205,7 +191,7 @@ class CompletionRelay:
                 prefilling=sent - begun,
                 steps=self._steps,
                 tokens=self._tokens,
-                step_started_at=self._progress_at if self._watched else None,
+                step_started_at=self._step_started_at,
                 last_step_at=self._last_step_at,
                 draining=self._draining,
                 failed=self._failed,
@@ -231,6 +217,17 @@ class CompletionRelay:
     @property
     def _watched(self) -> bool:
         return any(live.watched for live in self._live.values())
+
+    @property
+    def _awaits_whole(self) -> bool:
+        return any(live.whole for live in self._live.values())
+
+    @property
+    def _step_started_at(self) -> float | None:
+        """Since when the server has shown no progress of a request, by its bytes or by its count of tokens."""
+        stalled_s = self._token_progress.stalled_s if self._awaits_whole else 0.0
+        since = [self._progress_at] if self._watched and self._progress_at is not None else []
+        return min(since + [self._clock() - stalled_s] * (stalled_s > 0), default=None)
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -284,8 +281,11 @@ class CompletionRelay:
                         metrics = ServerMetrics.read((await _whole(response)).decode(errors="replace"))
                         with self._changed:
                             self._metrics, self._load = metrics, metrics.load(self._metrics)
+                            self._token_progress.read(metrics.tokens, self._clock())
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ServerError) as error:
                 log.debug("the server's metrics cannot be read: %s", error)
+                with self._changed:
+                    self._token_progress.fail(self._clock())
             await asyncio.sleep(SCRAPE_S)
 
     async def _answer(self, live: _Live) -> None:
@@ -346,7 +346,10 @@ class CompletionRelay:
     async def _forward(self, live: _Live, request: ForwardedRequest, response: aiohttp.ClientResponse) -> None:
         """Emit the parts of an answer."""
         if not request.streams:
-            part, finish = whole_answer(request, await _whole(response))
+            body = await _whole(response)
+            with self._changed:
+                live.whole = False
+            part, finish = whole_answer(request, body)
             await self._pass_on(live, part, finish)
             return
         if response.content_type != "text/event-stream":
@@ -389,11 +392,14 @@ class CompletionRelay:
             self._watch(live)
 
     def _watch(self, live: _Live) -> None:
-        """Expect progress of a request that the server has; none of an answer that comes in one piece."""
+        """Expect progress of a request that the server has: bytes, or tokens of an answer that comes in one piece."""
         with self._changed:
             if not self._watched:
                 self._progress_at = self._clock()
+            if not self._awaits_whole:
+                self._token_progress.begin(self._clock())
             live.sent, live.watched = True, live.forwarded is None or live.forwarded.streams
+            live.whole = not live.watched
 
     def _count(self, tokens: int) -> None:
         """Record that the server makes progress."""

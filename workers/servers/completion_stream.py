@@ -19,6 +19,7 @@ from workers.messages.requests import GenerateRequest, TokenLogprobs
 
 GUIDED_BY_OUTPUTS = (0, 12)  # the first vLLM with `structured_outputs`; before, `guided_json`
 BAD_GATEWAY = 502
+UNAVAILABLE = 503  # the server's queue is full, it shuts down, or nothing of an answer has come: another may serve
 LONGEST_EVENT = 16 * 2**20  # bytes
 _TOKEN_ID = "token_id:"  # a token's name with `return_tokens_as_token_ids`
 _DATA = b"data:"

@@ -1,7 +1,7 @@
 """Reads the answers of a server to forwarded requests, complete or as server-sent events, and passes them on.
 
-Pure. Only the model's name changes, and the usage that was added to a stream is removed again. Only a finish reason is
-success: a stream with status 200 may hold an error, end early, or end with ``[DONE]`` and no answer.
+Pure. Only the model's name changes, and the usage that was added to a stream is removed again. Only a finish reason of
+every choice is success: a stream with status 200 may hold an error, end early, or end with ``[DONE]`` and no answer.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ from typing import Any
 import msgspec
 
 from workers.messages.requests import AnswerPart, FinishReason, Forwarded
-from workers.servers.completion_stream import BAD_GATEWAY, LONGEST_EVENT, EventSplitter, ServerError, error_of
+from workers.servers.completion_stream import (
+    BAD_GATEWAY,
+    LONGEST_EVENT,
+    UNAVAILABLE,
+    EventSplitter,
+    ServerError,
+    error_of,
+)
 
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 """The routes whose answers have finish reasons."""
 
-UNFINISHED = 503  # nothing of the answer has arrived, so that another attempt may succeed
 DONE = b"data: [DONE]\n\n"
 _EMPTY = (b"null", b'""', b"[]", b"{}")
 
@@ -30,6 +36,14 @@ class _Fields(msgspec.Struct):
     model: str
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    n: Any = None
+    prompt: Any = None
+
+    @property
+    def choices(self) -> int:
+        """The choices of an answer: ``n`` of each prompt."""
+        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        return (self.n if type(self.n) is int and self.n > 0 else 1) * (len(self.prompt) if several else 1)
 
 
 class _Choice(msgspec.Struct):
@@ -74,6 +88,7 @@ class ForwardedRequest:
         self.route = request.route
         self.model = fields.model  # as the client wrote it
         self.streams = bool(fields.stream)
+        self.choices = fields.choices
         self.shows_usage = options is not None and options.include_usage
         self._body = request.body
         self._added: dict[str, Any] = {}
@@ -96,11 +111,16 @@ def whole_answer(request: ForwardedRequest, body: bytes) -> tuple[AnswerPart, Fi
     if answer.error is not None:
         raise error_of(answer.error)
     reasons = [choice.finish_reason for choice in answer.choices or []]
-    if request.route in GENERATING and not (reasons and all(reasons)):
-        raise ServerError("the server's answer has no finish reason", BAD_GATEWAY)
+    if request.route in GENERATING and (finished := sum(map(bool, reasons))) < max(request.choices, len(reasons)):
+        raise ServerError(_unfinished(finished, request.choices), BAD_GATEWAY)
     usage = answer.usage or _Usage()
     data = _with(body, model=request.model) if request.route.startswith("/v1/") else body
     return AnswerPart(data, usage.completion_tokens or 0, usage.prompt_tokens), _finish(reasons)
+
+
+def _unfinished(finished: int, choices: int) -> str:
+    few = "without a finish reason" if choices == 1 else f"with finish reasons of {finished} of {choices} choices"
+    return f"the server ended its answer {few}"
 
 
 def _finish(reasons: Collection[str | None]) -> FinishReason:
@@ -134,14 +154,15 @@ class EventReader:
     def end(self) -> AnswerPart:
         """Returns the end of the answer, when the server's has ended. Raises ServerError if it is not complete."""
         if not self.complete:
-            raise ServerError("the server ended its answer without a finish reason", UNFINISHED)
+            finished = sum(map(bool, self._reasons.values()))
+            raise ServerError(_unfinished(finished, self._request.choices), UNAVAILABLE)
         usage = self._usage or _Usage(completion_tokens=self._tokens)
         return AnswerPart(DONE, (usage.completion_tokens or 0) - self._tokens, usage.prompt_tokens)
 
     @property
     def complete(self) -> bool:
         """Every choice has a finish reason: what is lost now is not part of the answer."""
-        return bool(self._reasons) and all(self._reasons.values())
+        return len(self._reasons) >= self._request.choices and all(self._reasons.values())
 
     @property
     def finish(self) -> FinishReason:

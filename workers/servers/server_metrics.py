@@ -14,6 +14,8 @@ NAMES = {
     "vllm:num_preemptions_total": "preemptions",
     "vllm:prefix_cache_queries_total": "prefix_queries",
     "vllm:prefix_cache_hits_total": "prefix_hits",
+    "vllm:prompt_tokens_total": "tokens",
+    "vllm:generation_tokens_total": "tokens",
 }
 
 
@@ -26,6 +28,7 @@ class ServerMetrics:
     preemptions: float = 0.0  # requests whose KV cache it has dropped to continue others, since its start
     prefix_queries: float = 0.0  # prompt tokens looked up in its prefix cache
     prefix_hits: float = 0.0  # of these, those found there
+    tokens: float | None = None  # read and generated since its start; None: it does not count them
 
     def load(self, before: ServerMetrics | None) -> ServerLoad:
         """Returns what the replica reports; ``before`` is the last reading."""
@@ -35,12 +38,40 @@ class ServerMetrics:
     @classmethod
     def read(cls, text: str) -> ServerMetrics:
         """Reads Prometheus' text format. Lines of other metrics, and malformed ones, are skipped."""
-        sums = dict.fromkeys(NAMES.values(), 0.0)
+        sums: dict[str, float] = {}
         for line in text.splitlines():
             name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
             field = NAMES.get(name)
             if field is not None:
                 with contextlib.suppress(IndexError, ValueError):
                     value = float(rest.rpartition("}")[2].split()[0])
-                    sums[field] += value if math.isfinite(value) else 0.0
+                    sums[field] = sums.get(field, 0.0) + (value if math.isfinite(value) else 0.0)
         return cls(**sums)
+
+
+class TokenProgress:
+    """How long the server's count of tokens has not changed, by its readings: the only sign of a hang while answers
+    come in one piece."""
+
+    def __init__(self) -> None:
+        self._tokens: float | None = None
+        self._changed_at = self._read_at = 0.0
+
+    def begin(self, now: float) -> None:
+        """The server has work from now on."""
+        self._changed_at = self._read_at = now
+
+    def read(self, tokens: float | None, now: float) -> None:
+        """``tokens`` is the count; None: the server has none."""
+        self._read_at = now
+        if tokens is None or tokens != self._tokens:
+            self._tokens, self._changed_at = tokens, now
+
+    def fail(self, now: float) -> None:
+        """The count could not be read: the server does not answer."""
+        self.read(self._tokens, now)
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds between the last change and the last reading; 0 for a server that does not count."""
+        return self._read_at - self._changed_at

@@ -15,7 +15,7 @@ import msgspec
 
 from placements.facts.engines import NXD_QUANTIZED_DTYPES
 from placements.facts.vllm import BLOCK_SIZE, LORA_SINCE, Plugin, Version, blocks, plugin_of, version_of
-from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
+from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config, text_settings
 from workers.engines.engine_setup import TORCH_DTYPES, dtype_on, source_of
 from workers.host.interpreter import probe
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
@@ -31,7 +31,7 @@ from workers.servers.adapters import (
     served_name,
     write_empty_adapter,
 )
-from workers.servers.completion_relay import CompletionServer
+from workers.servers.completion_server import CompletionServer
 from workers.servers.server_process import Address, ServerProcess, free_port, server_folder
 
 log = logging.getLogger(__name__)
@@ -266,10 +266,18 @@ def server_command(python: str, config: ReplicaConfig, installed: VllmInstallati
     return [*launch, *arguments(config, installed, address)]
 
 
+def _vocab_size(source: Path, settings: Mapping[str, Any]) -> int:
+    """Raises EngineLoadError."""
+    size = settings.get("vocab_size")
+    if type(size) is not int or size < 1:
+        raise EngineLoadError("config-unreadable", f"{source / 'config.json'} has no vocab_size")
+    return size
+
+
 def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionServer:
     """Starts the server and returns when it is ready. ``held``: see `ServerProcess`. Raises EngineLoadError."""
     source = source_of(config)
-    settings = read_config(source)
+    settings = text_settings(read_config(source))
     check_length(config.max_len, positions_of(settings))
     python = config.server_python or sys.executable
     installed = installation(python)
@@ -280,7 +288,7 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
     log.info("starting %s", " ".join(command))
     live = installed.plugin == "cpu" and loads_adapters(config, "cpu")
     if live:
-        write_empty_adapter(folder / EMPTY)
+        write_empty_adapter(folder / EMPTY, source)
     wanted = _needs(config, installed)
     with vllm_artifacts.prepared(config, installed.plugin, wanted, folder) as artifacts:
         key = "" if address.path else secrets.token_urlsafe(32)  # all users of the machine reach a port
@@ -293,7 +301,7 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
         max_len=config.max_len,
         prefill_buckets=(config.max_len,),
         decode_buckets=(config.max_len,),
-        vocab_size=settings["vocab_size"],
+        vocab_size=_vocab_size(source, settings),
         eos_token_ids=eos_token_ids(source, settings),
         returns="tokens" if samples else "logits",
         device_top_k=DEVICE_TOP_K if samples else 0,

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from placements.facts.core_range import CoreRange
-from tests.doubles.openai_server import make_vllm
+from tests.doubles.openai_server import lora_weights, make_vllm
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import Admin, Load, Question, Sent, complete, echo_text
 from tests.s3 import S3Server
@@ -62,7 +62,7 @@ def adapters() -> Iterator[None]:
     with S3Server() as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.env.items():
             patch.setenv(name, value)
-        weights = {f"{name}/adapter_model.safetensors": b"\x02" + bytes(7) + b"{}" + name.encode() for name in "xy"}
+        weights = {f"{name}/adapter_model.safetensors": lora_weights(name) for name in "xy"}
         server.bucket("loras", weights | {f"{name}/adapter_config.json": b'{"r": 8}' for name in "xy"})
         yield
 

@@ -283,6 +283,30 @@ def test_after_the_first_text_a_failure_is_an_error_event(
     assert len(replica.calls) == 1
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("body", [{"n": 2}, {"prompt": ["a", "b"]}, {"n": 2, "prompt": [[1], [2]]}])
+def test_a_stream_without_all_choices_is_no_success(
+    gateway: LiveGateway, relayed: Make, body: dict[str, Any], breaks: bool
+) -> None:
+    """Each choice needs a finish reason, also one of which nothing has come."""
+    serve(gateway, relayed(lambda call: call.stream(chunk("a", "stop"), breaks=breaks)))
+
+    text = complete(gateway, stream=True, **body).text
+
+    assert "engine_failed" in text
+    assert "[DONE]" not in text
+
+
+def test_an_answer_without_all_choices_is_no_success(gateway: LiveGateway, relayed: Make) -> None:
+    """A server that ignores `n` has not answered the request."""
+    serve(gateway, relayed(lambda call: call.answer(WHOLE)))
+
+    response = complete(gateway, n=2)
+
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_failed")
+    assert "1 of 2 choices" in response.json()["error"]["message"]
+
+
 def test_a_connection_lost_after_the_finish_costs_nothing(gateway: LiveGateway, relayed: Make) -> None:
     """The answer is complete with its finish reason; the tokens are then counted here."""
     serve(gateway, relayed(lambda call: call.stream(chunk("a"), chunk("b", "stop"), breaks=True)))

@@ -16,8 +16,9 @@ from tests.fleet import until
 from workers.batching.batcher import BatcherClosed
 from workers.engines.echo import EOS_ID, VOCAB_SIZE, echo_tokens
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
-from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.servers.completion_relay import CompletionRelay, CompletionServer
+from workers.messages.requests import FinishReason, Forwarded, GenerateRequest, TokenEvent
+from workers.servers.completion_relay import CompletionRelay
+from workers.servers.completion_server import CompletionServer
 from workers.servers.completion_stream import Piece, ServerError, StreamReader
 from workers.servers.server_process import Address
 from workers.text.tokenizer import ByteTokenizer
@@ -62,6 +63,8 @@ class FakeServer:
         self.ids: list[str] = []
         self.adapters: dict[str, str] = {}  # paths of those that are loaded
         self.changes: list[str] = []  # of the adapters
+        self.metrics = ""
+        self.held_change = ""  # of the adapters: it waits for ``go``
         self.live = self.most = 0
         self.gone = threading.Event()  # a client left before the end of its answer
         self.go = asyncio.Event()  # awaited by answers that wait
@@ -76,6 +79,7 @@ class FakeServer:
     async def _start(self) -> None:
         app = web.Application()
         app.add_routes([web.post("/v1/completions", self._completions), web.post("/v1/{change}", self._change)])
+        app.add_routes([web.get("/metrics", self._metrics)])
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.UnixSite(self._runner, str(self.path)).start()
@@ -99,11 +103,16 @@ class FakeServer:
             self.live -= 1
         return response
 
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics)
+
     async def _change(self, request: web.Request) -> web.Response:
         """Loads or unloads an adapter, as vLLM does."""
         body, change = await request.json(), request.match_info["change"].removesuffix("_lora_adapter")
         name = body["lora_name"]
         self.changes.append(f"{change} {name}")
+        if self.changes[-1] == self.held_change:
+            await self.go.wait()
         if (change == "load") == (name in self.adapters) or self.status != 200:
             known = f"The lora adapter '{name}' has already been loaded." if change == "load" else "not found"
             return web.json_response({"error": {"message": known if self.status == 200 else "no"}}, status=400)
@@ -446,6 +455,26 @@ def test_a_hung_server_shows_as_a_step_that_lasts(
     assert (relay.stats.live, relay.stats.prefilling, relay.stats.tokens) == (1, 0, 1)
 
 
+def test_a_hung_server_shows_while_an_answer_comes_in_one_piece(
+    server: FakeServer, received: Received, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its metrics go on, but count no token any more."""
+    monkeypatch.setattr("workers.servers.completion_relay.SCRAPE_S", 0.01)
+    server.metrics = 'vllm:generation_tokens_total{engine="0"} 1.0\n'
+    server.answer = held
+    relay = CompletionRelay(known(server), ByteTokenizer(), received)
+    try:
+        forwarded = Forwarded("/v1/completions", b'{"model": "m", "prompt": [1], "max_tokens": 5}')
+        relay.submit(GenerateRequest(id="a", prompt_ids=[], max_tokens=1, forwarded=forwarded))
+        until(lambda: server.live == 1, DEADLINE_S, "the server has it")
+        until(lambda: relay.stats.step_started_at is not None, DEADLINE_S, "no token is counted")
+        for count in range(2, 50):
+            server.metrics = f'vllm:generation_tokens_total{{engine="0"}} {count}.0\n'
+            until(lambda: relay.stats.step_started_at is None, DEADLINE_S, "a token is counted")
+    finally:
+        relay.close()
+
+
 def test_ragged_requests_do_not_mix(server: FakeServer, relay: CompletionRelay, received: Received) -> None:
     """Each gets its own tokens, over connections that are used again, and the server never has more than the slots."""
     prompts = {f"r{i}": [40 + i, *range(40, 40 + i % 7)] for i in range(30)}
@@ -517,6 +546,27 @@ def test_an_adapter_with_requests_stays_loaded(
     assert received.ids("x") == received.ids("y") == echo_tokens(PROMPT, 5)
     assert [change.split()[0] for change in server.changes] == ["load", "load", "unload", "load"]
     assert "tiny:z" in server.adapters
+
+
+def test_a_load_does_not_delay_requests_for_other_adapters(
+    server: FakeServer, adapted: CompletionRelay, received: Received
+) -> None:
+    """Not even if its client leaves; the next request uses what was loaded."""
+    adapted.submit(request("first", adapter="x"))
+    received.end("first")
+    server.held_change = "load tiny:y"
+    for id in ("loads", "leaves"):
+        adapted.submit(request(id, adapter="y"))
+    until(lambda: server.held_change in server.changes, DEADLINE_S, "it is being loaded")
+
+    adapted.submit(request("later", adapter="x"))
+    assert received.ids("later") == echo_tokens(PROMPT, 5)
+    adapted.cancel("leaves")
+    assert received.end("leaves").finish is FinishReason.CANCELLED
+    server.release()
+
+    assert received.ids("loads") == echo_tokens(PROMPT, 5)
+    assert server.changes == ["load tiny:x", "load tiny:y"]
 
 
 def test_an_adapter_that_is_loaded_already_is_used(

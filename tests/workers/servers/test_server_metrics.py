@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workers.messages.status import ServerLoad
-from workers.servers.server_metrics import ServerMetrics
+from workers.servers.server_metrics import ServerMetrics, TokenProgress
 
 TEXT = """\
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
@@ -18,12 +18,14 @@ vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} NONSENSE
 vllm:num_requests_waiting{engine="2",model_name="tiny"} NaN
 vllm:num_preemptions_total{engine="2",model_name="tiny"} +Inf
 vllm:prefix_cache_hits_total 640.0 1700000000
+vllm:prompt_tokens_total{engine="0",model_name="tiny"} 30.0
+vllm:generation_tokens_total{engine="0",model_name="tiny"} 4.0
 """
 
 
 def test_vllms_metrics_are_read() -> None:
     """Summed over its engines; what cannot be read counts as nothing."""
-    assert ServerMetrics.read(TEXT) == ServerMetrics(0.25, 4.0, 5.0, 1000.0, 640.0)
+    assert ServerMetrics.read(TEXT) == ServerMetrics(0.25, 4.0, 5.0, 1000.0, 640.0, 34.0)
 
 
 def test_another_servers_metrics_are_zeros() -> None:
@@ -37,3 +39,26 @@ def test_a_queue_in_two_readings_is_reported() -> None:
     assert waits.load(None) == waits.load(idle) == ServerLoad(0.5, 2, 1, queues=False)
     assert waits.load(waits) == ServerLoad(0.5, 2, 1, queues=True)
     assert not idle.load(waits).queues
+
+
+def test_only_readings_show_that_no_token_comes() -> None:
+    """The time between the last change and the last reading, so that rare readings are no sign of a hang."""
+    progress = TokenProgress()
+    progress.read(7.0, 10.0)
+    progress.begin(50.0)
+    assert progress.stalled_s == 0.0
+    progress.read(7.0, 60.0)
+    progress.fail(75.0)
+    assert progress.stalled_s == 25.0
+    progress.read(8.0, 80.0)
+    assert progress.stalled_s == 0.0
+
+
+def test_a_server_that_counts_no_tokens_is_never_hung() -> None:
+    """Its answers that come in one piece may take any time, and its metrics may wait behind them."""
+    progress = TokenProgress()
+    progress.begin(0.0)
+    progress.read(None, 60.0)
+    progress.fail(90.0)
+
+    assert progress.stalled_s == 0.0

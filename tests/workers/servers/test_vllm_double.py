@@ -21,7 +21,7 @@ from tests.checkpoints import make_checkpoint
 from tests.doubles.openai_server import make_vllm
 from tests.fleet import until
 from workers.messages.replica_config import ReplicaConfig
-from workers.servers.completion_relay import CompletionServer
+from workers.servers.completion_server import CompletionServer
 from workers.servers.server_metrics import NAMES
 from workers.servers.vllm_engine import QUEUED, start_vllm
 

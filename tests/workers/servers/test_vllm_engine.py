@@ -14,14 +14,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from tests.doubles.openai_server import make_vllm
+from tests.doubles.openai_server import lora_weights, make_vllm
 from tests.fleet import until
 from workers.engines.echo import EOS_ID, VOCAB_SIZE, echo_tokens
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.servers.completion_relay import CompletionRelay, CompletionServer
+from workers.servers.completion_relay import CompletionRelay
+from workers.servers.completion_server import CompletionServer
 from workers.servers.vllm_engine import start_vllm
 from workers.text.tokenizer import ByteTokenizer
 
@@ -45,6 +48,7 @@ def make_model(parent: Path) -> Path:
     config = {"model_type": "llama", "vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_LEN}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_ID}))
+    save_file({"model.layers.0.self_attn.o_proj.weight": torch.zeros(2, 3)}, folder / "model.safetensors")
     return folder
 
 
@@ -341,7 +345,7 @@ def test_adapters_are_loaded_changed_and_removed_in_the_server(model: Path, pyth
 def adapter_folder(path: Path, weights: str) -> str:
     path.mkdir()
     (path / "adapter_config.json").write_text('{"r": 8}')
-    (path / "adapter_model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}" + weights.encode())
+    (path / "adapter_model.safetensors").write_bytes(lora_weights(weights))
     return str(path)
 
 
