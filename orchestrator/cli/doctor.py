@@ -33,7 +33,7 @@ from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, NAMED_ENGINES, resolve
 from placements.facts.plural import counted
 from placements.facts.vllm import Release
-from placements.rules.vllm_rules import release_on
+from placements.resources.vllm_release import release_on
 from placements.spec.problems import Problem
 from workers.engines import package_contract
 from workers.engines.package_contract import Drift

@@ -107,9 +107,9 @@ def read_facts(
 
     Remote sources (the hub, S3) are queried; if not ``fresh``, only those without stored metadata; never ``pinned``
     ones. An unreadable checkpoint is a warning, and the rules that need it are skipped; a checkpoint that no engine of
-    this version can serve is an error, except for the engine server. ``here``: this machine will load the folders, so
-    an unloadable one is an error; False: another machine will, and it is a warning; None: weights and tokenizers are
-    not checked.
+    this version can serve is an error, except for the engines server and vllm. ``here``: this machine will load the
+    folders, so an unloadable one is an error; False: another machine will, and it is a warning; None: weights and
+    tokenizers are not checked.
     """
     checkpoints: dict[str, Checkpoint] = {}
     drafts: dict[str, Checkpoint] = {}
@@ -174,6 +174,9 @@ def _read(part: SourcePart, folder: str, head: Metadata | None, where: str) -> C
             return Problem("layout-unsupported", "error", where, f"{model}: {unsupported}", _CONVERT)
         return Checkpoint.from_config(config)
     except CheckpointError as error:
+        if error.id == "unknown-family" and part.model.engine == "vllm":
+            what = f"{model}: the planner has no facts of the family {config['model_type']!r}; vLLM decides on it"
+            return Problem("checkpoint-unreadable", "warning", where, what, f"check that vLLM serves it; {_SKIPPED}")
         return Problem(error.id, "error", where, f"{model}: {error.what}", error.hint)
     except OSError as error:
         what = f"{model}: {shown} cannot be read: {error.strerror or error}"

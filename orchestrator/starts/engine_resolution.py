@@ -13,7 +13,7 @@ from orchestrator.process.version import corewright_version
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from placements.facts.engines import AUTO_ENGINES, Engine, NoEngine, choose_engine, needs_neuron
 from placements.facts.tnx_families import MISREAD_HINT
-from placements.rules.vllm_rules import release_on
+from placements.resources.vllm_release import release_on
 from workers.host.interpreter import Interpreter, refusal
 from workers.host.vllm_interpreter import vllm_refusal
 from workers.messages.replica_config import ReplicaConfig

@@ -17,6 +17,7 @@ from placements.facts.topology import DEGREES, TOPOLOGIES, Host
 from placements.planner.plan import Plan, plan
 from placements.planner.replica_demand import suits
 from placements.resources.memory import estimate, fits, host_memory, usable_hbm
+from placements.resources.vllm_release import release_on
 from placements.rules.checks import check
 from placements.spec.notation import Pin
 from placements.spec.schema import ModelSpec, Replicas, Spread
@@ -346,7 +347,8 @@ class _Search:
         engine = resolve(model.engine, host)
         if host.topology is not None and not fits(estimate(model, checkpoint, engine, draft), host.topology):
             return False
-        return host.memory_gib is None or host_memory(model, checkpoint, engine, draft).load <= host.memory_gib
+        release = release_on(self._question.spec, host)
+        return host.memory_gib is None or host_memory(model, checkpoint, engine, draft, release).load <= host.memory_gib
 
     def _memory_short(self, model: ModelSpec) -> list[Host]:
         """Returns one host of each type with too little memory for the model, the largest HBM first."""

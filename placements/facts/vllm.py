@@ -59,9 +59,18 @@ LORA_SINCE: Version = (0, 13)
 BLOCK_SIZE = 32
 """Tokens of a block of the KV cache with prefix caching, as both plugins recommend."""
 
-KV_SHARE = 0.9 * 0.30
-"""The share of HBM that the plugin "vLLM Neuron" gives to the KV cache: gpu_memory_utilization times
+KV_SHARE = 0.30
+"""The share that the KV cache gets of what the plugin "vLLM Neuron" uses of HBM, see `hbm_share`:
 VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION."""
+
+MIN_KV_GIB = 1.0
+"""The least KV cache on a core with which it starts: VLLM_NEURON_MIN_KV_BUDGET_GIB."""
+
+
+def hbm_share(options: Mapping[str, Any]) -> float:
+    """Returns the share of HBM that vLLM uses: gpu_memory_utilization of ``engine_options``, or vLLM's default."""
+    given = options.get("gpu_memory_utilization")
+    return float(given) if isinstance(given, int | float) and 0 < given <= 1 else 0.9
 
 
 def release_for(machines: str, named: PluginRelease | None = None) -> Release:

@@ -14,6 +14,7 @@ from placements.planner.plan import Plan
 from placements.planner.replica_demand import suits
 from placements.resources.memory import HostMemory, MemoryEstimate, estimate, host_memory, usable_hbm
 from placements.resources.threads import arithmetic, threads
+from placements.resources.vllm_release import release_on
 from placements.spec.schema import ModelSpec, Spec
 
 
@@ -159,7 +160,6 @@ def _needs(
                 continue
             engine = resolve(model.engine, host)
             need = estimate(model, checkpoint, engine, draft)
-            needs[model.name, topology] = ModelMemory(
-                model.name, engine, topology, need, host_memory(model, checkpoint, engine, draft)
-            )
+            memory = host_memory(model, checkpoint, engine, draft, release_on(spec, host))
+            needs[model.name, topology] = ModelMemory(model.name, engine, topology, need, memory)
     return needs

@@ -11,6 +11,7 @@ from placements.facts.topology import Host, Topology, degree
 from placements.planner.tenants import Demand
 from placements.resources.memory import estimate, fits, host_memory
 from placements.resources.threads import threads
+from placements.resources.vllm_release import release_on
 from placements.spec.schema import ModelSpec, Spec
 
 
@@ -46,7 +47,7 @@ def demands(spec: Spec, kinds: Sequence[Host], checkpoints: Mapping[str, Checkpo
     """
     counts_cpus = any(isinstance(model.threads, int) for model in spec.models)
     return tuple(
-        _demand(order, model, kinds, checkpoints.get(model.name), counts_cpus)
+        _demand(order, model, kinds, checkpoints.get(model.name), counts_cpus, spec)
         for order, model in enumerate(spec.models)
     )
 
@@ -70,19 +71,21 @@ def suits(model: ModelSpec, host: Host, checkpoint: Checkpoint | None, draft: Ch
 
 
 def _demand(
-    order: int, model: ModelSpec, kinds: Sequence[Host], checkpoint: Checkpoint | None, counts_cpus: bool
+    order: int, model: ModelSpec, kinds: Sequence[Host], checkpoint: Checkpoint | None, counts_cpus: bool, spec: Spec
 ) -> Demand:
     suitable = frozenset(kind for kind, host in enumerate(kinds) if suits(model, host, checkpoint))
-    memory = tuple(_host_memory(model, host, checkpoint) for host in kinds)
+    memory = tuple(_host_memory(spec, model, host, checkpoint) for host in kinds)
     cpus = tuple(threads(model.threads, model.tp_degree, host) for host in kinds) if counts_cpus else ()
     most = 0 if model.spread is None else model.spread.host
     insists = isinstance(model.threads, int)
     return Demand(order, model.tp_degree, suitable, memory if any(memory) else (), cpus, insists, most)
 
 
-def _host_memory(model: ModelSpec, host: Host, checkpoint: Checkpoint | None) -> float:
+def _host_memory(spec: Spec, model: ModelSpec, host: Host, checkpoint: Checkpoint | None) -> float:
     if host.memory_gib is None:
         return 0.0
     if model.host_memory_gib is not None:
         return model.host_memory_gib
-    return 0.0 if checkpoint is None else host_memory(model, checkpoint, resolve(model.engine, host)).load
+    if checkpoint is None:
+        return 0.0
+    return host_memory(model, checkpoint, resolve(model.engine, host), release=release_on(spec, host)).load

@@ -280,16 +280,20 @@ def _scratch(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> float:
 
 
 def host_memory(
-    model: ModelSpec, checkpoint: Checkpoint, engine: Engine | None = None, draft: Checkpoint | None = None
+    model: ModelSpec,
+    checkpoint: Checkpoint,
+    engine: Engine | None = None,
+    draft: Checkpoint | None = None,
+    release: vllm.Release | None = None,
 ) -> HostMemory:
-    """Returns the host memory of a replica; ``engine`` as in `estimate`.
+    """Returns the host memory of a replica; ``engine`` as in `estimate`, ``release`` is that of vllm-neuron.
 
     - Loading: the process and the whole checkpoint, in the dtype of its files or of serving, whichever is wider.
       transformers-neuronx reads safetensors layer by layer but other files at once, and config.json does not show the
       format, so that the whole checkpoint counts too. The model's ``host_memory_gib`` replaces this.
     - Serving on Neuron: the process, and the embeddings if the engine may be transformers-neuronx, which embeds on the
       host. On the host's CPUs: the process, weights and KV cache.
-    - vLLM has two more processes, VLLM_GIB.
+    - vLLM has two more processes, VLLM_GIB; with its later plugin also a process for each further core.
     - Compiling: one compiler process; on the host's CPUs torch.compile, if the model enables it.
     """
     engine = engine or model.engine
@@ -308,7 +312,10 @@ def host_memory(
         files = sum(each.parameters * max(width, each.stored_bytes or 0) for each in held)
         serving, loading = PROCESS_GIB + embeddings * width / GIB, PROCESS_GIB + files / GIB
     if engine == "vllm":
-        serving, loading = serving + VLLM_GIB, loading + VLLM_GIB
+        others = VLLM_GIB
+        if release is not None and release.back_end == "neuron":
+            others += (model.tp_degree - 1) * PROCESS_GIB
+        serving, loading = serving + others, loading + others
     if model.host_memory_gib is not None:
         loading = model.host_memory_gib
     on_cpu = CPU_COMPILE_GIB if engine == "cpu" and model.engine_options.get("compile") is True else 0.0

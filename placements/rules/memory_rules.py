@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from placements.facts.engines import HOST_ENGINES, TNX_UNPADDED, runs_on
 from placements.facts.topology import TOPOLOGIES, Topology
 from placements.resources.memory import USABLE_HBM, MemoryEstimate, estimate, fits, host_memory, usable_hbm
+from placements.resources.vllm_release import release_on
 from placements.rules.case import Case, has_tp
 from placements.rules.tensor_parallel_rules import degrees_of
 from placements.spec.problems import Problem
@@ -68,13 +69,14 @@ def fits_host_memory(case: Case) -> Iterator[Problem]:
     memory = [host.memory_gib for host in hosts if host.memory_gib is not None]
     if not memory or len(memory) < len(hosts):
         return
+    largest = max(hosts, key=lambda host: host.memory_gib or 0.0)
     if model.host_memory_gib is not None:
         need, path = model.host_memory_gib, "host_memory_gib"
     elif checkpoint is not None:
-        need, path = host_memory(model, checkpoint, case.engine, case.draft).load, "source"
+        release = release_on(case.spec, largest)
+        need, path = host_memory(model, checkpoint, case.engine, case.draft, release).load, "source"
     else:
         return
-    largest = max(hosts, key=lambda host: host.memory_gib or 0.0)
     if need > max(memory):
         what = f"a replica of {model.name} needs {need:.2f} GiB of host memory to load"
         what += f", but {largest.name} has {max(memory):g} GiB for replicas"

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from placements.facts.topology import Host
-from placements.facts.vllm import BLOCK_SIZE, KV_SHARE, LAST_FOR, Release, blocks, release_for, version_of
+from placements.facts.vllm import BLOCK_SIZE, KV_SHARE, LAST_FOR, MIN_KV_GIB, Release, blocks, hbm_share, version_of
+from placements.resources.vllm_release import release_on
 from placements.rules.case import SIZES, Case, FieldRule
 from placements.rules.options.vllm_flags import check_flags
 from placements.spec.problems import Problem
-from placements.spec.schema import Buckets, Compiler, Spec
+from placements.spec.schema import Buckets, Compiler
 
 
 def releases(case: Case) -> list[Release]:
     """Returns the releases that the plan counts with; [] for other engines, and if vLLM runs on the CPU."""
     planned = [release_on(case.spec, host) for host, _ in case.fleet.kinds] if case.engine == "vllm" else []
     return list(dict.fromkeys(release for release in planned if release is not None))
-
-
-def release_on(spec: Spec, host: Host) -> Release | None:
-    """Returns the release that the plan counts with on a host; None: vLLM runs on the CPU there."""
-    settings = spec.engines.get("vllm")
-    named = None if settings is None else settings.plugin
-    return (
-        None if host.topology is None or (host.emulated and named is None) else release_for(host.topology.family, named)
-    )
 
 
 def flags_are_known(case: Case) -> Iterator[Problem]:
@@ -133,30 +124,41 @@ def prefixes_are_cached(case: Case) -> Iterator[Problem]:
 
 
 def kv_fits_its_share(case: Case) -> Iterator[Problem]:
-    """The plugin "vLLM Neuron" gives the KV cache a fixed share of HBM; slots beyond it would only wait."""
+    """The plugin "vLLM Neuron" gives the KV cache a fixed share of HBM, where slots beyond it would only wait; it does
+    not start with less than MIN_KV_GIB beside the weights."""
     need = case.memory()
     types = [topology for topology in case.fleet.types if case.has_degree(topology)]
     if need is None or not types or not any(release.back_end == "neuron" for release in releases(case)):
         return
-    share = KV_SHARE * max(topology.hbm_per_core_gib for topology in types)
+    used, hbm = hbm_share(case.model.engine_options), max(topology.hbm_per_core_gib for topology in types)
+    share, rest = used * KV_SHARE * hbm, used * hbm - (need.total - need.kv)
     if need.kv > share:
         what = f"the KV cache of {case.model.name} needs {need.kv:.2f} GiB on each core, but vllm-neuron gives it "
-        what += f"{KV_SHARE:.2f} of HBM, {share:.2f} GiB"
+        what += f"{used * KV_SHARE:.2f} of HBM, {share:.2f} GiB"
         hint = "lower max_batch or max_len, raise tp_degree, or set quantize_kv: fp8"
         yield case.problem("hbm-exceeded", ("max_batch",), what, hint)
+    elif rest < MIN_KV_GIB:
+        what = f"{case.model.name} leaves {max(rest, 0.0):.2f} GiB of each core's HBM to the KV cache, of the "
+        what += f"{used:.2f} x {hbm:g} GiB that vLLM uses; vllm-neuron does not start below {MIN_KV_GIB:.2f} GiB"
+        yield case.problem("hbm-exceeded", ("tp_degree",), what, "raise tp_degree, or use a smaller model")
 
 
 def settings_reach_vllm(case: Case) -> Iterator[Problem]:
     """Fields that no flag of vLLM carries are not set."""
     model, planned = case.model, releases(case)
-    unused = {"fuse_qkv": model.fuse_qkv is not None, "compiler": model.compiler.workers is not None}
+    unused = {}
+    if model.fuse_qkv is not None:
+        unused["fuse_qkv"] = "vLLM has no flag for it"
+    if model.compiler.workers is not None:
+        unused["compiler"] = "vLLM starts its compilers itself"
     if any(release.back_end == "neuron" for release in planned):
-        unused["compiler"] = model.compiler != Compiler()
-        unused["sampling"] = model.sampling == "device"
-    for field in [field for field, is_set in unused.items() if is_set and case.engine == "vllm"]:
-        yield case.problem(
-            "setting-unsupported", (field,), f"{field} has no effect on the engine vllm here", "remove it"
-        )
+        if model.compiler != Compiler():
+            unused["compiler"] = "vllm-neuron has flags of its own, which others would replace and not extend"
+        if model.sampling == "device":
+            unused["sampling"] = "on_device_sampling_config of the option neuron_config decides it"
+    for field, why in unused.items() if case.engine == "vllm" else ():
+        what = f"{field} has no effect on the engine vllm here: {why}"
+        yield case.problem("setting-unsupported", (field,), what, "remove it")
 
 
 def buckets_are_the_plugins(case: Case) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ import pytest
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine
 from placements.facts.topology import TOPOLOGIES
+from placements.facts.vllm import release_for
 from placements.resources.memory import (
     COMPILE_WORKER_GIB,
     GIB,
@@ -379,6 +380,15 @@ def test_vllm_has_two_more_processes() -> None:
     engines: tuple[Engine, ...] = ("nxd-inference", "vllm")
     alone, vllm = (host_memory(model("m", 8), LLAMA_31_8B, engine) for engine in engines)
     assert (vllm.load - alone.load, vllm.serving - alone.serving) == pytest.approx((VLLM_GIB, VLLM_GIB))
+
+
+def test_the_later_plugin_of_vllm_has_a_process_for_each_core() -> None:
+    """The one on NxD Inference uses all cores in one process."""
+    none, nxd, own = (
+        host_memory(model("m", 8), LLAMA_31_8B, "vllm", release=release).load
+        for release in (None, release_for("inf2"), release_for("trn2"))
+    )
+    assert (nxd, own - none) == (none, pytest.approx(7 * PROCESS_GIB))
 
 
 def test_files_in_a_wider_dtype_need_more_to_load() -> None:

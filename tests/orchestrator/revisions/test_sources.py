@@ -202,6 +202,17 @@ def test_code_of_a_checkpoint_is_rejected_unless_it_is_trusted(
     assert problems(read(f"a: {{source: {tmp_path}, trust_remote_code: {str(trusts).lower()}}}")) == expected
 
 
+def test_vllm_may_serve_other_families(tmp_path: Path) -> None:
+    """It has more than the planner, such as those that read images; a warning names the rules that are skipped."""
+    nested = {key: json.loads(MODEL["config.json"])[key] for key in ("vocab_size", "hidden_size")}
+    stub_checkpoint(tmp_path, {"model_type": "qwen2_5_vl", "text_config": nested})
+
+    found = read(f"a: {{source: {tmp_path}, engine: vllm}}")
+
+    assert problems(found) == [("checkpoint-unreadable", "warning")]
+    assert "'qwen2_5_vl'" in found.problems[0].what
+
+
 @pytest.mark.parametrize("files", [{"config.json": '{"model_type": "own"}'}, {"model.gguf": "GGUF"}])
 def test_a_server_may_load_what_no_engine_can(tmp_path: Path, files: Mapping[str, str]) -> None:
     """Its command knows the family and the files; but the folder must exist."""
