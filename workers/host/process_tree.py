@@ -76,17 +76,28 @@ def _started(mark: str) -> float:
 def end_marked(pid: int, started: float, deadline_s: float) -> bool:
     """Kills the processes with the mark of a root, after the grace in it. False: some still exist after
     ``deadline_s``."""
-    begun = time.monotonic()
-    while processes := marked(pid, started):
+    begun, known = time.monotonic(), dict[psutil.Process, float]()
+    while True:
+        known |= dict(marked(pid, started))  # a dying one has no mark any more, but may still have its files open
+        known = {process: grace_s for process, grace_s in known.items() if _exists(process)}
+        if not known:
+            return True
         waited_s = time.monotonic() - begun
-        for process, grace_s in processes:
+        for process, grace_s in known.items():
             if waited_s >= grace_s:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
         if waited_s >= deadline_s:
-            return not marked(pid, started)
+            return False
         time.sleep(LOOK_S)
-    return True
+
+
+def _exists(process: psutil.Process) -> bool:
+    """Returns whether a process has not ended, with all its threads."""
+    try:
+        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def marked(pid: int, started: float) -> list[tuple[psutil.Process, float]]:
@@ -100,7 +111,7 @@ def marked(pid: int, started: float) -> list[tuple[psutil.Process, float]]:
             if root != str(pid) or other in (pid, os.getpid()):
                 continue
             began, _, grace_s = rest.partition("+")
-            if abs(float(began) - started) < SLACK_S and process.status() != psutil.STATUS_ZOMBIE:
+            if abs(float(began) - started) < SLACK_S and _exists(process):
                 processes.append((process, float(grace_s or 0.0)))
     return processes
 

@@ -41,6 +41,8 @@ if os.fork() == 0:
 print(os.getpid(), file=pids, flush=True)
 time.sleep(3600)
 """
+ALIVE = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(3600,)).start()\n"
+LEADER_ENDS = "ctypes.CDLL(None).pthread_exit(None)"
 REPLICA = """
 import sys, msgspec
 from workers.neff_cache.compiled_artifacts import compiling
@@ -145,6 +147,24 @@ def test_the_compilers_of_other_roots_are_not_marked(
     assert len(process_tree.marked(root.pid, began)) == 2
     assert process_tree.marked(root.pid, began - 100) == []
     assert process_tree.marked(1, began) == []
+
+
+@pytest.mark.parametrize("program", [ALIVE, ALIVE + LEADER_ENDS], ids=["whole", "without-its-first-thread"])
+def test_a_process_whose_mark_has_vanished_still_counts(
+    started: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    """A dying process loses its environment and its working directory before its files, with which it holds cores."""
+    process = psutil.Process(started(program).pid)
+    if program != ALIVE:
+        until(lambda: process.status() == psutil.STATUS_ZOMBIE, DEADLINE_S, "its first thread has ended")
+    searches = iter([[(process, 60.0)]])
+    monkeypatch.setattr(process_tree, "marked", lambda *_: next(searches, []))
+
+    assert not process_tree.end_marked(1, 0.0, 0.1)
+
+    process.kill()
+    searches = iter([[(process, 60.0)]])
+    assert process_tree.end_marked(1, 0.0, DEADLINE_S)
 
 
 def test_a_failed_compilation_leaves_no_compiler() -> None:
