@@ -35,7 +35,7 @@ from workers.engines.echo import echo_tokens
 
 VERSION = "0.32.0"
 MOST_LOGPROBS = 20
-FLAGS = ("dtype", "generation-config", "tensor-parallel-size")  # without an effect here
+FLAGS = ("block-size", "dtype", "generation-config", "tensor-parallel-size")  # without an effect here
 SWITCHES = ("disable-uvicorn-access-log", "enable-prefix-caching", "enforce-eager", "trust-remote-code")
 Body = dict[str, Any]
 # What a request must satisfy besides its lengths and ids, with the values of fields that it does not name.

@@ -28,7 +28,9 @@ class EngineSpec:
     draft_k: int = 0  # tokens drafted ahead of a step by a ``DraftingEngine``; 0: it does not draft
     device_top_k: int = 0  # the largest top_k of a ``SamplingEngine``; 0: it returns logits, or is greedy
     run_k: int = 0  # tokens that a ``RunEngine`` guesses within a step; 0: it is not one
-    prefix_block: int = 0  # tokens in a prefix-cache block of a ``PrefixEngine`` or ``BlockEngine``; 0: it is neither
+    prefix_block: int = (
+        0  # tokens in a prefix-cache block of a ``PrefixEngine``, ``BlockEngine`` or server; 0: it has none
+    )
     shares_blocks: bool = False  # it is a ``BlockEngine``
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from dataclasses import dataclass
 
 from workers.messages.status import ServerLoad
@@ -17,6 +18,14 @@ NAMES = {
     "vllm:prompt_tokens_total": "tokens",
     "vllm:generation_tokens_total": "tokens",
 }
+
+_BLOCK_SIZE = re.compile(r'^vllm:cache_config_info{(?:.*,)?block_size="(\d+)"', re.MULTILINE)
+
+
+def block_size(text: str) -> int | None:
+    """Returns the tokens of a block of vLLM's KV cache by its metrics, which its back end may have changed."""
+    match = _BLOCK_SIZE.search(text)
+    return None if match is None else int(match[1])
 
 
 @dataclass(frozen=True)

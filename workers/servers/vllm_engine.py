@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import logging
 import math
 import secrets
@@ -32,6 +33,7 @@ from workers.servers.adapters import (
     write_empty_adapter,
 )
 from workers.servers.completion_server import CompletionServer
+from workers.servers.server_metrics import block_size
 from workers.servers.server_process import Address, ServerProcess, free_port, server_folder
 
 log = logging.getLogger(__name__)
@@ -274,6 +276,21 @@ def _vocab_size(source: Path, settings: Mapping[str, Any]) -> int:
     return size
 
 
+def _prefix_block(config: ReplicaConfig, address: Address) -> int:
+    """Returns the tokens of a block of the server's prefix cache; 0 without one."""
+    options = config.engine_options
+    if options.get("prefix_cache") is not True:
+        return 0
+    try:
+        status, page = address.get("/metrics")
+        size = block_size(page.decode(errors="replace")) if status == http.client.OK else None
+    except (OSError, http.client.HTTPException) as error:
+        log.warning("the server's metrics cannot be read: %s", error)
+        size = None
+    given = options.get("block_size")
+    return size or (given if type(given) is int and given > 0 else BLOCK_SIZE)
+
+
 def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionServer:
     """Starts the server and returns when it is ready. ``held``: see `ServerProcess`. Raises EngineLoadError."""
     source = source_of(config)
@@ -305,6 +322,7 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
         eos_token_ids=eos_token_ids(source, settings),
         returns="tokens" if samples else "logits",
         device_top_k=DEVICE_TOP_K if samples else 0,
+        prefix_block=_prefix_block(config, address),
     )
     return CompletionServer(
         address,

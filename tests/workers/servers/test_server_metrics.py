@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workers.messages.status import ServerLoad
-from workers.servers.server_metrics import ServerMetrics, TokenProgress
+from workers.servers.server_metrics import ServerMetrics, TokenProgress, block_size
 
 TEXT = """\
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
@@ -26,6 +26,14 @@ vllm:generation_tokens_total{engine="0",model_name="tiny"} 4.0
 def test_vllms_metrics_are_read() -> None:
     """Summed over its engines; what cannot be read counts as nothing."""
     assert ServerMetrics.read(TEXT) == ServerMetrics(0.25, 4.0, 5.0, 1000.0, 640.0, 34.0)
+
+
+def test_the_block_size_is_that_of_the_running_server() -> None:
+    """A back end may not use the one of the flag."""
+    line = 'vllm:cache_config_info{block_size="%s",cache_dtype="auto",engine="0",hash_block_size="7"} 1.0\n'
+
+    assert block_size(TEXT + line % 128) == block_size(line.replace("{", '{a="b",') % 128) == 128
+    assert block_size(TEXT) is block_size(line % "None") is None
 
 
 def test_another_servers_metrics_are_zeros() -> None:

@@ -349,6 +349,18 @@ def adapter_folder(path: Path, weights: str) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize(("options", "block"), [({}, 0), ({"prefix_cache": True, "block_size": 16}, 16)])
+def test_routing_counts_blocks_of_the_prefix_cache(
+    model: Path, python: Path, options: dict[str, Any], block: int
+) -> None:
+    """Those of the option, if the metrics do not show another size."""
+    server = start_vllm(config_of(model, python, engine_options=options))
+    try:
+        assert server.spec.prefix_block == block
+    finally:
+        server.stop()
+
+
 def test_a_server_on_a_port_refuses_other_clients(model: Path, tmp_path: Path) -> None:
     """vLLM before 0.14 has no unix sockets, and every user of the machine reaches a port."""
     server = start_vllm(config_of(model, make_vllm(tmp_path / "vllm", "0.13.0")))
