@@ -13,8 +13,8 @@ import msgspec
 
 from orchestrator.api.fleet_operation import exclusive
 from orchestrator.api.fleet_queries import FleetQueries
+from orchestrator.api.host_operations import HostOperations
 from orchestrator.api.refused import Refused
-from orchestrator.api.replica_operations import ReplicaOperations
 from orchestrator.api.rollout_operations import changes_text
 from orchestrator.api.spec_preview import Outlook, SpecPreview
 from orchestrator.revisions.resolved_revision import ResolvedRevision
@@ -22,7 +22,7 @@ from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.state.rollout_progress import rollout_state
 
 
-class Operator(SpecPreview, ReplicaOperations, FleetQueries):
+class Operator(SpecPreview, HostOperations, FleetQueries):
     """All operations on the fleet of one controller, on its event loop. ``by`` names the caller in the journal."""
 
     async def apply(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from orchestrator.api.fleet_operation import exclusive, missing_object
 from orchestrator.api.refused import Refused
 from orchestrator.api.rollout_operations import RolloutOperations
-from orchestrator.fleet.replica_states import State
-from orchestrator.records.journal_records import Cordon, Scale
-from orchestrator.rollout.rollout_step import compute_goal
+from orchestrator.records.journal_records import Cordon, Departure, Scale
+from orchestrator.rollout.host_roll import refusal
 from orchestrator.state.quarantine import clear
 from placements.facts.core_range import CoreRange
 
@@ -68,7 +66,13 @@ class ReplicaOperations(RolloutOperations):
         if chosen is not None and not on and self._state.records.state.cordons.get(host) == "whole":
             what = f"{host} is cordoned as a whole: single cores cannot be uncordoned"
             raise Refused("cordoned-whole", what, f"run corewright uncordon {host}, then cordon the other cores")
+        departure = self._state.records.state.departures.get(host)
+        if departure is not None and not on and departure.noticed:
+            what = f"{host} ends: {departure.cause}"
+            raise Refused("host-leaving", what, "it is uncordoned when the notice is over")
         await self._write(Cordon(host=host, cores=chosen, on=on, by=by))
+        if departure is not None and not on:
+            await self._write(Departure(host=host, on=False))
         which = "the host" if cores is None else f"cores {cores}"
         self._state.records.event("info", "Cordoned" if on else "Uncordoned", f"{which} by {by}", host=host)
         if not on:
@@ -77,13 +81,22 @@ class ReplicaOperations(RolloutOperations):
         return self._host_status(host)
 
     @exclusive
-    async def drain(self, target: str, by: str) -> dict[str, Any]:
-        """Moves the replicas of a host elsewhere and cordons it; or replaces one replica, given by its id."""
+    async def drain(self, target: str, by: str, deadline_s: float | None = None) -> dict[str, Any]:
+        """Moves the replicas of a host elsewhere and cordons it; or replaces one replica, given by its id.
+
+        With ``deadline_s`` it is empty by then: replicas without another place stop.
+        """
         self._refuse_frozen("drain")
         if any(host.name == target for host in self._state.hosts):
-            await self._refuse_without_room(target)
+            if deadline_s is None:
+                await self._refuse_without_room(target)
             await self._write(Cordon(host=target, cores=None, on=True, by=by, drain=True))
-            self._state.records.event("info", "HostDraining", f"by {by}: its replicas move to other hosts", host=target)
+            within = "" if deadline_s is None else f" within {deadline_s:g} s"
+            if deadline_s is not None:
+                until = self._state.wall() + deadline_s
+                await self._write(Departure(host=target, on=True, cause=f"drain by {by}", until=until))
+            message = f"by {by}: its replicas move to other hosts{within}"
+            self._state.records.event("info", "HostDraining", message, host=target)
             self._controller.wake_up()
             return self._host_status(target)
         view = self._state.views.get(target)
@@ -91,24 +104,17 @@ class ReplicaOperations(RolloutOperations):
             targets = ", ".join([host.name for host in self._state.hosts] + sorted(self._state.views))
             what = f"there is no host or replica {target}"
             raise Refused("target-unknown", what, f"hosts and replicas: {targets}", status=404)
+        if deadline_s is not None:
+            raise Refused("deadline-of-replica", f"{target} is not a host", "deadline_s is for hosts", status=422)
         await self._replace(view, by)
         await self._set_rollout("progressing", f"{view.id} is replaced, by {by}", "RolloutRestarted")
         return {"replica": view.id, "epoch": view.epoch}
 
     async def _refuse_without_room(self, host: str) -> None:
         """Refuses to drain a host whose ready replicas do not fit on the others."""
-        situation = self._state.situation()
-        every = frozenset(
-            core for candidate in self._state.hosts if candidate.name == host for core in range(candidate.cores)
-        )
-        staying = tuple(view for view in situation.views if view.host != host)
-        blocked = {**situation.blocked, host: every}
-        goal = await self._state.in_thread(compute_goal, dataclasses.replace(situation, views=staying, blocked=blocked))
-        served = {view.model for view in situation.views if view.host == host and view.state is State.READY}
-        missing = [problem.what for group in goal.plan.unplaced if group.model in served for problem in group.problems]
-        if missing:
-            what = f"{host} cannot be drained: {'; '.join(dict.fromkeys(missing))}"
-            raise Refused("drain-no-room", what, "scale down or unload a model first")
+        missing = await self._state.in_thread(refusal, self._state.situation(), host, partly=False)
+        if missing is not None:
+            raise Refused("drain-no-room", f"{host} cannot be drained: {missing}", "scale down or unload a model first")
 
     def _cores_of(self, host: str, cores: str | None) -> list[int] | None:
         machine = next((candidate for candidate in self._state.hosts if candidate.name == host), None)

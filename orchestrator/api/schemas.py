@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -78,6 +78,19 @@ class HostCores(Fields, frozen=True, kw_only=True):
 
 class HostOrReplica(Fields, frozen=True, kw_only=True):
     target: Annotated[str, msgspec.Meta(description="A host's name or a replica's id.")]
+    deadline_s: (
+        Annotated[float, msgspec.Meta(gt=0, le=31_536_000, description="The host is empty after so many seconds.")]
+        | None
+    ) = None
+
+
+class HostsToRoll(Fields, frozen=True, kw_only=True):
+    hosts: Annotated[list[str], msgspec.Meta(description="In this order; empty: all.")] = []
+    wait: Literal["none", "operator", "node"] = "none"
+    deadline_s: (
+        Annotated[float, msgspec.Meta(gt=0, le=31_536_000, description="Each host is empty after so many seconds.")]
+        | None
+    ) = None
 
 
 class RevisionNumber(Fields, frozen=True, kw_only=True):

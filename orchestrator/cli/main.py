@@ -29,6 +29,7 @@ COMMANDS = {  # of each module, in the order of `--help`
     "rollout": ("rollout",),
     "views": ("status", "get", "describe", "events", "logs", "config"),
     "operate": ("scale", "load", "unload", "cordon", "uncordon", "drain"),
+    "hosts": ("hosts",),
     "generate": ("generate",),
     "doctor": ("doctor",),
     "node_resources": ("node-resources",),

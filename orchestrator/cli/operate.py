@@ -70,7 +70,17 @@ def _cordon(where: str, verb: str, output: Format) -> None:
 @app.command()
 def drain(
     target: Annotated[str, typer.Argument(metavar="HOST|REPLICA", help="Name of a host, or ID of a replica.")],
+    deadline_s: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="S",
+            help="Empty the host within S seconds; replicas without another place stop.",
+            show_default="no deadline",
+        ),
+    ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Empty a host, or replace one replica. A drained host is cordoned."""
-    show(the_fleet().post("drain", {"target": target}), output, f"{target}: draining")
+    body = {"target": target} | ({} if deadline_s is None else {"deadline_s": deadline_s})
+    show(the_fleet().post("drain", body), output, f"{target}: draining")

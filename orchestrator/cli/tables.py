@@ -108,7 +108,7 @@ def status_text(data: Mapping[str, Any]) -> str:
         columns(REPLICA[:6], rows),
         columns(NUMBERS, [_numbers_row(model) for model in data["models"]]),
         columns((HOST[0], *HOST[2:7]), hosts),
-        "\n".join([*notes, *(note for host in data["hosts"] for note in _host_notes(host))]),
+        "\n".join([*notes, *_maintenance(data), *(note for host in data["hosts"] for note in _host_notes(host))]),
     ]
     rollout = data.get("rollout")
     if rollout and rollout["state"] != "complete":
@@ -149,11 +149,19 @@ def _preparing_notes(
     return notes + [f"    {fetch_text(fetch)}" for fetch in fetches]
 
 
+def _maintenance(data: Mapping[str, Any]) -> list[str]:
+    roll = data.get("maintenance")
+    return [] if roll is None else [roll_line(roll)]
+
+
 def _host_notes(host: Mapping[str, Any]) -> list[str]:
     notes = [f"{host['name']}: lost"] if host.get("lost") else []
     cordoned = cores_text(host.get("cordoned"))
     if cordoned:
         notes.append(f"{host['name']}: cordoned" + ("" if cordoned == "all" else f": cores {cordoned}"))
+    if (leaving := host.get("leaving")) is not None:
+        until = "" if leaving["until"] is None else f", it ends at {clock(leaving['until'])}"
+        notes.append(f"{host['name']}: leaving: {leaving['cause']}{until}")
     for held in host.get("quarantine") or ():
         if held.get("cause"):
             notes.append(f"{host['name']}: core {held['core']} gets no replica: {held['cause']}")
@@ -162,6 +170,17 @@ def _host_notes(host: Mapping[str, Any]) -> list[str]:
         owner = f"pid {held['pid']}{command}" if held.get("pid") is not None else "an unknown process"
         notes.append(f"{host['name']}: core {held['core']} is held by {owner}")
     return notes
+
+
+def roll_line(roll: Mapping[str, Any]) -> str:
+    """Returns the progress of a maintenance of hosts in one line."""
+    host, *rest = roll["hosts"]
+    doing = {"next": "it is next", "draining": "its replicas move", "waiting": "it is empty"}[roll["phase"]]
+    waits = {"operator": ", until `corewright hosts continue`", "node": ", until its Ray node is a new one"}
+    if roll["phase"] == "waiting":
+        doing += waits[roll["wait"]]
+    why = f"; {roll['refusal']}" if roll.get("refusal") else ""
+    return f"maintenance of {host}: {doing}{why}" + (f"; then {', '.join(rest)}" if rest else "")
 
 
 def rollout_line(rollout: Mapping[str, Any]) -> str:

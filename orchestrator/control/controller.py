@@ -17,6 +17,7 @@ from typing import Any
 
 from orchestrator.control.adapter_updates import AdapterUpdates
 from orchestrator.control.controller_metrics import ControllerCounters, engine_families, fleet_families, scaling_changes
+from orchestrator.control.host_rolls import HostRolls
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.control.replica_table import ReplicaTable
@@ -77,6 +78,7 @@ class Controller:
         self.tasks = ReplicaTasks(state, cluster, home, hosts, replicas, wake=self.wake_up, publish=self.publish)
         self.prefetch = UpdatePrefetch(state, cluster, home, hosts, self.wake_up)
         self.adapters = AdapterUpdates(state, cluster, self.wake_up)
+        self.rolls = HostRolls(state, hosts)
 
     # The loop
 
@@ -105,7 +107,7 @@ class Controller:
             tick.cancel()
 
     async def _round(self) -> None:
-        await asyncio.gather(self._hosts.update(), self._hosts.update_held_sources())
+        await asyncio.gather(self._hosts.update(), self._hosts.update_held_sources(), self._hosts.update_notices())
         if self._closing:
             return
         state = self.state
@@ -136,7 +138,8 @@ class Controller:
             goal = await state.update_goal()
         if self._closing:
             return
-        observed = Observed(self._clock(), dict(state.views), self._resumed())
+        stop_at = {name: host.stop_at for name, host in state.leaving().items() if name not in state.lost}
+        observed = Observed(self._clock(), dict(state.views), self._resumed(), stop_at)
         if observed.resumed != self._resumed_at:
             self._resumed_at = observed.resumed
             message = "the controller was not scheduled for a while; deadlines do not count that time"
@@ -145,6 +148,7 @@ class Controller:
             self._apply(action)
         self.prefetch.round()
         self.adapters.round()
+        await self.rolls.round()
 
     def _report_reach(self) -> None:
         """Record an event for each replica whose reachability from the gateways has changed."""
@@ -206,7 +210,7 @@ class Controller:
                 view = self.tasks.start(target, previous)
                 self._counters.started(view, again=previous is not None)
             case Drain(replica):
-                self._decided("drain", replica, "an update, or no longer planned")
+                self._decided("drain", replica, self._why_drained(replica))
                 self.tasks.drain(self.replicas.signal(replica, Signal.DRAIN))
             case Stop(replica, reason):
                 self._decided("stop", replica, reason)
@@ -221,6 +225,19 @@ class Controller:
             case Forget(replica):
                 self._decided("forget", replica, "gone and no longer planned")
                 self.replicas.forget(replica.id)
+
+    def _why_drained(self, replica: ReplicaView) -> str:
+        """Returns the reason of a drain. Records an event if nothing replaces a replica whose host ends."""
+        state = self.state
+        if (replica.id, replica.epoch) not in state.ending():
+            return "an update, or no longer planned"
+        model = state.current.spec.model(replica.model)
+        others = state.ready(replica.model) - 1
+        if model is not None and others < state.counts.desired(model):
+            message = f"its host ends in {state.leaving()[replica.host].until - self._clock():.0f} s, and {others} of "
+            message += f"{state.counts.desired(model)} replicas serve elsewhere: it is drained"
+            state.records.event("warning", "NotMoved", message, view=replica)
+        return "its host ends"
 
     def _decided(self, action: str, replica: ReplicaView, reason: str) -> None:
         self.state.records.decision(action, replica, reason)

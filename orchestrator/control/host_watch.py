@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from functools import partial
 
 from orchestrator.control.controller_metrics import ControllerCounters
-from orchestrator.fleet.effects import ClusterClient, CoreOwner
+from orchestrator.fleet.effects import ClusterClient, CoreOwner, HostReport
 from orchestrator.process.home import Home
-from orchestrator.records.journal_records import Quarantine
+from orchestrator.records.journal_records import Departure, Quarantine
 from orchestrator.starts.start_pipeline import Failed, Fetched, StartEvent
+from orchestrator.state.departures import noticed_departures
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.quarantine import expire
 from placements.facts.topology import Host
@@ -20,6 +22,7 @@ log = logging.getLogger(__name__)
 
 STALE_S = 30.0  # the Neuron tools' report of core owners is at most this old
 HELD_S = 60.0  # between two queries for stored remote sources, unless something was fetched
+NOTICES_S = 5.0  # between two queries for notices
 REPLY_S = 1.0  # deadline of the hosts' replies about stored sources, while a round waits
 
 
@@ -34,6 +37,8 @@ class HostWatch:
         self._unresponsive: set[str] = set()
         self._former: dict[int, float] = {}  # pids of dead replicas, with the time of their death
         self._held_until = float("-inf")  # when stored sources are queried next
+        self._noticed_until = float("-inf")  # when notices are queried next
+        self.reports: Mapping[str, HostReport] = {}  # the last ones
 
     def note_death(self, pid: int) -> None:
         """Remember a dead replica's pid, which the tools may still report for a while."""
@@ -64,6 +69,27 @@ class HostWatch:
                 if host.cores and host.name not in lost
             )
         )
+
+    async def update_notices(self) -> None:
+        """Update which hosts will end, by the notices that they or Ray have."""
+        state, now = self._state, self._state.clock()
+        if now < self._noticed_until:
+            return
+        self._noticed_until = now + NOTICES_S
+        with task_boundary(log, "the hosts do not report notices", level=logging.WARNING):
+            self.reports = await asyncio.wait_for(self._cluster.host_reports(), REPLY_S)
+            for departure in noticed_departures(state.records.state.departures, self.reports):
+                state.records.note(departure)
+                self._report_departure(departure)
+
+    def _report_departure(self, departure: Departure) -> None:
+        records, host = self._state.records, departure.host
+        if not departure.on:
+            records.event("info", "HostStays", f"the {departure.cause} is over", host=host)
+            return
+        when = "" if departure.until is None else f" in {departure.until - self._state.wall():.0f} s"
+        message = f"{departure.cause}: it ends{when}, and its replicas move to other hosts"
+        records.event("warning", "HostLeaving", message, host=host)
 
     async def _update_core_owners(self, host: Host, claims: str | None) -> None:
         # a replica may end and be forgotten during the query, or may have ended since the tools ran

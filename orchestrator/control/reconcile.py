@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -69,6 +70,7 @@ def reconcile(
       1. stopping or failed, death not confirmed          -> Release
       2. ready or draining, one engine step over deadline -> Fail
       2b. draining for longer than its deadline            -> Stop
+      2c. its host ends                                    -> Stop
       3. without a target, or with other cores, another version or a new process (``replaced``: id and epoch):
          3a. death confirmed                               -> Forget
          3b. ready                                         -> Drain
@@ -97,6 +99,8 @@ def reconcile(
             actions.append(Fail(replica, f"{fault}, the deadline is {replica.deadlines.step_s:.0f} s"))
         elif overdrawn:  # 2b
             actions.append(Stop(replica, "its drain deadline has passed"))
+        elif not ending and observed.now >= observed.stop_at.get(replica.host, math.inf):  # 2c
+            actions.append(Stop(replica, "its host ends"))
         elif target is None or not _matches(replica, target, replaced):  # 3
             if ending:
                 actions.append(Forget(replica))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec.structs
 
+from orchestrator.control.host_rolls import roll_status
 from orchestrator.fleet.effects import CoreOwner, FailedCore
 from orchestrator.fleet.progress_text import problem_text
 from orchestrator.fleet.replica_states import ModelState, State, model_state
@@ -169,6 +170,7 @@ def status(
             _model_status(state, model, conditions, log_of, scaling_of(model)) for model in state.current.spec.models
         ],
         "hosts": hosts,
+        "maintenance": roll_status(state.records.state.roll),
     }
 
 
@@ -330,7 +332,8 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
     balanced = leased + len(free) + len(quarantined) + len(reserved) == host.cores
     if not balanced:
         log.error("%s: cores do not add up: %s leased, %s free", host.name, leases, sorted(free))
-    cordoned = state.records.state.cordons.get(host.name, frozenset())
+    cordoned = state.cordon(host.name)
+    departure = state.records.state.departures.get(host.name)
     free_cordoned = free if cordoned == "whole" else free & cordoned
     return {
         "name": host.name,
@@ -345,7 +348,8 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
         "reserved": len(reserved),
         "balanced": balanced,
         "cordoned": "all" if cordoned == "whole" else ranges(cordoned),
-        "draining": host.name in state.records.state.drains,
+        "draining": host.name in state.drained(),
+        "leaving": None if departure is None else {"cause": departure.cause, "until": departure.until},
         "quarantine": [{"core": core, **_quarantine_cause(why)} for core, why in sorted(withheld.items())],
         "fetches": _fetches_on(state, host.name),
         "leases": [{"replica": id, "cores": str(cores)} for id, cores in sorted(leases.items())],

@@ -10,6 +10,7 @@ from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArti
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
 from workers.messages.metric_family import MetricFamily
+from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, ReplicaStatus
 
@@ -44,6 +45,14 @@ class Survivor:
 
     config: ReplicaConfig
     status: ReplicaStatus
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """A living host."""
+
+    node: str  # the id of its Ray node: another one after a restart of its machine
+    notice: Notice | None = None  # it will end
 
 
 def actor_name(model: str, replica: int, epoch: int) -> str:
@@ -144,6 +153,10 @@ class ClusterClient(Protocol):
 
     async def lost_hosts(self) -> frozenset[str]:
         """Returns the planner's names of the hosts whose Ray node is dead or missing. Cheap enough for every second."""
+        ...
+
+    async def host_reports(self) -> Mapping[str, HostReport]:
+        """Returns the living hosts that reply, by the planner's names, with the notices that they or Ray have."""
         ...
 
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:

@@ -179,6 +179,7 @@ class Observed:
     now: float
     replicas: Mapping[str, ReplicaView] = field(default_factory=lambda: MappingProxyType({}))
     resumed: float = -math.inf  # when the controller was scheduled again after its last pause
+    stop_at: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # by host that ends
 
     @property
     def settled(self) -> bool:

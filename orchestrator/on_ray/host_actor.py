@@ -26,9 +26,11 @@ from workers.host.core_claims import held_cores
 from workers.host.device_metrics import DeviceMonitor
 from workers.host.facts.machine import owners
 from workers.host.facts.reading import read_host_facts
+from workers.host.instance_metadata import NoticeWatch
 from workers.host.interpreter import Interpreter, Interpreters
 from workers.host.neuron_faults import fault_of
 from workers.messages.metric_family import MetricFamily
+from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 
@@ -69,6 +71,7 @@ class HostActor:
         self._interpreters = Interpreters()
         self._devices = DeviceMonitor()
         self._endings = this_host.Endings()
+        self._notices = NoticeWatch()
 
     @_long
     def fetch(self, waiter: str, wanted: WantedArtifact, wait_s: float) -> FetchedArtifact | Failure | FetchStatus:
@@ -133,6 +136,10 @@ class HostActor:
     def device_metrics(self) -> list[MetricFamily]:
         """Returns the Neuron device metrics; not called on emulated hosts."""
         return self._devices.families()
+
+    def notice(self) -> Notice | None:
+        """Returns the notice that this machine will end."""
+        return self._notices.notice
 
     def held_cores(self, claims: str | None) -> dict[int, tuple[int | None, str | None]]:
         """Returns the owner's pid and command of each held core; ``claims`` None: of real cores."""

@@ -15,17 +15,18 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.fleet.cluster_names import ray_name
-from orchestrator.fleet.effects import CoreOwner, HostLost, ReplicaDied, Survivor, actor_name
+from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, ReplicaDied, Survivor, actor_name
 from orchestrator.fleet.machine_claims import MachineClaims
 from orchestrator.on_ray.host_actor import HostActor
 from orchestrator.on_ray.ray_kv import RayKeyValues
-from orchestrator.on_ray.ray_nodes import RayNode, host_labels, ray_nodes
+from orchestrator.on_ray.ray_nodes import RayNode, draining_nodes, host_labels, ray_nodes
 from orchestrator.process.awake_clock import AwakeClock
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.host.interpreter import Interpreter
 from workers.messages.metric_family import MetricFamily
+from workers.messages.notice import Notice, earliest
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, ReplicaStatus
 from workers.serving.dataplane import TLS_SCHEME
@@ -39,6 +40,7 @@ WATCH_S = 5.0  # a watch returns at least this often
 CALL_DEADLINE_S = 10.0  # a call takes a millisecond: no reply within this time means a hung process
 ADOPT_S = 3.0  # deadline of a live replica's description, while no requests are accepted
 CONFIRM_DEATH_S = 10.0
+REPORT_S = 2.0  # deadline of a host's notice
 LONG_S = 2.0  # one poll of a long operation
 FETCH_S = 0.5  # the same of a fetch, whose progress is reported
 UNKNOWN_ENDS = (
@@ -273,6 +275,24 @@ class RayCluster:
         await self._refresh_nodes()
         living = {node.label for node in self._nodes if node.alive}
         return frozenset(name for name in self._names if self._labels.get(name) not in living)
+
+    async def host_reports(self) -> Mapping[str, HostReport]:
+        draining = await asyncio.to_thread(draining_nodes)
+        living = {name: node for name in self._names if (node := self._node_of(name)) is not None and node.alive}
+
+        async def report(node: RayNode) -> HostReport | None:
+            try:
+                notice = await self._clock.within(self._host_actor(node).notice.remote(), REPORT_S)
+            except (RayError, asyncio.TimeoutError) as error:
+                log.debug("the host actor of %s reports no notices: %s", node.label, error)
+                if node.id not in draining:
+                    return None
+                notice = None
+            drain = Notice(cause="drain by Ray", until=draining[node.id]) if node.id in draining else None
+            return HostReport(node.id, earliest((notice, drain)))
+
+        reports = await asyncio.gather(*map(report, living.values()))
+        return {name: report for name, report in zip(living, reports, strict=True) if report is not None}
 
     async def _refresh_nodes(self) -> None:
         async with self._refreshing:

@@ -173,6 +173,13 @@ def ray_nodes() -> list[RayNode]:
     return [_ray_node(node) for node in ray.nodes()]
 
 
+def draining_nodes() -> dict[str, float | None]:
+    """Returns the nodes that Ray drains, with the Unix time of their end; None: there is no deadline. Blocks while
+    Ray's head is away."""
+    draining = ray._private.state.state.get_draining_nodes()
+    return {id: deadline_ms / 1000 if deadline_ms else None for id, deadline_ms in draining.items()}
+
+
 def on_head() -> bool:
     """Returns whether this process is on the machine of the cluster's head."""
     here = ray.get_runtime_context().get_node_id()

@@ -13,7 +13,9 @@ from orchestrator.records.journal_records import (
     Cordoned,
     Damage,
     Decision,
+    Departure,
     Event,
+    HostRoll,
     JournalState,
     Pin,
     Quarantine,
@@ -68,6 +70,10 @@ def _changes(state: JournalState, record: AnyRecord) -> dict[str, Any]:
             return {"targets": _set(state.targets, model, count or 0, absent=count is None)}
         case Cordon():
             return _cordon_changes(state, record)
+        case Departure(host=host, on=on):
+            return {"departures": _set(state.departures, host, record, absent=not on)}
+        case HostRoll():
+            return {"roll": record if record.hosts else None}
         case Pin() if not any(record.origins):
             return {"pins": _set(state.pins, record.key, record, absent=True)}
         case Pin():

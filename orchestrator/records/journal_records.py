@@ -67,6 +67,28 @@ class Cordon(Record, frozen=True, kw_only=True):
     drain: bool = False  # replicas there are moved
 
 
+class Departure(Record, frozen=True, kw_only=True):
+    """A host that will end, or no longer will: no replica is placed there, and those that it has are moved."""
+
+    host: str
+    on: bool
+    cause: str = ""  # whose notice it is, or the operator
+    until: float | None = None  # when the host may be gone, by the wall clock; None: it has no deadline
+    noticed: bool = False  # it ends with the notice, not by an operator
+
+
+class HostRoll(Record, frozen=True, kw_only=True):
+    """The progress of a maintenance of host after host."""
+
+    hosts: list[str]  # that still have their turn, the current one first; empty: it is over
+    phase: Literal["next", "draining", "waiting"]  # of the current one
+    wait: Literal["none", "operator", "node"]  # what an empty host waits for
+    deadline_s: float | None  # to empty a host
+    by: str
+    node: str = ""  # the Ray node of the current one when its drain began
+    refusal: str | None = None  # why its drain cannot begin
+
+
 class Replace(Record, frozen=True, kw_only=True):
     """A request for a new process of a replica: processes up to this epoch are replaced."""
 
@@ -153,6 +175,8 @@ class JournalState(msgspec.Struct, frozen=True, kw_only=True):
     promoted: int | None = None  # the latest revision whose canary was promoted
     cordons: Mapping[str, Cordoned] = msgspec.field(default_factory=dict)  # by host; missing if nothing is cordoned
     drains: frozenset[str] = frozenset()  # completely cordoned hosts that are to be emptied
+    departures: Mapping[str, Departure] = msgspec.field(default_factory=dict)  # by host
+    roll: HostRoll | None = None  # the maintenance in progress
     replaces: Mapping[str, int] = msgspec.field(default_factory=dict)  # the epoch to replace, by `model/n`
     quarantines: Mapping[str, Mapping[int, Quarantine]] = msgspec.field(default_factory=dict)  # by host and core
     epochs: Mapping[str, int] = msgspec.field(default_factory=dict)  # the highest one, by `model/n`
@@ -180,6 +204,8 @@ AnyRecord = (
     | Scale
     | Target
     | Cordon
+    | Departure
+    | HostRoll
     | Replace
     | Pin
     | Quarantine

@@ -110,10 +110,19 @@ class Goal:
     steps: Mapping[str, Step] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def step(desired: DesiredModel, current: Sequence[ReplicaView], old: Sequence[ReplicaView], leaving: int = 0) -> Step:
+def step(
+    desired: DesiredModel,
+    current: Sequence[ReplicaView],
+    old: Sequence[ReplicaView],
+    leaving: int = 0,
+    evacuates: bool = False,
+    urgent: bool = False,
+) -> Step:
     """Returns the next step of one model. ``leaving`` counts old replicas that drain or stop already.
 
     A ready old replica stays until enough others serve: the desired number with surge, one fewer with in_place.
+    ``evacuates``: old replicas only leave their hosts, and stay until successors serve elsewhere. ``urgent``: a host
+    with old replicas ends soon, so all their successors start at once.
     """
     ready = sum(view.state is State.READY for view in current)
     alive = len(current)
@@ -124,7 +133,7 @@ def step(desired: DesiredModel, current: Sequence[ReplicaView], old: Sequence[Re
     best_first = sorted(old, key=lambda view: (view.state is not State.READY, view.replica))
     missing = desired.count - len(old)
     waits = desired.awaited and desired.strategy != "surge"
-    spare = 0 if desired.strategy in ("surge", "borrow") else 1
+    spare = 0 if desired.strategy in ("surge", "borrow") or evacuates else 1
     if desired.canary and restores:
         comes = min(desired.count, alive if desired.frozen or waits else 1, 1)
         promised = max(desired.count - spare * comes, min(desired.count, 1))
@@ -145,7 +154,8 @@ def step(desired: DesiredModel, current: Sequence[ReplicaView], old: Sequence[Re
         keep = best_first if spare == 0 and ready < desired.count else []
         return replace(done, keep=tuple(keep[: desired.count]), serves_old=bool(keep))
     keep = best_first[: max(0, desired.count - ready - spare)]
-    return replace(done, keep=tuple(keep), count=min(desired.count, max(alive, ready + 1, missing)))
+    count = desired.count if urgent else min(desired.count, max(alive, ready + 1, missing))
+    return replace(done, keep=tuple(keep), count=count)
 
 
 def defer_displacements(
@@ -198,7 +208,8 @@ class Situation:
 
     ``hosts`` are the hosts that are up. By host, ``blocked`` are the cores where no replica may be placed, ``drained``
     the cores whose replicas have to move, and ``held`` the models whose artifacts are there. ``replaced`` has the
-    (id, epoch) of replicas that need a new process.
+    (id, epoch) of replicas that need a new process. ``leaving`` are hosts that end at a known time, and ``ending`` the
+    (id, epoch) of replicas there that cannot stay any longer.
     """
 
     spec: Spec
@@ -210,6 +221,22 @@ class Situation:
     drained: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
     replaced: frozenset[tuple[str, int]] = frozenset()
     held: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
+    leaving: frozenset[str] = frozenset()
+    ending: frozenset[tuple[str, int]] = frozenset()
+
+    def evacuates(self, model: str) -> bool:
+        """Returns whether the model's old replicas only have to leave their hosts: to stop one before its successor
+        serves would free no core."""
+        desired = self.desired_models[model]
+        views = [view for view in self.views if view.model == model and not view.gone]
+        moving = [view for view in views if view.touches(self.drained.get(view.host, frozenset()))]
+        others = [view for view in views if view not in moving]
+        changes = any(view.version != desired.version or (view.id, view.epoch) in self.replaced for view in others)
+        return self.urgent(model) or (bool(moving) and not changes)
+
+    def urgent(self, model: str) -> bool:
+        """Returns whether replicas of the model have to move before their host ends."""
+        return any(view.model == model and view.host in self.leaving and not view.gone for view in self.views)
 
     def with_desired(self, desired: DesiredModel) -> Situation:
         """Returns a copy in which ``desired`` replaces the desired state of its model."""
@@ -228,10 +255,13 @@ class _ReplicaGroups:
     current: dict[str, list[ReplicaView]]
     old: dict[str, list[ReplicaView]]
     leaving: dict[str, int]  # number of old replicas that drain or stop already
+    evacuated: frozenset[str]  # models
+    urgent: frozenset[str]  # models
 
     def step(self, desired: DesiredModel) -> Step:
         name = desired.model.name
-        return step(desired, self.current[name], self.old[name], self.leaving[name])
+        evacuates, urgent = name in self.evacuated, name in self.urgent
+        return step(desired, self.current[name], self.old[name], self.leaving[name], evacuates, urgent)
 
 
 def compute_goal(situation: Situation, moves: int = 0, costs: Mapping[str, float] | None = None) -> Goal:
@@ -245,7 +275,11 @@ def compute_goal(situation: Situation, moves: int = 0, costs: Mapping[str, float
     steps = {name: replicas.step(desired) for name, desired in desired_models.items()}
     new_plan = _plan(situation, replicas, steps, moves, costs)
     waiting = {unplaced.model for unplaced in new_plan.unplaced}
-    stuck = [name for name in waiting if desired_models[name].reachable and steps[name].keep]
+    stuck = [
+        name
+        for name in waiting - replicas.evacuated  # which serve where they are until the last moment
+        if desired_models[name].reachable and steps[name].keep
+    ]
     if stuck:  # the count that fits once all old replicas are gone; if that is 0, only the old ones can serve
         ends = {name: Step(count=desired.count) for name, desired in desired_models.items()}
         most = Counter(placement.model for placement in _plan(situation, replicas, ends, moves, costs).placements)
@@ -301,7 +335,7 @@ def _group_replicas(situation: Situation) -> _ReplicaGroups:
             or (view.id, view.epoch) in situation.replaced
             or view.touches(situation.drained.get(view.host, frozenset()))
         )
-        if view.state in LEAVING or view.host not in names:
+        if view.state in LEAVING or view.host not in names or (view.id, view.epoch) in situation.ending:
             leaving[view.model] += is_old and not view.gone
         elif view.state is State.FAILED and view.touches(situation.blocked.get(view.host, frozenset())):
             continue  # it is placed elsewhere
@@ -312,7 +346,8 @@ def _group_replicas(situation: Situation) -> _ReplicaGroups:
     for name, desired in desired_models.items():
         old[name] += _misplaced(desired, current[name])
         current[name] = [view for view in current[name] if view not in old[name]]
-    return _ReplicaGroups(current, old, leaving)
+    evacuated, urgent = (frozenset(filter(test, desired_models)) for test in (situation.evacuates, situation.urgent))
+    return _ReplicaGroups(current, old, leaving, evacuated, urgent)
 
 
 def _plan(

@@ -15,11 +15,12 @@ from typing import Any
 
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import CoreOwner, FailedCore
+from orchestrator.fleet.leaving_host import LeavingHost, replicas_to_end
 from orchestrator.fleet.reachability import Reachability
 from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal_fold import failed_cores
-from orchestrator.records.journal_records import Replace, RolloutState, Target
+from orchestrator.records.journal_records import Cordoned, Replace, RolloutState, Target
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from orchestrator.rollout.preparation import Key, Preparation, takes_long, upcoming_targets
 from orchestrator.rollout.relocation import Relocation, find_relocation
@@ -35,6 +36,7 @@ from orchestrator.rollout.rollout_step import (
 )
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from orchestrator.state.content_pins import ContentPins
+from orchestrator.state.departures import leaving_hosts
 from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.replica_counts import ReplicaCounts
 from placements.facts.plural import counted
@@ -206,11 +208,16 @@ class FleetState:
 
     def cordoned(self) -> dict[str, frozenset[int]]:
         """Returns the cordoned cores by host."""
-        cordons = {host: cordon for host in self.hosts if (cordon := self.records.state.cordons.get(host.name))}
+        cordons = {host: cordon for host in self.hosts if (cordon := self.cordon(host.name))}
         return {
             host.name: frozenset(range(host.cores)) if cordon == "whole" else frozenset(cordon)
             for host, cordon in cordons.items()
         }
+
+    def cordon(self, host: str) -> Cordoned:
+        """Returns the cordoned cores of a host; one that departs is cordoned as a whole."""
+        records = self.records.state
+        return "whole" if host in records.departures else records.cordons.get(host, frozenset())
 
     def quarantined(self) -> dict[str, frozenset[int]]:
         """Returns the cores that foreign processes hold or that have failed, by host."""
@@ -222,8 +229,16 @@ class FleetState:
 
     def drained(self) -> dict[str, frozenset[int]]:
         """Returns the cores by host whose replicas have to move."""
-        drains = self.records.state.drains
+        drains = self.records.state.drains | self.records.state.departures.keys()
         return {host.name: frozenset(range(host.cores)) for host in self.hosts if host.name in drains}
+
+    def leaving(self) -> dict[str, LeavingHost]:
+        """Returns the hosts that end at a known time."""
+        return leaving_hosts(self.records.state.departures, self.clock() - self.wall())
+
+    def ending(self) -> frozenset[tuple[str, int]]:
+        """Returns the (id, epoch) of replicas that have to end now, by their hosts."""
+        return replicas_to_end(self.views.values(), self.leaving(), self.clock())
 
     def replaced(self) -> frozenset[tuple[str, int]]:
         """Returns the (id, epoch) of replicas that need a new process."""
@@ -246,6 +261,8 @@ class FleetState:
             self.drained(),
             self.replaced(),
             self._models_held(),
+            frozenset(self.leaving()),
+            self.ending(),
         )
 
     def sources(self, model: ModelSpec) -> frozenset[str]:
@@ -303,7 +320,11 @@ class FleetState:
         if self.hold is not None:  # not acted upon: routes and status show it
             self.goal = goal
             return False
-        undecided = [name for name, step in goal.steps.items() if step.old and self._needs_strategy(name, goal)]
+        undecided = [
+            name
+            for name, step in goal.steps.items()
+            if step.old and not situation.evacuates(name) and self._needs_strategy(name, goal)
+        ]
         for name in undecided:
             strategy = await self.in_thread(choose_strategy, situation, name)
             if strategy != self.strategies.get(name):
@@ -335,6 +356,8 @@ class FleetState:
             strategy = self.strategies.get(name)
             if not step.old or strategy is None or strategy.strategy == "surge" or self.frozen:
                 continue
+            if situation.evacuates(name):
+                continue
             missing = tuple(new for new in upcoming_targets(situation, goal, name) if not self.preparation(new).done)
             if missing:
                 self.upcoming += missing
@@ -364,7 +387,7 @@ class FleetState:
         """
         stopped = self.current.spec.model(view.model) is None
         stopped = stopped or (view.model in self.records.state.scales and view.model not in short)
-        drained = view.host in self.records.state.drains or view.host in self.lost
+        drained = view.host in self.drained() or view.host in self.lost
         return not stopped and not drained and (view.id, view.epoch) not in self.replaced()
 
     def _report_lost_replicas(self) -> None:

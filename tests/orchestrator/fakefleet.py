@@ -135,10 +135,12 @@ STATUS: dict[str, Any] = {
             "lost": False,
             "balanced": True,
             "draining": False,
+            "leaving": None,
             "quarantine": [{"core": 23, "pid": 99, "command": "python train.py", "cause": None}],
             "fetches": [],
         }
     ],
+    "maintenance": None,
 }
 PLACED = [("chat", 0, "0-7", 61), ("chat", 1, "8-15", 61), ("small", 0, "16", 7)]
 
@@ -369,6 +371,7 @@ class FakeFleet:
         self.refusal: Exception | None = None
         self.history = copy.deepcopy(REVISIONS)
         self.news = asyncio.Event()
+        self.rolled = ["inf2.48xlarge/0", "inf2.48xlarge/1"]  # in maintenance
 
     def _asked(self, *call: Any) -> None:
         self.calls.append(call)
@@ -453,9 +456,27 @@ class FakeFleet:
         self._asked("cordon", host, cores, on, by)
         return dict(self.told_status["hosts"][0])
 
-    async def drain(self, target: str, by: str) -> dict[str, Any]:
-        self._asked("drain", target, by)
+    async def drain(self, target: str, by: str, deadline_s: float | None = None) -> dict[str, Any]:
+        self._asked("drain", target, *(() if deadline_s is None else (deadline_s,)), by)
         return {"replica": target, "epoch": 1}
+
+    async def roll_hosts(self, hosts: list[str], wait: str, deadline_s: float | None, by: str) -> dict[str, Any]:
+        self._asked("roll", hosts, wait, deadline_s, by)
+        self.rolled = hosts
+        return self._roll()
+
+    async def continue_roll(self, by: str) -> dict[str, Any]:
+        self._asked("continue", by)
+        self.rolled = self.rolled[1:]
+        return self._roll()
+
+    async def stop_roll(self, by: str) -> dict[str, Any]:
+        self._asked("stop", by)
+        self.rolled = []
+        return self._roll()
+
+    def _roll(self) -> dict[str, Any]:
+        return {"hosts": self.rolled, "phase": "next", "wait": "operator", "refusal": None}
 
     async def events(self, after: int, limit: int, wait_s: float, model: str | None) -> dict[str, Any]:
         self._asked("events", after, limit, wait_s, model)

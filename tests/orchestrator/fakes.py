@@ -19,6 +19,7 @@ from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import (
     CoreOwner,
     HostLost,
+    HostReport,
     ReplicaDied,
     Survivor,
     actor_name,
@@ -32,6 +33,7 @@ from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
 from workers.host.lifetime import since_boot
 from workers.messages.metric_family import MetricFamily
+from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, Phase, ReplicaStatus
 
@@ -163,6 +165,9 @@ class FakeCluster:
         self.held: dict[int, int | None] = {}  # pids by core of the first host
         self.reported_held: set[int] = set()  # the cores of its last report
         self.lost_now: set[str] = set()
+        self.host_names: list[str] = []
+        self.notices: dict[str, Notice] = {}  # by host
+        self.nodes: dict[str, str] = {}  # by host, the id of its Ray node; by default "1"
         self.refuses_start: Exception | None = None
         self.unadoptable: dict[str, int] = {}
         self.interpreters: dict[str | None, Interpreter] = {}  # by path; by default the fleet's own
@@ -367,6 +372,13 @@ class FakeCluster:
     async def lost_hosts(self) -> frozenset[str]:
         return frozenset(self.lost_now)
 
+    async def host_reports(self) -> Mapping[str, HostReport]:
+        return {
+            name: HostReport(self.nodes.get(name, "1"), self.notices.get(name))
+            for name in self.host_names
+            if name not in self.lost_now
+        }
+
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
         living = [Survivor(replica.config, replica.status) for replica in self.living()]
         return living, self.unadoptable
@@ -427,6 +439,7 @@ class Played:
         records = RecordWriter(self.journal, in_thread, loop.time)
         state = resume_fleet(settings, records, self.clock or loop.time, restarted=restarted)
         cluster.records = records
+        cluster.host_names = [host.name for host in state.hosts]
         resumed = self.clock.resumed_at if self.clock else lambda: float("-inf")
         self.controller = Controller(state, cluster, resumed=resumed, tick_s=tick_s)
         self.operator = Operator(self.controller, cluster)

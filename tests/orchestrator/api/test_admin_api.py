@@ -51,6 +51,9 @@ ASKED: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
     ("cordon", {"host": "inf2.48xlarge/0", "cores": "0-3"}, ("cordon", "inf2.48xlarge/0", "0-3", True, "me")),
     ("uncordon", {"host": "inf2.48xlarge/0"}, ("cordon", "inf2.48xlarge/0", None, False, "me")),
     ("drain", {"target": "chat/0"}, ("drain", "chat/0", "me")),
+    ("hosts/roll", {"hosts": ["a/0"], "wait": "node"}, ("roll", ["a/0"], "node", None, "me")),
+    ("hosts/continue", {}, ("continue", "me")),
+    ("hosts/stop", {}, ("stop", "me")),
 ]
 
 

@@ -359,6 +359,9 @@ ABOUT_A_FLEET = [
     "cordon inf2.48xlarge/0",
     "uncordon inf2.48xlarge/0",
     "drain chat/0",
+    "hosts roll",
+    "hosts continue",
+    "hosts stop",
 ]
 
 
@@ -501,6 +504,10 @@ def test_a_command_has_equal_json_and_yaml_output(
         ("load chat", ("load", "chat"), "chat: loading"),
         ("unload chat", ("unload", "chat"), "chat: unloading"),
         ("drain chat/0", ("drain", "chat/0"), "chat/0: draining"),
+        ("drain --deadline-s 90 a/0", ("drain", "a/0", 90.0), "a/0: draining"),
+        ("hosts roll a/1 --deadline-s 9", ("roll", ["a/1"], "none", 9.0), "maintenance of a/1: it is next"),
+        ("hosts continue", ("continue",), "maintenance of inf2.48xlarge/1: it is next"),
+        ("hosts stop", ("stop",), "no host is left"),
         ("cordon inf2.48xlarge/0", ("cordon", "inf2.48xlarge/0", None, True), "inf2.48xlarge/0: cordoned"),
         ("cordon inf2.48xlarge/0:3", ("cordon", "inf2.48xlarge/0", "3", True), "inf2.48xlarge/0 cores 3: cordoned"),
         (

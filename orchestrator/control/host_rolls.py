@@ -1,0 +1,92 @@
+"""Carries out the maintenance of host after host, whose progress is in the journal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec.structs
+
+from orchestrator.control.host_watch import HostWatch
+from orchestrator.fleet.replica_states import State
+from orchestrator.records.journal_records import Cordon, Departure, HostRoll
+from orchestrator.rollout.host_roll import RollFacts, next_phase, refusal
+from orchestrator.state.fleet_state import FleetState
+
+
+def roll_status(roll: HostRoll | None) -> dict[str, Any] | None:
+    """Returns a maintenance for `status`."""
+    if roll is None:
+        return None
+    return {key: getattr(roll, key) for key in ("hosts", "phase", "wait", "deadline_s", "refusal", "by")}
+
+
+class HostRolls:
+    """The maintenance of one fleet's hosts, on the controller's event loop."""
+
+    def __init__(self, state: FleetState, hosts: HostWatch) -> None:
+        self._state = state
+        self._hosts = hosts
+
+    async def round(self) -> None:
+        """Take the next step of the maintenance, if there is one."""
+        state, roll = self._state, self._state.records.state.roll
+        if roll is None or state.frozen:
+            return
+        host = roll.hosts[0]
+        if all(known.name != host for known in state.hosts):  # an apply has removed it
+            self.leave(roll)
+            return
+        facts = await self._facts(roll, host)
+        phase = next_phase(roll.phase, roll.wait, roll.node, facts)
+        if phase == "done":
+            self.leave(roll)
+        elif phase == "draining" and roll.phase == "next":
+            self._drain(roll, host, facts.node or "")
+        elif phase != roll.phase or facts.refusal != roll.refusal:
+            self._report(host, phase, facts.refusal)
+            state.records.note(msgspec.structs.replace(roll, phase=phase, refusal=facts.refusal))
+
+    async def _facts(self, roll: HostRoll, host: str) -> RollFacts:
+        state = self._state
+        settled = all(
+            (view := state.views.get(target.id)) is not None and view.state is State.READY
+            for target in state.goal.targets
+        )
+        reason = None
+        if roll.phase == "next" and settled:
+            reason = await state.in_thread(refusal, state.situation(), host, partly=roll.deadline_s is not None)
+        replicas = sum(view.host == host and not view.gone for view in state.views.values())
+        report = self._hosts.reports.get(host)
+        return RollFacts(settled, reason, replicas, None if report is None else report.node)
+
+    def _drain(self, roll: HostRoll, host: str, node: str) -> None:
+        records = self._state.records
+        records.note(Cordon(host=host, cores=None, on=True, by=roll.by, drain=True))
+        if roll.deadline_s is not None:
+            until = self._state.wall() + roll.deadline_s
+            records.note(Departure(host=host, on=True, cause=f"maintenance by {roll.by}", until=until))
+        records.note(msgspec.structs.replace(roll, phase="draining", node=node, refusal=None))
+        message = f"maintenance by {roll.by}: its replicas move to other hosts"
+        records.event("info", "HostDraining", message, host=host)
+
+    def _report(self, host: str, phase: str, reason: str | None) -> None:
+        if phase == "waiting":
+            self._state.records.event("info", "HostEmpty", "it is in maintenance", host=host)
+        elif reason is not None:
+            message = f"its maintenance waits, since models could not be served without it: {reason}"
+            self._state.records.event("warning", "MaintenanceWaits", message, host=host)
+
+    def leave(self, roll: HostRoll, *, stop: bool = False) -> None:
+        """End the maintenance of the current host, and go on with the next one unless ``stop``."""
+        records, host = self._state.records, roll.hosts[0]
+        if roll.phase != "next":
+            records.note(Cordon(host=host, cores=None, on=False, by=roll.by))
+            departure = records.state.departures.get(host)
+            if departure is not None and not departure.noticed:
+                records.note(Departure(host=host, on=False))
+            records.event("info", "Uncordoned", f"its maintenance by {roll.by} is over", host=host)
+        rest = [] if stop else roll.hosts[1:]
+        records.note(msgspec.structs.replace(roll, hosts=rest, phase="next", node="", refusal=None))
+        if not rest:
+            how = "stopped" if stop else "every host had its turn"
+            records.event("info", "MaintenanceOver", how)
