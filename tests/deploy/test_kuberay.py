@@ -11,6 +11,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from orchestrator.fleet.leaving_host import END_S
 from placements.facts.topology import TOPOLOGIES
 from placements.spec.parse import parse
 from tests.deploy.ray_start import GATEWAY_PORT, ROOT, check_health, check_host, options
@@ -75,6 +76,20 @@ def test_a_worker_has_all_devices_and_cores_of_its_node(name: str) -> None:
     assert resources["limits"] == resources["requests"]  # no other pod's use of the CPUs slows it down
     assert resources["limits"]["cpu"] == group["resources"]["CPU"]
     assert pod["tolerations"] == [{"key": DEVICES, "operator": "Exists"}]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_pod_that_ends_gives_its_replicas_the_time_of_the_notice(name: str) -> None:
+    """Ray accepts the command; the pod is killed only after the deadline."""
+    from ray.scripts.scripts import drain_node
+
+    pod = GROUPS[name]["template"]["spec"]
+    script = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][2]
+    words = shlex.split(script.replace("\\\n", " ").partition("\n")[0])
+    assert words[:2] == ["ray", "drain-node"]
+    seconds = drain_node.make_context("drain-node", words[2:]).params["deadline_remaining_seconds"]
+
+    assert seconds + END_S <= pod["terminationGracePeriodSeconds"]
 
 
 def test_ray_accepts_the_parameters_of_the_head() -> None:

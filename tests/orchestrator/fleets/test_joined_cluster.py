@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +23,7 @@ models:
   {name}: {{}}
 """
 MACHINES = ("a", "b")
+NOTICE_S = 40
 
 pytestmark = pytest.mark.live
 
@@ -47,8 +50,8 @@ def cluster() -> Iterator[Any]:
 
 
 def test_fleets_share_a_cluster_and_no_machine(cluster: Any) -> None:
-    """Each serves on a machine of its own. The end of one leaves the other, and what somebody else runs there; the
-    cluster has all its cores after the end of both."""
+    """Each serves on a machine of its own. The end of one leaves the other, and what somebody else runs there; a
+    machine that Ray drains is empty before its end, and the cluster has all its cores after the end of both."""
     import ray
     from ray import serve
 
@@ -71,6 +74,11 @@ def test_fleets_share_a_cluster_and_no_machine(cluster: Any) -> None:
             assert (down.returncode, red.process.wait(30)) == (0, 0), red.output()
             until(lambda: held(ray) == 1, 20, "the machine of the ended fleet is free")
             assert complete(blue, "blue").status_code == 200
+            drain_busy_machine(cluster.address, ray, NOTICE_S)
+            until(lambda: held(ray) == 0, NOTICE_S, "the drained machine is empty before its end")
+            events = blue.corewright("events", "-o", "json").stdout
+            assert '"HostLeaving"' in events
+            assert '"NotMoved"' in events
             down = blue.corewright("down")
             assert (down.returncode, blue.process.wait(30)) == (0, 0), blue.output()
         until(lambda: held(ray) == 0, 20, "all cores are free")
@@ -81,6 +89,24 @@ def test_fleets_share_a_cluster_and_no_machine(cluster: Any) -> None:
         assert all(node["Alive"] for node in ray.nodes())
     finally:
         ray.shutdown()
+
+
+def drain_busy_machine(address: str, ray: Any, seconds: int) -> None:
+    """Announces the end of the machine whose first core is held, as Ray's autoscaler does."""
+    free = ray._private.state.available_resources_per_node()
+    busy = [node["NodeID"] for node in ray.nodes() if "nc0" in node["Resources"] and "nc0" not in free[node["NodeID"]]]
+    reason = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "the test")
+    drain = (
+        "drain-node",
+        "--address",
+        address,
+        "--node-id",
+        *busy,
+        *reason,
+        "--deadline-remaining-seconds",
+        str(seconds),
+    )
+    subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *drain], check=True, timeout=60)
 
 
 def held(ray: Any) -> int:

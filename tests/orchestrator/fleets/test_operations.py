@@ -353,25 +353,25 @@ def refusal(fleet: LiveFleet, path: Path, epoch: int) -> str:
     return messages[0].reason
 
 
-def test_a_drained_host_loses_none_of_forty_streams(fleet: LiveFleet, admin: Admin) -> None:
-    """Its replicas start elsewhere, then it is empty; every stream is complete."""
-    busy = max(admin.status()["hosts"], key=lambda host: host["leased"])["name"]
-    streams = [Streamed(fleet, MODELS[i % 3], f"drained {i}", 400) for i in range(40)]
-    assert all(stream.begun.wait(30) for stream in streams)
-
-    result = fleet.corewright("drain", busy)
-
-    assert result.returncode == 0, result.stderr
-    try:
-        until(lambda: host_of(admin, busy)["leased"] == 0, 60, f"{busy} is empty")
+def test_maintenance_of_all_hosts_loses_none_of_eighty_streams(fleet: LiveFleet, admin: Admin) -> None:
+    """The replicas of each host start elsewhere, then it is empty; every stream is complete."""
+    hosts = sorted(admin.status()["hosts"], key=lambda host: -host["leased"])
+    command = ["roll", "--wait", "operator", *(host["name"] for host in hosts)]
+    for host in hosts:
+        streams = [Streamed(fleet, MODELS[i % 3], f"drained {i}", 400) for i in range(80 // len(hosts))]
+        assert all(stream.begun.wait(30) for stream in streams)
+        result = fleet.corewright("hosts", *command)
+        assert result.returncode == 0, result.stderr
+        until(lambda: admin.status()["maintenance"]["phase"] == "waiting", 60, f"{host['name']} is empty")
         assert all(stream.done.wait(60) for stream in streams)
-        assert [stream.error or stream.broken for stream in streams] == [None] * 40
-        assert [stream.text for stream in streams] == [echo_text(f"drained {i}", 400) for i in range(40)]
-        status = settle(fleet, admin)
-        host_entry = next(host for host in status["hosts"] if host["name"] == busy)
-        assert (host_entry["draining"], host_entry["cordoned"], host_entry["free_cordoned"]) == (True, "all", 24)
-    finally:
-        assert fleet.corewright("uncordon", busy).returncode == 0
+        assert [stream.error or stream.broken for stream in streams] == [None] * len(streams)
+        assert [stream.text for stream in streams] == [echo_text(f"drained {i}", 400) for i in range(len(streams))]
+        entry = host_of(admin, host["name"])
+        assert (entry["draining"], entry["cordoned"], entry["free_cordoned"]) == (True, "all", 24)
+        command = ["continue"]
+    assert fleet.corewright("hosts", *command).returncode == 0
+    status = settle(fleet, admin)
+    assert (status["maintenance"], [host["cordoned"] for host in status["hosts"]]) == (None, [[]] * len(hosts))
 
 
 def test_a_canary_gets_its_share_and_is_promoted(fleet: LiveFleet, admin: Admin, tmp_path: Path) -> None:
