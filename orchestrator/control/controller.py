@@ -23,7 +23,7 @@ from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release,
 from orchestrator.control.replica_table import ReplicaTable
 from orchestrator.control.replica_tasks import ReplicaTasks
 from orchestrator.control.scaling_loop import Scaler
-from orchestrator.control.status import Conditions, route_table, status
+from orchestrator.control.status import Conditions, record_conditions, route_table, status
 from orchestrator.control.update_prefetch import UpdatePrefetch
 from orchestrator.fleet.effects import ClusterClient
 from orchestrator.fleet.replica_states import Signal, State
@@ -69,11 +69,13 @@ class Controller:
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
         self._version = 1
+        self._routes_version = 1
+        self._routes: RouteTable | None = None  # as last published
         self._published: tuple[Any, ...] = ()  # the inputs of routes and status at the last notification
         self._was_ready = False
         self._closing = False
         self._settled = asyncio.Event()  # set once surviving replicas are adopted
-        self._hosts = hosts = HostWatch(state, cluster, home, counters)
+        self.hosts = hosts = HostWatch(state, cluster, home, counters)
         self.replicas = replicas = ReplicaTable(state, counters, self.wake_up)
         self.tasks = ReplicaTasks(state, cluster, home, hosts, replicas, wake=self.wake_up, publish=self.publish)
         self.prefetch = UpdatePrefetch(state, cluster, home, hosts, self.wake_up)
@@ -107,7 +109,7 @@ class Controller:
             tick.cancel()
 
     async def _round(self) -> None:
-        await asyncio.gather(self._hosts.update(), self._hosts.update_held_sources(), self._hosts.update_notices())
+        await asyncio.gather(self.hosts.update(), self.hosts.update_held_sources(), self.hosts.update_notices())
         if self._closing:
             return
         state = self.state
@@ -170,6 +172,7 @@ class Controller:
         self._closing = True
         self._wake.set()
         await self.publish()
+        self.hosts.stop()
         self.prefetch.stop()
         self.adapters.stop()
         ended = await asyncio.gather(
@@ -274,9 +277,12 @@ class Controller:
             self._closing,
         )
         if inputs != self._published:
-            self.status()  # its conditions record since when they hold
+            record_conditions(state, self._conditions, ready=self._was_ready)
             self._published = inputs
             self._version += 1
+            if (table := self.routes()) != self._routes:  # reports of replicas rarely change it
+                self._routes = table
+                self._routes_version += 1
             async with self._changed:
                 self._changed.notify_all()
 
@@ -285,15 +291,23 @@ class Controller:
         await self._settled.wait()
 
     async def change(self, seen: int, timeout_s: float) -> int:
-        """Returns the version of routes and status once it exceeds ``seen``, or after ``timeout_s``.
+        """Returns the version of the status once it exceeds ``seen``, or after ``timeout_s``."""
+        await self._wait_for(lambda: self._version > seen, timeout_s)
+        return self._version
 
-        Waits for the adoption of surviving replicas: a table without them would close their connections.
-        """
+    async def next_routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
+        """Returns the published routes and their version once it exceeds ``seen``, or after ``timeout_s``."""
+        await self._wait_for(lambda: self._routes_version > seen, timeout_s)
+        assert self._routes is not None  # published before the adoption ends
+        return self._routes_version, self._routes
+
+    async def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait for the condition after the adoption of surviving replicas: without them, routes would close their
+        connections."""
         await self._settled.wait()
         async with self._changed:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait_for(lambda: self._version > seen), timeout_s)
-        return self._version
+                await asyncio.wait_for(self._changed.wait_for(condition), timeout_s)
 
     def routes(self) -> RouteTable:
         """Returns the route table for the gateways."""

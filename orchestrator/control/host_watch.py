@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial
 
 from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.fleet.effects import ClusterClient, CoreOwner, HostReport
+from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.process.home import Home
 from orchestrator.records.journal_records import Departure, Quarantine
 from orchestrator.starts.start_pipeline import Failed, Fetched, StartEvent
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 STALE_S = 30.0  # the Neuron tools' report of core owners is at most this old
 HELD_S = 60.0  # between two queries for stored remote sources, unless something was fetched
 NOTICES_S = 5.0  # between two queries for notices
-REPLY_S = 1.0  # deadline of the hosts' replies about stored sources, while a round waits
+REPLY_S = 1.0  # deadline of the hosts' replies, while a round waits
 
 
 class HostWatch:
@@ -35,14 +36,24 @@ class HostWatch:
         self._home = home
         self._counters = counters
         self._unresponsive: set[str] = set()
-        self._former: dict[int, float] = {}  # pids of dead replicas, with the time of their death
+        self._former: dict[str, dict[int, float]] = {}  # by host, pids of dead replicas, with the time of their death
         self._held_until = float("-inf")  # when stored sources are queried next
         self._noticed_until = float("-inf")  # when notices are queried next
         self.reports: Mapping[str, HostReport] = {}  # the last ones
+        self._queries: dict[str, asyncio.Task[None]] = {}  # of core owners, by host
+        self._returned: set[str] = set()  # hosts that are back and have not reported the owners of their cores
+        self._begun = False  # the first round has observed the hosts
 
-    def note_death(self, pid: int) -> None:
-        """Remember a dead replica's pid, which the tools may still report for a while."""
-        self._former[pid] = self._state.clock()
+    def note_death(self, view: ReplicaView) -> None:
+        """Remember the pid of a replica that its host has confirmed as dead: the tools may still report it for a
+        while. A lost host has confirmed nothing, and its processes may be there when it is back."""
+        if view.pid is not None and view.host not in self._state.lost:
+            self._former.setdefault(view.host, {})[view.pid] = self._state.clock()
+
+    def stop(self) -> None:
+        """Cancel the queries that hosts have not answered."""
+        for query in self._queries.values():
+            query.cancel()
 
     def count_fetch(self, model: str, event: StartEvent) -> None:
         """Count the end of a fetch; a completed one changes what its host stores."""
@@ -53,22 +64,44 @@ class HostWatch:
             self._counters.not_fetched(model)
 
     async def update(self) -> None:
-        """Update the lost hosts, and quarantine cores that foreign processes hold."""
+        """Update the lost hosts, and quarantine cores that foreign processes hold.
+
+        A host that is back counts as lost until it has reported the owners of its cores: replicas that it ran before
+        may still be there.
+        """
         state = self._state
         lost = await self._cluster.lost_hosts()
         for name in sorted(lost - state.lost):
             state.records.event("error", "HostLost", "its Ray node is gone; its replicas are moved", host=name)
-        for name in sorted(state.lost - lost):
-            state.records.event("info", "HostBack", "its Ray node is back", host=name)
-        state.lost = lost
+        for name in lost:
+            self._former.pop(name, None)
+        with_cores = {host.name for host in state.hosts if host.cores}
+        self._returned = with_cores & (self._returned | state.lost) - lost
+        state.lost = lost | self._returned
         expire(state)
-        await asyncio.gather(
-            *(
-                self._update_core_owners(host, str(self._home.claims(index)) if host.emulated else None)
-                for index, host in enumerate(state.hosts)
-                if host.cores and host.name not in lost
-            )
-        )
+        await self._query_core_owners(lost)
+        back = state.lost - lost - self._returned
+        for name in sorted(back):
+            state.records.event("info", "HostBack", "its Ray node is back", host=name)
+        state.lost -= back
+
+    async def _query_core_owners(self, lost: Set[str]) -> None:
+        """Query the living hosts. A host that does not reply in time must not delay the others: its reply is applied
+        when it comes. Only the first round waits for all, since nothing is known before it."""
+        queries = []
+        for index, host in enumerate(self._state.hosts):
+            if host.cores and host.name not in lost and host.name not in self._queries:
+                claims = str(self._home.claims(index)) if host.emulated else None
+                query = asyncio.get_running_loop().create_task(self._update_core_owners(host, claims))
+                query.add_done_callback(partial(self._answered, host.name))
+                self._queries[host.name] = query
+                queries.append(query)
+        if queries:
+            await asyncio.wait(queries, timeout=REPLY_S if self._begun else None)
+        self._begun = True
+
+    def _answered(self, host: str, query: asyncio.Task[None]) -> None:
+        self._queries.pop(host, None)
 
     async def update_notices(self) -> None:
         """Update which hosts will end, by the notices that they or Ray have."""
@@ -93,18 +126,25 @@ class HostWatch:
 
     async def _update_core_owners(self, host: Host, claims: str | None) -> None:
         # a replica may end and be forgotten during the query, or may have ended since the tools ran
-        now = self._state.clock()
-        self._former = {pid: at for pid, at in self._former.items() if now - at < STALE_S}
-        before = {view.pid for view in self._state.views.values() if view.pid is not None} | self._former.keys()
+        before = self._pids(host.name)
         held: dict[int, CoreOwner] | None = None
-        # an unresponsive host must not delay the others; its last report stays
+        # its last report stays
         level = logging.DEBUG if host.name in self._unresponsive else logging.WARNING
         message, on_error = "%s does not report the owners of its cores", partial(self._note_silence, host.name)
         with task_boundary(log, message, host.name, level=level, on_error=on_error):
             held = await self._cluster.held_cores(claims, host.name)
         if held is not None:
             self._unresponsive.discard(host.name)
-            self._quarantine(host, {core: owner for core, owner in held.items() if owner.pid not in before})
+            self._returned.discard(host.name)
+            known = before | self._pids(host.name)
+            self._quarantine(host, {core: owner for core, owner in held.items() if owner.pid not in known})
+
+    def _pids(self, host: str) -> set[int | None]:
+        """Returns the pids of the replicas on a host, also of those that died a short time ago."""
+        oldest = self._state.clock() - STALE_S
+        former = self._former[host] = {pid: at for pid, at in self._former.get(host, {}).items() if at > oldest}
+        living = {view.pid for view in self._state.views.of_host(host) if view.pid is not None and not view.gone}
+        return living | former.keys()
 
     def _note_silence(self, host: str, error: Exception) -> None:
         if host not in self._unresponsive:
@@ -114,13 +154,10 @@ class HostWatch:
 
     def _quarantine(self, host: Host, held: dict[int, CoreOwner]) -> None:
         state = self._state
-        mine = [view for view in state.views.values() if view.host == host.name]
-        ours = {view.pid for view in mine}
+        mine = [view for view in state.views.of_host(host.name) if view.requested and not view.gone]
         # a replica may hold its cores before it reports its pid
-        starting = {
-            core for view in mine if view.requested and view.pid is None and not view.gone for core in view.cores or ()
-        }
-        foreign = {core: owner for core, owner in held.items() if owner.pid not in ours and core not in starting}
+        starting = {core for view in mine if view.pid is None for core in view.cores or ()}
+        foreign = {core: owner for core, owner in held.items() if core not in starting}
         previous = state.foreign_cores.setdefault(host.name, {})
         for core in sorted(foreign.keys() | previous.keys()):
             before, after = previous.get(core), foreign.get(core)

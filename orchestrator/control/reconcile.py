@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from orchestrator.fleet.replica_states import ENDING, STARTING, State
 from orchestrator.fleet.snapshot import Observed, ReplicaView
-from orchestrator.rollout.rollout_step import ReplicaTarget
+from orchestrator.rollout.rollout_step import ReplicaTarget, cores_by_host
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def reconcile(
     wait until each replica has had time to report again (``Observed.settled``).
     """
     by_id = {target.id: target for target in targets}
+    used = cores_by_host(replica for replica in observed.replicas.values() if not replica.gone)
     actions: list[Action] = []
     for id, replica in observed.replicas.items():
         target = by_id.get(id)
@@ -109,12 +110,12 @@ def reconcile(
             elif starting:
                 actions.append(Stop(replica, "no longer planned"))
         elif ending:  # 5
-            if observed.now >= replica.retry_at and not _has_used_cores(target, observed):
+            if observed.now >= replica.retry_at and not _has_used_cores(target, used):
                 actions.append(Start(target, replica))
         elif starting and observed.settled and (late := replica.overdue(observed.now)) is not None:  # 4
             actions.append(Fail(replica, late))
     for id, target in by_id.items():
-        if id not in observed.replicas and not _has_used_cores(target, observed):  # 6
+        if id not in observed.replicas and not _has_used_cores(target, used):  # 6
             actions.append(Start(target, None))
     return actions
 
@@ -125,5 +126,5 @@ def _matches(replica: ReplicaView, target: ReplicaTarget, replaced: frozenset[tu
     )
 
 
-def _has_used_cores(target: ReplicaTarget, observed: Observed) -> bool:
-    return any(target.overlaps(replica) and not replica.gone for replica in observed.replicas.values())
+def _has_used_cores(target: ReplicaTarget, used: Mapping[str, frozenset[int]]) -> bool:
+    return not used.get(target.host, frozenset()).isdisjoint(target.cores or ())

@@ -342,8 +342,7 @@ class ReplicaTasks:
             await self._state.records.durable()
             if not await self._cluster.end(view.actor, view.pid, view.started, view.host):
                 return
-            if view.pid is not None:
-                self._hosts.note_death(view.pid)
+            self._hosts.note_death(view)
             tail = tuple(await self._from_log(view, self._cluster.log_tail, LOG_LINES) or ())
             current = self._replicas.view(view.id, view.epoch)
             if current is not None:

@@ -174,6 +174,14 @@ def status(
     }
 
 
+def record_conditions(state: FleetState, conditions: Conditions, *, ready: bool) -> None:
+    """Records since when the conditions hold, without the rest of the status: that takes longer than a decision."""
+    hosts = [_host_status(state, host) for host in state.hosts]
+    conditions.report("fleet", _fleet_conditions(state, ready, hosts))
+    for model in state.current.spec.models:
+        conditions.report(model.name, _model_conditions(state, model))
+
+
 def rollout(state: FleetState) -> dict[str, Any]:
     """Returns the progress of the current revision's rollout."""
     progress, reason = rollout_state(state)
@@ -252,7 +260,7 @@ def _model_conditions(state: FleetState, model: ModelSpec) -> Iterable[Condition
         "Progressing", moving, "Updating" if moving and step and step.old else "Starting" if moving else "Settled", ""
     )
     missing = [unplaced for unplaced in state.goal.plan.unplaced if unplaced.model == model.name]
-    if sum(target.model == model.name for target in state.goal.targets) >= _due(state, model):
+    if missing and sum(target.model == model.name for target in state.goal.targets) >= _due(state, model):
         missing = []  # only replicas that the autoscaler adds are missing
     problems = "; ".join(problem.what for unplaced in missing for problem in unplaced.problems)
     yield Condition("Placed", not missing, "NoRoom" if missing else "Placed", problems)
@@ -319,9 +327,7 @@ def _model_status(
 
 def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
     leases = {
-        view.id: view.cores
-        for view in state.views.values()
-        if view.host == host.name and view.cores is not None and not view.gone
+        view.id: view.cores for view in state.views.of_host(host.name) if view.cores is not None and not view.gone
     }
     leased = sum(len(cores) for cores in leases.values())
     occupied = {core for cores in leases.values() for core in cores}
@@ -358,7 +364,7 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
 
 def _fetches_on(state: FleetState, host: str) -> list[dict[str, Any]]:
     """Returns the progress of the host's fetches. Those of a source may be shared, and are shown once."""
-    fetches = [view.fetch for view in state.views.values() if view.host == host and view.fetch is not None]
+    fetches = [view.fetch for view in state.views.of_host(host) if view.fetch is not None]
     fetches += [status for (_, _, name), status in state.fetches.items() if name == host]
     return [_fetch(status) for status in {status.source: status for status in fetches}.values()]
 

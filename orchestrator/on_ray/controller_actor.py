@@ -71,7 +71,7 @@ class ControllerActor:
             await asyncio.sleep(REFRESH_S)
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
-        return await self._controller.change(seen, timeout_s), self._controller.routes()
+        return await self._controller.next_routes(seen, timeout_s)
 
     async def status(self, seen: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
         for task in (self._running, self._admin, self._metrics, self._beating):

@@ -344,8 +344,9 @@ def _group_replicas(situation: Situation) -> _ReplicaGroups:
         else:
             current[view.model].append(view)
     for name, desired in desired_models.items():
-        old[name] += _misplaced(desired, current[name])
-        current[name] = [view for view in current[name] if view not in old[name]]
+        misplaced = _misplaced(desired, current[name])
+        old[name] += misplaced
+        current[name] = [view for view in current[name] if view not in misplaced]
     evacuated, urgent = (frozenset(filter(test, desired_models)) for test in (situation.evacuates, situation.urgent))
     return _ReplicaGroups(current, old, leaving, evacuated, urgent)
 
@@ -424,7 +425,10 @@ def _misplaced(desired: DesiredModel, current: Sequence[ReplicaView]) -> list[Re
 
 def cores_by_host(replicas: Iterable[ReplicaView | Placement]) -> dict[str, frozenset[int]]:
     """Returns the cores of all these replicas."""
-    return merged(*({replica.host: frozenset(replica.cores or ())} for replica in replicas))
+    cores: dict[str, set[int]] = {}
+    for replica in replicas:
+        cores.setdefault(replica.host, set()).update(replica.cores or ())
+    return {host: frozenset(some) for host, some in cores.items()}
 
 
 def merged(*cores: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:

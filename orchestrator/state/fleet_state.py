@@ -18,6 +18,7 @@ from orchestrator.fleet.effects import CoreOwner, FailedCore
 from orchestrator.fleet.leaving_host import LeavingHost, replicas_to_end
 from orchestrator.fleet.reachability import Reachability
 from orchestrator.fleet.replica_states import State
+from orchestrator.fleet.replica_views import ReplicaViews
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal_fold import failed_cores
 from orchestrator.records.journal_records import Cordoned, Replace, RolloutState, Target
@@ -75,7 +76,7 @@ class FleetState:
         self.failed_cores: dict[str, dict[int, FailedCore]] = {}  # by host and core
         for record in failed_cores(records.state):
             self.failed_cores.setdefault(record.host, {})[record.core] = FailedCore(record.cause)
-        self.views: dict[str, ReplicaView] = {}
+        self.views = ReplicaViews()
         self.configs: dict[str, ReplicaConfig] = {}  # of each replica
         self.epochs: dict[str, int] = dict(records.state.epochs)  # the last epoch of every replica that ever existed
         self.foreign_cores: dict[str, dict[int, CoreOwner]] = {host.name: {} for host in self.current.hosts}
@@ -198,8 +199,8 @@ class FleetState:
         version, own = generation.versions[model.name], generation.tokenizers[model.name]
         return all(
             self.configs[view.id].tokenizer == own
-            for view in self.views.values()
-            if view.model == model.name and view.version != version and view.id in self.configs
+            for view in self.views.of_model(model.name)
+            if view.version != version and view.id in self.configs
         )
 
     def blocked(self) -> dict[str, frozenset[int]]:
@@ -242,11 +243,8 @@ class FleetState:
 
     def replaced(self) -> frozenset[tuple[str, int]]:
         """Returns the (id, epoch) of replicas that need a new process."""
-        return frozenset(
-            (view.id, view.epoch)
-            for view in self.views.values()
-            if view.epoch <= self.records.state.replaces.get(view.id, 0)
-        )
+        replaces = ((self.views.get(id), epoch) for id, epoch in self.records.state.replaces.items())
+        return frozenset((view.id, view.epoch) for view, epoch in replaces if view is not None and view.epoch <= epoch)
 
     def situation(self, revision: ResolvedRevision | None = None) -> Situation:
         """Returns the input of `compute_goal`, now or right after the installation of another revision."""
@@ -499,7 +497,7 @@ class FleetState:
 
     def replicas_of(self, name: str) -> list[ReplicaView]:
         """Returns the replicas of a model in the order of their numbers."""
-        return sorted((view for view in self.views.values() if view.model == name), key=lambda view: view.replica)
+        return self.views.of_model(name)
 
     def ready(self, name: str) -> int:
-        return sum(view.state is State.READY for view in self.replicas_of(name))
+        return sum(view.state is State.READY for view in self.views.of_model(name))

@@ -57,7 +57,8 @@ def _canary_stands(state: FleetState, name: str) -> bool:
 
 def leaving(state: FleetState) -> Counter[str]:
     """Returns the number of replicas by model, of models that the spec no longer has."""
-    return Counter(view.model for view in state.views.values() if state.current.spec.model(view.model) is None)
+    names = {model.name for model in state.current.spec.models}
+    return Counter(view.model for view in state.views.values() if view.model not in names)
 
 
 def _unsettled(state: FleetState, counts: Callable[[Step], bool] = lambda step: True) -> str:
@@ -144,10 +145,10 @@ def _failure(state: FleetState, unsettled: Iterable[ModelSpec]) -> tuple[ModelSp
     """Returns the failed model and the cause; None while the rollout may still succeed."""
     for model in unsettled:
         version = state.current.versions[model.name]
-        for view in state.views.values():
+        for view in state.replicas_of(model.name):
             tried = view.stopped or view.failures >= model.update.max_failures
             fails = view.state is not State.READY and tried
-            if view.model == model.name and view.version == version and fails:
+            if view.version == version and fails:
                 times = "once" if view.failures == 1 else f"{view.failures} times"
                 return model, f"{view.id} failed {times}: {view.reason}"
         for preparation in state.preparations.values():

@@ -461,6 +461,7 @@ class Played:
         self._running.cancel()
         if self._beating is not None:
             self._beating.cancel()
+        self.controller.hosts.stop()
         self.controller.prefetch.stop()
         for task in (*self.controller.tasks.running, self.controller.state.records._writing):  # a dead process has none
             if task is not None:

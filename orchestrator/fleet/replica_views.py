@@ -1,0 +1,39 @@
+"""The controller's views of all replicas by id, with an index by model and by host."""
+
+from __future__ import annotations
+
+from orchestrator.fleet.snapshot import ReplicaView
+
+
+class ReplicaViews(dict[str, ReplicaView]):
+    """The replicas by id. With thousands of them on a hundred hosts, each model and host must not read them all.
+
+    Entries are changed by assignment and `del` only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_models: dict[str, dict[int, ReplicaView]] = {}
+        self._of_hosts: dict[str, dict[str, ReplicaView]] = {}
+
+    def __setitem__(self, id: str, view: ReplicaView) -> None:
+        before = self.get(id)
+        if before is not None and before.host != view.host:
+            del self._of_hosts[before.host][id]
+        super().__setitem__(id, view)
+        self._of_models.setdefault(view.model, {})[view.replica] = view
+        self._of_hosts.setdefault(view.host, {})[id] = view
+
+    def __delitem__(self, id: str) -> None:
+        view = self[id]
+        super().__delitem__(id)
+        del self._of_models[view.model][view.replica]
+        del self._of_hosts[view.host][id]
+
+    def of_model(self, name: str) -> list[ReplicaView]:
+        """Returns the replicas of a model in the order of their numbers."""
+        return [view for _, view in sorted(self._of_models.get(name, {}).items())]
+
+    def of_host(self, name: str) -> list[ReplicaView]:
+        """Returns the replicas on a host."""
+        return list(self._of_hosts.get(name, {}).values())

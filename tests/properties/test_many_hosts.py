@@ -1,0 +1,261 @@
+"""A hundred hosts on a virtual clock: whatever their machines, processes and operators do, cores add up.
+
+The controller's own code on `VirtualCluster`. Each event draws from a seed, which a failure prints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from orchestrator.api.refused import Refused
+from orchestrator.control.reconcile import reconcile
+from orchestrator.fleet.replica_states import State
+from orchestrator.fleet.snapshot import Observed
+from tests.orchestrator.fakes import Played, virtually
+from tests.orchestrator.virtual_cluster import TailJournal, VirtualCluster, VirtualReplica
+
+SEED = int(os.environ.get("SEED", "21"))
+LOAD_S = 7.0
+HEAD = "version: 1\nname: fleet\nhosts: {{emulate: inf2.48xlarge, count: {hosts}}}\n"
+CORES = 24
+
+
+def specs(hosts: int) -> list[str]:
+    """Returns specs that fill most of the hosts: with large replicas, with mixed ones, and with one for each core."""
+    head = HEAD.format(hosts=hosts)
+    models = [
+        {"large": (24, hosts // 4), "mid": (8, hosts)},
+        {"large": (24, hosts // 5), "mid": (8, hosts), "small": (2, 2 * hosts)},
+        {"mid": (8, hosts // 2), "small": (1, CORES // 2 * hosts)},
+        {"small": (1, CORES * hosts)},
+    ]
+    return [
+        f"{head}defaults: {{engine: echo, max_batch: {batch}, update: {{progress_deadline_s: 300}}}}\nmodels:\n"
+        + "".join(
+            f"  {name}: {{tp_degree: {cores}, replicas: {count}, priority: {cores}}}\n"
+            for name, (cores, count) in rows.items()
+        )
+        for batch, rows in enumerate(models, 1)
+    ]
+
+
+class World:
+    """A fleet on many hosts, and what befalls it."""
+
+    def __init__(self, home: Path, hosts: int, rng: random.Random, texts: list[str], tick_s: float = 5.0) -> None:
+        self.home = home
+        self.hosts = [f"inf2.48xlarge/{index}" for index in range(hosts)]
+        self.rng = rng
+        self.texts = texts
+        self.tick_s = tick_s
+        self.cluster = VirtualCluster(self.hosts, rng)
+        self.cluster.load_s, self.cluster.drain_s = LOAD_S, 3.0
+        self.journal = TailJournal(asyncio.get_running_loop().time)
+        self.played = self._controller(restarted=False)
+
+    def _controller(self, *, restarted: bool) -> Played:
+        return Played(
+            self.home, self.cluster, self.texts[0], journal=self.journal, tick_s=self.tick_s, restarted=restarted
+        )
+
+    # What is checked after each event
+
+    def check(self) -> None:
+        assert self.cluster.violations == []
+        state = self.played.controller.state
+        for host in state.hosts:
+            leased = [core for view in state.views.of_host(host.name) if not view.gone for core in view.cores or ()]
+            assert len(leased) == len(set(leased)), f"{host.name}: cores are leased twice"
+        for name, actor in self.cluster.actors.items():
+            view = state.views.get(f"{actor.config.model}/{actor.config.replica}")
+            assert view is not None, f"{name} is leaked"
+            assert view.epoch == actor.config.epoch, f"{name} is leaked"
+
+    def check_status(self) -> None:
+        """The cores of each host add up, as the status counts them."""
+        for host in self.played.controller.status()["hosts"]:
+            states = ("leased", "free", "free_cordoned", "quarantined", "reserved")
+            assert host["balanced"], host
+            assert sum(host[name] for name in states) == host["cores"], host
+
+    async def settle(self) -> None:
+        """Everything is repaired; soon nothing is left to do, and each process is one that the plan has."""
+        cluster = self.cluster
+        cluster.slow_starts = 0
+        for host in self.hosts:
+            await cluster.come_back(host)
+            await cluster.answer(host)
+        for host in self.played.controller.state.records.state.cordons:
+            await self.played.operator.cordon(host, None, False, "tester")
+        state = self.played.controller.state
+        if self.played.operator.rollout()["state"] in ("paused", "failed"):
+            await self.played.operator.resume("tester")
+        for _ in range(60):
+            await asyncio.sleep(120.0)
+            self.check()
+            if self._is_at_rest():
+                break
+        goal = await state.update_goal()
+        assert reconcile(goal.targets, Observed(state.clock(), dict(state.views)), state.replaced()) == []
+        assert {view.state for view in state.views.values()} <= {State.READY}
+        assert {(view.id, view.version) for view in state.views.values()} == {(t.id, t.version) for t in goal.targets}
+        assert {replica.name for replica in cluster.processes()} == {view.actor for view in state.views.values()}
+        assert state.lost == frozenset()
+        self.check_status()
+
+    def _is_at_rest(self) -> bool:
+        state = self.played.controller.state
+        ready = all(view.state is State.READY for view in state.views.values())
+        planned = {target.id for target in state.goal.targets}
+        return ready and planned == set(state.views) and state.outcome is not None and not state.lost
+
+    # What befalls it
+
+    async def befall(self, kind: str) -> None:
+        """One event; an operator may be refused."""
+        with contextlib.suppress(Refused):
+            await getattr(self, f"_{kind}")()
+
+    def _host(self) -> str:
+        return self.rng.choice(self.hosts)
+
+    def _replica(self) -> VirtualReplica | None:
+        living = [actor for actor in self.cluster.actors.values() if actor.runs and actor.dead is None]
+        return self.rng.choice(living) if living else None
+
+    async def _lose_power(self) -> None:
+        host = self._host()
+        if self.cluster.machines[host].linked:
+            await self.cluster.cut_off(host, power=True)
+
+    async def _cut_off(self) -> None:
+        host = self._host()
+        if self.cluster.machines[host].linked:
+            await self.cluster.cut_off(host)
+
+    async def _come_back(self) -> None:
+        away = [host for host, machine in self.cluster.machines.items() if not machine.linked]
+        if away:
+            await self.cluster.come_back(self.rng.choice(away), lingers_s=self.rng.choice([1.0, 8.0, 60.0]))
+
+    async def _fall_silent(self) -> None:
+        self.cluster.machines[self._host()].silent = True
+
+    async def _answer(self) -> None:
+        for host in self.hosts:
+            await self.cluster.answer(host)
+
+    async def _kill(self) -> None:
+        if (replica := self._replica()) is not None:
+            await self.cluster.die(replica, "killed by signal 9")
+
+    async def _hang(self) -> None:
+        if (replica := self._replica()) is not None:
+            replica.hangs = True
+
+    async def _slow_start(self) -> None:
+        self.cluster.slow_starts += 1
+        await self._kill()
+
+    async def _restart_controller(self, *, lose_tail: bool = False) -> None:
+        await self.played.kill()
+        if lose_tail:
+            self.journal.lose_tail()
+        self.played = self._controller(restarted=True)
+        await self.played.__aenter__()
+        await self.played.controller.settled()
+
+    async def _restart_without_tail(self) -> None:
+        await self._restart_controller(lose_tail=True)
+
+    async def _apply(self) -> None:
+        await self.played.apply(self.rng.choice(self.texts))
+
+    async def _scale(self) -> None:
+        model = self.rng.choice(self.played.controller.state.current.spec.models)
+        count = self.rng.choice([None, 1, model.replicas.max // 2, model.replicas.max])
+        await self.played.operator.scale(model.name, count, "tester")
+
+    async def _drain(self) -> None:
+        await self.played.operator.drain(self._host(), "tester")
+
+    async def _cordon(self) -> None:
+        cores = self.rng.choice(["0-7", "4", None])
+        await self.played.operator.cordon(self._host(), cores, True, "tester")
+
+    async def _uncordon(self) -> None:
+        for host in self.played.controller.state.records.state.cordons:
+            await self.played.operator.cordon(host, None, False, "tester")
+
+
+WEIGHTS = {
+    "lose_power": 6,
+    "cut_off": 10,
+    "come_back": 20,
+    "fall_silent": 3,
+    "answer": 3,
+    "kill": 12,
+    "hang": 6,
+    "slow_start": 4,
+    "restart_controller": 3,
+    "restart_without_tail": 3,
+    "apply": 2,
+    "scale": 3,
+    "drain": 4,
+    "cordon": 4,
+    "uncordon": 4,
+}
+
+
+def chaos(home: Path, hosts: int, events: int, settle_each: int, texts: list[str]) -> Counter[str]:
+    """Runs random events on a virtual fleet, with all checks. Returns how often each happened."""
+    rng = random.Random(SEED)
+
+    async def live() -> Counter[str]:
+        happened: Counter[str] = Counter()
+        world = World(home, hosts, rng, texts)
+        async with world.played:
+            await world.played.settled()
+            for number in range(1, events + 1):
+                (kind,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
+                happened[kind] += 1
+                try:
+                    await world.befall(kind)
+                    world.check()
+                    await asyncio.sleep(rng.expovariate(1 / 8.0))
+                    world.check()
+                    if number % settle_each == 0:
+                        await world.settle()
+                except AssertionError as error:
+                    raise AssertionError(f"SEED={SEED}, event {number}, {kind}: {error}") from error
+            await world.settle()
+            await world.played.kill()
+        return happened
+
+    return virtually(live)
+
+
+def test_through_random_faults_of_hosts_no_core_is_held_twice_or_leaked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eight hosts lose power and links, come back with what they ran before, are drained; controllers die."""
+    caplog.set_level(logging.CRITICAL)
+    happened = chaos(tmp_path, hosts=8, events=300, settle_each=60, texts=specs(8)[:2])
+    assert happened.keys() == WEIGHTS.keys()
+
+
+@pytest.mark.soak
+def test_ten_thousand_faults_of_a_hundred_hosts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As above, with up to 2,400 replicas. EVENTS sets another number."""
+    caplog.set_level(logging.CRITICAL)
+    events = int(os.environ.get("EVENTS", "10000"))
+    happened = chaos(tmp_path, hosts=100, events=events, settle_each=100, texts=specs(100))
+    assert sum(happened.values()) == events
