@@ -8,6 +8,7 @@ import msgspec
 
 from orchestrator.fleet.replica_states import ModelState
 from placements.facts.engines import SERVER_ENGINES
+from workers.messages.actor_message import actor_message
 from workers.messages.credentials import Credentials
 
 
@@ -54,6 +55,7 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
         return self.engine in SERVER_ENGINES
 
 
+@actor_message
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True):
     """The routes of all models. ``ready`` stays true once every model has reached its ``min`` replicas."""
 

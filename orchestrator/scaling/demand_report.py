@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from orchestrator.scaling.forecast import Load
+from workers.messages.actor_message import actor_message
 
 AUTOSCALE_S = 5.0  # interval between decisions of the autoscaler
 
@@ -79,6 +80,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         return "; ".join(pairs).encode()
 
 
+@actor_message
 class DemandReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One gateway's report since its last one. ``number`` counts its reports, so that none is counted twice."""
 

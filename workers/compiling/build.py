@@ -30,6 +30,7 @@ from workers.host.json_process import answering
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.neuron_faults import VAGUE, fault_of
 from workers.host.process_tree import end_with
+from workers.messages.actor_message import actor_message
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import NEVER_SET, ReplicaConfig
 from workers.messages.status import Failure
@@ -73,6 +74,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.folder).name
 
 
+@actor_message
 class Checked(msgspec.Struct, frozen=True, kw_only=True, tag="checked"):
     """The result of ``check``: no problem that would prevent a load."""
 
@@ -94,6 +96,7 @@ class Working(msgspec.Struct, frozen=True, kw_only=True, tag="working"):
     total: int = 0  # graphs; 0: unknown
 
 
+@actor_message
 class Built(msgspec.Struct, frozen=True, kw_only=True, tag="built"):
     """The result of ``compile``: all sets that can be compiled without a device are here."""
 

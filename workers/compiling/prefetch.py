@@ -19,6 +19,7 @@ from workers.compiling.build import Built, Checked, Order, Predicted, Reply, Tro
 from workers.compiling.start_forecast import verdicts
 from workers.host import host_facts, json_process
 from workers.host.process_tree import end_marked
+from workers.messages.actor_message import actor_message
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.neff_cache.compile_units import compiles as compiles
@@ -31,6 +32,7 @@ POLL_S = 0.5
 _OF_ONE_REPLICA = {"replica": 0, "epoch": 0, "socket": "", "token": "", "log": "", "credentials": None, "cores": []}
 
 
+@actor_message
 class Foreseen(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction of what a start would compile."""
 

@@ -21,6 +21,7 @@ import msgspec
 
 from placements.facts import engines
 from workers.host.facts.tools import end_group
+from workers.messages.actor_message import actor_message
 from workers.messages.status import Failure
 
 PROBE_S = 10.0  # an interpreter on a network disk may take seconds; below the deadline of a call to a host
@@ -81,6 +82,7 @@ print(json.dumps({
 Trouble = Literal["missing", "no-python", "hangs"]
 
 
+@actor_message
 class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a probe. None: not installed."""
 

@@ -8,6 +8,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from workers.messages.actor_message import actor_message
+
 K = TypeVar("K", bound=tuple[str, ...])
 FamilyKind = Literal["gauge", "counter", "histogram"]
 
@@ -20,6 +22,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     counts: tuple[int, ...] = ()  # of a histogram: observations in each bucket, not cumulative; the last: above all
 
 
+@actor_message
 class MetricFamily(msgspec.Struct, frozen=True, kw_only=True):
     """One metric with all its series. A counter's name has no ``_total``: Prometheus' format adds it."""
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from workers.messages.actor_message import actor_message
 from workers.messages.credentials import Credentials
 
 # Environment variables that are removed for every replica. The first would narrow the cores of some engines; the others
@@ -46,6 +47,7 @@ class ServerCommand(msgspec.Struct, frozen=True, kw_only=True):
     cores_env: str  # the variable for its cores
 
 
+@actor_message
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration that a replica gets at its start."""
 

@@ -8,6 +8,7 @@ import msgspec
 import msgspec.structs
 
 from placements.spec.problems import printable
+from workers.messages.actor_message import actor_message
 
 
 class Phase(str, Enum):
@@ -28,6 +29,7 @@ class Reaction(str, Enum):
     STOP = "stop"  # starting again would fail: wait until the spec changes or an operator restarts it
 
 
+@actor_message
 class Failure(msgspec.Struct, frozen=True):
     """Why a replica cannot serve."""
 
@@ -54,6 +56,7 @@ class ServerLoad(msgspec.Struct, frozen=True):
     queues: bool = False  # it had a queue in the last readings, too: its KV cache is too small for its slots
 
 
+@actor_message
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One reading of a replica. ``version`` grows with each change, so that a watcher can wait for the next."""
 

@@ -9,6 +9,10 @@ each engine step. Where several gateways share a replica, the replica grants its
 answered BUSY, and ``Room`` follows when it may be sent again. A replica sends a forwarded answer only a limited number
 of bytes ahead of the gateway's ``Taken``, so that no answer fills the connection. End of file means that the peer has
 disconnected.
+
+During an upgrade the peers are of two versions. New fields of structs have defaults, and unknown ones are ignored. What
+a peer of the previous version could not read, such as another message or another finish reason, raises ``PROTOCOL``,
+and is sent only to peers that have that protocol.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import msgspec
 
 from workers.messages.requests import GenerateRequest, TokenEvent
 
+PROTOCOL = 1
 MAX_FRAME_BYTES = 2**20  # a larger length means a broken or foreign peer
 MAX_MESSAGE_BYTES = 16 * 2**20  # far above the longest prompt, and above a step of 128 requests with logprobs
 _LENGTH_BYTES = 4
@@ -29,6 +34,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     gateway: str
     token: str
     epoch: int
+    protocol: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -41,6 +47,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     max_prompt: int  # tokens: the largest prefill bucket
     vocab_size: int
     prefix_block: int = 0  # tokens in a prefix-cache block; 0: prompts are always read from their beginning
+    protocol: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -80,6 +87,13 @@ Message = Hello | Welcome | Refused | Submit | Cancel | Taken | Step | Room
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
+
+
+def mismatch(protocol: int) -> str | None:
+    """Returns why a peer with that protocol cannot be served; None: it is at most one version away."""
+    if abs(protocol - PROTOCOL) <= 1:
+        return None
+    return f"its protocol is {protocol}, here it is {PROTOCOL}: versions may differ by one, so upgrade step by step"
 
 
 class WireError(Exception):

@@ -36,6 +36,7 @@ from workers.messages.wire import (
     Welcome,
     WireError,
     encode,
+    mismatch,
 )
 
 log = logging.getLogger(__name__)
@@ -249,6 +250,8 @@ class DataPlane:
             return Refused("wrong token")
         if hello.epoch != self._epoch:
             return Refused(f"this is epoch {self._epoch}, not {hello.epoch}")
+        if (reason := mismatch(hello.protocol)) is not None:
+            return Refused(reason)
         return self._welcome
 
     def _submit(self, connection: _Connection, request: GenerateRequest) -> None:

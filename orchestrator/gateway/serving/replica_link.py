@@ -7,10 +7,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import workers
 from orchestrator.dispatch.prefix_index import PrefixIndex
 from orchestrator.dispatch.replica_choice import Pace
 from orchestrator.fleet.route_table import Route
@@ -19,6 +17,7 @@ from orchestrator.gateway.serving.ticket import Ticket
 from orchestrator.process.version import corewright_version
 from workers.messages.requests import FinishReason
 from workers.messages.wire import (
+    PROTOCOL,
     Cancel,
     FrameReader,
     Hello,
@@ -30,6 +29,7 @@ from workers.messages.wire import (
     Welcome,
     WireError,
     encode,
+    mismatch,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ReplicaLink(asyncio.Protocol):
         self.id = route.id
         self.replica = int(route.id.rpartition("/")[2])  # its number, for metrics
         self.welcome: Welcome | None = None
-        self._hello = Hello(gateway, token, route.epoch)
+        self._hello = Hello(gateway, token, route.epoch, PROTOCOL)
         self._on_change = on_change
         self._on_ended = on_ended
         self._on_lost = on_lost
@@ -201,17 +201,10 @@ class ReplicaLink(asyncio.Protocol):
             raise WireError(f"a replica does not send {type(message).__name__}")
 
     def _receive_welcome(self, welcome: Welcome) -> None:
-        ours = (corewright_version(), str(Path(workers.__file__).parent))
-        # a replica in its own interpreter sends no folder: its package is elsewhere, and was checked at its start
-        if (welcome.version, welcome.package or ours[1]) != ours:
+        if (reason := mismatch(welcome.protocol)) is not None:
             self.refused = True
-            log.error(
-                "%s runs corewright %s from %s, but this gateway runs %s from %s",
-                self.route.id,
-                welcome.version,
-                welcome.package,
-                *ours,
-            )
+            version, ours = welcome.version, corewright_version()
+            log.error("%s runs corewright %s, and this gateway %s: %s", self.route.id, version, ours, reason)
             self.close()
             return
         self.welcome = welcome

@@ -15,7 +15,7 @@ from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.ticket import Ticket, ticket_for
 from orchestrator.process.version import corewright_version
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.messages.wire import FrameReader, Hello, Step, Submit, Welcome, encode
+from workers.messages.wire import PROTOCOL, FrameReader, Hello, Step, Submit, Welcome, encode
 
 OWN = str(Path(workers.__file__).parent)
 
@@ -50,11 +50,9 @@ class IgnoringOwner:
     def on_began(self, ticket: Ticket, now: float) -> None: ...
 
 
-@pytest.mark.parametrize(("package", "taken"), [(OWN, True), ("", True), ("/elsewhere/workers", False)])
-def test_a_replica_of_another_corewright_is_rejected(package: str, taken: bool) -> None:
-    """By the folder of its code; one in the separate interpreter of its engine has no folder, and was checked
-    before.
-    """
+@pytest.mark.parametrize(("ahead", "taken"), [(-1, True), (0, True), (1, True), (2, False)])
+def test_a_replica_is_rejected_if_its_version_is_more_than_one_away(ahead: int, taken: bool) -> None:
+    """By the protocol that it sends: during an upgrade, version and folder of its code may differ."""
     link = ReplicaLink(
         Route("m/0", 1, "/none"),
         gateway="g",
@@ -66,7 +64,9 @@ def test_a_replica_of_another_corewright_is_rejected(package: str, taken: bool) 
         later=lambda call: call(),
     )
     link.connection_made(SimpleNamespace(write=lambda data: None, abort=lambda: None))  # type: ignore[arg-type]
-    welcome = Welcome(version=corewright_version(), package=package, slots=2, max_len=64, max_prompt=64, vocab_size=257)
+    welcome = Welcome(
+        "9.9", "/elsewhere", slots=2, max_len=64, max_prompt=64, vocab_size=257, protocol=PROTOCOL + ahead
+    )
     link.data_received(encode(welcome))
     assert (link.welcome is not None, link.refused) == (taken, not taken)
 

@@ -19,15 +19,18 @@ from workers.artifacts.sources.open_source import Relisted, SourceQuery
 from workers.artifacts.sources.source_metadata import AWAY
 from workers.artifacts.store import manifest
 from workers.artifacts.store.store import Store
+from workers.messages.actor_message import actor_message
 from workers.messages.replica_config import ADAPTERS, DRAFT, SOURCE, Keys, Origin, ReplicaConfig
 
 
+@actor_message
 class WantedArtifact(SourceQuery, frozen=True, kw_only=True):
     """An artifact that a host must have."""
 
     artifact: str = ""  # the key of the exact content; empty: the source's current content
 
 
+@actor_message
 class FetchedArtifact(msgspec.Struct, frozen=True, kw_only=True):
     """An artifact that is on this host, complete and verified."""
 

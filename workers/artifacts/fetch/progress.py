@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from workers.artifacts.fetch import retry_policy
+from workers.messages.actor_message import actor_message
 
 SPAN_S = 10.0  # window of the rate
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -27,6 +28,7 @@ def _silence_text(seconds: float, why: str) -> str:
     return f"no answer for {seconds:.0f} s" + (f" ({why})" if why else "")
 
 
+@actor_message
 class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of a fetch, or of another job of a host (single_flight.py)."""
 

@@ -15,6 +15,7 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.layout import selected, selected_of_adapter
 from workers.artifacts.sources.listing import Listing, Remote, SourceError
+from workers.messages.actor_message import actor_message
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Relisted:
     fetch: Callable[[Listing, Path, Progress, threading.Event], None]
 
 
+@actor_message
 class SourceQuery(msgspec.Struct, frozen=True, kw_only=True):
     """A source and the kinds of files that may be fetched from it."""
 
