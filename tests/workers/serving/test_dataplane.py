@@ -19,6 +19,7 @@ from workers.engines.echo import echo_tokens
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
 from workers.messages.wire import (
     MAX_FRAME_BYTES,
+    PROTOCOL,
     Cancel,
     FrameReader,
     Hello,
@@ -29,6 +30,7 @@ from workers.messages.wire import (
     Submit,
     Welcome,
     encode,
+    mismatch,
 )
 from workers.serving import dataplane
 from workers.serving.dataplane import DataPlane
@@ -104,9 +106,13 @@ def test_requests_of_one_connection_share_its_frames(served: Served) -> None:
 
 @pytest.mark.parametrize(
     ("hello", "reason"),
-    [(Hello("test", "wrong", EPOCH), "wrong token"), (Hello("test", TOKEN, EPOCH - 1), "this is epoch 3, not 2")],
+    [
+        (Hello("test", "wrong", EPOCH), "wrong token"),
+        (Hello("test", TOKEN, EPOCH - 1), "this is epoch 3, not 2"),
+        (Hello("test", TOKEN, EPOCH, PROTOCOL + 2), mismatch(PROTOCOL + 2)),
+    ],
 )
-def test_a_wrong_token_or_another_epoch_is_refused(served: Served, hello: Hello, reason: str) -> None:
+def test_a_wrong_token_another_epoch_or_a_distant_version_is_refused(served: Served, hello: Hello, reason: str) -> None:
     """Requests need the token and the epoch of this start of the replica."""
     client = Client(served.path, hello)
 
