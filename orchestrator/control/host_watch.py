@@ -143,8 +143,8 @@ class HostWatch:
         """Returns the pids of the replicas on a host, also of those that died a short time ago."""
         oldest = self._state.clock() - STALE_S
         former = self._former[host] = {pid: at for pid, at in self._former.get(host, {}).items() if at > oldest}
-        living = {view.pid for view in self._state.views.of_host(host) if view.pid is not None and not view.gone}
-        return living | former.keys()
+        living = {view.pid for view in self._state.views.of_host(host) if not view.gone}
+        return {*living, *former}
 
     def _note_silence(self, host: str, error: Exception) -> None:
         if host not in self._unresponsive:

@@ -16,7 +16,7 @@ def actor_message(kind: type[T]) -> type[T]:
     During an upgrade the receiver may be of the previous or the next version: a field that it does not have is ignored,
     and one that is missing has its default. A struct's own pickle would fail.
     """
-    copyreg.pickle(kind, _reduced)  # type: ignore[arg-type]
+    copyreg.pickle(kind, _reduced)
     return kind
 
 
