@@ -96,7 +96,8 @@ def test_values_of_actor_calls_are_read_from_the_previous_and_for_the_next_versi
     recorded = json.loads((RECORDED / "messages.json").read_text())[name]
     assert pickle.loads(base64.b64decode(recorded)) == value
     assert pickle.loads(pickle.dumps(value)) == value
-    decode, (kind, data) = copyreg.dispatch_table[type(value)](value)
+    reduction: Any = copyreg.dispatch_table[type(value)](value)
+    decode, (kind, data) = reduction
     assert decode is _decoded
     fields = {**msgspec.msgpack.decode(data), "added_by_a_newer_version": [1]}
     assert _decoded(kind, msgspec.msgpack.encode(fields)) == value

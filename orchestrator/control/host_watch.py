@@ -139,11 +139,11 @@ class HostWatch:
             known = before | self._pids(host.name)
             self._quarantine(host, {core: owner for core, owner in held.items() if owner.pid not in known})
 
-    def _pids(self, host: str) -> set[int | None]:
+    def _pids(self, host: str) -> set[int]:
         """Returns the pids of the replicas on a host, also of those that died a short time ago."""
         oldest = self._state.clock() - STALE_S
         former = self._former[host] = {pid: at for pid, at in self._former.get(host, {}).items() if at > oldest}
-        living = {view.pid for view in self._state.views.of_host(host) if not view.gone}
+        living = (view.pid for view in self._state.views.of_host(host) if not view.gone and view.pid is not None)
         return {*living, *former}
 
     def _note_silence(self, host: str, error: Exception) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from orchestrator.fleet.effects import CoreOwner, HostLost, ReplicaDied, Survivor, actor_name
+from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, ReplicaDied, Survivor, actor_name
 from orchestrator.records.journal import Journal
 from orchestrator.records.journal_records import Event, R
 from tests.orchestrator.fakes import FakeCluster, FakeReplica
@@ -294,6 +294,14 @@ class VirtualCluster(FakeCluster):
 
     async def lost_hosts(self) -> frozenset[str]:
         return frozenset(host for host, machine in self.machines.items() if not machine.alive)
+
+    async def host_reports(self) -> Mapping[str, HostReport]:
+        machines = self.machines.items()
+        return {
+            host: HostReport(str(machine.generation))
+            for host, machine in machines
+            if machine.alive and machine.linked and not machine.silent
+        }
 
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
         """Returns the actors that reply. Ray kills the others: a process on a machine that is cut off learns of it when
