@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 
 from tests import doubles
 from tests.closed import real_tnx as real_tnx
+from tests.closed.lane_record import pytest_runtest_call as pytest_runtest_call
+from tests.closed.lane_record import pytest_terminal_summary as pytest_terminal_summary
 from tests.doubles import neuron as neuron
 from tests.s3 import s3_proxy as s3_proxy
 from tests.s3 import s3_server as s3_server

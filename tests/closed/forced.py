@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tests.closed.lane_record import count_compared
+
 PROMPTS = ([9, 90, 200, 31, 8], [77], [300, 20, 41, 6, 118, 54, 23, 99, 16], [7] * 15)
 STEPS = 8
 
@@ -29,10 +31,12 @@ def deviation(
         outputs = [engine.prefill([slot], [prompt])[0] for slot, prompt in zip(slots, prompts, strict=True)]
     else:
         outputs = list(engine.prefill(slots, prompts))
+    count_compared(len(slots))
     worst = max(_distance(outputs[slot], expected[slot][len(prompts[slot]) - 1]) for slot in slots)
     for step in range(steps):
         live = slots[:-1] if step >= steps // 2 and len(slots) > 1 and engine.spec.continuous else slots
         positions = [len(prompts[slot]) + step for slot in live]
+        count_compared(len(live))
         outputs = list(engine.decode(live, [int(tokens[slot, step]) for slot in live], positions))
         for slot, output, position in zip(live, outputs, positions, strict=True):
             worst = max(worst, _distance(output, expected[slot][position]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from placements.facts.engines import NXD_FUSED_QKV, NXD_UNQUANTIZED, NXD_WINDOW, reaches
+from tests.closed.lane_record import count_compared
 from tests.closed.nxd_lane import real_nxdi as real_nxdi
 from tests.closed.pairs import Row, all_pairs
 from tests.closed.test_nxdi import nxd as nxd
@@ -75,6 +76,7 @@ def gap(source: Path, prompts: Mapping[str, list[int]], answers: Mapping[str, li
     model = AutoModelForCausalLM.from_pretrained(str(source)).eval()
     worst = 0.0
     for id, tokens in answers.items():
+        count_compared(len(tokens))
         with torch.no_grad():
             logits = model(torch.tensor([[*prompts[id], *tokens[:-1]]])).logits[0, len(prompts[id]) - 1 :]
         chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]

@@ -15,6 +15,7 @@ import pytest
 from placements.facts.engines import NXD_WINDOW, nxd_release, reaches
 from placements.resources.environ import compiling
 from tests.checkpoints import VOCAB_SIZE, set_eos
+from tests.closed.lane_record import count_compared
 from tests.placements.fleets import model
 from tests.workers.tables import Answers
 from workers.batching.batcher import Batcher
@@ -184,10 +185,13 @@ def wrong(
     model = AutoModelForCausalLM.from_pretrained(str(source)).eval()
     bad = []
     for id, prompt, _, leaves in requests:
-        if leaves or expected[id] == answers[id]:
+        if leaves:
             continue
         pairs = enumerate(zip(expected[id], answers[id], strict=False))
         same = next((place for place, (own, other) in pairs if own != other), None)
+        count_compared(len(answers[id]) if same is None else same + 1)
+        if expected[id] == answers[id]:
+            continue
         if same is None:
             bad.append(id)
             continue

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from placements.facts.engines import CPU_TRANSFORMERS, reaches
 from tests.checkpoints import VOCAB_SIZE
+from tests.closed.lane_record import count_compared
 from workers.batching.batcher import Batcher
 from workers.engines.checkpoint_files import eos_token_ids, read_config
 from workers.engines.cpu.engine import CpuEngine
@@ -147,6 +148,7 @@ def of_the_cpu_engine(source: Path, requests: Sequence[ScriptedRequest]) -> list
             with pytest.raises(EngineLoadError, match=f"transformers {CPU_TRANSFORMERS} or later"):
                 engine.load()
             _wished[key] = _of_transformers(source, requests)
+    count_compared(sum(len(ids) for ids, _ in _wished[key]))
     return _wished[key]
 
 
