@@ -106,6 +106,18 @@ def prefill_flops(model: ModelSpec, checkpoint: Checkpoint, tokens: int) -> floa
     return tokens * _layer_flops(model, checkpoint, tokens) + _head_flops(checkpoint)
 
 
+def step_collective_bytes(model: ModelSpec, checkpoint: Checkpoint, width: int) -> int:
+    """Returns the bytes of each core in the collectives of a decoding step, with ``width`` bytes for a number.
+
+    In each layer the cores sum up the rows of all slots after the attention and after the feed-forward. Heads that
+    all-gather-heads divides among cores are gathered: keys and values of one head on each.
+    """
+    tp = model.tp_degree
+    divides_heads = tp > checkpoint.kv_heads and gathers_heads(checkpoint, tp, model.group_query_attention)
+    numbers = 2 * (checkpoint.hidden + (checkpoint.head_dim if divides_heads else 0))
+    return checkpoint.layers * model.max_batch * numbers * width if tp > 1 else 0
+
+
 def _layer_flops(model: ModelSpec, checkpoint: Checkpoint, context: int) -> float:
     """Returns the FLOPs of a token in all layers: 2 for each parameter of a matrix, all experts and the copies of KV
     heads included, and 4 for each element of the queries and cached position."""

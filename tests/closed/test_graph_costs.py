@@ -1,4 +1,4 @@
-"""The planner's memory and FLOPs of transformers-neuronx, against the graphs that the package writes."""
+"""The planner's memory, FLOPs and collectives of transformers-neuronx, against the graphs that the package writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from placements.facts.checkpoints import Checkpoint
-from placements.resources.estimate import prefill_flops, step_flops
+from placements.facts.engines import BYTES
+from placements.resources.estimate import prefill_flops, step_collective_bytes, step_flops
 from placements.resources.memory import GIB, estimate
 from tests.closed.graph_costs import costs_of
 from tests.closed.test_tnx import opened
@@ -43,7 +44,7 @@ def test_the_bytes_of_a_step_are_those_of_the_plan(
     family: str,
     fields: dict[str, Any],
 ) -> None:
-    """Weights and FLOPs within 2 %, the KV cache exactly; each layer sums up the rows twice on several cores."""
+    """Weights and FLOPs within 2 %; the KV cache and the collectives exactly."""
     source, lengths = checkpoint(family), {"prefill_buckets": [64], "decode_buckets": [64]}
     opened(source, monkeypatch, tp_degree=tp_degree, dtype="bf16", **lengths, **fields)
     step = next(program for program in _programs() if program.parameters[0][0][1:] == (1, 3))
@@ -53,7 +54,7 @@ def test_the_bytes_of_a_step_are_those_of_the_plan(
     plan = estimate(spec, facts)
     assert costs.weights == pytest.approx(plan.weights * GIB, rel=0.02)
     assert costs.cache == plan.kv * GIB
-    assert costs.reduced == (2 * LAYERS * facts.hidden * 3 * 2 if tp_degree > 1 else 0)
+    assert costs.reduced + costs.gathered == step_collective_bytes(spec, facts, BYTES["bf16"])
     assert costs.flops * tp_degree == pytest.approx(step_flops(spec, facts, 64), rel=0.02)
     prompts = [program for program in _programs() if program.parameters[0][0][1] == 64]
     flops = [costs_of(program.module, INPUTS).flops for program in prompts]

@@ -61,6 +61,7 @@ test_cores_of_another_process = double.test_cores_of_another_process_are_a_runti
 test_a_quantized_checkpoint_of_another_kind = double.test_a_quantized_checkpoint_of_another_kind_is_refused
 test_a_killed_compiler = double.test_a_killed_compiler_is_not_cached_as_a_failure
 test_options_reach_the_package = double.test_options_reach_the_package
+test_an_eos_ends_an_answer = double.test_an_eos_ends_an_answer
 test_flags_of_the_spec_reach_the_compiler = double.test_the_flags_of_the_spec_reach_the_compiler
 
 
@@ -150,20 +151,6 @@ def test_greedy_tokens_from_the_device_equal_the_hosts(
     """``sampling: device``."""
     answers = served(opened(sources("llama"), tmp_path, tp_degree=degree, sampling="device"), arrivals())
     assert nxdi_traffic.wrong(sources("llama"), arrivals(), expected("llama"), answers) == []
-
-
-def test_an_eos_ends_an_answer(
-    nxd: Neuron, sources: Checkpoints, expected: Callable[[str], dict[str, list[int]]], tmp_path: Path
-) -> None:
-    """Read from generation_config.json, as the CPU engine does."""
-    eos = expected("llama")["1"][3]
-    source = nxdi_traffic.with_eos(sources("llama"), tmp_path / "model", [eos])
-    engine = opened(source, tmp_path / "compiled")
-    assert engine.spec.eos_token_ids == {eos}
-    answers = served(engine, arrivals())
-    assert nxdi_traffic.wrong(source, arrivals(), served(cpu(source), arrivals()), answers) == []
-    assert answers["1"][-1] == eos
-    assert len(answers["1"]) <= 4
 
 
 def test_prompts_at_the_edges_of_buckets(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def another(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 @pytest.mark.parametrize("row", all_pairs(DRAFTS, may_draft), ids=name_of)
-def test_a_draft_of_each_length_changes_no_token(
+def test_a_draft_changes_no_token(
     real_tnx: Neuron,
     checkpoint: Checkpoints,
     another: Checkpoints,
@@ -144,6 +144,19 @@ def test_a_draft_of_each_length_changes_no_token(
     fields = {name: row[name] for name in ("draft_k", "slots", "tp_degree", "decode_buckets")}
     engine = started(row, source, monkeypatch, tmp_path, draft_source=str(draft), **fields)
     assert engine.spec.draft_k == row["draft_k"]
+    assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
+
+
+@pytest.mark.parametrize("k", range(5, 17))
+@pytest.mark.parametrize(("family", "slots"), [("llama", 2), ("gpt2", 1)])
+def test_a_draft_of_each_length_changes_no_token(
+    real_tnx: Neuron, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, family: str, slots: int, k: int
+) -> None:
+    """Beyond those above, up to the longest of the spec."""
+    source, requests = checkpoint(family), requests_for(family, seed=k, count=3)
+    lengths = {"prefill_buckets": [64], "decode_buckets": [64]}
+    draft = {"draft_source": str(source), "draft_k": k}
+    engine = opened(source, monkeypatch, tp_degree=1, slots=slots, **lengths, **draft)
     assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
 
 

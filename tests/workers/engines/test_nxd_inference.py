@@ -30,6 +30,8 @@ from tests.workers.nxdi_traffic import (
     PREFILL,
     Checkpoints,
     allow_fp8,
+    arrivals,
+    cpu,
     edit,
     opened,
     refused,
@@ -60,6 +62,21 @@ def nxd(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:
 
 def play(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
+
+
+# answers
+
+
+def test_an_eos_ends_an_answer(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """Read from generation_config.json, as the CPU engine does, while other requests arrive and are cancelled."""
+    eos = served(cpu(sources("llama")), arrivals())["1"][3]
+    source = nxdi_traffic.with_eos(sources("llama"), tmp_path / "model", [eos])
+    engine = opened(source, tmp_path / "compiled")
+    assert engine.spec.eos_token_ids == {eos}
+    answers = served(engine, arrivals())
+    assert nxdi_traffic.wrong(source, arrivals(), served(cpu(source), arrivals()), answers) == []
+    assert answers["1"][-1] == eos
+    assert len(answers["1"]) <= 4
 
 
 # compiling and loading

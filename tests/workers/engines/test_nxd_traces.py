@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from placements.facts.engines import NXD_VERSIONS
 from tests import traces
 from tests.checkpoints import make_checkpoint
 from tests.closed.nxd_lane import real_nxdi as real_nxdi
@@ -27,7 +28,7 @@ from workers.engines.nxd_inference.package import import_package
 
 NAME = "neuronx_distributed_inference"
 STEPS = ("load", "prefill", "decode", "decode_runs", "sample_by")
-OLDEST, NEWEST = "0.4", "0.9"  # that the package's own code runs in
+OLDEST, *BETWEEN, NEWEST = NXD_VERSIONS
 PROMPT = [7, 300, 21, 8, 90]
 BUCKETS = {"prefill_buckets": [64], "decode_buckets": [nxdi_traffic.MAX_LEN]}
 
@@ -40,16 +41,17 @@ BUCKETS = {"prefill_buckets": [64], "decode_buckets": [nxdi_traffic.MAX_LEN]}
     ]
 )
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Neuron:
-    """The double of the oldest and of the newest version, and the package itself above the closed layer's stand-ins."""
+    """The double of a version, and the package itself above the closed layer's stand-ins."""
     monkeypatch.setattr(artifacts, "compile_in_subprocess", nxdi_traffic.compile_here)
     for name in ("BASE_COMPILE_WORK_DIR", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    played = {OLDEST, NEWEST} & {request.param}
-    machine: Neuron = request.getfixturevalue("neuron" if played else request.param)
-    for version in played:
-        monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
-    return machine
+    if request.param not in NXD_VERSIONS:
+        real: Neuron = request.getfixturevalue(request.param)
+        return real
+    double: Neuron = request.getfixturevalue("neuron")
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", request.param)
+    return double
 
 
 @pytest.fixture
@@ -184,7 +186,10 @@ def refusals(trace: traces.Trace, sources: Checkpoints, folder: Path) -> None:
     trace.calls, calls = [], trace.calls
     engine = opened(sources("llama"), folder, sampling="device", **BUCKETS)
     trace.calls, sampling = calls, engine._sampling_params
-    for row in ([257, 1, 1], [-2, 1, 1], [1.5, 1, 1], [1, 0, 1], [1, 1.1, 1], [1, 1, 0], [1, 1, 1]):
+    for row in (
+        *([257, 1, 1], [-2, 1, 1], [1.5, 1, 1], [1, 0, 1], [1, 1.1, 1]),
+        *([1, 1, -1], [1, 1, 0], [0, 1, 0], [-1, 1, 0], [1, 1, 1]),
+    ):
         given = torch.tensor([row], dtype=torch.float32)
         engine._sampling_params = lambda _, given=given: given
         tried(f"sampling by {row}", lambda: engine.prefill([0], [PROMPT]))
@@ -214,3 +219,13 @@ def test_calls_of_the_package_are_those_recorded(
     if "real_nxdi" in request.fixturenames:
         traces.record(name, trace)
     assert traces.written(trace.calls) == traces.recorded(name)
+
+
+@pytest.mark.parametrize("machine", BETWEEN, indirect=True)
+def test_refusals_of_each_version_are_those_recorded(
+    machine: Neuron, trace: traces.Trace, sources: Checkpoints, tmp_path: Path
+) -> None:
+    """Over the doubles of the versions that the traces above leave out."""
+    refusals(trace, sources, tmp_path / "compiled")
+    version = "{}.{}".format(*import_package().release)
+    assert traces.written(trace.calls) == traces.recorded(f"nxdi-refusals-{version}")

@@ -90,7 +90,6 @@ def test_greedy_answers_are_those_of_the_cpu_engine(checkpoint: Checkpoints, fam
     assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
 
 
-@lane
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_a_model_of_one_slot_gives_the_same_answers(checkpoint: Checkpoints, family: str) -> None:
     """It is a static batch of one row, whatever its family."""
