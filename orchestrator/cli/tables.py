@@ -10,7 +10,7 @@ from orchestrator.fleet.progress_text import fetch_text, hold_text
 from orchestrator.process.text_table import columns
 
 Row = tuple[object, ...]
-TIMES = ("at", "since")
+TIMES = ("at", "since", "until")
 EVENT_WIDTHS = (6, 19, 7, 18, 16)
 
 

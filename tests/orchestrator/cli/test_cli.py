@@ -35,7 +35,7 @@ from orchestrator.process.home import FleetRecord, Home
 from orchestrator.process.version import corewright_version
 from placements.spec.json_schema import json_schema
 from tests.fleet import until
-from tests.orchestrator.fakefleet import LOG, PLAN, ROLLOUT, SPEC, TOKEN, LiveAdmin, bad_spec, event
+from tests.orchestrator.fakefleet import AT, LOG, PLAN, ROLLOUT, SPEC, TOKEN, LiveAdmin, bad_spec, event
 from workers.host import host_facts as this_host
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
@@ -1111,3 +1111,18 @@ def test_a_changed_mapping_is_shown_by_its_keys() -> None:
         "    scaling.idle_s: 600 -> 20",
         '    objectives: unset -> {"ttft_ms": 5}',
     ]
+
+
+def test_status_and_describe_show_a_host_that_ends_and_a_maintenance(
+    fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the time of its end, and what the maintenance waits for."""
+    status = fleet.fleet.told_status
+    status["hosts"][0] |= {"leaving": {"cause": "spot interruption", "until": AT + 120}, "cordoned": "all"}
+    status["maintenance"] = {"hosts": ["inf2.48xlarge/0"], "phase": "waiting", "wait": "node", "refusal": None}
+    assert run(["status"]) == 0
+    shown = capsys.readouterr().out
+    assert "leaving: spot interruption, it ends at 2026-11-20 14:10:05" in shown
+    assert "maintenance of inf2.48xlarge/0: it is empty, until its Ray node is a new one" in shown
+    assert run(["describe", "inf2.48xlarge/0"]) == 0
+    assert "cause spot interruption, until 2026-11-20 14:10:05" in capsys.readouterr().out
