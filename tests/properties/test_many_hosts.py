@@ -34,8 +34,8 @@ def specs(hosts: int) -> list[str]:
     models = [
         {"large": (24, hosts // 4), "mid": (8, hosts)},
         {"large": (24, hosts // 5), "mid": (8, hosts), "small": (2, 2 * hosts)},
-        {"mid": (8, hosts // 2), "small": (1, CORES // 2 * hosts)},
-        {"small": (1, CORES * hosts)},
+        {"mid": (8, hosts // 2), "small": (1, 6 * hosts), "tiny": (1, 6 * hosts)},
+        dict.fromkeys(("small", "tiny", "least"), (1, 8 * hosts)),  # a model has at most 1,000 replicas
     ]
     return [
         f"{head}defaults: {{engine: echo, max_batch: {batch}, update: {{progress_deadline_s: 300}}}}\nmodels:\n"
