@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.fleet.replica_states import ENDING, STARTING, Signal, State, advance
+from orchestrator.fleet.route_table import remote_address
 from orchestrator.fleet.snapshot import SETTLED_S, ReplicaView
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.quarantine import on_failure
@@ -84,7 +85,8 @@ class ReplicaTable:
                 return  # its status is applied again when its fetch ends
             now = self._state.clock()
             load_s = round(now - view.begun - view.aside(now), 3)
-            self.store(dataclasses.replace(view, load_s=load_s, socket=status.address or view.socket))
+            socket = self._state.configs[view.id].socket
+            self.store(dataclasses.replace(view, load_s=load_s, socket=socket, remote=remote_address(status)))
             self.signal(view, Signal.LOADED)
         elif status.failure is not None and view.state is not State.STOPPING:
             self.fail(view, status.failure)

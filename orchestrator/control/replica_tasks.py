@@ -16,6 +16,7 @@ from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.replica_table import ReplicaTable
 from orchestrator.fleet.effects import ClusterClient, ReplicaDied, Survivor, actor_name
 from orchestrator.fleet.replica_states import AHEAD, ENDING, STARTING, Signal, State
+from orchestrator.fleet.route_table import remote_address
 from orchestrator.fleet.snapshot import EarlyStart, ReplicaView
 from orchestrator.process.home import Home
 from orchestrator.revisions.config_builder import replica_config
@@ -105,7 +106,8 @@ class ReplicaTasks:
             requested=True,
             pid=status.pid,
             started=status.started,
-            socket=status.address or config.socket,
+            socket=config.socket,
+            remote=remote_address(status),
             version=config.version,
             served=phase is not State.LOADING,
             load_s=status.load_s,

@@ -88,12 +88,18 @@ def _routes_of_lost_model(state: FleetState, name: str, closing: bool) -> ModelR
         max_len=min(state.configs[view.id].max_len for view in views),
         max_queue=ModelSpec.model_fields["max_queue"].default,
         loads_on_request=False,
-        replicas=_routes((view for view in views if state.configs[view.id].tokenizer == first.tokenizer), closing),
+        replicas=_routes(
+            state, (view for view in views if state.configs[view.id].tokenizer == first.tokenizer), closing
+        ),
     )
 
 
-def _routes(views: Iterable[ReplicaView], closing: bool) -> list[Route]:
-    return [Route(view.id, view.epoch, view.socket) for view in views if view.socket is not None and not closing]
+def _routes(state: FleetState, views: Iterable[ReplicaView], closing: bool) -> list[Route]:
+    """Returns the routes to the views; with the setting ``data_plane: tcp`` no gateway uses their sockets."""
+    if closing:
+        return []
+    tcp = state.settings.data_plane == "tcp"
+    return [Route(view.id, view.epoch, "" if tcp else view.socket or "", view.remote) for view in views]
 
 
 def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRoutes:
@@ -140,7 +146,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         tool_parser=model.tool_parser,
         canary=canary,
         canaries=[view.id for view in views if view.version == version] if canary is not None else [],
-        replicas=_routes(views, closing),
+        replicas=_routes(state, views, closing),
     )
 
 

@@ -65,7 +65,7 @@ def choose(
     3. the highest ``affinity`` (0 to 1): the replica has the prompt's prefix, or the request's session
     4. the fastest; an unmeasured replica counts as the fastest, so that it gets measured
     5. the earliest last step, by ``stepped_at``: its current step ends soonest, and prompts are read between steps
-    6. the most free slots; a tie goes to the first
+    6. the most free slots; a tie goes to the first, and candidates of the gateway's own machine come first
     """
     ties: list[C] = []
     lowest = math.inf

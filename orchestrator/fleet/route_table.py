@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -10,6 +11,7 @@ from orchestrator.fleet.replica_states import ModelState
 from placements.facts.engines import SERVER_ENGINES
 from workers.messages.actor_message import actor_message
 from workers.messages.credentials import Credentials
+from workers.messages.status import ReplicaStatus
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -17,7 +19,21 @@ class Route(msgspec.Struct, frozen=True):
 
     id: str
     epoch: int
-    socket: str  # the path of a unix socket, or `tls://host:port`
+    socket: str  # the path of a unix socket, for gateways of its machine; empty: they use ``remote``, too
+    remote: str = ""  # `tls://host:port`, for gateways of other machines
+
+    def is_near(self, machine: str) -> bool:
+        """Returns whether a gateway on ``machine``, the address of its Ray node, reaches the unix socket."""
+        return bool(self.socket) and (not self.remote or urlsplit(self.remote).hostname == machine)
+
+    def address(self, machine: str) -> str:
+        """Returns the address for a gateway on ``machine``."""
+        return self.socket if self.is_near(machine) else self.remote
+
+
+def remote_address(status: ReplicaStatus) -> str:
+    """Returns the replica's address for other machines; empty without one. The previous version reports a path then."""
+    return status.address if status.address.startswith("tls://") else ""
 
 
 class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):

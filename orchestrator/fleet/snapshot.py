@@ -53,7 +53,8 @@ class ReplicaView:
     gone: bool = False  # the host has confirmed its death; only then are the cores free
     reason: str | None = None
     log: tuple[str, ...] = ()  # the last lines of its log, when it failed
-    socket: str | None = None
+    socket: str | None = None  # for gateways of its machine
+    remote: str = ""  # its address for other gateways, once it is ready
     restarts: int = 0
     begun: float = 0.0  # when its start was decided, on the snapshot's clock
     requested: bool = False  # its process was requested: it may hold its cores

@@ -69,7 +69,7 @@ class Gateway:
         self._tokenizers = Tokenizers()
         self._generation = Generation(settings, id, self._tokenizers, self._limits, self.metrics)
         retried, read_again = self.metrics.retried, self._generation.read_again
-        self.served = ServedModels(controller, id, self._tokenizers, retried, read_again)
+        self.served = ServedModels(controller, id, settings.machine, self._tokenizers, retried, read_again)
         self._recorder = RequestRecorder(home.traces, id)
         self._log = RequestLog(self.gate, self.metrics, self._recorder, with_texts=settings.log_prompts)
         self.server = HttpServer(settings, self.handle, self._log.ended, self.gate.early)

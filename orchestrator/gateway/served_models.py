@@ -31,13 +31,15 @@ class ServedModels:
         self,
         controller: ControllerClient,
         gateway: str,
+        machine: str,
         tokenizers: Tokenizers,
         retried: Callable[[str, str], None],
         read_again: Callable[[ModelQueue], None],
     ) -> None:
-        """``retried`` and ``read_again`` are those of ModelQueue."""
+        """``machine``, ``retried`` and ``read_again`` are those of ModelQueue."""
         self._controller = controller
         self._gateway = gateway
+        self._machine = machine
         self._tokenizers = tokenizers
         self._retried = retried
         self._read_again = read_again
@@ -136,6 +138,7 @@ class ServedModels:
                     routes,
                     gateway=self._gateway,
                     token=table.token,
+                    machine=self._machine,
                     credentials=table.credentials,
                     wake=self._wake,
                     retried=self._retried,

@@ -13,6 +13,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8080
     home: str  # folder of keys, logs and sockets
+    machine: str = ""  # that it runs on: the address of its Ray node
     gateways: int = 1  # processes that share the port
     gateway_spare: bool = True  # one more, which replaces a dead gateway at once
 

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec.structs
 import ray
 from ray import serve
 
@@ -67,6 +68,7 @@ class GatewayDeployment:
     def __init__(self, settings: GatewaySettings, fleet: str) -> None:
         path = Home(Path(settings.home)).logs / "gateway.log"
         logs.set_up(path, settings.log_format, prompts=settings.log_prompts)
+        settings = msgspec.structs.replace(settings, machine=ray.util.get_node_ip_address())
         self._server = GatewayServer(RemoteController(fleet), settings)
         self._server.start()
         settle_collector()

@@ -150,10 +150,8 @@ class RayCluster:
         ).remote(config)
 
     def _reachable(self, config: ReplicaConfig, node: RayNode) -> ReplicaConfig:
-        """Returns the configuration with an address that the gateways on this host can reach: the unix socket, or TCP
-        for another host."""
-        own_address = next((other.address for other in self._nodes if other.id == self._here), node.address)
-        if not config.listen and node.address == own_address:
+        """Returns the configuration with an address for gateways of other machines, if there can be any."""
+        if not config.listen and self._claims is None:
             return config
         address = f"[{node.address}]" if ":" in node.address else node.address
         return msgspec.structs.replace(config, listen=f"{TLS_SCHEME}://{address}:0")

@@ -67,7 +67,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     log: str = ""
     socket: str = ""  # the path of a unix socket, for gateways of the same host
     token: str = ""
-    listen: str = ""  # for gateways of another host: `tls://ADDRESS:0`, or `tls` where the address is not known yet
+    listen: str = ""  # for gateways of other hosts: `tls://ADDRESS:0`, or `tls` where the address is not known yet
     credentials: Credentials | None = None  # of the replicas of this fleet
     draft_source: str | None = None  # as ``source``, of the draft model; None: no drafting
     draft_revision: str | None = None

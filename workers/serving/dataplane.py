@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from workers.batching.batcher import BatcherClosed
 from workers.messages.credentials import Credentials, server_context
+from workers.messages.link_watch import REPLICA_S, watch_link
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.wire import (
     Cancel,
@@ -78,11 +79,11 @@ class DataPlane:
         credentials: Credentials | None = None,
         taken: Callable[[str, int], None] = lambda id, count: None,
     ) -> None:
-        """Listens on the unix socket at ``path``; with ``listen``, such as `tls://192.0.2.7:0`, on TCP instead: port 0
+        """Listens on the unix socket at ``path``; with ``listen``, such as `tls://192.0.2.7:0`, on TCP as well: port 0
         is any free one, and peers must authenticate as a gateway by ``credentials``.
         ``taken`` is called with the bytes of a forwarded answer that its gateway has read."""
-        self.address = str(path)  # for a free port, known once it listens
-        self._path = None if listen else path
+        self.address = ""  # of TCP, known once it listens there
+        self._path = path
         self._listen_on = listen
         self._credentials = credentials
         self._welcome = welcome
@@ -97,6 +98,7 @@ class DataPlane:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="data-plane", daemon=True)
         self._server: asyncio.Server | None = None
+        self._tcp_server: asyncio.Server | None = None
         self._path_watch: asyncio.Task[None] | None = None
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="schemas")  # starts its thread at the first schema
 
@@ -131,8 +133,7 @@ class DataPlane:
         self._compiler.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -140,9 +141,8 @@ class DataPlane:
         self._loop.close()
 
     async def _listen(self) -> None:
-        if self._path is None:
+        if self._listen_on:
             await self._listen_on_tcp()
-            return
         self._path.unlink(missing_ok=True)
         await self._listen_at(self._path)
         self._path_watch = self._loop.create_task(self._watch_path(self._path))
@@ -178,21 +178,22 @@ class DataPlane:
         parts = urlsplit(self._listen_on)
         if parts.scheme != TLS_SCHEME or parts.port is None or self._credentials is None:
             raise OSError(f"cannot listen on {self._listen_on}: not a TLS address, or no credentials")
-        self._server = await self._loop.create_server(
-            lambda: _Connection(self),
+        self._tcp_server = await self._loop.create_server(
+            lambda: _Connection(self, watched=True),
             parts.hostname,
             parts.port,
             ssl=server_context(self._credentials),
             ssl_handshake_timeout=HANDSHAKE_S,
         )
-        host, port = self._server.sockets[0].getsockname()[:2]
+        host, port = self._tcp_server.sockets[0].getsockname()[:2]
         self.address = f"{TLS_SCHEME}://[{host}]:{port}" if ":" in host else f"{TLS_SCHEME}://{host}:{port}"
 
     async def _shut(self) -> None:
         if self._path_watch is not None:
             self._path_watch.cancel()
-        if self._server is not None:
-            self._server.close()
+        for server in (self._server, self._tcp_server):
+            if server is not None:
+                server.close()
         for connection in list(self._connections):
             connection.abort()
 
@@ -351,8 +352,10 @@ class _ActiveRequest:
 class _Connection(asyncio.Protocol):
     """A connection to one gateway."""
 
-    def __init__(self, plane: DataPlane) -> None:
+    def __init__(self, plane: DataPlane, *, watched: bool = False) -> None:
+        """``watched``: its host may be cut off."""
         self._plane = plane
+        self._watched = watched
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._greeted = False
@@ -364,6 +367,8 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=0)  # to be notified when data is left unread
+        if self._watched:
+            watch_link(transport.get_extra_info("socket"), REPLICA_S)
         self._plane._connections.add(self)
 
     def data_received(self, data: bytes) -> None:

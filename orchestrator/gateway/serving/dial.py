@@ -1,4 +1,4 @@
-"""Opens connections to replicas: unix sockets on the gateway's host, TLS over TCP to other hosts."""
+"""Opens connections to replicas: unix sockets on the gateway's host, TLS over watched TCP to other hosts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from workers.messages.credentials import REPLICA, Credentials, client_context
+from workers.messages.link_watch import GATEWAY_S, watch_link
 from workers.serving.dataplane import HANDSHAKE_S, TLS_SCHEME
 
 P = TypeVar("P", bound=asyncio.Protocol)
@@ -42,4 +43,5 @@ async def open_link(
         raise ConnectionError(f"{address} is not a replica of this fleet: {error.verify_message}") from None
     except ssl.SSLError as error:
         raise ConnectionError(f"the TLS handshake with {address} failed: {error.reason or error}") from None
+    watch_link(transport.get_extra_info("socket"), GATEWAY_S)
     return transport, protocol

@@ -39,13 +39,14 @@ class ModelQueue:
         *,
         gateway: str,
         token: str,
+        machine: str = "",
         credentials: Credentials | None,
         wake: Callable[[str], None],
         retried: Callable[[str, str], None] = lambda model, kind: None,
         read_again: Callable[[ModelQueue], None] = lambda queue: None,
     ) -> None:
-        """``credentials`` are for replicas on other hosts. ``wake`` requests a first replica of the model from the
-        controller. ``retried`` is called with the model and the cause when a request moves to another replica.
+        """``machine`` and ``credentials`` are those of ReplicaLinks. ``wake`` requests a first replica of the model
+        from the controller. ``retried`` is called with the model and the cause when a request moves to another replica.
         ``read_again`` is called when ``outdated`` has tickets, and must end with a call of ``pump``."""
         self.name = routes.name
         self.routes = routes
@@ -59,7 +60,12 @@ class ModelQueue:
         self._counts = Counts()
         self._sample: RoutingDecision | None = None  # the first since the last report
         self.links = ReplicaLinks(
-            routes, self._link, credentials=credentials, on_open=self._changed, on_unusable=self._unusable
+            routes,
+            self._link,
+            machine=machine,
+            credentials=credentials,
+            on_open=self._changed,
+            on_unusable=self._unusable,
         )
         self.dispatcher: Dispatcher[Ticket, ReplicaLink] = Dispatcher(
             _settings(routes), self.links, self, stepped_at=attrgetter("stepped_at")

@@ -24,21 +24,25 @@ UNREACHABLE_S = 3.0  # without a link for longer than a start, a stop or a retry
 
 
 class ReplicaLinks:
-    """The open links, in the order in which they were opened. Owned by the gateway's event loop."""
+    """The open links, in the order in which they were opened, those to replicas of this machine first: of equally good
+    ones the first is chosen. Owned by the gateway's event loop."""
 
     def __init__(
         self,
         routes: ModelRoutes,
         make: Callable[[Route], ReplicaLink],
         *,
+        machine: str = "",
         credentials: Credentials | None,
         on_open: Callable[[], None],
         on_unusable: Callable[[], None],
     ) -> None:
-        """``credentials`` are for replicas on other hosts. ``on_open`` is called when a link is open, ``on_unusable``
-        when a replica refuses this gateway and no other replica serves it."""
+        """``machine`` is that of this gateway, by its address; ``credentials`` are for replicas on others. ``on_open``
+        is called when a link is open, ``on_unusable`` when a replica refuses this gateway and no other replica serves
+        it."""
         self._routes = routes
         self._make = make
+        self._machine = machine
         self._credentials = credentials
         self._on_open = on_open
         self._on_unusable = on_unusable
@@ -74,8 +78,11 @@ class ReplicaLinks:
         ]
 
     def cut_off(self, now: float) -> bool:
-        """Returns whether the routes have replicas, and all of them are unreachable."""
-        return bool(self._routes.replicas) and len(self.unreachable(now)) == len(self._routes.replicas)
+        """Returns whether the routes have replicas, all on this machine and unreachable. The loss of another machine is
+        no reason to stop serving other models here."""
+        replicas = self._routes.replicas
+        near = all(route.is_near(self._machine) for route in replicas)
+        return bool(replicas) and near and len(self.unreachable(now)) == len(replicas)
 
     def update(self, routes: ModelRoutes) -> None:
         """Opens links to new replicas and retires those of removed ones."""
@@ -137,14 +144,14 @@ class ReplicaLinks:
 
     async def _keep(self, route: Route) -> None:
         """Keeps a link to the replica while it is in the routes: a lost link does not mean a lost replica."""
-        loop, pause_s = asyncio.get_running_loop(), RECONNECT_S
+        loop, pause_s, address = asyncio.get_running_loop(), RECONNECT_S, route.address(self._machine)
         while route in self._routes.replicas:
             try:
-                connecting = open_link(loop, lambda: self._make(route), route.socket, self._credentials)
+                connecting = open_link(loop, lambda: self._make(route), address, self._credentials)
                 _, link = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
             except (OSError, asyncio.TimeoutError) as error:
                 level = logging.WARNING if pause_s < RECONNECT_MOST_S else logging.DEBUG
-                log.log(level, "cannot connect to %s at %s: %s", route.id, route.socket, error)
+                log.log(level, "cannot connect to %s at %s: %s", route.id, address, error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RECONNECT_MOST_S)
                 continue
@@ -152,7 +159,8 @@ class ReplicaLinks:
                 link.close()
                 return
             if not link.closed.is_set():
-                self._links[route] = link
+                opened = [*self._links.items(), (route, link)]
+                self._links = dict(sorted(opened, key=lambda item: not item[0].is_near(self._machine)))
                 self._on_open()  # its Welcome may have arrived already
             await link.closed.wait()
             if link.refused:

@@ -78,6 +78,19 @@ def test_one_unreachable_replica_of_two_is_reported_and_leaves_the_gateway_ready
         served.close()
 
 
+def test_the_loss_of_another_machine_leaves_the_gateway_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load balancer would take all gateways out for one lost machine, and no model would be served."""
+    monkeypatch.setattr(links_of, "UNREACHABLE_S", 0.2)
+    gateway = LiveGateway()
+    elsewhere = Route("m/0", 1, "/there/s", "tls://192.0.2.7:1")  # cannot be reached: there are no credentials
+    try:
+        gateway.controller.set(msgspec.structs.replace(routes("m"), replicas=[elsewhere]))
+        until(lambda: last(gateway) == ["m/0"], 10, "reported")
+        assert gateway.http.get("/readyz").status_code == 200
+    finally:
+        gateway.close()
+
+
 def test_retries_of_an_unreachable_replica_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to a pause of two seconds."""
     tried: list[float] = []

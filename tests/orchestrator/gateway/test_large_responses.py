@@ -44,7 +44,7 @@ class LogprobsReplica:
         )
         self.plane.start()
         self._lock = threading.Lock()
-        self.route = Route(f"m/{id(self)}", EPOCH, self.plane.address)
+        self.route = Route(f"m/{id(self)}", EPOCH, str(Path(self._folder.name) / "s"))
 
     def submit(self, request: GenerateRequest) -> None:
         with self._lock:

@@ -277,8 +277,9 @@ class Played:
         self.compiled = threading.Event()  # a request with a schema is accepted once it is set
         self.compiling = threading.Event()
         self.raises: BaseException | None = None
+        self.path = folder / "s"
         self.plane = DataPlane(
-            folder / "s",
+            self.path,
             welcome=Welcome("v", "", slots=64, max_len=4096, max_prompt=4096, vocab_size=9),
             token=TOKEN,
             epoch=EPOCH,
@@ -299,7 +300,7 @@ class Played:
 
     def client(self, *requests: GenerateRequest) -> Client:
         """Returns a gateway whose requests have been submitted."""
-        client = Client(Path(self.plane.address))
+        client = Client(self.path)
         assert isinstance(client.receive(), Welcome)
         for request in requests:
             client.send(Submit(request))
