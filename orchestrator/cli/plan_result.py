@@ -19,8 +19,9 @@ from placements.explain.core_map import core_map
 from placements.facts.core_range import CoreRange
 from placements.facts.plural import counted
 from placements.facts.topology import Host
+from placements.planner.host_choice import plan_on_cluster
 from placements.planner.ledger import ledger
-from placements.planner.plan import Placement, Plan, plan
+from placements.planner.plan import Placement, Plan
 from placements.spec.problems import Problem, has_errors
 from placements.spec.schema import Spec
 
@@ -97,15 +98,17 @@ def plan_changes(data: dict[str, Any]) -> bool:
 def _without_fleet(file: SpecFile, brief: bool) -> PlanResult:
     if file.spec is None or has_errors(file.problems):
         return PlanResult(_empty(file.problems), "", file.problems, failed=True, changes=False)
-    placed = plan(file.spec, file.hosts, file.checkpoints)
+    choice = plan_on_cluster(file.spec, file.hosts, file.checkpoints)
+    placed, hosts = choice.plan, choice.all_hosts
     data = {"index": None, "revision": None, **placed.with_problems(file.problems).as_dict()}
     data["changes"] = [{"replica": f"{p.model}/{p.replica}", "change": "start"} for p in placed.placements]
-    data |= {"models": [], **ledger(file.spec, file.hosts, placed, file.checkpoints, file.drafts).as_dict()}
+    data |= {"models": [], **ledger(file.spec, hosts, placed, file.checkpoints, file.drafts).as_dict()}
+    data["hosts_to_add"] = [added.as_dict() for added in choice.added()]
     return _result(data, file, brief)
 
 
 def _empty(problems: Sequence[Problem]) -> dict[str, Any]:
-    lists = ("placements", "unplaced", "moves", "problems", "changes", "models", "hosts", "memory")
+    lists = ("placements", "unplaced", "moves", "problems", "changes", "models", "hosts", "memory", "hosts_to_add")
     entries = [problem.as_dict() for problem in problems]
     return {"index": None, "revision": None, **{name: entries if name == "problems" else [] for name in lists}}
 
@@ -125,7 +128,7 @@ def plan_table(
     """
     if has_errors(problems_of(data)):
         return ""
-    parts = [picture(data, hosts), _replicas(data)]
+    parts = [picture(data, hosts), _replicas(data), "\n".join(_added(data))]
     if resting:
         parts.append(f"no replicas until the first request (min: 0): {', '.join(resting)}")
     parts += [f"unplaced: {problem['what']}" for problem in _missing(data)]
@@ -192,6 +195,15 @@ def _missing(data: dict[str, Any]) -> list[dict[str, str]]:
         more = f" (and {counted(further, 'more replica')} for the same reason)" if further else ""
         rows.append({**problems[0], "what": problems[0]["what"] + more})
     return rows
+
+
+def _added(data: dict[str, Any]) -> list[str]:
+    """Returns a line for each host to add, with its price."""
+    lines = []
+    for host in data.get("hosts_to_add") or ():
+        price = f", {host['price_per_hour']:g} per hour" if host["price_per_hour"] else ""
+        lines.append(f"add host {host['host']}{price}: {', '.join(host['replicas'])}")
+    return lines
 
 
 def move_lines(moves: Sequence[dict[str, Any]]) -> list[str]:

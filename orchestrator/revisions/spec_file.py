@@ -124,6 +124,10 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
     elif len(file.hosts) > MAX_EMULATED:
         text = f"the spec has {len(file.hosts)} emulated hosts, and `up` starts at most {MAX_EMULATED} Ray nodes"
         problems.append(Problem("hosts-not-served", "error", many, text, f"set count: {MAX_EMULATED} or less"))
+    elif any(entry.most > entry.least for entry in spec.hosts):
+        text = "hosts has a max above its min, and machines come and go only on a Ray cluster"
+        hint = "set count, or join a cluster: corewright up SPEC --ray-address auto"
+        problems.append(Problem("hosts-not-served", "error", spec.where("hosts", "max"), text, hint))
     if file.hosts and not file.hosts[0].emulated and _instance(file.hosts[0]) != file.machine.instance:
         text = f"this machine is not an {_instance(file.hosts[0])}: it has " + (
             f"the devices of an {file.machine.instance}" if file.machine.instance else "no Neuron devices"

@@ -137,5 +137,5 @@ def _with_hosts(spec: Spec, count: int, name: str, machine: Machine) -> tuple[Sp
     if len(spec.hosts) > 1:
         raise Failed("hosts-of-two-types", f"{name} has {len(spec.hosts)} entries of hosts: --hosts needs one", "")
     entry = spec.hosts[0] if spec.hosts else HostsSpec(emulate=DEFAULT_EMULATION)
-    changed = spec.model_copy(update={"hosts": (entry.model_copy(update={"count": count}),)})
+    changed = spec.model_copy(update={"hosts": (entry.model_copy(update={"count": count, "min": None, "max": None}),)})
     return changed, hosts_for(changed, machine)

@@ -84,11 +84,12 @@ def explain(question: Question, problems: Iterable[Problem] = ()) -> Explanation
 def _judged(question: Question, problems: tuple[Problem, ...]) -> tuple[Question, tuple[Constraint, ...], bool]:
     """Returns the question, the errors of the model's part of the spec, and whether no change of a field fixes them."""
     spec, model, name = question.spec, question.model, question.model.name
+    hosts = (*question.hosts, *question.absent)
 
     def errors_of(part: Spec) -> list[Problem]:
         return [
             problem
-            for problem in check(part, question.hosts, question.checkpoints, question.drafts, room=False)
+            for problem in check(part, hosts, question.checkpoints, question.drafts, room=False)
             if problem.severity == "error"
         ]
 
@@ -193,7 +194,7 @@ class _Facts:
         checkpoint = question.checkpoints.get(model.name)
         suited = [host for host in question.own_hosts if suits(model, host, checkpoint)]
         name = f"{model.name}/{self._missing[0].replica if self._missing else len(question.placed)}"
-        if not suited:
+        if not any(suits(model, host, checkpoint) for host in question.kinds):
             lines = tuple(line for host in question.kinds for line in [self._why_unsuited(host)] if line)
             what = f"{name}: no host is suitable"
             yield Constraint("no-suitable-host", what, lines, "use another tp_degree or instance type")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -44,8 +45,9 @@ def with_hosts(trial: Trial, template: Host, number: int) -> Trial:
     topology = template.topology
     assert topology is not None
     instance = topology.instance
-    same = [host for host in trial.hosts if host.topology is not None and host.topology.instance == instance]
-    new = tuple(replace(template, name=f"{instance}/{len(same) + i}") for i in range(number))
+    same = {host.name for host in trial.hosts if host.topology is not None and host.topology.instance == instance}
+    unused = (name for i in itertools.count() if (name := f"{instance}/{i}") not in same)
+    new = tuple(replace(template, name=name) for name in itertools.islice(unused, number))
     key = "emulate" if template.emulated else "instance"
     wishes = [*trial.spec.hosts]
     at = next(
@@ -56,17 +58,19 @@ def with_hosts(trial: Trial, template: Host, number: int) -> Trial:
         ),
         None,
     )
-    lnc = topology.lnc if topology != TOPOLOGIES[instance] else None
+    lnc, reached = topology.lnc if topology != TOPOLOGIES[instance] else None, ""
     if at is None:
         wishes.append(HostsSpec.model_validate({key: instance, "count": number, "lnc": lnc}))
     else:
-        wishes[at] = wishes[at].model_copy(update={"count": wishes[at].count + number})
+        reached = " (max reached)" if wishes[at].max is not None and len(same) + number > wishes[at].most else ""
+        key = "count" if wishes[at].max is None else "max"
+        wishes[at] = wishes[at].model_copy(update={key: wishes[at].most + number})
     with_lnc = "" if lnc is None else f" (lnc {lnc})"
     article = "an" if instance[0] in "aeio" else "a"
     count = f"{'one' if number == 1 else number} more" if same else article if number == 1 else str(number)
     spec = trial.spec.model_copy(update={"hosts": tuple(wishes)})
     hosts = (*trial.hosts, *new)
-    return replace(trial, id="host", change=f"{count} {instance}{with_lnc}", spec=spec, hosts=hosts)
+    return replace(trial, id="host", change=f"{count} {instance}{with_lnc}{reached}", spec=spec, hosts=hosts)
 
 
 def new_host(topology: Topology, like: Host, real: bool) -> Host:

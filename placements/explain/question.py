@@ -72,6 +72,7 @@ class Question:
     )
     wrong: bool = False  # the model's part of the spec has errors, so that nothing of it is placed
     tolerated: frozenset[tuple[str, str]] = frozenset()  # (id, what) of errors elsewhere
+    absent: tuple[Host, ...] = ()  # further hosts of the spec, whose machines do not exist now
 
     @property
     def target(self) -> int:
@@ -98,9 +99,9 @@ class Question:
 
     @cached_property
     def kinds(self) -> tuple[Host, ...]:
-        """One host of each type where the model uses cores."""
+        """One host of each type where the model uses cores, machine or not."""
         kinds: dict[object, Host] = {}
-        for host in self.own_hosts:
+        for host in (*self.own_hosts, *(host for host in self.absent if takes_cores(self.model.engine, host))):
             kinds.setdefault((host.topology, host.emulated, len(host.usable_cpus), host.memory_gib), host)
         return tuple(kinds.values())
 

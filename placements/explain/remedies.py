@@ -441,12 +441,12 @@ class _Search:
     def _more_hosts(self, trial: Trial) -> Iterator[Trial]:
         """Yields the fewest new hosts that help, of the fleet's types first."""
         model, question = self._now(trial), self._question
-        real = not any(host.emulated for host in question.hosts)
+        real = not any(host.emulated for host in (*question.hosts, *question.absent))
         templates = {host.topology: host for host in question.kinds if host.topology is not None}
         families = {topology.family for topology in templates}
         instances = {topology.instance for topology in templates}
         other_templates = [
-            new_host(topology, question.hosts[0], real)
+            new_host(topology, (*question.hosts, *question.absent)[0], real)
             for topology in sorted(
                 TOPOLOGIES.values(), key=lambda topology: (topology.family not in families, topology.cores)
             )

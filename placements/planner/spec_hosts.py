@@ -31,12 +31,13 @@ def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
 
     ``instance``: the topology of the type, independent of this machine. ``emulate``: the topology's cores with this
     machine's CPUs, divided among the emulated hosts on this machine. Without ``hosts``: this machine if its type is
-    known, else one emulated inf2.48xlarge. Returns () if the spec's ``hosts`` could not be read.
+    known, else one emulated inf2.48xlarge. An entry with ``max`` has that many hosts, whether their machines exist or
+    not. Returns () if the spec's ``hosts`` could not be read.
     """
     if "hosts" in spec.broken:
         return ()
     wishes = spec.hosts or (_default_hosts(machine),)
-    emulated = sum(wish.count for wish in wishes if wish.instance is None)
+    emulated = sum(wish.most for wish in wishes if wish.instance is None)
     hosts: list[Host] = []
     numbers: Counter[str] = Counter()
     at = 0  # emulated hosts so far
@@ -44,7 +45,7 @@ def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
         name = wish.instance or wish.emulate or DEFAULT_EMULATION
         topology = TOPOLOGIES[name].at_lnc(wish.lnc)
         real = tuple(range(topology.vcpus)) if spec.hosts else machine.cpus
-        for _ in range(wish.count):
+        for _ in range(wish.most):
             host_name = f"{name}/{numbers[name]}"
             numbers[name] += 1
             if wish.instance is not None:
@@ -60,7 +61,7 @@ def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
 
 def prices(spec: Spec, hosts: Sequence[Host]) -> dict[str, float]:
     """Returns the price of one core hour on each host, by name."""
-    each = [wish.price_per_core_hour for wish in spec.hosts for _ in range(wish.count)]
+    each = [wish.price_per_core_hour for wish in spec.hosts for _ in range(wish.most)]
     return {host.name: each[i] if i < len(each) else 0.0 for i, host in enumerate(hosts)}
 
 

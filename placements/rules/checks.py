@@ -172,7 +172,7 @@ def reserve_within_host(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
     for i, wish in enumerate(spec.hosts):
         if first >= len(hosts):
             return
-        host, first = hosts[first], first + wish.count
+        host, first = hosts[first], first + wish.most
         path: Path = ("hosts", i, "reserve") if ("hosts", i) in spec.places.positions else ("hosts", "reserve")
         outside = [core for core in sorted(host.reserved_cores) if core >= host.cores]
         if outside:

@@ -115,10 +115,11 @@ class _Reader:
                 hint = "use instance for all entries, or emulate for all"
                 self._report("hosts-mixed", (*path, "emulate" if entry.instance is None else "instance"), what, hint)
                 return False
-            total += entry.count
+            total += entry.most
             if total > MAX_HOSTS:
+                key = "count" if entry.max is None else "max"
                 what = f"hosts has more than {MAX_HOSTS} machines in total"
-                self._report("out-of-range", (*path, "count"), what, "lower count")
+                self._report("out-of-range", (*path, key), what, f"lower {key}")
                 return False
         return True
 
@@ -151,7 +152,24 @@ class _Reader:
             what = f"lnc is {hosts.lnc}, but {name} does not support it; only trn2 does"
             self._report("lnc-without-choice", (*path, "lnc"), what, "remove lnc")
             hosts = hosts.model_copy(update={"lnc": None})
-        return hosts
+        return hosts if self._has_bounds(hosts, path) else None
+
+    def _has_bounds(self, hosts: HostsSpec, path: Path) -> bool:
+        """Returns whether the numbers of machines are consistent. Reports if they are not."""
+        if hosts.count is not None and (hosts.min is not None or hosts.max is not None):
+            key = "min" if hosts.max is None else "max"
+            what = f"{label_of(path)} has both count and {key}"
+            hint = "keep count for a fixed number of machines, or min and max"
+        elif hosts.min is not None and hosts.max is None:
+            key, what = "min", f"{label_of(path)} has min without max"
+            hint = f"add max, or use count: {hosts.min or 1}"
+        elif hosts.least > hosts.most:
+            key, what = "min", f"min {hosts.min} of {label_of(path)} exceeds max {hosts.max}"
+            hint = f"set min to {hosts.max} or less"
+        else:
+            return True
+        self._report("host-bounds-wrong", (*path, key), what, hint)
+        return False
 
     def _unknown_instance(self, path: Path, key: str, name: str) -> None:
         supported = ", ".join(TOPOLOGIES)

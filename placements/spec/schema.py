@@ -150,16 +150,31 @@ class HostsSpec(Frozen):
     type."""
     emulate: str | None = Field(None, json_schema_extra=in_words("an instance type", enum=[*TOPOLOGIES, None]))
     """The type whose cores are emulated on this machine, with its real CPUs and memory."""
-    count: Annotated[int, Field(ge=1, le=MAX_HOSTS)] = 1
+    count: Annotated[int, Field(ge=1, le=MAX_HOSTS)] | None = None
     """The number of machines. Emulated hosts share this machine's CPUs evenly, and `up` starts a Ray node for each.
-    `up` serves one real machine."""
+    `up` serves one real machine. Unset: 1, without `max`."""
+    min: Annotated[int, Field(ge=0, le=MAX_HOSTS)] | None = None
+    """With `max`: the machines that the fleet keeps. Unset: 0."""
+    max: Annotated[int, Field(ge=1, le=MAX_HOSTS)] | None = None
+    """The machines that the fleet uses at most, in place of `count`. The planner adds those beyond `min` only if
+    replicas need them. See [Hosts that come and go](#hosts-that-come-and-go)."""
     lnc: Annotated[Literal[1, 2] | None, choice(1, 2)] = None
     """Physical cores in one logical NeuronCore, configurable on trn2 only. With 1 there are twice as many cores, each
     with half of the HBM. Unset: 2."""
     reserve: Reserve = Reserve()
     """Resources of each host reserved for the system."""
     price_per_core_hour: Annotated[float, Field(ge=0, le=1_000_000)] = 0.0
-    """The price of one core hour, in any currency. 0: a fixed cost."""
+    """The price of one core hour, in any currency, of which a machine costs its number of cores. 0: a fixed cost."""
+
+    @property
+    def least(self) -> int:
+        """The machines that the fleet relies on; a missing one is lost."""
+        return (self.count or 1) if self.max is None else (self.min or 0)
+
+    @property
+    def most(self) -> int:
+        """The machines that the fleet uses at most."""
+        return (self.count or 1) if self.max is None else self.max
 
 
 class Reach(Enum):

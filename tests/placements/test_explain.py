@@ -19,7 +19,7 @@ from placements.planner.plan import Running, plan
 from placements.planner.spec_hosts import hosts_for
 from placements.spec.parse import parse
 from placements.spec.schema import HostsSpec, Replicas, Spec, Spread
-from tests.placements.fleets import LAPTOP, LLAMA_2_7B, PLAIN, model, spec
+from tests.placements.fleets import BIG, LAPTOP, LLAMA_2_7B, PLAIN, model, spec
 
 HOST = "inf2.48xlarge/0"
 PROBLEMS = Path(__file__).parent.parent / "golden" / "problems"
@@ -214,6 +214,20 @@ def test_a_narrow_spread_can_be_widened() -> None:
     assert failed(explanation) == ["spread-too-narrow"]
     assert change(explanation, "spread").trial.change == "spread: {host: 2}"
     assert change(explanation, "host").trial.change == "one more inf2.48xlarge"
+
+
+def test_a_further_host_beyond_max_is_marked() -> None:
+    """With all `max` hosts in use; while one of them is absent, it is the host that helps."""
+    entry = HostsSpec.model_validate({"instance": BIG, "max": 2})
+    wish = spec(model("a", 24, replicas=3)).model_copy(update={"hosts": (entry,)})
+    hosts = hosts_for(wish, LAPTOP)
+    assert change(explained(wish), "host").trial.change == "one more inf2.48xlarge (max reached)"
+    two = wish.model_copy(update={"models": (model("a", 24, replicas=2),)})
+    short = explain(question(two, hosts[1:], absent=hosts[:1]))
+    assert change(short, "host").trial.change == "one more inf2.48xlarge"
+    none = explain(question(two, (), absent=hosts))
+    assert [constraint.id for constraint in none.failed] == ["no-room"]
+    assert change(none, "host").trial.change == "2 inf2.48xlarge"
 
 
 def test_a_rivals_min_is_lowered_no_further_than_needed() -> None:

@@ -15,7 +15,7 @@ import pytest
 from placements.explain.core_map import core_map
 from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
-from placements.planner.plan import plan
+from placements.planner.host_choice import plan_on_cluster
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
 from placements.spec.parse import parse
@@ -74,10 +74,12 @@ def test_a_spec_gives_exactly_this_plan(path: Path) -> None:
     parsed = parse(path.read_text(), path.name)
     assert parsed.spec is not None
     hosts = hosts_for(parsed.spec, LAPTOP)
-    drawn = plan(parsed.spec, hosts, {}).with_problems((*parsed.problems, *check(parsed.spec, hosts, {})))
-    actual = json.dumps(drawn.as_dict(), indent=2) + "\n"
+    choice = plan_on_cluster(parsed.spec, hosts, {})
+    drawn = choice.plan.with_problems((*parsed.problems, *check(parsed.spec, hosts, {})))
+    added = {"hosts_to_add": [host.as_dict() for host in choice.added()]} if choice.hosts else {}
+    actual = json.dumps({**drawn.as_dict(), **added}, indent=2) + "\n"
     assert actual == expected(path.with_suffix(".json"), actual)
-    assert core_map(drawn, hosts) == expected(path.with_suffix(".map"), core_map(drawn, hosts))
+    assert core_map(drawn, choice.all_hosts) == expected(path.with_suffix(".map"), core_map(drawn, choice.all_hosts))
 
 
 @pytest.mark.parametrize("folder", ["problems", "plans"])
