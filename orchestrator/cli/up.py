@@ -61,7 +61,7 @@ def check_listening(settings: Settings) -> None:
 
 def run_up(file: SpecFile, settings: Settings, ray_address: str | None = None) -> int:
     """Start the fleet and run it until it ends. Returns the exit code. Raises Failed if the fleet cannot start."""
-    problems = file.problems if ray_address is not None else (*file.problems, *start_problems(file))
+    problems = (*file.problems, *start_problems(file, joined=ray_address is not None))
     if not has_errors(problems):
         with WaitingNotice(say).waiting(lambda: "the interpreters of the engines"):
             problems = (*problems, *engine_problems(file))

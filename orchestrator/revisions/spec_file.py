@@ -110,12 +110,19 @@ def examine(
     return SpecFile(text, name, base_dir, spec, machine, hosts, facts.checkpoints, problems, facts.drafts)
 
 
-def start_problems(file: SpecFile) -> tuple[Problem, ...]:
-    """Returns the problems of a valid spec that prevent `up` of this version from starting it on this machine."""
+def start_problems(file: SpecFile, *, joined: bool = False) -> tuple[Problem, ...]:
+    """Returns the problems of a valid spec that prevent `up` of this version from starting it on this machine, or on
+    the Ray cluster that is ``joined``."""
     spec = file.spec
     if spec is None:
         return ()
     problems = []
+    if any(entry.most > entry.least for entry in spec.hosts):
+        text = "hosts has a max above its min, and a fleet of this version does not request or give back machines"
+        hint = "set count; `corewright plan` shows how many machines the replicas need"
+        problems.append(Problem("hosts-not-served", "error", spec.where("hosts", "max"), text, hint))
+    if joined or file.machine.joined:
+        return tuple(problems)
     many = spec.where(*(("hosts", 1) if ("hosts", 1) in spec.places.positions else ("hosts", "count")))
     if len(file.hosts) > 1 and not file.hosts[0].emulated:
         text = f"the spec has {len(file.hosts)} machines, and `up` of this version starts one"
@@ -124,10 +131,6 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
     elif len(file.hosts) > MAX_EMULATED:
         text = f"the spec has {len(file.hosts)} emulated hosts, and `up` starts at most {MAX_EMULATED} Ray nodes"
         problems.append(Problem("hosts-not-served", "error", many, text, f"set count: {MAX_EMULATED} or less"))
-    elif any(entry.most > entry.least for entry in spec.hosts):
-        text = "hosts has a max above its min, and machines come and go only on a Ray cluster"
-        hint = "set count, or join a cluster: corewright up SPEC --ray-address auto"
-        problems.append(Problem("hosts-not-served", "error", spec.where("hosts", "max"), text, hint))
     if file.hosts and not file.hosts[0].emulated and _instance(file.hosts[0]) != file.machine.instance:
         text = f"this machine is not an {_instance(file.hosts[0])}: it has " + (
             f"the devices of an {file.machine.instance}" if file.machine.instance else "no Neuron devices"

@@ -64,6 +64,22 @@ def test_hosts_of_several_emulated_types_can_be_started() -> None:
     assert refused("[{emulate: inf2.xlarge}, {emulate: trn2.3xlarge, lnc: 1}]") == []
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_machines_that_come_and_go_are_only_planned(joined: bool) -> None:
+    """A `max` above `min` is refused on a joined cluster, too; several machines only without one."""
+    for bounds, expected in (
+        ("min: 1, max: 2", ["hosts-not-served"]),
+        ("count: 2", [] if joined else ["hosts-not-served"]),
+    ):
+        text = f"hosts: {{instance: inf2.xlarge, {bounds}}}\nmodels: {{a: {{engine: echo}}}}\n"
+        for machine, by_caller in (
+            (Machine((0, 1), "inf2.xlarge", joined), False),
+            (Machine((0, 1), "inf2.xlarge"), joined),
+        ):
+            problems = start_problems(examine(text, "f.yaml", ".", machine), joined=by_caller)
+            assert sorted({problem.id for problem in problems}) == expected
+
+
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [
