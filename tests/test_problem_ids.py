@@ -162,7 +162,7 @@ def test_a_controller_that_ends_by_itself_is_told(daemon: Daemon) -> None:
     import ray
 
     error = ray.exceptions.RayTaskError("status", "a traceback", ValueError("a bug"))
-    assert failed(lambda: daemon._ask_controller(raising(error))) == "controller-failed"
+    assert failed(lambda: daemon._follower.ask(raising(error))) == "controller-failed"
 
 
 # Replicas

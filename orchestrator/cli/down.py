@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from typing import Annotated
+
+import typer
 
 from orchestrator.cli.app import app
 from orchestrator.cli.client import AdminClient, the_fleet
-from orchestrator.cli.output import say
+from orchestrator.cli.output import libraries_to_log, say
+from orchestrator.daemon.joined_down import take_down
 from orchestrator.fleet.controller_settings import DRAIN_S
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home, daemon_alive, find_leftovers
@@ -17,10 +21,27 @@ DOWN_SPARE_S = 20.0  # shutdown takes up to 10 s after the drain; twice that
 
 
 @app.command()
-def down() -> None:
-    """Drain the running fleet and stop all of its processes. Fails if a process or the fleet's record remains."""
+def down(
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Remove a fleet from the Ray cluster at HOST:PORT, or the one of this machine: auto."),
+    ] = None,
+    fleet: Annotated[
+        str | None, typer.Option(help="Name of the fleet on that cluster.", show_default="the only one")
+    ] = None,
+) -> None:
+    """Drain the running fleet and stop all of its processes. Fails if a process or the fleet's record remains.
+
+    A fleet on a Ray cluster is also removed from the cluster, from any of its machines; the cluster stays."""
     home = Home.from_environment()
     record = home.read_record()
+    if ray_address is not None:
+        _take_down(home, ray_address, fleet)
+        return
+    if record is not None and record.on_cluster and not os.environ.get("COREWRIGHT_URL"):
+        _take_down(home, record.ray_address, record.name)
+        home.forget_fleet()
+        return
     if record is not None and not os.environ.get("COREWRIGHT_URL") and not daemon_alive(record):
         leftovers = find_leftovers(home, record)
         hint = f"`corewright up` removes them; without a new fleet: kill the processes and remove {home.record_file}"
@@ -42,6 +63,11 @@ def down() -> None:
         hint = "the terminal of `up` shows the cause; `corewright up` removes them"
         raise Failed("down-incomplete", f"the fleet has ended, but {leftovers}", hint)
     say("stopped")
+
+
+def _take_down(home: Home, ray_address: str, name: str | None) -> None:
+    with libraries_to_log(home.logs / "daemon.log"):
+        take_down(ray_address, name, say)
 
 
 def _drain_s(client: AdminClient) -> float:

@@ -19,6 +19,7 @@ from orchestrator.cli.doctor import engine_problems
 from orchestrator.cli.keys import access
 from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stdout, use_color
 from orchestrator.daemon.daemon import Daemon, UpOptions
+from orchestrator.daemon.joined_up import JoinedSpec, JoinedUp
 from orchestrator.daemon.settings import SETTINGS, Setting, Settings, resolve, store_settings
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import is_loopback
@@ -59,8 +60,9 @@ def check_listening(settings: Settings) -> None:
         complain([Problem("host-without-tls", "warning", "", message, hint)])
 
 
-def run_up(file: SpecFile, settings: Settings, ray_address: str | None = None) -> int:
-    """Start the fleet and run it until it ends. Returns the exit code. Raises Failed if the fleet cannot start."""
+def run_up(file: SpecFile, settings: Settings, ray_address: str | None = None, *, detach: bool = False) -> int:
+    """Start the fleet and run it until it ends, or on the cluster at ``ray_address`` until a signal or, with
+    ``detach``, until it is ready. Returns the exit code. Raises Failed if the fleet cannot start."""
     problems = (*file.problems, *start_problems(file, joined=ray_address is not None))
     if not has_errors(problems):
         with WaitingNotice(say).waiting(lambda: "the interpreters of the engines"):
@@ -87,24 +89,19 @@ def run_up(file: SpecFile, settings: Settings, ray_address: str | None = None) -
         )
 
     home = Home.from_environment()
-    daemon = Daemon(
-        home,
-        settings.fill(
-            UpOptions,
-            gateway=settings.fill(GatewaySettings),
-            store=store_settings(settings, home.store),
-            config=settings.as_dicts(),
-            ray_address=ray_address,
-        ),
-        (file.text, file.name, file.base_dir),
-        file.spec.name,
-        file.hosts,
-        file.machine.instance,
-        say,
+    options = settings.fill(
+        UpOptions,
+        gateway=settings.fill(GatewaySettings),
+        store=store_settings(settings, home.store),
+        config=settings.as_dicts(),
     )
     home.prepare()
     with libraries_to_log(home.logs / "daemon.log"):
-        return daemon.run(announce)
+        if ray_address is not None:
+            joined = JoinedSpec(file.text, file.name, file.base_dir, file.spec.name, file.hosts)
+            return JoinedUp(home, options, joined, ray_address, say).run(announce, detach=detach)
+        spec = (file.text, file.name, file.base_dir)
+        return Daemon(home, options, spec, file.spec.name, file.hosts, file.machine.instance, say).run(announce)
 
 
 def _addresses(record: FleetRecord, file: SpecFile, settings: Settings) -> str:
@@ -172,17 +169,27 @@ def up(
         str | None,
         typer.Option(envvar="RAY_ADDRESS", help="Join the Ray cluster at HOST:PORT, or the one of this machine: auto."),
     ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="With --ray-address: exit when the fleet is ready; it runs on.")
+    ] = False,
     **flags: Any,
 ) -> None:
-    """Start a fleet in the foreground. It runs until Ctrl-C, SIGTERM or `corewright down`."""
+    """Start a fleet in the foreground. It runs until Ctrl-C, SIGTERM or `corewright down`.
+
+    With --ray-address it runs on that cluster until `corewright down`, and Ctrl-C ends only this command."""
     settings = resolve(flags)
     complain(settings.problems)
     if has_errors(settings.problems):
         raise typer.Exit(FAILED)
     if settings["watch"] and spec == "-":
         raise Failed("watch-needs-file", "standard input cannot be watched", "pass the spec as a file, or --no-watch")
+    if detach and ray_address is None:
+        hint = "pass --ray-address, or run `corewright up` as a service (deploy/corewright.service)"
+        raise Failed("detach-needs-cluster", "--detach: the Ray that `up` starts ends with it", hint)
+    if detach and settings["watch"]:
+        raise Failed("watch-needs-viewer", "--detach: nothing would watch the file", "drop --detach or --watch")
     check_listening(settings)
     allowed = SourcePolicy(settings["allowed_sources"])  # only the operator's own spec may name interpreters
     with WaitingNotice(say).waiting(lambda: "the sources of the spec"):
         file = load(spec, allowed)
-    raise typer.Exit(run_up(file, settings, ray_address))
+    raise typer.Exit(run_up(file, settings, ray_address, detach=detach))

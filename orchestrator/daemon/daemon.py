@@ -10,7 +10,6 @@ import queue
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from types import FrameType
@@ -20,14 +19,13 @@ import msgspec.structs
 
 from orchestrator.access.audit_log import Audit, AuditLine, caller
 from orchestrator.access.tls import certified_name
-from orchestrator.daemon.narration import MOST_NAMED, Narration
-from orchestrator.daemon.ray_connection import JoinedRay, OwnRay, RayConnection
-from orchestrator.daemon.spec_watch import SpecWatch
+from orchestrator.daemon.controller_follower import CONTROLLER_RETRY_S, STATUS_WAIT_S, ControllerFollower
+from orchestrator.daemon.narration import MOST_NAMED
+from orchestrator.daemon.own_ray import OwnRay
 from orchestrator.daemon.start_checks import check_host_root, check_port
 from orchestrator.fleet.controller_settings import ControllerSettings, FleetSettings
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import free_port
-from orchestrator.process.awake_clock import LATE_S
 from orchestrator.process.child_process import Ended, apart
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FLEET_VARIABLE, WILDCARDS, FleetRecord, Home, daemon_alive, end_leftovers
@@ -46,11 +44,6 @@ SHUTDOWN_GRACE_S = 2.0  # for replicas to stop after the drain
 GATEWAY_STOP_S = 3.0
 LAST_DEADLINE_S = 3.0  # for killed processes to exit
 LEFTOVERS_DEADLINE_S = 8.0  # for processes of an earlier, killed daemon; the documented limit is 10 s
-STATUS_WAIT_S = 1.0  # longest background call to Ray, which the shutdown waits for
-CONTROLLER_AWAY_S = 30.0  # a restart takes 2 s
-CONTROLLER_RETRY_S = 0.2
-CONTROLLER_THERE_S = 5.0  # a call that lasted this long had a controller: without one it fails immediately
-WATCH_POLL_S = 0.5  # a change is applied once two readings agree
 READY, REPORTED, GONE = b"r", b"t", b"g"  # marks of the child: was ready, has reported its end, has left nothing
 READY_POLL_S = 0.5  # between checks for a signal
 
@@ -60,7 +53,7 @@ def _log_errors(stop: Callable[[], None]) -> None:
         stop()
 
 
-def _report_if_possible(report: Callable[[str], None], line: str) -> None:
+def report_if_possible(report: Callable[[str], None], line: str) -> None:
     with contextlib.suppress(OSError):  # a full disk or a closed pipe must not stop the fleet
         report(line)
 
@@ -75,7 +68,6 @@ class UpOptions(FleetSettings, frozen=True, kw_only=True):
     gateway: GatewaySettings
     dashboard: bool = True
     watch: bool = False  # apply the spec's file when it changes
-    ray_address: str | None = None  # of the Ray cluster to join; None: start one on this machine
 
 
 def watched(work: Callable[[], None], ended: Callable[[Failed], None]) -> None:
@@ -108,25 +100,16 @@ class Daemon:
 
     def __post_init__(self, report: Callable[[str], None]) -> None:
         self._audit = Audit(self.home.audit)
-        self._report = WaitingNotice(functools.partial(_report_if_possible, report))
+        self._report = WaitingNotice(functools.partial(report_if_possible, report))
         self._fleet = secrets.token_hex(8)
         self._pid = os.getpid()
         self._mark: Callable[[bytes], object] = lambda mark: None
         self._requests: queue.SimpleQueue[str | Failed] = queue.SimpleQueue()  # to end: a signal, `down` or a failure
         self._threads: list[threading.Thread] = []
-        self._status_version = 0  # of the last status that was reported
-        self._narration = Narration()
-        self._ready = threading.Event()
-        self._ending = False
-        self._controller: Any = None
+        self._follower = ControllerFollower(self._report, self.home.logs)
         self._end_requested = False
         self._ray_up = False
-        address = self.options.ray_address
-        self._ray: RayConnection = (
-            OwnRay(self.home, self.name, self.hosts, self.options.dashboard)
-            if address is None
-            else JoinedRay(address, self.hosts, self._fleet, self.name, self._report)
-        )
+        self._ray = OwnRay(self.home, self.name, self.hosts, self.options.dashboard)
         self._serve_up = False
 
     def run(self, on_ready: Callable[[FleetRecord], None]) -> int:
@@ -140,6 +123,10 @@ class Daemon:
         self.home.prepare()
         lock = self.home.lock()
         record = self.home.read_record()
+        if record is not None and record.on_cluster:
+            message = f"the fleet {record.name} of {self.home.path} runs on the Ray cluster at {record.ray_address}"
+            hint = "stop it with `corewright down`, or set another COREWRIGHT_HOME"
+            raise Failed("fleet-already-running", message, hint)
         if lock is None:
             where = f" at {record.url} (pid {record.pid})" if record is not None else ""
             raise Failed(
@@ -148,8 +135,6 @@ class Daemon:
                 "change it with `corewright apply SPEC`, or stop it with `corewright down`",
             )
         self._end_previous(record)
-        if record is not None:
-            self._ray.previous = record.fleet
         gateway = self.options.gateway
         check_port(gateway.host, gateway.port)
         written: AuditLine | None = self._audit.begin("up", "up", self._audit_fields(), by=caller())
@@ -186,15 +171,15 @@ class Daemon:
         outcome, code = "failed", 1
         try:
             record = self._start()
-            with self._report.waiting(self._narration.waited_for):
+            with self._report.waiting(self._follower.narration.waited_for):
                 self._wait_ready()
             self._audit_end(written, "ready")
             written = None
             mark(READY)
-            with contextlib.suppress(OSError):  # as in `_report_if_possible`
+            with contextlib.suppress(OSError):  # as in `report_if_possible`
                 on_ready(record)
             if self.options.watch:
-                self._in_background(self._watch_spec)
+                self._in_background(functools.partial(self._follower.watch, self.spec, self._audit))
             request = self._requests.get()
             if isinstance(request, Failed):
                 raise request
@@ -259,7 +244,7 @@ class Daemon:
         admin_port = free_port()
         record = self._new_record(admin_port)
         self.home.write_record(record)  # before any process starts, so that the next `up` finds leftovers
-        self._report("joining the Ray cluster" if self._ray.joined else "starting Ray")
+        self._report("starting Ray")
         with self._report.waiting(lambda: "Ray"):
             addresses = self._start_ray()
         dashboard = addresses.get("webui_url")
@@ -270,10 +255,10 @@ class Daemon:
         self._report("starting the controller and the replicas")
         with self._report.waiting(lambda: "the controller"):
             self._start_controller(record.token, admin_port)
-        self._in_background(self._narrate)
+        self._in_background(self._follower.narrate)
         self._raise_if_requested()
         self._report("starting the gateway")
-        with self._report.waiting(lambda: ", ".join(("the gateway", *self._narration.unready[:MOST_NAMED]))):
+        with self._report.waiting(lambda: ", ".join(("the gateway", *self._follower.narration.unready[:MOST_NAMED]))):
             self._start_gateway()
         return record
 
@@ -284,7 +269,7 @@ class Daemon:
         return FleetRecord(
             fleet=self._fleet,
             name=self.name,
-            url=_url(gateway),
+            url=gateway_url(gateway),
             listens=gateway.host,
             admin_url=f"http://127.0.0.1:{admin_port}",
             token=secrets.token_urlsafe(32),
@@ -326,7 +311,6 @@ class Daemon:
             token=token,
             admin_port=admin_port,
             cpus=self._ray.cpus,
-            joined=self._ray.joined,
             instance=self.instance,
             daemon_pid=self._pid,
             log_format=self.options.gateway.log_format,
@@ -334,7 +318,7 @@ class Daemon:
             replica=credentials.replica,
             **{name: getattr(self.options, name) for name in FleetSettings.__struct_fields__},
         )
-        self._controller = controller_actor.start_controller(settings)
+        self._follower.controller = controller_actor.start_controller(settings)
         self._in_background(self._wait_down)
 
     def _start_gateway(self) -> None:
@@ -355,65 +339,9 @@ class Daemon:
         self._threads.append(thread)
         thread.start()
 
-    def _ask_controller(self, call: Callable[[], Any]) -> Any:
-        """Returns the result of ``call``, retried while the controller restarts; None during shutdown.
-
-        Raises Failed if the controller does not come back."""
-        from orchestrator.on_ray.calls import ActorUnavailable, CallFailed, answer
-
-        away_s, failed_at = 0.0, float("inf")
-        while not self._ending:
-            started = time.monotonic()
-            try:
-                return answer(call)
-            except CallFailed as error:
-                raise self._controller_failed(f"the controller failed: {error}") from None
-            except ActorUnavailable as error:
-                now = time.monotonic()
-                # a longer gap is a pause of this process, in which the controller was paused too
-                away_s += min(max(0.0, now - failed_at), LATE_S)
-                if now - started > CONTROLLER_THERE_S:
-                    away_s = 0.0
-                failed_at = now
-                if away_s > CONTROLLER_AWAY_S:
-                    raise self._controller_failed(f"the controller does not come back: {error}") from None
-                self._status_version = 0  # a restarted controller counts from the start
-                time.sleep(CONTROLLER_RETRY_S)
-        return None
-
-    def _controller_failed(self, what: str) -> Failed:
-        return Failed("controller-failed", what, f"see {self.home.logs / 'controller.log'}")
-
     def _wait_ready(self) -> None:
-        while not self._ready.wait(READY_POLL_S):
+        while not self._follower.ready.wait(READY_POLL_S):
             self._raise_if_requested()
-
-    def _narrate(self) -> None:
-        """Report changes of replicas until the fleet ends."""
-        while not self._ending:
-            reply = self._ask_controller(lambda: self._controller.status.remote(self._status_version, STATUS_WAIT_S))
-            if reply is None:
-                return
-            self._status_version, status = reply
-            for line in self._narration.news(status):
-                self._report_unless_ending(line)
-            if status["ready"]:
-                self._ready.set()
-
-    def _report_unless_ending(self, line: str) -> None:
-        if not self._ending:
-            self._report(line)
-
-    def _watch_spec(self) -> None:
-        """Apply the spec's file when it changes, until the fleet ends."""
-        watch = SpecWatch(self.spec, self._audit, self._apply_watched, self._report_unless_ending)
-        while not self._ending:
-            time.sleep(WATCH_POLL_S)
-            watch.poll()
-
-    def _apply_watched(self, text: str, file: str, base_dir: str) -> Any:
-        apply = self._controller.apply
-        return self._ask_controller(lambda: apply.remote(text, file, base_dir, "up --watch", "watch"))
 
     def _listen_to_signals(self) -> None:
         def on_signal(number: int, _: FrameType | None) -> None:
@@ -430,7 +358,7 @@ class Daemon:
             signal.signal(number, on_signal)
 
     def _wait_down(self) -> None:
-        self._ask_controller(lambda: self._controller.wait_down.remote())
+        self._follower.ask(lambda: self._follower.controller.wait_down.remote())
         self._requests.put("down")
 
     def _raise_if_requested(self) -> None:
@@ -442,7 +370,7 @@ class Daemon:
 
     def _take_down(self) -> None:
         """Drain and stop in order. ``_end_everything`` kills the processes that remain."""
-        self._ending = True
+        self._follower.ending = True
         if not self._ray_up:
             return
         from orchestrator.on_ray import gateway_deployment
@@ -451,13 +379,11 @@ class Daemon:
         if not is_connected():
             return
         drain_s = self.options.drain_s
-        if self._controller is not None:
-            controller = self._controller
+        if (controller := self._follower.controller) is not None:
             with contextlib.suppress(CallFailed, ActorUnavailable):
                 answer(lambda: controller.shutdown.remote(drain_s), drain_s + SHUTDOWN_GRACE_S)
         if self._serve_up:
-            stop = functools.partial(gateway_deployment.stop_gateway, self.name, shared=self._ray.joined)
-            stopping = threading.Thread(target=_log_errors, args=(stop,), daemon=True)
+            stopping = threading.Thread(target=_log_errors, args=(gateway_deployment.stop_serve,), daemon=True)
             stopping.start()
             stopping.join(GATEWAY_STOP_S)
         for thread in self._threads:  # a call to Ray after its shutdown would end this process
@@ -477,7 +403,7 @@ class Daemon:
         return None
 
 
-def _url(gateway: GatewaySettings) -> str:
+def gateway_url(gateway: GatewaySettings) -> str:
     """Returns the URL for clients. If the gateway listens on every address with TLS, it has a name of the certificate,
     because no certificate is for 0.0.0.0."""
     host, cert = gateway.host, gateway.tls_cert

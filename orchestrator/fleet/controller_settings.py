@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from orchestrator.process.home import FleetRecord
 from placements.planner.spec_hosts import Machine
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.messages.credentials import Credentials
@@ -39,11 +40,17 @@ class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     admin_port: int
     cpus: tuple[int, ...]  # of this machine, for planning
     instance: str | None  # of this machine, when it has Neuron devices
-    joined: bool = False  # the fleet runs on a Ray cluster that it did not start
+    record: FleetRecord | None = None  # on a Ray cluster that others started: what the controller completes and writes
+    emulated: tuple[str, ...] = ()  # instance types that the spec emulates on such a cluster
     daemon_pid: int = 0
     log_format: Literal["text", "json"] = "text"
     gateway: Credentials | None = None  # of the data plane between hosts
     replica: Credentials | None = None
+
+    @property
+    def joined(self) -> bool:
+        """The fleet runs on a Ray cluster that it did not start."""
+        return self.record is not None
 
     @property
     def machine(self) -> Machine:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import ray
+
+T = TypeVar("T")
 
 
 class CallFailed(Exception):
@@ -23,9 +28,35 @@ def answer(call: Callable[[], Any], timeout_s: float | None = None) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise CallFailed(str(error.cause)) from error
     except ray.exceptions.RayError as error:
+        if "creation task" in str(error):  # it is not restarted
+            raise CallFailed(str(error).strip().splitlines()[-1]) from error
         raise ActorUnavailable(str(error).splitlines()[0]) from error
 
 
 def is_connected() -> bool:
     """Returns whether this process is connected to a Ray cluster."""
     return bool(ray.is_initialized())
+
+
+def within(call: Callable[[], T], timeout_s: float) -> T:
+    """Returns the result of a blocking call to Ray. Raises its error, or TimeoutError; its thread then goes on."""
+    outcomes: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+            outcomes.put(partial(_raise, error))
+        else:
+            outcomes.put(lambda: result)
+
+    threading.Thread(target=run, name="call to Ray", daemon=True).start()
+    try:
+        outcome = outcomes.get(timeout=timeout_s)
+    except queue.Empty:
+        raise TimeoutError(f"Ray's head has not replied for {timeout_s:.0f} s") from None
+    return outcome()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
+import msgspec.structs
 import ray
 from ray.util.metrics import Gauge
 
@@ -21,14 +23,17 @@ from orchestrator.fleet.route_table import RouteTable
 from orchestrator.on_ray.ray_cluster import RayCluster
 from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, here
 from orchestrator.process import logs
+from orchestrator.process.addresses import free_port
 from orchestrator.process.awake_clock import AwakeClock
-from orchestrator.process.home import Home
+from orchestrator.process.home import FleetRecord, Home
 from orchestrator.records.journal import Journal
 from orchestrator.scaling.demand_report import DemandReport
 from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.resumption import resume_fleet
 from placements.spec.problems import Problem
 from workers.artifacts.store.store_settings import StoreSettings
+from workers.host.lifetime import boot, process_start
+from workers.host.task_boundary import task_boundary
 from workers.messages.metric_family import MetricFamily
 from workers.serving.replica_metrics import REFRESH_S
 
@@ -39,14 +44,24 @@ class ControllerActor:
     """The controller as a named actor, which Ray restarts if it dies; it then adopts live replicas."""
 
     def __init__(self, settings: ControllerSettings) -> None:
-        logs.set_up(Path(settings.home) / "logs" / "controller.log", settings.log_format)
-        self._down = asyncio.Event()
         home = Home(Path(settings.home))
+        if settings.joined:
+            home.prepare()  # on the head, where `up` may never have run
+        logs.set_up(home.logs / "controller.log", settings.log_format)
+        self._down = asyncio.Event()
+        self._name = settings.name
+        self._admin_port = settings.admin_port
+        if settings.record is not None:
+            self._lock = _lock(home)  # until this process ends
+            self._admin_port = free_port()
+            _write_record(home, settings.record, self._admin_port)
         clock = AwakeClock()
         store = settings.store or StoreSettings(root=str(home.store))
-        cluster = RayCluster(store, clock=clock, joined=settings.joined, home=settings.home, name=settings.name)
+        emulated = settings.emulated if settings.joined else None
+        cluster = RayCluster(store, clock=clock, home=settings.home, name=settings.name, emulated=emulated)
         restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         state = resume_fleet(settings, RecordWriter(Journal(home.journal)), clock, restarted=restarted)
+        self._removal: asyncio.Task[None] | None = None
         self._controller = Controller(state, cluster, resumed=clock.resumed_at)
         cluster.add_hosts(host.name for host in state.hosts)
         self._operator = Operator(self._controller, cluster)
@@ -58,7 +73,7 @@ class ControllerActor:
 
     async def _serve_admin(self) -> None:
         await self._controller.settled()  # before that, operations would find no replicas
-        await serve_admin(AdminApi(self._operator, self._request_shutdown), self._controller.settings.admin_port)
+        await serve_admin(AdminApi(self._operator, self._request_shutdown), self._admin_port)
 
     async def _export_cores(self) -> None:
         """Export the cores of each host by state to Ray's metrics; their sum is always the number of its cores."""
@@ -99,6 +114,15 @@ class ControllerActor:
             problem = Problem("apply-failed", "error", file, f"{type(error).__name__}: {error}", "see controller.log")
             return {"error": problem, "problems": (), "status": 500}
 
+    async def config(self) -> list[dict[str, Any]]:
+        """Returns the settings of `up`, as name, value and origin."""
+        return list(self._controller.settings.config)
+
+    async def take_down(self) -> float:
+        """Begin to drain and remove the fleet, on a joined cluster. Returns the drain timeout, in seconds."""
+        await self._request_shutdown()
+        return self._controller.settings.drain_s
+
     async def wait_down(self) -> None:
         """Wait until the admin API requests a shutdown, or the fleet has shut down."""
         await self._down.wait()
@@ -110,7 +134,43 @@ class ControllerActor:
             self._down.set()
 
     async def _request_shutdown(self) -> None:
-        self._down.set()
+        if not self._controller.settings.joined:
+            self._down.set()  # `up` ends the fleet
+        elif self._removal is None:
+            self._removal = asyncio.get_running_loop().create_task(self._remove())
+
+    async def _remove(self) -> None:
+        """End the fleet on a joined cluster, and this process last."""
+        from orchestrator.on_ray.fleet_on_cluster import remove_fleet
+
+        me = ray.get_runtime_context().current_actor
+        try:
+            await self.shutdown(self._controller.settings.drain_s)
+            await asyncio.to_thread(remove_fleet, self._name, own=True)
+        except Exception:
+            log.exception("the fleet is not removed; `corewright down` removes it from outside")
+        ray.kill(me, no_restart=True)
+
+
+def _lock(home: Home) -> int:
+    """Returns the lock of the home. Raises RuntimeError if another fleet has it."""
+    lock = home.lock()
+    if lock is None:
+        raise RuntimeError(f"another fleet has the home {home.path} on the head; set COREWRIGHT_HOME to another folder")
+    return lock
+
+
+def _write_record(home: Home, record: FleetRecord, admin_port: int) -> None:
+    """Write where the controller is now, for the commands on its machine and the next `up`."""
+    from orchestrator.on_ray.fleet_on_cluster import store_record
+
+    started = process_start(os.getpid())
+    assert started is not None
+    place = {"admin_url": f"http://127.0.0.1:{admin_port}", "pid": os.getpid(), "started": started, "boot": boot()}
+    record = msgspec.structs.replace(record, **place)
+    home.write_record(record)
+    with task_boundary(log, "the record of the fleet is not in Ray's KV"):  # the commands here need the file only
+        store_record(record)
 
 
 def start_controller(settings: ControllerSettings) -> Any:

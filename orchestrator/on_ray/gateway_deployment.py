@@ -114,9 +114,6 @@ def _cause(name: str) -> str:
     return next((line.strip() for line in reversed(lines) if _RAISED.match(line)), "")
 
 
-def stop_gateway(fleet: str, *, shared: bool) -> None:
-    """Stop the gateways, and Ray Serve unless the cluster is ``shared`` with others who may use it."""
-    if shared:
-        serve.delete(ray_name(fleet))
-    else:
-        serve.shutdown()
+def stop_serve() -> None:
+    """Stop the gateways and Ray Serve, which must be the fleet's own."""
+    serve.shutdown()

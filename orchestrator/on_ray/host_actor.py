@@ -12,6 +12,8 @@ from typing import TypeVar, cast
 import msgspec.structs
 import ray
 
+from orchestrator.fleet.host_greeting import HostGreeting
+from orchestrator.on_ray.host_survey import greeting
 from orchestrator.process.home import Home
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
@@ -59,7 +61,8 @@ class HostActor:
     """
 
     def __init__(self, store: StoreSettings, home: str) -> None:
-        Home(Path(home)).prepare()  # which `up` has done on its own machine only
+        self._home = Home(Path(home))
+        self._home.prepare()  # which `up` has done on its own machine only
         self._store = store.open()
         self._fetcher = ArtifactFetcher(self._store)
         self._fetches: SingleFlight[FetchedArtifact] = SingleFlight()
@@ -98,6 +101,14 @@ class HostActor:
     def check(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Checked | Failure | FetchStatus:
         """Check what a start needs without cores, with the parameters of ``fetch``."""
         return self._compiler.check(waiter, config, wait_s)
+
+    def greeting(self) -> HostGreeting:
+        """Returns the versions of this machine."""
+        return greeting()
+
+    def forget_fleet(self) -> None:
+        """Remove the files of the fleet, which ends; the store, artifacts and logs stay."""
+        self._home.forget_fleet()
 
     def stop_waiting(self, waiter: str) -> None:
         """Stop the waiter's waits for fetches and compiles."""

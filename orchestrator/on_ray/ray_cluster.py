@@ -16,8 +16,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, ReplicaDied, Survivor, actor_name
+from orchestrator.fleet.host_greeting import unfit
 from orchestrator.fleet.machine_claims import MachineClaims
 from orchestrator.on_ray.host_actor import HostActor
+from orchestrator.on_ray.host_survey import GREETING_S, greeting
 from orchestrator.on_ray.ray_kv import RayKeyValues
 from orchestrator.on_ray.ray_nodes import RayNode, draining_nodes, host_labels, ray_nodes
 from orchestrator.process.awake_clock import AwakeClock
@@ -53,20 +55,31 @@ BY_SIGKILL = "was killed by SIGKILL"
 class RayCluster:
     """An ``effects.ClusterClient`` on Ray nodes. Used from one event loop."""
 
-    def __init__(self, store: StoreSettings, *, clock: AwakeClock, home: str, name: str, joined: bool = False) -> None:
+    def __init__(
+        self,
+        store: StoreSettings,
+        *,
+        clock: AwakeClock,
+        home: str,
+        name: str,
+        emulated: Collection[str] | None = None,
+    ) -> None:
         """``store`` has the settings of each host's artifact store, ``home`` is the path of each host's home, and
-        ``name`` the fleet's; the caller runs ``clock``. ``joined``: hosts are the machines of a cluster that others
-        started."""
+        ``name`` the fleet's; the caller runs ``clock``. ``emulated``, on a cluster that others started: the
+        instance types whose machines have no devices."""
         self._store = store
         self._home = home
         self._clock = clock
         self._namespace = ray_name(name)
-        self._claims = MachineClaims(RayKeyValues(), name) if joined else None
+        self._claims = None if emulated is None else MachineClaims(RayKeyValues(), name)
         self._names: list[str] = []  # the planner's hosts
         self._labels: dict[str, str] = {}  # of Ray nodes, by the planner's host names
         self._here: str = ray.get_runtime_context().get_node_id()
         self._nodes: list[RayNode] = ray_nodes()
         self._refreshing = asyncio.Lock()
+        self._emulated = emulated or ()
+        self._greeted: dict[str, asyncio.Task[None]] = {}  # by node id
+        self._unfit: dict[str, str] = {}  # reasons, by node id
         self._host_actors: dict[str, Any] = {}  # by node id
         self._answered: set[str] = set()  # replicas that have replied: a later timeout means a hang
         self._actors: dict[str, Any] = {}
@@ -166,7 +179,31 @@ class RayCluster:
                 self._host_actor(node)  # before the first call
 
     def _bind(self) -> dict[str, str]:
-        return host_labels(self._names) if self._claims is None else self._claims.bind(self._names, self._nodes)
+        if self._claims is None:
+            return host_labels(self._names)
+        return self._claims.bind(self._names, [node for node in self._nodes if node.id not in self._unfit])
+
+    def _greet(self) -> None:
+        """Ask the machines of a joined cluster that are new hosts for their versions."""
+        used = set(self._labels.values())
+        for node in self._nodes:
+            if node.alive and node.label in used and node.id not in self._greeted:
+                self._greeted[node.id] = asyncio.get_running_loop().create_task(self._judge(node))
+
+    async def _judge(self, node: RayNode) -> None:
+        """Leave the machine out if it cannot be a host."""
+        try:
+            reply = await self._clock.within(self._host_actor(node).greeting.remote(), GREETING_S)
+        except RayActorError as error:
+            reply = f"corewright does not run there: {_death(error)}"
+        except (RayError, asyncio.TimeoutError) as error:
+            log.warning("%s does not report its version: %s", node.label, error)
+            return
+        reason = unfit(reply, greeting(), emulated=node.instance in self._emulated)
+        if reason is not None:
+            log.error("%s is left out: %s", node.label, reason)
+            self._unfit[node.id] = reason
+            self._host_actors.pop(node.id, None)
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
         # A starting process cannot reply yet; the controller's start deadline covers it.
@@ -271,7 +308,7 @@ class RayCluster:
 
     async def lost_hosts(self) -> frozenset[str]:
         await self._refresh_nodes()
-        living = {node.label for node in self._nodes if node.alive}
+        living = {node.label for node in self._nodes if node.alive and node.id not in self._unfit}
         return frozenset(name for name in self._names if self._labels.get(name) not in living)
 
     async def host_reports(self) -> Mapping[str, HostReport]:
@@ -296,6 +333,8 @@ class RayCluster:
         async with self._refreshing:
             self._nodes = await asyncio.to_thread(ray_nodes)
             self._labels = await asyncio.to_thread(self._bind)
+            if self._claims is not None:
+                self._greet()
 
     def _node_of(self, host: str | None) -> RayNode | None:
         """Returns the Ray node of a host, preferably a live one; without ``host``, the node of this process."""

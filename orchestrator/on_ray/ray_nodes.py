@@ -12,23 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.host_binding import Member
-from orchestrator.fleet.machine_claims import release_machines
 from orchestrator.fleet.node_declaration import CORE_RESOURCE, INSTANCE_LABEL, core_resources
-from orchestrator.on_ray.ray_kv import RayKeyValues
 
 CONTROLLER = "controller"  # the name of the actor
 NODES_STOP_S = 2.5  # for all further nodes together: a second to stop cleanly, then they are killed
 OBJECT_STORE_BYTES = 100 * 2**20  # tokens use sockets: Ray's store is almost empty
 HOST_LABEL = "corewright-host"  # of a Ray node: the host that it represents; default: its address
 HEAD = {"node:__internal_head__": 0.001}  # a share of the resource that Ray gives the head, and each new head
-
-OWNER = "owner"  # the key in Ray's KV of the fleet with a name
 
 # All nodes are on one machine. A dead raylet refuses the connection: its host is lost after three attempts, in 3 s. An
 # unresponsive one, on a busy machine or because it was stopped, has 3 timeouts and 2 periods, 32 s: its loss would end
@@ -155,6 +150,11 @@ def stop_ray(further: Sequence[Any] = ()) -> None:
     ray.shutdown()
 
 
+def leave_ray() -> None:
+    """Disconnect from the cluster that was joined."""
+    ray.shutdown()
+
+
 def here() -> NodeAffinitySchedulingStrategy:
     """Returns the strategy that schedules only on the Ray node of this process."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -178,59 +178,6 @@ def draining_nodes() -> dict[str, float | None]:
     Ray's head is away."""
     draining = ray._private.state.state.get_draining_nodes()
     return {id: deadline_ms / 1000 if deadline_ms else None for id, deadline_ms in draining.items()}
-
-
-def on_head() -> bool:
-    """Returns whether this process is on the machine of the cluster's head."""
-    here = ray.get_runtime_context().get_node_id()
-    return any(node["NodeID"] == here and next(iter(HEAD)) in node["Resources"] for node in ray.nodes())
-
-
-class ClusterOwner(msgspec.Struct, frozen=True):
-    """The fleet with a name on a joined cluster."""
-
-    fleet: str
-    name: str  # of its spec
-    machine: str  # where its `up` runs
-    since: float  # Unix time
-
-
-def claim_name(owner: ClusterOwner, previous: str | None) -> ClusterOwner | None:
-    """Make ``owner`` the fleet of its name, after it has removed what the ended fleet ``previous`` has left there.
-    Returns the other fleet that has the name, or None."""
-    kv, namespace = RayKeyValues(), ray_name(owner.name)
-    other = _owner(kv, owner.name)
-    if other is not None and other.fleet == previous:
-        _remove_fleet(kv, owner.name)
-    if kv.put(namespace, OWNER, msgspec.json.encode(owner), overwrite=False):
-        return None
-    return _owner(kv, owner.name)
-
-
-def leave_ray(name: str, fleet: str) -> None:
-    """Remove what is left of the fleet from the joined cluster, and disconnect. Others on the cluster stay."""
-    kv = RayKeyValues()
-    owner = _owner(kv, name)
-    if owner is not None and owner.fleet == fleet:
-        _remove_fleet(kv, name)
-    ray.shutdown()
-
-
-def _owner(kv: RayKeyValues, name: str) -> ClusterOwner | None:
-    stored = kv.get(ray_name(name), [OWNER]).get(OWNER)
-    return None if stored is None else msgspec.json.decode(stored, type=ClusterOwner)
-
-
-def _remove_fleet(kv: RayKeyValues, name: str) -> None:
-    """Kill the named actors of a fleet, and delete its entries in Ray's KV. Its name is free last."""
-    namespace = ray_name(name)
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == namespace:
-            with contextlib.suppress(ValueError):  # it has ended meanwhile
-                ray.kill(ray.get_actor(actor["name"], namespace), no_restart=True)
-    release_machines(kv, name)
-    for key in sorted(kv.keys(namespace, ""), key=OWNER.__eq__):
-        kv.delete(namespace, key)
 
 
 def _ray_node(node: dict[str, Any]) -> RayNode:

@@ -44,6 +44,7 @@ class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
     started: float  # start time of the daemon, by `lifetime.process_start`
     version: str
     listens: str = ""  # the address that the gateway listens on
+    on_cluster: bool = False  # a Ray cluster that others started: the process is the controller, which may move
     boot: str = msgspec.field(default_factory=lifetime.boot)  # the boot id that ``started`` belongs to
 
     @property
@@ -255,5 +256,6 @@ def find_leftovers(home: Home, record: FleetRecord) -> str | None:
 
 
 def daemon_alive(record: FleetRecord) -> bool:
-    """Returns whether the daemon that wrote the record is still running."""
-    return record.boot == lifetime.boot() and lifetime.is_alive(record.pid, record.started)
+    """Returns whether the daemon that wrote the record is still running; of a fleet on a cluster, the record itself
+    says so."""
+    return record.on_cluster or (record.boot == lifetime.boot() and lifetime.is_alive(record.pid, record.started))

@@ -93,10 +93,15 @@ def available_memory(cgroup: Path = CGROUP) -> int:
     return max(0, int(free))
 
 
+def has_devices(dev: Path | None = None) -> bool:
+    """Returns whether this machine has Neuron devices."""
+    return any((dev or host_root() / "dev").glob("neuron[0-9]*"))
+
+
 def instance_type(dev: Path | None = None, product: Path | None = None) -> str | None:
     """Returns the EC2 instance type if this machine has Neuron devices, else None."""
     dev, product = dev or host_root() / "dev", product or host_root() / DMI_PRODUCT
-    if not any(dev.glob("neuron[0-9]*")):
+    if not has_devices(dev):
         return None
     try:
         return product.read_text().strip() or None

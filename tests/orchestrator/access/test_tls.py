@@ -231,4 +231,4 @@ def test_the_address_printed_by_up_matches_its_certificate(
     """No certificate is for 0.0.0.0."""
     pair = authority.sign("everywhere", hosts=["fleet.example"])
     files: dict[str, Any] = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)} if with_tls else {}
-    assert daemon._url(GatewaySettings(host=host, port=8443, home="", **files)) == url
+    assert daemon.gateway_url(GatewaySettings(host=host, port=8443, home="", **files)) == url

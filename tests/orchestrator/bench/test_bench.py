@@ -607,7 +607,7 @@ def test_a_gateway_accepts_every_field_and_returns_complete_answers(
     assert "refuses" not in printed.err
 
 
-def record_of(url: str, **more: str) -> FleetRecord:
+def record_of(url: str, **more: Any) -> FleetRecord:
     return FleetRecord(
         fleet="f",
         name="n",

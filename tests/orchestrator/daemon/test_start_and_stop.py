@@ -134,16 +134,16 @@ class Started(Daemon):
         return {"gcs_address": "", "webui_url": None}
 
     def _start_controller(self, token: str, admin_port: int) -> None:
-        pass
+        self._follower.ask = self._ask  # type: ignore[method-assign]
 
     def _start_gateway(self) -> None:
         until(lambda: "a/0 loading on cores 0-1" in self.told, 10, "the replica's progress")
-        until(lambda: self._narration.unready == ["a/0 (loading)", "b (failed)"], 10, "what is waited for")
+        until(lambda: self._follower.narration.unready == ["a/0 (loading)", "b (failed)"], 10, "what is waited for")
         self.status = {"models": [], "ready": True}
 
-    def _ask_controller(self, call: Any) -> Any:
+    def _ask(self, call: Any) -> Any:
         threading.Event().wait(0.01)
-        return None if self._ending else (1, self.status)
+        return None if self._follower.ending else (1, self.status)
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_an_end_with_leftovers_fails_with_a_report(
 
 def record(home: Path, admin_url: str, pid: int, started: float) -> None:
     Home(home).prepare()
-    names = dict.fromkeys(("name", "url", "token", "ray_address", "version"), "")
+    names: dict[str, Any] = dict.fromkeys(("name", "url", "token", "ray_address", "version"), "")
     made = FleetRecord(
         fleet="f", admin_url=admin_url, dashboard_url=None, pid=pid, started=started, **{**names, "token": "secret"}
     )

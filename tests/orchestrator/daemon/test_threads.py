@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import ray
 
-from orchestrator.daemon.daemon import CONTROLLER_AWAY_S, CONTROLLER_RETRY_S, Daemon, watched
+from orchestrator.daemon.controller_follower import CONTROLLER_AWAY_S, CONTROLLER_RETRY_S, ControllerFollower
+from orchestrator.daemon.daemon import watched
 from orchestrator.process.awake_clock import LATE_S
 from orchestrator.process.failure import Failed
-from orchestrator.process.home import Home
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,9 @@ def test_a_pause_of_up_is_not_an_absence_of_the_controller(
     monkeypatch: pytest.MonkeyPatch, pauses: dict[int, float]
 ) -> None:
     """It is called as often as without the pause, up to the length of one long gap, before the fleet is given up."""
-    daemon = Daemon.__new__(Daemon)
-    daemon._ending, daemon._status_version = False, 0
-    daemon.home = Home(Path("/nowhere"))
+    follower = ControllerFollower(print, Path("/nowhere"))
     absence = Absence(monkeypatch, pauses)
     with pytest.raises(Failed, match="controller-failed"):
-        daemon._ask_controller(absence)
+        follower.ask(absence)
     allowed = CONTROLLER_AWAY_S / CONTROLLER_RETRY_S
     assert absence.calls == pytest.approx(allowed - len(pauses) * LATE_S / CONTROLLER_RETRY_S, abs=6)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.fleet import LiveFleet, until
-from tests.orchestrator.clients import complete
 from tests.orchestrator.conftest import temporary_home
 
 SPEC = """\
@@ -49,9 +50,10 @@ def cluster() -> Iterator[Any]:
         nodes.shutdown()
 
 
-def test_fleets_share_a_cluster_and_no_machine(cluster: Any) -> None:
-    """Each serves on a machine of its own. The end of one leaves the other, and what somebody else runs there; a
-    machine that Ray drains is empty before its end, and the cluster has all its cores after the end of both."""
+def test_fleets_live_on_a_cluster_until_down(cluster: Any) -> None:
+    """Two fleets are on machines of their own, also without their `up`; a second `up` changes one. A machine that Ray
+    drains is empty before its end. `down` removes a fleet also without its controller, and leaves the other fleet and
+    what somebody else runs there."""
     import ray
     from ray import serve
 
@@ -62,37 +64,48 @@ def test_fleets_share_a_cluster_and_no_machine(cluster: Any) -> None:
         app = serve.deployment(Tenant).options(ray_actor_options={"num_cpus": 0}).bind()
         serve.run(app, name="theirs", route_prefix=None)
         with temporary_home() as home, temporary_home() as other_home:
-            red, blue = [
-                LiveFleet(SPEC.format(name=name), home=at, arguments=("--ray-address", cluster.address))
-                for name, at in (("red", home), ("blue", other_home))
-            ]
-            for fleet in (red, blue):
-                fleet.wait_ready()
-            assert [complete(fleet, name).status_code for fleet, name in ((red, "red"), (blue, "blue"))] == [200, 200]
+            join = ("--ray-address", cluster.address)
+            red = LiveFleet(SPEC.format(name="red"), home=home, arguments=join)
+            blue = LiveFleet(SPEC.format(name="blue"), home=other_home, arguments=(*join, "--detach"))
+            assert blue.process.wait(120) == 0, blue.output()
+            red.wait_ready()
+            until(lambda: "watching the fleet red" in red.output(), 60, "`up` has become a viewer")
+            assert red.corewright("status").returncode == 0
+            assert red.stop(signal.SIGINT) == 0, red.output()
+            assert "the fleet red runs on" in red.output()
+            assert [served(red, "red"), served(blue, "blue")] == [True, True]
             assert held(ray) == len(MACHINES)
+
+            blue.spec.write_text(SPEC.format(name="blue").replace("512", "256"))
+            again = blue.corewright("up", str(blue.spec), "--port", str(blue.port), *join, "--detach")
+            assert "the fleet blue runs already: revision 2 is applied" in again.stderr, again.stderr
+            assert again.returncode == 0
+
             down = red.corewright("down")
-            assert (down.returncode, red.process.wait(30)) == (0, 0), red.output()
-            until(lambda: held(ray) == 1, 20, "the machine of the ended fleet is free")
-            assert complete(blue, "blue").status_code == 200
-            drain_busy_machine(cluster.address, ray, NOTICE_S)
+            assert down.returncode == 0, down.stderr
+            assert red.corewright("status").returncode == 1
+            until(lambda: held(ray) == 1, 20, "the machine of the removed fleet is free")
+            assert served(blue, "blue")
+            drained = drain_busy_machine(cluster.address, ray, NOTICE_S)
             until(lambda: held(ray) == 0, NOTICE_S, "the drained machine is empty before its end")
             events = blue.corewright("events", "-o", "json").stdout
             assert '"HostLeaving"' in events
             assert '"NotMoved"' in events
-            down = blue.corewright("down")
-            assert (down.returncode, blue.process.wait(30)) == (0, 0), blue.output()
+            ray.kill(ray.get_actor("controller", "corewright-blue"), no_restart=True)
+            down = blue.corewright("down", "--ray-address", cluster.address)
+            assert down.returncode == 0, down.stderr
         until(lambda: held(ray) == 0, 20, "all cores are free")
         names = ray.util.list_named_actors(all_namespaces=True)
         assert [actor for actor in names if actor["namespace"].startswith("corewright")] == []
         assert list(serve.status().applications) == ["theirs"]
         assert ray.get(tenant.answer.remote()) == serve.get_app_handle("theirs").answer.remote().result() == "here"
-        assert all(node["Alive"] for node in ray.nodes())
+        assert all(node["Alive"] or node["NodeID"] in drained for node in ray.nodes())  # Ray ends it when it is idle
     finally:
         ray.shutdown()
 
 
-def drain_busy_machine(address: str, ray: Any, seconds: int) -> None:
-    """Announces the end of the machine whose first core is held, as Ray's autoscaler does."""
+def drain_busy_machine(address: str, ray: Any, seconds: int) -> list[str]:
+    """Announces the end of the machine whose first core is held, as Ray's autoscaler does. Returns its node."""
     free = ray._private.state.available_resources_per_node()
     busy = [node["NodeID"] for node in ray.nodes() if "nc0" in node["Resources"] and "nc0" not in free[node["NodeID"]]]
     reason = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "the test")
@@ -107,11 +120,18 @@ def drain_busy_machine(address: str, ray: Any, seconds: int) -> None:
         str(seconds),
     )
     subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *drain], check=True, timeout=60)
+    return busy
+
+
+def served(fleet: LiveFleet, model: str) -> bool:
+    with httpx.Client(base_url=fleet.url, timeout=60.0) as http:
+        body = {"model": model, "messages": [{"role": "user", "content": "x"}]}
+        return http.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def held(ray: Any) -> int:
     """Returns the number of machines whose first core is held."""
-    return len(MACHINES) - int(ray.available_resources().get("nc0", 0))
+    return int(ray.cluster_resources().get("nc0", 0) - ray.available_resources().get("nc0", 0))
 
 
 class Tenant:

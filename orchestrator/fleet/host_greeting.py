@@ -1,0 +1,32 @@
+"""What a machine of a Ray cluster reports about itself, and whether it can be a host of the fleet."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class HostGreeting(msgspec.Struct, frozen=True):
+    """The report of one machine."""
+
+    version: str  # of corewright
+    folder: str  # where its packages are
+    devices: bool  # it has Neuron devices
+
+
+def unfit(greeting: HostGreeting | str, own: HostGreeting, *, emulated: bool) -> str | None:
+    """Returns why a machine cannot be a host of the fleet whose `up` or controller is ``own``; None if it can.
+
+    ``greeting`` is the reason itself if the machine has not answered. ``emulated``: the spec emulates its instance
+    type, which a machine with devices is not for.
+    """
+    if isinstance(greeting, str):
+        return greeting
+    if greeting.version != own.version:
+        return f"it has corewright {greeting.version}, and the fleet {own.version}"
+    if greeting.folder != own.folder:
+        return f"it has corewright in {greeting.folder}, and the fleet in {own.folder}"
+    if greeting.devices and emulated:
+        return "it has Neuron devices, and the spec emulates them"
+    if not greeting.devices and not emulated:
+        return "it has no Neuron devices"
+    return None

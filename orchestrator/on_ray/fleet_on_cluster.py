@@ -1,0 +1,144 @@
+"""A fleet on a joined cluster, by its name: its entry in Ray's KV, its controller, and its removal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+from orchestrator.fleet.cluster_names import ray_name
+from orchestrator.fleet.machine_claims import claims, release_machines
+from orchestrator.on_ray.calls import within
+from orchestrator.on_ray.ray_kv import RayKeyValues
+from orchestrator.on_ray.ray_nodes import CONTROLLER
+from orchestrator.process.home import FleetRecord
+
+OWNER = "owner"  # the key in Ray's KV of the fleet's entry
+RECORD = "record"  # the key of the content of `fleet.json`, which the controller writes at each of its starts
+LOOKUP_S = 30.0  # for a lookup: without a limit it blocks while Ray's head is away
+FORGET_S = 5.0  # for a host to remove the fleet's files
+SERVE = ("SERVE_CONTROLLER_ACTOR", "serve")  # the name and the namespace of Serve's controller
+
+
+class ClusterOwner(msgspec.Struct, frozen=True):
+    """The fleet with a name on a joined cluster."""
+
+    fleet: str  # its id
+    name: str
+    user: str  # who has started it, as user@machine
+    home: str
+    since: float  # Unix time
+
+
+def owner_of(name: str) -> ClusterOwner | None:
+    """Returns the fleet of that name, or None."""
+    value = _stored(name, OWNER)
+    return None if value is None else msgspec.json.decode(value, type=ClusterOwner)
+
+
+def record_of(name: str) -> FleetRecord | None:
+    """Returns what the controller of the fleet has written; None before its start."""
+    value = _stored(name, RECORD)
+    return None if value is None else msgspec.json.decode(value, type=FleetRecord)
+
+
+def _stored(name: str, key: str) -> bytes | None:
+    return RayKeyValues().get(ray_name(name), [key]).get(key)
+
+
+def claim_name(owner: ClusterOwner) -> bool:
+    """Returns whether the fleet has its name now; False: another has it."""
+    return RayKeyValues().put(ray_name(owner.name), OWNER, msgspec.json.encode(owner), overwrite=False)
+
+
+def store_record(record: FleetRecord) -> None:
+    """Write the record for commands and the next `up`, wherever they run."""
+    RayKeyValues().put(ray_name(record.name), RECORD, msgspec.json.encode(record))
+
+
+def taken_from(name: str) -> frozenset[str]:
+    """Returns the labels of the machines that other fleets have claimed."""
+    return frozenset(label for label, claim in claims(RayKeyValues()).items() if claim.fleet != name)
+
+
+def find_controller(name: str) -> Any:
+    """Returns the handle of the fleet's controller, also while it restarts; None without one. Raises TimeoutError."""
+
+    def find() -> Any:
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(CONTROLLER, ray_name(name))
+
+    return within(find, LOOKUP_S)
+
+
+def fleets() -> list[str]:
+    """Returns the names of the fleets on the cluster that have actors there."""
+    prefix = ray_name("")
+    named = within(lambda: ray.util.list_named_actors(all_namespaces=True), LOOKUP_S)
+    spaces = {actor["namespace"] for actor in named if actor["namespace"].startswith(prefix)}
+    return sorted(space.removeprefix(prefix) for space in spaces)
+
+
+def remove_fleet(name: str, *, own: bool = False) -> None:
+    """Remove everything of a fleet from the cluster, from its name alone: its Serve application, its files on each
+    host, its actors, placement groups and entries in Ray's KV. Others on the cluster stay.
+
+    ``own``: the caller is the fleet's controller, which stays. Raises TimeoutError if Ray's head does not reply.
+    """
+    within(lambda: _remove(name, own), LOOKUP_S * 2)
+
+
+def _remove(name: str, own: bool) -> None:
+    namespace = ray_name(name)
+    actors = [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["namespace"] == namespace and not (own and actor["name"] == CONTROLLER)
+    ]
+    if not own:
+        _kill(namespace, [CONTROLLER])  # first: it would replace what is removed
+    _delete_application(namespace)
+    hosts = [actor for actor in actors if actor.startswith("host/")]
+    _kill(namespace, [actor for actor in actors if actor not in hosts])
+    _forget_files(namespace, hosts)
+    _kill(namespace, hosts)
+    for id, group in placement_group_table().items():
+        if group["name"].startswith(f"{namespace}/"):
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(id))))
+    kv = RayKeyValues()
+    release_machines(kv, name)
+    for key in sorted(kv.keys(namespace, ""), key=OWNER.__eq__):  # its name is free last
+        kv.delete(namespace, key)
+
+
+def _delete_application(name: str) -> None:
+    try:
+        ray.get_actor(*SERVE)
+    except ValueError:
+        return  # nobody uses Serve
+    from ray import serve
+
+    if name in serve.status().applications:
+        serve.delete(name)
+
+
+def _kill(namespace: str, names: Sequence[str]) -> None:
+    for name in names:
+        _with_actor(namespace, name, lambda actor: ray.kill(actor, no_restart=True))
+
+
+def _forget_files(namespace: str, hosts: Sequence[str]) -> None:
+    replies: list[Any] = []
+    for host in hosts:
+        _with_actor(namespace, host, lambda actor: replies.append(actor.forget_fleet.remote()))
+    if replies:
+        ray.wait(replies, num_returns=len(replies), timeout=FORGET_S)
+
+
+def _with_actor(namespace: str, name: str, call: Callable[[Any], object]) -> None:
+    with contextlib.suppress(ValueError):  # it has ended meanwhile
+        call(ray.get_actor(name, namespace))
