@@ -26,6 +26,7 @@ from orchestrator.daemon.cluster_reach import reach
 from orchestrator.daemon.cluster_survey import emulated_types, survey
 from orchestrator.daemon.controller_follower import ControllerFollower
 from orchestrator.daemon.daemon import SIGNALS, UpOptions, gateway_url, report_if_possible, watched
+from orchestrator.daemon.head_loss import head_loss_warning
 from orchestrator.fleet.controller_settings import ControllerSettings, FleetSettings
 from orchestrator.process.child_process import apart
 from orchestrator.process.failure import Failed
@@ -141,6 +142,9 @@ class JoinedUp:
             addresses = joined_or_failed(partial(ray_nodes.join_ray, at, self._spec.name), at)
         with self._report.waiting(lambda: "the machines of the cluster"):
             cpus = self._survey()
+        warning = head_loss_warning(addresses["gcs_address"], self._home.path)
+        if warning is not None:
+            self._report(render([warning]).rstrip("\n"))
         with self._report.waiting(lambda: "the controller"):
             self._own_or_adopt(cpus, addresses)
         self._in_background(self._follower.narrate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from pathlib import Path
@@ -21,12 +22,15 @@ from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.on_ray.ray_cluster import RayCluster
+from orchestrator.on_ray.ray_kv import RayKeyValues
 from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, here
 from orchestrator.process import logs
 from orchestrator.process.addresses import free_port
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.home import FleetRecord, Home
+from orchestrator.records import state_copy
 from orchestrator.records.journal import Journal
+from orchestrator.records.state_copy import StateCopier
 from orchestrator.scaling.demand_report import DemandReport
 from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.resumption import resume_fleet
@@ -38,6 +42,8 @@ from workers.messages.metric_family import MetricFamily
 from workers.serving.replica_metrics import REFRESH_S
 
 log = logging.getLogger(__name__)
+
+JOURNAL = "journal"  # the key in Ray's KV of the copy of the journal's state
 
 
 class ControllerActor:
@@ -60,7 +66,7 @@ class ControllerActor:
         emulated = settings.emulated if settings.joined else None
         cluster = RayCluster(store, clock=clock, home=settings.home, name=settings.name, emulated=emulated)
         restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        state = resume_fleet(settings, RecordWriter(Journal(home.journal)), clock, restarted=restarted)
+        state = resume_fleet(settings, _records(settings, home), clock, restarted=restarted)
         self._removal: asyncio.Task[None] | None = None
         self._controller = Controller(state, cluster, resumed=clock.resumed_at)
         cluster.add_hosts(host.name for host in state.hosts)
@@ -171,6 +177,26 @@ def _write_record(home: Home, record: FleetRecord, admin_port: int) -> None:
     home.write_record(record)
     with task_boundary(log, "the record of the fleet is not in Ray's KV"):  # the commands here need the file only
         store_record(record)
+
+
+def _records(settings: ControllerSettings, home: Home) -> RecordWriter:
+    """Returns the records of this home or, on a new head of a joined cluster, those that the cluster has a copy of."""
+    journal = Journal(home.journal)
+    if not settings.joined:
+        return RecordWriter(journal)
+    kv, namespace = RayKeyValues(), ray_name(settings.name)
+    stored = kv.get(namespace, [JOURNAL]).get(JOURNAL)
+    copy = None if stored is None else state_copy.decode(stored)
+    restored = copy is not None and state_copy.is_newer(copy, journal.state(), settings.fleet)
+    if copy is not None and restored:
+        journal.restore(copy)
+    copier = StateCopier(functools.partial(kv.put, namespace, JOURNAL))
+    copier.offer(journal.state())
+    records = RecordWriter(journal, written=copier.offer)
+    if restored:
+        message = "the journal of this machine is older than its copy in the cluster, which replaces it"
+        records.event("warning", "JournalRestored", f"{message}; earlier events are not in it")
+    return records
 
 
 def start_controller(settings: ControllerSettings) -> Any:

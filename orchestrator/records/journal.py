@@ -209,6 +209,14 @@ class Journal:
             self._compact(self._path)
         return stored
 
+    def restore(self, state: JournalState) -> None:
+        """Continue from a state that another file had: it replaces that of all records so far. Raises as ``append``."""
+        seq = max(state.seq, self._state.seq + 1)
+        snapshot = Snapshot(seq=seq, at=self._clock(), state=msgspec.structs.replace(state, seq=seq))
+        if self._path is not None:
+            self._write(self._path, _line(_encoder.encode(snapshot)), sync=True)
+        self._state = fold(self._state, snapshot)
+
     def state(self) -> JournalState:
         """Returns the fold of all records."""
         return self._state

@@ -191,7 +191,7 @@ class JournalState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="snapshot"):
-    """Replaces all records up to and including ``seq``. Only compaction writes it."""
+    """Replaces all records up to and including ``seq``: after a compaction, or on a new head by the cluster's copy."""
 
     seq: int
     at: float

@@ -44,9 +44,15 @@ class RecordWriter:
     """
 
     def __init__(
-        self, journal: Journal, in_thread: InThread | None = None, wall: Callable[[], float] = time.time
+        self,
+        journal: Journal,
+        in_thread: InThread | None = None,
+        wall: Callable[[], float] = time.time,
+        written: Callable[[JournalState], None] = lambda state: None,
     ) -> None:
+        """``written`` gets the state on disk after each change of more than events. It must not block."""
         self.journal = journal
+        self._written = written
         self.state = journal.state()  # with the notes that are not written yet
         self.writable = True  # False while notes wait that the disk has refused
         self.in_thread: InThread = in_thread or asyncio.to_thread  # runs a blocking function
@@ -121,6 +127,8 @@ class RecordWriter:
         while self._requests:
             batch, self._requests = self._requests, []
             error = await self._in_journal_thread(_append, self.journal, batch)
+            if any(request.stored is not None and not isinstance(request.record, Event) for request in batch):
+                self._written(self.journal.state())
             if error is not None:
                 unwritten = [request for request in (*batch, *self._requests) if request.stored is None]
                 for request in unwritten:
