@@ -22,13 +22,13 @@ class Route(msgspec.Struct, frozen=True):
     socket: str  # the path of a unix socket, for gateways of its machine; empty: they use ``remote``, too
     remote: str = ""  # `tls://host:port`, for gateways of other machines
 
-    def is_near(self, machine: str) -> bool:
-        """Returns whether a gateway on ``machine``, the address of its Ray node, reaches the unix socket."""
-        return bool(self.socket) and (not self.remote or urlsplit(self.remote).hostname == machine)
+    def is_on(self, machine: str) -> bool:
+        """Returns whether the replica is on ``machine``, the address of its Ray node."""
+        return not self.remote or urlsplit(self.remote).hostname == machine
 
     def address(self, machine: str) -> str:
         """Returns the address for a gateway on ``machine``."""
-        return self.socket if self.is_near(machine) else self.remote
+        return self.socket if self.socket and self.is_on(machine) else self.remote
 
 
 def remote_address(status: ReplicaStatus) -> str:

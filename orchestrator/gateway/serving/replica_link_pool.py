@@ -81,7 +81,7 @@ class ReplicaLinks:
         """Returns whether the routes have replicas, all on this machine and unreachable. The loss of another machine is
         no reason to stop serving other models here."""
         replicas = self._routes.replicas
-        near = all(route.is_near(self._machine) for route in replicas)
+        near = all(route.is_on(self._machine) for route in replicas)
         return bool(replicas) and near and len(self.unreachable(now)) == len(replicas)
 
     def update(self, routes: ModelRoutes) -> None:
@@ -160,7 +160,7 @@ class ReplicaLinks:
                 return
             if not link.closed.is_set():
                 opened = [*self._links.items(), (route, link)]
-                self._links = dict(sorted(opened, key=lambda item: not item[0].is_near(self._machine)))
+                self._links = dict(sorted(opened, key=lambda item: not item[0].is_on(self._machine)))
                 self._on_open()  # its Welcome may have arrived already
             await link.closed.wait()
             if link.refused:
