@@ -12,7 +12,7 @@ from tests.fleet import until
 from workers.batching.batcher import Batcher
 from workers.engines.echo import EchoEngine
 from workers.messages.credentials import Credentials
-from workers.messages.wire import Welcome
+from workers.messages.wire import PROTOCOL, Welcome
 from workers.serving.dataplane import DataPlane
 from workers.text.tokenizer import load_tokenizer
 
@@ -41,7 +41,7 @@ class Served:
         slots: int = 4,
         step_ms: float = 0.0,
         max_len: int = 4096,
-        version: str | None = None,
+        protocol: int = PROTOCOL,
         credentials: Credentials | None = None,
         stepped: bool = False,
         prefix_block: int = 0,
@@ -57,7 +57,7 @@ class Served:
         self.batcher = Batcher(engine, load_tokenizer("echo", None), lambda events: self.plane.emit(events))
         package = str(Path(workers.__file__).parent)
         self._welcome = Welcome(
-            version or corewright_version(), package, slots, max_len, max_len, 257, prefix_block=prefix_block
+            corewright_version(), package, slots, max_len, max_len, 257, prefix_block=prefix_block, protocol=protocol
         )
         self.restart_plane()
         self.thread = threading.Thread(target=self.batcher.run)

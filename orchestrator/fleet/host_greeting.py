@@ -24,7 +24,7 @@ def unfit(greeting: HostGreeting | str, own: HostGreeting, *, emulated: bool) ->
     if greeting.version != own.version:
         return f"it has corewright {greeting.version}, and the fleet {own.version}"
     if greeting.folder != own.folder:
-        return f"it has corewright in {greeting.folder}, and the fleet in {own.folder}"
+        return f"its package of corewright is in {greeting.folder}, that of the fleet in {own.folder}"
     if greeting.devices and emulated:
         return "it has Neuron devices, and the spec emulates them"
     if not greeting.devices and not emulated:

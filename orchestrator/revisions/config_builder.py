@@ -33,6 +33,7 @@ def replica_config(
     assert model is not None
     index, host = next((i, host) for i, host in enumerate(generation.hosts) if host.name == placement.host)
     engine = generation.engines[model.name]
+    over_tcp = fleet is not None and fleet.data_plane == "tcp"
     return msgspec.structs.replace(
         unplaced_config(
             model,
@@ -51,7 +52,8 @@ def replica_config(
         env=dict(placement.env),
         log=str(home.log(model.name, placement.replica)),
         token="" if fleet is None else fleet.token,
-        listen="tls" if fleet is not None and fleet.data_plane == "tcp" else "",
+        listen="tls" if over_tcp else "",
+        uses_socket=not over_tcp,
         credentials=None if fleet is None else fleet.replica,
         compiled=str(home.compiled),
         python=None if engine in SERVER_ENGINES else generation.spec.python_for(engine),

@@ -66,6 +66,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}  # variables that the process must have
     log: str = ""
     socket: str = ""  # the path of a unix socket, for gateways of the same host
+    uses_socket: bool = True  # False: all gateways use ``listen``
     token: str = ""
     listen: str = ""  # for gateways of other hosts: `tls://ADDRESS:0`, or `tls` where the address is not known yet
     credentials: Credentials | None = None  # of the replicas of this fleet

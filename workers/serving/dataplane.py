@@ -69,7 +69,7 @@ class DataPlane:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         *,
         welcome: Welcome,
         token: str,
@@ -79,8 +79,8 @@ class DataPlane:
         credentials: Credentials | None = None,
         taken: Callable[[str, int], None] = lambda id, count: None,
     ) -> None:
-        """Listens on the unix socket at ``path``; with ``listen``, such as `tls://192.0.2.7:0`, on TCP as well: port 0
-        is any free one, and peers must authenticate as a gateway by ``credentials``.
+        """Listens on the unix socket at ``path``, if there is one, and on TCP by ``listen``, such as
+        `tls://192.0.2.7:0`: port 0 is any free one, and peers must authenticate as a gateway by ``credentials``.
         ``taken`` is called with the bytes of a forwarded answer that its gateway has read."""
         self.address = ""  # of TCP, known once it listens there
         self._path = path
@@ -133,7 +133,8 @@ class DataPlane:
         self._compiler.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._path.unlink(missing_ok=True)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -143,9 +144,10 @@ class DataPlane:
     async def _listen(self) -> None:
         if self._listen_on:
             await self._listen_on_tcp()
-        self._path.unlink(missing_ok=True)
-        await self._listen_at(self._path)
-        self._path_watch = self._loop.create_task(self._watch_path(self._path))
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+            await self._listen_at(self._path)
+            self._path_watch = self._loop.create_task(self._watch_path(self._path))
 
     async def _listen_at(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -181,7 +181,7 @@ class Replica:
         if sink is not None:
             self._tracing = ReplicaTracing(sink, self._batcher, model=config.model, replica=config.replica)
         self._plane = DataPlane(
-            Path(config.socket),
+            Path(config.socket) if config.uses_socket else None,
             welcome=Welcome(
                 version=version("corewright"),
                 package=str(Path(workers.__file__).parent) if config.python is None else "",

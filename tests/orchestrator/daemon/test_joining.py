@@ -150,7 +150,7 @@ def test_a_host_without_a_machine_is_reported() -> None:
     ("greeting", "reason"),
     [
         (HostGreeting("0.9", OWN.folder, devices=False), "it has corewright 0.9, and the fleet 1.0"),
-        (HostGreeting("1.0", "/elsewhere", devices=False), "it has corewright in /elsewhere"),
+        (HostGreeting("1.0", "/elsewhere", devices=False), "its package of corewright is in /elsewhere"),
         (HostGreeting("1.0", OWN.folder, devices=True), "it has Neuron devices, and the spec emulates them"),
         ("corewright does not run there: ModuleNotFoundError", "corewright does not run there"),
     ],
