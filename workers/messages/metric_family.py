@@ -66,7 +66,7 @@ class Histogram:
 
 def gauge(name: str, help: str, value: float) -> MetricFamily:
     """Returns a family of one series without labels."""
-    return MetricFamily(name=name, kind="gauge", help=help, points=(Point((), value),))
+    return MetricFamily(name=name, kind="gauge", help=help, points=(Point((), float(value)),))
 
 
 def by_label(

@@ -200,7 +200,7 @@ def test_a_killed_gateway_is_back(fleet: LiveFleet) -> None:
     gateway = next(
         process
         for process in map(psutil.Process, fleet.processes())
-        if "ServeReplica:gateway" in " ".join(process.cmdline())
+        if ":gateway" in " ".join(process.cmdline())
     )
 
     gateway.kill()

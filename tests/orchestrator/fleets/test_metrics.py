@@ -216,7 +216,7 @@ def test_the_counters_of_two_gateways_are_correct_when_one_is_killed() -> None:
         scrapes[:] = [dict.fromkeys("01", 0.0)]
         ask(20)
         assert sum(counted().values()) == 20
-        killed = psutil.Process(live.named_pids("ServeReplica:gateway")[0])
+        killed = psutil.Process(live.named_pids(":gateway")[0])
         killed.kill()
         killed.wait(10.0)  # its command line is gone before its socket is closed
         ask(10)
