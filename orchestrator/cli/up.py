@@ -184,7 +184,7 @@ def up(
     if settings["watch"] and spec == "-":
         raise Failed("watch-needs-file", "standard input cannot be watched", "pass the spec as a file, or --no-watch")
     if detach and ray_address is None:
-        hint = "pass --ray-address, or run `corewright up` as a service (deploy/corewright.service)"
+        hint = "pass --ray-address, or run `corewright up` as a service (deploy/systemd/corewright.service)"
         raise Failed("detach-needs-cluster", "--detach: the Ray that `up` starts ends with it", hint)
     if detach and settings["watch"]:
         raise Failed("watch-needs-viewer", "--detach: nothing would watch the file", "drop --detach or --watch")
