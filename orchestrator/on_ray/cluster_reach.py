@@ -1,4 +1,7 @@
-"""Looks at a Ray cluster before it is joined. Ray itself tries for 22 s, and reports each cause in the same words."""
+"""Reads the versions and nodes of a Ray cluster before it is joined.
+
+Ray itself tries for 22 s, and reports each cause in the same words.
+"""
 
 from __future__ import annotations
 

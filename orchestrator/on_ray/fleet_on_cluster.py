@@ -119,7 +119,7 @@ def _delete_application(name: str) -> None:
     try:
         ray.get_actor(*SERVE)
     except ValueError:
-        return  # nobody uses Serve
+        return  # Serve does not run
     from ray import serve
 
     if name in serve.status().applications:

@@ -1,4 +1,4 @@
-"""Asks the machines of a Ray cluster for their versions, with a short task on each."""
+"""Collects the versions of the machines of a Ray cluster, with a short task on each."""
 
 from __future__ import annotations
 

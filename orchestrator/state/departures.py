@@ -15,8 +15,8 @@ SAME_S = 2.0  # deadlines of one notice may differ by so much between two report
 def noticed_departures(recorded: Mapping[str, Departure], reports: Mapping[str, HostReport]) -> Iterator[Departure]:
     """Yields the records that notices lead to.
 
-    1. A notice, and nothing is recorded, or a later end, or another notice's -> the host departs
-    2. No notice any more, and one is recorded                                -> it does not
+    1. A notice, and none is recorded, or one that it replaces -> the host departs
+    2. No notice any more, and one is recorded                 -> the host stays
     An operator's departure stays, except that an earlier end by a notice replaces it. Hosts without a report keep what
     is recorded: a lost host has none, and one that comes back has a new machine.
     """
@@ -25,11 +25,12 @@ def noticed_departures(recorded: Mapping[str, Departure], reports: Mapping[str, 
         if notice is None:
             if departure is not None and departure.noticed:
                 yield Departure(host=host, on=False, noticed=True, cause=departure.cause)
-        elif departure is None or _is_earlier(notice, departure):
+        elif departure is None or _replaces(notice, departure):
             yield Departure(host=host, on=True, cause=notice.cause, until=notice.until, noticed=True)
 
 
-def _is_earlier(notice: Notice, departure: Departure) -> bool:
+def _replaces(notice: Notice, departure: Departure) -> bool:
+    """Returns whether the notice has an earlier deadline, or another one than the notice that is recorded."""
     if notice.until is None:
         return False
     if departure.until is None or notice.until < departure.until - SAME_S:

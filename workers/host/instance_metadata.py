@@ -1,4 +1,4 @@
-"""Reads the notices of EC2's instance metadata: interruption of a spot instance, and recommendation to rebalance"""
+"""Reads the notices of EC2's instance metadata: interruption of a spot instance, and recommendation to rebalance."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MetadataService:
         return None
 
     def _read(self, path: str) -> bytes | None:
-        """Returns a value of the instance; None: it has none. Renews the token when the service no longer knows it."""
+        """Returns a value of the instance; None: it has none. Renews a token that the service rejects."""
         for renewed in (False, True):
             if renewed or not self._token:
                 status, body = self._request(

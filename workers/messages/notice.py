@@ -8,7 +8,7 @@ import msgspec
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """Who ends the host, and when."""
+    """The cause of a host's end, and its time."""
 
     cause: str  # "spot interruption", "rebalance recommendation", "drain by Ray"
     until: float | None = None  # Unix time at which the host may be gone; None: it has no deadline
