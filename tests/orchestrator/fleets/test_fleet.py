@@ -198,9 +198,7 @@ def test_a_killed_controller_adopts_the_replicas_and_breaks_no_stream(fleet: Liv
 def test_a_killed_gateway_is_back(fleet: LiveFleet) -> None:
     """Serve starts the gateway again on the same port, and it finds the replicas."""
     gateway = next(
-        process
-        for process in map(psutil.Process, fleet.processes())
-        if ":gateway" in " ".join(process.cmdline())
+        process for process in map(psutil.Process, fleet.processes()) if ":gateway" in " ".join(process.cmdline())
     )
 
     gateway.kill()
