@@ -39,8 +39,8 @@ class ClusterFacts:
 
 def find_address(address: str) -> str | None:
     """Returns HOST:PORT for an address that may be `auto`; None if no cluster runs on this machine."""
-    found: str = services.canonicalize_bootstrap_address(address) or ""
-    return None if found in ("", "auto") else found
+    resolved: str = services.canonicalize_bootstrap_address(address) or ""
+    return None if resolved in ("", "auto") else resolved
 
 
 def own_versions() -> tuple[str, str]:

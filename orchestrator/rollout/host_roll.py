@@ -10,7 +10,7 @@ from orchestrator.fleet.replica_states import State
 from orchestrator.rollout.rollout_step import Situation, compute_goal
 
 Phase = Literal["next", "draining", "waiting"]
-"""Of one host: it waits for its turn; its replicas move; it is empty, and in maintenance."""
+"""The state of one host: it waits for its turn; its replicas move; it is empty, and in maintenance."""
 Wait = Literal["none", "operator", "node"]
 """For what an empty host waits: nothing, `hosts continue`, or a new Ray node of its machine."""
 

@@ -53,7 +53,7 @@ def cluster() -> Iterator[Any]:
 def test_fleets_live_on_a_cluster_until_down(cluster: Any) -> None:
     """Two fleets are on machines of their own, also without their `up`; a second `up` changes one. A machine that Ray
     drains is empty before its end. `down` removes a fleet also without its controller, and leaves the other fleet and
-    what somebody else runs there."""
+    the work of other users there."""
     import ray
     from ray import serve
 
