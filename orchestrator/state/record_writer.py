@@ -22,10 +22,11 @@ log = logging.getLogger(__name__)
 
 Level = Literal["info", "warning", "error"]
 InThread = Callable[..., Coroutine[Any, Any, Any]]  # `asyncio.to_thread`, or a stand-in
-MAX_UNWRITTEN = 1000  # notes that wait while the disk is full
+MAX_REFUSED = 1000  # records that wait while the disk is full; beyond it, the least important notes are dropped
+MAX_WAITING = 20_000  # of a disk that is slow: one round of 2,400 replicas records 4,800
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     """A record that is not written yet."""
 
@@ -65,9 +66,9 @@ class RecordWriter:
         """Record an action or an observation of the controller. Raises TypeError or ValueError as `Journal.append`."""
         self._requests.append(_Request(as_stored(record), is_note=True))
         self.state = self._with_note(self.state, self._requests[-1].record)
-        if len(self._requests) > MAX_UNWRITTEN:  # events are the least important
-            oldest = next((i for i, waiting in enumerate(self._requests) if isinstance(waiting.record, Event)), -1)
-            del self._requests[oldest]
+        too_many = len(self._requests) > (MAX_WAITING if self.writable else MAX_REFUSED)
+        if too_many and (dropped := _least_important(self._requests)) is not None:
+            self._requests.remove(dropped)
         self._start()
 
     async def record(self, record: R) -> R:
@@ -146,6 +147,21 @@ class RecordWriter:
     def _with_note(self, state: JournalState, note: Record) -> JournalState:
         """Returns the state after the note, with its number in the journal unless that refuses an earlier one."""
         return fold(state, cast(AnyRecord, msgspec.structs.replace(note, seq=state.seq + 1, at=self.wall())))
+
+
+def _least_important(requests: Sequence[_Request]) -> _Request | None:
+    """Returns the oldest event, else the oldest decision that a later one of its replica replaces. Nothing else may be
+    lost: a controller that does not know the last epoch of a replica would use it again."""
+    event = next((request for request in requests if isinstance(request.record, Event)), None)
+    if event is not None:
+        return event
+    replaced, later = None, set()
+    for request in reversed(requests):
+        if isinstance(record := request.record, Decision):
+            id = (record.model, record.replica)
+            replaced = request if id in later else replaced
+            later.add(id)
+    return replaced
 
 
 def _own_thread() -> InThread:

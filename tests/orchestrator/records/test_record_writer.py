@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.records.journal import Journal, JournalUnwritable, read
-from orchestrator.records.journal_records import Record, Scale, Target
-from orchestrator.state.record_writer import MAX_UNWRITTEN, RecordWriter
+from orchestrator.records.journal_records import Decision, Record, Scale, Target
+from orchestrator.state.record_writer import MAX_REFUSED, RecordWriter
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 
 DEADLINE_S = 20.0
@@ -191,21 +191,55 @@ def test_a_request_is_visible_once_it_is_written_and_a_note_at_once(tmp_path: Pa
     virtually(main)
 
 
-def test_events_are_dropped_first_while_nothing_can_be_written() -> None:
-    async def main() -> None:
-        thread = GatedThread()
-        thread.gate.clear()
-        records = RecordWriter(Journal(None), thread)
-        records.note(Target(model="m", count=3))
-        for number in range(MAX_UNWRITTEN + 10):
-            records.event("info", "Test", str(number))
-        thread.gate.set()
-        await records.durable()
-        events = records.journal.events()
-        assert [event.message for event in (events[0], events[-1])] == ["11", str(MAX_UNWRITTEN + 9)]
-        assert (records.journal.state().targets, records.journal.state().seq) == ({"m": 3}, MAX_UNWRITTEN)
+def decision(replica: int, epoch: int) -> Decision:
+    return Decision(
+        action="start", model="m", replica=replica, epoch=epoch, host="h", cores=[0], version="v", reason="planned"
+    )
 
-    virtually(main)
+
+def test_a_burst_on_a_healthy_disk_loses_no_record() -> None:
+    """One round starts thousands of replicas, with a decision and an event for each."""
+
+    async def main() -> None:
+        records = RecordWriter(Journal(None))
+        for replica in range(2400):
+            records.note(decision(replica, 1))
+            records.event("info", "Starting", "epoch 1")
+        await records.durable()
+        assert records.journal.state().seq == 4800
+        assert len(records.journal.state().epochs) == 2400
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["events", "decisions"])
+def test_a_full_disk_drops_events_first_and_then_replaced_decisions(kind: str) -> None:
+    """What waits is bounded, but the last epoch of each replica and an earlier record of a model are kept."""
+
+    async def main() -> None:
+        journal = FillingDisk(None)
+        records = RecordWriter(journal)
+        journal.full = True
+        records.note(Target(model="m", count=3))
+        await records.durable()
+        for number in range(MAX_REFUSED + 10):
+            if kind == "events":
+                records.event("info", "Test", str(number))
+            else:
+                records.note(decision(number % 5, number))
+        journal.full = False
+        await records.durable()
+        await records.durable()
+        state = journal.state()
+        assert (state.targets, state.seq) == ({"m": 3}, MAX_REFUSED)
+        last = [MAX_REFUSED + 5 + replica for replica in range(5)]
+        if kind == "events":
+            events = journal.events()
+            assert [event.message for event in (events[0], events[-1])] == ["11", str(MAX_REFUSED + 9)]
+        else:
+            assert [state.epochs[f"m/{replica}"] for replica in range(5)] == last
+
+    asyncio.run(main())
 
 
 class FillingDisk(Journal):
