@@ -15,9 +15,10 @@ from benchmarks.gateway_parts.engine import EPOCH, TOKEN
 from orchestrator.access.keys import KeyFile
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
-from orchestrator.gateway.server import GatewayServer, settle_collector
+from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import free_port
+from orchestrator.process.collector import settle_collector
 from orchestrator.process.home import Home
 from orchestrator.scaling.demand_report import DemandReport
 from workers.messages.metric_family import MetricFamily
@@ -65,6 +66,7 @@ class Turns:
 
 
 def routes_of(model: dict[str, Any]) -> ModelRoutes:
+    sockets = model.get("sockets") or [model["socket"]]
     return ModelRoutes(
         name=model["name"],
         state=ModelState.READY,
@@ -73,16 +75,17 @@ def routes_of(model: dict[str, Any]) -> ModelRoutes:
         source=model.get("source"),
         max_len=model["max_len"],
         max_queue=4096,
-        replicas=[Route(f"{model['name']}/0", EPOCH, model["socket"])],
+        replicas=[Route(f"{model['name']}/{number}", EPOCH, socket) for number, socket in enumerate(sockets)],
         loads_on_request=False,
     )
 
 
 def main() -> None:
-    """Argument: ``home``, and of each of the ``models`` its ``name``, ``socket`` and ``max_len``, and where it is not
-    an echo model ``engine`` and ``source``. Says ``port`` and ``key``. Each line of input is answered with a line,
-    after a garbage collection: then memory can be read. With ``beats`` the line has the ``longest_turn_ms`` of the
-    event loop since the last line, and ``busy_ms``, the most CPU time of its thread in one turn."""
+    """Argument: ``home``, and of each of the ``models`` its ``name``, ``socket`` or ``sockets`` and ``max_len``, and
+    where it is not an echo model ``engine`` and ``source``. Says ``port`` and ``key``. Each line of input is answered
+    with a line, after a garbage collection: then memory can be read. With ``beats`` the line has the
+    ``longest_turn_ms`` of the event loop since the last line, and ``busy_ms``, the most CPU time of its thread in one
+    turn."""
     settings = argument()
     home = Path(settings["home"])
     made = KeyFile(Home(home).keys).create("benchmark", now=time.time(), scopes=("inference",))

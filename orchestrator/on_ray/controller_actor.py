@@ -27,6 +27,7 @@ from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, here
 from orchestrator.process import logs
 from orchestrator.process.addresses import free_port
 from orchestrator.process.awake_clock import AwakeClock
+from orchestrator.process.collector import settle_collector
 from orchestrator.process.home import FleetRecord, Home
 from orchestrator.records import state_copy
 from orchestrator.records.journal import Journal
@@ -76,6 +77,7 @@ class ControllerActor:
         self._running = loop.create_task(self._controller.run())
         self._admin = loop.create_task(self._serve_admin())
         self._metrics = loop.create_task(self._export_cores())
+        settle_collector()
 
     async def _serve_admin(self) -> None:
         await self._controller.settled()  # before that, operations would find no replicas

@@ -15,10 +15,11 @@ from ray import serve
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.gateway.controller_client import ControllerAway
-from orchestrator.gateway.server import GatewayServer, settle_collector
+from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD
 from orchestrator.process import logs
+from orchestrator.process.collector import settle_collector
 from orchestrator.process.home import Home
 from orchestrator.scaling.demand_report import DemandReport
 from workers.host.task_boundary import task_boundary

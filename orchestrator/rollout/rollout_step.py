@@ -227,15 +227,21 @@ class Situation:
     def evacuates(self, model: str) -> bool:
         """Returns whether the model's old replicas only have to leave their hosts: to stop one before its successor
         serves would free no core."""
+        if self.urgent(model):
+            return True
+        if not self.drained:
+            return False
         desired = self.desired_models[model]
         views = [view for view in self.views if view.model == model and not view.gone]
         moving = [view for view in views if view.touches(self.drained.get(view.host, frozenset()))]
         others = [view for view in views if view not in moving]
         changes = any(view.version != desired.version or (view.id, view.epoch) in self.replaced for view in others)
-        return self.urgent(model) or (bool(moving) and not changes)
+        return bool(moving) and not changes
 
     def urgent(self, model: str) -> bool:
         """Returns whether replicas of the model have to move before their host ends."""
+        if not self.leaving:
+            return False
         return any(view.model == model and view.host in self.leaving and not view.gone for view in self.views)
 
     def with_desired(self, desired: DesiredModel) -> Situation:
@@ -303,6 +309,8 @@ def _restored_targets(
     situation: Situation, restored: Sequence[Placement], other_targets: Iterable[ReplicaTarget]
 ) -> list[ReplicaTarget]:
     """Returns targets of the former version, with unused replica numbers."""
+    if not restored:
+        return []
     formers = {
         desired.former.renamed_model.name: desired.former
         for desired in situation.desired_models.values()

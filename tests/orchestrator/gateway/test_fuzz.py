@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.gateway.openai import body_reader, protocol
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.server import settle_collector
+from orchestrator.process.collector import settle_collector
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.hostile import Closed, Raw, Wire, post, request
