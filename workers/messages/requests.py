@@ -6,6 +6,8 @@ from enum import Enum
 
 import msgspec
 
+from workers.messages.encoder_protocol import EncodeInput
+
 
 class FinishReason(str, Enum):
     """Why a request ended. The first two are OpenAI's; clients never see the others as a finish reason."""
@@ -31,7 +33,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """One prompt to be continued, already tokenized and checked against the replica's lengths.
 
     ``len(prompt_ids) + max_tokens`` must not exceed the engine's ``max_len``, and ``prompt_ids`` is not empty; except
-    with ``forwarded``, which the server checks itself: only id, max_tokens, adapter and trace are then used.
+    with ``forwarded``, which the server checks itself, and with ``inputs``, which are encoded instead. Then only id,
+    max_tokens, adapter and trace are used.
     """
 
     id: str
@@ -59,6 +62,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     trace: str | None = None  # W3C's `traceparent` of the parent span; None: the request is not traced
     whole: bool = False  # the client reads nothing before the end: after the first token the rest comes in one event
     forwarded: Forwarded | None = None
+    inputs: list[EncodeInput] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -72,8 +76,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AnswerPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Part of a server's answer to a forwarded request. Counts are the server's; until it reports them, each event with
-    text counts as one token."""
+    """Part of a server's answer to a forwarded request, or of the float32 numbers of encoded inputs, row by row.
+
+    Counts are the server's; until it reports them, each event with text counts as one token."""
 
     data: bytes = b""
     tokens: int = 0  # generated since the last part; negative: a correction

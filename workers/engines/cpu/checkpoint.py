@@ -107,11 +107,20 @@ def check_weights(files: Sequence[Path], pickled: bool) -> None:
     check(here())
 
 
-def load_model(path: Path, dtype: torch.dtype, pickled: bool, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
+def load_model(
+    path: Path,
+    dtype: torch.dtype,
+    pickled: bool,
+    trust_remote_code: bool,
+    auto_class: str = "AutoModelForCausalLM",
+    unused: str | None = None,
+) -> Any:
+    """Returns transformers' model by one of its ``Auto`` classes, with all weights of the checkpoint. Weights that begin
+    with ``unused`` may be missing. Raises EngineLoadError."""
+    import transformers
 
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = getattr(transformers, auto_class).from_pretrained(
             str(path),
             dtype=dtype,
             use_safetensors=not pickled,
@@ -129,7 +138,7 @@ def load_model(path: Path, dtype: torch.dtype, pickled: bool, trust_remote_code:
         ) from error
     model, info = loaded
     # transformers fills absent weights with random numbers and only warns.
-    missing = sorted(info["missing_keys"])
+    missing = sorted(key for key in info["missing_keys"] if unused is None or not key.startswith(unused))
     mismatched = sorted(
         f"{name} is {list(actual)}, not {list(expected)}" for name, actual, expected in info["mismatched_keys"]
     )

@@ -1,0 +1,251 @@
+"""The batcher of an encoder: forms batches of the inputs of all requests, and answers a request once all are encoded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workers.batching.batcher import refuse_when_closed
+from workers.batching.batcher_stats import BatcherStats
+from workers.batching.encode_queue import EncodeQueue, Place
+from workers.messages.encoder_protocol import EncodeEngine
+from workers.messages.engine_protocol import EngineSpec
+from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
+
+SLOTS_PER_ROW = 2  # requests that may be here for each row of a batch: the next batch fills while one is encoded
+PART_BYTES = 2**19  # of an answer in one event, below the size of a frame
+MAX_ANSWER_BYTES = 2**26
+
+
+@dataclass
+class _Answer:
+    rows: list[Any]  # by input; None until it is encoded
+    missing: int
+
+
+class EncodeBatcher:
+    """Drives one encoder. See `Batcher` for the threads that may call its methods; the same contract holds.
+
+    A batch starts when it is full, or ``max_wait_s`` after the arrival of the request that has waited longest.
+    """
+
+    def __init__(
+        self,
+        engine: EncodeEngine,
+        emit: Callable[[list[TokenEvent]], None],
+        max_wait_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``engine`` is loaded. ``emit`` is called without any lock held; an exception of it ends the batcher."""
+        self._engine = engine
+        self._emit = emit
+        self._max_wait_s = max_wait_s
+        self._clock = clock
+        self._limits = engine.spec
+        self._changed = threading.Condition()  # guards all below
+        self._queue = EncodeQueue(engine.spec)
+        self._answers: dict[str, _Answer] = {}
+        self._cancelled: set[str] = set()
+        self._draining = False
+        self._closing = False
+        self._failed: str | None = None
+        self._stepping = False
+        self._steps = 0
+        self._tokens = 0
+        self._step_started_at: float | None = None
+        self._last_step_at: float | None = None
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The limits of requests, in the terms of a generating engine."""
+        longest = self._limits.buckets[-1]
+        return EngineSpec(
+            slots=SLOTS_PER_ROW * self._limits.rows,
+            max_len=longest,
+            prefill_buckets=self._limits.buckets,
+            decode_buckets=(),
+            vocab_size=self._limits.vocab_size,
+            eos_token_ids=frozenset(),
+        )
+
+    @property
+    def stats(self) -> BatcherStats:
+        with self._changed:
+            return BatcherStats(
+                slots=self.spec.slots,
+                live=len(self._answers),
+                waiting=0,
+                prefilling=0,
+                steps=self._steps,
+                tokens=self._tokens,
+                step_started_at=self._step_started_at,
+                last_step_at=self._last_step_at,
+                draining=self._draining,
+                failed=self._failed,
+            )
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Accept a request. Raises ValueError for one that can never run, and ``BatcherClosed``."""
+        self._check(request)
+        with self._changed:
+            refuse_when_closed(self._failed, self._closing, self._draining)
+            if request.id in self._answers:
+                raise ValueError(f"request {request.id} is already running")
+            count = len(request.inputs)
+            self._answers[request.id] = _Answer([None] * count, count)
+            self._queue.add(request.id, request.inputs, self._clock())
+            self._changed.notify_all()
+
+    def _check(self, request: GenerateRequest) -> None:
+        if not request.inputs:
+            raise ValueError("the request has no inputs: this model does not generate")
+        longest, vocabulary = self._limits.buckets[-1], self._limits.vocab_size
+        for number, input in enumerate(request.inputs):
+            if not input.ids or len(input.ids) > longest:
+                raise ValueError(f"input {number} has {len(input.ids)} tokens, not 1 to {longest}")
+            if min(input.ids) < 0 or max(input.ids) >= vocabulary:
+                raise ValueError(f"input {number} has ids outside the vocabulary of {vocabulary}")
+        if len(request.inputs) * self._limits.width * 4 > MAX_ANSWER_BYTES:
+            most = MAX_ANSWER_BYTES // (4 * self._limits.width)
+            raise ValueError(f"the request has {len(request.inputs)} inputs, the limit is {most}")
+
+    def cancel(self, id: str) -> None:
+        """End a request before the next batch, with a CANCELLED event. Unknown ids are ignored."""
+        with self._changed:
+            if id in self._answers:
+                self._cancelled.add(id)
+                self._changed.notify_all()
+
+    def taken(self, id: str, count: int) -> None:
+        """Forwarded answers have limits; vectors have none."""
+
+    def drain(self, timeout_s: float = 0.0) -> bool:
+        """See `Batcher.drain`."""
+        with self._changed:
+            self._draining = True
+            self._changed.notify_all()  # nothing more can fill a batch
+            return self._changed.wait_for(lambda: not self._answers and not self._stepping, timeout_s)
+
+    def close(self) -> None:
+        """See `Batcher.close`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def warm_guides(self) -> None:
+        """An encoder has none."""
+
+    def run(self, after_step: Callable[[], None] = lambda: None) -> None:
+        """Run batches until ``close``, waiting while idle. Raises the exceptions of the engine and of ``emit``."""
+        while True:
+            with self._changed:
+                while (wait_s := self._wait_s()) is None or wait_s > 0:
+                    self._changed.wait(wait_s)
+                if self._closing and not self._answers:
+                    return
+            self.step()
+            after_step()
+
+    def _wait_s(self) -> float | None:
+        """Returns the seconds until the next step; None: until something changes."""
+        if self._closing or self._cancelled:
+            return 0.0
+        oldest = self._queue.oldest_at()
+        if oldest is None:
+            return None
+        if self._draining or len(self._queue) >= self._limits.rows:
+            return 0.0
+        return max(0.0, oldest + self._max_wait_s - self._clock())
+
+    def step(self) -> bool:
+        """Run one batch, however small. Returns False with nothing to do. Raises as ``run``."""
+        with self._changed:
+            refuse_when_closed(self._failed, False, False)
+            self._stepping = True
+            events = self._end_cancelled()
+            if self._closing:
+                events += self._end_all("the replica is closing")
+            batch = self._queue.take()
+            started = self._step_started_at = self._clock() if batch else None
+        try:
+            if batch:
+                rows = self._engine.encode([place.input for place in batch])
+                assert started is not None
+                events += self._record(batch, rows, self._clock() - started)
+        except Exception as error:
+            reason = f"the engine failed in a batch of {len(batch)} inputs: {type(error).__name__}: {error}"
+            events += self._fail(reason)
+            raise
+        finally:
+            self._send(events)
+        return bool(batch or events)
+
+    def _record(self, batch: Sequence[Place], rows: Any, seconds: float) -> list[TokenEvent]:
+        """Keeps the rows of a batch. Returns the events of the requests that are complete."""
+        complete: list[tuple[str, list[Any]]] = []
+        with self._changed:
+            for place, row in zip(batch, rows, strict=True):
+                answer = self._answers.get(place.request)
+                if answer is None:
+                    continue
+                answer.rows[place.index] = row
+                answer.missing -= 1
+                if not answer.missing:
+                    complete.append((place.request, answer.rows))
+                    del self._answers[place.request]
+                    self._cancelled.discard(place.request)
+            self._queue.charge(batch, seconds)
+            self._steps += 1
+            self._tokens += sum(place.length for place in batch)
+            self._step_started_at = None
+            self._last_step_at = self._clock()
+        return [event for request, numbers in complete for event in _events(request, numbers)]
+
+    def _end_cancelled(self) -> list[TokenEvent]:
+        events = []
+        for request in self._cancelled:
+            self._queue.remove(request)
+            del self._answers[request]
+            events.append(TokenEvent(id=request, finish=FinishReason.CANCELLED))
+        self._cancelled.clear()
+        return events
+
+    def _end_all(self, error: str) -> list[TokenEvent]:
+        events = [TokenEvent(id=request, finish=FinishReason.ERROR, error=error) for request in self._answers]
+        self._answers.clear()
+        self._cancelled.clear()
+        self._queue = EncodeQueue(self._limits)
+        return events
+
+    def _fail(self, reason: str) -> list[TokenEvent]:
+        with self._changed:
+            self._failed = reason
+            self._step_started_at = None
+            return self._end_all(reason)
+
+    def _send(self, events: list[TokenEvent]) -> None:
+        """Emit the events before ``drain`` can return, since its caller may end the process."""
+        try:
+            if events:
+                self._emit(events)
+        except Exception as error:
+            self._fail(f"events cannot be sent: {type(error).__name__}: {error}")
+            raise
+        finally:
+            with self._changed:
+                self._stepping = False
+                if not self._answers:
+                    self._changed.notify_all()
+
+
+def _events(request: str, rows: Sequence[Any]) -> list[TokenEvent]:
+    """Returns the answer of a request, in parts that fit into frames."""
+    data = b"".join(row.tobytes() for row in rows)
+    parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
+    return [
+        TokenEvent(id=request, part=AnswerPart(part), finish=FinishReason.STOP if number == len(parts) else None)
+        for number, part in enumerate(parts, 1)
+    ]
