@@ -1,4 +1,4 @@
-"""The batcher of an encoder: forms batches of the inputs of all requests, and answers a request once all are encoded."""
+"""The batcher of an encoder: batches the inputs of all requests, and answers a request once all are encoded."""
 
 from __future__ import annotations
 

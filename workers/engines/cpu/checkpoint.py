@@ -115,7 +115,7 @@ def load_model(
     auto_class: str = "AutoModelForCausalLM",
     unused: str | None = None,
 ) -> Any:
-    """Returns transformers' model by one of its ``Auto`` classes, with all weights of the checkpoint. Weights that begin
+    """Returns transformers' model by one of its ``Auto`` classes, with all weights of the checkpoint; those that begin
     with ``unused`` may be missing. Raises EngineLoadError."""
     import transformers
 
