@@ -49,7 +49,7 @@ def save_tokenizer(folder: Path, types: bool) -> None:
 
     names = [*SPECIAL, *(f"w{i}" for i in range(WORDS))]
     tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     pair = "[CLS] $A [SEP] $B:1 [SEP]:1"
     special = [("[CLS]", 2), ("[SEP]", 3)]
     tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair=pair, special_tokens=special)

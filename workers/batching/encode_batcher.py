@@ -69,6 +69,8 @@ class EncodeBatcher:
             decode_buckets=(),
             vocab_size=self._limits.vocab_size,
             eos_token_ids=frozenset(),
+            width=self._limits.width,
+            labels=self._limits.labels,
         )
 
     @property

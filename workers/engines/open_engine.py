@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+from workers.messages.encoder_protocol import EncodeEngine
 from workers.messages.engine_protocol import EngineLoadError, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
 
@@ -48,3 +49,20 @@ def open_engine(config: ReplicaConfig) -> GenerateEngine:
         f"this version has no engine {config.engine!r}",
         "use cpu, echo, transformers-neuronx or nxd-inference",
     )
+
+
+def open_encoder(config: ReplicaConfig) -> EncodeEngine:
+    """Returns the engine of a model that does not generate, not loaded yet. Raises EngineLoadError."""
+    assert config.kind != "generate"
+    if config.engine == "echo":
+        from workers.engines.encoder.echo import EchoEncoder
+
+        step_ms = float(config.engine_options.get("step_ms", 0))
+        return EchoEncoder(rows=config.slots, max_len=config.max_len, step_ms=step_ms)
+    if config.engine == "cpu":
+        from workers.engines.encoder.cpu import open_cpu_encoder
+
+        hide_progress_bars()
+        return open_cpu_encoder(config)
+    what = f"this version has no engine {config.engine!r} for kind {config.kind}"
+    raise EngineLoadError("engine-not-installed", what, "use cpu or echo")

@@ -32,6 +32,8 @@ class EngineSpec:
         0  # tokens in a prefix-cache block of a ``PrefixEngine``, ``BlockEngine`` or server; 0: it has none
     )
     shares_blocks: bool = False  # it is a ``BlockEngine``
+    width: int = 0  # numbers that an input gives, of an encoder; 0: it generates
+    labels: tuple[str, ...] = ()  # of a classification
 
 
 class GenerateEngine(Protocol):

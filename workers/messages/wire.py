@@ -48,6 +48,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     vocab_size: int
     prefix_block: int = 0  # tokens in a prefix-cache block; 0: prompts are always read from their beginning
     protocol: int = 0
+    width: int = 0  # numbers that each input gives, of an encoder; 0: it generates
+    labels: list[str] = []  # of a classification, in their order
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -8,7 +8,8 @@ from typing import Protocol
 from placements.facts.engines import SERVER_ENGINES
 from workers.batching.batcher import Batcher
 from workers.batching.batcher_stats import BatcherStats
-from workers.engines.open_engine import open_engine
+from workers.batching.encode_batcher import EncodeBatcher
+from workers.engines.open_engine import open_encoder, open_engine
 from workers.host.core_claims import CoreClaim
 from workers.messages.engine_protocol import EngineSpec
 from workers.messages.replica_config import ReplicaConfig
@@ -17,7 +18,7 @@ from workers.text.tokenizer import load_tokenizer
 
 
 class Backend(Protocol):
-    """The methods of `Batcher` and `CompletionRelay` that their users call; see there."""
+    """The methods of `Batcher`, `EncodeBatcher` and `CompletionRelay` that their users call; see there."""
 
     @property
     def spec(self) -> EngineSpec: ...
@@ -47,6 +48,10 @@ def open_backend(config: ReplicaConfig, claim: CoreClaim | None, emit: Callable[
 
         server = start_vllm(config, held)
         return CompletionRelay(server, load_tokenizer(config.engine, config.source), emit)
+    if config.kind != "generate":
+        encoder = open_encoder(config)
+        encoder.load()
+        return EncodeBatcher(encoder, emit, config.max_wait_s)
     engine = open_engine(config)
     engine.load()
     return Batcher(engine, load_tokenizer(config.engine, config.source), emit)

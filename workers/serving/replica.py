@@ -26,6 +26,7 @@ from workers.artifacts.store.artifact_uses import using
 from workers.host import host_facts, private_file
 from workers.host.core_claims import CoreClaim
 from workers.host.neuron_faults import after_serving
+from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import NEVER_SET, ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
@@ -191,6 +192,8 @@ class Replica:
                 vocab_size=spec.vocab_size,
                 prefix_block=spec.prefix_block,
                 protocol=PROTOCOL,
+                width=spec.width,
+                labels=list(spec.labels),
             ),
             token=config.token,
             epoch=config.epoch,
@@ -206,20 +209,22 @@ class Replica:
         self._set(Phase.READY, load_s=load_s, address=self._plane.address)
 
     def _probe(self) -> None:
-        """Run one real generation before any request. Raises EngineLoadError when it fails."""
+        """Run one real request before any other. Raises EngineLoadError when it fails."""
         assert self._batcher is not None
         prompt = [min(1, self._batcher.spec.vocab_size - 1)]
-        self._batcher.submit(
-            GenerateRequest(id=PROBE_ID, prompt_ids=prompt, max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True)
-        )
+        if self._batcher.spec.width:
+            probe = GenerateRequest(id=PROBE_ID, prompt_ids=[], max_tokens=0, inputs=[EncodeInput(prompt)])
+        else:
+            probe = GenerateRequest(
+                id=PROBE_ID, prompt_ids=prompt, max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True
+            )
+        self._batcher.submit(probe)
         if not any(
             self._probed.wait(1.0) for _ in range(int(PROBE_DEADLINE_S))
         ):  # a freeze of the machine counts as one second
-            raise EngineLoadError(
-                "probe-failed", f"the first generation did not finish within {PROBE_DEADLINE_S:.0f} s"
-            )
+            raise EngineLoadError("probe-failed", f"the first request did not finish within {PROBE_DEADLINE_S:.0f} s")
         if self._probe_error is not None:
-            raise EngineLoadError("probe-failed", f"the first generation failed: {self._probe_error}")
+            raise EngineLoadError("probe-failed", f"the first request failed: {self._probe_error}")
 
     def _emit(self, events: list[TokenEvent]) -> None:
         if self._plane is not None:

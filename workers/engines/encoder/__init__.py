@@ -1,0 +1,1 @@
+"""Engines of models that encode whole texts: embeddings, rerankers and classifiers."""

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from workers.batching.buckets import ladder
 from workers.engines.checkpoint_files import check_length, positions_of, read_config
 from workers.engines.cpu.checkpoint import check_weights, load_model, weight_files
+from workers.engines.encoder.graph import embedding_graph, score_graph
 from workers.engines.encoder.layout import Dense, EncoderLayout, activation_of, read_layout
-from workers.engines.engine_setup import dtype_on
+from workers.engines.engine_setup import dtype_on, source_of
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.messages.encoder_protocol import EncodeInput, EncoderKind, EncoderSpec
 from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import ReplicaConfig
 
 if TYPE_CHECKING:
     import numpy
@@ -32,6 +34,19 @@ DECODERS = frozenset({"mistral", "qwen2", "qwen3"})
 SHORTEST = 16  # tokens of the shortest bucket
 
 
+def open_cpu_encoder(config: ReplicaConfig) -> CpuEncoder:
+    """Returns the engine, not loaded yet. Raises EngineLoadError without a source."""
+    assert config.kind != "generate"
+    return CpuEncoder(
+        source_of(config),
+        kind=config.kind,
+        rows=config.slots,
+        max_len=config.max_len,
+        dtype=config.dtype,
+        allow_pickle=config.allow_pickle,
+    )
+
+
 @dataclass(eq=False, repr=False)
 class CpuEncoder:
     """Implements ``EncodeEngine`` for a folder with safetensors weights. Nothing is read before ``load``."""
@@ -47,7 +62,7 @@ class CpuEncoder:
 
     def __post_init__(self) -> None:
         self._spec: EncoderSpec | None = None
-        self._graph: torch.nn.Module | None = None
+        self._graph: Any = None
         self._pad = 0
 
     @property
@@ -75,7 +90,7 @@ class CpuEncoder:
             torch.set_num_threads(self.threads)
         dtype = getattr(torch, dtype_on("cpu", self.dtype))
         self._graph = load_graph(layout, self.kind, dtype, pickled)
-        config: Any = self._graph.model.config
+        config = self._graph.model.config
         check_length(self.max_len, usable_positions(settings))
         self._pad = config.pad_token_id or 0
         labels = tuple(config.id2label[i] for i in range(config.num_labels)) if self.kind == "classification" else ()
@@ -100,7 +115,6 @@ class CpuEncoder:
     def _run(self, inputs: Sequence[EncodeInput]) -> numpy.ndarray[Any, Any]:
         import torch
 
-        assert self._graph is not None
         with torch.inference_mode():
             vectors: torch.Tensor = self._graph(*tensors(inputs, max(len(input.ids) for input in inputs), self._pad))
         return vectors.numpy()
@@ -149,16 +163,14 @@ def usable_positions(settings: dict[str, Any]) -> int | None:
 
 def load_graph(layout: EncoderLayout, kind: EncoderKind, dtype: torch.dtype, pickled: bool) -> Any:
     """Returns the graph with its weights, ready to run. Raises EngineLoadError."""
-    from workers.engines.encoder.graph import EmbeddingGraph, ScoreGraph
-
     if kind != "embedding":
         auto = "AutoModelForSequenceClassification"
         model = load_model(layout.transformer, dtype, pickled, trust_remote_code=False, auto_class=auto)
-        return ScoreGraph(model, _score_activation(model.config, kind, layout.transformer)).eval()
+        return score_graph(model, _score_activation(model.config, kind, layout.transformer)).eval()
     model = load_model(
         layout.transformer, dtype, pickled, trust_remote_code=False, auto_class="AutoModel", unused="pooler."
     )
-    graph = EmbeddingGraph(model, layout)
+    graph: Any = embedding_graph(model, layout)
     for module, part in zip(graph.after, layout.after, strict=True):
         if isinstance(part, Dense):
             _load_dense(module[0], part.folder)

@@ -5,21 +5,21 @@ Pooling and activations are those of sentence-transformers; tests compare both o
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from workers.engines.encoder.layout import Dense, EncoderLayout, Pooling
+from workers.engines.encoder.layout import Dense, EncoderLayout, Normalize, Pooling
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from torch import Tensor, nn
 
 
 def pooled(hidden: Tensor, mask: Tensor, attended: Tensor, modes: Sequence[Pooling]) -> Tensor:
     """Returns ``[rows, len(modes) x hidden]`` of ``[rows, length, hidden]``. Both masks are ``[rows, length]`` with
     padding on the right: ``mask`` is of the tokens to pool, ``attended`` of all tokens. The last token is always the
     last one attended to."""
+    import torch
+
     weights = mask.unsqueeze(-1).to(hidden.dtype)
     parts = []
     for mode in modes:
@@ -41,50 +41,60 @@ def pooled(hidden: Tensor, mask: Tensor, attended: Tensor, modes: Sequence[Pooli
 
 
 def _row_tokens(hidden: Tensor, places: Tensor) -> Tensor:
+    import torch
+
     return hidden.gather(1, places.to(torch.int64).view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])).squeeze(1)
 
 
-class EmbeddingGraph(nn.Module):
-    """Token ids to vectors: ``[rows, length]`` to float32 ``[rows, width]``."""
+def embedding_graph(model: Any, layout: EncoderLayout) -> nn.Module:
+    """Returns the graph from ids to vectors, float32 ``[rows, width]``. Its ``after`` has an entry for each of the
+    layout's; those of dense layers are still without their weights."""
+    from torch import nn
 
-    def __init__(self, model: Any, layout: EncoderLayout) -> None:
-        """The dense layers are created without their weights."""
-        super().__init__()
-        self.model = model
-        self._modes = layout.pooling
-        self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
-        self.after = nn.ModuleList(
-            nn.Sequential(nn.Linear(part.inputs, part.outputs, part.bias), getattr(nn, part.activation)())
-            if isinstance(part, Dense)
-            else _Normalized()
-            for part in layout.after
-        )
+    after = nn.ModuleList(
+        nn.Identity()
+        if isinstance(part, Normalize)
+        else nn.Sequential(nn.Linear(part.inputs, part.outputs, part.bias), getattr(nn, part.activation)())
+        for part in layout.after
+    )
 
-    def forward(self, ids: Tensor, attended: Tensor, mask: Tensor, types: Tensor) -> Tensor:
-        given = {"token_type_ids": types} if self._takes_types else {}
-        hidden = self.model(input_ids=ids, attention_mask=attended, return_dict=False, **given)[0]
-        vectors = pooled(hidden, mask, attended, self._modes).float()
-        for part in self.after:
-            vectors = part(vectors)
+    def finish(hidden: Tensor, attended: Tensor, mask: Tensor) -> Tensor:
+        vectors = pooled(hidden, mask, attended, layout.pooling).float()
+        for part, module in zip(layout.after, after, strict=True):
+            vectors = module(vectors) if isinstance(part, Dense) else nn.functional.normalize(vectors, p=2, dim=-1)
         return vectors
 
+    graph = _graph(model, finish)
+    graph.after = after
+    return graph
 
-class ScoreGraph(nn.Module):
-    """Token ids to scores: ``[rows, length]`` to float32 ``[rows, labels]``, after the activation."""
 
-    def __init__(self, model: Any, activation: str) -> None:
-        super().__init__()
-        self.model = model
-        self.activation = nn.Softmax(dim=-1) if activation == "Softmax" else getattr(nn, activation)()
-        self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
+def score_graph(model: Any, activation: str) -> nn.Module:
+    """Returns the graph from ids to scores, float32 ``[rows, labels]``, after the activation."""
+    from torch import nn
 
-    def forward(self, ids: Tensor, attended: Tensor, mask: Tensor, types: Tensor) -> Tensor:
-        given = {"token_type_ids": types} if self._takes_types else {}
-        logits = self.model(input_ids=ids, attention_mask=attended, return_dict=False, **given)[0]
-        scores: Tensor = self.activation(logits.float())
+    activate = nn.Softmax(dim=-1) if activation == "Softmax" else getattr(nn, activation)()
+
+    def finish(logits: Tensor, attended: Tensor, mask: Tensor) -> Tensor:
+        scores: Tensor = activate(logits.float())
         return scores
 
+    return _graph(model, finish)
 
-class _Normalized(nn.Module):
-    def forward(self, vectors: Tensor) -> Tensor:
-        return nn.functional.normalize(vectors, p=2, dim=-1)
+
+def _graph(model: Any, finish: Callable[[Tensor, Tensor, Tensor], Tensor]) -> nn.Module:
+    """Returns a module that takes ids, attended, mask and types, each int64 ``[rows, length]``."""
+    from torch import nn
+
+    takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor, attended: Tensor, mask: Tensor, types: Tensor) -> Tensor:
+            given = {"token_type_ids": types} if takes_types else {}
+            return finish(model(input_ids=ids, attention_mask=attended, return_dict=False, **given)[0], attended, mask)
+
+    return Graph()
