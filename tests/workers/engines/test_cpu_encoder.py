@@ -143,8 +143,13 @@ def test_a_module_that_would_change_the_vectors_is_refused_by_name(tmp_path: Pat
     modules = json.loads((tmp_path / "modules.json").read_text())
     modules[2]["type"] = "sentence_transformers.models.LSTM"
     (tmp_path / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(EngineLoadError, match="'LSTM' is not supported after the pooling"):
+    with pytest.raises(EngineLoadError, match="'LSTM' is not supported after the pooling") as caught:
         _loaded(tmp_path)
+    assert caught.value.id == "encoder-unsupported"
+    (tmp_path / "modules.json").write_text("[")
+    with pytest.raises(EngineLoadError, match=r"modules\.json cannot be read") as caught:
+        _loaded(tmp_path)
+    assert caught.value.id == "encoder-unreadable"
 
 
 def test_inputs_are_no_longer_than_the_positions_that_roberta_can_use(tmp_path: Path) -> None:
