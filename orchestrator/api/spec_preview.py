@@ -19,12 +19,16 @@ from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_r
 from orchestrator.revisions.spec_file import SpecFile, examine, start_problems
 from orchestrator.rollout.changes import Action, Tag, difference, replica_changes
 from orchestrator.rollout.defragmentation import defragmentation
+from orchestrator.rollout.host_demand import HostDemand
 from orchestrator.rollout.relocation import load_times, traffic
 from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from placements.explain.explain import explain
 from placements.explain.question import Question
 from placements.facts.plural import counted
+from placements.facts.topology import Host
+from placements.planner.host_choice import HostChoice
+from placements.planner.host_groups import HostGroup
 from placements.planner.ledger import ledger
 from placements.planner.plan import plan
 from placements.spec.problems import has_errors
@@ -42,6 +46,8 @@ class Outlook:
     first: Goal  # before the choices
     next: Goal
     settled: Goal  # after the rollout: only new versions, and whatever fits stays where it is
+    choice: HostChoice  # the hosts whose machines are requested for it
+    hosts: tuple[Host, ...]  # present, coming or to add
 
 
 class SpecPreview(FleetOperation):
@@ -153,7 +159,8 @@ class SpecPreview(FleetOperation):
     async def _outlook(self, generation: ResolvedRevision) -> Outlook:
         """Returns the effects of installing the generation now."""
         index, situation = self._state.records.state.index, self._state.situation(generation)
-        outlook: Outlook = await self._state.in_thread(_outlook, index, situation)
+        uses = self._state.kept, self._state.uses.avoided()
+        outlook: Outlook = await self._state.in_thread(_outlook, index, situation, generation.groups, *uses)
         return outlook
 
     async def _proposal(self, spec_file: SpecFile, generation: ResolvedRevision, outlook: Outlook) -> dict[str, Any]:
@@ -162,7 +169,7 @@ class SpecPreview(FleetOperation):
         accounts = await state.in_thread(
             ledger,
             spec_file.spec,
-            state.living_hosts,
+            outlook.hosts,
             settled.plan,
             spec_file.checkpoints,
             spec_file.drafts,
@@ -200,11 +207,14 @@ class SpecPreview(FleetOperation):
             "problems": [problem.as_dict() for problem in (*spec_file.problems, *settled.plan.problems)],
             "changes": replica_changes(outlook.next, list(state.views.values()), settled),
             "models": models,
+            "hosts_to_add": [host.as_dict() for host in outlook.choice.added() if host.host not in state.kept],
             **accounts.as_dict(),
         }
 
 
-def _outlook(index: int, situation: Situation) -> Outlook:
+def _outlook(
+    index: int, situation: Situation, groups: tuple[HostGroup, ...], used: frozenset[str], avoided: frozenset[str]
+) -> Outlook:
     first = compute_goal(situation)
     choices = {name: choose_strategy(situation, name) for name, step in first.steps.items() if step.old}
     for name, chosen in choices.items():
@@ -219,7 +229,11 @@ def _outlook(index: int, situation: Situation) -> Outlook:
         name: dataclasses.replace(desired, canary=False) for name, desired in situation.desired_models.items()
     }
     settled = dataclasses.replace(situation, views=views, desired_models=desired_models, replaced=frozenset())
-    return Outlook(index, situation, choices, first, compute_goal(situation), compute_goal(settled))
+    demand = HostDemand(settled, groups, used, avoided)
+    choice = demand.choose()
+    hosts = demand.with_hosts(choice.hosts).hosts
+    final = compute_goal(dataclasses.replace(settled, hosts=hosts))
+    return Outlook(index, situation, choices, first, compute_goal(situation), final, choice, hosts)
 
 
 def _machines(hosts: Any) -> list[tuple[str, int, bool]]:

@@ -40,7 +40,7 @@ def _replica_row(replica: Mapping[str, Any]) -> Row:
 def _host_row(host: Mapping[str, Any]) -> Row:
     free_cordoned = host.get("free_cordoned")  # None from older fleets, which count them as free
     counts = (*(host[key] for key in ("cores", "leased", "free")), free_cordoned, host["quarantined"], host["reserved"])
-    state = "lost" if host.get("lost") else "ready"
+    state = "lost" if host.get("lost") else "starting" if host.get("starting") else "ready"
     return (host["name"], state, *counts, cores_text(host.get("cordoned")))
 
 
@@ -156,6 +156,9 @@ def _maintenance(data: Mapping[str, Any]) -> list[str]:
 
 def _host_notes(host: Mapping[str, Any]) -> list[str]:
     notes = [f"{host['name']}: lost"] if host.get("lost") else []
+    if (starting := host.get("starting")) is not None:
+        why = f": {starting['reason']}" if starting["reason"] else ""
+        notes.append(f"{host['name']}: a machine is requested since {clock(starting['since'])}{why}")
     cordoned = cores_text(host.get("cordoned"))
     if cordoned:
         notes.append(f"{host['name']}: cordoned" + ("" if cordoned == "all" else f": cores {cordoned}"))

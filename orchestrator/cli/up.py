@@ -98,7 +98,8 @@ def run_up(file: SpecFile, settings: Settings, ray_address: str | None = None, *
     home.prepare()
     with libraries_to_log(home.logs / "daemon.log"):
         if ray_address is not None:
-            joined = JoinedSpec(file.text, file.name, file.base_dir, file.spec.name, file.hosts)
+            elastic = any(entry.max is not None for entry in file.spec.hosts)
+            joined = JoinedSpec(file.text, file.name, file.base_dir, file.spec.name, file.hosts, elastic)
             return JoinedUp(home, options, joined, ray_address, say).run(announce, detach=detach)
         spec = (file.text, file.name, file.base_dir)
         return Daemon(home, options, spec, file.spec.name, file.hosts, file.machine.instance, say).run(announce)

@@ -17,6 +17,7 @@ from typing import Any
 
 from orchestrator.control.adapter_updates import AdapterUpdates
 from orchestrator.control.controller_metrics import ControllerCounters, engine_families, fleet_families, scaling_changes
+from orchestrator.control.host_requests import HostRequests
 from orchestrator.control.host_rolls import HostRolls
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
@@ -81,6 +82,7 @@ class Controller:
         self.prefetch = UpdatePrefetch(state, cluster, home, hosts, self.wake_up)
         self.adapters = AdapterUpdates(state, cluster, self.wake_up)
         self.rolls = HostRolls(state, hosts)
+        self.requests = HostRequests(state, cluster, counters)
 
     # The loop
 
@@ -151,6 +153,7 @@ class Controller:
         self.prefetch.round()
         self.adapters.round()
         await self.rolls.round()
+        await self.requests.round()
 
     def _report_reach(self) -> None:
         """Record an event for each replica whose reachability from the gateways has changed."""
@@ -175,6 +178,7 @@ class Controller:
         self.hosts.stop()
         self.prefetch.stop()
         self.adapters.stop()
+        self.requests.stop()
         ended = await asyncio.gather(
             *(self.tasks.shut_down(id, drain_s) for id in self.state.views), return_exceptions=True
         )

@@ -11,7 +11,7 @@ from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.fleet.effects import ClusterClient, CoreOwner, HostReport
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.process.home import Home
-from orchestrator.records.journal_records import Departure, Quarantine
+from orchestrator.records.journal_records import Departure, HostUse, Quarantine
 from orchestrator.starts.start_pipeline import Failed, Fetched, StartEvent
 from orchestrator.state.departures import noticed_departures
 from orchestrator.state.fleet_state import FleetState
@@ -71,19 +71,31 @@ class HostWatch:
         """
         state = self._state
         lost = await self._cluster.lost_hosts()
-        for name in sorted(lost - state.lost):
+        kept, uses = state.kept, state.records.state.uses
+        for name in sorted((lost - state.lost) & kept - state.uses.waiting().keys()):
+            if name in uses:
+                state.records.note(HostUse(host=name, state="requested"))
             state.records.event("error", "HostLost", "its Ray node is gone; its replicas are moved", host=name)
         for name in lost:
             self._former.pop(name, None)
         with_cores = {host.name for host in state.hosts if host.cores}
         self._returned = with_cores & (self._returned | state.lost) - lost
-        state.lost = lost | self._returned
+        state.lost = (lost | self._returned) & kept
         expire(state)
         await self._query_core_owners(lost)
         back = state.lost - lost - self._returned
-        for name in sorted(back):
-            state.records.event("info", "HostBack", "its Ray node is back", host=name)
         state.lost -= back
+        for name in sorted(back | state.uses.waiting().keys() - state.lost):
+            self._report_back(name)
+
+    def _report_back(self, host: str) -> None:
+        records, use = self._state.records, self._state.uses.waiting().get(host)
+        if use is None:
+            records.event("info", "HostBack", "its Ray node is back", host=host)
+            return
+        start_s = self._state.wall() - use.at
+        records.note(HostUse(host=host, state="joined", start_s=start_s))
+        records.event("info", "HostJoined", f"its machine has joined after {start_s:.0f} s", host=host)
 
     async def _query_core_owners(self, lost: Set[str]) -> None:
         """Query the living hosts. A host that does not reply in time must not delay the others: its reply is applied

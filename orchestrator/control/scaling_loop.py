@@ -20,6 +20,7 @@ from orchestrator.scaling.demand_report import AUTOSCALE_S, Counts, DemandReport
 from orchestrator.scaling.schedules import Bounds
 from orchestrator.state.fleet_state import FleetState
 from placements.facts.engines import takes_cores
+from placements.facts.topology import Host
 from placements.planner.spec_hosts import prices
 from placements.spec.schema import ModelSpec
 
@@ -290,11 +291,11 @@ class Scaler:
     def fleet_now(self) -> FleetNow:
         """Returns the autoscaler's input: live hosts, usable cores, and replicas that are not stopping."""
         state = self._state
-        hosts = state.living_hosts
+        hosts = self._hosts()
         rows, blocked = core_rows(hosts, prices(state.current.spec, state.hosts), state.blocked())
         numbers = {host.name: i for i, host in enumerate(hosts)}
         views = self._views()
-        placed = Counter(target.model for target in state.goal.targets)
+        placed = Counter(target.model for target in state.goal.targets) | Counter(state.uses.expected)
         models = (
             self._model_now(model, views.get(model.name, []), placed[model.name], numbers)
             for model in state.current.spec.models
@@ -304,6 +305,18 @@ class Scaler:
             hosts=rows,
             blocked=blocked,
         )
+
+    def _hosts(self) -> tuple[Host, ...]:
+        """Returns the live hosts, and those that can be added, whose replicas start later."""
+        state = self._state
+        living, avoided = set(state.living_hosts), state.uses.avoided()
+        more = {
+            host
+            for group in state.current.groups
+            if group.elastic and group.instance not in avoided
+            for host in group.hosts
+        }
+        return tuple(host for host in state.hosts if host in living or host in more)
 
     def _model_now(
         self, model: ModelSpec, every: Iterable[ReplicaView], placed: int, hosts: Mapping[str, int]
@@ -315,7 +328,9 @@ class Scaler:
         given_up = sum(view.state is State.FAILED and not _is_counted(view) for view in every)
         ready = sum(view.state is State.READY for view in views)
         held, desired = state.counts.bounds(model), state.counts.desired(model)
-        in_cores = any(takes_cores(state.current.engines[model.name], host) for host in state.living_hosts)
+        in_cores = any(
+            takes_cores(state.current.engines[model.name], host) for host in state.hosts if host.name in hosts
+        )
         objectives = model.objectives
         return ModelNow(
             name=model.name,

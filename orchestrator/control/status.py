@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec.structs
 
 from orchestrator.control.host_rolls import roll_status
-from orchestrator.fleet.effects import CoreOwner, FailedCore
+from orchestrator.control.host_status import fetch_status, host_statuses
 from orchestrator.fleet.progress_text import problem_text
 from orchestrator.fleet.replica_states import ModelState, State, model_state
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
@@ -20,10 +20,7 @@ from orchestrator.rollout.rollout_step import Step
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.rollout_progress import leaving, rollout_state
 from orchestrator.state.unloaded import reason_for_clients, why_unloaded
-from placements.facts.core_range import ranges
-from placements.facts.topology import Host
 from placements.spec.schema import ModelSpec
-from workers.artifacts.fetch.progress import FetchStatus
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +161,7 @@ def status(
     scaling_of: Callable[[ModelSpec], dict[str, Any]],
 ) -> dict[str, Any]:
     """Returns what `corewright status` shows; docs/cli.md documents its JSON form."""
-    hosts = [_host_status(state, host) for host in state.hosts]
+    hosts = host_statuses(state)
     return {
         "name": state.current.spec.name,
         "ready": ready,
@@ -182,7 +179,7 @@ def status(
 
 def record_conditions(state: FleetState, conditions: Conditions, *, ready: bool) -> None:
     """Records since when the conditions hold, without the rest of the status: that takes longer than a decision."""
-    hosts = [_host_status(state, host) for host in state.hosts]
+    hosts = host_statuses(state)
     conditions.report("fleet", _fleet_conditions(state, ready, hosts))
     for model in state.current.spec.models:
         conditions.report(model.name, _model_conditions(state, model))
@@ -250,7 +247,7 @@ def _fleet_conditions(state: FleetState, ready: bool, hosts: list[dict[str, Any]
     yield Condition("JournalIntact", intact, "Intact" if intact else "ActionsHeld", why)
     wrong = [host["name"] for host in hosts if not host["balanced"]]
     yield Condition("CoresAddUp", not wrong, "Wrong" if wrong else "Counted", ", ".join(wrong))
-    lost = sorted(state.lost)
+    lost = [host["name"] for host in hosts if host["lost"]]
     yield Condition("HostsAlive", not lost, "HostLost" if lost else "Alive", ", ".join(lost))
 
 
@@ -266,9 +263,11 @@ def _model_conditions(state: FleetState, model: ModelSpec) -> Iterable[Condition
         "Progressing", moving, "Updating" if moving and step and step.old else "Starting" if moving else "Settled", ""
     )
     missing = [unplaced for unplaced in state.goal.plan.unplaced if unplaced.model == model.name]
+    awaited = state.awaited_hosts(model.name)
     if missing and sum(target.model == model.name for target in state.goal.targets) >= _due(state, model):
         missing = []  # only replicas that the autoscaler adds are missing
-    problems = "; ".join(problem.what for unplaced in missing for problem in unplaced.problems)
+    awaits = [] if awaited is None else [awaited]
+    problems = "; ".join([*awaits, *(problem.what for unplaced in missing for problem in unplaced.problems)])
     yield Condition("Placed", not missing, "NoRoom" if missing else "Placed", problems)
     cut_off = [view.id for view in state.replicas_of(model.name) if view.id in state.unreachable]
     yield Condition("Reachable", not cut_off, "Unreachable" if cut_off else "Connected", ", ".join(cut_off))
@@ -318,7 +317,7 @@ def _model_status(
                 "stopped": view.stopped and view.state is State.FAILED,
                 "load_s": view.load_s,
                 "compile_s": round(view.compile_s, 1),
-                "fetch": None if view.fetch is None else _fetch(view.fetch),
+                "fetch": None if view.fetch is None else fetch_status(view.fetch),
                 "live": view.live,
                 "waiting": view.waiting,
                 "speculation": _speculation(view),
@@ -328,63 +327,6 @@ def _model_status(
             }
             for view in state.replicas_of(model.name)
         ],
-    }
-
-
-def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
-    leases = {
-        view.id: view.cores for view in state.views.of_host(host.name) if view.cores is not None and not view.gone
-    }
-    leased = sum(len(cores) for cores in leases.values())
-    occupied = {core for cores in leases.values() for core in cores}
-    withheld = state.quarantine(host.name)
-    quarantined = set(withheld) - occupied
-    reserved = set(host.reserved_cores) - occupied - quarantined
-    free = set(range(host.cores)) - occupied - quarantined - reserved
-    balanced = leased + len(free) + len(quarantined) + len(reserved) == host.cores
-    if not balanced:
-        log.error("%s: cores do not add up: %s leased, %s free", host.name, leases, sorted(free))
-    cordoned = state.cordon(host.name)
-    departure = state.records.state.departures.get(host.name)
-    free_cordoned = free if cordoned == "whole" else free & cordoned
-    return {
-        "name": host.name,
-        "instance": None if host.topology is None else host.topology.instance,
-        "emulated": host.emulated,
-        "lost": host.name in state.lost,
-        "cores": host.cores,
-        "leased": leased,
-        "free": len(free - free_cordoned),
-        "free_cordoned": len(free_cordoned),
-        "quarantined": len(quarantined),
-        "reserved": len(reserved),
-        "balanced": balanced,
-        "cordoned": "all" if cordoned == "whole" else ranges(cordoned),
-        "draining": host.name in state.drained(),
-        "leaving": None if departure is None else {"cause": departure.cause, "until": departure.until},
-        "quarantine": [{"core": core, **_quarantine_cause(why)} for core, why in sorted(withheld.items())],
-        "fetches": _fetches_on(state, host.name),
-        "leases": [{"replica": id, "cores": str(cores)} for id, cores in sorted(leases.items())],
-    }
-
-
-def _fetches_on(state: FleetState, host: str) -> list[dict[str, Any]]:
-    """Returns the progress of the host's fetches. Those of a source may be shared, and are shown once."""
-    fetches = [view.fetch for view in state.views.of_host(host) if view.fetch is not None]
-    fetches += [status for (_, _, name), status in state.fetches.items() if name == host]
-    return [_fetch(status) for status in {status.source: status for status in fetches}.values()]
-
-
-def _fetch(status: FetchStatus) -> dict[str, Any]:
-    """Returns the progress of a fetch; unknown values are None."""
-    return {
-        "source": status.source,
-        "phase": status.phase,
-        "bytes": status.done,
-        "total": status.total or None,
-        "bytes_per_s": round(status.rate) if status.rate else None,
-        "left_s": None if status.left_s is None else round(status.left_s, 1),
-        "trouble": status.trouble or None,
     }
 
 
@@ -408,12 +350,6 @@ def _preparing(state: FleetState, preparation: Preparation) -> dict[str, Any]:
     }
 
 
-def _quarantine_cause(why: CoreOwner | FailedCore) -> dict[str, Any]:
-    if isinstance(why, CoreOwner):
-        return {"pid": why.pid, "command": why.command, "cause": None}
-    return {"pid": None, "command": None, "cause": why.cause}
-
-
 def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | None]:
     views = state.replicas_of(model.name)
     failed = any(view.state is State.FAILED for view in views)
@@ -426,7 +362,10 @@ def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | No
         if missing.model == model.name
         for problem in missing.problems
     ]
-    if reasons and not views:
+    awaited = state.awaited_hosts(model.name)
+    if awaited is not None:
+        reasons.insert(0, awaited)
+    elif reasons and not views:
         result = ModelState.FAILED  # it cannot be placed
     if result is ModelState.UNLOADED:
         reasons = why_unloaded(state, model) or reasons

@@ -19,12 +19,13 @@ def survey(
     greetings: Mapping[str, HostGreeting | str],
     own: HostGreeting,
     taken: Collection[str] = (),
+    elastic: bool = False,
 ) -> Iterator[str]:
     """Yields a line for the machines of each type, each machine that is left out, and each host without a machine.
 
     ``members`` are the machines of the cluster, ``greetings`` their reports by label, ``own`` that of this process,
-    and ``taken`` the machines of other fleets. Raises Failed if no machine can be a host, or one has fewer core
-    resources than its instance type has cores.
+    and ``taken`` the machines of other fleets. Raises Failed if no machine can be a host, unless the spec is
+    ``elastic``, or if one has fewer core resources than its instance type has cores.
     """
     usable: list[Member] = []
     emulated = emulated_types(hosts)
@@ -43,7 +44,7 @@ def survey(
             usable.append(member)
         else:
             yield f"{member.label} is left out: {reason}"
-    if not usable:
+    if not usable and not elastic:
         message = "no machine of the Ray cluster can be a host: it needs core resources and the label "
         message += "corewright-instance, and this version of corewright"
         raise Failed("no-hosts-on-cluster", message, _start_hint(hosts[0].topology if hosts else None))
@@ -53,7 +54,8 @@ def survey(
     bound = bind_hosts((host.name for host in hosts), {}, usable, taken)
     for host in hosts:
         if host.name not in bound:
-            yield f"{host.name}: no machine of the Ray cluster is free for it; it counts as lost until one joins"
+            then = "one is requested when it is needed" if elastic else "it counts as lost until one joins"
+            yield f"{host.name}: no machine of the Ray cluster is free for it; {then}"
 
 
 def emulated_types(hosts: Sequence[Host]) -> frozenset[str]:

@@ -52,6 +52,7 @@ class JoinedSpec:
     base_dir: str
     name: str
     hosts: tuple[Host, ...]
+    elastic: bool = False  # machines of some hosts are requested when they are needed
 
 
 class JoinedUp:
@@ -170,9 +171,9 @@ class JoinedUp:
         hosts = [node for node in nodes if node.alive and node.cores and node.instance is not None]
         greetings = host_survey.greet(hosts)
         taken = within(partial(taken_from, self._spec.name), LOOKUP_S)
-        for line in survey(self._spec.hosts, nodes, greetings, host_survey.greeting(), taken):
+        for line in survey(self._spec.hosts, nodes, greetings, host_survey.greeting(), taken, self._spec.elastic):
             self._report(line)
-        return tuple(range(min(node.cpus for node in hosts)))
+        return tuple(range(min((node.cpus for node in hosts), default=os.cpu_count() or 1)))
 
     def _own_or_adopt(self, cpus: tuple[int, ...], addresses: dict[str, Any]) -> None:
         from orchestrator.on_ray import fleet_on_cluster as cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+HOST_ACTOR = "host/"  # begins the name of each host actor; the label of its Ray node follows
 SHARED = "corewright"  # the namespace in Ray's KV of what the fleets of a cluster must agree on
 
 

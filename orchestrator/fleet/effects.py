@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from placements.facts.topology import Host
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
@@ -152,7 +153,14 @@ class ClusterClient(Protocol):
         ...
 
     async def lost_hosts(self) -> frozenset[str]:
-        """Returns the planner's names of the hosts whose Ray node is dead or missing. Cheap enough for every second."""
+        """Returns the planner's names of the hosts whose Ray node is dead or missing, also of those that are not kept.
+        Cheap enough for every second."""
+        ...
+
+    async def keep_hosts(self, hosts: Collection[str], elastic: Collection[Host]) -> Mapping[str, str]:
+        """Use exactly these hosts. Request a machine for each of the ``elastic`` ones that has none, withdraw all
+        other requests, and end what the fleet runs on machines that it does not use any more, so that they can be given
+        back. Returns why machines are not started, by instance type. To be called again and again."""
         ...
 
     async def host_reports(self) -> Mapping[str, HostReport]:

@@ -70,7 +70,7 @@ class ControllerActor:
         state = resume_fleet(settings, _records(settings, home), clock, restarted=restarted)
         self._removal: asyncio.Task[None] | None = None
         self._controller = Controller(state, cluster, resumed=clock.resumed_at)
-        cluster.add_hosts(host.name for host in state.hosts)
+        cluster.add_hosts((host.name for host in state.hosts), state.kept)
         self._operator = Operator(self._controller, cluster)
         loop = asyncio.get_running_loop()  # Ray makes an async actor's object on its event loop
         self._beating = loop.create_task(clock.beat())

@@ -10,7 +10,7 @@ import msgspec
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from orchestrator.fleet.cluster_names import ray_name
+from orchestrator.fleet.cluster_names import HOST_ACTOR, ray_name
 from orchestrator.fleet.machine_claims import claims, release_machines
 from orchestrator.on_ray.calls import within
 from orchestrator.on_ray.ray_kv import RayKeyValues
@@ -102,7 +102,7 @@ def _remove(name: str, own: bool) -> None:
     if not own:
         _kill(namespace, [CONTROLLER])  # first: it would replace what is removed
     _delete_application(namespace)
-    hosts = [actor for actor in actors if actor.startswith("host/")]
+    hosts = [actor for actor in actors if actor.startswith(HOST_ACTOR)]
     _kill(namespace, [actor for actor in actors if actor not in hosts])
     _forget_files(namespace, hosts)
     _kill(namespace, hosts)

@@ -14,15 +14,18 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.fleet.cluster_names import ray_name
+from orchestrator.fleet.cluster_names import HOST_ACTOR, ray_name
 from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, ReplicaDied, Survivor, actor_name
 from orchestrator.fleet.host_greeting import unfit
 from orchestrator.fleet.machine_claims import MachineClaims
+from orchestrator.on_ray.calls import within
 from orchestrator.on_ray.host_actor import HostActor
+from orchestrator.on_ray.host_requests import end_host_actors, refused_types, request_machines
 from orchestrator.on_ray.host_survey import GREETING_S, greeting
 from orchestrator.on_ray.ray_kv import RayKeyValues
 from orchestrator.on_ray.ray_nodes import RayNode, draining_nodes, host_labels, ray_nodes
 from orchestrator.process.awake_clock import AwakeClock
+from placements.facts.topology import Host
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.store.store_settings import StoreSettings
@@ -42,6 +45,7 @@ WATCH_S = 5.0  # a watch returns at least this often
 CALL_DEADLINE_S = 10.0  # a call takes a millisecond: no reply within this time means a hung process
 ADOPT_S = 3.0  # deadline of a live replica's description, while no requests are accepted
 CONFIRM_DEATH_S = 10.0
+KEEP_S = 10.0  # deadline of the requests for machines
 REPORT_S = 0.5  # deadline of one host's notice, while a round waits for all
 LONG_S = 2.0  # one poll of a long operation
 FETCH_S = 0.5  # the same of a fetch, whose progress is reported
@@ -72,7 +76,9 @@ class RayCluster:
         self._clock = clock
         self._namespace = ray_name(name)
         self._claims = None if emulated is None else MachineClaims(RayKeyValues(), name)
+        self._name = name
         self._names: list[str] = []  # the planner's hosts
+        self._kept: frozenset[str] | None = None  # those that are used; None: all
         self._labels: dict[str, str] = {}  # of Ray nodes, by the planner's host names
         self._here: str = ray.get_runtime_context().get_node_id()
         self._nodes: list[RayNode] = ray_nodes()
@@ -169,9 +175,11 @@ class RayCluster:
         address = f"[{node.address}]" if ":" in node.address else node.address
         return msgspec.structs.replace(config, listen=f"{TLS_SCHEME}://{address}:0")
 
-    def add_hosts(self, names: Iterable[str]) -> None:
-        """Add the planner's hosts, in its order, so that ``lost_hosts`` reports missing ones."""
+    def add_hosts(self, names: Iterable[str], kept: frozenset[str] | None = None) -> None:
+        """Add the planner's hosts, in its order, so that ``lost_hosts`` reports missing ones. ``kept`` as in
+        ``keep_hosts``."""
         self._names.extend(names)
+        self._kept = kept
         self._labels = self._bind()
         used = set(self._labels.values())
         for node in self._nodes:
@@ -181,7 +189,8 @@ class RayCluster:
     def _bind(self) -> dict[str, str]:
         if self._claims is None:
             return host_labels(self._names)
-        return self._claims.bind(self._names, [node for node in self._nodes if node.id not in self._unfit])
+        names = [name for name in self._names if self._kept is None or name in self._kept]
+        return self._claims.bind(names, [node for node in self._nodes if node.id not in self._unfit])
 
     def _greet(self) -> None:
         """Ask the machines of a joined cluster that are new hosts for their versions."""
@@ -311,6 +320,29 @@ class RayCluster:
         living = {node.label for node in self._nodes if node.alive and node.id not in self._unfit}
         return frozenset(name for name in self._names if self._labels.get(name) not in living)
 
+    async def keep_hosts(self, hosts: Collection[str], elastic: Collection[Host]) -> Mapping[str, str]:
+        self._kept = frozenset(hosts)
+        await self._refresh_nodes()
+        living = {node.label for node in self._nodes if node.alive and node.id not in self._unfit}
+        requests = [host for host in elastic if self._labels.get(host.name) not in living]
+        present = [node.id for node in self._nodes if node.alive and node.cores]
+        used = {node.label for node in self._nodes if node.label in self._labels.values() or node.id == self._here}
+
+        def keep() -> dict[str, str]:
+            end_host_actors(self._name, used)
+            request_machines(self._name, requests, present)
+            return refused_types() if requests else {}
+
+        for node in self._nodes:
+            if node.label not in used:
+                self._host_actors.pop(node.id, None)
+        refused = await asyncio.to_thread(within, keep, KEEP_S)
+        for node in self._nodes:
+            if node.alive and node.instance is not None and node.id in self._unfit:
+                refused[node.instance] = f"{node.label} is left out: {self._unfit[node.id]}"
+        types = {host.name.rpartition("/")[0] for host in requests}
+        return {name: reason for name, reason in refused.items() if name in types}
+
     async def host_reports(self) -> Mapping[str, HostReport]:
         draining = await asyncio.to_thread(draining_nodes)
         living = {name: node for name in self._names if (node := self._node_of(name)) is not None and node.alive}
@@ -379,7 +411,7 @@ class RayCluster:
     def _host_actor(self, node: RayNode) -> Any:
         if node.id not in self._host_actors:
             self._host_actors[node.id] = HostActor.options(  # type: ignore[attr-defined]
-                name=f"host/{node.label}",
+                name=HOST_ACTOR + node.label,
                 namespace=self._namespace,
                 get_if_exists=True,
                 lifetime="detached",
@@ -391,7 +423,9 @@ class RayCluster:
         names = [
             entry["name"]
             for entry in ray.util.list_named_actors(all_namespaces=True)
-            if entry["namespace"] == self._namespace and "/" in entry["name"] and not entry["name"].startswith("host/")
+            if entry["namespace"] == self._namespace
+            and "/" in entry["name"]
+            and not entry["name"].startswith(HOST_ACTOR)
         ]
         survivors = await asyncio.gather(*(self._survivor(name) for name in names))
         lost: dict[str, int] = {}

@@ -16,6 +16,7 @@ from orchestrator.records.journal_records import (
     Departure,
     Event,
     HostRoll,
+    HostUse,
     JournalState,
     Pin,
     Quarantine,
@@ -46,7 +47,7 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
     return msgspec.structs.replace(state, seq=record.seq, index=index, **_changes(state, record))
 
 
-_KEEP_INDEX = (Event, RolloutState, Target, Pin)
+_KEEP_INDEX = (Event, RolloutState, Target, Pin, HostUse)
 """The records after which an operator's plan stays valid."""
 
 
@@ -72,6 +73,11 @@ def _changes(state: JournalState, record: AnyRecord) -> dict[str, Any]:
             return _cordon_changes(state, record)
         case Departure(host=host, on=on):
             return {"departures": _set(state.departures, host, record, absent=not on)}
+        case HostUse(host=host):
+            starts = state.host_starts
+            if record.start_s is not None:
+                starts = {**starts, host.rpartition("/")[0]: record.start_s}
+            return {"uses": _set(state.uses, host, record, absent=record.state == "released"), "host_starts": starts}
         case HostRoll():
             return {"roll": record if record.hosts else None}
         case Pin() if not any(record.origins):

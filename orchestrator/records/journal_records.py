@@ -77,6 +77,14 @@ class Departure(Record, frozen=True, kw_only=True):
     noticed: bool = False  # it ends with the notice, not by an operator
 
 
+class HostUse(Record, frozen=True, kw_only=True):
+    """The use of a host that comes and goes."""
+
+    host: str
+    state: Literal["requested", "joined", "released"]
+    start_s: float | None = None  # from the request of its machine until it joined
+
+
 class HostRoll(Record, frozen=True, kw_only=True):
     """The progress of a maintenance of host after host."""
 
@@ -176,6 +184,8 @@ class JournalState(msgspec.Struct, frozen=True, kw_only=True):
     cordons: Mapping[str, Cordoned] = msgspec.field(default_factory=dict)  # by host; missing if nothing is cordoned
     drains: frozenset[str] = frozenset()  # completely cordoned hosts that are to be emptied
     departures: Mapping[str, Departure] = msgspec.field(default_factory=dict)  # by host
+    uses: Mapping[str, HostUse] = msgspec.field(default_factory=dict)  # by host; missing if it is not used
+    host_starts: Mapping[str, float] = msgspec.field(default_factory=dict)  # seconds of the last one, by instance type
     roll: HostRoll | None = None  # the maintenance in progress
     replaces: Mapping[str, int] = msgspec.field(default_factory=dict)  # the epoch to replace, by `model/n`
     quarantines: Mapping[str, Mapping[int, Quarantine]] = msgspec.field(default_factory=dict)  # by host and core
@@ -205,6 +215,7 @@ AnyRecord = (
     | Target
     | Cordon
     | Departure
+    | HostUse
     | HostRoll
     | Replace
     | Pin

@@ -27,6 +27,7 @@ from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine, resolve
 from placements.facts.topology import Host
+from placements.planner.host_groups import HostGroup, host_groups
 from placements.planner.spec_hosts import Machine, hosts_for
 from placements.spec.notation import is_path
 from placements.spec.parse import parse
@@ -53,6 +54,11 @@ class ResolvedRevision:
     @property
     def number(self) -> int:
         return self.revision.number
+
+    @cached_property
+    def groups(self) -> tuple[HostGroup, ...]:
+        """The hosts by entry of the spec."""
+        return host_groups(self.spec, self.hosts)
 
     @cached_property
     def engines(self) -> Mapping[str, Engine]:

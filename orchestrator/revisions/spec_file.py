@@ -116,13 +116,13 @@ def start_problems(file: SpecFile, *, joined: bool = False) -> tuple[Problem, ..
     spec = file.spec
     if spec is None:
         return ()
+    if joined or file.machine.joined:
+        return ()
     problems = []
     if any(entry.most > entry.least for entry in spec.hosts):
-        text = "hosts has a max above its min, and a fleet of this version does not request or give back machines"
-        hint = "set count; `corewright plan` shows how many machines the replicas need"
+        text = "hosts has a max above its min, and only a Ray cluster with an autoscaler starts machines"
+        hint = "set count, or join such a cluster with --ray-address"
         problems.append(Problem("hosts-not-served", "error", spec.where("hosts", "max"), text, hint))
-    if joined or file.machine.joined:
-        return tuple(problems)
     many = spec.where(*(("hosts", 1) if ("hosts", 1) in spec.places.positions else ("hosts", "count")))
     if len(file.hosts) > 1 and not file.hosts[0].emulated:
         text = f"the spec has {len(file.hosts)} machines, and `up` of this version starts one"

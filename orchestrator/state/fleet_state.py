@@ -38,6 +38,7 @@ from orchestrator.rollout.rollout_step import (
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from orchestrator.state.content_pins import ContentPins
 from orchestrator.state.departures import leaving_hosts
+from orchestrator.state.host_uses import HostUses
 from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.replica_counts import ReplicaCounts
 from placements.facts.plural import counted
@@ -84,6 +85,7 @@ class FleetState:
         self.reach = Reachability()
         self.unreachable: frozenset[str] = frozenset()  # replicas that a gateway cannot connect to, as of this round
         self.counts = ReplicaCounts(records)
+        self.uses = HostUses(records)
         self.strategies: dict[str, UpdateStrategy] = {}  # of models that are being updated
         self._holding: set[str] = set()  # models updated by `hold`, until they are settled
         self.upcoming: tuple[ReplicaTarget, ...] = ()  # they displace others once their hosts are prepared
@@ -127,7 +129,17 @@ class FleetState:
 
     @property
     def living_hosts(self) -> tuple[Host, ...]:
-        return tuple(host for host in self.hosts if host.name not in self.lost)
+        return tuple(host for host in self.hosts if host.name not in self.lost and host.name in self.kept)
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The names of the hosts that the fleet uses; of a spec without ``max`` all."""
+        return self.uses.kept(self.current.groups)
+
+    def awaited_hosts(self, model: str) -> str | None:
+        """Returns for which machines replicas of the model wait; None if they would not have a place there, either."""
+        placed = sum(target.model == model for target in self.goal.targets)
+        return self.uses.awaited() if self.uses.expected.get(model, 0) > placed else None
 
     def settled(self, model: ModelSpec) -> bool:
         """Returns whether the rollout of the model is finished."""

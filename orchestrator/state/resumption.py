@@ -10,7 +10,7 @@ import msgspec.structs
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.progress_text import problem_text
 from orchestrator.records.journal_fold import failed_cores
-from orchestrator.records.journal_records import Damage, JournalState, Revision, Scale, Target
+from orchestrator.records.journal_records import Damage, HostUse, JournalState, Revision, Scale, Target
 from orchestrator.revisions.resolved_revision import resolve_revision
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.record_writer import RecordWriter
@@ -47,6 +47,8 @@ def resume_fleet(
             records.note(Scale(model=model, count=None, by="up"))
         for model in past.targets:
             records.note(Target(model=model, count=None))
+        for host in past.uses:
+            records.note(HostUse(host=host, state="released"))
         for record in failed_cores(past):  # they may have been repaired, and are tried again
             records.note(msgspec.structs.replace(record, on=False))
     if begins:

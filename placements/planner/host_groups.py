@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from placements.facts.topology import Host
@@ -43,3 +43,14 @@ def host_groups(spec: Spec, hosts: Sequence[Host]) -> tuple[HostGroup, ...]:
 def least_hosts(groups: Sequence[HostGroup]) -> tuple[Host, ...]:
     """Returns the hosts that the fleet keeps, used or not."""
     return tuple(host for group in groups for host in group.hosts[: group.min])
+
+
+def kept_hosts(groups: Sequence[HostGroup], used: Collection[str]) -> tuple[Host, ...]:
+    """Returns the hosts of a fleet that uses these of the hosts that come and go: at least ``min`` of each group."""
+    kept: list[Host] = []
+    for group in groups:
+        wanted = [host for host in group.hosts if not group.elastic or host.name in used]
+        others = [host for host in group.hosts if host not in wanted]
+        fill = {host.name for host in (*wanted, *others[: max(0, group.min - len(wanted))])}
+        kept += [host for host in group.hosts if host.name in fill]
+    return tuple(kept)

@@ -133,6 +133,7 @@ STATUS: dict[str, Any] = {
             "leases": [{"replica": "chat/0", "cores": "0-7"}, {"replica": "chat/1", "cores": "8-15"}],
             "cordoned": ["20-22"],
             "lost": False,
+            "starting": None,
             "balanced": True,
             "draining": False,
             "leaving": None,
@@ -190,6 +191,7 @@ PLAN: dict[str, Any] = {
     "moves": [],
     "hosts": [host(129, CHAT_LINE, thread_line("small", 1, 7, "floor((192 - 8) x 1 / 24) = 7"))],
     "memory": [],
+    "hosts_to_add": [],
     "unplaced": [],
     "problems": [],
     "changes": [

@@ -28,6 +28,7 @@ from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.records.journal import Journal
 from orchestrator.state.record_writer import InThread, RecordWriter
 from orchestrator.state.resumption import resume_fleet
+from placements.facts.topology import Host
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact, wanted_by
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
@@ -166,6 +167,9 @@ class FakeCluster:
         self.reported_held: set[int] = set()  # the cores of its last report
         self.lost_now: set[str] = set()
         self.host_names: list[str] = []
+        self.machine_s = 5.0  # from the request of a machine until it joins
+        self.refused_types: dict[str, str] = {}  # why machines are not started, by instance type
+        self.requests: dict[str, asyncio.Task[None]] = {}  # of machines, by host
         self.notices: dict[str, Notice] = {}  # by host
         self.nodes: dict[str, str] = {}  # by host, the id of its Ray node; by default "1"
         self.refuses_start: Exception | None = None
@@ -372,6 +376,24 @@ class FakeCluster:
     async def lost_hosts(self) -> frozenset[str]:
         return frozenset(self.lost_now)
 
+    async def keep_hosts(self, hosts: Collection[str], elastic: Collection[Host]) -> Mapping[str, str]:
+        for replica in self.living():
+            if replica.config.host not in hosts:
+                self.violations.append(f"{replica.config.host} is given back with {replica.config.model}")
+        self.lost_now |= set(self.host_names) - set(hosts)
+        wanted = {host.name for host in elastic if host.name in self.lost_now}
+        for name in self.requests.keys() - wanted:
+            self.requests.pop(name).cancel()
+        refused = {name for name in wanted if name.rpartition("/")[0] in self.refused_types}
+        for name in wanted - self.requests.keys() - refused:
+            self.requests[name] = asyncio.get_running_loop().create_task(self._join(name))
+        return {instance: self.refused_types[instance] for instance in {name.rpartition("/")[0] for name in refused}}
+
+    async def _join(self, host: str) -> None:
+        await asyncio.sleep(self.machine_s)
+        self.lost_now.discard(host)
+        del self.requests[host]
+
     async def host_reports(self) -> Mapping[str, HostReport]:
         return {
             name: HostReport(self.nodes.get(name, "1"), self.notices.get(name))
@@ -440,6 +462,7 @@ class Played:
         state = resume_fleet(settings, records, self.clock or loop.time, restarted=restarted)
         cluster.records = records
         cluster.host_names = [host.name for host in state.hosts]
+        cluster.lost_now |= set(cluster.host_names) - state.kept
         resumed = self.clock.resumed_at if self.clock else lambda: float("-inf")
         self.controller = Controller(state, cluster, resumed=resumed, tick_s=tick_s)
         self.operator = Operator(self.controller, cluster)
