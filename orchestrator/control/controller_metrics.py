@@ -161,8 +161,8 @@ def fleet_families(status: Mapping[str, Any], views: Mapping[str, ReplicaView], 
 
 
 def _hosts(hosts: Sequence[Mapping[str, Any]]) -> Iterable[MetricFamily]:
-    starting = {(host["name"],): 1.0 for host in hosts if host["starting"] is not None}
-    requested = "1 for a host whose machine is requested and has not joined."
+    starting = {(host["name"],): float(host["starting"] is not None) for host in hosts}
+    requested = "Whether the host's machine is requested and has not joined."
     yield by_label("corewright_host_starting", "gauge", requested, ("host",), starting)
     hosts = [host for host in hosts if host["starting"] is None]
     cores = {(host["name"], state): host[key] for host in hosts for state, key in CORE_STATES.items()}

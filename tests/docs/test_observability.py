@@ -109,6 +109,7 @@ def test_the_dashboard_shows_every_important_metric(played: Played) -> None:
         "corewright_queue_length",  # vllm:num_requests_waiting is shown
         "corewright_requests_waiting",  # a replica has none but for an instant
         "corewright_demand_requests",  # the gateways tell it each for itself, as vllm:num_requests_*
+        "corewright_host_starting",  # for an alert
         "corewright_host_cores",  # the sum of corewright_cores
         "corewright_ready",  # a condition
         "corewright_model_available",
