@@ -163,7 +163,7 @@ class JoinedUp:
 
     def _survey(self) -> tuple[int, ...]:
         """Report the machines of the cluster. Returns the CPUs of each."""
-        from orchestrator.on_ray import host_survey, ray_nodes
+        from orchestrator.on_ray import host_survey, own_greeting, ray_nodes
         from orchestrator.on_ray.calls import within
         from orchestrator.on_ray.fleet_on_cluster import LOOKUP_S, taken_from
 
@@ -171,7 +171,7 @@ class JoinedUp:
         hosts = [node for node in nodes if node.alive and node.cores and node.instance is not None]
         greetings = host_survey.greet(hosts)
         taken = within(partial(taken_from, self._spec.name), LOOKUP_S)
-        for line in survey(self._spec.hosts, nodes, greetings, host_survey.greeting(), taken, self._spec.elastic):
+        for line in survey(self._spec.hosts, nodes, greetings, own_greeting.greeting(), taken, self._spec.elastic):
             self._report(line)
         return tuple(range(min((node.cpus for node in hosts), default=os.cpu_count() or 1)))
 
@@ -267,7 +267,7 @@ class JoinedUp:
         from orchestrator.on_ray import gateway_deployment
 
         try:
-            gateway_deployment.start_gateway(self._options.gateway, self._spec.name)
+            gateway_deployment.start_gateway(self._options.gateway, self._spec.name, joined=True)
         except Exception as error:  # Ray Serve raises many types
             log.exception("the gateway does not start")
             hint = f"see {self._home.logs / 'gateway.log'} on the head; the fleet runs without it: `corewright down`"

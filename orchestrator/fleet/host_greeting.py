@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
+from workers.messages.actor_message import actor_message
 
+
+@actor_message
 class HostGreeting(msgspec.Struct, frozen=True):
     """The report of one machine."""
 
     version: str  # of corewright
     folder: str  # where its packages are
     devices: bool  # it has Neuron devices
+    protocol: int = 1  # of its messages, see `wire.py`
 
 
 def unfit(greeting: HostGreeting | str, own: HostGreeting, *, emulated: bool) -> str | None:
@@ -21,10 +25,9 @@ def unfit(greeting: HostGreeting | str, own: HostGreeting, *, emulated: bool) ->
     """
     if isinstance(greeting, str):
         return greeting
-    if greeting.version != own.version:
-        return f"it has corewright {greeting.version}, and the fleet {own.version}"
-    if greeting.folder != own.folder:
-        return f"its package of corewright is in {greeting.folder}, that of the fleet in {own.folder}"
+    if abs(greeting.protocol - own.protocol) > 1:
+        versions = f"it has corewright {greeting.version}, and the fleet {own.version}"
+        return f"{versions}: protocols {greeting.protocol} and {own.protocol}; upgrade step by step"
     if greeting.devices and emulated:
         return "it has Neuron devices, and the spec emulates them"
     if not greeting.devices and not emulated:

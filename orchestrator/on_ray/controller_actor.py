@@ -23,7 +23,7 @@ from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.on_ray.ray_cluster import RayCluster
 from orchestrator.on_ray.ray_kv import RayKeyValues
-from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, here
+from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, here, own_interpreter
 from orchestrator.process import logs
 from orchestrator.process.addresses import free_port
 from orchestrator.process.awake_clock import AwakeClock
@@ -205,6 +205,6 @@ def start_controller(settings: ControllerSettings) -> Any:
     """Start the controller actor and return its handle."""
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=1000)(ControllerActor)
     # Ray places actors without CPUs on any host, which could be lost. A new head has a new node id.
-    place = {"resources": HEAD} if settings.joined else {"scheduling_strategy": here()}
+    place = {"resources": HEAD, **own_interpreter()} if settings.joined else {"scheduling_strategy": here()}
     namespace = ray_name(settings.name)
     return actor.options(name=CONTROLLER, namespace=namespace, lifetime="detached", **place).remote(settings)

@@ -17,7 +17,7 @@ from orchestrator.fleet.route_table import RouteTable
 from orchestrator.gateway.controller_client import ControllerAway
 from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD
+from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, own_interpreter
 from orchestrator.process import logs
 from orchestrator.process.collector import settle_collector
 from orchestrator.process.home import Home
@@ -87,18 +87,21 @@ _gateway: Any = serve.deployment(
     health_check_timeout_s=5,
     graceful_shutdown_timeout_s=3,
     graceful_shutdown_wait_loop_s=0.1,
-    ray_actor_options={"num_cpus": 0, "resources": HEAD},  # beside the controller
 )(GatewayDeployment)
 
 
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Failed): ")  # the last line of a traceback, not indented
 
 
-def start_gateway(settings: GatewaySettings, fleet: str) -> None:
-    """Deploy the gateways of the fleet of that name, and wait until they listen. Raises RuntimeError if they do not."""
+def start_gateway(settings: GatewaySettings, fleet: str, *, joined: bool = False) -> None:
+    """Deploy the gateways of the fleet of that name, and wait until they listen. ``joined``: on a Ray cluster that
+    others started. Raises RuntimeError if they do not listen."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled")
-    deployment = _gateway.options(num_replicas=settings.gateways + settings.gateway_spare)
+    deployment = _gateway.options(
+        num_replicas=settings.gateways + settings.gateway_spare,
+        ray_actor_options={"num_cpus": 0, "resources": HEAD, **(own_interpreter() if joined else {})},
+    )
     try:
         serve.run(deployment.bind(settings, fleet), name=ray_name(fleet), route_prefix=None)
     except RuntimeError as error:

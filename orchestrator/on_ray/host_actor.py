@@ -13,7 +13,7 @@ import msgspec.structs
 import ray
 
 from orchestrator.fleet.host_greeting import HostGreeting
-from orchestrator.on_ray.host_survey import greeting
+from orchestrator.on_ray.own_greeting import greeting
 from orchestrator.process.home import Home
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus

@@ -21,7 +21,8 @@ from orchestrator.fleet.machine_claims import MachineClaims
 from orchestrator.on_ray.calls import within
 from orchestrator.on_ray.host_actor import HostActor
 from orchestrator.on_ray.host_requests import end_host_actors, refused_types, request_machines
-from orchestrator.on_ray.host_survey import GREETING_S, greeting
+from orchestrator.on_ray.host_survey import GREETING_S
+from orchestrator.on_ray.own_greeting import greeting
 from orchestrator.on_ray.ray_kv import RayKeyValues
 from orchestrator.on_ray.ray_nodes import RayNode, draining_nodes, host_labels, ray_nodes
 from orchestrator.process.awake_clock import AwakeClock

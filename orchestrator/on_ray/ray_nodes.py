@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -158,6 +159,12 @@ def leave_ray() -> None:
 def here() -> NodeAffinitySchedulingStrategy:
     """Returns the strategy that schedules only on the Ray node of this process."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def own_interpreter() -> dict[str, Any]:
+    """Returns the option that runs an actor in this process's interpreter, at the same path on the actor's machine,
+    instead of that of Ray there. The actors that it starts inherit the option."""
+    return {"runtime_env": {"py_executable": sys.executable}}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec.structs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,7 +119,7 @@ def test_an_error_of_ray_itself_is_reported_in_one_line() -> None:
 
 # Survey
 
-OWN = HostGreeting("1.0", "/opt/corewright", devices=False)
+OWN = HostGreeting("1.0", "/opt/corewright", devices=False, protocol=3)
 
 
 def surveyed(members: list[Member], greetings: dict[str, HostGreeting | str] | None = None, **more: Any) -> list[str]:
@@ -149,9 +150,11 @@ def test_a_host_without_a_machine_is_reported() -> None:
 @pytest.mark.parametrize(
     ("greeting", "reason"),
     [
-        (HostGreeting("0.9", OWN.folder, devices=False), "it has corewright 0.9, and the fleet 1.0"),
-        (HostGreeting("1.0", "/elsewhere", devices=False), "its package of corewright is in /elsewhere"),
-        (HostGreeting("1.0", OWN.folder, devices=True), "it has Neuron devices, and the spec emulates them"),
+        (
+            HostGreeting("0.8", OWN.folder, devices=False, protocol=OWN.protocol - 2),
+            "it has corewright 0.8, and the fleet 1.0",
+        ),
+        (msgspec.structs.replace(OWN, devices=True), "it has Neuron devices, and the spec emulates them"),
         ("corewright does not run there: ModuleNotFoundError", "corewright does not run there"),
     ],
 )
@@ -159,6 +162,13 @@ def test_a_machine_that_differs_is_left_out(greeting: HostGreeting | str, reason
     lines = surveyed([member("a"), member("b")], {"a": OWN, "b": greeting})
     assert lines[0].startswith(f"b is left out: {reason}")
     assert lines[1].startswith(f"{TYPE}: 1 machine, emulated")
+
+
+@pytest.mark.parametrize("ahead", [-1, 1])
+def test_a_machine_of_the_previous_or_next_protocol_can_be_a_host(ahead: int) -> None:
+    """As during an upgrade, when the versions are in different folders."""
+    other = HostGreeting("other", "/elsewhere", devices=False, protocol=OWN.protocol + ahead)
+    assert unfit(other, OWN, emulated=True) is None
 
 
 def test_a_machine_without_devices_is_no_host_of_a_real_instance_type() -> None:
