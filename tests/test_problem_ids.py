@@ -203,7 +203,7 @@ def test_an_environment_that_is_not_the_planned_one_is_told(monkeypatch: pytest.
 def test_a_first_generation_that_fails_is_told() -> None:
     """Nobody is sent to such a replica."""
     replica = Replica.__new__(Replica)
-    replica._batcher = SimpleNamespace(spec=SimpleNamespace(vocab_size=8), submit=lambda request: None)
+    replica._batcher = SimpleNamespace(spec=SimpleNamespace(vocab_size=8, width=0), submit=lambda request: None)
     replica._probed = SimpleNamespace(wait=lambda deadline: True)  # type: ignore[assignment]
     replica._probe_error = "NaN"
     assert load_error(replica._probe) == "probe-failed"
