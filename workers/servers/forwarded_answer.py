@@ -144,9 +144,9 @@ class EventReader:
         before = self._tokens
         for event in self._events.feed(data):
             self._read(event)
-        if not self._held or not (self._tokens or any(self._reasons.values())):
-            if len(self._held) > LONGEST_EVENT:
+            if len(self._held) > LONGEST_EVENT and not self._begun:
                 raise ServerError(f"the server sent {LONGEST_EVENT} bytes of events without text", BAD_GATEWAY)
+        if not self._held or not self._begun:
             return None
         held, self._held = self._held, b""
         return AnswerPart(held, self._tokens - before)
@@ -168,6 +168,10 @@ class EventReader:
     def finish(self) -> FinishReason:
         """Why a complete answer has ended."""
         return _finish(self._reasons.values())
+
+    @property
+    def _begun(self) -> bool:
+        return self._tokens > 0 or any(self._reasons.values())
 
     def _read(self, event: bytes) -> None:
         try:

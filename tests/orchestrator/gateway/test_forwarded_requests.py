@@ -364,10 +364,10 @@ def test_a_broken_answer_is_ours_to_report(gateway: LiveGateway, relayed: Make, 
 
 
 def test_events_without_text_are_bounded(gateway: LiveGateway, relayed: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica keeps only so many bytes of an answer that has not begun."""
+    """A replica keeps only so many bytes of an answer that has not begun, even if its text arrives with them."""
     monkeypatch.setattr("workers.servers.forwarded_answer.LONGEST_EVENT", 1000)
     role = event({"choices": [{"delta": {"role": "assistant"}}]})
-    serve(gateway, relayed(lambda call: call.stream(*[role] * 20, *STREAM)))
+    serve(gateway, relayed(lambda call: call.stream(b"".join([role] * 20 + [*STREAM]))))
 
     response = complete(gateway, stream=True)
 
