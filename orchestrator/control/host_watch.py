@@ -70,12 +70,14 @@ class HostWatch:
         may still be there.
         """
         state = self._state
-        lost = await self._cluster.lost_hosts()
+        losses = await self._cluster.lost_hosts()
+        lost = frozenset(losses)
         kept, uses = state.kept, state.records.state.uses
         for name in sorted((lost - state.lost) & kept - state.uses.waiting().keys()):
             if name in uses:
                 state.records.note(HostUse(host=name, state="requested"))
-            state.records.event("error", "HostLost", "its Ray node is gone; its replicas are moved", host=name)
+            message = f"{losses[name].cause}; its replicas are moved"
+            state.records.event("info" if losses[name].expected else "error", "HostLost", message, host=name)
         for name in lost:
             self._former.pop(name, None)
         with_cores = {host.name for host in state.hosts if host.cores}

@@ -49,6 +49,14 @@ class Survivor:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """Why a host is lost."""
+
+    cause: str
+    expected: bool = False  # Ray's autoscaler ended its node, which was idle
+
+
+@dataclass(frozen=True)
 class HostReport:
     """A living host."""
 
@@ -152,9 +160,9 @@ class ClusterClient(Protocol):
         """Returns the Neuron device metrics of the host, under neuron-monitor's names; none if the tool is missing."""
         ...
 
-    async def lost_hosts(self) -> frozenset[str]:
-        """Returns the planner's names of the hosts whose Ray node is dead or missing, also of those that are not kept.
-        Cheap enough for every second."""
+    async def lost_hosts(self) -> Mapping[str, Loss]:
+        """Returns the hosts whose Ray node is dead or missing, by the planner's names, also those that are not kept: by
+        Ray's last word, while its head is away. Cheap enough for every second."""
         ...
 
     async def keep_hosts(self, hosts: Collection[str], elastic: Collection[Host]) -> Mapping[str, str]:

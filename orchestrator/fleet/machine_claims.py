@@ -55,7 +55,7 @@ class MachineClaims:
         self._fleet = fleet
         self.labels = {claim.host: label for label, claim in claims(kv).items() if claim.fleet == fleet}
 
-    def bind(self, names: Iterable[str], members: Iterable[Member]) -> dict[str, str]:
+    def bind(self, names: Iterable[str], members: Iterable[Member], *, keep: bool = False) -> dict[str, str]:
         """Returns the label of each host's machine, as ``bind_hosts`` chooses it among the machines without a fleet.
 
         Machines that no host uses any more are released. If it raises, the claims that were made stand.
@@ -63,7 +63,7 @@ class MachineClaims:
         wanted, seen = list(names), list(members)
         taken: set[str] = set()  # by other fleets
         while True:
-            labels = bind_hosts(wanted, self.labels, seen, taken)
+            labels = bind_hosts(wanted, self.labels, seen, taken, keep=keep)
             for name, label in labels.items():
                 if self.labels.get(name) != label:
                     if self._claim(label, name):

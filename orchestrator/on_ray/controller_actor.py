@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from orchestrator.control.controller_metrics import CORE_STATES
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.route_table import RouteTable
+from orchestrator.on_ray.head import retried
 from orchestrator.on_ray.ray_cluster import RayCluster
 from orchestrator.on_ray.ray_kv import RayKeyValues
 from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, here, own_interpreter
@@ -178,7 +179,7 @@ def _write_record(home: Home, record: FleetRecord, admin_port: int) -> None:
     record = msgspec.structs.replace(record, **place)
     home.write_record(record)
     with task_boundary(log, "the record of the fleet is not in Ray's KV"):  # the commands here need the file only
-        store_record(record)
+        retried(partial(store_record, record))
 
 
 def _records(settings: ControllerSettings, home: Home) -> RecordWriter:
@@ -187,12 +188,12 @@ def _records(settings: ControllerSettings, home: Home) -> RecordWriter:
     if not settings.joined:
         return RecordWriter(journal)
     kv, namespace = RayKeyValues(), ray_name(settings.name)
-    stored = kv.get(namespace, [JOURNAL]).get(JOURNAL)
+    stored = retried(partial(kv.get, namespace, [JOURNAL])).get(JOURNAL)
     copy = None if stored is None else state_copy.decode(stored)
     restored = copy is not None and state_copy.is_newer(copy, journal.state(), settings.fleet)
     if copy is not None and restored:
         journal.restore(copy)
-    copier = StateCopier(functools.partial(kv.put, namespace, JOURNAL))
+    copier = StateCopier(partial(kv.put, namespace, JOURNAL))
     copier.offer(journal.state())
     records = RecordWriter(journal, written=copier.offer)
     if restored:

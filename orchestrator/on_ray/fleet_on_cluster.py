@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from orchestrator.process.home import FleetRecord
 OWNER = "owner"  # the key in Ray's KV of the fleet's entry
 RECORD = "record"  # the key of the content of `fleet.json`, which the controller writes at each of its starts
 LOOKUP_S = 30.0  # for a lookup: without a limit it blocks while Ray's head is away
+LATE_S = 0.2  # between two lists of actors
 FORGET_S = 5.0  # for a host to remove the fleet's files
 SERVE = ("SERVE_CONTROLLER_ACTOR", "serve")  # the name and the namespace of Serve's controller
 
@@ -94,18 +96,16 @@ def remove_fleet(name: str, *, own: bool = False) -> None:
 
 def _remove(name: str, own: bool) -> None:
     namespace = ray_name(name)
-    actors = [
-        actor["name"]
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["namespace"] == namespace and not (own and actor["name"] == CONTROLLER)
-    ]
     if not own:
         _kill(namespace, [CONTROLLER])  # first: it would replace what is removed
     _delete_application(namespace)
+    actors = _actors(namespace)
     hosts = [actor for actor in actors if actor.startswith(HOST_ACTOR)]
     _kill(namespace, [actor for actor in actors if actor not in hosts])
     _forget_files(namespace, hosts)
-    _kill(namespace, hosts)
+    while late := _actors(namespace):  # a start that the controller had begun may end after it
+        _kill(namespace, late)
+        time.sleep(LATE_S)
     for id, group in placement_group_table().items():
         if group["name"].startswith(f"{namespace}/"):
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(id))))
@@ -113,6 +113,12 @@ def _remove(name: str, own: bool) -> None:
     release_machines(kv, name)
     for key in sorted(kv.keys(namespace, ""), key=OWNER.__eq__):  # its name is free last
         kv.delete(namespace, key)
+
+
+def _actors(namespace: str) -> list[str]:
+    """Returns the names of the fleet's actors, without the controller."""
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in listed if actor["namespace"] == namespace and actor["name"] != CONTROLLER]
 
 
 def _delete_application(name: str) -> None:

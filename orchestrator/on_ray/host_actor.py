@@ -31,12 +31,14 @@ from workers.host.facts.reading import read_host_facts
 from workers.host.instance_metadata import NoticeWatch
 from workers.host.interpreter import Interpreter, Interpreters
 from workers.host.neuron_faults import fault_of
+from workers.host.orphans import end_orphans
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 
 RECENT = 1000
+ORPHANS_S = 10.0  # for replicas of the machine's former Ray node to end
 TOOLS_PERIOD_S = 10.0  # between two runs of the Neuron tools, which take seconds
 
 M = TypeVar("M", bound=Callable[..., object])
@@ -53,14 +55,18 @@ def _long(method: M) -> M:
     return cast(M, ray.method(concurrency_group="long")(method))
 
 
-@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=16, concurrency_groups={"long": 8})
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=16, concurrency_groups={"long": 32})
 class HostActor:
     """The controller's agent on one host; each Ray node has one.
 
     It survives the controller, so that fetches continue while the controller restarts.
     """
 
-    def __init__(self, store: StoreSettings, home: str) -> None:
+    def __init__(self, store: StoreSettings, home: str, mark: str | None = None) -> None:
+        """``mark``, on a joined cluster, is that of the fleet's replicas on this Ray node. Those of the machine's
+        former node may still hold cores, and are killed before the first reply."""
+        if mark is not None:
+            end_orphans(mark, ORPHANS_S)
         self._home = Home(Path(home))
         self._home.prepare()  # which `up` has done on its own machine only
         self._store = store.open()

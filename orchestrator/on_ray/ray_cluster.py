@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec.structs
@@ -14,23 +15,27 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.fleet.cluster_names import HOST_ACTOR, ray_name
-from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, ReplicaDied, Survivor, actor_name
+from orchestrator.fleet.cluster_names import ray_name
+from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, Loss, ReplicaDied, Survivor, actor_name
 from orchestrator.fleet.host_greeting import unfit
 from orchestrator.fleet.machine_claims import MachineClaims
-from orchestrator.on_ray.calls import within
-from orchestrator.on_ray.host_actor import HostActor
+from orchestrator.on_ray.actor_death import CRASHED, DISCONNECTED, cause_of_death
+from orchestrator.on_ray.cluster_nodes import ClusterNodes
+from orchestrator.on_ray.head import Head, retried
+from orchestrator.on_ray.host_actors import HostActors
 from orchestrator.on_ray.host_requests import end_host_actors, refused_types, request_machines
 from orchestrator.on_ray.host_survey import GREETING_S
 from orchestrator.on_ray.own_greeting import greeting
 from orchestrator.on_ray.ray_kv import RayKeyValues
-from orchestrator.on_ray.ray_nodes import RayNode, draining_nodes, host_labels, ray_nodes
+from orchestrator.on_ray.ray_nodes import RayNode, draining_nodes
+from orchestrator.on_ray.survivors import find_survivors, is_dead, kill
 from orchestrator.process.awake_clock import AwakeClock
 from placements.facts.topology import Host
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.host.interpreter import Interpreter
+from workers.host.task_boundary import task_boundary
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice, earliest
 from workers.messages.replica_config import ReplicaConfig
@@ -44,16 +49,15 @@ T = TypeVar("T")
 
 WATCH_S = 5.0  # a watch returns at least this often
 CALL_DEADLINE_S = 10.0  # a call takes a millisecond: no reply within this time means a hung process
-ADOPT_S = 3.0  # deadline of a live replica's description, while no requests are accepted
+ADOPT_S = 30.0  # deadline of a live replica's description: Ray finds it only once the head is whole
+NEAR_S = 3.0  # the same on the fleet's own Ray, whose head has not been away
+SILENT_S = 3.0  # deadline of a host that may be cut off
+SILENT_RETRY_S = 1.0
 CONFIRM_DEATH_S = 10.0
 KEEP_S = 10.0  # deadline of the requests for machines
 REPORT_S = 0.5  # deadline of one host's notice, while a round waits for all
 LONG_S = 2.0  # one poll of a long operation
 FETCH_S = 0.5  # the same of a fetch, whose progress is reported
-UNKNOWN_ENDS = (
-    "its process ended without an error: killed by a signal (out of memory?), or crashed",
-    "the connection to its process was closed",
-)
 BY_SIGKILL = "was killed by SIGKILL"
 
 
@@ -72,23 +76,20 @@ class RayCluster:
         """``store`` has the settings of each host's artifact store, ``home`` is the path of each host's home, and
         ``name`` the fleet's; the caller runs ``clock``. ``emulated``, on a cluster that others started: the
         instance types whose machines have no devices."""
-        self._store = store
-        self._home = home
         self._clock = clock
         self._namespace = ray_name(name)
-        self._claims = None if emulated is None else MachineClaims(RayKeyValues(), name)
         self._name = name
-        self._names: list[str] = []  # the planner's hosts
-        self._kept: frozenset[str] | None = None  # those that are used; None: all
-        self._labels: dict[str, str] = {}  # of Ray nodes, by the planner's host names
-        self._here: str = ray.get_runtime_context().get_node_id()
-        self._nodes: list[RayNode] = ray_nodes()
-        self._refreshing = asyncio.Lock()
+        self._is_joined = emulated is not None
+        self._head = Head(clock)
+        claims = retried(lambda: MachineClaims(RayKeyValues(), name)) if self._is_joined else None
+        self._nodes = ClusterNodes(self._head, clock, claims)
         self._emulated = emulated or ()
         self._greeted: dict[str, asyncio.Task[None]] = {}  # by node id
-        self._unfit: dict[str, str] = {}  # reasons, by node id
-        self._host_actors: dict[str, Any] = {}  # by node id
+        mark = f"{self._namespace}{home}" if self._is_joined else None
+        self._host_actors = HostActors(self._head, self._namespace, store, home, mark)
         self._answered: set[str] = set()  # replicas that have replied: a later timeout means a hang
+        self._preparing: list[asyncio.Task[None]] = []
+        self._creating: set[str] = set()  # replicas whose actors are being registered
         self._actors: dict[str, Any] = {}
         self._configs: dict[str, ReplicaConfig] = {}
         self._processes: dict[str, tuple[int, float]] = {}  # pid and start of replicas that their hosts watch
@@ -104,7 +105,7 @@ class RayCluster:
                 log.warning("%s does not report which sources it stores: %s", host, error)
                 return frozenset()
 
-        hosts = list(self._labels)
+        hosts = list(self._nodes.labels)
         return dict(zip(hosts, await asyncio.gather(*map(held_by, hosts)), strict=True))
 
     async def check(self, config: ReplicaConfig) -> Failure | None:
@@ -141,23 +142,30 @@ class RayCluster:
                 ended = not isinstance(reply, FetchStatus)
                 yield reply
         finally:
-            if not ended and (node := self._node_of(host)) is not None and node.alive:
-                self._host_actor(node).stop_waiting.remote(waiter)
+            if not ended and (node := self._nodes.living(host)) is not None:
+                actor = self._host_actors.known(node)
+                if actor is not None:
+                    actor.stop_waiting.remote(waiter)
 
     async def start(self, config: ReplicaConfig) -> None:
-        node = self._node_of(config.host)
-        if node is None or not node.alive:
-            await self._refresh_nodes()
-            node = self._node_of(config.host)
-        if node is None or not node.alive:
+        node = await self._nodes.wait_living(config.host)
+        if node is None:
             raise HostLost(f"the Ray node of {config.host} is gone")
         config = self._reachable(config, node)
         name = actor_name(config.model, config.replica, config.epoch)
         self._configs[name] = config
+        self._creating.add(name)
+        try:  # without a deadline: it may be registered whenever the head is back
+            self._actors[name] = await self._head.ask(partial(self._create, name, config, node), name, None)
+        finally:
+            self._creating.discard(name)
+
+    def _create(self, name: str, config: ReplicaConfig, node: RayNode) -> Any:
+        """Register the actor of a replica. Blocks while the head is away."""
         named = type(f"Replica[{config.model}]", (Replica,), {})  # the dashboard shows the class name
         shown = ray.remote(concurrency_groups={"ctl": 8})(named)
         interpreter = {} if config.python is None else {"py_executable": config.python}
-        self._actors[name] = shown.options(
+        return shown.options(
             name=name,
             namespace=self._namespace,
             lifetime="detached",  # it survives a restart of the controller
@@ -166,12 +174,12 @@ class RayCluster:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            runtime_env={"env_vars": config.env, **interpreter},
+            runtime_env={"env_vars": {**config.env, **self._host_actors.environment(node)}, **interpreter},
         ).remote(config)
 
     def _reachable(self, config: ReplicaConfig, node: RayNode) -> ReplicaConfig:
         """Returns the configuration with an address for gateways of other machines, if there can be any."""
-        if not config.listen and self._claims is None:
+        if not config.listen and not self._is_joined:
             return config
         address = f"[{node.address}]" if ":" in node.address else node.address
         return msgspec.structs.replace(config, listen=f"{TLS_SCHEME}://{address}:0")
@@ -179,69 +187,95 @@ class RayCluster:
     def add_hosts(self, names: Iterable[str], kept: frozenset[str] | None = None) -> None:
         """Add the planner's hosts, in its order, so that ``lost_hosts`` reports missing ones. ``kept`` as in
         ``keep_hosts``."""
-        self._names.extend(names)
-        self._kept = kept
-        self._labels = self._bind()
-        used = set(self._labels.values())
-        for node in self._nodes:
-            if node.alive and (node.label in used or node.id == self._here):
-                self._host_actor(node)  # before the first call
+        self._nodes.kept = kept
+        self._nodes.add(names)
+        used = self._nodes.used()
+        for node in self._nodes.all:
+            if node.alive and node.label in used:
+                self._preparing.append(asyncio.get_running_loop().create_task(self._prepare(node)))
 
-    def _bind(self) -> dict[str, str]:
-        if self._claims is None:
-            return host_labels(self._names)
-        names = [name for name in self._names if self._kept is None or name in self._kept]
-        return self._claims.bind(names, [node for node in self._nodes if node.id not in self._unfit])
+    async def _prepare(self, node: RayNode) -> None:
+        """Start the actor of a host before the first call."""
+        with task_boundary(log, "the host actor of %s is not started yet", node.label, level=logging.WARNING):
+            await self._host_actors.of(node)
+
+    async def _refresh_nodes(self) -> None:
+        if await self._nodes.refresh() and self._is_joined:
+            self._greet()
 
     def _greet(self) -> None:
         """Ask the machines of a joined cluster that are new hosts for their versions."""
-        used = set(self._labels.values())
-        for node in self._nodes:
+        used = set(self._nodes.labels.values())
+        for node in self._nodes.all:
             if node.alive and node.label in used and node.id not in self._greeted:
                 self._greeted[node.id] = asyncio.get_running_loop().create_task(self._judge(node))
 
     async def _judge(self, node: RayNode) -> None:
         """Leave the machine out if it cannot be a host."""
         try:
-            reply = await self._clock.within(self._host_actor(node).greeting.remote(), GREETING_S)
+            reply = await self._clock.within((await self._host_actors.of(node)).greeting.remote(), GREETING_S)
         except RayActorError as error:
-            reply = f"corewright does not run there: {_death(error)}"
+            reply = f"corewright does not run there: {cause_of_death(error)}"
         except (RayError, asyncio.TimeoutError) as error:
             log.warning("%s does not report its version: %s", node.label, error)
             return
         reason = unfit(reply, greeting(), emulated=node.instance in self._emulated)
         if reason is not None:
             log.error("%s is left out: %s", node.label, reason)
-            self._unfit[node.id] = reason
-            self._host_actors.pop(node.id, None)
+            self._nodes.unfit[node.id] = reason
+            self._host_actors.forget(node)
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
-        # A starting process cannot reply yet; the controller's start deadline covers it.
-        deadline = WATCH_S + CALL_DEADLINE_S if name in self._answered else None
+        while (actor := self._actors.get(name)) is not None:
+            # A starting process cannot reply yet; the controller's start deadline covers it.
+            deadline = WATCH_S + CALL_DEADLINE_S if name in self._answered else None
+            try:
+                reply = actor.watch.remote(seen, WATCH_S)
+                status: ReplicaStatus = await (reply if deadline is None else self._clock.within(reply, deadline))
+            except asyncio.TimeoutError:
+                death = f"it has not replied for {WATCH_S + CALL_DEADLINE_S:.0f} s: its process hangs"
+                if not await self._host_is_silent(name):
+                    raise ReplicaDied(death) from None
+            except RayTaskError as error:
+                raise ReplicaDied(f"the actor failed: {error.cause}") from None
+            except RayError as error:
+                death = cause_of_death(error)
+                if death != DISCONNECTED or not await self._host_is_silent(name):
+                    ending = await self._ending(name) if death in (CRASHED, DISCONNECTED) else None
+                    raise ReplicaDied(death if ending is None else f"its process {ending}") from None
+                await asyncio.sleep(SILENT_RETRY_S)
+            else:
+                self._answered.add(name)
+                await self._note_process(name, status)
+                return status
+        raise ReplicaDied("it was ended")
+
+    async def _host_is_silent(self, name: str) -> bool:
+        """Returns whether the replica's host does not reply either, although Ray has it alive: it may be cut off, and
+        serves until Ray's word. The hosts of a fleet's own Ray are this machine."""
+        config = self._configs.get(name)
+        node = None if config is None or not self._is_joined else self._nodes.living(config.host)
+        if node is None:
+            return False
         try:
-            reply = self._actors[name].watch.remote(seen, WATCH_S)
-            status: ReplicaStatus = await (reply if deadline is None else self._clock.within(reply, deadline))
-            self._answered.add(name)
-        except asyncio.TimeoutError:
-            message = f"it has not replied for {WATCH_S + CALL_DEADLINE_S:.0f} s: its process hangs"
-            raise ReplicaDied(message) from None
-        except RayTaskError as error:
-            raise ReplicaDied(f"the actor failed: {error.cause}") from None
-        except RayError as error:
-            death = _death(error)
-            ending = await self._ending(name) if death in UNKNOWN_ENDS else None
-            raise ReplicaDied(death if ending is None else f"its process {ending}") from None
+            await self._clock.within((await self._host_actors.of(node)).greeting.remote(), SILENT_S)
+        except (RayError, asyncio.TimeoutError):
+            return True
+        return False
+
+    async def _note_process(self, name: str, status: ReplicaStatus) -> None:
+        """Have the replica's host watch its process, whose end Ray may not explain."""
         if name not in self._processes and (config := self._configs.get(name)) is not None:
             self._processes[name] = status.pid, status.started
-            if (node := self._node_of(config.host)) is not None and node.alive:
-                self._host_actor(node).watch_process.remote(status.pid, status.started)
-        return status
+            if (node := self._nodes.living(config.host)) is not None:
+                with contextlib.suppress(RayError, asyncio.TimeoutError):
+                    (await self._host_actors.of(node)).watch_process.remote(status.pid, status.started)
 
     async def _ending(self, name: str) -> str | None:
         """Returns how the replica's process ended, as reported by its host."""
-        if name not in self._processes:
+        config, process = self._configs.get(name), self._processes.get(name)
+        if config is None or process is None:
             return None
-        config, process = self._configs[name], self._processes[name]
         try:
             ending: str | None = await self._call(config.host, "process_exit", *process, config.log)
         except (HostLost, RayError):
@@ -249,26 +283,34 @@ class RayCluster:
         return f"{ending}: manually, or by the kernel when out of memory" if ending == BY_SIGKILL else ending
 
     async def set_adapters(self, config: ReplicaConfig) -> Failure | None:
-        name = actor_name(config.model, config.replica, config.epoch)
+        actor = self._actors.get(actor_name(config.model, config.replica, config.epoch))
+        if actor is None:
+            raise ReplicaDied("it was ended")
         try:
-            failure: Failure | None = await self._actors[name].set_adapters.remote(config)
+            failure: Failure | None = await actor.set_adapters.remote(config)
         except RayError as error:
-            raise ReplicaDied(_death(error)) from None
+            raise ReplicaDied(cause_of_death(error)) from None
         return failure
 
     async def drain(self, name: str, timeout_s: float) -> bool:
+        actor = self._actors.get(name)
+        if actor is None:
+            return True
         try:
-            return bool(await self._actors[name].drain.remote(timeout_s))
+            return bool(await self._clock.within(actor.drain.remote(timeout_s), timeout_s + CALL_DEADLINE_S))
+        except asyncio.TimeoutError:
+            return False
         except RayError:
             return True
 
     async def end(self, name: str, pid: int | None, started: float | None, host: str | None = None) -> bool:
+        if name in self._creating:
+            return False  # its process may start whenever the head is back
         actor = self._actors.get(name)
         if actor is not None:
-            with contextlib.suppress(RayActorError, ValueError):
-                ray.kill(actor, no_restart=True)
+            await kill(self._head, name, actor)
         if pid is None or started is None:
-            dead = actor is None or await self._is_dead(actor)
+            dead = actor is None or await is_dead(self._clock, actor)
         else:
             dead = await self._confirm_death(pid, started, host)
         if dead:
@@ -282,8 +324,7 @@ class RayCluster:
         try:
             return bool(await self._call(host, "confirm_death", pid, started, CONFIRM_DEATH_S))
         except HostLost:
-            node = self._node_of(host)
-            return node is None or not node.alive
+            return self._nodes.living(host) is None
 
     async def log_tail(self, path: str, lines: int, host: str | None = None) -> list[str]:
         return await self._call_or([], host, "log_tail", path, lines)
@@ -304,53 +345,48 @@ class RayCluster:
         try:
             held = await self._call(host, "held_cores", claims)
         except HostLost:
-            if (node := self._node_of(host)) is not None and node.alive:
+            if self._nodes.living(host) is not None:
                 raise  # unknown owners must not be reported as none
             return {}
         return {core: CoreOwner(pid, command) for core, (pid, command) in held.items()}
 
     async def device_metrics(self, host: str) -> list[MetricFamily]:
-        node = self._node_of(host)
-        if node is None or not node.alive:
+        node = self._nodes.living(host)
+        if node is None:
             return []  # no other host has these metrics
-        measured: list[MetricFamily] = await self._host_actor(node).device_metrics.remote()
+        measured: list[MetricFamily] = await (await self._host_actors.of(node)).device_metrics.remote()
         return measured
 
-    async def lost_hosts(self) -> frozenset[str]:
+    async def lost_hosts(self) -> Mapping[str, Loss]:
         await self._refresh_nodes()
-        living = {node.label for node in self._nodes if node.alive and node.id not in self._unfit}
-        return frozenset(name for name in self._names if self._labels.get(name) not in living)
+        return self._nodes.lost()
 
     async def keep_hosts(self, hosts: Collection[str], elastic: Collection[Host]) -> Mapping[str, str]:
-        self._kept = frozenset(hosts)
+        self._nodes.kept = frozenset(hosts)
         await self._refresh_nodes()
-        living = {node.label for node in self._nodes if node.alive and node.id not in self._unfit}
-        requests = [host for host in elastic if self._labels.get(host.name) not in living]
-        present = [node.id for node in self._nodes if node.alive and node.cores]
-        used = {node.label for node in self._nodes if node.label in self._labels.values() or node.id == self._here}
+        lost, used = self._nodes.lost(), self._nodes.used()
+        requests = [host for host in elastic if host.name in lost]
+        present = [node.id for node in self._nodes.all if node.alive and node.cores]
 
         def keep() -> dict[str, str]:
             end_host_actors(self._name, used)
             request_machines(self._name, requests, present)
             return refused_types() if requests else {}
 
-        for node in self._nodes:
+        for node in self._nodes.all:
             if node.label not in used:
-                self._host_actors.pop(node.id, None)
-        refused = await asyncio.to_thread(within, keep, KEEP_S)
-        for node in self._nodes:
-            if node.alive and node.instance is not None and node.id in self._unfit:
-                refused[node.instance] = f"{node.label} is left out: {self._unfit[node.id]}"
+                self._host_actors.forget(node)
+        refused = {**await self._head.ask(keep, "machines", KEEP_S), **self._nodes.left_out()}
         types = {host.name.rpartition("/")[0] for host in requests}
         return {name: reason for name, reason in refused.items() if name in types}
 
     async def host_reports(self) -> Mapping[str, HostReport]:
-        draining = await asyncio.to_thread(draining_nodes)
-        living = {name: node for name in self._names if (node := self._node_of(name)) is not None and node.alive}
+        draining = await self._head.ask(draining_nodes, "draining nodes")
+        living = {name: node for name in self._nodes.names if (node := self._nodes.living(name)) is not None}
 
         async def report(node: RayNode) -> HostReport | None:
             try:
-                notice = await self._clock.within(self._host_actor(node).notice.remote(), REPORT_S)
+                notice = await self._clock.within((await self._host_actors.of(node)).notice.remote(), REPORT_S)
             except (RayError, asyncio.TimeoutError) as error:
                 log.debug("the host actor of %s reports no notices: %s", node.label, error)
                 if node.id not in draining:
@@ -361,19 +397,6 @@ class RayCluster:
 
         reports = await asyncio.gather(*map(report, living.values()))
         return {name: report for name, report in zip(living, reports, strict=True) if report is not None}
-
-    async def _refresh_nodes(self) -> None:
-        async with self._refreshing:
-            self._nodes = await asyncio.to_thread(ray_nodes)
-            self._labels = await asyncio.to_thread(self._bind)
-            if self._claims is not None:
-                self._greet()
-
-    def _node_of(self, host: str | None) -> RayNode | None:
-        """Returns the Ray node of a host, preferably a live one; without ``host``, the node of this process."""
-        label = None if host is None else self._labels.get(host)
-        nodes = [node for node in self._nodes if (node.id == self._here if host is None else node.label == label)]
-        return max(nodes, key=lambda node: node.alive, default=None)
 
     async def _call_or(self, default: T, host: str | None, method: str, *arguments: Any) -> T:
         """Returns the reply of the host's actor, as ``_call``; the default for a lost host."""
@@ -387,92 +410,37 @@ class RayCluster:
         """Returns the reply of the host's actor, or of another one on the same machine if its Ray node is dead: they
         share one kernel. Raises HostLost if none replies."""
         silent: set[str] = set()
-        if host is not None and host not in self._names:  # of a revision that is being resolved
-            self._names.append(host)
+        if host is not None and host not in self._nodes.names:  # of a revision that is being resolved
+            self._nodes.names.append(host)
             await self._refresh_nodes()
         while True:
-            node = self._node_of(host)
-            machine = node or self._node_of(None)
-            near = [other for other in self._nodes if machine is not None and other.address == machine.address]
+            node = self._nodes.of(host)
+            machine = node or self._nodes.of(None)
+            near = [other for other in self._nodes.all if machine is not None and other.address == machine.address]
             order = near if node is None else [node, *near]
             target = next((candidate for candidate in order if candidate.alive and candidate.id not in silent), None)
             if target is None:
                 raise HostLost(f"no host actor replies for {host or 'this host'}")
             try:
-                call = getattr(self._host_actor(target), method).remote(*arguments)
+                call = getattr(await self._host_actors.of(target), method).remote(*arguments)
                 return await self._clock.within(call, CONFIRM_DEATH_S + CALL_DEADLINE_S)
             except RayTaskError:
                 raise  # it has replied with a failure
             except (RayError, asyncio.TimeoutError) as error:
                 log.warning("the host actor of %s does not reply: %s", target.label, str(error).partition("\n")[0])
-                self._host_actors.pop(target.id, None)
+                self._host_actors.forget(target)
                 silent.add(target.id)
                 await self._refresh_nodes()
 
-    def _host_actor(self, node: RayNode) -> Any:
-        if node.id not in self._host_actors:
-            self._host_actors[node.id] = HostActor.options(  # type: ignore[attr-defined]
-                name=HOST_ACTOR + node.label,
-                namespace=self._namespace,
-                get_if_exists=True,
-                lifetime="detached",
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            ).remote(self._store, self._home)
-        return self._host_actors[node.id]
-
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
-        names = [
-            entry["name"]
-            for entry in ray.util.list_named_actors(all_namespaces=True)
-            if entry["namespace"] == self._namespace
-            and "/" in entry["name"]
-            and not entry["name"].startswith(HOST_ACTOR)
-        ]
-        survivors = await asyncio.gather(*(self._survivor(name) for name in names))
-        lost: dict[str, int] = {}
-        for name, survivor in zip(names, survivors, strict=True):
-            if survivor is None:
-                id, _, epoch = name.rpartition(".")
-                lost[id] = max(int(epoch), lost.get(id, 0))
-        return [survivor for survivor in survivors if survivor is not None], lost
-
-    async def _survivor(self, name: str) -> Survivor | None:
-        """Returns the replica's description; None if it does not reply, which kills it."""
-        try:
-            actor = ray.get_actor(name, self._namespace)
-        except ValueError:
-            return None
-        try:
-            config, status = await self._clock.within(actor.describe.remote(), ADOPT_S)
-        except (RayError, asyncio.TimeoutError) as error:
-            log.warning("%s does not reply and is killed: %s", name, error)
-            ray.kill(actor, no_restart=True)
-            return None
-        self._actors[name], self._configs[name] = actor, config
-        self._answered.add(name)
-        return Survivor(config, status)
-
-    async def _is_dead(self, actor: Any) -> bool:
-        try:
-            await self._clock.within(actor.watch.remote(0, 0.0), CALL_DEADLINE_S)
-        except RayActorError:
-            return True
-        except (RayError, asyncio.TimeoutError):
-            return False
-        return False
-
-
-def _death(error: RayError) -> str:
-    """Returns Ray's cause of an actor's death, without its advice and frames."""
-    text = str(error)
-    if "killed by `ray.kill`" in text:
-        return "it was killed"
-    if "SYSTEM_ERROR" in text:  # Ray noticed only the closed connection
-        return UNKNOWN_ENDS[0]
-    if "is not schedulable" in text:
-        return "its host is lost"
-    if "temporarily unavailable" in text:  # the connection was closed before Ray knows the cause
-        return UNKNOWN_ENDS[1]
-    if "creation task" in text:
-        return text.strip().splitlines()[-1]
-    return text.splitlines()[0] if text else type(error).__name__
+        find = partial(find_survivors, self._head, self._clock, self._namespace, ADOPT_S if self._is_joined else NEAR_S)
+        while True:
+            with task_boundary(log, "the fleet's actors are not listed, and Ray is asked again", level=logging.WARNING):
+                survivors, lost = await find()
+                break
+            await asyncio.sleep(SILENT_RETRY_S)
+        for survivor, actor in survivors:
+            name = actor_name(survivor.config.model, survivor.config.replica, survivor.config.epoch)
+            self._actors[name], self._configs[name] = actor, survivor.config
+            self._answered.add(name)
+        return [survivor for survivor, _ in survivors], lost

@@ -17,6 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.fleet.cluster_names import ray_name
+from orchestrator.fleet.effects import Loss
 from orchestrator.fleet.host_binding import Member
 from orchestrator.fleet.node_declaration import CORE_RESOURCE, INSTANCE_LABEL, core_resources
 
@@ -24,6 +25,7 @@ CONTROLLER = "controller"  # the name of the actor
 NODES_STOP_S = 2.5  # for all further nodes together: a second to stop cleanly, then they are killed
 OBJECT_STORE_BYTES = 100 * 2**20  # tokens use sockets: Ray's store is almost empty
 HOST_LABEL = "corewright-host"  # of a Ray node: the host that it represents; default: its address
+IDLE_TERMINATION = 4  # Ray's number of this cause of a node's death
 HEAD = {"node:__internal_head__": 0.001}  # a share of the resource that Ray gives the head, and each new head
 
 # All nodes are on one machine. A dead raylet refuses the connection: its host is lost after three attempts, in 3 s. An
@@ -173,6 +175,7 @@ class RayNode(Member):
 
     id: str
     address: str  # of the machine: emulated hosts share one
+    loss: Loss | None = None  # of a dead one
 
 
 def ray_nodes() -> list[RayNode]:
@@ -197,4 +200,12 @@ def _ray_node(node: dict[str, Any]) -> RayNode:
         cpus=int(resources.get("CPU", 0)),
         id=node["NodeID"],
         address=address,
+        loss=None if node["Alive"] else loss_of(node.get("DeathReason", 0), node.get("DeathReasonMessage", "")),
     )
+
+
+def loss_of(reason: int, message: str) -> Loss:
+    """Returns Ray's cause of a node's death, by its number (`NodeDeathInfo.Reason`) and its text."""
+    text = " ".join(message.split()).rstrip(".")
+    expected = reason == IDLE_TERMINATION
+    return Loss(f"its Ray node is gone: {text}" if text else "its Ray node is gone", expected)

@@ -20,6 +20,7 @@ from orchestrator.fleet.effects import (
     CoreOwner,
     HostLost,
     HostReport,
+    Loss,
     ReplicaDied,
     Survivor,
     actor_name,
@@ -373,8 +374,8 @@ class FakeCluster:
     async def device_metrics(self, host: str) -> list[MetricFamily]:
         return self.devices
 
-    async def lost_hosts(self) -> frozenset[str]:
-        return frozenset(self.lost_now)
+    async def lost_hosts(self) -> Mapping[str, Loss]:
+        return dict.fromkeys(self.lost_now, Loss("its Ray node is gone"))
 
     async def keep_hosts(self, hosts: Collection[str], elastic: Collection[Host]) -> Mapping[str, str]:
         for replica in self.living():

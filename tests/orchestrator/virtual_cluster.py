@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, ReplicaDied, Survivor, actor_name
+from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, Loss, ReplicaDied, Survivor, actor_name
 from orchestrator.records.journal import Journal
 from orchestrator.records.journal_records import Event, R
 from tests.orchestrator.fakes import FakeCluster, FakeReplica
@@ -292,8 +292,8 @@ class VirtualCluster(FakeCluster):
             await self._hang(host)
         return []
 
-    async def lost_hosts(self) -> frozenset[str]:
-        return frozenset(host for host, machine in self.machines.items() if not machine.alive)
+    async def lost_hosts(self) -> Mapping[str, Loss]:
+        return {host: Loss("its Ray node is gone") for host, machine in self.machines.items() if not machine.alive}
 
     async def host_reports(self) -> Mapping[str, HostReport]:
         machines = self.machines.items()

@@ -20,7 +20,7 @@ from orchestrator.daemon.cluster_survey import survey
 from orchestrator.daemon.daemon import Daemon, UpOptions
 from orchestrator.daemon.joined_down import only_fleet
 from orchestrator.daemon.joined_up import JoinedSpec, JoinedUp, joined_or_failed
-from orchestrator.fleet.host_binding import Member, bind_hosts
+from orchestrator.fleet.host_binding import Member, bind_hosts, lost_hosts
 from orchestrator.fleet.host_greeting import HostGreeting, unfit
 from orchestrator.fleet.machine_claims import MachineClaims, claims, release_machines
 from orchestrator.gateway.settings import GatewaySettings
@@ -252,6 +252,17 @@ def test_hosts_keep_living_machines_and_share_none(before: list[Member], after: 
         assert first.get(name) == label or living[label].instance == name.partition("/")[0]
     unused = {member.instance for label, member in living.items() if label not in then.values()}
     assert not [name for name in NAMES if then.get(name) not in living and name.partition("/")[0] in unused]
+
+
+@given(MEMBERS, MEMBERS)
+def test_no_host_moves_or_is_lost_while_nodes_register_again(before: list[Member], after: list[Member]) -> None:
+    """One that has no machine yet gets a free one, or is lost at once."""
+    first = bind_hosts(NAMES, {}, before)
+    then = bind_hosts(NAMES, first, after, keep=True)
+    living = {member.label for member in after if member.alive and member.cores}
+    assert first.items() <= then.items()
+    assert lost_hosts(NAMES, then, living, settling=True) == {name for name in NAMES if name not in then}
+    assert lost_hosts(NAMES, then, living, settling=False) == {name for name in NAMES if then.get(name) not in living}
 
 
 class Shared:
