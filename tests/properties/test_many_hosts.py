@@ -11,6 +11,7 @@ import logging
 import os
 import random
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from orchestrator.api.refused import Refused
 from orchestrator.control.reconcile import reconcile
 from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import Observed
+from tests.orchestrator import virtual_cluster
 from tests.orchestrator.fakes import Played, virtually
 from tests.orchestrator.virtual_cluster import TailJournal, VirtualCluster, VirtualReplica
 
@@ -26,6 +28,11 @@ SEED = int(os.environ.get("SEED", "8"))
 LOAD_S = 7.0
 HEAD = "version: 1\nname: fleet\nhosts: {{emulate: inf2.48xlarge, count: {hosts}}}\n"
 CORES = 24
+HOUR_S = 3600.0
+MONTH_S = 730 * HOUR_S
+REPAIR_S = 4 * HOUR_S  # mean
+NOTICED_S = 60.0  # after this a lost host is known
+REPAIRED_S = 600.0  # until all replicas serve again, elsewhere
 
 
 def specs(hosts: int) -> list[str]:
@@ -259,3 +266,61 @@ def test_ten_thousand_faults_of_a_hundred_hosts(tmp_path: Path, caplog: pytest.L
     events = int(os.environ.get("EVENTS", "10000"))
     happened = chaos(tmp_path, hosts=100, events=events, settle_each=100, texts=specs(100))
     assert sum(happened.values()) == events
+
+
+def months(home: Path, hosts: int, count: int) -> Counter[str]:
+    """Fails each host once in each month, by power or link, for some hours; all replicas serve again minutes later.
+    Returns how often hosts failed in each way."""
+    rng = random.Random(SEED)
+    text = HEAD.format(hosts=hosts) + "defaults: {engine: echo}\nmodels:\n"
+    text += f"  large: {{tp_degree: 24, replicas: {hosts // 4}, priority: 2}}\n"
+    text += f"  mid: {{tp_degree: 8, replicas: {hosts * 3 // 2}}}\n"
+    times = [(MONTH_S * (month + rng.random()), host) for month in range(count) for host in range(hosts)]
+
+    async def live() -> Counter[str]:
+        happened: Counter[str] = Counter()
+        world = World(home, hosts, rng, [text], tick_s=HOUR_S)
+        async with world.played:
+            await world.played.settled()
+            for number, (at, index) in enumerate(sorted(times), 1):
+                await asyncio.sleep(at - asyncio.get_running_loop().time())
+                host, power = world.hosts[index], rng.random() < 0.5
+                if not world.cluster.machines[host].linked:
+                    continue
+                happened["power" if power else "link"] += 1
+                await world.cluster.cut_off(host, power=power)
+                world.cluster._later(rng.expovariate(1 / REPAIR_S), partial(world.cluster.come_back, host))
+                try:
+                    await asyncio.sleep(NOTICED_S)
+                    await world.played.settled(REPAIRED_S)
+                    world.check()
+                except AssertionError as error:
+                    raise AssertionError(f"SEED={SEED}, failure {number}, of {host}: {error}") from error
+            await world.settle()
+            await world.played.kill()
+        return happened
+
+    return virtually(live)
+
+
+@pytest.fixture
+def rare_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas report changes, and otherwise once a day: reports each minute would be most of the work of a year."""
+    monkeypatch.setattr(virtual_cluster, "REPORT_S", 24 * HOUR_S)
+
+
+@pytest.mark.usefixtures("rare_reports")
+def test_after_each_failure_of_a_host_its_replicas_serve_elsewhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eight hosts, each of which fails once in a month."""
+    caplog.set_level(logging.CRITICAL)
+    assert sum(months(tmp_path, hosts=8, count=1).values()) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("rare_reports")
+def test_a_year_with_a_failure_of_each_host_in_each_month(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As above, with 100 hosts and 175 replicas, for a year of virtual time."""
+    caplog.set_level(logging.CRITICAL)
+    assert sum(months(tmp_path, hosts=100, count=12).values()) > 1100
