@@ -25,6 +25,7 @@ HANGS_S = 15.0  # a replica that has replied before and is silent for this long 
 DECLARED_S = 18.0  # until Ray declares the node of a silent machine dead
 REPORT_S = 60.0  # a watch returns at least this often; Ray's does every 5 s, which costs time and shows nothing here
 HOST_ACTOR_S = 6.0  # the start of a host actor on a new node
+CONFIRM_S = 10.0  # for which a host actor waits for the end of a process
 ADOPT_S = 3.0  # the deadline of a survivor's description
 
 
@@ -247,17 +248,28 @@ class VirtualCluster(FakeCluster):
             await self._hang(host)
             if machine.alive and not machine.linked:
                 return False
-        if replica is None:
-            return True
-        if not machine.alive or replica.generation != machine.generation:
+        if not machine.alive:
             self.actors.pop(name, None)  # its process may live on
             return True
+        if replica is None or replica.generation != machine.generation:  # a new host actor looks for the process
+            self.actors.pop(name, None)
+            return await self._is_gone(host, pid)
         await self.die(replica, "killed")
         if machine.silent and pid is not None:
             await asyncio.sleep(CALL_S)
             if machine.silent:
                 return False
         self.actors.pop(name, None)
+        return True
+
+    async def _is_gone(self, host: str, pid: int | None) -> bool:
+        """Returns whether a process has ended within the deadline of a host actor."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + CONFIRM_S
+        while any(holder.status.pid == pid for holder in self.holders[host].values()):
+            if loop.time() >= deadline:
+                return False
+            await asyncio.sleep(0.5)
         return True
 
     async def _hang(self, host: str) -> None:

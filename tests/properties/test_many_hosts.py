@@ -268,6 +268,25 @@ def test_ten_thousand_faults_of_a_hundred_hosts(tmp_path: Path, caplog: pytest.L
     assert sum(happened.values()) == events
 
 
+def test_a_host_that_is_lost_and_back_between_two_rounds_starts_nothing_beside_its_old_processes(
+    tmp_path: Path,
+) -> None:
+    """No round has seen the loss. The old processes hold their cores for a minute, as on a machine that was cut off."""
+
+    async def live() -> None:
+        world = World(tmp_path, 4, random.Random(SEED), specs(4)[:1])
+        async with world.played:
+            await world.played.settled()
+            host = world.hosts[1]
+            await world.cluster.cut_off(host)
+            await world.cluster._declare_dead(host)
+            await world.cluster.come_back(host, lingers_s=60.0)
+            await world.settle()
+            await world.played.kill()
+
+    virtually(live)
+
+
 def months(home: Path, hosts: int, count: int) -> Counter[str]:
     """Fails each host once in each month, by power or link, for some hours; all replicas serve again minutes later.
     Returns how often hosts failed in each way."""
