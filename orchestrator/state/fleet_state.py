@@ -129,7 +129,8 @@ class FleetState:
 
     @property
     def living_hosts(self) -> tuple[Host, ...]:
-        return tuple(host for host in self.hosts if host.name not in self.lost and host.name in self.kept)
+        living = self.kept - self.lost
+        return tuple(host for host in self.hosts if host.name in living)
 
     @property
     def kept(self) -> frozenset[str]:

@@ -49,8 +49,8 @@ def kept_hosts(groups: Sequence[HostGroup], used: Collection[str]) -> tuple[Host
     """Returns the hosts of a fleet that uses these of the hosts that come and go: at least ``min`` of each group."""
     kept: list[Host] = []
     for group in groups:
-        wanted = [host for host in group.hosts if not group.elastic or host.name in used]
-        others = [host for host in group.hosts if host not in wanted]
-        fill = {host.name for host in (*wanted, *others[: max(0, group.min - len(wanted))])}
-        kept += [host for host in group.hosts if host.name in fill]
+        wanted = {host.name for host in group.hosts if not group.elastic or host.name in used}
+        others = [host.name for host in group.hosts if host.name not in wanted]
+        wanted.update(others[: max(0, group.min - len(wanted))])
+        kept += [host for host in group.hosts if host.name in wanted]
     return tuple(kept)
