@@ -17,6 +17,18 @@ _SPLITS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Fixe
 _MAY_SPLIT = frozenset({"Split", "Punctuation"})  # likewise, unless their behavior is Removed
 
 
+class TooManyTokens(Exception):
+    """A text has more tokens than its caller allows. ``count`` is the number of tokens, or a lower bound; ``limit`` is
+    what is allowed, and ``place`` the text's place among several."""
+
+    def __init__(self, count: int, *, exact: bool, place: int = 0, limit: int = 0) -> None:
+        super().__init__(f"{'' if exact else 'more than '}{count} tokens")
+        self.count = count
+        self.exact = exact
+        self.place = place
+        self.limit = limit
+
+
 class TokenLengths(NamedTuple):
     """The largest number of characters that one token of a vocabulary represents."""
 

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from workers.host import foreign_files
+from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text.detokenizer import ByteTextStream, FastTextStream, TextStream
+from workers.text.input_tokens import InputTexts, InputTokenizer, encode_bytes, lower_case_first
 from workers.text.token_lengths import TokenLengths, token_lengths
+from workers.text.token_lengths import TooManyTokens as TooManyTokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -35,15 +38,6 @@ TOKENIZER_FILES = (
 SHORT_CHARACTERS = 2048  # up to this length `tokenizers` holds the GIL for less time than releasing it may cost
 PIECE_CHARACTERS = 2**18  # a longer text is counted in pieces before it is tokenized whole: 35 MB of memory each
 PIECE_SLACK = 1024  # tokens of a piece that are not counted: a cut changes the tokens of the text around it
-
-
-class TooManyTokens(Exception):
-    """A text has more tokens than its caller allows. ``count`` is the number of tokens, or a lower bound."""
-
-    def __init__(self, count: int, *, exact: bool) -> None:
-        super().__init__(f"{'' if exact else 'more than '}{count} tokens")
-        self.count = count
-        self.exact = exact
 
 
 class NoChatTemplate(Exception):
@@ -82,6 +76,14 @@ class PromptTokenizer(Protocol):
 
         Raises ValueError for text that is not Unicode (a lone surrogate), and TooManyTokens for more than ``most``
         tokens: a long text is then not tokenized to its end.
+        """
+        ...
+
+    def encode_inputs(self, texts: InputTexts) -> list[EncodeInput]:
+        """Returns the inputs of an encoder, in their order.
+
+        Raises TooManyTokens with the place of the first input that is too long, and ValueError if a cut leaves no room
+        for text.
         """
         ...
 
@@ -175,6 +177,9 @@ class ByteTokenizer:
             raise TooManyTokens(len(data), exact=True)
         return list(data)
 
+    def encode_inputs(self, texts: InputTexts) -> list[EncodeInput]:
+        return encode_bytes(texts)
+
     def apply_chat_template(self, chat: TemplateInput, most: int | None = None) -> list[int]:
         """Returns one line ``role: content`` for each message, then ``assistant:``. It has no variables."""
         if chat.tools:
@@ -219,8 +224,9 @@ class HubTokenizer:
     ``__call__`` does, and then fails with "Already borrowed".
     """
 
-    def __init__(self, path: str | Path) -> None:
-        """Raises ``EngineLoadError``: ``no-tokenizer`` when there is none at ``path``, else ``bad-tokenizer``."""
+    def __init__(self, path: str | Path, lower_case: bool = False) -> None:
+        """``lower_case``: all text is lower-cased, except special tokens. Raises ``EngineLoadError``: ``no-tokenizer``
+        when there is none at ``path``, else ``bad-tokenizer``."""
         directory = Path(path)
         check_tokenizer_files(directory)
         try:
@@ -241,6 +247,8 @@ class HubTokenizer:
         self._fast = loaded.backend_tokenizer
         self._fast.no_truncation()
         self._fast.no_padding()
+        if lower_case:
+            lower_case_first(self._fast)
         self.vocab_size = len(loaded)
         self._token_bytes = _token_decoder(self._fast)
         self._lengths: TokenLengths | None = token_lengths(self._fast, _byte_of_character())
@@ -258,6 +266,15 @@ class HubTokenizer:
             raise TooManyTokens(len(encoding), exact=True)
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_inputs(self, texts: InputTexts) -> list[EncodeInput]:
+        """See ``PromptTokenizer``, but while it runs, no other thread may use this object."""
+        hub = self._hub
+        types, keeps_end = "token_type_ids" in hub.model_input_names, hub.truncation_side == "left"
+        inputs = InputTokenizer(
+            self._fast, hub.model_max_length, types, keeps_end, hub.all_special_ids, self._check_length
+        )
+        return inputs.encode(texts)
 
     def _check_length(self, text: str, most: int) -> None:
         """Raises TooManyTokens for a text that certainly has more than ``most``.

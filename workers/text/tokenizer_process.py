@@ -33,7 +33,9 @@ import msgspec
 
 from workers.host.json_process import environment
 from workers.host.process_tree import end_with
+from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
+from workers.text.input_tokens import InputTexts
 from workers.text.tokenizer import (
     ByteTokenizer,
     ChatTemplateError,
@@ -77,9 +79,10 @@ class _Reply(msgspec.Struct, array_like=True):
 class TokenizerProcess:
     """A ``PromptTokenizer`` that runs in processes of its own; it also raises ``TokenizerFault``."""
 
-    def __init__(self, path: str) -> None:
-        """Raises ``EngineLoadError`` like ``HubTokenizer``. Blocks."""
+    def __init__(self, path: str, lower_case: bool = False) -> None:
+        """Arguments and errors are those of ``HubTokenizer``. Blocks."""
         self._path = path
+        self._lower_case = lower_case
         self._lock = threading.Lock()
         self._loader: _Peer | None = None
         self._idle: list[_Peer] = []
@@ -89,6 +92,9 @@ class TokenizerProcess:
 
     def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
         return cast(list[int], self._call("encode", unicode(text), add_special_tokens, most=most))
+
+    def encode_inputs(self, texts: InputTexts) -> list[EncodeInput]:
+        return [EncodeInput(*fields) for fields in self._call("encode_inputs", texts)]
 
     def apply_chat_template(self, chat: TemplateInput, most: int | None = None) -> list[int]:
         return cast(list[int], self._call("apply_chat_template", chat, most))
@@ -143,7 +149,7 @@ class TokenizerProcess:
         """Start the loader. Raises EngineLoadError."""
         try:
             self._loader = _nursery().fork(START_S)
-            reply = self._loader.ask(pickle.dumps(self._path), LOAD_S)
+            reply = self._loader.ask(pickle.dumps((self._path, self._lower_case)), LOAD_S)
         except _Late:
             message = f"the tokenizer in {self._path} was not loaded within {LOAD_S:.0f} s"
             raise EngineLoadError("bad-tokenizer", message) from None
@@ -155,19 +161,19 @@ class TokenizerProcess:
         return cast(dict[str, Any], reply.value)
 
 
-def load_apart(engine: str, path: str | None) -> PromptTokenizer:
-    """Like ``load_tokenizer``, in a process of its own."""
+def load_apart(engine: str, path: str | None, lower_case: bool = False) -> PromptTokenizer:
+    """Like ``load_tokenizer``, in a process of its own. ``lower_case`` is that of ``HubTokenizer``."""
     if engine == "echo":
         return ByteTokenizer()
     if path is None:
         raise EngineLoadError("no-tokenizer", f"the engine {engine} has no model directory to take a tokenizer from")
-    return TokenizerProcess(path)
+    return TokenizerProcess(path, lower_case)
 
 
 def _raise(reply: _Reply) -> NoReturn:
     if reply.error == "many":
-        count, exact = reply.value
-        raise TooManyTokens(count, exact=exact)
+        count, exact, place, limit = reply.value
+        raise TooManyTokens(count, exact=exact, place=place, limit=limit)
     for kind in _ERRORS:
         if kind.__name__ == reply.error:
             raise kind(reply.value)
@@ -280,9 +286,9 @@ def _load_and_fork(control: socket.socket) -> None:
     limit = _allocated() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     connection = Connection(os.dup(control.fileno()))
-    path = pickle.loads(connection.recv_bytes())
+    path, lower_case = pickle.loads(connection.recv_bytes())
     try:
-        tokenizer = HubTokenizer(path)
+        tokenizer = HubTokenizer(path, lower_case)
     except EngineLoadError as error:
         connection.send_bytes(_encoded("load", [error.id, error.what[:ERROR_CHARACTERS], error.hint]))
         return
@@ -303,7 +309,7 @@ def _serve(connection: Connection, tokenizer: HubTokenizer) -> None:
         try:
             reply = _encoded("", getattr(tokenizer, method)(*args, **options))
         except TooManyTokens as error:
-            reply = _encoded("many", [error.count, error.exact])
+            reply = _encoded("many", [error.count, error.exact, error.place, error.limit])
         except _ERRORS as error:
             name = next(kind.__name__ for kind in _ERRORS if isinstance(error, kind))
             reply = _encoded(name, str(error)[:ERROR_CHARACTERS])

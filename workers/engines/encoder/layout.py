@@ -53,6 +53,7 @@ class EncoderLayout:
     pools_prompt: bool = True  # False: tokens of the prompt are left out of the pooling
     after: tuple[Dense | Normalize, ...] = ()  # what follows the pooling, in order
     max_length: int | None = None  # tokens of an input; None: the checkpoint's positions
+    lower_case: bool = False  # text is lower-cased before it is tokenized
     prompts: Mapping[str, str] | None = None  # by name
     default_prompt: str | None = None  # the name of the prompt where a request names none
 
@@ -61,7 +62,7 @@ def read_layout(folder: Path, kind: EncoderKind) -> EncoderLayout:
     """Returns the layout of a folder. A plain checkpoint of an embedding gets the mean over its tokens, as
     sentence-transformers gives it. Raises EngineLoadError for a module that is not supported."""
     if kind != "embedding" or not (folder / "modules.json").is_file():
-        return EncoderLayout(folder, max_length=_max_length(folder), **_prompts(folder))
+        return EncoderLayout(folder, **_text(folder), **_prompts(folder))
     modules = _json(folder / "modules.json", list)
     names = [str(module.get("type", "")).rpartition(".")[2] if isinstance(module, dict) else "" for module in modules]
     if names[:2] != ["Transformer", "Pooling"]:
@@ -69,8 +70,7 @@ def read_layout(folder: Path, kind: EncoderKind) -> EncoderLayout:
     folders = [folder / str(module.get("path", "")) for module in modules]
     after = tuple(_after(name, at) for name, at in zip(names[2:], folders[2:], strict=True))
     pooling, pools_prompt = _pooling(folders[1])
-    max_length = _max_length(folders[0])
-    return EncoderLayout(folders[0], pooling, pools_prompt, after, max_length, **_prompts(folder))
+    return EncoderLayout(folders[0], pooling, pools_prompt, after, **_text(folders[0]), **_prompts(folder))
 
 
 def _pooling(folder: Path) -> tuple[tuple[Pooling, ...], bool]:
@@ -107,12 +107,16 @@ def activation_of(name: object, folder: Path) -> str:
     return cls
 
 
-def _max_length(folder: Path) -> int | None:
+def _text(folder: Path) -> dict[str, Any]:
     for name in ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json"):
         if (folder / name).is_file():
-            length = _json(folder / name, dict).get("max_seq_length")
-            return length if isinstance(length, int) and length > 0 else None
-    return None
+            config = _json(folder / name, dict)
+            length, lower_case = config.get("max_seq_length"), config.get("do_lower_case")
+            return {
+                "max_length": length if isinstance(length, int) and length > 0 else None,
+                "lower_case": lower_case is True,
+            }
+    return {}
 
 
 def _prompts(folder: Path) -> dict[str, Any]:
