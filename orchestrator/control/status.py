@@ -96,7 +96,7 @@ def _routes(state: FleetState, views: Iterable[ReplicaView], closing: bool) -> l
     if closing:
         return []
     tcp = state.settings.data_plane == "tcp"
-    return [Route(view.id, view.epoch, "" if tcp else view.socket or "", view.remote) for view in views]
+    return [Route(view.id, view.epoch, "" if tcp else view.socket or "", view.remote, view.version) for view in views]
 
 
 def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRoutes:

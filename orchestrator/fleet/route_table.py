@@ -21,6 +21,7 @@ class Route(msgspec.Struct, frozen=True):
     epoch: int
     socket: str  # the path of a unix socket, for gateways of its machine; empty: they use ``remote``, too
     remote: str = ""  # `tls://host:port`, for gateways of other machines
+    version: str = ""  # of the model; equal versions give equal answers
 
     def is_on(self, machine: str) -> bool:
         """Returns whether the replica is on ``machine``, the address of its Ray node."""
@@ -43,6 +44,7 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     state: ModelState
     reason: str | None  # why it is not ready
     engine: str
+    kind: str = "generate"
     source: str | None  # the folder of its tokenizer; None for the echo engine
     tokenizer: str = ""  # changes if the same text may give other tokens
     max_len: int
@@ -59,6 +61,11 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     canary: float | None = None  # share of the requests that goes to the canary version
     canaries: list[str] = []  # ids of the replicas of that version
     replicas: list[Route]
+
+    @property
+    def reading(self) -> str:
+        """Changes if the same request may give other tokens, or another kind of answer."""
+        return self.tokenizer if self.kind == "generate" else f"{self.kind} {self.tokenizer}"
 
     @property
     def forwards(self) -> bool:

@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 
 import msgspec.structs
 
+from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.admission.key_limits import KeyLimits
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai import body_reader, errors
@@ -35,7 +36,7 @@ from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics
 from orchestrator.gateway.telemetry.request_spans import RequestTracing
 from workers.messages.requests import Forwarded, GenerateRequest
-from workers.text.tokenizer import ByteTokenizer
+from workers.text.tokenizer import ByteTokenizer, PromptTokenizer
 from workers.text.tokenizer_process import TokenizerFault
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Generation:
         self._limits = limits
         self._metrics = metrics
         self._tracing = RequestTracing.from_environment(gateway)
-        self._request_ids = map(f"{gateway}-%d".__mod__, itertools.count())
+        self.request_ids = map(f"{gateway}-%d".__mod__, itertools.count())
         self._answer_ids = map(f"-{gateway}%x".__mod__, itertools.count())
         self._renewals: set[asyncio.Task[None]] = set()
 
@@ -91,14 +92,13 @@ class Generation:
         terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
         prompt = size // BYTES_OF_FORWARDED
         expected = 0 if path not in GENERATING else (body.n or 1) * (most or int(queue.mean_answer))
-        self._take(exchange, prompt + expected, prompt if most is None else None)
+        self.take(exchange, prompt + expected, prompt if most is None else None)
         answer, note = ForwardedAnswer(prompt), Note(queue.label(body.model), bool(body.stream), prompt_tokens=prompt)
         reply = Reply(exchange, answer, note, self._metrics, False, self._settings.keep_alive_s)
         operation = GENERATING.get(path, path.rpartition("/")[2])
-        if self._tracing is not None:
-            exchange.trace = self._tracing.start(exchange.request.headers, queue.name, operation, exchange.id)
+        self.trace(exchange, queue, operation)
         request = GenerateRequest(
-            id=next(self._request_ids),
+            id=next(self.request_ids),
             prompt_ids=[],
             max_tokens=most or queue.routes.max_len,
             adapter=queue.adapter(body.model),
@@ -144,8 +144,23 @@ class Generation:
         self._start(exchange, body, queue, await self._prompts(exchange, queue, body))
 
     async def _prompts(self, exchange: Exchange, queue: ModelQueue, body: GenerationBody) -> Prompts:
-        """Tokenizes on a thread, once the tokenizer is loaded. While an update holds requests, a failed load is retried
-        at each change of the routes: a rollback changes the tokenizer. Raises ApiError."""
+        """Renders and tokenizes the prompts of a request. Raises ApiError."""
+
+        def work(tokenizer: PromptTokenizer, routes: ModelRoutes) -> Callable[[], Prompts]:
+            limits = queue.links.limits.within(self._settings.max_prompt_tokens)
+            return functools.partial(prompts_of, body, tokenizer, routes.tool_parser, limits)
+
+        return await self.tokenized(exchange, queue, work)
+
+    async def tokenized(
+        self,
+        exchange: Exchange,
+        queue: ModelQueue,
+        work_for: Callable[[PromptTokenizer, ModelRoutes], Callable[[], T]],
+    ) -> T:
+        """Returns what the work for a tokenizer does on a thread, once the tokenizer is loaded. While an update holds
+        requests, a failed load is retried at each change of the routes: a rollback changes the tokenizer. Raises
+        ApiError."""
         until = time.monotonic() + queue.routes.hold_s
         while True:
             routes = queue.routes
@@ -155,11 +170,9 @@ class Generation:
                 if not await queue.other_routes(routes, until - time.monotonic()):
                     raise
                 continue
-            limits = queue.links.limits.within(self._settings.max_prompt_tokens)
-            work = functools.partial(prompts_of, body, tokenizer, routes.tool_parser, limits)
-            prompts = await self.on_thread(exchange, queue, work)
-            if queue.routes.tokenizer == routes.tokenizer:
-                return prompts
+            result = await self.on_thread(exchange, queue, work_for(tokenizer, routes))
+            if queue.routes.reading == routes.reading:
+                return result
 
     def _requests(
         self, queue: ModelQueue, body: GenerationBody, prompts: list[list[int]], ids: Iterator[str]
@@ -178,7 +191,7 @@ class Generation:
         prompts, echoes, parser = tokenized_prompts
         chat = isinstance(body, ChatRequest)
         copies = body.n or 1
-        requests = self._requests(queue, body, prompts, self._request_ids)
+        requests = self._requests(queue, body, prompts, self.request_ids)
         terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
         self._charge(exchange, body, requests, queue)
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
@@ -189,8 +202,7 @@ class Generation:
         settings = self._settings
         reply = Reply(exchange, answer, note, self._metrics, usage, settings.keep_alive_s, settings.log_prompts)
         operation = "chat" if chat else "text_completion"
-        if self._tracing is not None:
-            exchange.trace = self._tracing.start(exchange.request.headers, queue.name, operation, exchange.id)
+        self.trace(exchange, queue, operation)
         trace = exchange.trace
         try:
             for request, choice in zip(requests, choices, strict=True):
@@ -212,9 +224,14 @@ class Generation:
         expected = queue.mean_answer if body.max_tokens is None else math.inf
         tokens = sum(len(request.prompt_ids) + int(min(request.max_tokens, expected)) for request in requests)
         least = sum(len(request.prompt_ids) for request in requests) if body.max_tokens is None else None
-        self._take(exchange, tokens, least)
+        self.take(exchange, tokens, least)
 
-    def _take(self, exchange: Exchange, tokens: int, least: int | None) -> None:
+    def trace(self, exchange: Exchange, queue: ModelQueue, operation: str) -> None:
+        """Starts the trace of a request, if it is sampled."""
+        if self._tracing is not None:
+            exchange.trace = self._tracing.start(exchange.request.headers, queue.name, operation, exchange.id)
+
+    def take(self, exchange: Exchange, tokens: int, least: int | None) -> None:
         """Reserves tokens from the limits of the request's key. Raises ApiError 429."""
         key, now = exchange.key, time.monotonic()
         if key is None or not key.limited:

@@ -145,7 +145,7 @@ class ServedModels:
                     read_again=self._read_again,
                 )
                 self.queues[routes.name] = queue
-            if not routes.forwards and (queue.routes is routes or queue.routes.tokenizer != routes.tokenizer):
+            if not routes.forwards and (queue.routes is routes or queue.routes.reading != routes.reading):
                 self._tokenizers.fetch(routes)
             queue.update(routes)
             if table.stopping:

@@ -129,7 +129,7 @@ class ModelQueue:
         if self._closed or not (usable or loads or routes.holds):  # 3
             raise errors.model_unavailable(self.name, state.value, routes.reason)
         ticket = ticket_for(request, sink, self, terms)
-        ticket.tokenizer = routes.tokenizer
+        ticket.reading = routes.reading
         ticket.x_request_id = x_request_id or request.id
         if not usable:
             ticket.cold = True
@@ -215,7 +215,7 @@ class ModelQueue:
         routes = self.routes
         if ticket.request.forwarded is not None:
             return not (routes.forwards or routes.reads_parts)
-        return ticket.tokenizer != routes.tokenizer or ticket.tokens + ticket.request.max_tokens > routes.max_len
+        return ticket.reading != routes.reading or ticket.slot_tokens > routes.max_len
 
     def _look_for_outdated(self, tickets: Iterable[Ticket]) -> None:
         if self.dispatcher.blocked is None and any(map(self._is_outdated, tickets)):
@@ -232,7 +232,7 @@ class ModelQueue:
             self.dispatcher.withdraw(ticket, time.monotonic())
 
     def on_renewed(self, ticket: Ticket, growth: int) -> None:
-        ticket.tokenizer = self.routes.tokenizer
+        ticket.reading = self.routes.reading
         self.dispatcher.resized(ticket, growth)
 
     def on_began(self, ticket: Ticket, now: float) -> None:
@@ -310,8 +310,8 @@ class ModelQueue:
         """Handles the requests that ended in one step."""
         for ticket in tickets:
             held_s, produced = now - ticket.stream.sent_at, ticket.stream.produced
-            answered = produced > 0 and not ticket.left
-            if answered:
+            answered = (produced > 0 or ticket.encoded) and not ticket.left
+            if answered and produced:
                 self.mean_answer += MEAN_SHARE * (produced - self.mean_answer)
             self._counts.ended += 1
             self._counts.slot_s += held_s

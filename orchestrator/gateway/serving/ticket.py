@@ -10,7 +10,7 @@ import msgspec.structs
 from orchestrator.dispatch.dispatcher import Entry
 from orchestrator.gateway.openai.errors import ApiError, invalid
 from orchestrator.gateway.serving.scheduling_parameters import PLAIN, SchedulingParameters
-from workers.messages.requests import GenerateRequest, TokenEvent
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.wire import Submit, WireError, encode
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class Ticket(Entry):
     decision: RoutingDecision | None = None  # if requested by the client or sampled
     retries: int = 0
     x_request_id: str = ""  # its id for the client and in the log; ``id`` is the replica's
-    tokenizer: str = ""  # key of the tokenizer of its prompt
+    reading: str = ""  # `ModelRoutes.reading` when its prompt was tokenized
+    slot_tokens: int = 0  # that its slot must hold: the prompt and the longest answer, or the longest input
     left: bool = False  # the client no longer waits for it
     trace: TraceHandle | None = None
     stream: Stream = msgspec.field(default_factory=Stream)
@@ -108,6 +109,12 @@ class Ticket(Entry):
     @property
     def id(self) -> str:
         return self.request.id
+
+    @property
+    def encoded(self) -> bool:
+        """Its inputs are encoded, and all of the answer has arrived."""
+        events = self.stream.events
+        return bool(self.request.inputs and events) and events[-1].finish is FinishReason.STOP
 
     @property
     def can_retry(self) -> bool:
@@ -126,7 +133,7 @@ class Ticket(Entry):
         before, self.frame = self.size, _framed(request)
         self.request = request
         self.prompt_ids = request.prompt_ids
-        self.size, self.tokens = len(self.frame), len(request.prompt_ids)
+        self.size, self.tokens, self.slot_tokens = len(self.frame), *_tokens_of(request)
         self._owner.on_renewed(self, self.size - before)
 
     def stop_timer(self) -> None:
@@ -167,15 +174,24 @@ class Ticket(Entry):
 def ticket_for(request: GenerateRequest, sink: Sink, owner: TicketOwner, terms: SchedulingParameters = PLAIN) -> Ticket:
     """Returns the ticket of a new request. Raises ApiError for a request that no frame can hold."""
     frame, now = _framed(request), time.monotonic()
-    prompt, forwarded = request.prompt_ids, request.forwarded
-    tokens = len(prompt) if forwarded is None else len(forwarded.body) // BYTES_OF_TOKEN
+    tokens, slot_tokens = _tokens_of(request)
     ticket = Ticket(
         terms.tenant, terms.priority, now, terms.deadline, len(frame), tokens, request, sink, owner, terms, frame
     )
-    ticket.session, ticket.prompt_ids = terms.session, prompt
+    ticket.session, ticket.prompt_ids, ticket.slot_tokens = terms.session, request.prompt_ids, slot_tokens
     if request.adapter and not ticket.session:  # its replica has the adapter loaded
         ticket.session = f"{request.adapter} of all tenants"
     return ticket
+
+
+def _tokens_of(request: GenerateRequest) -> tuple[int, int]:
+    """Returns the tokens of the prompt or of all inputs, and those that its slot must hold."""
+    if request.forwarded is not None:
+        return len(request.forwarded.body) // BYTES_OF_TOKEN, 0
+    if request.inputs:
+        lengths = [len(input.ids) for input in request.inputs]
+        return sum(lengths), max(lengths)
+    return len(request.prompt_ids), len(request.prompt_ids) + request.max_tokens
 
 
 def _framed(request: GenerateRequest) -> bytes:

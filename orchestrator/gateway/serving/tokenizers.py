@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import cast
 
 from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.openai import errors
+from workers.engines.encoder.layout import EncoderLayout, read_layout
+from workers.messages.encoder_protocol import EncoderKind
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text.tokenizer import PromptTokenizer
 from workers.text.tokenizer_process import load_apart
@@ -36,7 +41,7 @@ class Tokenizers:
         task = self._loading.get(key)
         if task is None or (task.done() and task.exception() is not None):
             loop = asyncio.get_running_loop()
-            task = loop.run_in_executor(self._executor, load_apart, routes.engine, routes.source)
+            task = loop.run_in_executor(self._executor, _load, routes)
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # callers of ``get`` report it
             self._loading[key] = task
         return task
@@ -61,5 +66,27 @@ class Tokenizers:
 
 
 def _key(routes: ModelRoutes) -> Key:
-    """Returns what the tokenizer depends on; ``routes.tokenizer`` changes with the files in the folder."""
-    return routes.engine == "echo", routes.source, routes.tokenizer
+    """Returns what the tokenizer depends on; ``routes.reading`` changes with the files in the folder."""
+    return routes.engine == "echo", routes.source, routes.reading
+
+
+def _load(routes: ModelRoutes) -> PromptTokenizer:
+    """Loads the tokenizer of a model; that of an encoder is where its folder says. Raises EngineLoadError."""
+    layout = layout_of(routes)
+    if layout is None:
+        return load_apart(routes.engine, routes.source)
+    return load_apart(routes.engine, str(layout.transformer), layout.lower_case)
+
+
+def layout_of(routes: ModelRoutes) -> EncoderLayout | None:
+    """Returns the layout of an encoder's folder; None for a model that generates, or has no folder. Blocks. Raises
+    EngineLoadError."""
+    if routes.kind == "generate" or routes.engine == "echo" or routes.source is None:
+        return None
+    return _layout(Path(routes.source), cast(EncoderKind, routes.kind), routes.tokenizer)
+
+
+@lru_cache(maxsize=256)
+def _layout(folder: Path, kind: EncoderKind, tokenizer: str) -> EncoderLayout:
+    """Reads a layout. ``tokenizer`` changes with the files in the folder."""
+    return read_layout(folder, kind)
