@@ -18,6 +18,7 @@ from orchestrator.access.keys import KeyFile
 from orchestrator.gateway.admission.authenticator import OPEN, PREFLIGHT, Authenticator, allow_inference
 from orchestrator.gateway.admission.key_limits import KeyLimits
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
+from orchestrator.gateway.encoding.encoding import ENCODING, Encoding
 from orchestrator.gateway.generation import CHAT, Generation
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.http_server import Handler, HttpServer
@@ -51,7 +52,6 @@ KEY_IN_USE_S = 300.0
 SETTLE_S = 1.0
 TEXT = b"text/plain; charset=utf-8"
 MODELS = "/v1/models/"
-EMBEDDINGS = "/v1/embeddings"
 
 
 class Gateway:
@@ -68,6 +68,7 @@ class Gateway:
         self._limits = KeyLimits(home.sockets / "limits", settings.gateways)
         self._tokenizers = Tokenizers()
         self._generation = Generation(settings, id, self._tokenizers, self._limits, self.metrics)
+        self._encoding = Encoding(settings, id, self._tokenizers, self._generation, self.metrics)
         retried, read_again = self.metrics.retried, self._generation.read_again
         self.served = ServedModels(controller, id, settings.machine, self._tokenizers, retried, read_again)
         self._recorder = RequestRecorder(home.traces, id)
@@ -82,7 +83,7 @@ class Gateway:
         self._routes: Mapping[str, tuple[str, Handler]] = {
             CHAT: ("POST", self.chat),
             "/v1/completions": ("POST", self.complete),
-            EMBEDDINGS: ("POST", self.embed),
+            **dict.fromkeys(ENCODING, ("POST", self.encode)),
             "/v1/models": ("GET", self.models),
             "/metrics": ("GET", self.metrics_page),
             "/tokenize": ("POST", self.tokenize),
@@ -238,10 +239,11 @@ class Gateway:
                 queue.name,
                 queue.waiting,
                 [
-                    ReplicaSnapshot(link.replica, link.live, slots, link.kv_tokens, slots * queue.routes.max_len)
+                    ReplicaSnapshot(link.replica, link.live, slots, link.kv_tokens, slots * queue.kv_tokens_of_slot)
                     for link in queue.links
                     if link.welcome is not None and (slots := link.welcome.slots)
                 ],
+                encodes=queue.routes.kind != "generate",
             )
             for queue in self.served.queues.values()
         ]
@@ -269,7 +271,8 @@ class Gateway:
 
     def _card(self, name: str, queue: ModelQueue) -> ModelCard:
         parent = None if name == queue.name else queue.name
-        return ModelCard(name, "model", self._created, "corewright", queue.name, parent, queue.routes.max_len)
+        routes = queue.routes
+        return ModelCard(name, "model", self._created, "corewright", queue.name, parent, routes.max_len, routes.kind)
 
     def chat(self, exchange: Exchange) -> Awaitable[None] | None:
         if self._forwarded(exchange):
@@ -282,10 +285,11 @@ class Gateway:
             return None
         return self._generation.start(exchange, body, queue, 1)
 
-    def embed(self, exchange: Exchange) -> None:
-        if not self._forwarded(exchange):
-            model = body_reader.read_forwarded(_json_of(exchange)).model
-            raise errors.not_forwarded(EMBEDDINGS, self.served.queue(exchange.key, model).name)
+    def encode(self, exchange: Exchange) -> Awaitable[None] | None:
+        if self._forwarded(exchange):
+            return None
+        body = body_reader.read_encoding(_json_of(exchange), ENCODING[exchange.request.path])
+        return self._encoding.start(exchange, body, self.served.queue(exchange.key, body.model))
 
     def _forwarded(self, exchange: Exchange) -> bool:
         """Starts a request whose model gets the client's own body; returns False for one of another model."""

@@ -15,6 +15,7 @@ import msgspec.structs
 
 from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.admission.key_limits import KeyLimits
+from orchestrator.gateway.encoding.encoded_reply import EncodedReply
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai import body_reader, errors
 from orchestrator.gateway.openai.answers import Answer, Choice, ForwardedAnswer
@@ -76,6 +77,8 @@ class Generation:
     ) -> Awaitable[None] | None:
         """Starts a request with that many ``prompts``, at once or by the awaitable that it returns. Raises ApiError."""
         routes = queue.routes
+        if routes.kind != "generate":
+            raise errors.other_kind(queue.name, routes.kind, exchange.request.path)
         count = prompts * (body.n or 1)
         if count > 1 and count > (room := routes.max_queue + queue.links.slots):  # before that many requests are made
             raise errors.too_many_choices(count, room)
@@ -246,7 +249,7 @@ class Generation:
 
     async def _renew_all(self, queue: ModelQueue) -> None:
         """Renders and tokenizes again the waiting requests that were read for earlier routes."""
-        while replies := dict.fromkeys(cast(Reply, ticket.sink) for ticket in queue.outdated()):
+        while replies := dict.fromkeys(cast(Reply | EncodedReply, ticket.sink) for ticket in queue.outdated()):
             for reply in replies:
                 try:
                     await self._renew(queue, reply)
@@ -257,8 +260,13 @@ class Generation:
                     reply.fail(errors.internal_error())
         queue.pump()
 
-    async def _renew(self, queue: ModelQueue, reply: Reply) -> None:
+    async def _renew(self, queue: ModelQueue, reply: Reply | EncodedReply) -> None:
         """Renews the requests of one reply. Raises ApiError."""
+        if isinstance(reply, EncodedReply):
+            await reply.read_again()
+            return
+        if queue.routes.kind != "generate":
+            raise errors.other_kind(queue.name, queue.routes.kind, reply.exchange.request.path)
         if queue.routes.forwards or any(ticket.request.forwarded is not None for ticket in reply.tickets):
             raise errors.model_unavailable(queue.name, "updated", "its engine has changed")
         request = reply.exchange.request

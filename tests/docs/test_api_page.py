@@ -14,6 +14,7 @@ import pytest
 from orchestrator.api.routes import ROUTES
 from orchestrator.fleet.controller_settings import ADMIN_PATH
 from orchestrator.gateway.admission.authenticator import OPEN
+from orchestrator.gateway.encoding.protocol import KIND_OF, EncodingFields
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import ROUTES as GATEWAY_ROUTES
 from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest
@@ -103,6 +104,16 @@ def test_every_request_field_is_described() -> None:
     served = {word for row in rows(section(API, "Request fields")) for word in words(row[0])}
     assert served | listed("Fields that") == request_fields()
     assert served & (listed("Fields that are ignored") | listed("Fields that are rejected")) == set()
+
+
+def test_every_field_of_an_encoded_request_is_described() -> None:
+    """In the table of all; the table of the routes has those that are not of all requests."""
+    page = section(API, "Embeddings, scores and classes")
+    own = {field for row in rows(page) if row[0].startswith("`/") for field in words(row[2])}
+    described = {word for row in rows(page) if not row[0].startswith("`/") for word in words(row[0])}
+    fields = {field.name for kind in KIND_OF for field in msgspec.structs.fields(kind)}
+    common = {field.name for field in msgspec.structs.fields(EncodingFields)}
+    assert (own, described) == (fields - common, fields - {"user"})
 
 
 def test_the_fields_that_change_nothing_yet_are_those_that_no_replica_reads() -> None:

@@ -106,6 +106,7 @@ def test_the_dashboard_shows_every_important_metric(played: Played) -> None:
         "corewright_kv_cache_usage_ratio",  # only of the engine vllm, as the next two
         "corewright_server_requests_waiting",
         "corewright_server_preemptions",
+        "corewright_encoded_inputs",  # only of encoders
         "corewright_queue_length",  # vllm:num_requests_waiting is shown
         "corewright_requests_waiting",  # a replica has none but for an instant
         "corewright_demand_requests",  # the gateways tell it each for itself, as vllm:num_requests_*

@@ -21,8 +21,11 @@ from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import free_port
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from tests.fleet import until
+from tests.orchestrator.encoded import EncoderReplica
 from tests.served import EPOCH, TOKEN, Served
 from workers.messages.metric_family import MetricFamily
+
+VERSION = "7d3f"
 
 
 class PlayedController:
@@ -74,7 +77,7 @@ class PlayedController:
 
 def routes(
     name: str,
-    *replicas: Served,
+    *replicas: Served | EncoderReplica,
     state: ModelState | None = None,
     max_queue: int = 256,
     max_len: int = 4096,
@@ -82,18 +85,20 @@ def routes(
     reason: str | None = None,
     engine: str = "echo",
     source: str | None = None,
+    kind: str = "generate",
 ) -> ModelRoutes:
-    """The routes of an echo model with these replicas."""
+    """The routes of an echo model with these replicas, all of one version."""
     return ModelRoutes(
         name=name,
         state=state or (ModelState.READY if replicas else ModelState.LOADING),
         reason=reason,
         engine=engine,
+        kind=kind,
         source=source,
         max_len=max_len,
         max_queue=max_queue,
         loads_on_request=holds,
-        replicas=[Route(f"{name}/{i}", EPOCH, str(served.path)) for i, served in enumerate(replicas)],
+        replicas=[Route(f"{name}/{i}", EPOCH, str(served.path), version=VERSION) for i, served in enumerate(replicas)],
     )
 
 

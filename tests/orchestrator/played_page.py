@@ -35,6 +35,7 @@ def gateway_families() -> list[MetricFamily]:
         small.token(0.01)
         small.ended("stop", 10, 2, 0.3, 0.01)
         small.ended("error", 10, 2, 0.3, 0.01)
+    metrics.model("vectors", 0).encoded(3, 0.2, 0.1, 0.1)
     metrics.overhead(0.0002)
     metrics.refused("small", 429, "queue_full")
     metrics.refused("small", 503, "unavailable")
@@ -43,6 +44,7 @@ def gateway_families() -> list[MetricFamily]:
     snapshot = [
         ModelSnapshot("chat", 0, [ReplicaSnapshot(0, 1, 8, 100, 4096)]),
         ModelSnapshot("small", 2, [ReplicaSnapshot(n, 1, 8, 100, 4096) for n in (0, 1)]),
+        ModelSnapshot("vectors", 0, [ReplicaSnapshot(0, 1, 64, 100, 0)], encodes=True),
     ]
     vitals = Vitals(connections=3, keys=2, keys_in_use=1, certificate_expires=1.9e9, controller_age_s=0.2)
     return metrics.families(snapshot, vitals)

@@ -24,6 +24,9 @@ from workers.servers.completion_stream import (
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 """The routes whose answers have finish reasons."""
 
+WITHOUT_MODEL = ("/tokenize", "/detokenize")
+"""The routes whose answers do not name a model."""
+
 DONE = b"data: [DONE]\n\n"
 _EMPTY = (b"null", b'""', b"[]", b"{}")
 
@@ -114,7 +117,7 @@ def whole_answer(request: ForwardedRequest, body: bytes) -> tuple[AnswerPart, Fi
     if request.route in GENERATING and (finished := sum(map(bool, reasons))) < max(request.choices, len(reasons)):
         raise ServerError(_unfinished(finished, request.choices), BAD_GATEWAY)
     usage = answer.usage or _Usage()
-    data = _with(body, model=request.model) if request.route.startswith("/v1/") else body
+    data = body if request.route in WITHOUT_MODEL else _with(body, model=request.model)
     return AnswerPart(data, usage.completion_tokens or 0, usage.prompt_tokens), _finish(reasons)
 
 

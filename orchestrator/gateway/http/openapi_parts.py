@@ -19,7 +19,7 @@ def components(kinds: Sequence[Any]) -> tuple[dict[type, Schema], dict[str, Sche
 
 def operation_id(method: str, path: str) -> str:
     """Returns an operation id such as `postRolloutUndo`."""
-    words = re.findall(r"[a-z]+", path)
+    words = re.findall(r"[a-z]+[0-9]*", path)
     return "".join([method.lower(), *(word.capitalize() for word in words)])
 
 

@@ -9,6 +9,14 @@ from typing import TypeVar
 
 import msgspec
 
+from orchestrator.gateway.encoding.protocol import (
+    ClassifyRequest,
+    DocumentText,
+    EmbeddingRequest,
+    EncodingBody,
+    RerankRequest,
+    ScoreRequest,
+)
 from orchestrator.gateway.openai.errors import ApiError, invalid
 from orchestrator.gateway.openai.field_bounds import LONGEST_VALUE, out_of_bounds, out_of_range
 from orchestrator.gateway.openai.protocol import (
@@ -36,6 +44,9 @@ _tokenize_text_decoder = msgspec.json.Decoder(TokenizeTextRequest)
 _tokenize_chat_decoder = msgspec.json.Decoder(TokenizeChatRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 _forwarded_decoder = msgspec.json.Decoder(ForwardedFields)
+_encoding_decoders: Mapping[type[EncodingBody], msgspec.json.Decoder[EncodingBody]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (EmbeddingRequest, RerankRequest, ScoreRequest, ClassifyRequest)
+}
 
 
 class _Shape(msgspec.Struct):
@@ -146,6 +157,15 @@ def read_completion(body: bytes) -> CompletionRequest:
     return request
 
 
+def read_encoding(body: bytes, kind: type[EncodingBody]) -> EncodingBody:
+    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
+    request = _decode(_encoding_decoders[kind], body)
+    request.check()
+    if (count := len(request.inputs())) > MAX_PROMPTS:
+        raise invalid(out_of_range("the number of inputs", count, 1, MAX_PROMPTS), param=request.param)
+    return request
+
+
 def read_forwarded(body: bytes) -> ForwardedFields:
     """Decodes these fields, and checks that the body is JSON. Raises ApiError 400."""
     return _decode(_forwarded_decoder, body)
@@ -156,13 +176,16 @@ _BOUNDED = (
     *("functions", "function_call"),
 )
 _BOUNDED_ITEMS = ("stop", "stop_token_ids", "logit_bias")
-_REQUESTS = (ChatRequest, CompletionRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest)
+_REQUESTS = (
+    *(ChatRequest, CompletionRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest),
+    *_encoding_decoders,
+)
 _Large = msgspec.defstruct(
     "_Large",
     [(name, msgspec.Raw, msgspec.Raw()) for name in {name: 0 for kind in _REQUESTS for name in kind.__struct_fields__}],
 )
 _large_decoder = msgspec.json.Decoder(_Large)
-_texts_decoder = msgspec.json.Decoder(list[str])
+_texts_decoder = msgspec.json.Decoder(list[str | DocumentText])
 
 
 def _check_large(body: bytes) -> None:
@@ -170,7 +193,7 @@ def _check_large(body: bytes) -> None:
     fields = {name: bytes(raw) for name, raw in msgspec.structs.asdict(_large_decoder.decode(body)).items()}
     for name in _BOUNDED:
         _check_limit(f"the bytes of {name}", len(fields[name]), MAX_FIELD_BYTES, name)
-    for name in ("prompt", "tokens"):
+    for name in ("prompt", "tokens", "input", "documents", "text_1", "text_2"):
         if fields[name].startswith(b"["):
             _check_list(name, fields[name])
     remainder = len(body) - sum(map(len, fields.values()))  # of a repeated field, ``fields`` has only the last
@@ -182,7 +205,7 @@ def _check_list(name: str, data: bytes) -> None:
     """Raises ApiError for a list of more token ids or prompts than may be decoded at once."""
     if b'"' in data:
         try:
-            _check_limit(f"the prompts of {name}", len(_texts_decoder.decode(data)), MAX_PROMPTS, name)
+            _check_limit(f"the texts of {name}", len(_texts_decoder.decode(data)), MAX_PROMPTS, name)
             return
         except msgspec.ValidationError:  # not only texts
             pass

@@ -93,9 +93,28 @@ def rejected_by_server(status: int, message: str) -> ApiError:
     return ApiError(status if status in _OF_CLIENTS else 400, message, code="rejected_by_server")
 
 
-def not_forwarded(route: str, name: str) -> ApiError:
-    message = f"The model {name!r} has no {route}: only models with the engine server have it."
-    return ApiError(404, message, param="model", code="route_not_served")
+ROUTES_OF_KIND = {
+    "generate": "/v1/chat/completions and /v1/completions",
+    "embedding": "/v1/embeddings",
+    "rerank": "/v1/rerank and /v1/score",
+    "classification": "/classify",
+}
+
+
+def other_kind(name: str, kind: str, route: str) -> ApiError:
+    """The model is of a kind that does not have the route."""
+    message = f"The model {name!r} is of kind {kind}: it has {ROUTES_OF_KIND[kind]}, and not {route}."
+    return ApiError(400, message, param="model", code="route_not_served")
+
+
+def input_too_long(param: str, place: int, count: int, limit: int, *, exact: bool) -> ApiError:
+    """The input at that place is too long. With ``exact`` false it has more than ``count`` tokens."""
+    length = f"{'' if exact else 'more than '}{count}"
+    message = (
+        f"This model takes inputs of at most {limit} tokens; {param}[{place}] has {length}. "
+        "Send a shorter one, or truncate: true."
+    )
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def body_too_large(limit: int) -> ApiError:

@@ -8,15 +8,18 @@ from typing import Any
 
 from msgspec.inspect import DictType, FloatType, IntType, ListType, StructType, UnionType, type_info
 
+from orchestrator.gateway.encoding.protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from orchestrator.gateway.openai.protocol import (
     LONGEST_ID,
     MAX_ENTRIES,
+    MAX_PROMPTS,
     MAX_STOPS,
     MAX_TOOLS,
     ChatRequest,
     CompletionRequest,
 )
 
+_REQUESTS = (ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest, ClassifyRequest)
 LONGEST_VALUE = 100  # bytes or characters of a wrong value that an error quotes
 
 
@@ -25,8 +28,10 @@ def out_of_bounds(name: str, value: Any) -> str | None:
     may be."""
     values = value if isinstance(value, list | dict) else [value]
     match name:
-        case "prompt" if not value:
-            return "prompt is empty"
+        case "prompt" | "input" | "query" | "documents" | "text_1" | "text_2" if not value:
+            return f"{name} is empty"
+        case "documents" | "text_1" | "text_2" | "input" if len(values) > MAX_PROMPTS:
+            return f"{name}: {len(values)} texts exceed the limit of {MAX_PROMPTS}"
         case "messages" if not value:
             return "messages: at least one message is required"
         case "tools" if len(values) > MAX_TOOLS:
@@ -68,7 +73,7 @@ def _outside(name: str, value: Any, number: IntType | FloatType | None) -> str |
 def _numbers() -> Mapping[str, IntType | FloatType]:
     """Returns the number that each field takes, with its bounds; for a list or an object, the number in it."""
     numbers = {}
-    for request in (type_info(kind) for kind in (ChatRequest, CompletionRequest)):
+    for request in map(type_info, _REQUESTS):
         assert isinstance(request, StructType)
         for field in request.fields:
             for kind in field.type.types if isinstance(field.type, UnionType) else (field.type,):

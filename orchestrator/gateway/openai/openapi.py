@@ -10,12 +10,18 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from orchestrator.gateway.encoding.protocol import (
+    ClassifyRequest,
+    DocumentText,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from orchestrator.gateway.http.openapi_parts import Schema, components, json_content, json_response, operation_id
 from orchestrator.gateway.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ForwardedFields,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
@@ -89,6 +95,76 @@ class TextCompletion(msgspec.Struct):
     usage: Usage
 
 
+class EncodedUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct):
+    """``embedding`` is the numbers, or base64 of them as float32 in little endian."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EncodedUsage
+
+
+class RankedDocument(msgspec.Struct):
+    """``index`` is the document's place in the request."""
+
+    index: int
+    relevance_score: float
+    document: DocumentText | UnsetType = UNSET
+
+
+class Ranking(msgspec.Struct):
+    """``results`` are sorted by score, highest first."""
+
+    id: str
+    model: str
+    usage: EncodedUsage
+    results: list[RankedDocument]
+
+
+class Score(msgspec.Struct):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(msgspec.Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EncodedUsage
+
+
+class Classification(msgspec.Struct):
+    """``label`` is the most probable one, null if the checkpoint names none; ``probs`` are in the labels' order."""
+
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationList(msgspec.Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classification]
+    usage: EncodedUsage
+
+
 class ModelCard(msgspec.Struct):
     """``root`` is the model's name in the spec; ``parent`` is the same for an alias, else null."""
 
@@ -99,6 +175,7 @@ class ModelCard(msgspec.Struct):
     root: str
     parent: str | None
     max_model_len: int
+    kind: str
 
 
 class ModelList(msgspec.Struct):
@@ -135,8 +212,13 @@ class GatewayRoute:
     answer: type | None
     asks: tuple[type, ...] = ()
     streams: bool = False  # the answer may be server-sent events
+    encodes: bool = False  # the answer is written once its inputs are encoded
     probe: bool = False  # it needs no key, and its 503 is text
     of_a_model: bool = False  # the model may be unknown or not ready
+
+
+def _encoding(path: str, summary: str, answer: type, asks: type) -> GatewayRoute:
+    return GatewayRoute("POST", path, summary, answer, (asks,), encodes=True, of_a_model=True)
 
 
 ROUTES = (
@@ -152,14 +234,13 @@ ROUTES = (
         streams=True,
         of_a_model=True,
     ),
-    GatewayRoute(
-        "POST",
-        "/v1/embeddings",
-        "The answer of a model's own server.",
-        dict,
-        (ForwardedFields,),
-        of_a_model=True,
-    ),
+    _encoding("/v1/embeddings", "The vectors of texts.", EmbeddingList, EmbeddingRequest),
+    _encoding("/v1/rerank", "Documents in the order of their relevance to a query.", Ranking, RerankRequest),
+    _encoding("/v2/rerank", "As /v1/rerank.", Ranking, RerankRequest),
+    _encoding("/rerank", "As /v1/rerank.", Ranking, RerankRequest),
+    _encoding("/v1/score", "The scores of pairs of texts.", ScoreList, ScoreRequest),
+    _encoding("/score", "As /v1/score.", ScoreList, ScoreRequest),
+    _encoding("/classify", "The classes of texts.", ClassificationList, ClassifyRequest),
     GatewayRoute("GET", "/v1/models", "The models and their aliases.", ModelList),
     GatewayRoute("GET", "/v1/models/{model}", "One model.", ModelCard, of_a_model=True),
     GatewayRoute(
@@ -240,7 +321,7 @@ def openapi(*, needs_key: bool) -> Schema:
 def _operation(route: GatewayRoute, references: Mapping[type, Schema], needs_key: bool) -> dict[str, Any]:
     responses = {"200": _answer(route, references)}
     statuses = {*_OF_ALL, *((404,) if route.of_a_model else ()), *((415,) if route.asks else ())}
-    if route.streams:
+    if route.streams or route.encodes:
         statuses.add(504)
     if route.probe:
         statuses -= {401, 429}
@@ -265,7 +346,7 @@ def _operation(route: GatewayRoute, references: Mapping[type, Schema], needs_key
     if "{model}" in route.path:
         name = {"type": "string", "minLength": 1}
         operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": name}]
-    if route.streams:
+    if route.streams or route.encodes:
         operation["parameters"] = [
             {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
             for name, (description, schema) in _HEADERS.items()

@@ -39,8 +39,9 @@ BiasedId = Annotated[  # in Python, `$` also matches before a newline at the end
 ]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 _REFUSED = Meta(extra_json_schema={"type": "null", "default": None})
-_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MOST}}
+_IDS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MOST}}
 _PROMPTS = {"maxItems": MAX_PROMPTS, "items": {"anyOf": [{"type": "string", "minLength": 1}, _IDS]}}
+IDS_OR_TEXTS = {"anyOf": [_IDS, _PROMPTS]}
 
 
 class TextPart(msgspec.Struct):
@@ -328,7 +329,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """POST /v1/completions. A prompt is text (tokenized with its special tokens), token ids (taken as they are), or a
     list of either."""
 
-    prompt: SomeText | Annotated[list[Any], Meta(min_length=1, extra_json_schema={"anyOf": [_IDS, _PROMPTS]})]
+    prompt: SomeText | Annotated[list[Any], Meta(min_length=1, extra_json_schema=IDS_OR_TEXTS)]
     logprobs: LogprobCount | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -340,18 +341,20 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
     def prompts(self) -> list[str | list[int]]:
         """Returns the prompts one by one. Raises ApiError for an invalid one."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if all(type(part) is int for part in self.prompt):
-            return [self.prompt]
-        for i, part in enumerate(self.prompt):
-            if not (isinstance(part, str) or (isinstance(part, list) and all(type(id) is int for id in part))):
-                kind = "null" if part is None else type(part).__name__
-                message = f"prompt[{i}]: expected a string or a list of token ids, got {kind}"
-                raise invalid(message, param="prompt")
-            if not part:
-                raise invalid(f"prompt[{i}] is empty", param="prompt")
-        return self.prompt
+        return texts_or_ids(self.prompt, "prompt")
+
+
+def texts_or_ids(value: str | list[Any], name: str) -> list[str | list[int]]:
+    """Returns the texts and lists of token ids of a field. Raises ApiError for an invalid one."""
+    if isinstance(value, str) or all(type(part) is int for part in value):
+        return [value]
+    for i, part in enumerate(value):
+        if not (isinstance(part, str) or (isinstance(part, list) and all(type(id) is int for id in part))):
+            kind = "null" if part is None else type(part).__name__
+            raise invalid(f"{name}[{i}]: expected a string or a list of token ids, got {kind}", param=name)
+        if not part:
+            raise invalid(f"{name}[{i}] is empty", param=name)
+    return value
 
 
 class TokenizeTextRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics, ModelMetrics
 
 _STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
-_REFUSED = (FinishReason.INVALID, FinishReason.ERROR, FinishReason.UNSERVED)
+REFUSED = (FinishReason.INVALID, FinishReason.ERROR, FinishReason.UNSERVED)
 _WAITING = b": waiting\n\n"  # a comment, which clients of server-sent events skip
 
 
@@ -106,9 +106,9 @@ class Reply(msgspec.Struct, eq=False):
         # the events of an answer that is not streamed stay in the ticket until its end
         if self._keeps_text and (self._note.stream or last.finish is not None):
             self._note.answer = (self._note.answer or "") + "".join(event.text for event in stream.events)
-        if last.finish in _REFUSED:
+        if last.finish in REFUSED:
             self._end(ticket, now, "error")
-            self.fail(_failure(last, self._note.model))
+            self.fail(failure_of(last, self._note.model))
             return
         if last.finish is not None:
             if last.part is not None:
@@ -149,7 +149,7 @@ class Reply(msgspec.Struct, eq=False):
             piece += answer.closing(include_usage=self._include_usage)
         if not self._opened:
             self._opened = True
-            headers = self._headers(ticket, now)
+            headers = decision_headers(self.exchange, self._note, ticket, now)
             if not exchange.began:
                 exchange.begin(200, (*_STREAM, *headers), piece)
                 piece = b""
@@ -163,23 +163,8 @@ class Reply(msgspec.Struct, eq=False):
 
     def _write_whole(self, ticket: Ticket, now: float) -> None:
         body = self._answer.whole([(choice, each.stream.take()) for each, choice in self._choices.items()])
-        self.exchange.respond(200, body, headers=self._headers(ticket, now))
+        self.exchange.respond(200, body, headers=decision_headers(self.exchange, self._note, ticket, now))
         self._choices = {}
-
-    def _headers(self, ticket: Ticket, now: float) -> list[tuple[bytes, bytes]]:
-        """Returns the headers with the replica, the overhead and the decision, and records them in the note."""
-        note = self._note
-        stream = ticket.stream
-        note.replica = stream.link.route.id if stream.link is not None else None
-        note.queue_s = stream.sent_at - ticket.arrived_at
-        note.overhead_s = (ticket.arrived_at - self.exchange.request.received_at) + (time.monotonic() - now)
-        headers = [
-            (b"x-corewright-replica", (note.replica or "").encode()),
-            (b"x-corewright-overhead-ms", b"%.3f" % (note.overhead_s * 1000)),
-        ]
-        if ticket.terms.explains and ticket.decision is not None:
-            headers.append((b"x-corewright-decision", ticket.decision.as_header()))
-        return headers
 
     def _measure(self, ticket: Ticket, now: float) -> None:
         stream = ticket.stream
@@ -246,7 +231,22 @@ class Reply(msgspec.Struct, eq=False):
         self._choices = {}
 
 
-def _failure(event: TokenEvent, model: str) -> ApiError:
+def decision_headers(exchange: Exchange, note: Note, ticket: Ticket, now: float) -> list[tuple[bytes, bytes]]:
+    """Returns the headers with the replica, the overhead and the decision, and records them in the note."""
+    stream = ticket.stream
+    note.replica = stream.link.route.id if stream.link is not None else None
+    note.queue_s = stream.sent_at - ticket.arrived_at
+    note.overhead_s = (ticket.arrived_at - exchange.request.received_at) + (time.monotonic() - now)
+    headers = [
+        (b"x-corewright-replica", (note.replica or "").encode()),
+        (b"x-corewright-overhead-ms", b"%.3f" % (note.overhead_s * 1000)),
+    ]
+    if ticket.terms.explains and ticket.decision is not None:
+        headers.append((b"x-corewright-decision", ticket.decision.as_header()))
+    return headers
+
+
+def failure_of(event: TokenEvent, model: str) -> ApiError:
     """Returns the error of a request that the replica cannot serve, or whose engine failed."""
     if event.finish is FinishReason.INVALID:
         if event.part is not None and event.part.status:

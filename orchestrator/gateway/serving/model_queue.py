@@ -78,6 +78,11 @@ class ModelQueue:
         return (self.name, *self.routes.aliases)
 
     @property
+    def kv_tokens_of_slot(self) -> int:
+        """The tokens that the KV cache of a slot holds; 0 for a model that does not generate."""
+        return self.routes.max_len if self.routes.kind == "generate" else 0
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """The names by which clients use the model with an adapter."""
         return tuple(f"{name}:{adapter}" for name in self.names for adapter in self.routes.adapters)

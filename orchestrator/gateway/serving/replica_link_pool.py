@@ -102,6 +102,7 @@ class ReplicaLinks:
         self.slots = sum(welcome.slots for welcome in welcomes)
         # tokens per block of the engines' prefix cache; 0 without one
         self.prefix_block = max((welcome.prefix_block for welcome in welcomes), default=0)
+        self.width = max((welcome.width for welcome in welcomes), default=0)  # of vectors; 0 while it is unknown
         max_len = self._routes.max_len
         max_prompt = max((welcome.max_prompt for welcome in welcomes), default=max_len)
         self.limits = RequestLimits(max_len, max_prompt, welcomes[0].vocab_size if welcomes else None)

@@ -53,7 +53,7 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     live: int  # this gateway's requests there
     slots: int
     kv_used_tokens: int  # prompt and answer so far, of those requests
-    kv_capacity_tokens: int  # slots times max_len; 0 when unknown
+    kv_capacity_tokens: int  # slots times max_len; 0 when unknown, or without a KV cache
 
 
 class ModelSnapshot(msgspec.Struct, frozen=True):
@@ -62,6 +62,7 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
     model: str
     waiting: int  # in this gateway's queue
     replicas: Sequence[ReplicaSnapshot] = ()
+    encodes: bool = False  # it does not generate
 
 
 class Vitals(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +84,7 @@ class ModelMetrics:
         self._gap_sum = 0.0
         self._generated = 0
         self._prompt_tokens = 0
+        self._inputs = 0
         self._first = Histogram(FIRST_TOKEN_S)
         self._queued = Histogram(REQUEST_S)
         self._prefill = Histogram(REQUEST_S)
@@ -114,6 +116,12 @@ class ModelMetrics:
         ``prefill_s`` at the replica."""
         self._firsts.append((ttft_s, queued_s, prefill_s))
         self._generated += 1
+
+    def encoded(self, inputs: int, answer_s: float, queued_s: float, replica_s: float) -> None:
+        """Counts the answer to a request of so many ``inputs``: ``answer_s`` after its arrival, of that ``queued_s`` in
+        the queue and ``replica_s`` at the replica. To be followed by ``ended``."""
+        self._inputs += inputs
+        self._firsts.append((answer_s, queued_s, replica_s))
 
     def ended(self, reason: str, prompt_tokens: int, completion_tokens: int, e2e_s: float, decode_s: float) -> None:
         """Counts the end of a request, once for each. ``decode_s``: from its first token to its last."""
@@ -209,6 +217,10 @@ class GatewayMetrics:
         yield by_label("corewright_routed_slots", "gauge", help, ("model", "replica"), slots)
         queue = {(model.model,): model.waiting for model in snapshot}
         yield by_label("corewright_queue_length", "gauge", "Requests waiting for a slot.", ("model",), queue)
+        encoders = {model.model for model in snapshot if model.encodes}
+        inputs = {key: model._inputs for key, model in self._models.items() if key[0] in encoders and key[1] != QUEUE}
+        help = "Inputs encoded: texts and pairs of texts."
+        yield by_label("corewright_encoded_inputs", "counter", help, ("model", "replica"), inputs)
         help = "Requests answered with an error, by status and code."
         yield by_label("corewright_requests_refused", "counter", help, ("model", "status", "code"), self._refused)
         help = "Requests moved to another replica, by cause."

@@ -142,7 +142,7 @@ def test_embeddings_and_tokenizer_routes_are_the_servers(gateway: LiveGateway, r
     vectors = {"object": "list", "model": NAME, "data": [{"embedding": [0.25]}], "usage": {"prompt_tokens": 4}}
 
     def script(call: Call) -> None:
-        if call.path == "/v1/embeddings":
+        if call.path in ("/v1/embeddings", "/rerank"):
             call.answer(vectors)
         elif call.path == "/tokenize":
             call.answer({"tokens": [1, 2]})
@@ -152,18 +152,10 @@ def test_embeddings_and_tokenizer_routes_are_the_servers(gateway: LiveGateway, r
     serve(gateway, relayed(script))
 
     assert gateway.http.post("/v1/embeddings", json={"model": "m", "input": "a"}).json() == {**vectors, "model": "m"}
+    assert gateway.http.post("/rerank", json={"model": "m", "x": 1}).json() == {**vectors, "model": "m"}
     assert gateway.http.post("/tokenize", json={"model": "m", "content": "a"}).json() == {"tokens": [1, 2]}
     refused = gateway.http.post("/detokenize", json={"model": "m", "tokens": [1]})
     assert (refused.status_code, refused.json()["error"]["message"]) == (404, "no such route")
-
-
-def test_other_engines_have_no_embeddings(gateway: LiveGateway, replica: Callable[..., Served]) -> None:
-    """A model that generates tokens here is refused by name."""
-    gateway.serve(routes("m", replica()))
-
-    response = gateway.http.post("/v1/embeddings", json={"model": "m", "input": "a"})
-
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "route_not_served")
 
 
 def test_both_kinds_of_model_are_served_together(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import jsonschema
 import pytest
 from openapi_spec_validator import validate
 
+from orchestrator.gateway.encoding.protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from orchestrator.gateway.openai import body_reader, errors, protocol
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import REFUSED, ROUTES, openapi
@@ -22,12 +25,22 @@ HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT: dict[str, Any] = {"model": "m", "messages": HELLO}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
-READERS = {
+READERS: dict[str, tuple[Callable[[bytes], Any], dict[str, Any]]] = {
     "ChatRequest": (body_reader.read_chat, CHAT),
     "CompletionRequest": (body_reader.read_completion, TEXT),
     "TokenizeTextRequest": (body_reader.read_tokenize, TEXT),
     "TokenizeChatRequest": (body_reader.read_tokenize, CHAT),
     "DetokenizeRequest": (body_reader.read_detokenize, {"model": "m", "tokens": [1]}),
+    "EmbeddingRequest": (partial(body_reader.read_encoding, kind=EmbeddingRequest), {"model": "m", "input": "x"}),
+    "RerankRequest": (
+        partial(body_reader.read_encoding, kind=RerankRequest),
+        {"model": "m", "query": "x", "documents": ["y"]},
+    ),
+    "ScoreRequest": (
+        partial(body_reader.read_encoding, kind=ScoreRequest),
+        {"model": "m", "text_1": "x", "text_2": "y"},
+    ),
+    "ClassifyRequest": (partial(body_reader.read_encoding, kind=ClassifyRequest), {"model": "m", "input": "x"}),
 }
 
 
@@ -153,6 +166,25 @@ OTHERS: list[tuple[str, dict[str, Any], bool]] = [
     ("DetokenizeRequest", {"tokens": []}, True),
     ("DetokenizeRequest", {"tokens": [-1]}, False),
     ("DetokenizeRequest", {"tokens": [MOST + 1]}, False),
+    ("EmbeddingRequest", {"input": ""}, False),
+    ("EmbeddingRequest", {"input": []}, False),
+    ("EmbeddingRequest", {"input": ["x", [1]]}, True),
+    ("EmbeddingRequest", {"input": ["x", ""]}, False),
+    ("EmbeddingRequest", {"input": [[]]}, False),
+    ("EmbeddingRequest", {"input": ["x"] * (MAX_PROMPTS + 1)}, False),
+    ("EmbeddingRequest", {"encoding_format": "base64", "user": {}}, True),
+    ("EmbeddingRequest", {"encoding_format": "int8"}, False),
+    ("EmbeddingRequest", {"frob": 1}, False),
+    ("RerankRequest", {"documents": []}, False),
+    ("RerankRequest", {"documents": ["a", {"text": "b", "title": "c"}]}, True),
+    ("RerankRequest", {"documents": [{"title": "c"}]}, False),
+    ("RerankRequest", {"documents": ["a"] * (MAX_PROMPTS + 1)}, False),
+    ("ScoreRequest", {"text_1": []}, False),
+    ("ScoreRequest", {"text_1": "a", "text_2": ["b", "c"]}, True),
+    ("ScoreRequest", {"text_1": ["a"] * MAX_PROMPTS, "text_2": ["b"] * MAX_PROMPTS}, True),
+    ("ClassifyRequest", {"input": ["a"] * MAX_PROMPTS}, True),
+    ("ClassifyRequest", {"input": ["a"] * (MAX_PROMPTS + 1)}, False),
+    ("ClassifyRequest", {"input": [1]}, False),
 ]
 
 

@@ -11,21 +11,30 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 
+from orchestrator.gateway.encoding.protocol import KIND_OF
 from orchestrator.gateway.openai.openapi import ROUTES, openapi
+from tests.orchestrator.encoded import EncoderReplica
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
 
 pytestmark = pytest.mark.slow  # thousands of requests, and a slow import
+MODEL_OF = {kind.__name__: name for kind, name in KIND_OF.items()}
 EXAMPLES = int(os.environ.get("EXAMPLES", "25"))  # of each operation
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveGateway]:
     gateway, replica = LiveGateway(), Served(max_len=64, slots=8)
-    gateway.serve(msgspec.structs.replace(routes("m", replica, max_len=64), aliases=["0", "org/model"]))
+    encoders = {kind: EncoderReplica() for kind in ("embedding", "rerank", "classification")}
+    gateway.serve(
+        msgspec.structs.replace(routes("m", replica, max_len=64), aliases=["0", "org/model"]),
+        *(routes(kind, encoder, kind=kind, max_len=64) for kind, encoder in encoders.items()),
+    )
     yield gateway
     gateway.close()
     replica.close()
+    for encoder in encoders.values():
+        encoder.close()
 
 
 def document() -> dict[str, Any]:
@@ -33,7 +42,7 @@ def document() -> dict[str, Any]:
     schema = openapi(needs_key=False)
     for name, kind in schema["components"]["schemas"].items():
         if name.endswith("Request"):
-            kind["properties"]["model"] = {"enum": ["m", "0", "org/model"]}
+            kind["properties"]["model"] = {"enum": [MODEL_OF.get(name, "m"), "0", "org/model"]}
     return schema
 
 

@@ -1,0 +1,1 @@
+"""Embeddings, scores of pairs, and classes: reading requests and writing answers."""

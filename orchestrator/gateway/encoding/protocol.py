@@ -1,0 +1,159 @@
+"""The types of the requests that are encoded, with the bounds of their values."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from orchestrator.gateway.openai.errors import invalid
+from orchestrator.gateway.openai.protocol import (
+    IDS_OR_TEXTS,
+    MAX_PROMPTS,
+    MOST,
+    Ignored,
+    PositiveCount,
+    Priority,
+    SomeText,
+    texts_or_ids,
+)
+from workers.messages.encoder_protocol import EncoderKind
+
+Input = str | tuple[str, str] | list[int]  # a text, a pair of texts, or token ids
+Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
+
+
+class EncodingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of all requests that are encoded."""
+
+    model: str
+    truncate: bool | None = None  # longer inputs are cut to the longest that the model encodes; default false
+    # vLLM's: they are cut to so many tokens; -1: as ``truncate``
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MOST, extra_json_schema={"not": {"const": 0}})] | None = None
+    priority: Priority | None = None
+    user: Ignored = None
+
+    def check(self) -> None:
+        """Raises ApiError for fields that do not fit together."""
+        if self.truncate_prompt_tokens == 0:
+            raise invalid("truncate_prompt_tokens: 0 leaves nothing of an input", param="truncate_prompt_tokens")
+        if self.truncate is False and self.truncate_prompt_tokens is not None:
+            raise invalid("truncate_prompt_tokens and truncate: false exclude each other", param="truncate")
+
+    @property
+    def cut(self) -> int | None:
+        """Returns the tokens to which longer inputs are cut, 0 for the longest; None: they are rejected."""
+        if self.truncate_prompt_tokens is not None:
+            return max(0, self.truncate_prompt_tokens)
+        return 0 if self.truncate else None
+
+
+class EmbeddingRequest(EncodingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/embeddings. An input is text (tokenized with its special tokens), token ids (taken as they are), or a
+    list of either."""
+
+    input: SomeText | Annotated[list[Any], Meta(min_length=1, extra_json_schema=IDS_OR_TEXTS)]
+    dimensions: PositiveCount | None = None  # only the first numbers of each vector, scaled to length 1
+    encoding_format: Literal["float", "base64"] | None = None
+    prompt: str | None = None  # before each text
+    prompt_name: str | None = None  # of a prompt in the model's folder
+    input_type: Literal["query", "document", "passage"] | None = None  # selects a prompt of the model's folder, if any
+
+    def check(self) -> None:
+        super().check()
+        given = [name for name in ("prompt", "prompt_name", "input_type") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise invalid(f"{given[0]} and {given[1]} exclude each other; send one of them", param=given[1])
+        ids = next((place for place, value in enumerate(self.inputs()) if isinstance(value, list)), None)
+        if given and ids is not None:
+            raise invalid(f"{given[0]}: input {ids} has token ids, to which no prompt can be added", param=given[0])
+
+    def inputs(self) -> list[Input]:
+        """Returns the inputs one by one. Raises ApiError for an invalid one."""
+        return list(texts_or_ids(self.input, "input"))
+
+    @property
+    def param(self) -> str:
+        """The field with the inputs."""
+        return "input"
+
+
+class DocumentText(msgspec.Struct):
+    """A document of Cohere's older and Jina's requests. Its other fields are ignored."""
+
+    text: str
+
+
+class RerankRequest(EncodingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/rerank, in Cohere's and Jina's shape."""
+
+    query: SomeText
+    documents: Annotated[list[str | DocumentText], Meta(min_length=1, max_length=MAX_PROMPTS)]
+    top_n: PositiveCount | None = None  # results; default: one for each document
+    return_documents: bool | None = None
+
+    def texts(self) -> list[str]:
+        """Returns the texts of the documents."""
+        return [part if isinstance(part, str) else part.text for part in self.documents]
+
+    def inputs(self) -> list[Input]:
+        """Returns the query with each document."""
+        return [(self.query, text) for text in self.texts()]
+
+    @property
+    def param(self) -> str:
+        """The field with the inputs."""
+        return "documents"
+
+
+class ScoreRequest(EncodingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /score, in vLLM's shape: one text with one or with several, or lists of the same length."""
+
+    text_1: SomeText | Texts
+    text_2: SomeText | Texts
+
+    def check(self) -> None:
+        super().check()
+        first, second = self._lists()
+        if len(first) not in (1, len(second)):
+            message = f"text_1 has {len(first)} texts and text_2 {len(second)}; text_1 must have 1, or as many"
+            raise invalid(message, param="text_1")
+
+    def inputs(self) -> list[Input]:
+        """Returns the pairs."""
+        first, second = self._lists()
+        return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+    @property
+    def param(self) -> str:
+        """The field with the inputs."""
+        return "text_2"
+
+    def _lists(self) -> tuple[list[str], list[str]]:
+        first, second = ([value] if isinstance(value, str) else value for value in (self.text_1, self.text_2))
+        return first, second
+
+
+class ClassifyRequest(EncodingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /classify, in vLLM's shape."""
+
+    input: SomeText | Texts
+
+    def inputs(self) -> list[Input]:
+        """Returns the texts."""
+        return [self.input] if isinstance(self.input, str) else list(self.input)
+
+    @property
+    def param(self) -> str:
+        """The field with the inputs."""
+        return "input"
+
+
+EncodingBody = EmbeddingRequest | RerankRequest | ScoreRequest | ClassifyRequest
+KIND_OF: dict[type, EncoderKind] = {
+    EmbeddingRequest: "embedding",
+    RerankRequest: "rerank",
+    ScoreRequest: "rerank",
+    ClassifyRequest: "classification",
+}
