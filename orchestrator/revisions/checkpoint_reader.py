@@ -340,11 +340,13 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "special_tokens_map.json",
     "chat_template.jinja",
+    *("sentence_bert_config.json", "config_sentence_transformers.json", "modules.json", "1_Pooling/config.json"),
 )
 
 
 def tokenizer_key(engine: str, folder: str | None) -> str:
-    """Returns a key that is equal for sources with identical tokenizer and chat template files. Blocks."""
+    """Returns a key that is equal for sources with identical tokenizer and chat template files, and, of
+    sentence-transformers' folders, identical prompts and limits. Blocks."""
     if engine == "echo" or folder is None:
         return engine if engine == "echo" else f"{engine}:{folder}"
     digest = blake2s(digest_size=8)

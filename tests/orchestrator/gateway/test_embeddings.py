@@ -18,6 +18,7 @@ from orchestrator.access.keys import Allowance, KeyFile
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.gateway.openai.openapi import EmbeddingList
 from orchestrator.process.home import Home
+from orchestrator.revisions.checkpoint_reader import tokenizer_key
 from tests.fleet import until
 from tests.orchestrator.encoded import EncoderReplica, HeldEncoder
 from tests.orchestrator.gateways import VERSION, LiveGateway, routes
@@ -367,6 +368,15 @@ def test_real_clients_get_the_same_vectors(real: LiveGateway) -> None:
     chain = OpenAIEmbeddings(model="e", check_embedding_ctx_length=False, **options)
     assert [tuple(row) for row in chain.embed_documents(["w7 w8", "w9"])] == plain
     assert tuple(chain.embed_query("w9")) == plain[1]
+
+
+@pytest.mark.parametrize("name", ["sentence_bert_config.json", "config_sentence_transformers.json", "modules.json"])
+def test_a_key_of_tokenizers_changes_with_the_prompts_and_limits_of_a_folder(name: str, tmp_path: Path) -> None:
+    """Otherwise a gateway would use those that it has read before."""
+    (tmp_path / name).write_text("{}")
+    before = tokenizer_key("cpu", str(tmp_path))
+    (tmp_path / name).write_text('{"prompts": {"query": "q: "}}')
+    assert tokenizer_key("cpu", str(tmp_path)) != before
 
 
 def test_a_folder_that_cannot_be_read_is_reported(gateway: LiveGateway, shared: EncoderReplica, tmp_path: Path) -> None:
