@@ -40,7 +40,7 @@ class EncoderReplica:
         self._folder = tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp")
         self.path = Path(self._folder.name) / "s"
         self.requests: list[GenerateRequest] = []
-        self.batcher = EncodeBatcher(self.engine, lambda events: self._plane.emit(events))
+        self.batcher = EncodeBatcher(self.engine, lambda events: self.plane.emit(events))
         spec = self.batcher.spec
         welcome = Welcome(
             corewright_version(),
@@ -53,8 +53,8 @@ class EncoderReplica:
             width=spec.width,
             labels=list(spec.labels),
         )
-        self._plane = DataPlane(self.path, welcome=welcome, token=TOKEN, epoch=EPOCH, batcher=self)
-        self._plane.start()
+        self.plane = DataPlane(self.path, welcome=welcome, token=TOKEN, epoch=EPOCH, batcher=self)
+        self.plane.start()
         self._thread = threading.Thread(target=self.batcher.run)
         self._thread.start()
 
@@ -66,12 +66,12 @@ class EncoderReplica:
         self.batcher.cancel(id)
 
     def kill(self) -> None:
-        self._plane.close()
+        self.plane.close()
 
     def close(self) -> None:
         if isinstance(self.engine, HeldEncoder):
             self.engine.turns.release(1000)
         self.batcher.close()
         self._thread.join(10)
-        self._plane.close()
+        self.plane.close()
         self._folder.cleanup()

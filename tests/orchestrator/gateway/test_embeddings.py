@@ -6,7 +6,7 @@ import base64
 import json
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from tests.orchestrator.encoded import EncoderReplica, HeldEncoder
 from tests.orchestrator.gateways import VERSION, LiveGateway, routes
 from tests.orchestrator.hostile import Wire, post
 from tests.served import Served
-from workers.engines.encoder.echo import WIDTH, echo_vector
-from workers.messages.encoder_protocol import EncodeInput
+from workers.engines.encoder.echo import WIDTH, EchoEncoder, echo_vector
+from workers.messages.encoder_protocol import EncodeInput, EncoderSpec
+from workers.messages.requests import AnswerPart, TokenEvent
 
 MAX_LEN = 64
 Make = Callable[..., EncoderReplica]
@@ -195,6 +196,54 @@ def test_a_request_whose_replica_is_lost_is_encoded_by_another(gateway: LiveGate
     assert answers[0].headers["x-corewright-replica"] == f"e/{replicas.index(second)}"
 
 
+class Wide(EchoEncoder):
+    """Gives vectors of 1024 numbers, so that an answer has many parts, and rows that are in two of them."""
+
+    @property
+    def spec(self) -> EncoderSpec:
+        narrow = super().spec
+        return EncoderSpec(narrow.rows, narrow.buckets, narrow.vocab_size, 1023)
+
+    def encode(self, inputs: Sequence[EncodeInput]) -> Any:
+        rows = super().encode(inputs)
+        for row in rows:
+            row.numbers = (*row.numbers, *[0.5] * (1023 - WIDTH))
+        return rows
+
+
+def test_an_answer_in_many_parts_is_complete(gateway: LiveGateway, encoder: Make) -> None:
+    """It is 4 MB of numbers; the client sees one answer."""
+    gateway.serve(routes("e", encoder(Wide(64, MAX_LEN)), kind="embedding", max_len=MAX_LEN))
+    given = [f"text {number}" for number in range(1000)]
+
+    answer = embed(gateway, given)
+
+    assert len(answer.content) > 2**22
+    assert [row[:WIDTH] for row in vectors(answer)] == [of(text) for text in given]
+    assert {row[WIDTH:] for row in vectors(answer)} == {(0.5,) * (1023 - WIDTH)}
+
+
+def test_a_replica_lost_between_two_parts_costs_a_retry_only(gateway: LiveGateway, encoder: Make) -> None:
+    """No part was delivered; the parts of the lost replica are thrown away."""
+    replicas = [encoder(HeldEncoder()), encoder(HeldEncoder())]
+    gateway.serve(routes("e", *replicas, kind="embedding", max_len=MAX_LEN))
+    answers: list[httpx.Response] = []
+    asks = threading.Thread(target=lambda: answers.append(embed(gateway, "a")))
+    asks.start()
+    until(lambda: any(replica.requests for replica in replicas), 10, "it has reached a replica")
+    first, second = sorted(replicas, key=lambda replica: not replica.requests)
+    first.plane.emit([TokenEvent(id=first.requests[0].id, part=AnswerPart(b"\0" * 12))])
+    link = next(link for link in gateway.queue("e").links if link.route.socket == str(first.path))
+    until(lambda: any(ticket.stream.events for ticket, _ in link.progress), 10, "the part has arrived")
+
+    first.kill()
+    until(lambda: bool(second.requests), 10, "it has reached the other one")
+    second.engine.turns.release(10)  # type: ignore[attr-defined]
+    asks.join(10)
+
+    assert vectors(answers[0]) == [of("a")]
+
+
 def test_a_client_that_leaves_cancels_its_request(gateway: LiveGateway, encoder: Make) -> None:
     replica = encoder(HeldEncoder())
     gateway.serve(routes("e", replica, kind="embedding", max_len=MAX_LEN))
@@ -231,13 +280,14 @@ def test_a_waiting_request_is_tokenized_for_the_kind_that_answers(gateway: LiveG
     """It is encoded if the model is still of its kind, and rejected with the reason if not."""
     gateway.serve(msgspec.structs.replace(routes("e", kind="embedding", max_len=MAX_LEN), holds=True, tokenizer="1"))
     answers: list[httpx.Response] = []
-    asks = threading.Thread(target=lambda: answers.append(embed(gateway, "a")))
+    given = ["a" * 40, "b" * 40]  # together longer than an input may be
+    asks = threading.Thread(target=lambda: answers.append(embed(gateway, given)))
     asks.start()
     until(lambda: gateway.queue("e").waiting == 1, 10, "it waits")
     table = routes("e", encoder(), kind="embedding", max_len=MAX_LEN)
     gateway.serve(msgspec.structs.replace(table, tokenizer="2"))
     asks.join(10)
-    assert vectors(answers.pop()) == [of("a")]
+    assert vectors(answers.pop()) == [of(text) for text in given]
 
     gateway.serve(msgspec.structs.replace(routes("e", kind="embedding", max_len=MAX_LEN), holds=True, tokenizer="2"))
     asks = threading.Thread(target=lambda: answers.append(embed(gateway, "a")))
