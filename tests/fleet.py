@@ -14,12 +14,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
 
 from orchestrator.process.addresses import free_port
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 READY_DEADLINE_S = 120.0
 COREWRIGHT = Path(sys.executable).with_name("corewright")
@@ -49,7 +52,43 @@ async def until_async(condition: Callable[[], Any], deadline_s: float, what: str
     return value
 
 
-class LiveFleet:
+class Fleet:
+    """An `up` that runs, as its operators and clients see it."""
+
+    process: subprocess.Popen[bytes]
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=60.0)
+
+    def wait_ready(self, deadline_s: float = READY_DEADLINE_S) -> Self:
+        def ready() -> bool:
+            assert not self.process.poll(), f"up has failed: {self.output()}"
+            try:
+                return self.http.get("/readyz").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        try:
+            until(ready, deadline_s, "the fleet is ready")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output()}") from None
+        return self
+
+    def output(self) -> str:
+        """What `up` has printed."""
+        raise NotImplementedError
+
+    def status(self) -> Any:
+        raise NotImplementedError
+
+    def replica(self, id: str) -> Any:
+        """That replica's entry in the status, or one without a process if it is not planned now."""
+        replicas = (replica for model in self.status()["models"] for replica in model["replicas"])
+        return next((replica for replica in replicas if replica["id"] == id), {"state": "none", "epoch": 0})
+
+
+class LiveFleet(Fleet):
     """One `up`. ``stop`` it, or leave it to the fixture."""
 
     def __init__(
@@ -71,7 +110,7 @@ class LiveFleet:
             self.home.mkdir(exist_ok=True)
             self.spec.write_text(spec)
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__(f"http://127.0.0.1:{self.port}")
         self.log = self.home / "up.log"
         self.env = {
             **os.environ,
@@ -87,24 +126,8 @@ class LiveFleet:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.env, start_new_session=True
             )
-        self.http = httpx.Client(base_url=self.url, timeout=60.0)
-
-    def wait_ready(self, deadline_s: float = READY_DEADLINE_S) -> LiveFleet:
-        def ready() -> bool:
-            assert self.process.poll() is None, f"up has ended: {self.output()}"
-            try:
-                return self.http.get("/readyz").status_code == 200
-            except httpx.TransportError:
-                return False
-
-        try:
-            until(ready, deadline_s, "the fleet is ready")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.output()}") from None
-        return self
 
     def output(self) -> str:
-        """What `up` has printed."""
         return self.log.read_text()
 
     def corewright(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -117,10 +140,6 @@ class LiveFleet:
         result = self.corewright("status", "-o", "json")
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout)
-
-    def replica(self, id: str) -> Any:
-        """That replica's entry in the status."""
-        return next(r for model in self.status()["models"] for r in model["replicas"] if r["id"] == id)
 
     def processes(self) -> list[int]:
         """Every living process of this home's fleets but the daemon, from the outside: by what they write to."""

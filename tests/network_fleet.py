@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
+from collections.abc import Mapping
 from typing import Any
 
-import httpx
-
-from tests.fleet import READY_DEADLINE_S, until
-from tests.network_hosts import Network, NetworkHost
+from tests.fleet import Fleet
+from tests.network_hosts import DASHBOARD_PORT, Network, NetworkHost
 
 PORT = 8080
 CORES = 24
 
 
-def start_cluster(network: Network, **head_settings: str) -> None:
-    """Start Ray on each host, and wait until all are registered. ``head_settings`` are variables of the head's Ray."""
+def start_cluster(network: Network, settings: Mapping[str, str] | None = None, *, dashboard: bool = False) -> None:
+    """Start Ray on each host, and wait until all are registered. ``settings`` are variables of the head's Ray."""
     head, *workers = network.hosts
-    head.start_ray(settings=head_settings)()
+    head.start_ray(dashboard=dashboard, settings=settings)()
     for wait in [start_worker(worker, head) for worker in workers]:
         wait()
 
@@ -28,31 +26,20 @@ def start_worker(worker: NetworkHost, head: NetworkHost) -> Any:
     return worker.start_ray(head.address, cores=CORES, settings={"RAY_gcs_rpc_server_reconnect_timeout_s": "600"})
 
 
-class NetworkFleet:
-    """One `up --ray-address` on the head. It ends with the hosts."""
+class NetworkFleet(Fleet):
+    """One `up --ray-address` on the head, or a job that runs it there. It ends with the hosts."""
 
-    def __init__(self, network: Network, spec: str, *arguments: str) -> None:
+    def __init__(self, network: Network, spec: str, *arguments: str, outside: NetworkHost | None = None) -> None:
+        """``outside``: a machine without Ray, which submits `up` as a job."""
         self.head, *self.workers = network.hosts
-        self.url = f"http://{self.head.address}:{PORT}"
-        self.http = httpx.Client(base_url=self.url, timeout=60.0)
+        super().__init__(f"http://{self.head.address}:{PORT}")
         self.head.path("spec.yaml").write_text(spec)
-        listen = ("--host", "0.0.0.0", "--port", str(PORT), "--insecure")
-        words = ("corewright", "up", "spec.yaml", "--ray-address", f"{self.head.address}:6379", *listen, *arguments)
-        self.process: subprocess.Popen[bytes] = self.head.spawn(*words, log="up.log")
-
-    def wait_ready(self, deadline_s: float = READY_DEADLINE_S) -> NetworkFleet:
-        def ready() -> bool:
-            assert self.process.poll() is None, f"up has ended: {self.output()}"
-            try:
-                return self.http.get("/readyz").status_code == 200
-            except httpx.TransportError:
-                return False
-
-        try:
-            until(ready, deadline_s, "the fleet is ready")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.output()}") from None
-        return self
+        join = ("up", str(self.head.folder / "spec.yaml"), "--ray-address", f"{self.head.address}:6379")
+        words = ("corewright", *join, "--host", "0.0.0.0", "--port", str(PORT), "--insecure", *arguments)
+        if outside is not None:
+            words = ("ray", "job", "submit", f"--address=http://{self.head.address}:{DASHBOARD_PORT}", "--", *words)
+        self._caller = outside or self.head
+        self.process = self._caller.spawn(*words, log="up.log")
 
     def complete(self, model: str, prompt: str, max_tokens: int) -> str:
         """Returns the text of a completion."""
@@ -64,7 +51,7 @@ class NetworkFleet:
 
     def output(self) -> str:
         """What `up` has printed, and the end of the controller's log."""
-        return self.head.read("up.log") + self.head.read("home/logs/controller.log")[-4000:]
+        return self._caller.read("up.log") + self.head.read("home/logs/controller.log")[-4000:]
 
     def corewright(self, *arguments: str) -> Any:
         """Returns the JSON that the command prints on the head."""
@@ -72,11 +59,6 @@ class NetworkFleet:
 
     def status(self) -> Any:
         return self.corewright("status")
-
-    def replica(self, id: str) -> Any:
-        """Returns its entry in the status, or that of a replica without a process if it is not planned now."""
-        replicas = (replica for model in self.status()["models"] for replica in model["replicas"])
-        return next((replica for replica in replicas if replica["id"] == id), {"state": "none", "epoch": 0})
 
     def events(self, reason: str) -> list[Any]:
         """Returns the events with that reason."""

@@ -37,6 +37,7 @@ SETPRIV = ("setpriv", "--pdeathsig", "KILL")  # the kernel ends it with the thre
 UNSHARE = ("unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc")
 NEW_NET = 0x40000000  # CLONE_NEWNET
 GCS_PORT = 6379
+DASHBOARD_PORT = 8265
 RAY_PORTS = {  # fixed: an agent that does not report its port within 15 s ends its raylet
     "node-manager-port": 6400,
     "object-manager-port": 6401,
@@ -83,6 +84,7 @@ class NetworkHost:
 
     def __init__(self, name: str, address: str, switch: int, folder: Path) -> None:
         self.name, self.address, self.folder = name, address, folder
+        self.variables: dict[str, str] = {}  # of every command
         self._switch = ("nsenter", "-t", str(switch), "-n")
         self._link = f"to-{name}"
         self._entered: list[subprocess.Popen[bytes]] = []  # each waits for a process in the host
@@ -135,6 +137,7 @@ class NetworkHost:
             "RAY_memory_monitor_refresh_ms": "0",
             "RAY_worker_niceness": "0",
             "COREWRIGHT_HOME": str(self.folder / "home"),
+            **self.variables,
             **variables,
         }
         assigned = [f"{name}={value}" for name, value in environment.items()]
@@ -235,17 +238,19 @@ class NetworkHost:
         head: str | None = None,
         *,
         cores: int = 0,
+        dashboard: bool = False,
         labels: Mapping[str, str] | None = None,
         settings: Mapping[str, str] | None = None,
     ) -> Callable[[], None]:
         """Start a Ray node, in the foreground of `ray start --block` as a service of the host would; the cluster's head
         without the address of one. Returns the function that waits until it is registered.
 
-        ``settings`` are variables of its processes, such as RAY_REDIS_ADDRESS.
+        ``dashboard``: the head accepts jobs. ``settings`` are variables of its processes, such as RAY_REDIS_ADDRESS.
         """
         place = ["--head", f"--port={GCS_PORT}"] if head is None else [f"--address={head}:{GCS_PORT}"]
         if head is None:
-            place += ["--include-dashboard=false", f"--system-config={json.dumps(HEALTH_CHECKS)}"]
+            place += [f"--include-dashboard={str(dashboard).lower()}", f"--dashboard-port={DASHBOARD_PORT}"]
+            place += ["--dashboard-host=0.0.0.0", f"--system-config={json.dumps(HEALTH_CHECKS)}"]
         if cores:
             labels = {"corewright-instance": "inf2.48xlarge", **(labels or {})}
             place.append(f"--resources={json.dumps({f'nc{core}': 1 for core in range(cores)})}")
@@ -283,11 +288,18 @@ class Network:
             "link set lo up",
         ):
             _run("nsenter", "-t", str(self.pid), "-n", "ip", *words.split())
-        self.hosts = [NetworkHost(f"h{index}", f"10.77.0.{index}", self.pid, folder) for index in range(1, count + 1)]
+        self._folder = folder
+        self._machines: list[NetworkHost] = []
+        self.hosts = [self.add(f"h{index}", index) for index in range(1, count + 1)]
+
+    def add(self, name: str, number: int) -> NetworkHost:
+        """Add a machine at 10.77.0.``number``, which is not one of the ``hosts``."""
+        self._machines.append(NetworkHost(name, f"10.77.0.{number}", self.pid, self._folder))
+        return self._machines[-1]
 
     def end(self) -> None:
-        for host in self.hosts:
-            host.end()
+        for machine in self._machines:
+            machine.end()
         self._holder.kill()
         self._holder.wait()
         if self._holder.stdout is not None:

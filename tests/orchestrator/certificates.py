@@ -53,14 +53,17 @@ class Authority:
         *,
         days: float = 30,
         client: bool = False,
+        peer: bool = False,
         password: bytes | None = None,
         hosts: Sequence[str] = ("localhost", "127.0.0.1"),
     ) -> Pair:
-        """A certificate for ``hosts``, names and addresses; ``days`` below 0 is one that has expired."""
+        """A certificate for ``hosts``, names and addresses; ``days`` below 0 is one that has expired. ``peer``: for
+        both sides of a connection."""
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.datetime.now(datetime.timezone.utc)
         ends = now + days * DAY
-        purpose = ExtendedKeyUsageOID.CLIENT_AUTH if client else ExtendedKeyUsageOID.SERVER_AUTH
+        purposes = [ExtendedKeyUsageOID.CLIENT_AUTH] if client or peer else []
+        purposes += [] if client else [ExtendedKeyUsageOID.SERVER_AUTH]
         names = [
             x509.IPAddress(ipaddress.ip_address(host)) if host[-1:].isdigit() else x509.DNSName(host) for host in hosts
         ]
@@ -70,7 +73,7 @@ class Authority:
             .not_valid_before(min(now, ends) - DAY)
             .not_valid_after(ends)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
             .sign(self._key, hashes.SHA256())

@@ -109,7 +109,7 @@ def test_replicas_outlive_the_head_with_a_gcs_in_redis(record_property: Callable
     """The new controller adopts them, and commands work from a worker afterwards."""
     with network_hosts(3) as network, redis():
         settings = {"RAY_REDIS_ADDRESS": f"{SWITCH}:6379", "RAY_external_storage_namespace": "network"}
-        start_cluster(network, **settings)
+        start_cluster(network, settings)
         fleet = NetworkFleet(network, SPEC).wait_ready()
         survive(fleet, settings, record_property)
         is_removable_from(fleet, fleet.workers[0])
@@ -121,7 +121,7 @@ def test_replicas_outlive_the_head_with_a_gcs_in_rocksdb(
     """Its folder is on a disk that outlives the head."""
     with network_hosts(3) as network:
         settings = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(tmp_path)}
-        start_cluster(network, **settings)
+        start_cluster(network, settings)
         survive(NetworkFleet(network, SPEC).wait_ready(), settings, record_property)
 
 
