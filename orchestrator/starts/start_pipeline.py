@@ -180,14 +180,20 @@ class StartPipeline:
         if compiled or not compiles(config):
             return
         yield StartEvent(phase="looking")
-        missing = await self._cluster.foresee(config)
+        missing, shared = await self._cluster.foresee(config), self._state.shared_compiles
+        if missing and not isinstance(missing, Failure) and (elsewhere := shared.host_for(config)) is not None:
+            message = f"{elsewhere} compiles the same and pushes it to {config.neff_cache}"
+            yield Compiling(note=("info", "WaitsForCompile", message))
+            await shared.ended(config)
+            missing = await self._cluster.foresee(config)
         if isinstance(missing, Failure):
             message = f"{missing}; the start compiles missing graphs on its cores"
             yield StartEvent(note=("warning", "ForeseeFailed", message))
         elif missing:
             yield Compiling(note=("info", "WillCompile", "; ".join(missing)))
             began = self._state.clock()
-            failure = await self._cluster.compile(config)
+            with shared.compiling(config):
+                failure = await self._cluster.compile(config)
             if failure is not None and failure.id != NEEDS_DEVICE:
                 yield Failed(failure=failure)
             else:

@@ -41,6 +41,7 @@ from orchestrator.state.departures import leaving_hosts
 from orchestrator.state.host_uses import HostUses
 from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.replica_counts import ReplicaCounts
+from orchestrator.state.shared_compiles import SharedCompiles
 from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.spec.lifecycle import Deadlines
@@ -92,6 +93,7 @@ class FleetState:
         self.preparations: dict[tuple[str, str, str], Preparation] = {}
         self.preparing: Mapping[tuple[str, str, str], str] = {}  # those in progress, with their phase
         self.compiled_on: set[tuple[str, str, str]] = set()  # (model, version, host) whose start has nothing to compile
+        self.shared_compiles = SharedCompiles()
         self.pins = ContentPins(records)
         self.source_refreshes: Counter[str] = Counter()  # by model, how often its source was refreshed
         self.fetches: dict[Key, FetchStatus] = {}  # of preparations in progress

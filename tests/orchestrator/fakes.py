@@ -155,6 +155,7 @@ class FakeCluster:
         self.check_s = 0.0
         self.unloadable: dict[str, Failure] = {}  # by version, the outcome of its check
         self.uncompiled: set[str] = set()  # versions that have graphs to compile
+        self.compiled_on: dict[str, set[str]] = {}  # by version, the hosts that have compiled or fetched its graphs
         self.compile_s = 0.0
         self.compiles: list[str] = []  # versions
         self.compile_logs: list[str] = []
@@ -248,14 +249,19 @@ class FakeCluster:
             await asyncio.sleep(self.look_s)
         if self.unforeseeable is not None:
             return self.unforeseeable
-        return ["the model is not compiled as it is now"] if config.version in self.uncompiled else []
+        compiled_on = self.compiled_on.get(config.version, set())
+        if config.version not in self.uncompiled or config.host in compiled_on:
+            return []
+        shared = config.neff_cache is not None and compiled_on
+        return ["artifacts compiled by another host" if shared else "the model is not compiled as it is now"]
 
     async def compile(self, config: ReplicaConfig) -> Failure | None:
         self.compiles.append(config.version)
         self.compile_logs.append(config.log)
-        await asyncio.sleep(self.compile_s)
+        compiled_on = self.compiled_on.setdefault(config.version, set())
+        await asyncio.sleep(1.0 if config.neff_cache is not None and compiled_on else self.compile_s)
         if self.uncompilable is None:
-            self.uncompiled.discard(config.version)
+            compiled_on.add(config.host)
         return self.uncompilable
 
     def _check_loadable(self, config: ReplicaConfig) -> None:

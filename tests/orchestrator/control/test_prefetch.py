@@ -310,6 +310,43 @@ def test_an_update_in_place_is_compiled_while_the_old_replica_serves(tmp_path: P
     play(tmp_path, cluster, spec(degree=24, compiles=True, strategy="in_place"), story)
 
 
+@pytest.mark.parametrize("cache", ["s3://models/neffs", None])
+def test_one_host_compiles_for_all_that_share_a_cache(tmp_path: Path, cache: str | None) -> None:
+    """The others wait and fetch what it pushes. Without a cache in S3, each compiles."""
+    cluster = FakeCluster()
+    cluster.compile_s = 150.0
+    both = spec(compiles=True, hosts=2, replicas=2, degree=24) + (f"    neff_cache: {cache}\n" if cache else "")
+
+    async def story(played: Played) -> None:
+        cluster.uncompiled = {played.controller.state.current.versions["m"]}
+        await played.settled()
+        assert {config.host for config in cluster.started} == set(cluster.host_names)
+        took = sorted(event.message for event in played.journal.events() if event.reason == "Compiled")
+        assert took == (["ahead, in 1 s", "ahead, in 150 s"] if cache else ["ahead, in 150 s"] * 2)
+        waits = [(event.host, event.message) for event in played.journal.events() if event.reason == "WaitsForCompile"]
+        message = f"{cluster.started[0].host} compiles the same and pushes it to {cache}"
+        assert waits == ([(cluster.started[1].host, message)] if cache else [])
+
+    play(tmp_path, cluster, both, story)
+
+
+def test_a_host_that_waits_for_a_compilation_compiles_if_that_fails(tmp_path: Path) -> None:
+    """Whatever the reason: the compiling host may be lost."""
+    cluster = FakeCluster()
+    cluster.compile_s = 150.0
+    both = spec(compiles=True, hosts=2, replicas=2, degree=24) + "    neff_cache: s3://models/neffs\n"
+
+    async def story(played: Played) -> None:
+        cluster.uncompiled = {played.controller.state.current.versions["m"]}
+        await played.until(lambda: "WaitsForCompile" in played.happened(), "one waits", 60.0)
+        first = next(event.host for event in played.journal.events() if event.reason == "WillCompile")
+        cluster.lost_now = {str(first)}
+        await played.until(lambda: played.ready("m"), "the other one serves", 200.0)
+        assert [config.host for config in cluster.started] == [name for name in cluster.host_names if name != first]
+
+    play(tmp_path, cluster, both, story)
+
+
 def test_among_equal_hosts_the_one_with_the_model_is_chosen(tmp_path: Path) -> None:
     """The replica starts without a transfer."""
     cluster = FakeCluster()
