@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from placements.facts import encoders
+from placements.facts.encoders import ENCODERS, Kind
 from placements.facts.tnx_families import Reading
 
 
@@ -47,7 +49,7 @@ _AS_IT_IS = Reading()
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The shape of a causal language model."""
+    """The shape of a causal language model, or of an encoder without its head."""
 
     model_type: str
     heads: int  # query heads
@@ -90,29 +92,48 @@ class Checkpoint:
         return Parameters(table, head, positions, attention, kv, feed_forward, small)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Checkpoint:
+    def from_config(cls, config: Mapping[str, Any], kind: Kind = "generate") -> Checkpoint:
         """Reads a decoded config.json.
 
-        Raises CheckpointError: ``unknown-family`` for a model type outside ``FAMILIES``, ``checkpoint-malformed`` for a
-        missing or invalid key.
+        Raises CheckpointError: ``unknown-family`` for a model type that the kind does not serve (``FAMILIES`` for
+        generate), ``checkpoint-malformed`` for a missing or invalid key.
         """
         if not isinstance(config, Mapping):
             raise _malformed("config.json is not a JSON object")
         family = config.get("model_type")
         if family is None:
             raise _malformed("config.json has no model_type")
-        reader = _READERS.get(family) if isinstance(family, str) else None
-        if reader is None:
-            what = f'model_type "{family}" is not supported ({", ".join(FAMILIES)})'
-            raise CheckpointError("unknown-family", what, "use a model of one of these families, or engine: server")
-        shape = reader(family, _Config(config))
+        served = families(kind)
+        if not isinstance(family, str) or family not in served:
+            what = f'model_type "{family}" is not supported{_for(kind)} ({", ".join(served)})'
+            raise CheckpointError("unknown-family", what, _family_hint(family, kind))
+        shape = _READERS[family](family, _Config(config))
+        if kind != "generate":
+            shape = replace(shape, tied_embeddings=True)  # it has no head over the vocabulary
+        longest = shape.max_positions
         return replace(
             shape,
             parameters=_parameters(shape, _Config(config)),
+            max_positions=longest if kind == "generate" else encoders.longest_input(family, longest, config),
             stored_bytes=_stored_bytes(config),
             window=sliding_window(family, config),
             on_tnx=Reading.of(config),
         )
+
+
+def families(kind: Kind) -> tuple[str, ...]:
+    """Returns the values of model_type that are supported for a kind."""
+    return FAMILIES if kind == "generate" else encoders.families(kind)
+
+
+def _for(kind: Kind) -> str:
+    return "" if kind == "generate" else f" for kind {kind}"
+
+
+def _family_hint(family: object, kind: Kind) -> str:
+    if kind == "generate" and family in ENCODERS:
+        return "set its kind: embedding, rerank or classification"
+    return "use a model of one of these families, or engine: server"
 
 
 _GATED = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3"})
@@ -174,6 +195,23 @@ class _Config:
         if value is None:
             raise _malformed(f"config.json has no {' or '.join(names)}")
         return value
+
+    def number_or(self, name: str, default: int) -> int:
+        """Returns a whole number that may be 0, or ``default``."""
+        value = self._values.get(name)
+        return default if value is None else 0 if value == 0 else self.number(name)
+
+    def signed(self, name: str, default: int) -> int:
+        """Returns a whole number of either sign, or ``default``."""
+        value = self._values.get(name, default)
+        if not isinstance(value, int):
+            raise _malformed(f"{name} in config.json is {value!r}, not a whole number")
+        return value
+
+    def words(self, name: str) -> list[str]:
+        """Returns a list of words, which may be written as one text with "|" between them."""
+        value = self._values.get(name) or []
+        return value.lower().split("|") if isinstance(value, str) else [str(word) for word in value]
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._values.get(name)
@@ -258,18 +296,28 @@ def _shape(
     return Checkpoint(family, heads, kv_heads, layers, hidden, ffn, head_dim, vocab, positions, tied, parameters=0)
 
 
+def _encoder(family: str, config: _Config) -> Checkpoint:
+    hidden, heads = config.number("hidden_size", "dim"), config.number("num_attention_heads", "n_heads")
+    layers, ffn = config.number("num_hidden_layers", "n_layers"), config.number("intermediate_size", "hidden_dim")
+    positions = config.optional("max_position_embeddings")
+    return _shape(family, config, hidden, heads, heads, layers, ffn, positions, tied=True)
+
+
 _READERS: dict[str, Callable[[str, _Config], Checkpoint]] = {
+    **dict.fromkeys(ENCODERS, _encoder),
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), _gpt),
     **dict.fromkeys(_GATED, _gated),
     "bloom": _bloom,
     "gpt_neox": _gpt_neox,
     "opt": _opt,
 }
-FAMILIES: tuple[str, ...] = tuple(sorted(_READERS))
+FAMILIES: tuple[str, ...] = tuple(sorted(_READERS.keys() - set(ENCODERS)))
 
 
 def _parameters(shape: Checkpoint, config: _Config) -> int:
     """Returns the parameters of the whole model, tied weights counted once."""
+    if shape.model_type in ENCODERS:
+        return _encoder_parameters(shape, config)
     if shape.model_type in _GATED:
         layer, rest = _gated_layer(shape, config), shape.hidden
     elif shape.model_type == "opt":
@@ -312,6 +360,44 @@ def _fused_layer(shape: Checkpoint, config: _Config) -> tuple[int, int]:
     elif family == "gpt_neox" and not config.flag("attention_bias", True):
         layer -= 4 * hidden
     return layer, rest
+
+
+def _encoder_parameters(shape: Checkpoint, config: _Config) -> int:
+    """Returns the parameters of transformers' model without a head, with its pooler if it has one."""
+    family, hidden, ffn = shape.model_type, shape.hidden, shape.ffn
+    if family == "modernbert":
+        layer = 4 * hidden * hidden + 3 * hidden * ffn + 2 * hidden  # gated; no biases
+        return shape.vocab * hidden + shape.layers * layer + hidden  # the first layer has one norm, the end another
+    layer = 4 * hidden * (hidden + 1) + hidden * (ffn + 1) + ffn * (hidden + 1) + 4 * hidden
+    count = shape.vocab * hidden + 2 * hidden + shape.layers * layer
+    if family == "deberta-v2":
+        return count + _deberta_extras(shape, config)
+    count += (shape.max_positions or 0) * hidden
+    if family != "distilbert":
+        count += hidden * (hidden + 1)  # the pooler
+    if family == "mpnet":
+        return count + (config.optional("relative_attention_num_buckets") or 32) * shape.heads
+    return count if family in encoders.NO_TYPES else count + config.number_or("type_vocab_size", 2) * hidden
+
+
+def _deberta_extras(shape: Checkpoint, config: _Config) -> int:
+    """Returns the parameters of positions, types and relative positions."""
+    hidden, count = shape.hidden, config.number_or("type_vocab_size", 0) * shape.hidden
+    if config.flag("position_biased_input", True):
+        count += (shape.max_positions or 0) * hidden
+    if "layer_norm" in config.words("norm_rel_ebd"):
+        count += 2 * hidden
+    if config.flag("relative_attention", False):
+        buckets = config.signed("position_buckets", -1)
+        most = config.signed("max_relative_positions", -1)
+        span = buckets if buckets > 0 else most if most > 0 else shape.max_positions or 0
+        count += 2 * span * hidden
+        if not config.flag("share_att_key", False):
+            kinds = config.words("pos_att_type")
+            count += shape.layers * len({"c2p", "p2c"}.intersection(kinds)) * hidden * (hidden + 1)
+    if kernel := config.number_or("conv_kernel_size", 0):
+        count += kernel * hidden * hidden + hidden + 2 * hidden
+    return count
 
 
 def _opt_layer(shape: Checkpoint, config: _Config) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from placements.facts.encoders import families, longest_input
 from workers.batching.buckets import ladder
 from workers.engines.checkpoint_files import check_length, positions_of, read_config
 from workers.engines.cpu.checkpoint import check_weights, load_model, weight_files
@@ -22,15 +23,6 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-EMBEDDING_FAMILIES = frozenset(
-    {"bert", "deberta-v2", "distilbert", "mistral", "modernbert", "mpnet", "qwen2", "qwen3", "roberta", "xlm-roberta"}
-)
-"""Values of config.json's model_type. One is listed once tests compare its vectors with sentence-transformers'."""
-
-SCORE_FAMILIES = frozenset({"bert", "deberta-v2", "distilbert", "modernbert", "mpnet", "roberta", "xlm-roberta"})
-"""The same for reranking and classification, compared with transformers' own classes."""
-
-DECODERS = frozenset({"mistral", "qwen2", "qwen3"})
 SHORTEST = 16  # tokens of the shortest bucket
 
 
@@ -91,7 +83,7 @@ class CpuEncoder:
         dtype = getattr(torch, dtype_on("cpu", self.dtype))
         self._graph = load_graph(layout, self.kind, dtype, pickled)
         config = self._graph.model.config
-        check_length(self.max_len, usable_positions(settings))
+        check_length(self.max_len, longest_input(settings["model_type"], positions_of(settings), settings))
         self._pad = config.pad_token_id or 0
         labels = tuple(config.id2label[i] for i in range(config.num_labels)) if self.kind == "classification" else ()
         spec = EncoderSpec(
@@ -142,23 +134,13 @@ def checked(source: Path, kind: EncoderKind) -> tuple[EncoderLayout, dict[str, A
     """Returns the layout of a checkpoint and its config.json. Raises EngineLoadError if the engine cannot serve it."""
     layout = read_layout(source, kind)
     settings = read_config(layout.transformer)
-    families = EMBEDDING_FAMILIES if kind == "embedding" else SCORE_FAMILIES
-    if (family := settings.get("model_type")) not in families:
+    if (family := settings.get("model_type")) not in families(kind):
         raise EngineLoadError(
             "unknown-family",
             f"the model_type {family!r} of {layout.transformer / 'config.json'} is not supported for kind {kind}",
-            f"supported: {', '.join(sorted(families))}",
+            f"supported: {', '.join(families(kind))}",
         )
     return layout, settings
-
-
-def usable_positions(settings: dict[str, Any]) -> int | None:
-    """Returns the longest input of a checkpoint in tokens. The positions of roberta and its like begin after the id of
-    the padding."""
-    positions = positions_of(settings)
-    if positions is None or settings.get("model_type") not in {"roberta", "xlm-roberta", "mpnet"}:
-        return positions
-    return positions - int(settings.get("pad_token_id", 1)) - 1
 
 
 def load_graph(layout: EncoderLayout, kind: EncoderKind, dtype: torch.dtype, pickled: bool) -> Any:
