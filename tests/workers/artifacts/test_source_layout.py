@@ -48,6 +48,23 @@ def test_safetensors_exclude_other_weights(beside: tuple[str, ...]) -> None:
     assert taken(*SAFE, *beside) == set(SAFE)
 
 
+def test_modules_of_sentence_transformers_are_selected() -> None:
+    """With safetensors rather than pickles; their configurations are among the metadata."""
+    modules = ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+    beside = ("2_Dense/pytorch_model.bin", "onnx/model.onnx", "1_Pooling/README.md")
+
+    assert taken(*SAFE, *modules, *beside) == {*SAFE, *modules}
+    metadata = {file.name for file in metadata_files(listed(*SAFE, *modules)).files}
+    assert metadata == {CONFIG, "tokenizer.json", *modules[:3]}
+
+
+def test_a_module_with_pickled_weights_only_is_rejected() -> None:
+    """Unless pickles are allowed."""
+    with pytest.raises(SourceError, match=r"2_Dense/pytorch_model\.bin"):
+        taken(*SAFE, "2_Dense/pytorch_model.bin")
+    assert "2_Dense/pytorch_model.bin" in taken(*SAFE, "2_Dense/pytorch_model.bin", allow_pickle=True)
+
+
 def test_all_shards_of_an_index_are_selected() -> None:
     """Whatever their names; other precisions and formats are not."""
     others = ("consolidated.safetensors", "model.fp16-00001-of-00001.safetensors")

@@ -36,7 +36,10 @@ _OTHER_SAFETENSORS = re.compile(r"(consolidated|adapter_|.*\.(fp16|fp32|bf16|ema
 _FOLDERS = re.compile(
     r"(pytorch_model\.bin|checkpoint|compiled|weights|neuronxcc-[^/]+|additional_chat_templates)/.+", re.DOTALL
 )
-_METADATA_FILES = re.compile(r"[^/]+\.(json|jinja|merges|model|spm|tiktoken|txt|vocab)|additional_chat_templates/[^/]+")
+_MODULE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors|pytorch_model\.bin)")  # of sentence-transformers
+_METADATA_FILES = re.compile(
+    r"[^/]+\.(json|jinja|merges|model|spm|tiktoken|txt|vocab)|additional_chat_templates/[^/]+|\d+_\w+/config\.json"
+)
 _OWN = "corewright-"  # prefix of the files that the store writes beside a model's own
 HEAD_BYTES = 64 * 2**20  # largest metadata file; the largest known tokenizer.json has 35 MB
 
@@ -129,6 +132,7 @@ def selected(listing: Listing, *, allow_pickle: bool = False, trust_remote_code:
     2. Else pickles, if they are allowed.
     3. Compiled files, and presharded or split weights. A compiled model.pt is a pickle as well.
     4. Small files: the config, the tokenizer, templates. Python files only with ``trust_remote_code``.
+    5. The modules of sentence-transformers after the transformer, such as ``1_Pooling``, with their weights.
 
     Raises SourceError: ``pickle-refused`` if the only weights are pickles that are not allowed, ``name-unsafe``, and
     ``layout-unknown`` without a config.json.
@@ -156,7 +160,8 @@ def selected_of_adapter(listing: Listing) -> Listing:
 
 
 def metadata_files(listing: Listing) -> Listing:
-    """Returns the part of ``listing`` that the planner and a tokenizer need: small files at its root."""
+    """Returns the part of ``listing`` that the planner and a tokenizer need: small files at its root, and the
+    configurations of sentence-transformers' modules."""
     files = tuple(
         file
         for file in listing.files
@@ -170,7 +175,7 @@ def _kind(name: str) -> Literal["weights", "pickle", "small", "code", "other"]:
     base = name.rsplit("/", 1)[-1]
     if base.startswith(".") or name.startswith(_OWN) or suffix in _FOREIGN or _TRAINING_FILES.fullmatch(base):
         return "other"
-    if "/" in name and not _FOLDERS.fullmatch(name):
+    if "/" in name and not (_FOLDERS.fullmatch(name) or _MODULE.fullmatch(name)):
         return "other"  # original/, onnx/, runs/: the same weights for other programs, or logs
     if suffix == ".safetensors":
         return "weights"
@@ -190,6 +195,8 @@ def _is_taken(name: str, names: frozenset[str], trust_remote_code: bool) -> bool
     safe = f"{root}model.safetensors" in names or root + INDEX in names
     if relative.startswith(_SPLIT_FOLDER):
         return not safe
+    if kind == "pickle" and _MODULE.fullmatch(name):
+        return f"{name.rpartition('/')[0]}/model.safetensors" not in names
     if kind == "small" or "/" in relative:
         return True
     if kind == "weights":
