@@ -80,6 +80,7 @@ def _routes_of_lost_model(state: FleetState, name: str, closing: bool) -> ModelR
         state=ModelState.READY,
         reason=None,
         engine=first.engine,
+        kind=first.kind,
         source=first.source,
         tokenizer=first.tokenizer,
         max_len=min(state.configs[view.id].max_len for view in views),
@@ -108,14 +109,14 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
     configs = [state.configs[view.id] for view in views if view.version != version and view.id in state.configs]
     engine: str = current.engines[model.name]
     source, max_len = current.folder(model), current.length(model)
-    own = current.tokenizers[model.name]
+    own, kind = current.tokenizers[model.name], model.kind
     serves_old = step is not None and step.serves_old
     if state.hold is not None:  # replicas of a lost revision serve if there are no others
         serves_old = not any(view.version == version for view in views)
     if serves_old and configs:
         views = [view for view in views if view.version != version]
         source, engine, max_len = configs[0].source, configs[0].engine, configs[0].max_len
-        own = configs[0].tokenizer
+        own, kind = configs[0].tokenizer, configs[0].kind
     else:
         views = [v for v in views if v.version == version or state.configs[v.id].tokenizer == own]
         max_len = min([max_len, *(config.max_len for config in configs if config.tokenizer == own)])
@@ -128,6 +129,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         state=model_state,
         reason=reason_for_clients(state, model, reason),
         engine=engine,
+        kind=kind,
         source=source,
         tokenizer=own,
         max_len=max_len,

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from orchestrator.fleet.replica_states import ModelState
+from placements.facts.encoders import Kind
 from placements.facts.engines import SERVER_ENGINES
 from workers.messages.actor_message import actor_message
 from workers.messages.credentials import Credentials
@@ -44,7 +45,7 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     state: ModelState
     reason: str | None  # why it is not ready
     engine: str
-    kind: str = "generate"
+    kind: Kind = "generate"
     source: str | None  # the folder of its tokenizer; None for the echo engine
     tokenizer: str = ""  # changes if the same text may give other tokens
     max_len: int

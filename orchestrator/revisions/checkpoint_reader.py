@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placements.facts.adapters import USE_PEFT, Adapter
-from placements.facts.checkpoints import FAMILIES, Checkpoint, CheckpointError
+from placements.facts.checkpoints import Checkpoint, CheckpointError, families
+from placements.facts.encoders import Kind
 from placements.spec.notation import is_path, source_kind
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
@@ -163,7 +164,7 @@ def _read(part: SourcePart, folder: str, head: Metadata | None, where: str) -> C
     try:
         config = foreign_files.read_json(file)
         code = remote_code(config)
-        if code is not None and not is_known(config):
+        if code is not None and not is_known(config, part.model.kind):
             family = config.get("model_type")
             what = f"{model}: the family {family!r} of {shown} is implemented only by the checkpoint's code, {code}"
             if part.model.trust_remote_code:
@@ -172,7 +173,7 @@ def _read(part: SourcePart, folder: str, head: Metadata | None, where: str) -> C
             return Problem("remote-code-refused", "error", where, what, hint)
         if unsupported := _unsupported(part, folder, head, config):
             return Problem("layout-unsupported", "error", where, f"{model}: {unsupported}", _CONVERT)
-        return Checkpoint.from_config(config)
+        return Checkpoint.from_config(config, part.model.kind)
     except CheckpointError as error:
         if error.id == "unknown-family" and part.model.engine == "vllm":
             what = f"{model}: the planner has no facts of the family {config['model_type']!r}; vLLM decides on it"
@@ -231,9 +232,9 @@ def _unsupported(part: SourcePart, folder: str, head: Metadata | None, config: A
     return f"{part.source} has the layout {layout}, which {engine} does not load: {shown}"
 
 
-def is_known(config: object) -> bool:
-    """Returns whether the model's family is supported without code from the checkpoint."""
-    return isinstance(config, dict) and config.get("model_type") in FAMILIES
+def is_known(config: object, kind: Kind) -> bool:
+    """Returns whether the model's family is supported for the kind without code from the checkpoint."""
+    return isinstance(config, dict) and config.get("model_type") in families(kind)
 
 
 def remote_code(config: object) -> str | None:

@@ -72,6 +72,8 @@ def unplaced_config(
     return ReplicaConfig(
         model=model.name,
         engine=engine,
+        kind=model.kind,
+        max_wait_s=model.max_wait_ms / 1000,
         source=source,
         dtype=model.dtype_on(engine),
         slots=model.max_batch,

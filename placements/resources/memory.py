@@ -260,6 +260,8 @@ def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weigh
 
 def _kv_cache(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, length: int | None = None) -> float:
     """Returns the bytes on a core; ``length`` is in tokens, by default the model's."""
+    if model.kind != "generate":
+        return 0.0  # no token follows the input
     heads = padded_kv_heads(checkpoint, model.tp_degree, model.group_query_attention) // model.tp_degree
     length = length or model.length(checkpoint)
     tokens = heads * model.max_batch * length

@@ -14,6 +14,7 @@ from placements.planner.replica_demand import has_degree
 from placements.resources.threads import threads
 from placements.rules.adapter_rules import ADAPTER_RULES
 from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list
+from placements.rules.encoder_rules import ENCODER_RULES
 from placements.rules.engine_rules import ENGINE_RULES
 from placements.rules.memory_rules import fits_host_memory, fits_memory
 from placements.rules.pin_rules import PIN_RULES, pins_do_not_overlap
@@ -160,6 +161,7 @@ _RULES: tuple[FieldRule, ...] = (
     *ENGINE_RULES,
     *ADAPTER_RULES,
     *SERVER_RULES,
+    *ENCODER_RULES,
 )
 
 

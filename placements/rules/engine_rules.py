@@ -47,7 +47,7 @@ def engine_runs_here(case: Case) -> Iterator[Problem]:
 def family_is_served(case: Case) -> Iterator[Problem]:
     """The engine has a class for the model's family, in a version that runs on one of the machines."""
     engine, family, machines = case.engine, case.family, case.machines
-    if engine in HOST_ENGINES or family is None:
+    if engine in HOST_ENGINES or family is None or case.model.kind != "generate":
         return
     running = [place for place in machines if runs_on(engine, place)]
     if machines and not running:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from placements.facts.encoders import DEFAULT_BATCH, KINDS
 from placements.facts.engines import NAMED_ENGINES, Engine
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.spec.engine_settings import EngineSettings
@@ -251,6 +252,8 @@ class _Reader:
         server = values.get("server") if values.get("engine") == "server" else None
         if isinstance(server, dict) and type(server.get("slots")) is int and "max_batch" not in fields:
             values["max_batch"] = min(max(1, server["slots"]), 1024)  # out of range is reported for slots
+        if values.get("kind", "generate") in KINDS[1:] and "max_batch" not in values:
+            values["max_batch"] = DEFAULT_BATCH
         if "source" not in fields and (values.get("engine") == "echo" or (server and "{model}" not in str(server))):
             values["source"] = values["engine"]  # it has no checkpoint
         elif "source" not in fields:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictInt, model_validator
 
 from placements.facts.checkpoints import Checkpoint
+from placements.facts.encoders import KINDS, Kind
 from placements.facts.engines import Dtype, Engine, default_dtype
 from placements.facts.topology import TOPOLOGIES
 from placements.facts.vllm import DraftMethod
@@ -205,15 +206,19 @@ class ModelSpec(Frozen):
     engine: Shape[Engine] = "auto"
     """The engine. `auto` is `cpu` on an emulated host; on a real one it is the installed Neuron engine that serves the
     model. `optimum-neuron` and `torch-neuronx` are refused with `engine-not-served`. See Engines."""
+    kind: Shape[Annotated[Kind, choice(*KINDS)]] = "generate"
+    """What the model does: it generates text, or it encodes texts into vectors (`embedding`), scores of pairs
+    (`rerank`) or classes. See Encoders."""
     dtype: Shape[Dtype | None] = None
     """The type of the weights and the KV cache. Unset: `fp32` for `cpu` and `echo`, else `bf16`."""
     tp_degree: Shape[Annotated[int, Field(ge=1, le=128)]] = 1
     """The tensor-parallel degree: the cores of one replica. See Degrees."""
     max_batch: Shape[Annotated[int, Field(ge=1, le=1024)]] = 4
     """Slots: the requests that one replica processes concurrently. The KV cache of every slot is allocated at the
-    start."""
+    start. Of encoders: the inputs of a batch, 32 if unset."""
     max_len: Shape[Annotated[int, Field(ge=2, le=1 << 24)] | None] = None
-    """Tokens of one slot, prompt and answer together. Unset: 2048, or the checkpoint's positions if fewer."""
+    """Tokens of one slot, prompt and answer together; of encoders, tokens of one input. Unset: 2048, or the
+    checkpoint's positions if fewer."""
     cores: Live[Annotated[tuple[PinField, ...], Reported('a list of ranges, like ["0-7"]')]] = Field(
         (), strict=False, json_schema_extra=in_words("list of core ranges")
     )
@@ -233,6 +238,8 @@ class ModelSpec(Frozen):
     """The most requests that wait for a slot. Further requests get 429."""
     max_queue_bytes: Live[Annotated[int, Field(ge=0, le=1 << 40)]] = 256 * 2**20
     """The most bytes of all requests that wait for a slot. Further requests get 429."""
+    max_wait_ms: Process[Annotated[float, Field(ge=0, le=10_000)]] = 1.0
+    """How long an idle replica of an encoder waits until a batch is full, in milliseconds. See Encoders."""
     max_wait_s: Live[Seconds[Annotated[float, Field(gt=0, le=86_400)]] | None] = None
     """The most seconds that a request waits for its first token. A request with a longer predicted wait gets 429 at
     once. Unset: no limit."""

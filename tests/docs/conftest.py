@@ -11,6 +11,16 @@ import pytest
 from tests.docs.pages import CLI, EXAMPLES, blocks, named
 from tests.stubs import HEADER, stub_checkpoint
 
+MINILM = {
+    "model_type": "bert",
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 6,
+    "vocab_size": 30522,
+}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -34,6 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "llama-3": {**llama, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
         "pythia": {**llama, "model_type": "gpt_neox", "hidden_act": "gelu"},
         "bert": {"model_type": "bert"},
+        "minilm": MINILM,
+        "reranker": MINILM,
         "compiled": {**llama, "neuron": {"task": "text-generation"}},
         "own-code": {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}},
         "broken": {key: value for key, value in llama.items() if key != "hidden_size"},

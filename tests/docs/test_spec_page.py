@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from orchestrator.rollout.changes import Tag, tag_of
 from placements.facts.checkpoints import FAMILIES
+from placements.facts.encoders import EMBEDDING_DECODERS, ENCODERS
 from placements.facts.engines import DTYPES, ENGINE_OPTIONS, ENGINES, Engine
 from placements.spec.engine_settings import EngineSettings, Server
 from placements.spec.lifecycle import Deadlines, Strategy, Update
@@ -117,6 +118,10 @@ def test_every_engine_dtype_strategy_and_thread_policy_is_described() -> None:
 def test_every_family_and_engine_option_is_described() -> None:
     """Those that the planner knows."""
     assert tuple(words(section(SPEC, "Families").partition(". ")[0]))[2:] == FAMILIES
+    encoders = section(SPEC, "Encoders").partition("The families of encoders are ")[2].partition(". ")[0]
+    assert tuple(words(encoders))[: len(ENCODERS)] == ENCODERS
+    kinds = {words(row[0])[0]: tuple(words(row[2])) for row in rows(section(SPEC, "Encoders")) if words(row[0])}
+    assert kinds == {"embedding": EMBEDDING_DECODERS, "rerank": (), "classification": ()}
     options = {name for known in ENGINE_OPTIONS.values() for name in known}
     assert set(words(field_rows()["engine_options"][3])) == options | ENGINE_OPTIONS.keys()
 

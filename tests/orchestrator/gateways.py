@@ -20,6 +20,7 @@ from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import free_port
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
+from placements.facts.encoders import Kind
 from tests.fleet import until
 from tests.orchestrator.encoded import EncoderReplica
 from tests.served import EPOCH, TOKEN, Served
@@ -85,7 +86,7 @@ def routes(
     reason: str | None = None,
     engine: str = "echo",
     source: str | None = None,
-    kind: str = "generate",
+    kind: Kind = "generate",
 ) -> ModelRoutes:
     """The routes of an echo model with these replicas, all of one version."""
     return ModelRoutes(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from placements.facts.checkpoints import Checkpoint, CheckpointError
+from placements.facts.encoders import Kind
 from placements.facts.engines import Engine, needs_neuron
 from placements.resources.memory import COMPILE_WORKER_GIB, CPU_COMPILE_GIB, PROCESS_GIB, host_memory
 from placements.spec.schema import ModelSpec
@@ -61,11 +62,11 @@ def need_gib(config: ReplicaConfig, load_gib: float | None = None) -> float:
     The config's sources are local folders; ``load_gib``: the spec's ``host_memory_gib``. For a checkpoint that the
     planner cannot read, counts only the process and its compiler.
     """
-    checkpoint, model = _checkpoint(config.source), _model(config, load_gib)
+    checkpoint, model = _checkpoint(config.source, config.kind), _model(config, load_gib)
     if checkpoint is None or model is None:
         compiler = COMPILE_WORKER_GIB if needs_neuron(cast(Engine, config.engine)) else CPU_COMPILE_GIB
         return (load_gib or PROCESS_GIB) + compiler
-    need = host_memory(model, checkpoint, model.engine, _checkpoint(config.draft_source))
+    need = host_memory(model, checkpoint, model.engine, _checkpoint(config.draft_source, config.kind))
     return need.load + need.compile
 
 
@@ -75,6 +76,7 @@ def _model(config: ReplicaConfig, load_gib: float | None) -> ModelSpec | None:
         "name": config.model,
         "source": "/",  # the checkpoint is passed separately
         "engine": config.engine,
+        "kind": config.kind,
         "dtype": config.dtype,
         "tp_degree": config.tp_degree,
         "max_batch": config.slots,
@@ -150,11 +152,11 @@ class MemoryGate:
         self._changed.notify_all()
 
 
-def _checkpoint(source: str | None) -> Checkpoint | None:
+def _checkpoint(source: str | None, kind: Kind) -> Checkpoint | None:
     """Returns the checkpoint; None: there is none, or its family is unknown."""
     if source is None:
         return None
     try:
-        return Checkpoint.from_config(read_config(Path(source)))
+        return Checkpoint.from_config(read_config(Path(source)), kind)
     except (EngineLoadError, CheckpointError):
         return None

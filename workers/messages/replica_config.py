@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from placements.facts.encoders import Kind
 from workers.messages.actor_message import actor_message
 from workers.messages.credentials import Credentials
 
@@ -56,7 +57,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     host: str = ""  # as the planner names it
     engine: str
-    kind: Literal["generate", "embedding", "rerank", "classification"] = "generate"
+    kind: Kind = "generate"
     max_wait_s: float = 0.0  # of an input, for a batch to fill; only of encoders
     source: str | None  # a folder on this host, or a source to fetch; None for the echo engine
     revision: str | None = None  # of a source on the hub: the commit

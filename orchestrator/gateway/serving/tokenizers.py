@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
 
 from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.openai import errors
@@ -83,7 +82,7 @@ def layout_of(routes: ModelRoutes) -> EncoderLayout | None:
     EngineLoadError."""
     if routes.kind == "generate" or routes.engine == "echo" or routes.source is None:
         return None
-    return _layout(Path(routes.source), cast(EncoderKind, routes.kind), routes.tokenizer)
+    return _layout(Path(routes.source), routes.kind, routes.tokenizer)
 
 
 @lru_cache(maxsize=256)

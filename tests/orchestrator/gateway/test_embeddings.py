@@ -19,6 +19,7 @@ from orchestrator.fleet.replica_states import ModelState
 from orchestrator.gateway.openai.openapi import EmbeddingList
 from orchestrator.process.home import Home
 from orchestrator.revisions.checkpoint_reader import tokenizer_key
+from placements.facts.encoders import Kind
 from tests.fleet import until
 from tests.orchestrator.encoded import EncoderReplica, HeldEncoder
 from tests.orchestrator.gateways import VERSION, LiveGateway, routes
@@ -268,7 +269,7 @@ def test_a_client_that_leaves_cancels_its_request(gateway: LiveGateway, encoder:
     ],
 )
 def test_a_model_of_another_kind_names_the_right_route(
-    gateway: LiveGateway, replica: Callable[..., Served], path: str, fields: dict[str, Any], kind: str, words: str
+    gateway: LiveGateway, replica: Callable[..., Served], path: str, fields: dict[str, Any], kind: Kind, words: str
 ) -> None:
     gateway.serve(routes("e", replica(), kind=kind))
     status, *named, message = error(gateway.http.post(path, json={"model": "e", **fields}))

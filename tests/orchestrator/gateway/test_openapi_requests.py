@@ -13,6 +13,7 @@ from hypothesis.errors import Unsatisfiable
 
 from orchestrator.gateway.encoding.protocol import KIND_OF
 from orchestrator.gateway.openai.openapi import ROUTES, openapi
+from placements.facts.encoders import KINDS
 from tests.orchestrator.encoded import EncoderReplica
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
@@ -25,7 +26,7 @@ EXAMPLES = int(os.environ.get("EXAMPLES", "25"))  # of each operation
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveGateway]:
     gateway, replica = LiveGateway(), Served(max_len=64, slots=8)
-    encoders = {kind: EncoderReplica() for kind in ("embedding", "rerank", "classification")}
+    encoders = {kind: EncoderReplica() for kind in KINDS[1:]}
     gateway.serve(
         msgspec.structs.replace(routes("m", replica, max_len=64), aliases=["0", "org/model"]),
         *(routes(kind, encoder, kind=kind, max_len=64) for kind, encoder in encoders.items()),
