@@ -38,6 +38,8 @@ def failure_of(id: str, error: Exception, activity: str, config: ReplicaConfig) 
     reaction = Reaction.STOP if cause.id == "engine-not-installed" else Reaction.RETRY
     failure = Failure(cause.id, cause.what, cause.hint, reaction)
     fault = fault_of(error, host_facts.last_words(Path(config.log))) if failure.id in VAGUE else None
+    if (known := fault_of(error)) is not None and known.id == failure.id:  # the engine has added what it knows
+        failure = msgspec.structs.replace(failure, reaction=known.reaction)
     if fault is None or fault.id != "cores-taken":
         return fault or failure
     owners = [f"nc{core} by pid {pid} ({command})" for core, (pid, command) in who_holds(config.cores).items()]
