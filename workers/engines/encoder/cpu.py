@@ -148,7 +148,7 @@ def load_graph(layout: EncoderLayout, kind: EncoderKind, dtype: torch.dtype, pic
     if kind != "embedding":
         auto = "AutoModelForSequenceClassification"
         model = load_model(layout.transformer, dtype, pickled, trust_remote_code=False, auto_class=auto)
-        return score_graph(model, _score_activation(model.config, kind, layout.transformer)).eval()
+        return score_graph(model, score_activation(model.config, kind, layout.transformer)).eval()
     model = load_model(
         layout.transformer, dtype, pickled, trust_remote_code=False, auto_class="AutoModel", unused="pooler."
     )
@@ -159,7 +159,7 @@ def load_graph(layout: EncoderLayout, kind: EncoderKind, dtype: torch.dtype, pic
     return graph.eval()
 
 
-def _score_activation(config: Any, kind: EncoderKind, folder: Path) -> str:
+def score_activation(config: Any, kind: EncoderKind, folder: Path) -> str:
     """Returns the activation after the logits: that of the checkpoint for a reranker, as sentence-transformers chooses
     it; for classes, sigmoid for one label or several at once, else softmax, as transformers' pipeline does."""
     if kind == "rerank":

@@ -27,7 +27,8 @@ def pooled(hidden: Tensor, mask: Tensor, attended: Tensor, modes: Sequence[Pooli
             first = mask.to(torch.int32).argmax(dim=1)
             parts.append(_row_tokens(hidden, first))
         elif mode == "lasttoken":
-            parts.append(_row_tokens(hidden, attended.to(torch.int64).sum(dim=1) - 1))
+            last = attended.to(torch.int64).sum(dim=1) - 1
+            parts.append(_row_tokens(hidden, last.clamp(min=0)))  # a row that only fills a batch has no token
         elif mode == "max":
             parts.append(hidden.masked_fill(weights == 0, float("-inf")).max(dim=1).values)
         elif mode == "weightedmean":
@@ -86,7 +87,7 @@ def _graph(model: Any, finish: Callable[[Tensor, Tensor, Tensor], Tensor]) -> nn
     """Returns a module that takes ids, attended, mask and types, each int64 ``[rows, length]``."""
     from torch import nn
 
-    takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
+    types_taken = takes_types(type(model))
 
     class Graph(nn.Module):
         def __init__(self) -> None:
@@ -94,7 +95,12 @@ def _graph(model: Any, finish: Callable[[Tensor, Tensor, Tensor], Tensor]) -> nn
             self.model = model
 
         def forward(self, ids: Tensor, attended: Tensor, mask: Tensor, types: Tensor) -> Tensor:
-            given = {"token_type_ids": types} if takes_types else {}
+            given = {"token_type_ids": types} if types_taken else {}
             return finish(model(input_ids=ids, attention_mask=attended, return_dict=False, **given)[0], attended, mask)
 
     return Graph()
+
+
+def takes_types(model_class: Any) -> bool:
+    """Returns whether a class of transformers takes the types of tokens."""
+    return "token_type_ids" in inspect.signature(model_class.forward).parameters
