@@ -19,6 +19,16 @@ EMBEDDING_DECODERS = ("mistral", "qwen2", "qwen3")
 ENGINES_OF_ENCODERS: tuple[Engine, ...] = ("cpu", "echo")
 """The engines that serve models that do not generate."""
 
+TRACED_FAMILIES = ("bert", "distilbert", "mpnet", "roberta", "xlm-roberta")
+"""Encoders that torch-neuronx traces. Their graphs have fixed shapes, and optimum-neuron exports them in this way."""
+
+TRACED_REFUSED: Mapping[str, str] = {
+    "deberta-v2": "AWS documents no trace of it",
+    "modernbert": "AWS documents no trace of it",
+    **dict.fromkeys(EMBEDDING_DECODERS, "AWS documents no trace of a decoder that gives embeddings"),
+}
+"""Families that the cpu engine encodes with, and torch-neuronx does not -> why."""
+
 DEFAULT_BATCH = 32
 """The default rows of a batch, as sentence-transformers' batch_size."""
 

@@ -17,6 +17,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 PACKAGES = FOLDER / "packages"
+TRACED = FOLDER / "traced"  # torch-neuronx's traces; apart, since the other packages need a torch-neuronx of their own
 PLAYED = ("transformers_neuronx", "neuronx_distributed_inference", "neuronx_distributed", "torch_neuronx")
 
 
@@ -71,6 +72,17 @@ def neuron(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuron]:
     yield machine
     runtime.reset_for_tests()
     forget(*PLAYED)
+
+
+@pytest.fixture
+def traces(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:
+    """The machine with the stand-in of torch-neuronx's traces, for processes of the test, too."""
+    torch: Any = importlib.import_module("torch")
+    for name in ("save", "load"):
+        monkeypatch.setattr(torch.jit, name, getattr(torch.jit, name))  # the stand-in replaces them
+    monkeypatch.syspath_prepend(str(TRACED))
+    monkeypatch.setenv("PYTHONPATH", f"{TRACED}{os.pathsep}{PACKAGES}")
+    return neuron
 
 
 def beside_transformers(monkeypatch: pytest.MonkeyPatch, version: str) -> None:

@@ -237,12 +237,16 @@ def _buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
         from workers.engines.nxd_inference.engine import buildables as of_nxd
 
         return of_nxd(config, read)
+    if config.engine == "torch-neuronx":
+        from workers.engines.torch_neuronx.engine import buildables as of_traces
+
+        return of_traces(config)
     if config.engine == "vllm":
         from workers.servers.vllm_engine import buildables as of_vllm
 
         return of_vllm(config, read)
-    message = f"unknown engine {config.engine!r}"
-    raise EngineLoadError("engine-not-installed", message, "use cpu, echo, transformers-neuronx, nxd-inference or vllm")
+    hint = "use cpu, echo, transformers-neuronx, nxd-inference, torch-neuronx or vllm"
+    raise EngineLoadError("engine-not-installed", f"unknown engine {config.engine!r}", hint)
 
 
 def _wanted(config: ReplicaConfig, unit: Buildable) -> Wanted:

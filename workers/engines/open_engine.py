@@ -64,5 +64,10 @@ def open_encoder(config: ReplicaConfig) -> EncodeEngine:
 
         hide_progress_bars()
         return open_cpu_encoder(config)
+    if config.engine == "torch-neuronx":
+        from workers.engines.torch_neuronx.engine import open_torch_neuronx
+
+        hide_progress_bars()
+        return open_torch_neuronx(config)
     what = f"this version has no engine {config.engine!r} for kind {config.kind}"
-    raise EngineLoadError("engine-not-installed", what, "use cpu or echo")
+    raise EngineLoadError("engine-not-installed", what, "use cpu, echo or torch-neuronx")

@@ -1,0 +1,1 @@
+"""The torch-neuronx engine: encoders as traces of AWS's package, one for each length bucket."""
