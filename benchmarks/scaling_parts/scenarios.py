@@ -12,8 +12,11 @@ from placements.spec.schema import HostsSpec, ModelSpec, Replicas, Spec
 _MACHINE = Machine(tuple(range(8)))
 
 
-def scenario_of(models: Sequence[SimModel], *, hosts: int) -> Scenario:
-    """Returns the scenario of these models on ``hosts`` emulated inf2.48xlarge."""
+def scenario_of(
+    models: Sequence[SimModel], *, hosts: int, least: int | None = None, price: float = 0.0, host_start_s: float = 60.0
+) -> Scenario:
+    """Returns the scenario of these models on ``hosts`` emulated inf2.48xlarge; with ``least``, on so many up to
+    ``hosts``."""
     specs = tuple(
         ModelSpec(
             name=model.name,
@@ -28,5 +31,6 @@ def scenario_of(models: Sequence[SimModel], *, hosts: int) -> Scenario:
         )
         for model in models
     )
-    spec = Spec(hosts=(HostsSpec(emulate="inf2.48xlarge", count=hosts),), models=specs)
-    return Scenario(spec, hosts_for(spec, _MACHINE), tuple(models))
+    bounds = {"count": hosts} if least is None else {"min": least, "max": hosts}
+    spec = Spec(hosts=(HostsSpec(emulate="inf2.48xlarge", price_per_core_hour=price, **bounds),), models=specs)
+    return Scenario(spec, hosts_for(spec, _MACHINE), tuple(models), host_start_s=host_start_s)

@@ -10,6 +10,7 @@ import typer
 from orchestrator.bench.lengths import Lengths
 from orchestrator.cli.app import FAILED, FormatOption, HtmlOption, LengthsOption, SpecArgument, app, bad_parameter
 from orchestrator.cli.output import Format, complain, say, show, write
+from orchestrator.fleet.host_timing import START_S
 from orchestrator.process.durations import moment
 from orchestrator.revisions.spec_file import SpecFile, load
 from orchestrator.simulate import report
@@ -60,6 +61,10 @@ HostsOption = Annotated[
     int | None,
     typer.Option(min=1, max=4096, metavar="N", help="Number of hosts.", show_default="the spec's number"),
 ]
+HostStartOption = Annotated[
+    float,
+    typer.Option(min=0, max=86400, metavar="S", help="Start time of a machine, for hosts with `max`, in seconds."),
+]
 GatewaysOption = Annotated[
     int, typer.Option(min=1, max=64, metavar="N", help="Number of gateway processes that share the requests.")
 ]
@@ -88,6 +93,7 @@ def simulate(
     share: ShareOption = None,
     against: AgainstOption = None,
     hosts: HostsOption = None,
+    host_start: HostStartOption = START_S,
     gateways: GatewaysOption = 1,
     policy: PolicyOption = "auto",
     speeds: SpeedsOption = None,
@@ -108,7 +114,7 @@ def simulate(
     load_source = generated or trace
     assert load_source is not None
     at = None if begins is None else _date(begins)
-    question = SimulationInputs(files, load_source, hosts, gateways, chosen, speeds, at, seed)
+    question = SimulationInputs(files, load_source, hosts, host_start, gateways, chosen, speeds, at, seed)
     for file in files:
         if not has_errors(file.problems):  # errors are reported with the failure
             complain([problem for problem in file.problems if problem.id not in OF_THIS_MACHINE])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Collection
 
 from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.fleet.effects import ClusterClient
+from orchestrator.fleet.host_timing import CHECK_S, SPARE_S
 from orchestrator.records.journal_records import Departure, HostUse
 from orchestrator.rollout.host_demand import HostDemand
 from orchestrator.state.fleet_state import FleetState
@@ -19,8 +19,6 @@ from workers.host.task_boundary import task_boundary
 log = logging.getLogger(__name__)
 
 KEEP_S = 5.0  # between two calls of the cluster without changes
-CHECK_S = 10.0  # between two searches for a host to give back
-SPARE_S = 60.0  # a host is given back once it was spare for this long, and for the time that its machine takes to start
 NOT_NEEDED = "no replica needs it"  # the cause of the departure of a host that is given back
 
 
@@ -86,14 +84,14 @@ class HostRequests:
             return
         leaving = self._leaving()
         demand = HostDemand(situation, state.current.groups, state.kept, state.uses.avoided())
-        state.uses.expected, needed = {}, ()
+        state.uses.expected, needed = (), ()
         if goal.plan.unplaced:  # 2
             self._spare = None
             if leaving:
                 self._stay(leaving)
                 return
             choice = await state.in_thread(demand.choose)
-            state.uses.expected = Counter(placement.model for placement in choice.plan.placements)
+            state.uses.expected = choice.plan.placements
             self._request_chosen(choice)
             needed = choice.hosts
         if leaving:  # 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -295,7 +295,8 @@ class Scaler:
         rows, blocked = core_rows(hosts, prices(state.current.spec, state.hosts), state.blocked())
         numbers = {host.name: i for i, host in enumerate(hosts)}
         views = self._views()
-        placed = Counter(target.model for target in state.goal.targets) | Counter(state.uses.expected)
+        expected = Counter(placement.model for placement in state.uses.expected)
+        placed = Counter(target.model for target in state.goal.targets) | expected
         models = (
             self._model_now(model, views.get(model.name, []), placed[model.name], numbers)
             for model in state.current.spec.models
@@ -332,6 +333,7 @@ class Scaler:
             takes_cores(state.current.engines[model.name], host) for host in state.hosts if host.name in hosts
         )
         objectives = model.objectives
+        own = ((view.host, view.cores.first) for view in views if view.cores is not None)
         return ModelNow(
             name=model.name,
             cores=model.tp_degree if in_cores else 0,
@@ -354,8 +356,16 @@ class Scaler:
             worth_per_1000=model.scaling.worth_per_1000,
             first_ready_at=memory.first_ready_at,
             prefill_s=_prefill_s(memory.prefill_s, _seconds(objectives.ttft_ms)),
-            places=tuple((hosts[view.host], view.cores.first) for view in views if view.cores is not None),
+            places=tuple((hosts[host], first) for host, first in (*own, *self._awaited_places(model.name, hosts))),
         )
+
+    def _awaited_places(self, model: str, hosts: Collection[str]) -> Iterator[tuple[str, int]]:
+        """Yields host and first core of replicas that wait for their machine. Without a place they would be dropped,
+        and requested anew, with each decision."""
+        waiting = self._state.uses.waiting()
+        for placement in self._state.uses.expected:
+            if placement.model == model and placement.host in waiting and placement.host in hosts and placement.cores:
+                yield placement.host, placement.cores.first
 
     # Status
 

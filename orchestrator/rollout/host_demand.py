@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from orchestrator.rollout.rollout_step import Situation, compute_goal
 from placements.facts.topology import Host
-from placements.planner.host_choice import HostChoice, choose_hosts
+from placements.planner.host_choice import HostChoice, choose_hosts, spare_host
 from placements.planner.host_groups import HostGroup, kept_hosts
 from placements.planner.plan import Plan
-
-MOST_TRIALS = 4
-"""The hosts of one group that a search for a host to give back tries, the emptiest first."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +44,12 @@ class HostDemand:
         return choose_hosts(self.situation.spec, self.groups, absent, self._plan, self.avoided)
 
     def spare(self, needed: Collection[Host] = ()) -> Host | None:
-        """Returns a host, none of ``needed``, without which as many replicas of each model have a place; None if each
-        is needed.
-
-        Of the most expensive group that has more than ``min`` hosts, one that waits for its machine, else the emptiest.
-        """
-        placed = _placed(self._plan(()))
-        present = set(self.situation.hosts)
-        leased = Counter[str]()
+        """Returns a host to give back, none of ``needed``; None if each is needed. See `spare_host`."""
+        held_cores = {host.name: 0 for host in self.situation.hosts}
         for view in self.situation.views:
-            leased[view.host] += 0 if view.gone else max(1, len(view.cores or ()))
-        for group in sorted(self.groups, key=lambda group: group.price, reverse=True):
-            kept = kept_hosts([group], self.used)
-            if not group.elastic or len(kept) <= group.min:
-                continue
-            candidates = [host for host in reversed(kept) if host not in needed]  # a fleet keeps its first hosts
-            order = sorted(candidates, key=lambda host: (host in present, leased[host.name]))
-            for host in order[:MOST_TRIALS]:
-                if _placed(self._plan((), without=host)) >= placed:
-                    return host
-        return None
+            if view.host in held_cores:
+                held_cores[view.host] += 0 if view.gone else max(1, len(view.cores or ()))
+        return spare_host(self.groups, self.used, held_cores, lambda without: self._plan((), without=without), needed)
 
     def with_hosts(self, added: Sequence[Host], without: Host | None = None) -> Situation:
         """Returns the situation once the coming and the ``added`` hosts are there, and ``without`` is not."""
@@ -80,7 +62,3 @@ class HostDemand:
 
     def _plan(self, added: Sequence[Host], without: Host | None = None) -> Plan:
         return compute_goal(self.with_hosts(added, without)).plan
-
-
-def _placed(plan: Plan) -> Counter[str]:
-    return Counter(placement.model for placement in plan.placements)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from orchestrator.fleet.host_timing import START_S
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.scaling.schedules import bounds
@@ -53,6 +54,7 @@ def scenario_of(
     file: SpecFile,
     *,
     hosts: int | None = None,
+    host_start_s: float = START_S,
     gateways: int = 1,
     measured: Mapping[str, Mapping[str, float]] | None = None,
 ) -> SpecScenario:
@@ -72,7 +74,10 @@ def scenario_of(
         simulated = replace(sim_model(model, speeds[model.name], checkpoint), cores=model.tp_degree if has_cores else 0)
         models.append(with_speeds(simulated, measured.get(model.name, {})))
     return SpecScenario(
-        file.name, Scenario(spec, fleet_hosts, tuple(models), gateways, file.checkpoints), speeds, measured
+        file.name,
+        Scenario(spec, fleet_hosts, tuple(models), gateways, file.checkpoints, host_start_s),
+        speeds,
+        measured,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from orchestrator.fleet.host_timing import START_S
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.simulate.from_spec import SpecScenario, bounds_at, scenario_of
@@ -33,6 +34,7 @@ class SimulationInputs:
     files: tuple[SpecFile, ...]
     load: Workload | Path
     hosts: int | None = None  # replaces the number of the specs
+    host_start_s: float = START_S  # of a machine that comes and goes
     gateways: int = 1
     policy: Policy = "auto"
     speeds: Path | None = None  # a file of measured speeds
@@ -75,7 +77,9 @@ def _read(inputs: SimulationInputs, file: SpecFile) -> SpecScenario:
         with _reading(inputs.speeds, "speeds-wrong"):
             text = inputs.speeds.read_text(encoding="utf-8")
         measured = parse_speeds(text, str(inputs.speeds), (model.name for model in file.spec.models))
-    return scenario_of(file, hosts=inputs.hosts, gateways=inputs.gateways, measured=measured)
+    return scenario_of(
+        file, hosts=inputs.hosts, host_start_s=inputs.host_start_s, gateways=inputs.gateways, measured=measured
+    )
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from orchestrator.simulate.from_spec import TTFT_S, SpecScenario
 from orchestrator.simulate.run import Outcome
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.timeline import sparkline, timeline
+from placements.planner.host_groups import host_groups, least_hosts
 from placements.planner.spec_hosts import prices
 
 BINS = 60  # columns of the core timeline
@@ -28,6 +29,9 @@ def run_data(read: SpecScenario, outcome: Outcome) -> dict[str, Any]:
     return {
         "spec": read.name,
         "hosts": len(scenario.hosts),
+        "hosts_min": len(least_hosts(host_groups(scenario.spec, scenario.hosts))),
+        "host_hours": round(sum(outcome.host_s.values()) / 3600, 2),
+        "host_starts": outcome.host_starts,
         "cores": scenario.cores,
         "gateways": scenario.gateways,
         "duration_s": round(outcome.seconds, 3),
@@ -50,13 +54,13 @@ def run_data(read: SpecScenario, outcome: Outcome) -> dict[str, Any]:
 
 
 def _cost(outcome: Outcome) -> float | None:
-    """Returns the cost of all hosts for the time of the run, used or not; None without prices."""
+    """Returns the cost of all hosts while they had or awaited a machine, used or not; None without prices."""
     scenario = outcome.scenario
     each = prices(scenario.spec, scenario.hosts)
     if not any(each.values()):
         return None
-    hours = outcome.seconds / 3600
-    return round(sum(each[host.name] * host.cores * hours for host in scenario.hosts), 2)
+    hours = {name: seconds / 3600 for name, seconds in outcome.host_s.items()}
+    return round(sum(each[host.name] * host.cores * hours[host.name] for host in scenario.hosts), 2)
 
 
 def _model_data(read: SpecScenario, outcome: Outcome, model: SimModel) -> dict[str, Any]:
@@ -115,7 +119,9 @@ def text(runs: Sequence[dict[str, Any]], load: str) -> str:
 
 def _totals(runs: Sequence[dict[str, Any]]) -> str:
     rows: list[tuple[str, list[str]]] = [
-        ("hosts", [f"{run['hosts']} with {run['cores']} cores" for run in runs]),
+        ("hosts", [f"{_hosts(run)} with {run['cores']} cores" for run in runs]),
+        ("machines started", [str(run["host_starts"]) for run in runs]),
+        ("host-hours", [f"{run['host_hours']:.1f}" if _is_elastic(run) else "-" for run in runs]),
         ("within objectives", [f"{run['attainment']:.1%}" for run in runs]),
         *(
             ("open at the end" if name == "open" else name, [str(run[name]) for run in runs])
@@ -124,9 +130,18 @@ def _totals(runs: Sequence[dict[str, Any]]) -> str:
         ("core-hours", [f"{run['core_hours']:.1f}" for run in runs]),
         ("cost", ["-" if run["cost"] is None else f"{run['cost']:.2f}" for run in runs]),
     ]
-    shown = [row for row in rows if row[0] not in ("lost", "open at the end", "cost") or set(row[1]) - {"0", "-"}]
+    optional = ("lost", "open at the end", "cost", "host-hours", "machines started")
+    shown = [row for row in rows if row[0] not in optional or set(row[1]) - {"0", "-"}]
     header = ("TOTAL", *(run["spec"] for run in runs))
     return columns(header, [(name, *values) for name, values in shown])
+
+
+def _is_elastic(run: dict[str, Any]) -> bool:
+    return bool(run["hosts_min"] < run["hosts"])
+
+
+def _hosts(run: dict[str, Any]) -> str:
+    return f"{run['hosts_min']} to {run['hosts']}" if _is_elastic(run) else str(run["hosts"])
 
 
 def _models(run: dict[str, Any]) -> str:

@@ -44,6 +44,8 @@ class Outcome:
     measured: Mapping[str, Measured]
     loads: Mapping[str, int]  # starts of replicas
     core_s: Mapping[str, float]  # core-seconds of its replicas, including loading ones
+    host_s: Mapping[str, float]  # seconds with a machine, by host
+    host_starts: int  # machines that were requested
     changes: tuple[Change, ...] = ()
     decisions: tuple[Decision, ...] = ()
 
@@ -125,6 +127,8 @@ class _Run:
             {name: queue.measured for name, queue in queues.items()},
             self.fleet.loads,
             {name: self.fleet.core_seconds(name) for name in queues},
+            self.fleet.hosts.host_seconds(),
+            self.fleet.hosts.requests,
             tuple(self.fleet.changes or ()),
             tuple(self.decisions or ()),
         )
@@ -133,7 +137,10 @@ class _Run:
 
     def _tick(self, _: object) -> None:
         self._decide()
-        if not self._is_over():
+        self.fleet.give_back_hosts()
+        if self._is_over():
+            self.fleet.hosts.stop()
+        else:
             self.clock.at(self.clock.now + self.policy.tick_s, self._tick)
 
     def _is_over(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from orchestrator.fleet.host_timing import START_S
 from orchestrator.simulate.simulated_model import SimModel
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.topology import Host
@@ -20,6 +21,7 @@ class Scenario:
     models: tuple[SimModel, ...]
     gateways: int = 1
     checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)
+    host_start_s: float = START_S  # from the request of a machine until it joins
 
     @property
     def cores(self) -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from orchestrator.simulate.scenario import Scenario
+from orchestrator.simulate.simulated_hosts import SimHosts
 from orchestrator.simulate.simulated_replica import SimReplica
 from orchestrator.simulate.simulated_request import SimRequest
 from orchestrator.simulate.virtual_clock import Clock
+from placements.facts.topology import Host
+from placements.planner.host_choice import choose_hosts
 from placements.planner.placement import Placement, Running
-from placements.planner.plan import plan
+from placements.planner.plan import Plan, plan
 
 
 class Phase(Enum):
@@ -80,6 +84,12 @@ class SimFleet:
         self._drain_s = {model.name: model.deadlines.drain_s for model in scenario.spec.models}
         self._cores = {host.name: 0 for host in scenario.hosts}  # bit masks of the cores in use
         self._pending: list[Placement] = []  # planned, waiting for cores
+        self._counts: Mapping[str, int] = {}  # as planned last
+        self._unplaced = False  # replicas of the last plan have no place
+        self._awaited: tuple[Placement, ...] = ()  # of replicas that wait for the machine of their host
+        self.hosts = SimHosts(
+            scenario.spec, scenario.hosts, clock=self.clock, start_s=scenario.host_start_s, on_joined=self._on_joined
+        )
         self._by_replica: dict[SimReplica, Holder] = {}
 
     def counts(self) -> dict[str, tuple[int, int, float | None]]:
@@ -98,11 +108,11 @@ class SimFleet:
         return {name: (ready[name], loading[name], since[name]) for name in self.loads}
 
     def places(self, numbers: Mapping[str, int]) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Returns by model: host (by ``numbers``) and first core of each loading, ready or pending replica, lowest
-        index first."""
+        """Returns by model: host (by ``numbers``) and first core of each loading, ready, pending or awaited
+        replica, lowest index first."""
         places: dict[str, list[tuple[int, tuple[int, int]]]] = {name: [] for name in self.loads}
         live = [holder.placement for holder in self.holders.values() if holder.phase is not Phase.DRAINING]
-        for placement in [*live, *self._pending]:
+        for placement in [*live, *self._pending, *self._awaited]:
             if placement.cores is not None:
                 place = numbers[placement.host], placement.cores.first
                 places[placement.model].append((placement.replica, place))
@@ -111,16 +121,19 @@ class SimFleet:
     def apply(self, counts: Mapping[str, int], *, at_once: bool = False) -> None:
         """Plans for these numbers of replicas and starts the changes. With ``at_once`` new replicas are ready
         immediately, as at the start of a run."""
+        self._counts = dict(counts)
         live = [holder for holder in self.holders.values() if holder.phase is not Phase.DRAINING]
-        scenario = self.scenario
-        new_plan = plan(
-            scenario.spec, scenario.hosts, scenario.checkpoints, [item.running for item in live], dict(counts)
-        )
+        new_plan = self._plan(self.hosts.usable)
+        if new_plan.unplaced and self.hosts.keep_leaving():
+            new_plan = self._plan(self.hosts.usable)
+        self._unplaced = bool(new_plan.unplaced)
         wanted = {placement.running: placement for placement in new_plan.placements}
         for name in self.reachable:
             self.reachable[name] = None
-        for name in {item.model for item in new_plan.unplaced}:
-            self.reachable[name] = sum(1 for placement in new_plan.placements if placement.model == name)
+        self._awaited = ()
+        expected = self._request_hosts() if self._unplaced and self.hosts.elastic else new_plan
+        for name in {item.model for item in expected.unplaced}:
+            self.reachable[name] = sum(1 for placement in expected.placements if placement.model == name)
         self._pending = []
         for holder in live:  # 1
             if holder.running in wanted:
@@ -131,6 +144,11 @@ class SimFleet:
                 self._drain(holder)
         self._pending = list(wanted.values())
         self._start_pending(at_once)
+
+    def give_back_hosts(self) -> None:
+        """Gives back hosts that no replica needs; to be called every few seconds."""
+        if self.hosts.elastic and not self._unplaced and self.hosts.give_back(self._held_cores(), self._plan):
+            self.apply(self._counts)
 
     def emptied(self, replica: SimReplica) -> None:
         """Removes a draining replica that has ended its last request."""
@@ -145,6 +163,30 @@ class SimFleet:
         )
 
     # Inside
+
+    def _plan(self, hosts: Sequence[Host]) -> Plan:
+        live = [holder.running for holder in self.holders.values() if holder.phase is not Phase.DRAINING]
+        return plan(self.scenario.spec, hosts, self.scenario.checkpoints, live, dict(self._counts))
+
+    def _request_hosts(self) -> Plan:
+        """Requests the cheapest hosts for replicas without a place. Returns the plan with all requested hosts."""
+        hosts = self.hosts
+        choice = choose_hosts(
+            self.scenario.spec, hosts.groups, hosts.absent, lambda more: self._plan(hosts.with_coming(more))
+        )
+        hosts.request(choice.hosts)
+        coming = {host.name for host in hosts.coming}
+        self._awaited = tuple(placement for placement in choice.plan.placements if placement.host in coming)
+        return choice.plan
+
+    def _on_joined(self) -> None:
+        self.apply(self._counts)
+
+    def _held_cores(self) -> dict[str, int]:
+        cores = Counter[str]()
+        for holder in self.holders.values():
+            cores[holder.placement.host] += max(1, holder.cores)
+        return cores
 
     def _start_pending(self, at_once: bool = False) -> None:
         waiting, self._pending = self._pending, []

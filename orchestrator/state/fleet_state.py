@@ -142,7 +142,7 @@ class FleetState:
     def awaited_hosts(self, model: str) -> str | None:
         """Returns for which machines replicas of the model wait; None if they would not have a place there, either."""
         placed = sum(target.model == model for target in self.goal.targets)
-        return self.uses.awaited() if self.uses.expected.get(model, 0) > placed else None
+        return self.uses.awaited() if sum(item.model == model for item in self.uses.expected) > placed else None
 
     def settled(self, model: ModelSpec) -> bool:
         """Returns whether the rollout of the model is finished."""

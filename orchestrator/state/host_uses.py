@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from orchestrator.fleet.host_timing import START_S
 from orchestrator.records.journal_records import HostUse
 from orchestrator.state.record_writer import RecordWriter
 from placements.planner.host_groups import HostGroup, kept_hosts
+from placements.planner.placement import Placement
 
-START_S = 300.0  # assumed from the request of a machine until it joins, if none of its type was measured
 LATE = 3.0  # a machine is late after this many start times
 LEAST_LATE_S = 900.0
 AVOID_S = 600.0  # a type that did not start is avoided for so long after its last failure
@@ -29,7 +30,7 @@ class HostUses:
     def __init__(self, records: RecordWriter) -> None:
         self._records = records
         self.failures: dict[str, LaunchFailure] = {}  # by instance type
-        self.expected: Mapping[str, int] = {}  # replicas by model that have a place once all requested hosts are there
+        self.expected: tuple[Placement, ...] = ()  # of the replicas once all requested hosts are there, if some wait
 
     def kept(self, groups: Sequence[HostGroup]) -> frozenset[str]:
         """Returns the hosts that the fleet uses, with or without a machine."""

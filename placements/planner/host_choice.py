@@ -1,20 +1,24 @@
-"""Chooses the cheapest hosts to add for replicas that have no place. Pure."""
+"""Chooses the cheapest hosts to add for replicas that have no place, and hosts that no replica needs. Pure."""
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.topology import Host
-from placements.planner.host_groups import HostGroup, host_groups, least_hosts
+from placements.planner.host_groups import HostGroup, host_groups, kept_hosts, least_hosts
 from placements.planner.plan import Plan, plan
 from placements.spec.schema import Spec
 
 MOST_PLANS = 64
 """The plans that the exact search may compute, before it falls back to a search by halves."""
+
+MOST_TRIALS = 4
+"""The hosts of one group that a search for a host to give back tries, the emptiest first."""
 
 Draw = Callable[[tuple[Host, ...]], Plan]
 """Plans with these further hosts."""
@@ -106,6 +110,36 @@ def plan_on_cluster(spec: Spec, hosts: Sequence[Host], checkpoints: Mapping[str,
     least = least_hosts(groups)
     absent = [host for group in groups for host in group.hosts[group.min :]]
     return choose_hosts(spec, groups, absent, lambda added: plan(spec, (*least, *added), checkpoints))
+
+
+def spare_host(
+    groups: Sequence[HostGroup],
+    used: Collection[str],
+    held_cores: Mapping[str, int],
+    draw_without: Callable[[Host | None], Plan],
+    needed: Collection[Host] = (),
+) -> Host | None:
+    """Returns a host, none of ``needed``, without which as many replicas of each model have a place; None if each is
+    needed.
+
+    Of the most expensive group that has more than ``min`` hosts, one that waits for its machine, else the emptiest.
+    ``used``: the names of the hosts that have or await a machine; ``held_cores``: by name, for those that have one.
+    """
+    placed = _placed(draw_without(None))
+    for group in sorted(groups, key=lambda group: group.price, reverse=True):
+        kept = kept_hosts([group], used)
+        if not group.elastic or len(kept) <= group.min:
+            continue
+        candidates = [host for host in reversed(kept) if host not in needed]  # a fleet keeps its first hosts
+        order = sorted(candidates, key=lambda host: held_cores.get(host.name, -1))
+        for host in order[:MOST_TRIALS]:
+            if _placed(draw_without(host)) >= placed:
+                return host
+    return None
+
+
+def _placed(drawn: Plan) -> Counter[str]:
+    return Counter(placement.model for placement in drawn.placements)
 
 
 Counts = tuple[int, ...]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.control.host_requests import SPARE_S
+from orchestrator.fleet.host_timing import SPARE_S
 from orchestrator.records.journal import Journal
 from orchestrator.rollout.host_demand import HostDemand
 from orchestrator.rollout.rollout_step import DesiredModel, Situation
@@ -76,6 +76,18 @@ def test_a_machine_is_requested_for_a_replica_without_a_place_and_given_back(tmp
         assert kinds == ["HostRequested", "HostJoined", "HostLeaving", "HostReleased"]
 
     play(tmp_path, SPEC, story, machine_s=30.0)
+
+
+def test_a_replica_that_waits_for_its_machine_has_cores_for_the_autoscaler(tmp_path: Path) -> None:
+    """Without any, a replica on hosts with a price would be dropped and requested anew with each decision."""
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        await scale(played, 2)
+        await played.until(lambda: hosts(played).get(SECOND) == "starting", "requested", 5.0)
+        assert played.controller.scaler.fleet_now().models[0].places == ((0, 0), (1, 0))
+
+    play(tmp_path, SPEC, story, machine_s=600.0)
 
 
 def test_a_host_that_leaves_stays_when_a_replica_needs_it(tmp_path: Path) -> None:

@@ -117,6 +117,38 @@ def test_core_hours_count_from_the_start_to_the_end() -> None:
     assert outcome.core_s["a"] == pytest.approx(8 * (ended - 5.0))
 
 
+def test_a_host_joins_for_a_replica_and_is_given_back_when_none_needs_it() -> None:
+    """It joins a minute after its request, and leaves when it was spare for as long; idle hosts are not requested."""
+    arrivals = [Arrival(float(at), "a", 10, 1) for at in range(400)]
+    script = Scripted([{"a": 1}] * 3 + [{"a": 2}] * 16 + [{"a": 1}])
+    outcome = simulate(scenario_of([model("a", 24, min=1)], hosts=3, least=1), arrivals, script, record=True)
+    assert [(change.at, change.what) for change in outcome.changes if change.replica == 1] == [
+        (100.0, "start"),
+        (115.0, "ready"),
+        (200.0, "drain"),
+        (200.0, "end"),
+    ]
+    assert outcome.host_starts == 1
+    assert list(outcome.host_s.values()) == [outcome.seconds, 270.0 - 40.0, 0.0]
+
+
+def test_an_unwanted_machine_is_not_awaited() -> None:
+    """Its request is withdrawn, and no time is counted afterwards."""
+    arrivals = [Arrival(float(at), "a", 10, 1) for at in range(200)]
+    script = Scripted([{"a": 2}] * 3 + [{"a": 1}])
+    outcome = simulate(scenario_of([model("a", 24, min=1)], hosts=2, least=1), arrivals, script, record=True)
+    assert list(outcome.host_s.values()) == [outcome.seconds, 30.0]
+    assert outcome.loads == {"a": 0}
+
+
+def test_a_replica_that_waits_for_a_machine_with_a_price_is_not_dropped() -> None:
+    """A steady load requests each machine once, although the replica has no cores for five minutes."""
+    models = [model("a", 8, min=1, ttft_s=2.0, slots=4), model("b", 8, ttft_s=2.0, slots=4)]
+    scenario = scenario_of(models, hosts=3, least=1, price=0.5, host_start_s=300.0)
+    outcome = simulate(scenario, Workload("poisson", ("a", "b"), 1.5, 1200.0, 1), Joint())
+    assert 0 < outcome.host_starts <= 2
+
+
 def test_the_policy_gets_the_running_replicas() -> None:
     """Places, ready and starting replicas."""
     scripted = Scripted([{"a": 2}, {"a": 2}, {"a": 2}])
@@ -137,13 +169,15 @@ def test_a_model_without_scaling_keeps_its_min() -> None:
         st.fixed_dictionaries({"a": st.integers(0, 4), "b": st.integers(0, 3), "c": st.integers(0, 9)}), max_size=8
     ),
     seed=st.integers(0, 5),
+    least=st.sampled_from((None, 0, 1)),
 )
 @settings(max_examples=15, deadline=None)
-def test_no_core_is_ever_held_twice(script: list[dict[str, int]], seed: int) -> None:
-    """In any prefix of the events, for any policy; and no request is lost."""
+def test_no_core_is_ever_held_twice(script: list[dict[str, int]], seed: int, least: int | None) -> None:
+    """In any prefix of the events, for any policy, also if hosts come and go; and no request is lost."""
     models = [model("a", 8), model("b", 24, priority=1), model("c", 2, priority=-1)]
     load = Workload("gamma", ("a", "b", "c"), 1.0, 100.0, seed)
-    outcome = simulate(scenario_of(models, hosts=2), load, Scripted(script or [{}], 7.0), record=True)
+    scenario = scenario_of(models, hosts=2, least=least, host_start_s=20.0)
+    outcome = simulate(scenario, load, Scripted(script or [{}], 7.0), record=True)
     held(outcome)
     for value in outcome.measured.values():
         assert value.arrived == value.answered + value.refused + value.lost + value.open
