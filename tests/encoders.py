@@ -82,6 +82,15 @@ def save_encoder(folder: Path, family: str, *, labels: int = 0, **options: Any) 
     return AutoTokenizer.from_pretrained(folder)  # it may be another class for the family
 
 
+def sentence_transformer(folder: Path, pooling: Any, *after: Any, width: int = HIDDEN) -> Any:
+    """Returns the model of sentence-transformers over a plain checkpoint, with ``after`` behind the pooling."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    return SentenceTransformer(modules=[Transformer(str(folder)), Pooling(width, pooling), *after], device="cpu")
+
+
 def texts(count: int, *, seed: int = 0, longest: int = 18) -> list[str]:
     """Returns texts of 1 to ``longest`` words."""
     draw = random.Random(seed)

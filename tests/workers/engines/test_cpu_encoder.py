@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.encoders import DECODERS, FAMILIES, HIDDEN, TYPED, save_encoder, texts
+from tests.encoders import DECODERS, FAMILIES, HIDDEN, TYPED, save_encoder, sentence_transformer, texts
 from workers.engines.encoder.cpu import CpuEncoder
 from workers.messages.encoder_protocol import EncodeInput, EncoderKind
 from workers.messages.engine_protocol import EngineLoadError
@@ -45,22 +45,13 @@ def _pairs(tokenizer: Any, given: list[tuple[str, str]]) -> list[EncodeInput]:
     ]
 
 
-def _sentence_transformer(folder: Path, pooling: Any, *after: Any) -> Any:
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sentence_transformer.modules import Pooling
-
-    width = HIDDEN
-    return SentenceTransformer(modules=[Transformer(str(folder)), Pooling(width, pooling), *after], device="cpu")
-
-
 @pytest.mark.parametrize("family", [*FAMILIES, *DECODERS])
 def test_a_plain_checkpoint_gives_the_vectors_of_sentence_transformers_alone_and_in_ragged_batches(
     family: str, tmp_path: Path
 ) -> None:
     tokenizer = save_encoder(tmp_path, family)
     given = texts(17)
-    expected = _sentence_transformer(tmp_path, "mean").encode(given)
+    expected = sentence_transformer(tmp_path, "mean").encode(given)
     engine = _loaded(tmp_path)
     inputs = _inputs(tokenizer, given)
     assert np.abs(engine.encode(inputs) - expected).max() < CLOSE
@@ -78,7 +69,7 @@ def test_a_folder_of_sentence_transformers_brings_its_pooling_and_what_follows(
 
     tokenizer = save_encoder(tmp_path / "plain", family)
     after = [] if isinstance(pooling, tuple) else [Dense(HIDDEN, 24)]
-    model = _sentence_transformer(tmp_path / "plain", pooling, *after, Normalize())
+    model = sentence_transformer(tmp_path / "plain", pooling, *after, Normalize())
     model.save(str(tmp_path / "saved"))
     given = texts(9)
     vectors = _loaded(tmp_path / "saved").encode(_inputs(tokenizer, given))
@@ -90,7 +81,7 @@ def test_tokens_of_a_prompt_are_left_out_of_the_pooling_where_the_folder_says_so
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     tokenizer = save_encoder(tmp_path / "plain", "bert")
-    model = _sentence_transformer(tmp_path / "plain", "mean")
+    model = sentence_transformer(tmp_path / "plain", "mean")
     model[1] = Pooling(HIDDEN, "mean", include_prompt=False)
     model.save(str(tmp_path / "saved"))
     given, prompt = texts(5), "w1 w2 w3 "
@@ -132,7 +123,7 @@ def test_a_module_that_would_change_the_vectors_is_refused_by_name(tmp_path: Pat
     save_encoder(tmp_path / "plain", "bert")
     from sentence_transformers.base.modules import Dense
 
-    _sentence_transformer(tmp_path / "plain", "mean", Dense(HIDDEN, 24)).save(str(tmp_path))
+    sentence_transformer(tmp_path / "plain", "mean", Dense(HIDDEN, 24)).save(str(tmp_path))
     dense = tmp_path / "2_Dense" / "config.json"
     _set(dense, activation_function="os.system")
     with pytest.raises(EngineLoadError, match=r"its activation os\.system is not supported"):
