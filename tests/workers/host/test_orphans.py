@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from workers.host.core_claims import held_cores
 from workers.host.orphans import NODE_VARIABLE, end_orphans, is_orphan, mark_of
+
+CORES = {"old": (0, 1), "new": (2, 3)}
+CLAIM = """\
+import sys, time
+from pathlib import Path
+from workers.host.core_claims import CoreClaim
+claim = CoreClaim(Path(sys.argv[1]), map(int, sys.argv[2:]))
+print(flush=True)
+time.sleep(600)
+"""
 
 
 def test_only_replicas_of_another_node_of_the_same_fleet_and_machine_are_orphans() -> None:
@@ -19,15 +33,15 @@ def test_only_replicas_of_another_node_of_the_same_fleet_and_machine_are_orphans
 
 
 @pytest.fixture
-def replicas() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """One process for each node."""
+def replicas(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """One process for each node, which has claimed its cores in a folder."""
     started = {
         node: subprocess.Popen(
-            [sys.executable, "-c", "print(flush=True); import time; time.sleep(600)"],
-            env={NODE_VARIABLE: mark_of("test-orphans", "10.0.0.1", node)},
+            [sys.executable, "-c", CLAIM, str(tmp_path), *map(str, cores)],
+            env={**os.environ, NODE_VARIABLE: mark_of("test-orphans", "10.0.0.1", node)},
             stdout=subprocess.PIPE,
         )
-        for node in ("old", "new")
+        for node, cores in CORES.items()
     }
     for process in started.values():
         assert process.stdout is not None
@@ -38,10 +52,14 @@ def replicas() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
         process.communicate()
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 def test_replicas_of_a_former_node_are_dead_before_the_host_reports_free_cores(
-    replicas: dict[str, subprocess.Popen[bytes]],
+    replicas: dict[str, subprocess.Popen[bytes]], tmp_path: Path, *, frozen: bool
 ) -> None:
-    """Those of its present node go on."""
+    """Also one that is frozen. Those of its present node go on."""
+    old, new = replicas["old"], replicas["new"]
+    if frozen:
+        old.send_signal(signal.SIGSTOP)
+    assert held_cores(tmp_path) == dict.fromkeys(CORES["old"], old.pid) | dict.fromkeys(CORES["new"], new.pid)
     assert end_orphans(mark_of("test-orphans", "10.0.0.1", "new"), 10.0)
-    assert replicas["old"].wait(10) != 0
-    assert replicas["new"].poll() is None
+    assert held_cores(tmp_path) == dict.fromkeys(CORES["new"], new.pid)
