@@ -54,10 +54,15 @@ def settings_are_of_the_kind(case: Case) -> Iterator[Problem]:
     for field in (field for field in unused if field not in model.broken):
         what = f"{field} has no effect on kind {model.kind}"
         yield case.problem("setting-unsupported", (field,), what, "remove it")
+    if model.objectives.tpot_ms is not None:
+        what = f"objectives.tpot_ms has no effect on kind {model.kind}, which gives no tokens"
+        yield case.problem(
+            "setting-unsupported", ("objectives", "tpot_ms"), what, "set ttft_ms, the time to the answer"
+        )
 
 
 ENCODER_RULES: tuple[FieldRule, ...] = (
     FieldRule(engine_serves_the_kind, frozenset({"kind", "engine"})),
     FieldRule(encoders_use_one_core, frozenset({"kind", "tp_degree"})),
-    FieldRule(settings_are_of_the_kind, frozenset({"kind", "engine"})),
+    FieldRule(settings_are_of_the_kind, frozenset({"kind", "engine", "objectives"})),
 )

@@ -14,7 +14,8 @@ class Objectives(Frozen):
 
     wanted = "a mapping, like {ttft_ms: 500}"
     ttft_ms: Annotated[Milliseconds, Field(gt=0, le=86_400_000)] | None = None
-    """Milliseconds until the first token. Later requests count as late, and the autoscaler minimizes them."""
+    """Milliseconds until the first token; of encoders, until the answer. Later requests count as late, and the
+    autoscaler minimizes them."""
     tpot_ms: Annotated[Milliseconds, Field(gt=0, le=86_400_000)] | None = None
     """Milliseconds between tokens."""
     queue_ms: Annotated[Milliseconds, Field(gt=0, le=86_400_000)] | None = None

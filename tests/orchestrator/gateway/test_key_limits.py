@@ -20,6 +20,7 @@ from orchestrator.gateway.admission.key_limits import FREE, KeyLimits
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.process.home import Home
 from tests.fleet import until
+from tests.orchestrator.encoded import EncoderReplica
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
 
@@ -442,6 +443,28 @@ def test_a_disconnected_client_frees_its_place(replica: Callable[..., Served]) -
         until(lambda: ask() == 200, 5, "its place is free")
     finally:
         live.close()
+
+
+def test_tokens_of_encoded_inputs_count_towards_the_limit() -> None:
+    """All of a request's inputs together; what is refused is not encoded."""
+    live, encoder = LiveGateway(), EncoderReplica()
+    try:
+        _, text = KeyFile(Home(live.home).keys).create("ci", allowance=Allowance(tokens_per_minute=200))
+        live.serve(routes("e", encoder, kind="embedding", max_len=64))
+
+        def embed(*inputs: str) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {text}"}
+            return live.http.post("/v1/embeddings", json={"model": "e", "input": inputs}, headers=headers)
+
+        until(lambda: live.http.get("/v1/models").status_code == 401, 5, "a key is demanded")
+        first, second = embed("a" * 60, "b" * 60), embed("a" * 60, "b" * 60)
+        assert [first.status_code, second.status_code] == [200, 429]
+        assert 80 <= int(first.headers["x-ratelimit-remaining-tokens"]) <= 85
+        assert embed(*["c" * 60] * 4).status_code == 400  # never within the limit
+        assert len(encoder.requests) == 1
+    finally:
+        live.close()
+        encoder.close()
 
 
 def test_the_retry_time_is_never_too_short(gateways: Callable[[], KeyLimits]) -> None:
