@@ -75,6 +75,10 @@ class Fleet:
             raise AssertionError(f"{error}\n{self.output()}") from None
         return self
 
+    def entrance(self) -> str:
+        """The URL of the gateway for a client's next request."""
+        return self.url
+
     def output(self) -> str:
         """What `up` has printed."""
         raise NotImplementedError

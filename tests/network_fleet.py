@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import random
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tests.fleet import Fleet
+import httpx
+
+from tests.fleet import READY_DEADLINE_S, Fleet, until
 from tests.network_hosts import DASHBOARD_PORT, Network, NetworkHost
 
 PORT = 8080
 CORES = 24
+PROBE_S, MISSES = 2.0, 2  # of docs/cluster.md
+WORKER_SETTINGS = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "5",  # on SIGTERM; 30 by default
+}
 
 
 def start_cluster(network: Network, settings: Mapping[str, str] | None = None, *, dashboard: bool = False) -> None:
@@ -23,7 +33,63 @@ def start_cluster(network: Network, settings: Mapping[str, str] | None = None, *
 
 def start_worker(worker: NetworkHost, head: NetworkHost) -> Any:
     """Start Ray on a host with cores, as its service would after a boot. Returns the wait for its registration."""
-    return worker.start_ray(head.address, cores=CORES, settings={"RAY_gcs_rpc_server_reconnect_timeout_s": "600"})
+    return worker.start_ray(head.address, cores=CORES, settings=WORKER_SETTINGS)
+
+
+class Services:
+    """Ray on each machine, as services keep it that restart always."""
+
+    def __init__(self, network: Network, settings: Mapping[str, str]) -> None:
+        """``settings`` are variables of the head's Ray."""
+        self._network = network
+        self._settings = settings
+        start_cluster(network, settings)
+
+    def restart(self) -> list[NetworkHost]:
+        """Start Ray where it has ended. Returns these machines."""
+        head, *workers = self._network.hosts
+        ended = [machine for machine in self._network.hosts if machine.ray.poll() is not None]
+        for machine in ended:
+            machine.kill_rest()
+            if machine in workers:
+                start_worker(machine, head)
+            else:
+                head.start_ray(settings=self._settings)
+        return ended
+
+
+class Balancer:
+    """A load balancer's choice of gateways: those whose /readyz is 200, and all that have been ready if none is."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._misses: dict[str, int] = {}  # since it was ready
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._probe, args=(url,), daemon=True) for url in urls]
+
+    def __enter__(self) -> Balancer:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _probe(self, url: str) -> None:
+        while not self._over.wait(PROBE_S):
+            ready = False
+            with contextlib.suppress(httpx.TransportError):
+                ready = httpx.get(f"{url}/readyz", timeout=PROBE_S).status_code == 200
+            if ready or url in self._misses:
+                self._misses[url] = 0 if ready else self._misses[url] + 1
+
+    @property
+    def ready(self) -> list[str]:
+        return [url for url, misses in list(self._misses.items()) if misses < MISSES]
+
+    def choose(self) -> str:
+        return random.choice(self.ready or list(self._misses))
 
 
 class NetworkFleet(Fleet):
@@ -39,7 +105,24 @@ class NetworkFleet(Fleet):
         if outside is not None:
             words = ("ray", "job", "submit", f"--address=http://{self.head.address}:{DASHBOARD_PORT}", "--", *words)
         self._caller = outside or self.head
+        self._targets = {f"http://{machine.address}:{PORT}": machine for machine in network.hosts}
+        self._balancer: Balancer | None = None
         self.process = self._caller.spawn(*words, log="up.log")
+
+    @contextlib.contextmanager
+    def balanced(self) -> Iterator[None]:
+        """In this block, clients of ``entrance`` go through a load balancer with all machines as targets."""
+        with Balancer(list(self._targets)) as balancer:
+            until(lambda: balancer.ready, READY_DEADLINE_S, "a gateway is ready")
+            self._balancer = balancer
+            yield
+        self._balancer = None
+
+    def entrance(self) -> str:
+        return self._balancer.choose() if self._balancer is not None else self.url
+
+    def gateway_machine(self, url: str) -> NetworkHost:
+        return self._targets[url]
 
     def complete(self, model: str, prompt: str, max_tokens: int) -> str:
         """Returns the text of a completion."""
@@ -63,6 +146,11 @@ class NetworkFleet(Fleet):
     def events(self, reason: str) -> list[Any]:
         """Returns the events with that reason."""
         return [event for event in self.corewright("events", "--since", "0")["events"] if event["reason"] == reason]
+
+    def machine_of(self, host: str) -> NetworkHost:
+        """Returns the machine of a planner's host, by the folder of its claims."""
+        folder = f"home/emulated/emu-{host.rpartition('/')[2]}"
+        return next(worker for worker in self.workers if worker.path(folder).is_dir())
 
     def worker_of(self, id: str) -> NetworkHost:
         """Returns the host on which the replica's process runs."""

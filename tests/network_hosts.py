@@ -82,6 +82,8 @@ def _ended_with_us(*words: str, **options: Any) -> subprocess.Popen[str]:
 class NetworkHost:
     """One host. Its disk is ``folder``, at the same path on each host; other files are those of this machine."""
 
+    ray: subprocess.Popen[bytes]  # the `ray start` that was started last
+
     def __init__(self, name: str, address: str, switch: int, folder: Path) -> None:
         self.name, self.address, self.folder = name, address, folder
         self.variables: dict[str, str] = {}  # of every command
@@ -185,7 +187,7 @@ class NetworkHost:
         return found
 
     def kill(self, *parts: str) -> None:
-        """Kill its processes whose command lines have all the ``parts``."""
+        """Kill its processes whose command lines have all the ``parts``; all of them without parts."""
         self._signal(signal.SIGKILL, *parts)
 
     def _signal(self, number: int, *parts: str) -> None:
@@ -233,6 +235,22 @@ class NetworkHost:
 
     # Ray
 
+    def stop_ray(self) -> None:
+        """End Ray on a worker as `systemctl stop` does: its `ray start` ends it on SIGTERM, and the rest is killed."""
+        self._signal(signal.SIGTERM, "ray start --block")
+        self.ray.wait(30)
+        self.kill_rest()
+
+    def kill_rest(self) -> None:
+        """Kill what is left of Ray after the end of `ray start`, as a service does."""
+        self.kill()
+        until(lambda: not self.processes(), 30, f"nothing runs on {self.name}")
+
+    @property
+    def ray_runs(self) -> bool:
+        """Whether `ray start` has registered the machine and has not ended."""
+        return self.ray.poll() is None and "Ray runtime started" in self.read("ray.log")
+
     def start_ray(
         self,
         head: str | None = None,
@@ -260,12 +278,12 @@ class NetworkHost:
         common = [f"--node-ip-address={self.address}", "--num-cpus=2", "--object-store-memory=80000000"]
         self.path("ray.log").unlink(missing_ok=True)
         words = ("ray", "start", "--block", "--include-log-monitor=false", *place, *ports, *common)
-        process = self.spawn(*words, log="ray.log", **(settings or {}))
+        process = self.ray = self.spawn(*words, log="ray.log", **(settings or {}))
 
         def wait() -> None:
             def started() -> bool:
                 assert process.poll() is None, f"ray start on {self.name} has ended\n{self.read('ray.log')}"
-                return "Ray runtime started" in self.read("ray.log")
+                return self.ray_runs
 
             until(started, RAY_START_S, f"Ray runs on {self.name}")
 

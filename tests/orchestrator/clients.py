@@ -9,12 +9,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from orchestrator.process.home import Home
-from tests.fleet import LiveFleet, until
+from tests.fleet import Fleet, LiveFleet, until
 from workers.engines.echo import echo_tokens
 
 Question = tuple[dict[str, Any], str]  # the body of a completion, and the text that answers it
@@ -22,6 +23,8 @@ ANSWER_DEADLINE_S = (
     90.0  # for any request, whatever dies: a hang is seen after 15 s, and a request begun thrice at most
 )
 CONTROLLER_BACK_S = 45.0
+CONNECT_S = 10.0
+BROKEN = "broken"  # the kind of an answer whose connection ended
 ERRORS = {  # the table of docs/cli.md, without those that need a wrong request
     404: ("invalid_request_error", {"model_not_found"}),
     429: ("rate_limit_error", {"queue_full"}),
@@ -40,7 +43,7 @@ def echo_text(prompt: str, count: int) -> str:
 class Streamed:
     """A streamed completion that is read in the background."""
 
-    def __init__(self, fleet: LiveFleet, model: str, prompt: str, max_tokens: int) -> None:
+    def __init__(self, fleet: Fleet, model: str, prompt: str, max_tokens: int) -> None:
         self.text = ""
         self.status = 0  # of the answer; above 200 it is an error as a whole, and no stream
         self.error: dict[str, Any] | None = None
@@ -167,16 +170,45 @@ def error_problem(status: int, body: Any, retry_after: str | None = None, stream
     return None
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A request without its exact answer."""
+
+    kind: str  # the code of an error in the documented form, BROKEN, "malformed" or "wrong"
+    model: str
+    gateway: str  # its URL
+    replica: str | None  # its id, if the answer had begun
+    began: float  # as of time.monotonic
+    ended: float
+    problem: str | None  # what is wrong with the answer; None for an error in the documented form
+
+    @property
+    def is_false(self) -> bool:
+        """Whether the client got an answer that is wrong, and not only none, or an error."""
+        return self.problem is not None and self.kind != BROKEN
+
+
 class Load:
     """Clients that ask one question after the other for as long as the block lasts. Every answer is judged: it is
     exact, or an error in the documented form; anything else stands in ``wrong``."""
 
-    def __init__(self, fleet: LiveFleet, question: Callable[[int, int], Question], clients: int = 8) -> None:
-        self.kinds: Counter[str] = Counter()  # "exact", and the codes of errors
+    def __init__(
+        self,
+        fleet: Fleet,
+        question: Callable[[int, int], Question],
+        clients: int = 8,
+        permits: Callable[[Failure], bool] = lambda failure: failure.problem is None,
+        timeout_s: float = ANSWER_DEADLINE_S,
+    ) -> None:
+        """``permits``: whether something explains that failure. False answers are never permitted. ``timeout_s``: for
+        the next byte."""
+        self.kinds: Counter[str] = Counter()  # "exact", and those of failures
         self.wrong: list[str] = []
         self.slowest_s = 0.0
-        self._url = fleet.url
+        self._fleet = fleet
         self._question = question
+        self._permits = permits
+        self._timeout_s = timeout_s
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(clients)]
@@ -215,61 +247,87 @@ class Load:
         until(lambda: self.wrong or count() >= enough, deadline_s, f"{more} more answers, after {dict(self.kinds)}")
 
     def _work(self, client: int) -> None:
-        with httpx.Client(base_url=self._url, timeout=ANSWER_DEADLINE_S) as http:
+        with httpx.Client(timeout=httpx.Timeout(self._timeout_s, connect=CONNECT_S)) as http:
             number = 0
             while not self._over.is_set():
                 body, expected = self._question(client, number)
-                began = time.monotonic()
-                try:
-                    kind, problem = (
-                        _ask_streamed(http, body, expected) if body.get("stream") else _ask(http, body, expected)
-                    )
-                except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
-                    kind, problem = "none", f"{error!r}"
-                took = time.monotonic() - began
-                if problem is None and took > ANSWER_DEADLINE_S:
-                    problem = f"{kind}, but only after {took:.0f} s"
+                failure, took = _exchange(http, self._fleet.entrance(), body, expected)
+                permitted = failure is None or (not failure.is_false and self._permits(failure))
                 with self._lock:
-                    self.kinds[kind] += 1
+                    self.kinds[failure.kind if failure else "exact"] += 1
                     self.slowest_s = max(self.slowest_s, took)
-                    if problem is not None:
-                        self.wrong.append(f"{time.strftime('%H:%M:%S')} after {took:.1f} s, {body}: {problem}")
+                    if not permitted or took > ANSWER_DEADLINE_S:
+                        self.wrong.append(f"{time.strftime('%H:%M:%S')} after {took:.1f} s, {body}: {failure}")
                 number += 1
-                if kind != "exact":
+                if failure is not None:
                     self._over.wait(0.1)  # as a client does that was told to come again
 
 
-def _ask(http: httpx.Client, body: dict[str, Any], expected: str) -> tuple[str, str | None]:
-    response = http.post("/v1/completions", json=body)
-    answer = response.json()
-    if response.status_code == 200:
-        text = answer["choices"][0]["text"]
-        return "exact", None if text == expected else f"{text!r} instead of {expected!r}"
-    problem = error_problem(response.status_code, answer, response.headers.get("retry-after"))
-    return ("malformed" if problem else str(answer["error"]["code"])), problem
+def _exchange(http: httpx.Client, url: str, body: dict[str, Any], expected: str) -> tuple[Failure | None, float]:
+    """Send one request. Returns its failure, and the seconds that it took."""
+    answer = _Answer(http, f"{url}/v1/completions", body)
+    began = time.monotonic()
+    try:
+        kind, problem = answer.read_stream(expected) if body.get("stream") else answer.read(expected)
+    except httpx.HTTPError as error:
+        kind, problem = BROKEN, f"{error!r} after {answer.text!r}"
+    except (ValueError, KeyError, IndexError) as error:
+        kind, problem = "malformed", f"{error!r}"
+    ended = time.monotonic()
+    if kind == BROKEN and not expected.startswith(answer.text):
+        kind = "wrong"
+    if kind == "exact":
+        return None, ended - began
+    return Failure(kind, body["model"], url, answer.replica, began, ended, problem), ended - began
 
 
-def _ask_streamed(http: httpx.Client, body: dict[str, Any], expected: str) -> tuple[str, str | None]:
-    text, error, done = "", None, False
-    with http.stream("POST", "/v1/completions", json=body) as response:
+class _Answer:
+    """The answer to one request, as far as it has arrived. Both ways to read it return its kind, and what is wrong."""
+
+    def __init__(self, http: httpx.Client, url: str, body: dict[str, Any]) -> None:
+        self.text = ""
+        self.replica: str | None = None
+        self._http = http
+        self._url = url
+        self._body = body
+
+    def read(self, expected: str) -> tuple[str, str | None]:
+        response = self._http.post(self._url, json=self._body)
         if response.status_code != 200:
-            answer = json.loads(response.read())
-            problem = error_problem(response.status_code, answer, response.headers.get("retry-after"))
-            return ("malformed" if problem else str(answer["error"]["code"])), problem
-        for line in response.iter_lines():
-            if line == "data: [DONE]":
-                done = True
-            elif line.startswith("data: "):
-                event = json.loads(line.removeprefix("data: "))
-                error = event if "error" in event else error
-                text += "".join(choice["text"] for choice in event.get("choices", ()))
-    if error is not None:
+            return self._error(response)
+        self.replica = response.headers.get("x-corewright-replica")
+        self.text = response.json()["choices"][0]["text"]
+        return self._judged(expected)
+
+    def read_stream(self, expected: str) -> tuple[str, str | None]:
+        error, done = None, False
+        with self._http.stream("POST", self._url, json=self._body) as response:
+            self.replica = response.headers.get("x-corewright-replica")
+            if response.status_code != 200:
+                response.read()
+                return self._error(response)
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    done = True
+                elif line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    error = event if "error" in event else error
+                    self.text += "".join(choice["text"] for choice in event.get("choices", ()))
+        if error is None and not done:
+            return BROKEN, f"the stream ended without [DONE] after {self.text!r}"
+        if error is None:
+            return self._judged(expected)
         problem = error_problem(200, error, streamed=True)
         if problem is None and done:
             problem = "a stream that failed ended with [DONE]"
-        if problem is None and not expected.startswith(text):
-            problem = f"{text!r} before the error is no beginning of {expected!r}"
+        if problem is None and not expected.startswith(self.text):
+            problem = f"{self.text!r} before the error is no beginning of {expected!r}"
         return ("malformed" if problem else str(error["error"]["code"])), problem
-    if not done:
-        return "cut", f"the stream ended without [DONE] after {text!r}"
-    return "exact", None if text == expected else f"{text!r} instead of {expected!r}"
+
+    def _judged(self, expected: str) -> tuple[str, str | None]:
+        return ("exact", None) if self.text == expected else ("wrong", f"{self.text!r} instead of {expected!r}")
+
+    def _error(self, response: httpx.Response) -> tuple[str, str | None]:
+        answer = response.json()
+        problem = error_problem(response.status_code, answer, response.headers.get("retry-after"))
+        return ("malformed" if problem else str(answer["error"]["code"])), problem
