@@ -48,6 +48,15 @@ def started(name: str) -> list[str]:
     return [re.sub(r"\$\{(\w+)\}", lambda match: environment[match[1]], word) for word in words[1:]]
 
 
+def test_systemd_waits_for_the_drain_of_a_worker_and_not_of_the_head() -> None:
+    """On SIGTERM Ray drains its node for a time, before it ends its processes."""
+    from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+
+    (stop_s,) = service("ray-worker.service")["TimeoutStopSec"]
+    assert int(stop_s) > RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S + 10
+    assert "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0" in service("ray-head.service")["Environment"]
+
+
 @pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed")
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     """Programs are looked up in a folder of this test: the units' own is that of an installation."""
