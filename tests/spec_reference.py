@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from placements.facts.checkpoints import FAMILIES
-from placements.facts.engines import NXD_FAMILIES, NXD_VERSIONS, PACKAGES, serves
+from placements.facts.engines import NXD_FAMILIES, NXD_VERSIONS, OPTIMUM_FAMILIES, OPTIMUM_NAMES, PACKAGES, serves
 from placements.facts.topology import DEGREES, LNC_CHOICES, TOPOLOGIES, Topology
 from placements.rules.options.option import Option
 from placements.rules.options.owned import FIELDS, UNSERVED
@@ -94,12 +94,13 @@ def _engines() -> str:
 
 
 def _served() -> str:
-    lines = ["| family | transformers-neuronx | nxd-inference |", "|---|---|---|"]
+    lines = ["| family | transformers-neuronx | nxd-inference | optimum-neuron |", "|---|---|---|---|"]
     for family in FAMILIES:
         series = NXD_FAMILIES.get(family)
         on_tnx = "yes" if serves("transformers-neuronx", family) else "-"
         on_nxd = "-" if series is None else "yes" if series == NXD_VERSIONS[0] else f"from {series} on"
-        lines.append(f"| {family} | {on_tnx} | {on_nxd} |")
+        on_optimum = " and ".join(OPTIMUM_NAMES[era] for era, held in OPTIMUM_FAMILIES.items() if family in held) or "-"
+        lines.append(f"| {family} | {on_tnx} | {on_nxd} | {on_optimum} |")
     return "\n".join(lines) + "\n"
 
 

@@ -31,7 +31,7 @@ from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.neff_cache.candidates import compiled_elsewhere
 
-OF_WEIGHTS = "nxd-inference"  # its compiled artifacts are found by digests of the weights
+OF_WEIGHTS = ("nxd-inference", "optimum-neuron")  # their compiled artifacts are found by digests of the weights
 PREDICT_S = 600.0  # to import an engine's package, from a network disk
 
 Result = Literal["compiled", "pulled", "there", "nothing", "needs-device", "failed"]
@@ -214,7 +214,7 @@ class CompileAhead:
         """Predicts the artifacts from the small files of the sources, without weights. None if they are incomplete here
         and in the ``neff_cache``, if they depend on the weights, or if all sources are on this host."""
         nowhere = config.neff_cache is None and not self._home.compiled.is_dir()
-        if not wanted_by(config) or nowhere or config.engine == OF_WEIGHTS:
+        if not wanted_by(config) or nowhere or config.engine in OF_WEIGHTS:
             return None
         heads = self._offline.with_heads(config)
         predicted = heads if isinstance(heads, Failure) else self._predict(heads)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from placements.facts.adapters import USE_PEFT, Adapter
 from placements.facts.checkpoints import Checkpoint, CheckpointError, families
 from placements.facts.encoders import Kind
+from placements.facts.engines import AUTO_ENGINES
 from placements.spec.notation import is_path, source_kind
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
@@ -226,7 +227,7 @@ def _unsupported(part: SourcePart, folder: str, head: Metadata | None, config: A
     names, engine = names_in(Path(folder)) if head is None else head.names, part.model.engine
     layout = layout_of(names, config)
     engines = served_by(layout, names)
-    if engine in engines or (engine == "auto" and engines):
+    if engine in engines or (engine == "auto" and any(candidate in engines for candidate in AUTO_ENGINES)):
         return None
     shown = f"only {' and '.join(engines)} does" if engines else "no engine of this version does"
     return f"{part.source} has the layout {layout}, which {engine} does not load: {shown}"

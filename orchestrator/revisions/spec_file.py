@@ -30,7 +30,9 @@ Folders = Literal["load", "plan", "ignore"]
 """How local folders are checked. load: an unloadable one is an error if this machine loads it, else a warning; plan: it
 is a warning; ignore: only config.json is read."""
 
-SERVED_ENGINES: tuple[Engine, ...] = ("cpu", "echo", "transformers-neuronx", "nxd-inference", "vllm", "server")
+SERVED_ENGINES: tuple[Engine, ...] = (
+    *("cpu", "echo", "transformers-neuronx", "nxd-inference", "optimum-neuron", "vllm", "server"),
+)
 """The engines that `up` of this version can start."""
 
 

@@ -11,7 +11,7 @@ import msgspec.structs
 
 from orchestrator.process.version import corewright_version
 from orchestrator.revisions.resolved_revision import ResolvedRevision
-from placements.facts.engines import AUTO_ENGINES, Engine, NoEngine, choose_engine, needs_neuron
+from placements.facts.engines import AUTO_ENGINES, PACKAGES, Engine, NoEngine, choose_engine
 from placements.facts.tnx_families import MISREAD_HINT
 from placements.resources.vllm_release import release_on
 from workers.host.interpreter import Interpreter, refusal
@@ -38,7 +38,7 @@ async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, ho
     """
     if config.engine == "auto":  # 1
         return await _chosen(config, generation, hosts)
-    if config.python is not None or any(engine == config.engine and needs_neuron(engine) for engine in AUTO_ENGINES):
+    if config.python is not None or config.engine in PACKAGES:
         interpreter = await hosts.interpreter(config.python, config.host)
         refused = _refusal(interpreter, config.engine) or _misread(
             interpreter, config.engine, config.model, generation

@@ -30,14 +30,17 @@ class Option(NamedTuple):
 ENGINE_OPTIONS: Mapping[Engine, Mapping[str, Option | None]] = {
     "cpu": {"prefill_chunk": Option(1, 1 << 24, whole=True), "prefix_cache": None, "compile": None},
     "echo": {"step_ms": Option(0, 3_600_000, whole=False)},
+    "optimum-neuron": {"prefill_chunk_size": Option(0, 1 << 24, whole=True)},
 }
-"""The ``engine_options`` of corewright's own engines; None: a boolean. ``prefill_chunk``: tokens of a prompt in one
-forward pass; ``prefix_cache``: reuse the longest prefix that a slot still holds; ``compile``: compile each bucket with
-torch.compile; ``step_ms``: the duration of a step of the echo engine, to simulate a slow engine."""
+"""The ``engine_options`` of corewright's own engines and of Optimum Neuron; None: a boolean. ``prefill_chunk``: tokens
+of a prompt in one forward pass; ``prefix_cache``: reuse the longest prefix that a slot still holds; ``compile``:
+compile each bucket with torch.compile; ``step_ms``: the duration of a step of the echo engine, to simulate a slow
+engine; ``prefill_chunk_size``: tokens of a prompt in one run, from Optimum Neuron 0.4.6 on; 0: all."""
 
 PACKAGES: Mapping[Engine, str] = {
     "transformers-neuronx": "transformers_neuronx",
     "nxd-inference": "neuronx_distributed_inference",
+    "optimum-neuron": "optimum.neuron",
 }
 """The supported Neuron engines, and the import name of each one's package."""
 
@@ -49,7 +52,7 @@ images of the Neuron SDK have."""
 
 def distribution(engine: Engine) -> str:
     """Returns the distribution name of an engine's package."""
-    return PACKAGES[engine].replace("_", "-")
+    return PACKAGES[engine].replace("_", "-").replace(".", "-")
 
 
 HOST_ENGINES: frozenset[Engine] = frozenset({"cpu", "echo"})  # run on the host's CPUs
@@ -135,8 +138,18 @@ TNX_SAMPLING = tuple(name for name, family in tnx_families.FAMILIES.items() if f
 TNX_DRAFTING = tuple(name for name, family in tnx_families.FAMILIES.items() if family.speculates)
 """Families that the package supports in speculative decoding, as the model and as its draft."""
 
-OPTIMUM_FAMILIES = ("llama", "mixtral", "qwen2", "qwen3")
+OptimumEra = Literal["tnx", "nxd"]
+"""Optimum Neuron over transformers-neuronx, or with its own backend on NeuronX Distributed."""
+
+OPTIMUM_NAMES: Mapping[OptimumEra, str] = {"nxd": "0.4"}
+
+OPTIMUM_FAMILIES: Mapping[OptimumEra, tuple[str, ...]] = {
+    "nxd": ("llama", "mixtral", "qwen2", "qwen3"),
+}
 """Families of optimum-neuron 0.4.5, of those in `checkpoints`."""
+
+OPTIMUM_FIRST = (0, 4, 2)
+"""The first version of Optimum Neuron whose NxD backend has the interface that is used here."""
 
 _NXD_LAST: Mapping[str, str] = {"inf2": "0.8", "trn1": "0.8"}
 """Machine family -> the last series of NxD Inference: the models of 0.9 require Trn2 (its release notes)."""
@@ -172,6 +185,12 @@ def nxd_release(version: str) -> Release:
     if len(parts) != 2 or not all(part.isdecimal() for part in parts):
         return NXD_RELEASES[-1]
     return max((release for release in NXD_RELEASES if release <= _order(series(version))), default=NXD_RELEASES[0])
+
+
+def optimum_era(version: str) -> OptimumEra | None:
+    """Returns the era of a version of Optimum Neuron; None for one that is not supported."""
+    order = _order(".".join(version.split("+")[0].split(".")[:3]))
+    return "nxd" if OPTIMUM_FIRST <= order < (0, 5) else None
 
 
 def reaches(version: str, first: str) -> bool:
@@ -213,7 +232,8 @@ def serves(engine: Engine, model_type: str, machines: str | None = None, version
     if engine == "transformers-neuronx":
         return model_type in TNX_FAMILIES
     if engine == "optimum-neuron":
-        return model_type in OPTIMUM_FAMILIES
+        eras = OPTIMUM_FAMILIES if version is None else [era] if (era := optimum_era(version)) else []
+        return any(model_type in OPTIMUM_FAMILIES[era] for era in eras)
     if engine != "nxd-inference":
         return True
     if model_type not in NXD_FAMILIES:

@@ -198,9 +198,9 @@ def engine_can_quantize(case: Case) -> Iterator[Problem]:
     for field, value in (("quantize", case.model.quantize), ("quantize_kv", case.model.quantize_kv)):
         if value is None:
             continue
-        if case.engine in HOST_ENGINES:
+        if case.engine in HOST_ENGINES or case.engine == "optimum-neuron":
             what = f"{field} has no effect on the engine {case.engine}"
-            hint = f"remove {field}, or use a Neuron engine"
+            hint = f"remove {field}, or use {'nxd-inference' if case.engine == 'optimum-neuron' else 'a Neuron engine'}"
             yield case.problem("quantize-unsupported", (field,), what, hint)
         elif field == "quantize" and (name := _why_no_candidate(case, lambda engine: _unquantizing(engine, case))):
             what = f"{name} cannot quantize {case.family}, the family of {case.model.name}"
@@ -244,6 +244,11 @@ def settings_have_effect(case: Case) -> Iterator[Problem]:
             what = f"{field} has no effect on the engine {case.engine}"
             hint = f"remove {field}, or use a Neuron engine"
             yield case.problem("setting-unsupported", (field,), what, hint)
+    elif case.engine == "optimum-neuron":
+        for field in ("buckets", "fuse_qkv", "compiler"):
+            if in_use[field] and field not in model.broken:
+                what = f"{field} has no effect on the engine optimum-neuron, which chooses it itself"
+                yield case.problem("setting-unsupported", (field,), what, f"remove {field}")
     elif model.compiler.workers is not None and case.candidates == ("nxd-inference",):
         what = "compiler.workers has no effect: nxd-inference has no such option"
         yield case.problem("setting-unsupported", ("compiler", "workers"), what, "remove it")
@@ -257,6 +262,10 @@ def engine_can_sample(case: Case) -> Iterator[Problem]:
     """The family's class supports sampling on the device, if it is set."""
     if case.model.sampling == "host" or case.engine in HOST_ENGINES or case.family is None:
         return
+    if case.engine == "optimum-neuron" and (why_not := _why_no_device_sampling(case)):
+        what = f"optimum-neuron does not sample tokens of {case.model.name} on the device: {why_not}"
+        yield case.problem("setting-unsupported", ("sampling",), what, "set sampling: host")
+        return
 
     def why(engine: Engine) -> str:
         return "host" if engine == "transformers-neuronx" and case.family not in TNX_SAMPLING else ""
@@ -266,6 +275,19 @@ def engine_can_sample(case: Case) -> Iterator[Problem]:
             f"transformers-neuronx samples tokens of {case.family}, the family of {case.model.name}, on the host only"
         )
         yield case.problem("setting-unsupported", ("sampling",), what, "set sampling: host")
+
+
+def _why_no_device_sampling(case: Case) -> str:
+    """Returns why Optimum Neuron 0.4 switches it off (``_get_neuron_config`` of the family's class); "" if it does not.
+
+    For qwen2 and qwen3 it names a fault of the SDK.
+    """
+    model = case.model
+    if case.family == "mixtral":
+        return "its class has none"
+    if case.family in ("qwen2", "qwen3") and model.tp_degree == 2 and model.max_batch > 1:
+        return f"not for {case.family} with tp_degree 2 and max_batch above 1"
+    return ""
 
 
 def buckets_make_sense(case: Case) -> Iterator[Problem]:
@@ -409,7 +431,7 @@ ENGINE_RULES: tuple[FieldRule, ...] = (
     FieldRule(settings_have_effect, frozenset({"engine", "engine_options"})),
     FieldRule(tnx_computes_it, frozenset({"engine", "draft"})),
     FieldRule(window_is_kept, frozenset({"engine", "max_len", "draft", "engine_options"})),
-    FieldRule(engine_can_sample, frozenset({"engine", "sampling"})),
+    FieldRule(engine_can_sample, frozenset({"engine", "sampling", "tp_degree", "max_batch"})),
     FieldRule(buckets_make_sense, frozenset({"engine", "engine_options", "buckets", "max_len"})),
     FieldRule(buckets_are_no_steps, frozenset({"engine", "buckets", "draft"})),
     FieldRule(flags_are_free, frozenset({"engine", "compiler"})),

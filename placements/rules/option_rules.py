@@ -9,6 +9,7 @@ from typing import Any
 
 from placements.facts import kv_blocks
 from placements.facts.engines import (
+    AUTO_ENGINES,
     ENGINE_OPTIONS,
     NXD_QUANTIZED_DTYPES,
     NXD_QUANTIZED_OPTIONS,
@@ -38,7 +39,7 @@ def engine_options_are_known(case: Case) -> Iterator[Problem]:
     engine = case.engine
     if engine in SERVER_ENGINES:
         return
-    if engine not in PACKAGES:
+    if engine in ENGINE_OPTIONS or engine not in PACKAGES:
         yield from _own_options(case)
         return
     places = [place for place in case.machines if runs_on(engine, place)] or [""]
@@ -138,7 +139,7 @@ def _own_options(case: Case) -> Iterator[Problem]:
             close = difflib.get_close_matches(name, options, 1)
             hint = f"did you mean {close[0]}?" if close else f"options of {engine}: {', '.join(options) or 'none'}"
             if engine == "auto":
-                hint = f"set engine to the one with this option: {' or '.join(PACKAGES)}"
+                hint = f"set engine to the one with this option: {' or '.join(AUTO_ENGINES)}"
             what = f'engine_options: "{name}" is not an option of the engine {engine}'
             yield case.problem("unknown-engine-option", path, what, hint)
         elif not _is_of(option, value):

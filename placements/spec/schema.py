@@ -204,8 +204,8 @@ class ModelSpec(Frozen):
     """The branch, tag or commit of a hub id. A branch is resolved when the spec is applied, and every replica gets that
     commit. Unset: `main`. Not in `defaults`."""
     engine: Shape[Engine] = "auto"
-    """The engine. `auto` is `cpu` on an emulated host; on a real one it is the installed Neuron engine that serves the
-    model. `optimum-neuron` and `torch-neuronx` are refused with `engine-not-served`. See Engines."""
+    """The engine. `auto` is `cpu` on an emulated host; on a real one it is `nxd-inference` or `transformers-neuronx`,
+    whichever is installed and serves the model. `torch-neuronx` is refused with `engine-not-served`. See Engines."""
     kind: Shape[Annotated[Kind, choice(*KINDS)]] = "generate"
     """What the model does: it generates text, or it encodes texts into vectors (`embedding`), scores of pairs
     (`rerank`) or classes. See Encoders."""
@@ -320,9 +320,10 @@ class ModelSpec(Frozen):
     """Options that only one engine has. `cpu`: `prefill_chunk`, a whole number, how many tokens of a prompt go through
     the model together (unset: all); `prefix_cache`, true or false (the default): a prompt that begins with what a slot
     still holds is read from there on only; `compile`, true or false (the default): each bucket is compiled, by
-    torch.compile. `echo`: `step_ms`, the milliseconds that each step takes. The Neuron engines: by the packages' own
-    names, and `prefix_cache` for NxD Inference; vLLM: flags of its command ([vllm.md](vllm.md#settings)). See
-    Options."""
+    torch.compile. `echo`: `step_ms`, the milliseconds that each step takes. `optimum-neuron`: `prefill_chunk_size`, a
+    whole number, how many tokens of a prompt are run together, from Optimum Neuron 0.4.6 on (unset: 1024 for longer
+    slots; 0: all). The other Neuron engines: by the packages' own names, and `prefix_cache` for NxD Inference;
+    vLLM: flags of its command ([vllm.md](vllm.md#settings)). See Options."""
     server: Shape[Server | None] = None
     """The command of a server of OpenAI's API, for the engine `server`. Not in `defaults`. See
     [engines.md](engines.md#server)."""

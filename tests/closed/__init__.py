@@ -6,6 +6,7 @@ found as installed. Without them the tests skip.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -28,12 +29,13 @@ def source_of(variable: str, package: str) -> Path | None:
     """
     folder = os.environ.get(variable)
     if folder:
-        if not (Path(folder) / package / "__init__.py").exists():
+        if not Path(folder, *package.split("."), "__init__.py").exists():
             pytest.fail(f"{variable}={folder} has no package {package}; name the `src` of a checkout")
         return Path(folder)
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"set {variable} to the `src` of a checkout of {package.replace('_', '-')}")
-    return None
+    with contextlib.suppress(ModuleNotFoundError):  # of a parent
+        if importlib.util.find_spec(package) is not None:
+            return None
+    pytest.skip(f"set {variable} to the `src` of a checkout of {package.replace('_', '-').replace('.', '-')}")
 
 
 @pytest.fixture

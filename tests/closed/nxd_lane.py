@@ -8,6 +8,7 @@ names can run in the same process.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -25,7 +26,7 @@ from tests.doubles import PACKAGES, Neuron, forget, fresh_machine
 CLOSED = Path(__file__).parent / "nxd"  # the stand-ins
 SOURCES = {"NXD_SOURCE": "neuronx_distributed", "NXDI_SOURCE": "neuronx_distributed_inference"}
 CLOSED_PACKAGES = ("torch_xla", "torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib", "neuronxlogger")
-MODULES = (*SOURCES.values(), *CLOSED_PACKAGES, "closed_layer")
+MODULES = (*SOURCES.values(), "optimum", *CLOSED_PACKAGES, "closed_layer")  # `optimum`: see `optimum_lane`
 OVERWRITTEN = {"_FUSED_PREFIX", "_model_cls"}
 _imported: dict[str, ModuleType] = {}
 
@@ -41,7 +42,16 @@ def source_folders() -> list[str]:
 @pytest.fixture
 def real_nxdi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuron]:
     """NxD Inference over the stand-ins, in this process and in those that it starts."""
-    folders = [str(CLOSED), *source_folders()]
+    with over_stand_ins(monkeypatch, tmp_path, source_folders()) as machine:
+        variables = _class_variables()
+        yield machine
+        _reset(variables)
+
+
+@contextlib.contextmanager
+def over_stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sources: list[str]) -> Iterator[Neuron]:
+    """A fresh machine, on which the stand-ins and ``sources`` can be imported, also in processes that it starts."""
+    folders = [str(CLOSED), *sources]
     machine = fresh_machine(monkeypatch, tmp_path)
     for name in ("BASE_COMPILE_WORK_DIR", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST"):
         monkeypatch.setenv(name, "")  # so that what the adapter sets is undone
@@ -58,12 +68,10 @@ def real_nxdi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuro
     importlib.import_module("closed_layer").install()
     device = importlib.import_module("neuron_double.runtime")
     device.reset_for_tests()
-    variables = _class_variables()
     groups = vars(importlib.import_module("neuronx_distributed.parallel_layers.parallel_state"))
     before = dict(groups)
     yield machine
     device.reset_for_tests()
-    _reset(variables)
     groups.update(before)
     _imported.update(forget(*MODULES))
 

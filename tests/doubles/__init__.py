@@ -18,7 +18,7 @@ import pytest
 FOLDER = Path(__file__).parent
 PACKAGES = FOLDER / "packages"
 TRACED = FOLDER / "traced"  # torch-neuronx's traces; apart, since the other packages need a torch-neuronx of their own
-PLAYED = ("transformers_neuronx", "neuronx_distributed_inference", "neuronx_distributed", "torch_neuronx")
+PLAYED = ("transformers_neuronx", "neuronx_distributed_inference", "neuronx_distributed", "optimum", "torch_neuronx")
 
 
 @dataclass(frozen=True)

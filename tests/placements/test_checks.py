@@ -644,7 +644,7 @@ def test_min_and_pins_agree_with_spread(fields: str, hosts: str, expected: list[
         ("auto", REAL, []),
         ("transformers-neuronx", REAL, []),
         ("nxd-inference", REAL, []),
-        ("optimum-neuron", REAL, []),
+        ("optimum-neuron", REAL, ["quantize-unsupported 5:5"]),
     ],
 )
 def test_one_byte_weights_are_for_neuron_engines(engine: str, hosts: str, expected: list[str]) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from placements.facts.engines import PACKAGES, Engine
+from placements.facts.engines import ENGINE_OPTIONS, PACKAGES, Engine
 from placements.rules.options.judge import Finding, Scope, check_options, known_options
 from placements.rules.options.option import Option
 from placements.rules.options.owned import FIELDS, UNSERVED
@@ -167,5 +167,6 @@ def test_on_trn2_the_newest_version_has_its_options() -> None:
 
 
 def test_the_engines_of_the_options_are_those_of_the_contracts() -> None:
-    """One package each."""
-    assert set(PACKAGES.values()) == set(option_tables.CONFIGS)
+    """One package each; Optimum Neuron has a single option, which is checked as those of corewright's own engines."""
+    tabled = {package for engine, package in PACKAGES.items() if engine not in ENGINE_OPTIONS}
+    assert tabled == set(option_tables.CONFIGS)

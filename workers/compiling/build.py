@@ -241,12 +241,15 @@ def _buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
         from workers.engines.torch_neuronx.engine import buildables as of_traces
 
         return of_traces(config)
+    if config.engine == "optimum-neuron":
+        from workers.engines.optimum_neuron.engine import buildables as of_optimum
+
+        return of_optimum(config, read)
     if config.engine == "vllm":
         from workers.servers.vllm_engine import buildables as of_vllm
 
         return of_vllm(config, read)
-    hint = "use cpu, echo, transformers-neuronx, nxd-inference, torch-neuronx or vllm"
-    raise EngineLoadError("engine-not-installed", f"unknown engine {config.engine!r}", hint)
+    raise EngineLoadError("engine-not-installed", f"this version has no engine {config.engine!r}")
 
 
 def _wanted(config: ReplicaConfig, unit: Buildable) -> Wanted:

@@ -19,7 +19,7 @@ from workers.neff_cache.candidates import candidates
 from workers.neff_cache.compile_units import compiles
 from workers.neff_cache.predict import Candidate, Prediction, predict
 
-GIVEN = "nxd-inference"  # compiles, except for a precompiled source
+GIVEN = ("nxd-inference", "optimum-neuron")  # they compile, except for a precompiled source
 ASK_S = 120.0  # to import an engine's package on a busy host
 
 
@@ -48,7 +48,7 @@ def verdicts(
     the host's. An engine that compiles nothing has one verdict."""
     if not predicted.wanted:
         source = config.source or ""
-        if predicted.engine == GIVEN:
+        if predicted.engine in GIVEN:
             reason = "the source is precompiled for the model's settings"
             return [Verdict("model", source, Prediction("hit", "source", reason, source))]
         return [Verdict("model", source, predict(None, []))]

@@ -44,10 +44,14 @@ def open_engine(config: ReplicaConfig) -> GenerateEngine:
         from workers.engines.nxd_inference.block_engine import open_neuronx_distributed
 
         return open_neuronx_distributed(config)
+    if config.engine == "optimum-neuron":
+        from workers.engines.optimum_neuron.engine import open_optimum
+
+        return open_optimum(config)
     raise EngineLoadError(
         "engine-not-installed",
         f"this version has no engine {config.engine!r}",
-        "use cpu, echo, transformers-neuronx or nxd-inference",
+        "use cpu, echo, transformers-neuronx, nxd-inference or optimum-neuron",
     )
 
 

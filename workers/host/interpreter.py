@@ -38,6 +38,7 @@ PROVIDED_BY: Mapping[str, str] = MappingProxyType(
         f"transformers-neuronx {NEURON_INDEX}",
         "nxd-inference": "AWS's Deep Learning AMI Neuron has it under /opt/aws_neuronx_venv_pytorch_*_nxd_inference; "
         f"else pip install neuronx-distributed-inference {NEURON_INDEX}",
+        "optimum-neuron": f"pip install 'optimum-neuron[neuronx]==0.4.5' {NEURON_INDEX}",
     }
 )
 _PROBED = (

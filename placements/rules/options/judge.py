@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from placements.facts.engines import PACKAGES, Engine, reaches
+from placements.facts.engines import AUTO_ENGINES, PACKAGES, Engine, reaches
 from placements.rules.options.option import Option
 from placements.rules.options.owned import FIELDS, UNSERVED, is_default
 from placements.rules.options.tables import TABLES
@@ -141,7 +141,7 @@ def _unknown(scope: Scope, name: str, options: Mapping[str, Option], fields: Map
     for table, held in FIELDS.items():
         if table.partition(".")[0] != scope.package and name in held:
             return what, f"set {held[name]}"
-    for other in PACKAGES:
+    for other in AUTO_ENGINES:
         if other != scope.engine and name in known_options(Scope(other, None, "", "")):
             return what, f"it is an option of the engine {other}"
     near = difflib.get_close_matches(name, [*options], 1) or difflib.get_close_matches(name.lower(), [*options], 1)

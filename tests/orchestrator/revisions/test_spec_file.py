@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -85,7 +86,7 @@ def test_several_machines_need_a_cluster(joined: bool) -> None:
         ("auto", []),  # on a real host it is chosen there, at the start
         ("transformers-neuronx", []),
         ("nxd-inference", []),
-        ("optimum-neuron", ["engine-not-served"]),
+        ("optimum-neuron", []),
         ("torch-neuronx", ["engine-not-served"]),
     ],
 )
@@ -97,6 +98,22 @@ def test_a_spec_with_an_engine_that_up_cannot_start_is_invalid(engine: str, expe
     assert start_problems(file) == ()
     assert [problem.id for problem in file.problems if problem.id == "engine-not-served"] == expected
     assert all(problem.severity == "error" for problem in file.problems if problem.id == "engine-not-served")
+
+
+def test_a_folder_that_optimum_compiled_is_compared_with_the_spec(tmp_path: Path) -> None:
+    """Its settings, and the machines that it was compiled for, before anything is loaded."""
+    stub_checkpoint(tmp_path / "m")
+    recorded = {"_serialized_key": "NxDNeuronConfig", "batch_size": 4, "sequence_length": 256, "tp_degree": 1}
+    more = {"torch_dtype": "bfloat16", "on_device_sampling": False, "continuous_batching": True, "target": "trn2"}
+    (tmp_path / "m" / "neuron_config.json").write_text(json.dumps(recorded | more))
+    for name in ("model.pt", "checkpoint/weights/tp0_sharded_checkpoint.safetensors"):
+        (tmp_path / "m" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "m" / name).touch()
+    text = "hosts: {instance: inf2.xlarge}\n"
+    text += "models: {a: {source: ./m, engine: optimum-neuron, tp_degree: 2, max_len: 256, allow_pickle: true}}\n"
+    file = examine(text, "f.yaml", str(tmp_path), Machine((0, 1), "inf2.xlarge"), folders="plan")
+    (problem,) = [problem for problem in file.problems if problem.id == "artifacts-mismatch"]
+    assert "tp_degree (tp_degree): needs 2, found 1; target of the machines: needs trn1, found trn2" in problem.what
 
 
 @pytest.mark.parametrize("command", ["validate", "plan"])

@@ -16,6 +16,7 @@ INDEX = "model.safetensors.index.json"
 SPLIT = ("pytorch_model.bin/key_to_filename.json", "pytorch_model.bin/p0.safetensors")
 SPLIT_PICKLED = ("pytorch_model.bin/key_to_filename.json", "pytorch_model.bin/p0.bin")
 CONFIG = "config.json"
+HF_ENGINES = ("cpu", "transformers-neuronx", "nxd-inference", "optimum-neuron", "vllm", "server")
 
 
 def listed(*names: str) -> Listing:
@@ -139,23 +140,28 @@ def test_selecting_twice_equals_selecting_once(names: set[str]) -> None:
 @pytest.mark.parametrize(
     ("names", "config", "layout", "engines"),
     [
-        (SAFE, {}, "hf", ("cpu", "transformers-neuronx", "nxd-inference", "vllm", "server")),
-        ((CONFIG,), {}, "hf", ("cpu", "transformers-neuronx", "nxd-inference", "vllm", "server")),
+        (SAFE, {}, "hf", HF_ENGINES),
+        ((CONFIG,), {}, "hf", HF_ENGINES),
         ((CONFIG, *SPLIT), {}, "split", ("transformers-neuronx",)),
         (
             (CONFIG, "checkpoint/config.json", "checkpoint/pytorch_model.bin/p0.bin", "compiled/a.neff"),
             {"neuron": {}},
             "optimum",
-            ("transformers-neuronx",),
+            ("transformers-neuronx", "optimum-neuron"),
         ),
-        ((CONFIG, "compiled/a.neff"), {"neuron": {"task": "text-generation"}}, "optimum", ("transformers-neuronx",)),
+        (
+            (CONFIG, "compiled/a.neff"),
+            {"neuron": {"task": "text-generation"}},
+            "optimum",
+            ("transformers-neuronx", "optimum-neuron"),
+        ),
         (
             (CONFIG, "neuron_config.json", "model.pt", "checkpoint/weights/tp0_sharded_checkpoint.safetensors"),
             {},
             "optimum",
-            (),
+            ("optimum-neuron",),
         ),
-        ((CONFIG, "neuron_config.json", "model.pt"), {}, "presharded", ("nxd-inference",)),
+        ((CONFIG, "neuron_config.json", "model.pt"), {}, "presharded", ("nxd-inference", "optimum-neuron")),
         ((CONFIG, "weights/tp0_sharded_checkpoint.safetensors"), {}, "presharded", ("nxd-inference",)),
         ((CONFIG, "model.pt", "weights/tp0_sharded_checkpoint.safetensors"), {}, "presharded", ("nxd-inference",)),
         ((CONFIG, "tp0_sharded_checkpoint.safetensors"), {}, "presharded", ()),
@@ -169,6 +175,14 @@ def test_layouts_are_detected_by_names_and_config(
     """With the engines that load each."""
     result = layout_of(names, config)
     assert (result, served_by(result, names)) == (layout, engines)
+
+
+def test_a_cache_of_compiled_graphs_is_no_model() -> None:
+    """As Optimum Neuron has one on the hub."""
+    with pytest.raises(SourceError) as refused:
+        layout_of(("neuronxcc-2.21.33363.0/MODULE_123+abc/model.neff", "0_REGISTRY/0.4.5/inference/llama/x.json"))
+    assert refused.value.id == "layout-unknown"
+    assert "is a cache of compiled graphs" in refused.value.what
 
 
 def test_metadata_files_are_small_files_of_the_root() -> None:

@@ -13,9 +13,9 @@ from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError
 Layout = Literal["hf", "optimum", "split", "presharded"]
 
 _SERVED: Mapping[Layout, tuple[str, ...]] = {
-    "hf": ("cpu", "transformers-neuronx", "nxd-inference", "vllm", "server"),
+    "hf": ("cpu", "transformers-neuronx", "nxd-inference", "optimum-neuron", "vllm", "server"),
     "split": ("transformers-neuronx",),
-    "optimum": ("transformers-neuronx",),
+    "optimum": ("transformers-neuronx", "optimum-neuron"),
     "presharded": ("nxd-inference",),
 }
 
@@ -36,6 +36,7 @@ _OTHER_SAFETENSORS = re.compile(r"(consolidated|adapter_|.*\.(fp16|fp32|bf16|ema
 _FOLDERS = re.compile(
     r"(pytorch_model\.bin|checkpoint|compiled|weights|neuronxcc-[^/]+|additional_chat_templates)/.+", re.DOTALL
 )
+_CACHED_GRAPH = re.compile(r"neuronxcc-[^/]+/MODULE_[^/]+/")  # as Neuron's cache, and Optimum's on the hub, lay it out
 _MODULE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors|pytorch_model\.bin)")  # of sentence-transformers
 _METADATA_FILES = re.compile(
     r"[^/]+\.(json|jinja|merges|model|spm|tiktoken|txt|vocab)|additional_chat_templates/[^/]+|\d+_\w+/config\.json"
@@ -82,6 +83,9 @@ def layout_of(names: Iterable[str] | Path, config: Mapping[str, Any] | None = No
 
 
 def _unknown(source: str, names: Collection[str]) -> SourceError:
+    if any(_CACHED_GRAPH.match(name) for name in names):
+        what = f"{source} is a cache of compiled graphs (neuronxcc-*/MODULE_*), not a model"
+        return SourceError("layout-unknown", what, "set source to the model that the graphs were compiled from")
     some = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return SourceError("layout-unknown", f"{source} has no config.json; it has {some or 'no files'}", "check the path")
 
@@ -89,13 +93,16 @@ def _unknown(source: str, names: Collection[str]) -> SourceError:
 def served_by(layout: Layout, names: Collection[str]) -> tuple[str, ...]:
     """Returns the engines that load such a model.
 
-    Optimum Neuron before 0.4 wrote a split model beside NEFFs, which can be loaded; its later formats cannot. Of
-    presharded models only those of NxD Inference: transformers-neuronx does not record the configuration of its own.
+    Optimum Neuron before 0.4 wrote a checkpoint beside NEFFs, which transformers-neuronx can load, too. Of presharded
+    models only those of NxD Inference, and of Optimum Neuron without its folder of weights, whose names are the same:
+    transformers-neuronx does not record the configuration of its own.
     """
     if layout == "optimum" and NEURON_CONFIG in names:
-        return ()
+        return ("optimum-neuron",)
     if layout == "presharded" and not is_of_nxd(names):
         return ()
+    if layout == "presharded" and NEURON_CONFIG in names and COMPILED in names:
+        return (*_SERVED[layout], "optimum-neuron")
     return _SERVED[layout]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,16 @@ from typing import Any
 import msgspec
 
 from workers.engines.checkpoint_digests import digest_of, unread_of
+from workers.engines.compile_process import CompileJob, run_compile
 from workers.engines.manifest_parts import neuron_build, version_of
 from workers.engines.nxd_inference.config import Settings, lengths, neuron_options
 from workers.engines.nxd_inference.package import DISTRIBUTION, Package, build_config, import_package
 from workers.host.process_tree import end_with
-from workers.messages.engine_protocol import EngineLoadError
 from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compiled_artifacts import Entry, compiling
+from workers.neff_cache.compiled_artifacts import Entry
 from workers.neff_cache.compiler_cache import WRAPPER_FLAGS
 
-MODEL, QUANTIZED, WORK, LOG = "model", "quantized", "work", "compile.log"  # in an entry
-TAIL = 40  # lines of the compiler's output in an error
+MODEL, QUANTIZED, WORK = "model", "quantized", "work"  # in an entry
 PACKAGES = ("neuronx-distributed", "neuronx-cc", "torch-neuronx", "libneuronxla", "torch", "transformers")
 
 
@@ -56,30 +54,13 @@ def predicted_manifest(
     return record, tuple(unread)
 
 
-class _Job(msgspec.Struct):
-    settings: Settings
-    folder: str
-    parent: int  # the caller's pid
-
-
 def compile_in_subprocess(settings: Settings, entry: Entry) -> None:
     """Compile into ``entry`` in a separate process, so that this one can claim the cores afterwards.
 
     Raises EngineLoadError with the last lines of its output, all of which is in the entry's compile.log.
     """
-    log = entry.path / LOG
-    command = [sys.executable, "-m", "workers.engines.nxd_inference.engine", "compile"]
-    job = msgspec.json.encode(_Job(settings, str(entry.path), os.getpid()))
-    activity = f"{settings.source} with NxD Inference"
-    with session(settings, entry).compiling(), compiling(activity, f"the compilers write to {log}"):
-        with log.open("wb") as output:
-            process = subprocess.run(command, input=job, stdout=output, stderr=subprocess.STDOUT, check=False)
-        if process.returncode != 0:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
-            kept_log = entry.path.with_suffix(".log")  # a retry removes the entry
-            shutil.copyfile(log, kept_log)
-            activity = f"compiling {settings.source} ended with exit code {process.returncode}"
-            raise EngineLoadError("compile-failed", activity, f"its output is in {kept_log}") from RuntimeError(tail)
+    module = "workers.engines.nxd_inference.engine"
+    run_compile(module, settings, f"{settings.source} with NxD Inference", entry, session(settings, entry))
 
 
 def session(settings: Settings, entry: Entry) -> CompileSession:
@@ -122,8 +103,8 @@ def main(arguments: list[str]) -> int:
     if arguments != ["compile"]:
         sys.stderr.write("usage: python -m workers.engines.nxd_inference.engine compile < JSON\n")
         return 2
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=_Job)
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=CompileJob)
     # It holds the lock of the entry: without this, the next process would find two compilers in one folder.
     end_with(job.parent)
-    compile_here(job.settings, Path(job.folder))
+    compile_here(msgspec.convert(job.settings, Settings), Path(job.folder))
     return 0

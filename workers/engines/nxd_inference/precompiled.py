@@ -93,13 +93,13 @@ class PrecompiledModel:
 
 def find(source: Path) -> PrecompiledModel | None:
     """Returns what NxD Inference compiled or sharded in ``source``; None for an ordinary checkpoint."""
-    names = _names(source)
+    names = names_of(source)
     ranks = tuple(sorted(int(match[1]) for name in names if (match := _SHARD.fullmatch(name))))
     compiled = COMPILED in names and (NEURON_CONFIG in names or bool(ranks))
     return PrecompiledModel(source, names, compiled, ranks) if compiled or ranks else None
 
 
-def _names(source: Path) -> frozenset[str]:
+def names_of(source: Path) -> frozenset[str]:
     from workers.artifacts.sources.source_metadata import MARK
 
     try:  # the small files of a remote source, with a list of all
@@ -429,7 +429,7 @@ def check_quantized(settings: Settings, options: Any) -> None:
     folder = Path(settings.quantized_source or "")
     if settings.quantized_source is None or settings.quantize is None:
         return
-    if INDEX not in (names := _names(folder) if folder.is_dir() else ()) and "model.safetensors" not in names:
+    if INDEX not in (names := names_of(folder) if folder.is_dir() else ()) and "model.safetensors" not in names:
         message = f"{folder}, the quantized checkpoint, has no {INDEX} and no model.safetensors"
         raise EngineLoadError(
             "weights-missing", message, "set `quantized_checkpoints_path` to a folder with safetensors"

@@ -1,0 +1,50 @@
+"""Compiles in a process of its own, which does not hold cores when the caller claims them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+
+from workers.messages.engine_protocol import EngineLoadError
+from workers.neff_cache.compile_session import CompileSession
+from workers.neff_cache.compiled_artifacts import Entry, compiling
+
+LOG = "compile.log"  # in an entry
+TAIL = 40  # lines of the compiler's output in an error
+
+
+class CompileJob(msgspec.Struct):
+    """What the process reads from standard input."""
+
+    settings: dict[str, Any]
+    folder: str
+    parent: int  # the caller's pid
+
+
+def run_compile(module: str, settings: msgspec.Struct, label: str, entry: Entry, session: CompileSession) -> None:
+    """Run ``python -m MODULE compile`` for ``entry``; ``label``: what is compiled, with which package.
+
+    Raises EngineLoadError with the last lines of its output, all of which is in the entry's compile.log.
+    """
+    log = entry.path / LOG
+    job = CompileJob(msgspec.to_builtins(settings), str(entry.path), os.getpid())
+    with session.compiling(), compiling(label, f"the compilers write to {log}"):
+        with log.open("wb") as output:
+            process = subprocess.run(
+                [sys.executable, "-m", module, "compile"],
+                input=msgspec.json.encode(job),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        if process.returncode != 0:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
+            kept_log = entry.path.with_suffix(".log")  # a retry removes the entry
+            shutil.copyfile(log, kept_log)
+            what = f"compiling {label} ended with exit code {process.returncode}"
+            raise EngineLoadError("compile-failed", what, f"its output is in {kept_log}") from RuntimeError(tail)

@@ -1,0 +1,1 @@
+"""The Optimum Neuron engine."""

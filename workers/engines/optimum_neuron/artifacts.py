@@ -1,0 +1,79 @@
+"""Artifacts that Optimum Neuron 0.4 exports: what they depend on, and the process that compiles them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from workers.engines.checkpoint_digests import digest_of, unread_of
+from workers.engines.compile_process import CompileJob, run_compile
+from workers.engines.manifest_parts import neuron_build, version_of
+from workers.engines.optimum_neuron.package import DISTRIBUTION, Package, export_config, find_package
+from workers.engines.optimum_neuron.settings import Settings
+from workers.host.process_tree import end_with
+from workers.neff_cache.compile_session import CompileSession
+from workers.neff_cache.compiled_artifacts import Entry
+
+MODEL, WORK = "model", "work"  # in an entry
+PACKAGES = ("neuronx-distributed", "neuronx-cc", "torch-neuronx", "libneuronxla", "torch", "transformers")
+
+
+def manifest(
+    settings: Settings, package: Package, root: Path | None, read: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns everything that the artifacts depend on, as JSON, and the files whose digests it lacks.
+
+    The artifacts contain the weights of each core. ``root`` is the folder of entries; None: they are not kept. With
+    ``read`` False, only digests stored in ``root`` are used, and the place of an unknown one is empty.
+    """
+    source, digests, unread = Path(settings.source), [], []
+    if root is not None:
+        unread = [] if read else [str(path) for path in unread_of(source, root)]
+        digests.append("" if unread else digest_of(source, root))
+    fields = msgspec.to_builtins(settings)
+    record = {
+        "engine": "optimum-neuron",
+        "versions": {DISTRIBUTION: package.version, **{name: version_of(name) or None for name in PACKAGES}},
+        **neuron_build(),
+        "options": {name: fields[name] for name in fields if name not in ("source", "allow_pickle")},
+        "checkpoints": digests,
+    }
+    return record, tuple(unread)
+
+
+def compile_in_subprocess(settings: Settings, entry: Entry) -> None:
+    """Export into ``entry`` in a separate process: after an export, a process does not reliably release its cores.
+
+    Raises EngineLoadError with the last lines of its output, all of which is in the entry's compile.log.
+    """
+    session = CompileSession(entry.manifest, Path(settings.source), entry.path.parent, shared=False)
+    label = f"{settings.source} with Optimum Neuron"
+    run_compile("workers.engines.optimum_neuron.engine", settings, label, entry, session)
+
+
+def export_here(settings: Settings, folder: Path) -> None:
+    """Export to ``folder``, on the host, without using a device: graphs, and the weights of each core."""
+    # By default, all compiles of a host share one folder and overwrite each other's files.
+    os.environ["BASE_COMPILE_WORK_DIR"] = str(folder / WORK) + "/"
+    package = find_package()
+    config, neuron = export_config(package, settings)
+    model = package.model_class.export(settings.source, neuron, config=config, load_weights=False)
+    model.save_pretrained(str(folder / MODEL))
+    shutil.rmtree(folder / WORK, ignore_errors=True)
+
+
+def main(arguments: list[str]) -> int:
+    """``compile``, with a job on standard input."""
+    if arguments != ["compile"]:
+        sys.stderr.write("usage: python -m workers.engines.optimum_neuron.engine compile < JSON\n")
+        return 2
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=CompileJob)
+    # It holds the lock of the entry: without this, the next process would find two compilers in one folder.
+    end_with(job.parent)
+    export_here(msgspec.convert(job.settings, Settings), Path(job.folder))
+    return 0

@@ -1,0 +1,108 @@
+"""The installed Optimum Neuron: its version, its era, and the configuration of a model."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from placements.facts.engines import OptimumEra, distribution, optimum_era
+from workers.engines.checkpoint_files import check_rotary, read_config
+from workers.engines.engine_setup import dtype_on
+from workers.engines.optimum_neuron.settings import MAX_TOP_K, Settings
+from workers.messages.engine_protocol import EngineLoadError
+from workers.neff_cache import neuron_target
+
+DISTRIBUTION = distribution("optimum-neuron")
+WHERE = (
+    "Hugging Face's images for Neuron have it; or pip install 'optimum-neuron[neuronx]==0.4.5' --extra-index-url "
+    "https://pip.repos.neuron.amazonaws.com"
+)
+
+
+@dataclass(frozen=True)
+class Package:
+    """A version of Optimum Neuron."""
+
+    version: str
+    era: OptimumEra
+
+    @property
+    def model_class(self) -> Any:
+        """The class that picks the model's own. Imports the package. Raises EngineLoadError."""
+        try:
+            return importlib.import_module("optimum.neuron").NeuronModelForCausalLM
+        except (ImportError, RuntimeError) as error:  # its lazy module raises RuntimeError
+            raise _missing(getattr(error, "name", None) or str(error)) from error
+
+    @property
+    def compiler(self) -> str:
+        """The version of neuronx-cc, as the package records it. Imports the package. Raises EngineLoadError."""
+        try:
+            return str(importlib.import_module("optimum.neuron.utils.version_utils").get_neuronxcc_version())
+        except ImportError as error:
+            raise _missing(error.name or "neuronx-cc") from error
+
+
+def find_package() -> Package:
+    """Returns the installed version, without importing it. Raises EngineLoadError."""
+    try:
+        version = metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError as error:
+        raise _missing(DISTRIBUTION) from error
+    era = optimum_era(version)
+    if era is None:
+        what = f"Optimum Neuron {version} is not supported: only 0.0.28, and 0.4.2 and later of 0.4"
+        raise EngineLoadError("engine-not-installed", what, WHERE)
+    return Package(version, era)
+
+
+def _missing(name: str) -> EngineLoadError:
+    return EngineLoadError("engine-not-installed", f"the optimum-neuron engine needs {name}", WHERE)
+
+
+def export_config(package: Package, settings: Settings) -> tuple[Any, Any]:
+    """Returns transformers' configuration and the NxDNeuronConfig that ``settings`` are exported with.
+
+    The package chooses whether its class batches continuously, joins the weights of Q, K and V, and supports sampling
+    on the device. Raises EngineLoadError where it does not support the settings.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings.source)
+    written = read_config(Path(settings.source))
+    check_rotary(written, config)
+    config.dtype = getattr(torch, dtype_on("optimum-neuron", settings.dtype))
+    choose = package.model_class.get_neuron_config
+    more: dict[str, Any] = {}
+    if "prefill_chunk_size" in inspect.signature(choose).parameters:
+        more["prefill_chunk_size"] = settings.prefill_chunk_size
+    elif settings.prefill_chunk_size:
+        what = f"Optimum Neuron {package.version} has no prefill_chunk_size; 0.4.6 and later have it"
+        raise EngineLoadError("bad-engine-option", what, "remove `engine_options.prefill_chunk_size`")
+    try:
+        neuron = choose(
+            settings.source,
+            config=config,
+            instance_type=neuron_target.current().name,
+            batch_size=settings.slots,
+            sequence_length=settings.max_len,
+            tensor_parallel_size=settings.tp_degree,
+            **more,
+        )
+    except ValueError as error:
+        raise EngineLoadError("unknown-family", f"Optimum Neuron {package.version}: {error}") from error
+    if settings.sampling == "device" and not neuron.on_device_sampling:
+        what = f"Optimum Neuron {package.version} does not sample tokens of {settings.source} on the device"
+        raise EngineLoadError("bad-engine-option", what, "set `sampling: host`")
+    neuron.on_device_sampling = settings.sampling == "device"
+    neuron.max_topk = min(MAX_TOP_K, int(written["vocab_size"]))
+    if settings.slots > 1 and not neuron.continuous_batching and getattr(neuron, "prefill_chunk_size", None):
+        # A chunk of a static batch would be of all slots at once.
+        neuron.prefill_chunk_size = 0
+    return config, neuron
