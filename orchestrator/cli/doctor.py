@@ -134,7 +134,7 @@ def _needed(file: SpecFile | None) -> list[tuple[str | None, tuple[str, ...], st
                 if engine == "vllm":  # the interpreter of a server needs no Ray, whether a model uses it or not
                     engines_of[_place(python)].append(engine)
                 where.setdefault(_place(python), spec.where("engines", engine, "python"))
-        models = {resolve(model.engine, file.hosts[0]): model.name for model in reversed(spec.models)}
+        models = {resolve(model.engine, file.hosts[0], model.kind): model.name for model in reversed(spec.models)}
         for engine in sorted(models):
             if engine == "auto" or engine in NEEDS or (engine == "vllm" and spec.python_for(engine) is None):
                 candidates = AUTO_ENGINES if engine == "auto" else (engine,)

@@ -34,7 +34,7 @@ from orchestrator.starts.start_pipeline import (
 )
 from orchestrator.state.fleet_state import FleetState
 from placements.facts.core_range import CoreRange
-from placements.facts.engines import AUTO_ENGINES
+from placements.facts.engines import PACKAGES
 from workers.artifacts.fetch.artifact_fetcher import wanted_by
 from workers.host.lifetime import since_boot
 from workers.host.neuron_faults import after_serving
@@ -292,7 +292,7 @@ class ReplicaTasks:
         if view is None:
             return
         failure = Failure("replica-died", death)
-        if self._state.configs[id].engine in AUTO_ENGINES:
+        if self._state.configs[id].engine in (*PACKAGES, "torch-neuronx"):
             fault = await self._from_log(view, self._cluster.fault_in_log)
             if fault is not None:
                 failure = after_serving(fault) if view.served else fault

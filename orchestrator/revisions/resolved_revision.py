@@ -63,7 +63,7 @@ class ResolvedRevision:
     @cached_property
     def engines(self) -> Mapping[str, Engine]:
         """The resolved engines by model."""
-        return {model.name: resolve(model.engine, self.hosts[0]) for model in self.spec.models}
+        return {model.name: resolve(model.engine, self.hosts[0], model.kind) for model in self.spec.models}
 
     @cached_property
     def versions(self) -> Mapping[str, str]:
@@ -138,7 +138,7 @@ def resolve_revision(revision: Revision, machine: Machine) -> ResolvedRevision:
     facts = _pinned_facts(spec, revision.fleet)
     tokenizers = {}
     for model in spec.models:
-        engine = resolve(model.engine, hosts[0])
+        engine = resolve(model.engine, hosts[0], model.kind)
         head = facts.heads.get(SourcePart(model).key)
         folder = model.source_path if head is None else head.folder
         tokenizers[model.name] = tokenizer_key(engine, folder if model.has_source else None)

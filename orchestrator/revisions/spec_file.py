@@ -13,7 +13,6 @@ from orchestrator.access.source_policy import SourcePolicy
 from orchestrator.revisions.checkpoint_reader import is_hub_source, read_facts, source_parts
 from orchestrator.revisions.precompiled_checkpoint import precompiled_problems
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import Engine, resolve
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import Machine, hosts_for
 from placements.rules.checks import check
@@ -29,11 +28,6 @@ MAX_EMULATED = 256  # hosts of one fleet; a Ray node takes about 150 MB
 Folders = Literal["load", "plan", "ignore"]
 """How local folders are checked. load: an unloadable one is an error if this machine loads it, else a warning; plan: it
 is a warning; ignore: only config.json is read."""
-
-SERVED_ENGINES: tuple[Engine, ...] = (
-    *("cpu", "echo", "transformers-neuronx", "nxd-inference", "optimum-neuron", "vllm", "server"),
-)
-"""The engines that `up` of this version can start."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +100,7 @@ def examine(
     facts = read_facts(spec, here=None if folders == "ignore" else folders == "load" and _loads(machine, hosts))
     rule_problems = check(spec, hosts, facts.checkpoints, facts.drafts, facts.adapters)
     precompiled = precompiled_problems(spec, facts)
-    problems = in_order(
-        (*parsed.problems, *facts.problems, *rule_problems, *precompiled, *_unserved_engines(spec, hosts))
-    )
+    problems = in_order((*parsed.problems, *facts.problems, *rule_problems, *precompiled))
     return SpecFile(text, name, base_dir, spec, machine, hosts, facts.checkpoints, problems, facts.drafts)
 
 
@@ -153,16 +145,6 @@ def _ambiguous_sources(spec: Spec, allowed: SourcePolicy) -> Iterator[Problem]:
             what = f"{part.model.name}: {key} {part.source} is read as a hub id, and the folder ./{part.source} exists"
             hint = f"write {key}: ./{part.source} to load the folder; to fetch from the hub, rename the folder"
             yield Problem("source-ambiguous", "error", part.where(spec), what, hint)
-
-
-def _unserved_engines(spec: Spec, hosts: tuple[Host, ...]) -> Iterator[Problem]:
-    """Yields an error for each model whose engine cannot be started on any host."""
-    for model in spec.models:
-        engine = resolve(model.engine, hosts[0]) if hosts else model.engine
-        if engine not in (*SERVED_ENGINES, "auto"):  # auto on Neuron is resolved on the host at the start
-            where = spec.where("models", model.name, "engine")
-            what = f"{model.name}: corewright has no adapter for the engine {engine}, so it cannot be started"
-            yield Problem("engine-not-served", "error", where, what, f"use one of: {', '.join(SERVED_ENGINES)}")
 
 
 def _loads(machine: Machine, hosts: tuple[Host, ...]) -> bool:

@@ -69,8 +69,10 @@ def scenario_of(
     models, speeds = [], {}
     for model in spec.models:
         checkpoint = file.checkpoints.get(model.name)
-        speeds[model.name] = speed(model, checkpoint, resolve(model.engine, fleet_hosts[0]), fleet_hosts[0].topology)
-        has_cores = any(takes_cores(resolve(model.engine, host), host) for host in fleet_hosts)
+        speeds[model.name] = speed(
+            model, checkpoint, resolve(model.engine, fleet_hosts[0], model.kind), fleet_hosts[0].topology
+        )
+        has_cores = any(takes_cores(resolve(model.engine, host, model.kind), host) for host in fleet_hosts)
         simulated = replace(sim_model(model, speeds[model.name], checkpoint), cores=model.tp_degree if has_cores else 0)
         models.append(with_speeds(simulated, measured.get(model.name, {})))
     return SpecScenario(

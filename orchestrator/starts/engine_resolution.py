@@ -38,7 +38,7 @@ async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, ho
     """
     if config.engine == "auto":  # 1
         return await _chosen(config, generation, hosts)
-    if config.python is not None or config.engine in PACKAGES:
+    if config.python is not None or config.engine in (*PACKAGES, "torch-neuronx"):
         interpreter = await hosts.interpreter(config.python, config.host)
         refused = _refusal(interpreter, config.engine) or _misread(
             interpreter, config.engine, config.model, generation

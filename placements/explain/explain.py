@@ -245,14 +245,16 @@ class _Facts:
         if model.tp_degree not in (*DEGREES[topology.family], *model.allow_degrees):
             return f"{topology.instance}: {topology.family} supports the degrees {_listed(DEGREES[topology.family])}"
         family = checkpoint.model_type if checkpoint else None
-        if not may_run(model.engine, host, family):
+        if not may_run(resolve(model.engine, host, model.kind), host, family):
             runs = runs_on(model.engine, topology.family)
             return f"{topology.instance}: {model.engine} " + (
                 f"does not serve {family} there" if runs else "does not run there"
             )
         if checkpoint is None:
             return ""
-        need = estimate(model, checkpoint, resolve(model.engine, host), self.question.drafts.get(model.name))
+        need = estimate(
+            model, checkpoint, resolve(model.engine, host, model.kind), self.question.drafts.get(model.name)
+        )
         on_cores = need.on_cores(model.tp_degree)
         return f"{_instance(host)}: {need} {on_cores}; each core has {usable_hbm(topology):.2f} GiB usable"
 
@@ -352,7 +354,7 @@ class _Facts:
             each = f"{checkpoint.heads // tp} on each core" if checkpoint.heads % tp == 0 else "padded with zeros"
             yield "heads", f"{checkpoint.heads} attention heads, {checkpoint.kv_heads} KV heads: {each}", ()
             if suited:  # a fleet is either real or emulated, so all hosts have the same engine
-                need = estimate(model, checkpoint, resolve(model.engine, suited[0]), draft)
+                need = estimate(model, checkpoint, resolve(model.engine, suited[0], model.kind), draft)
                 where = dict.fromkeys(
                     f"of {usable_hbm(host.topology):.2f} {need.on_cores(tp)} of {_kind(host)}"
                     for host in suited

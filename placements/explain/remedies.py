@@ -200,7 +200,7 @@ class _Search:
         model, checkpoint = self._now(trial), question.checkpoints.get(self._model.name)
         host = next((host for host in trial.hosts if own and host.name == own[0].host), None)
         if checkpoint is not None and host is not None and host.topology is not None and own[0].cores is not None:
-            need = estimate(model, checkpoint, resolve(model.engine, host), question.drafts.get(model.name))
+            need = estimate(model, checkpoint, resolve(model.engine, host, model.kind), question.drafts.get(model.name))
             on_cores = need.on_cores(model.tp_degree)
             parts.append(f"{need.total:.2f} of {usable_hbm(host.topology):.2f} GiB {on_cores}")
         return "; ".join(parts)
@@ -344,7 +344,7 @@ class _Search:
     def _has_memory(self, model: ModelSpec, host: Host) -> bool:
         """Returns whether an empty host of the type has the memory for one replica."""
         checkpoint, draft = self._question.checkpoints[model.name], self._question.drafts.get(model.name)
-        engine = resolve(model.engine, host)
+        engine = resolve(model.engine, host, model.kind)
         if host.topology is not None and not fits(estimate(model, checkpoint, engine, draft), host.topology):
             return False
         release = release_on(self._question.spec, host)

@@ -31,11 +31,13 @@ ENGINE_OPTIONS: Mapping[Engine, Mapping[str, Option | None]] = {
     "cpu": {"prefill_chunk": Option(1, 1 << 24, whole=True), "prefix_cache": None, "compile": None},
     "echo": {"step_ms": Option(0, 3_600_000, whole=False)},
     "optimum-neuron": {"prefill_chunk_size": Option(0, 1 << 24, whole=True)},
+    "torch-neuronx": {"compiled_batch": Option(1, 1024, whole=True)},
 }
-"""The ``engine_options`` of corewright's own engines and of Optimum Neuron; None: a boolean. ``prefill_chunk``: tokens
-of a prompt in one forward pass; ``prefix_cache``: reuse the longest prefix that a slot still holds; ``compile``:
-compile each bucket with torch.compile; ``step_ms``: the duration of a step of the echo engine, to simulate a slow
-engine; ``prefill_chunk_size``: tokens of a prompt in one run, from Optimum Neuron 0.4.6 on; 0: all."""
+"""The ``engine_options`` of corewright's own engines, of Optimum Neuron and of torch-neuronx; None: a boolean.
+``prefill_chunk``: tokens of a prompt in one forward pass; ``prefix_cache``: reuse the longest prefix that a slot still
+holds; ``compile``: compile each bucket with torch.compile; ``step_ms``: the duration of a step of the echo engine, to
+simulate a slow engine; ``prefill_chunk_size``: tokens of a prompt in one run, from Optimum Neuron 0.4.6 on; 0: all;
+``compiled_batch``: inputs of a compiled batch."""
 
 PACKAGES: Mapping[Engine, str] = {
     "transformers-neuronx": "transformers_neuronx",
@@ -60,17 +62,22 @@ SERVER_ENGINES: frozenset[Engine] = frozenset({"vllm", "server"})  # a server of
 NXD_ENGINES: frozenset[Engine] = frozenset({"nxd-inference", "optimum-neuron"})  # built on NeuronX Distributed
 
 
-def resolve(engine: Engine, host: Host) -> Engine:
-    """Resolves ``auto`` on a host: cpu without an accelerator. On Neuron hosts it stays ``auto``.
+def resolve(engine: Engine, host: Host, kind: str) -> Engine:
+    """Resolves ``auto`` on a host for a model's kind: cpu without an accelerator. On Neuron hosts it is torch-neuronx
+    for a kind other than generate, else it stays ``auto``.
 
     The Neuron engine of an image is known only on the host itself, and does not affect placement.
     """
-    return "cpu" if engine == "auto" and (host.emulated or host.topology is None) else engine
+    if engine != "auto":
+        return engine
+    if host.emulated or host.topology is None:
+        return "cpu"
+    return "auto" if kind == "generate" else "torch-neuronx"
 
 
 def takes_cores(engine: Engine, host: Host) -> bool:
     """Returns whether a replica holds NeuronCores there: on emulated hosts always, on real ones with Neuron engines."""
-    return host.topology is not None and (host.emulated or resolve(engine, host) not in HOST_ENGINES)
+    return host.topology is not None and (host.emulated or engine not in HOST_ENGINES)
 
 
 def needs_neuron(engine: Engine) -> bool:
@@ -150,6 +157,15 @@ OPTIMUM_FAMILIES: Mapping[OptimumEra, tuple[str, ...]] = {
 
 OPTIMUM_FIRST = (0, 4, 2)
 """The first version of Optimum Neuron whose NxD backend has the interface that is used here."""
+TRACED_FAMILIES = ("bert", "distilbert", "mpnet", "roberta", "xlm-roberta")
+"""Encoders that torch-neuronx traces. Their graphs have fixed shapes, and optimum-neuron exports them in this way."""
+
+TRACED_REFUSED: Mapping[str, str] = {
+    "deberta-v2": "AWS documents no trace of it",
+    "modernbert": "AWS documents no trace of it",
+    **dict.fromkeys(("mistral", "qwen2", "qwen3"), "AWS documents no trace of a decoder that gives embeddings"),
+}
+"""Families that the cpu engine encodes with, and torch-neuronx does not -> why."""
 
 _NXD_LAST: Mapping[str, str] = {"inf2": "0.8", "trn1": "0.8"}
 """Machine family -> the last series of NxD Inference: the models of 0.9 require Trn2 (its release notes)."""
@@ -223,7 +239,7 @@ def serves(engine: Engine, model_type: str, machines: str | None = None, version
     """Returns whether the engine has a class for the family, on these machines, in that version.
 
     ``machines`` None: on any machine. ``version`` None: in any version that runs on them. ``auto``: any of its
-    candidates. Always true for cpu, echo and torch-neuronx.
+    candidates. Always true for cpu and echo.
     """
     if engine == "auto":
         return any(serves(candidate, model_type, machines, version) for candidate in AUTO_ENGINES)
@@ -231,6 +247,8 @@ def serves(engine: Engine, model_type: str, machines: str | None = None, version
         return False
     if engine == "transformers-neuronx":
         return model_type in TNX_FAMILIES
+    if engine == "torch-neuronx":
+        return model_type in TRACED_FAMILIES
     if engine == "optimum-neuron":
         eras = OPTIMUM_FAMILIES if version is None else [era] if (era := optimum_era(version)) else []
         return any(model_type in OPTIMUM_FAMILIES[era] for era in eras)
@@ -243,8 +261,8 @@ def serves(engine: Engine, model_type: str, machines: str | None = None, version
 
 
 def may_run(engine: Engine, host: Host, model_type: str | None) -> bool:
-    """Returns whether the engine can run a model of the family (None: unknown) on such a host."""
-    engine, topology = resolve(engine, host), host.topology
+    """Returns whether the engine, resolved there, can run a model of the family (None: unknown) on such a host."""
+    topology = host.topology
     if topology is None or engine in HOST_ENGINES:
         return True
     return runs_on(engine, topology.family) and (model_type is None or serves(engine, model_type, topology.family))

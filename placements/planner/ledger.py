@@ -158,7 +158,7 @@ def _needs(
         for topology, host in kinds.items():
             if checkpoint is None or not suits(model, host, checkpoint):
                 continue
-            engine = resolve(model.engine, host)
+            engine = resolve(model.engine, host, model.kind)
             need = estimate(model, checkpoint, engine, draft)
             memory = host_memory(model, checkpoint, engine, draft, release_on(spec, host))
             needs[model.name, topology] = ModelMemory(model.name, engine, topology, need, memory)

@@ -38,7 +38,7 @@ class Placement:
         lnc = None if topology is None else topology.lnc
         compiler_env: dict[str, str] = {}
         if self.spec is not None and self.machine is not None:
-            compiler_env = compiling(self.spec, resolve(self.spec.engine, self.machine))
+            compiler_env = compiling(self.spec, resolve(self.spec.engine, self.machine, self.spec.kind))
         return environment(self.model, self.replica, self.cores, self.threads, self.cpus, lnc, compiler_env)
 
     @property

@@ -63,11 +63,11 @@ def suits(model: ModelSpec, host: Host, checkpoint: Checkpoint | None, draft: Ch
     the engine runs there and serves the model, and the HBM suffices."""
     if host.topology is None or not takes_cores(model.engine, host) or not has_degree(model, host.topology):
         return False
-    if not may_run(model.engine, host, checkpoint.model_type if checkpoint else None):
+    if not may_run(resolve(model.engine, host, model.kind), host, checkpoint.model_type if checkpoint else None):
         return False
     if checkpoint is None:
         return True
-    return fits(estimate(model, checkpoint, resolve(model.engine, host), draft), host.topology)
+    return fits(estimate(model, checkpoint, resolve(model.engine, host, model.kind), draft), host.topology)
 
 
 def _demand(
@@ -88,4 +88,4 @@ def _host_memory(spec: Spec, model: ModelSpec, host: Host, checkpoint: Checkpoin
         return model.host_memory_gib
     if checkpoint is None:
         return 0.0
-    return host_memory(model, checkpoint, resolve(model.engine, host), release=release_on(spec, host)).load
+    return host_memory(model, checkpoint, resolve(model.engine, host, model.kind), release=release_on(spec, host)).load

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from placements.facts import vllm
 from placements.facts.checkpoints import Checkpoint
+from placements.facts.encoders import traced_batch, traced_lengths
 from placements.facts.engines import BYTES, HOST_ENGINES, NXD_ENGINES, Engine, serves
 from placements.facts.kv_blocks import kv_blocks
 from placements.facts.topology import Topology
@@ -187,7 +188,7 @@ def estimate(
     Inference if it serves the family. Every core holds
 
     - its shard of the matrices and all small parameters, in the dtype; int8 and fp8 matrices have one byte each and a
-      scale for each channel;
+      scale for each channel; on torch-neuronx once for each length, since each trace has weights of its own;
     - the KV cache: 2 x layers x kv heads / tp x head_dim x length x slots x bytes of the dtype, or 1 if quantized; with
       a prefix cache of NxD Inference or vLLM, the tokens of its blocks instead of length x slots;
     - SCRATCH_GIB or, if greater, the attention scores of a prefill in one piece, (heads / tp) x length^2 x 2 bytes.
@@ -197,12 +198,13 @@ def estimate(
     """
     engine = engine or model.engine
     held = _weights(model, checkpoint, engine)
+    copies = len(traced_lengths(model.buckets.prefill, model.length(checkpoint))) if engine == "torch-neuronx" else 1
     drafted = _weights(model, draft, engine) if draft else _Weights(0.0, 0.0, 0.0)
     on_nxd, overhead = _on_nxd(engine, checkpoint), model.hbm_overhead_gib
     estimated = overhead is None
     return MemoryEstimate(
-        sharded=held.sharded / GIB,
-        replicated=held.replicated / GIB,
+        sharded=copies * held.sharded / GIB,
+        replicated=copies * held.replicated / GIB,
         kv=_kv_cache(model, checkpoint, engine) / GIB,
         scratch=_scratch(model, checkpoint, engine) if estimated else 0.0,
         runtime=RUNTIME_GIB if estimated else 0.0,
@@ -278,7 +280,8 @@ def _scratch(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> float:
     if engine in HOST_ENGINES:
         return SCRATCH_GIB
     heads = padded_heads(checkpoint, model.tp_degree) // model.tp_degree
-    return max(SCRATCH_GIB, heads * model.length(checkpoint) ** 2 * _SCORE_BYTES / GIB)
+    rows = traced_batch(model.max_batch, model.engine_options) if engine == "torch-neuronx" else 1
+    return max(SCRATCH_GIB, rows * heads * model.length(checkpoint) ** 2 * _SCORE_BYTES / GIB)
 
 
 def host_memory(
@@ -312,6 +315,7 @@ def host_memory(
         on_host = engine in ("transformers-neuronx", "auto")
         embeddings = sum(each.groups.embedding + each.groups.positions for each in held) if on_host else 0
         files = sum(each.parameters * max(width, each.stored_bytes or 0) for each in held)
+        files *= 2 if engine == "torch-neuronx" else 1  # the checkpoint, and the trace that is being loaded
         serving, loading = PROCESS_GIB + embeddings * width / GIB, PROCESS_GIB + files / GIB
     if engine == "vllm":
         others = VLLM_GIB

@@ -66,7 +66,7 @@ class Case:
     def engine(self) -> Engine:
         """The engine, resolved if hosts are known: a fleet has only real or only emulated hosts."""
         hosts = self.all_hosts.hosts
-        return resolve(self.model.engine, hosts[0]) if hosts else self.model.engine
+        return resolve(self.model.engine, hosts[0], self.model.kind) if hosts else self.model.engine
 
     @property
     def family(self) -> str | None:

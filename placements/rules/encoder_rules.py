@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from placements.facts.encoders import ENGINES_OF_ENCODERS
-from placements.facts.engines import HOST_ENGINES
+from placements.facts.engines import HOST_ENGINES, TRACED_FAMILIES, TRACED_REFUSED
 from placements.rules.case import Case, FieldRule
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec
@@ -16,19 +16,21 @@ _OF_DEVICES = ("sampling", "quantize", "quantize_kv", "fuse_qkv")  # other rules
 
 
 def engine_serves_the_kind(case: Case) -> Iterator[Problem]:
-    """Models of a kind other than generate run on an engine of encoders."""
+    """Models of a kind other than generate run on an engine of encoders, and torch-neuronx runs no others."""
     model = case.model
-    if model.kind == "generate" or case.engine in (*ENGINES_OF_ENCODERS, *_NOT_SERVED):
+    if model.kind == "generate":
+        if case.engine == "torch-neuronx":
+            what = "the engine torch-neuronx does not serve kind generate"
+            hint = "set kind: embedding, rerank or classification; or use nxd-inference or transformers-neuronx"
+            yield case.problem("kind-unsupported", ("engine",), what, hint)
         return
-    engine = "engine auto" if case.engine == "auto" else f"the engine {case.engine}"
-    what = f"{engine} does not serve kind {model.kind}" + (" on Neuron devices" if case.engine == "auto" else "")
-    hint = f"use engine: {' or '.join(ENGINES_OF_ENCODERS)}"
+    if case.engine in (*ENGINES_OF_ENCODERS, "auto"):  # auto: hosts are unknown
+        return
+    what = f"the engine {case.engine} does not serve kind {model.kind}"
+    hint = f"use engine: {', '.join(ENGINES_OF_ENCODERS[:-1])} or {ENGINES_OF_ENCODERS[-1]}"
     if case.engine in ("server", "vllm"):
         hint += "; or engine: server without kind, which forwards requests to its own /v1/embeddings"
     yield case.problem("kind-unsupported", ("kind",), what, hint)
-
-
-_NOT_SERVED = ("torch-neuronx",)  # `up` refuses it for every kind
 
 
 def encoders_use_one_core(case: Case) -> Iterator[Problem]:
@@ -61,7 +63,39 @@ def settings_are_of_the_kind(case: Case) -> Iterator[Problem]:
         )
 
 
+def family_is_traced(case: Case) -> Iterator[Problem]:
+    """torch-neuronx traces the encoder's family."""
+    model, family = case.model, case.family
+    if case.engine != "torch-neuronx" or model.kind == "generate" or family is None or family in TRACED_FAMILIES:
+        return
+    why = TRACED_REFUSED.get(family, "it is not an encoder")
+    what = f"the engine torch-neuronx does not serve {family}, the family of {model.name}: {why}"
+    yield case.problem("family-unsupported", ("engine",), what, "use engine: cpu, which is slow, or another model")
+
+
+def traces_fit(case: Case) -> Iterator[Problem]:
+    """The lengths and the batch of traces fit those of the model: a trace holds no longer input."""
+    model = case.model
+    if case.engine != "torch-neuronx" or model.kind == "generate":
+        return
+    if model.buckets.decode:
+        what = f"buckets.decode has no effect on kind {model.kind}"
+        yield case.problem("setting-unsupported", ("buckets", "decode"), what, "remove it, and set buckets.prefill")
+    lengths = model.buckets.prefill
+    longest = model.length(case.checkpoint) if model.max_len is not None or case.checkpoint is not None else None
+    if lengths and longest is not None and lengths[-1] < longest:
+        what = f"buckets.prefill ends at {lengths[-1]}; its longest length must be max_len, {longest}"
+        where = ("buckets", "prefill", len(lengths) - 1)
+        yield case.problem("bad-buckets", where, what, f"add {longest}, or lower max_len")
+    batch = model.engine_options.get("compiled_batch")
+    if type(batch) is int and batch > model.max_batch:
+        what = f"engine_options.compiled_batch is {batch}, more than max_batch, {model.max_batch}"
+        yield case.problem("out-of-range", ("engine_options", "compiled_batch"), what, "raise max_batch, or lower it")
+
+
 ENCODER_RULES: tuple[FieldRule, ...] = (
+    FieldRule(family_is_traced, frozenset({"kind", "engine"})),
+    FieldRule(traces_fit, frozenset({"kind", "engine", "engine_options", "buckets", "max_batch", "max_len"})),
     FieldRule(engine_serves_the_kind, frozenset({"kind", "engine"})),
     FieldRule(encoders_use_one_core, frozenset({"kind", "tp_degree"})),
     FieldRule(settings_are_of_the_kind, frozenset({"kind", "engine", "objectives"})),

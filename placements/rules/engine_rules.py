@@ -47,8 +47,8 @@ def engine_runs_here(case: Case) -> Iterator[Problem]:
 def family_is_served(case: Case) -> Iterator[Problem]:
     """The engine has a class for the model's family, in a version that runs on one of the machines."""
     engine, family, machines = case.engine, case.family, case.machines
-    if engine in HOST_ENGINES or family is None or case.model.kind != "generate":
-        return
+    if engine in (*HOST_ENGINES, "torch-neuronx") or family is None or case.model.kind != "generate":
+        return  # the rules of encoders report it
     running = [place for place in machines if runs_on(engine, place)]
     if machines and not running:
         return  # reported by another rule
@@ -249,8 +249,8 @@ def settings_have_effect(case: Case) -> Iterator[Problem]:
             if in_use[field] and field not in model.broken:
                 what = f"{field} has no effect on the engine optimum-neuron, which chooses it itself"
                 yield case.problem("setting-unsupported", (field,), what, f"remove {field}")
-    elif model.compiler.workers is not None and case.candidates == ("nxd-inference",):
-        what = "compiler.workers has no effect: nxd-inference has no such option"
+    elif model.compiler.workers is not None and case.candidates in (("nxd-inference",), ("torch-neuronx",)):
+        what = f"compiler.workers has no effect: {case.candidates[0]} has no such option"
         yield case.problem("setting-unsupported", ("compiler", "workers"), what, "remove it")
 
 

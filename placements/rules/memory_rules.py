@@ -11,6 +11,7 @@ from placements.resources.vllm_release import release_on
 from placements.rules.case import Case, has_tp
 from placements.rules.tensor_parallel_rules import degrees_of
 from placements.spec.problems import Problem
+from placements.spec.schema import Buckets
 
 
 def fits_memory(case: Case) -> Iterator[Problem]:
@@ -38,7 +39,12 @@ def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
     def needs(**fields: object) -> MemoryEstimate:
         return estimate(model.model_copy(update=fields), checkpoint, case.engine, case.draft)
 
-    for tp in degrees_of(case.fleet.types):
+    lengths = Buckets(prefill=(model.length(checkpoint),))
+    if case.engine == "torch-neuronx" and any(fits(needs(buckets=lengths), topology) for topology in types):
+        total = needs(buckets=lengths).total
+        yield f"one length needs {total:.2f} GiB: buckets: {{prefill: [{lengths.prefill[0]}]}}"
+        return
+    for tp in degrees_of(case.fleet.types) if model.kind == "generate" else ():
         larger = needs(tp_degree=tp)
         divides = tp > model.tp_degree and checkpoint.heads % tp == 0
         if divides and any(fits(larger, topology) for topology in case.fleet.types if has_tp(topology, tp)):
@@ -48,7 +54,7 @@ def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
         yield "lower max_batch or max_len, or set hbm_overhead_gib if you measured the overhead"
         return
     smaller = needs(quantize="int8")
-    supported = case.engine not in HOST_ENGINES and (
+    supported = case.engine not in (*HOST_ENGINES, "torch-neuronx") and (
         case.engine != "transformers-neuronx" or checkpoint.model_type not in TNX_UNPADDED
     )
     if model.quantize is None and supported and any(fits(smaller, topology) for topology in types):

@@ -205,7 +205,7 @@ class ModelSpec(Frozen):
     commit. Unset: `main`. Not in `defaults`."""
     engine: Shape[Engine] = "auto"
     """The engine. `auto` is `cpu` on an emulated host; on a real one it is `nxd-inference` or `transformers-neuronx`,
-    whichever is installed and serves the model. `torch-neuronx` is refused with `engine-not-served`. See Engines."""
+    whichever is installed and serves the model, and `torch-neuronx` for encoders. See Engines."""
     kind: Shape[Annotated[Kind, choice(*KINDS)]] = "generate"
     """What the model does: it generates text, or it encodes texts into vectors (`embedding`), scores of pairs
     (`rerank`) or classes. See Encoders."""
@@ -322,7 +322,8 @@ class ModelSpec(Frozen):
     still holds is read from there on only; `compile`, true or false (the default): each bucket is compiled, by
     torch.compile. `echo`: `step_ms`, the milliseconds that each step takes. `optimum-neuron`: `prefill_chunk_size`, a
     whole number, how many tokens of a prompt are run together, from Optimum Neuron 0.4.6 on (unset: 1024 for longer
-    slots; 0: all). The other Neuron engines: by the packages' own names, and `prefix_cache` for NxD Inference;
+    slots; 0: all). `torch-neuronx`: `compiled_batch`, a whole number, the inputs of a compiled batch (unset: 8, or all
+    of a batch if fewer). The other Neuron engines: by the packages' own names, and `prefix_cache` for NxD Inference;
     vLLM: flags of its command ([vllm.md](vllm.md#settings)). See Options."""
     server: Shape[Server | None] = None
     """The command of a server of OpenAI's API, for the engine `server`. Not in `defaults`. See

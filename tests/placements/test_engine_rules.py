@@ -11,11 +11,15 @@ import pytest
 from placements.facts.checkpoints import Checkpoint
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
+from placements.resources.memory import estimate
 from placements.rules.checks import check
 from placements.spec.parse import parse
 from placements.spec.problems import Problem
+from placements.spec.schema import Buckets, ModelSpec
 from tests.placements.fleets import LAPTOP, brief
 
+TRACED = "engine: torch-neuronx\n    kind: embedding"
+BUCKETS = (Buckets(prefill=(512,)), Buckets(prefill=(128, 512)), Buckets())
 INF2, TRN1, TRN2 = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")
 TNX, NXD = "transformers-neuronx", "nxd-inference"
 
@@ -68,7 +72,6 @@ def checked(
         ("auto", "gpt2", TRN2, ["family-unsupported 4:5"]),
         ("auto", "gpt_bigcode", INF2, ["family-unsupported 4:5"]),
         ("optimum-neuron", "gpt2", INF2, ["family-unsupported 4:5"]),
-        ("torch-neuronx", "gpt2", INF2, []),  # not known
         ("cpu", "gpt_bigcode", TRN2, []),
     ],
 )
@@ -464,3 +467,43 @@ def test_an_unreadable_option_is_reported_once(value: str) -> None:
     """By the YAML reader; the rules then skip the options."""
     problems = checked(f"engine_options: {{skip_warmup: {value}, misspelt: 1}}\n    engine: {NXD}")
     assert [problem.id for problem in problems] in (["yaml-number"], ["yaml-tag"])
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("bert", None),
+        ("xlm-roberta", None),
+        ("deberta-v2", "AWS documents no trace of it"),
+        ("modernbert", "AWS documents no trace of it"),
+        ("qwen3", "AWS documents no trace of a decoder that gives embeddings"),
+    ],
+)
+@pytest.mark.parametrize("fields", [TRACED, "kind: embedding"])
+def test_encoders_without_a_documented_trace_are_refused_with_the_reason(
+    family: str, why: str | None, fields: str
+) -> None:
+    """Also with engine auto, which is torch-neuronx for encoders on Neuron devices; not on emulated ones."""
+    problems = checked(fields, shaped(family))
+    text = f"the engine torch-neuronx does not serve {family}, the family of a: {why}"
+    assert [problem.what for problem in problems] == ([] if why is None else [text])
+    assert checked("kind: embedding", shaped(family), hosts="emulate") == []
+
+
+def test_an_encoder_that_fits_with_one_length_only_gets_that_as_its_remedy() -> None:
+    """Neither a degree nor a quantization, which encoders do not have."""
+    checkpoint = Checkpoint("bert", 16, 16, 24, 2048, 8192, 128, 30_000, 512, False, 3_000_000_000)
+    (problem,) = checked(TRACED, checkpoint)
+    assert (problem.id, problem.hint) == ("hbm-exceeded", "one length needs 7.19 GiB: buckets: {prefill: [512]}")
+
+
+def test_each_length_of_an_encoder_has_weights_of_its_own_on_the_core() -> None:
+    """The planner counts them all, and the scores of a whole compiled batch."""
+    checkpoint = replace(shaped("bert"), parameters=1_000_000_000, max_positions=512)
+    specs = (ModelSpec(name="a", source="./a", kind="embedding", max_batch=4, buckets=b) for b in BUCKETS)
+    one, two, default = (estimate(spec, checkpoint, "torch-neuronx") for spec in specs)
+    assert (two.weights, default.weights) == (2 * one.weights, 4 * one.weights)
+    long = ModelSpec(name="a", source="./a", kind="embedding", max_len=4096, max_batch=32)
+    assert (
+        estimate(long, replace(checkpoint, max_positions=4096), "torch-neuronx").scratch == 8 * 16 * 4096**2 * 2 / 2**30
+    )

@@ -28,12 +28,17 @@ EMULATED, REAL = host(emulated=True), host()
 @pytest.mark.parametrize(("on", "engine"), [(EMULATED, "cpu"), (PLAIN, "cpu"), (REAL, "auto")])
 def test_auto_is_cpu_without_an_accelerator(on: object, engine: str) -> None:
     """On Neuron the host decides, which knows its packages."""
-    assert resolve("auto", on) == engine  # type: ignore[arg-type]
+    assert resolve("auto", on, "generate") == engine  # type: ignore[arg-type]
+
+
+def test_auto_is_torch_neuronx_for_encoders_on_neuron_devices() -> None:
+    """It is the only engine of AWS's packages for them; elsewhere they run on the CPU."""
+    assert [resolve("auto", on, "rerank") for on in (REAL, EMULATED, PLAIN)] == ["torch-neuronx", "cpu", "cpu"]
 
 
 def test_a_named_engine_stays() -> None:
     """Only auto is resolved."""
-    assert resolve("nxd-inference", EMULATED) == "nxd-inference"
+    assert resolve("nxd-inference", EMULATED, "embedding") == "nxd-inference"
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ def suits(case: Case, model: ModelSpec, host: Host) -> bool:
         return False
     if not may_run(model.engine, host, known.model_type if known else None):
         return False
-    return known is None or fits(estimate(model, known, resolve(model.engine, host)), host.topology)
+    return known is None or fits(estimate(model, known, resolve(model.engine, host, model.kind)), host.topology)
 
 
 def refused_by(case: Case, drawn: Plan, model: ModelSpec, host: Host) -> set[str]:

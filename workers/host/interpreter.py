@@ -30,7 +30,11 @@ NEURON_INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"  # PyP
 # By engine: its Neuron package, and all required packages.
 PACKAGES: Mapping[str, str] = MappingProxyType({engine: engines.distribution(engine) for engine in engines.PACKAGES})
 NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"cpu": ("torch", "safetensors", "numpy"), **{engine: (name,) for engine, name in PACKAGES.items()}}
+    {
+        "cpu": ("torch", "safetensors", "numpy"),
+        "torch-neuronx": ("torch-neuronx", "neuronx-cc", "torch", "safetensors", "numpy", "transformers"),
+        **{engine: (name,) for engine, name in PACKAGES.items()},
+    }
 )
 PROVIDED_BY: Mapping[str, str] = MappingProxyType(
     {
@@ -39,6 +43,7 @@ PROVIDED_BY: Mapping[str, str] = MappingProxyType(
         "nxd-inference": "AWS's Deep Learning AMI Neuron has it under /opt/aws_neuronx_venv_pytorch_*_nxd_inference; "
         f"else pip install neuronx-distributed-inference {NEURON_INDEX}",
         "optimum-neuron": f"pip install 'optimum-neuron[neuronx]==0.4.5' {NEURON_INDEX}",
+        "torch-neuronx": f"AWS's Neuron images have it; else pip install torch-neuronx neuronx-cc {NEURON_INDEX}",
     }
 )
 _PROBED = (
@@ -219,8 +224,9 @@ def refusal(
             "engine-not-installed", message, PROVIDED_BY.get(engine, f"{path} -m pip install {' '.join(missing)}")
         )
     transformers = interpreter.packages.get("transformers")
-    if engine == "cpu" and transformers is not None and not engines.reaches(transformers, engines.CPU_TRANSFORMERS):
+    own_code = engine in ("cpu", "torch-neuronx")
+    if own_code and transformers is not None and not engines.reaches(transformers, engines.CPU_TRANSFORMERS):
         first = engines.CPU_TRANSFORMERS
-        message = f"{path} has transformers {transformers}, and the engine cpu needs {first} or later"
+        message = f"{path} has transformers {transformers}, and the engine {engine} needs {first} or later"
         return Failure("engine-not-installed", message, f"{path} -m pip install 'transformers>={first}'")
     return None

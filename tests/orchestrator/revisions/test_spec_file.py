@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from orchestrator.access.source_policy import SourcePolicy
-from orchestrator.cli import main as cli
 from orchestrator.revisions.checkpoint_reader import CheckpointFacts
 from orchestrator.revisions.spec_file import Folders, examine, load, start_problems
 from placements.planner.spec_hosts import Machine
@@ -79,27 +78,6 @@ def test_several_machines_need_a_cluster(joined: bool) -> None:
             assert sorted({problem.id for problem in problems}) == expected
 
 
-@pytest.mark.parametrize(
-    ("engine", "expected"),
-    [
-        ("cpu", []),
-        ("auto", []),  # on a real host it is chosen there, at the start
-        ("transformers-neuronx", []),
-        ("nxd-inference", []),
-        ("optimum-neuron", []),
-        ("torch-neuronx", ["engine-not-served"]),
-    ],
-)
-@pytest.mark.parametrize("hosts", ["instance", "emulate"])
-def test_a_spec_with_an_engine_that_up_cannot_start_is_invalid(engine: str, expected: list[str], hosts: str) -> None:
-    """On the machine of the spec, or emulated."""
-    text = f"hosts: {{{hosts}: inf2.xlarge}}\nmodels: {{a: {{source: s3://models/m, engine: {engine}}}}}\n"
-    file = examine(text, "f.yaml", ".", Machine((0, 1), "inf2.xlarge"))
-    assert start_problems(file) == ()
-    assert [problem.id for problem in file.problems if problem.id == "engine-not-served"] == expected
-    assert all(problem.severity == "error" for problem in file.problems if problem.id == "engine-not-served")
-
-
 def test_a_folder_that_optimum_compiled_is_compared_with_the_spec(tmp_path: Path) -> None:
     """Its settings, and the machines that it was compiled for, before anything is loaded."""
     stub_checkpoint(tmp_path / "m")
@@ -114,20 +92,6 @@ def test_a_folder_that_optimum_compiled_is_compared_with_the_spec(tmp_path: Path
     file = examine(text, "f.yaml", str(tmp_path), Machine((0, 1), "inf2.xlarge"), folders="plan")
     (problem,) = [problem for problem in file.problems if problem.id == "artifacts-mismatch"]
     assert "tp_degree (tp_degree): needs 2, found 1; target of the machines: needs trn1, found trn2" in problem.what
-
-
-@pytest.mark.parametrize("command", ["validate", "plan"])
-def test_validate_and_plan_refuse_an_engine_that_cannot_be_started(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With the position, the reason and the engines to use instead, before anybody runs `up`."""
-    path = tmp_path / "f.yaml"
-    path.write_text("hosts: {emulate: inf2.xlarge}\nmodels:\n  a:\n    source: s3://m/m\n    engine: torch-neuronx\n")
-    options = ["--offline"] if command == "plan" else []
-    assert cli.run([command, *options, str(path)]) == 1
-    error = capsys.readouterr().err
-    assert f"{path}:5:5: error: engine-not-served: a: corewright has no adapter for the engine torch-neuronx" in error
-    assert "hint: use one of: cpu, echo, transformers-neuronx, nxd-inference" in error
 
 
 @pytest.mark.parametrize("megabytes", [5, 50, 5000])

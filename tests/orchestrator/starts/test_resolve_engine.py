@@ -53,6 +53,35 @@ def test_auto_checks_the_interpreters_of_the_spec(tmp_path: Path) -> None:
     assert replica["engine"] == "nxd-inference"
 
 
+ENCODER = SPEC + "models: {a: {kind: embedding, buckets: {prefill: [64, 128]}}}\n"
+TRACES = ("torch-neuronx", "neuronx-cc", "torch", "safetensors", "numpy", "transformers")
+
+
+def test_auto_is_torch_neuronx_for_an_encoder(tmp_path: Path) -> None:
+    """With its lengths, rows and type, on one core; the host's interpreter is checked for its packages."""
+    packages = {**dict.fromkeys(TRACES, "2.8"), "transformers": "4.57.1"}
+    cluster, replica = play(tmp_path, ENCODER, {None: msgspec.structs.replace(OWN, packages=packages)})
+    (config,) = cluster.started
+    assert (config.engine, config.kind, config.dtype, config.slots) == ("torch-neuronx", "embedding", "bf16", 32)
+    assert (config.prefill_buckets, len(config.cores)) == ([64, 128], 1)
+    assert (replica["state"], replica["engine"]) == ("ready", "torch-neuronx")
+
+
+@pytest.mark.parametrize(
+    ("packages", "reason"),
+    [
+        ({"torch": "2.8", "transformers": "4.57.1"}, "has no torch-neuronx and no neuronx-cc"),
+        ({**dict.fromkeys(TRACES, "2.8"), "transformers": "4.48"}, "the engine torch-neuronx needs 4.57 or later"),
+    ],
+)
+def test_an_encoder_is_not_started_without_its_packages(packages: dict[str, str], reason: str, tmp_path: Path) -> None:
+    """The reason names them, before a core is claimed."""
+    cluster, replica = play(tmp_path, ENCODER, {None: msgspec.structs.replace(OWN, packages=packages)})
+    assert cluster.started == []
+    assert replica["reason"].startswith("engine-not-installed: ")
+    assert reason in replica["reason"]
+
+
 def test_auto_without_any_engine_is_a_failure_with_its_remedy(tmp_path: Path) -> None:
     """And the reason why a configured interpreter was not used. No process is started."""
     spec = SPEC + "engines: {nxd-inference: {python: /opt/nxdi/bin/python}}\nmodels: {a: {tp_degree: 2}}\n"

@@ -13,7 +13,7 @@ from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError
 Layout = Literal["hf", "optimum", "split", "presharded"]
 
 _SERVED: Mapping[Layout, tuple[str, ...]] = {
-    "hf": ("cpu", "transformers-neuronx", "nxd-inference", "optimum-neuron", "vllm", "server"),
+    "hf": ("cpu", "transformers-neuronx", "nxd-inference", "optimum-neuron", "torch-neuronx", "vllm", "server"),
     "split": ("transformers-neuronx",),
     "optimum": ("transformers-neuronx", "optimum-neuron"),
     "presharded": ("nxd-inference",),

@@ -1,6 +1,6 @@
 """The installed torch-neuronx: its import, and the functions that the engine calls.
 
-The package is closed. AWS documents these functions, and no release before SDK 2.15 has their keywords.
+The package is closed; these functions and their keywords are those that AWS documents.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placements.facts.encoders import TRACED_FAMILIES, TRACED_REFUSED, longest_input
-from workers.batching.buckets import checked_buckets, ladder
+from placements.facts.encoders import longest_input, traced_batch, traced_lengths
+from placements.facts.engines import TRACED_FAMILIES, TRACED_REFUSED
+from workers.batching.buckets import checked_buckets
 from workers.engines.checkpoint_files import check_length, positions_of
 from workers.engines.encoder.cpu import checked, load_graph, score_activation, tensors
 from workers.engines.encoder.graph import embedding_graph, score_graph, takes_types
@@ -21,9 +22,6 @@ from workers.messages.replica_config import ReplicaConfig
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-SHORTEST = 64  # tokens of the shortest bucket by default: each bucket is compiled, and has its own weights on the core
-COMPILED_BATCH = 8  # rows by default
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Tracing:
             layout=layout,
             kind=config.kind,
             dtype=dtype_on("torch-neuronx", config.dtype),
-            batch=min(config.slots, int(config.engine_options.get("compiled_batch", COMPILED_BATCH))),
+            batch=traced_batch(config.slots, config.engine_options),
             lengths=_lengths(config),
             config=_read(layout.transformer),
         )
@@ -159,10 +157,8 @@ def _check_family(family: str, folder: Path) -> None:
 
 
 def _lengths(config: ReplicaConfig) -> tuple[int, ...]:
-    if not config.prefill_buckets:
-        return ladder(SHORTEST, config.max_len)
     try:
-        lengths = checked_buckets("prefill", config.prefill_buckets, config.max_len)
+        lengths = checked_buckets("prefill", traced_lengths(config.prefill_buckets, config.max_len), config.max_len)
     except ValueError as error:
         raise EngineLoadError("bad-buckets", str(error)) from error
     if lengths[-1] != config.max_len:
