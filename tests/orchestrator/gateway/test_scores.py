@@ -100,6 +100,18 @@ def test_scores_are_those_of_the_pairs_in_order(
     assert [(item.index, item.score) for item in body.data] == [(i, of(*pair)) for i, pair in enumerate(pairs)]
 
 
+def test_coheres_client_reranks_and_reads_the_scores(served: LiveGateway) -> None:
+    """By its route /v2/rerank."""
+    import cohere
+
+    client = cohere.ClientV2(api_key="none", base_url=served.url)
+    answer = client.rerank(model="r", query=QUERY, documents=DOCUMENTS, top_n=2)
+
+    best = sorted(range(len(DOCUMENTS)), key=lambda place: -of(QUERY, DOCUMENTS[place]))[:2]
+    given = [(place, of(QUERY, DOCUMENTS[place])) for place in best]
+    assert [(item.index, item.relevance_score) for item in answer.results] == given
+
+
 def test_a_class_has_the_label_of_its_highest_number(served: LiveGateway) -> None:
     answer = ask(served, "/classify", "c", input=["a", "bb"])
     body = msgspec.json.decode(answer.content, type=ClassificationList)
