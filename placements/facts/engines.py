@@ -148,12 +148,13 @@ TNX_DRAFTING = tuple(name for name, family in tnx_families.FAMILIES.items() if f
 OptimumEra = Literal["tnx", "nxd"]
 """Optimum Neuron over transformers-neuronx, or with its own backend on NeuronX Distributed."""
 
-OPTIMUM_NAMES: Mapping[OptimumEra, str] = {"nxd": "0.4"}
+OPTIMUM_NAMES: Mapping[OptimumEra, str] = {"tnx": "0.0.28", "nxd": "0.4"}
 
 OPTIMUM_FAMILIES: Mapping[OptimumEra, tuple[str, ...]] = {
+    "tnx": ("bloom", "gpt2", "llama", "mistral", "mixtral", "opt", "qwen2"),
     "nxd": ("llama", "mixtral", "qwen2", "qwen3"),
 }
-"""Families of optimum-neuron 0.4.5, of those in `checkpoints`."""
+"""Families of optimum-neuron 0.0.28 and 0.4.5, of those in `checkpoints`."""
 
 OPTIMUM_FIRST = (0, 4, 2)
 """The first version of Optimum Neuron whose NxD backend has the interface that is used here."""
@@ -206,6 +207,8 @@ def nxd_release(version: str) -> Release:
 def optimum_era(version: str) -> OptimumEra | None:
     """Returns the era of a version of Optimum Neuron; None for one that is not supported."""
     order = _order(".".join(version.split("+")[0].split(".")[:3]))
+    if order == (0, 0, 28):
+        return "tnx"
     return "nxd" if OPTIMUM_FIRST <= order < (0, 5) else None
 
 

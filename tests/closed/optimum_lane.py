@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -15,10 +17,11 @@ import pytest
 
 from placements.facts.engines import OptimumEra, optimum_era
 from tests.closed import source_of
-from tests.closed.nxd_lane import over_stand_ins
-from tests.doubles import Neuron
+from tests.closed.nxd_lane import CLOSED, over_stand_ins
+from tests.doubles import Neuron, forget
 
 PACKAGE = "optimum.neuron"
+UNUSED = ("torch_xla", "neuronx_distributed")  # of training
 
 
 def source_folders(era: OptimumEra, tmp_path: Path) -> list[str]:
@@ -72,3 +75,29 @@ def _give_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         except ModuleNotFoundError:
             continue
         monkeypatch.setattr(memory, "get_neuron_device_memory", lambda: "unknown")
+
+
+@pytest.fixture
+def real_optimum_before_0_4(real_tnx: Neuron, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuron]:
+    """Optimum Neuron 0.0.28 over transformers-neuronx's own code and its stand-ins."""
+    folders = source_folders("tnx", tmp_path)
+    for folder in folders:
+        monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    forget("optimum", "closed_layer", *UNUSED)
+    importlib.invalidate_caches()
+    with monkeypatch.context() as only:  # of that folder, nothing but this module
+        only.setattr(sys, "path", [str(CLOSED), *sys.path])
+        closed = importlib.import_module("closed_layer")
+    monkeypatch.setattr(closed, "PACKAGES", UNUSED)  # what the package imports for training is blank
+    monkeypatch.setattr(importlib.import_module("torch_neuronx"), "__getattr__", closed.blank("torch_neuronx"), False)
+    machine, is_folder = importlib.import_module("neuron_double.machine").instance(), os.path.isdir
+    # Without this folder, an export is refused.
+    monkeypatch.setattr(os.path, "isdir", lambda path: path == "/sys/class/neuron_device/" or is_folder(path))
+    for name in ("exporters", "commands", "commands.export"):  # which the package `optimum` has, too, in its own folder
+        package = importlib.import_module(f"optimum.{name}")
+        package.__path__.extend(f"{folder}/optimum/{name.replace('.', '/')}" for folder in folders)
+    decoder = importlib.import_module(f"{PACKAGE}.modeling_decoder")
+    monkeypatch.setattr(decoder, "get_available_cores", lambda: machine.cores)
+    yield real_tnx
+    forget("optimum", "closed_layer", *UNUSED)

@@ -71,7 +71,7 @@ def checked(
         ("auto", "gpt2", TRN1, []),
         ("auto", "gpt2", TRN2, ["family-unsupported 4:5"]),
         ("auto", "gpt_bigcode", INF2, ["family-unsupported 4:5"]),
-        ("optimum-neuron", "gpt2", INF2, ["family-unsupported 4:5"]),
+        ("optimum-neuron", "gpt_neox", INF2, ["family-unsupported 4:5"]),
         ("cpu", "gpt_bigcode", TRN2, []),
     ],
 )

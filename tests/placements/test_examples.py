@@ -17,8 +17,11 @@ from placements.rules.checks import check
 from placements.spec.json_schema import json_schema
 from placements.spec.parse import parse
 from placements.spec.problems import has_errors
-from tests.placements.fleets import LAPTOP
+from tests.placements.fleets import LAPTOP, LLAMA_2_7B
 
+PADDED = {f"optimum-llama-2-{row}" for row in ("7b-latency", "13b-latency", "13b-throughput")}
+"""32 and 40 heads on 24 cores."""
+LLAMA_2_13B = Checkpoint("llama", 40, 40, 40, 5120, 13824, 128, 32000, 4096, False, 13_015_864_320)
 EXAMPLES = sorted((Path(placements.__path__[0]) / "examples").glob("*.yaml"))
 
 
@@ -42,7 +45,30 @@ def test_an_example_is_valid_and_can_be_planned_as_a_whole(path: Path) -> None:
     drawn = plan(parsed.spec, hosts, checkpoints, wanted={m.name: m.replicas.max for m in parsed.spec.models})
     assert (has_errors(problems), {problem.id for problem in problems} - {"threads-oversubscribed"}) == (False, set())
     assert drawn.unplaced == ()
-    assert not any(m.allow_head_padding or m.allow_degrees or m.hbm_overhead_gib for m in parsed.spec.models)
+    padded = path.stem in PADDED
+    assert all(m.allow_head_padding is padded for m in parsed.spec.models)
+    assert not any(m.allow_degrees or m.hbm_overhead_gib for m in parsed.spec.models)
+
+
+@pytest.mark.parametrize(
+    ("row", "checkpoint", "ranges"),
+    [
+        ("7b-budget", LLAMA_2_7B, [f"{core}-{core + 1}" for core in range(0, 24, 2)]),
+        ("7b-latency", LLAMA_2_7B, ["0-23"]),
+        ("13b-latency", LLAMA_2_13B, ["0-23"]),
+        ("13b-throughput", LLAMA_2_13B, ["0-23"]),
+    ],
+)
+def test_the_rows_of_the_llama_page_fit_their_machine(row: str, checkpoint: Checkpoint, ranges: list[str]) -> None:
+    """With the shapes of Llama 2: one model on all cores, or a replica on each device."""
+    (path,) = [path for path in EXAMPLES if path.stem == f"optimum-llama-2-{row}"]
+    parsed = parse(path.read_bytes(), path.name, str(path.parent))
+    assert parsed.spec is not None
+    (name,) = [model.name for model in parsed.spec.models]
+    hosts = hosts_for(parsed.spec, LAPTOP)
+    assert not has_errors(check(parsed.spec, hosts, {name: checkpoint}))
+    drawn = plan(parsed.spec, hosts, {name: checkpoint})
+    assert [str(placement.cores) for placement in drawn.placements] == ranges
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

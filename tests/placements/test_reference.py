@@ -83,10 +83,10 @@ def test_a_row_has_the_type_in_words_its_bounds_and_its_default(
 
 def test_the_table_of_families_shows_the_supporting_engines() -> None:
     """With the first version of NxD Inference that does."""
-    assert rows("served")["gpt2"] == ["yes", "-", "-"]
-    assert rows("served")["llama"] == ["yes", "yes", "0.4"]
+    assert rows("served")["gpt2"] == ["yes", "-", "0.0.28"]
+    assert rows("served")["llama"] == ["yes", "yes", "0.0.28 and 0.4"]
     assert rows("served")["qwen3"] == ["-", "from 0.5 on", "0.4"]
-    assert rows("served")["mistral"] == ["yes", "yes", "-"]
+    assert rows("served")["mistral"] == ["yes", "yes", "0.0.28"]
 
 
 def test_an_option_is_listed_or_set_by_a_field() -> None:

@@ -237,6 +237,38 @@ def test_a_folder_that_cannot_be_loaded_is_refused(
     assert what in error.what
 
 
+@pytest.mark.parametrize(
+    ("recorded", "files", "id", "what"),
+    [
+        ({}, ("checkpoint/config.json",), "", ""),
+        (
+            {"num_cores": 24},
+            ("checkpoint/config.json",),
+            "artifacts-mismatch",
+            "tp_degree (num_cores): needs 2, found 24",
+        ),
+        (
+            {"auto_cast_type": "bf16"},
+            ("checkpoint/config.json",),
+            "artifacts-mismatch",
+            "needs float32, found bfloat16",
+        ),
+        ({"checkpoint_id": "a/b", "checkpoint_revision": "c"}, (), "weights-missing", "those of a/b at c"),
+    ],
+)
+def test_a_folder_of_0_0_28_is_compared_by_its_neuron_section(
+    recorded: dict[str, Any], files: tuple[str, ...], id: str, what: str, sources: Checkpoints, tmp_path: Path
+) -> None:
+    """Of config.json, as 0.0.28 and earlier write it."""
+    folder = compiled(sources("llama"), tmp_path / "saved", *files)
+    (folder / "neuron_config.json").unlink()
+    usual = {"batch_size": 4, "sequence_length": MAX_LEN, "num_cores": 2, "auto_cast_type": "fp32"}
+    edit(folder, neuron=usual | recorded)
+    error = start_error(config_of(folder, None))
+    assert ("" if error is None else error.id) == id
+    assert what in ("" if error is None else error.what)
+
+
 def test_the_version_and_the_compiler_must_be_those_of_the_export(
     optimum: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,3 +314,46 @@ def test_a_missing_or_other_version_is_reported(
 
 def absent(name: str) -> str:
     raise metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_0_0_28_answers_as_the_cpu_engine_and_keeps_its_graphs(
+    family: str,
+    neuron: Neuron,
+    sources: Checkpoints,
+    expected: Expected,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gpt2 in static batches. The next start compiles nothing, and the weights are not kept."""
+    play(monkeypatch, "0.0.28")
+    compiler = importlib.import_module("neuron_double.compiler")
+    counts = []
+    for _ in range(2):
+        engine = open_engine(config_of(sources(family), tmp_path / "compiled"))
+        engine.load()
+        assert engine.spec.continuous is (family == "llama")
+        assert wrong(sources(family), arrivals(), expected(family), served(engine, arrivals())) == []
+        engine.close()
+        counts.append(len(compiler.compiles()))
+        importlib.import_module("neuron_double.runtime").reset_for_tests()
+    assert counts[0] == counts[1] > 0
+    assert not list(tmp_path.glob("compiled/*/model/checkpoint"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "id"),
+    [
+        ({"sampling": "device"}, "bad-engine-option"),
+        ({"engine_options": {"prefill_chunk_size": 8}}, "bad-engine-option"),
+        ({"source": FULL}, "unknown-family"),
+    ],
+)
+def test_0_0_28_refuses_what_it_does_not_have(
+    fields: dict[str, Any], id: str, neuron: Neuron, sources: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a core is claimed."""
+    play(monkeypatch, "0.0.28")
+    config = config_of(sources(fields.pop("source", "llama")), None, **fields)
+    assert refused(open_engine(config).load).id == id
+    assert neuron.held() == {}

@@ -166,7 +166,7 @@ def _mismatch(folder: CompiledFolder, differences: Collection[Difference]) -> En
 def _check_weights(folder: CompiledFolder, settings: Settings) -> None:
     names = folder.names
     if folder.era == "tnx":
-        missing = not any(name.startswith("checkpoint/") for name in names)
+        missing = "checkpoint/config.json" not in names
     else:
         ranks = {int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
         missing = not ranks and not any(name in names for name in _WEIGHTS)

@@ -27,6 +27,7 @@ from typing import Any
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
 from workers.engines.engine_setup import LoadableEngine
 from workers.engines.optimum_neuron import artifacts, compiled_folder
+from workers.engines.optimum_neuron.first_engine import FirstOptimumEngine, first_buildables
 from workers.engines.optimum_neuron.package import Package, export_config, find_package
 from workers.engines.optimum_neuron.settings import Settings, check_computed
 from workers.messages.engine_protocol import DeviceSampling, EngineSpec, GenerateEngine
@@ -39,8 +40,8 @@ log = logging.getLogger(__name__)
 
 def open_optimum(config: ReplicaConfig) -> GenerateEngine:
     """Returns the engine, not loaded yet. Raises EngineLoadError where the package or the checkpoint is missing."""
-    find_package()
-    return OptimumEngine(Settings.of(config), kept_in(config))
+    kind = FirstOptimumEngine if find_package().era == "tnx" else OptimumEngine
+    return kind(Settings.of(config), kept_in(config))
 
 
 def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
@@ -50,6 +51,8 @@ def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
     that is already compiled has no unit; raises what its start would refuse.
     """
     settings, package = Settings.of(config), find_package()
+    if package.era == "tnx":
+        return first_buildables(settings, package, kept_in(config))
     check_computed(settings, read_config(Path(settings.source)))
     if _is_compiled(settings, package):
         return []

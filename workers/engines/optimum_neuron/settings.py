@@ -47,7 +47,7 @@ def check_computed(settings: Settings, config: Mapping[str, Any]) -> None:
     1. The biases of a llama's attention: ``NeuronLlamaDecoderLayer`` creates none, and its loader only warns of weights
        that are left over.
     2. Heads of a llama of another width than ``hidden_size / num_attention_heads``: its rotary embedding has that one.
-    3. A sliding window: no class of 0.4 reads it.
+    3. A sliding window: no class of 0.4 reads it. That of mistral, which only 0.0.28 serves, is computed.
     """
     family, path = str(config.get("model_type")), f"{settings.source}/config.json"
     hint = "use the engine cpu or nxd-inference, or another model"
@@ -59,6 +59,6 @@ def check_computed(settings: Settings, config: Mapping[str, Any]) -> None:
             what = f"Optimum Neuron ignores the head_dim of {path}, {config['head_dim']}: it computes with {usual}"
             raise EngineLoadError("unknown-family", what, hint)
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if window is not None and int(window) < settings.max_len:  # 3
+    if window is not None and int(window) < settings.max_len and family != "mistral":  # 3
         what = f"{settings.source} uses a sliding window of {window} tokens, which Optimum Neuron ignores"
         raise EngineLoadError("window-not-kept", what, f"set `max_len` to at most {window}, or use the cpu engine")

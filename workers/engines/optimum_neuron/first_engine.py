@@ -1,0 +1,189 @@
+"""The Optimum Neuron engine, 0.0.28: exports a model to transformers-neuronx, loads it and runs it slot by slot.
+
+Its ``forward`` takes what that package takes: ``cache_ids`` and ``start_ids``. It has no export without a device
+(``modeling_decoder._export``), so the first start compiles on the cores of its replica.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from placements.facts.engines import OPTIMUM_FAMILIES
+from placements.facts.tnx_families import Reading
+from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
+from workers.engines.engine_setup import LoadableEngine, dtype_on
+from workers.engines.manifest_parts import neuron_build, version_of
+from workers.engines.optimum_neuron import compiled_folder
+from workers.engines.optimum_neuron.package import DISTRIBUTION, Package, find_package
+from workers.engines.optimum_neuron.settings import Settings, check_computed
+from workers.engines.transformers_neuronx.rows import ContinuousRows, LockStepRows
+from workers.host import foreign_files
+from workers.messages.engine_protocol import EngineLoadError, EngineSpec
+from workers.neff_cache.compile_session import CompileSession
+from workers.neff_cache.compile_units import Buildable
+from workers.neff_cache.compiled_artifacts import Entry, compiling, entry
+
+MODEL = "model"  # in an entry
+PACKAGES = ("transformers-neuronx", "torch-neuronx", "neuronx-cc", "libneuronxla", "torch", "transformers")
+WHERE = "the compilers write to this log"
+
+
+def first_buildables(settings: Settings, package: Package, root: Path | None) -> list[Buildable]:
+    """Returns the compile unit, which only a start can compile; none for a compiled source. Raises EngineLoadError."""
+    if _checked(settings, package):
+        return []
+    return [Buildable(source=Path(settings.source), manifest=_manifest(settings, package), kept=root is not None)]
+
+
+def _checked(settings: Settings, package: Package) -> bool:
+    """Returns whether the source is compiled. Raises EngineLoadError for what the package cannot run or compute, and
+    for a compiled source that does not match."""
+    source = Path(settings.source)
+    folder, config = compiled_folder.find(source), read_config(source)
+    dtype_on("optimum-neuron", settings.dtype)
+    check_length(settings.max_len, positions_of(config))
+    check_computed(settings, config)
+    family, what, hint = config.get("model_type"), "", "use the engine cpu, or another model"
+    if family not in OPTIMUM_FAMILIES["tnx"]:
+        what, hint = f"Optimum Neuron {package.version} does not serve {family}", "use the engine cpu"
+    elif lacks := Reading.of(config).lacks:
+        what = f"Optimum Neuron {package.version} does not support {family} with {lacks}"
+    if what:
+        raise EngineLoadError("unknown-family", f"{what} ({source / 'config.json'})", hint)
+    if settings.sampling == "device":
+        message = f"Optimum Neuron {package.version} samples on the host only"
+        raise EngineLoadError("bad-engine-option", message, "set `sampling: host`")
+    if settings.prefill_chunk_size:
+        message = f"Optimum Neuron {package.version} has no prefill_chunk_size; 0.4.6 and later have it"
+        raise EngineLoadError("bad-engine-option", message, "remove `engine_options.prefill_chunk_size`")
+    if folder is not None:
+        compiled_folder.check(folder, settings, ())
+        compiled_folder.check_installed(folder, package)
+    return folder is not None
+
+
+def _manifest(settings: Settings, package: Package) -> dict[str, Any]:
+    """Returns everything that the graphs depend on, as JSON: not the weights."""
+    fields = msgspec.to_builtins(settings)
+    return {
+        "engine": "optimum-neuron",
+        "versions": {DISTRIBUTION: package.version, **{name: version_of(name) or None for name in PACKAGES}},
+        **neuron_build(),
+        "model": foreign_files.read_json(Path(settings.source) / "config.json"),
+        "options": {name: fields[name] for name in ("dtype", "slots", "max_len", "tp_degree")},
+    }
+
+
+class FirstOptimumEngine(LoadableEngine):
+    """Implements ``GenerateEngine``. Exceptions of the Neuron runtime are passed on unchanged."""
+
+    def __init__(self, settings: Settings, compiled: Path | None) -> None:
+        """``compiled`` is the folder of kept artifacts; None: they are not kept. Nothing is read yet."""
+        self._settings = settings
+        self._compiled = compiled
+        self._scratch = Path(tempfile.gettempdir())
+        self._rows: ContinuousRows | LockStepRows | None = None
+
+    def load(self) -> None:
+        """Export unless exported before, load, and run each kind of graph once.
+
+        Raises ``EngineLoadError``, and exceptions of the package and the runtime.
+        """
+        settings, package = self._settings, find_package()
+        source = Path(settings.source)
+        is_compiled = _checked(settings, package)
+        config = read_config(source)
+        self._scratch = Path(tempfile.mkdtemp(prefix="corewright-optimum-"))
+        kind = package.model_class
+        model = kind.from_pretrained(str(source)) if is_compiled else self._exported(kind, _manifest(settings, package))
+        continuous = bool(model.continuous_batching)
+        rows = ContinuousRows if continuous else LockStepRows
+        self._rows = rows(_Stepped(model), settings.slots, settings.max_len)
+        self._spec = EngineSpec(
+            slots=settings.slots,
+            max_len=settings.max_len,
+            prefill_buckets=(settings.max_len,),
+            decode_buckets=(settings.max_len,),
+            vocab_size=int(config["vocab_size"]),
+            eos_token_ids=eos_token_ids(source, config),
+            continuous=continuous or settings.slots == 1,
+            keeps_idle_slots=False,
+        )
+        every = range(settings.slots)
+        self.prefill(every[:1] if continuous else every, [[0, 0]] * (1 if continuous else settings.slots))
+        self.decode(every, [0] * settings.slots, [2] * settings.slots)
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
+        """See ``GenerateEngine.prefill``. An engine that is not continuous begins a new batch."""
+        return self._loaded.prefill(slots, prompts).float()
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
+        """See ``GenerateEngine.decode``. Raises ValueError for unsorted slots."""
+        return self._loaded.decode(slots, tokens, positions).float()
+
+    def close(self) -> None:
+        """Release the model. The cores are free when the process exits."""
+        self._spec = self._rows = None
+        if self._scratch.name.startswith("corewright-optimum-"):
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    @property
+    def _loaded(self) -> ContinuousRows | LockStepRows:
+        if self._rows is None:
+            raise RuntimeError("the engine is not loaded")
+        return self._rows
+
+    def _exported(self, kind: Any, manifest: Mapping[str, Any]) -> Any:
+        """Returns the model on its cores, exported or with the graphs of an earlier export."""
+        source, root = Path(self._settings.source), self._compiled or self._scratch
+        with entry(root, manifest) as artifacts:
+            if artifacts.complete:
+                return kind.from_pretrained(str(self._joined(artifacts.path / MODEL, source)))
+            session = CompileSession(manifest, source, self._compiled)
+            with session.compiling(), compiling(f"{source} with Optimum Neuron, except graphs in its cache", WHERE):
+                model = kind.from_pretrained(
+                    str(source),
+                    export=True,
+                    batch_size=self._settings.slots,
+                    sequence_length=self._settings.max_len,
+                    num_cores=self._settings.tp_degree,
+                    auto_cast_type=self._settings.dtype,
+                )
+            self._save(model, artifacts)
+            session.record_compiled(artifacts.path / MODEL / "compiled")
+            return model
+
+    def _save(self, model: Any, artifacts: Entry) -> None:
+        """Save the settings and the graphs. The package would copy the checkpoint of a local folder, too, which here
+        every start links instead."""
+        empty = self._scratch / "no-checkpoint"
+        empty.mkdir(exist_ok=True)
+        model.checkpoint_dir = str(empty)
+        model.save_pretrained(str(artifacts.path / MODEL))
+        shutil.rmtree(artifacts.path / MODEL / "checkpoint")
+        artifacts.finish(self._settings.source)
+
+    def _joined(self, saved: Path, source: Path) -> Path:
+        """Returns a folder that looks as if ``saved`` had been saved with the checkpoint in ``source``."""
+        folder = self._scratch / "joined"
+        folder.mkdir()
+        for path in saved.iterdir():
+            (folder / path.name).symlink_to(path.resolve())
+        (folder / "checkpoint").symlink_to(source.resolve())
+        return folder
+
+
+class _Stepped:
+    """The package's model with the ``forward`` of transformers-neuronx: logits ``[rows, vocab]``."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def forward(self, input_ids: Any, cache_ids: Any, start_ids: Any) -> Any:
+        return self._model.forward(input_ids, cache_ids, start_ids, return_dict=False)[0][:, -1]
