@@ -130,21 +130,21 @@ def test_a_folder_of_sentence_transformers_is_traced_with_what_follows_the_pooli
     model: Any = SentenceTransformer(modules=parts, device="cpu")
     model.save(str(tmp_path / "saved"))
     given = texts(3)
-    engine = loaded(config(tmp_path / "saved", tmp_path))
+    engine = loaded(config(tmp_path / "saved", tmp_path, prefill_buckets=[20]))
     vectors = engine.encode([EncodeInput(tokenizer(text)["input_ids"]) for text in given])
     assert np.abs(vectors - model.encode(given)).max() < CLOSE
 
 
-def test_a_reranker_gives_the_scores_of_a_cross_encoder(tmp_path: Path) -> None:
-    """The types of tokens tell the second text of a pair from the first."""
+@pytest.mark.parametrize("family", TRACED)
+def test_a_reranker_gives_the_scores_of_a_cross_encoder(family: str, tmp_path: Path) -> None:
+    """The types of tokens, where the family has them, tell the second text of a pair from the first."""
     from sentence_transformers import CrossEncoder
 
-    tokenizer = save_encoder(tmp_path / "model", "bert", labels=1)
+    tokenizer = save_encoder(tmp_path / "model", family, labels=1)
     pairs = list(zip(texts(5, seed=1, longest=7), texts(5, seed=2, longest=7), strict=True))
-    inputs = [
-        EncodeInput(read["input_ids"], read["token_type_ids"].index(1)) for read in (tokenizer(*pair) for pair in pairs)
-    ]
-    scores = loaded(config(tmp_path / "model", tmp_path, kind="rerank")).encode(inputs)
+    read = [tokenizer(*pair) for pair in pairs]
+    inputs = [EncodeInput(one["input_ids"], one.get("token_type_ids", [1]).index(1)) for one in read]
+    scores = loaded(config(tmp_path / "model", tmp_path, kind="rerank", prefill_buckets=[20])).encode(inputs)
     assert np.abs(scores[:, 0] - CrossEncoder(str(tmp_path / "model"), device="cpu").predict(pairs)).max() < CLOSE
 
 
@@ -152,7 +152,7 @@ def test_classes_have_the_scores_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     save_encoder(tmp_path / "model", "distilbert", labels=3)
-    engine = loaded(config(tmp_path / "model", tmp_path, kind="classification"))
+    engine = loaded(config(tmp_path / "model", tmp_path, kind="classification", prefill_buckets=[20]))
     model: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     with torch.no_grad():
         expected = model(torch.tensor([[2, 9, 8, 3]])).logits.softmax(-1).numpy()
@@ -161,10 +161,11 @@ def test_classes_have_the_scores_of_transformers(tmp_path: Path) -> None:
 
 
 def test_weights_and_vectors_of_bf16_are_close(tmp_path: Path) -> None:
-    save_encoder(tmp_path / "model", "bert")
+    save_encoder(tmp_path / "model", "bert", num_hidden_layers=1)
     inputs = [EncodeInput([2, 9, 8, 3]), EncodeInput([2, 9, 3])]
     exact, rounded = (
-        loaded(config(tmp_path / "model", tmp_path, dtype=dtype)).encode(inputs) for dtype in ("fp32", "bf16")
+        loaded(config(tmp_path / "model", tmp_path, dtype=dtype, prefill_buckets=[20])).encode(inputs)
+        for dtype in ("fp32", "bf16")
     )
     assert rounded.dtype == np.float32
     assert CLOSE < np.abs(exact - rounded).max() < 0.1 * np.abs(exact).max()
@@ -172,7 +173,7 @@ def test_weights_and_vectors_of_bf16_are_close(tmp_path: Path) -> None:
 
 def test_a_start_compiles_what_is_missing_in_a_process_of_its_own(machine: Neuron, tmp_path: Path) -> None:
     """Then it loads it, and the next start compiles nothing."""
-    tokenizer = save_encoder(tmp_path / "model", "bert")
+    tokenizer = save_encoder(tmp_path / "model", "bert", num_hidden_layers=1)
     replica_config = config(tmp_path / "model", tmp_path, prefill_buckets=[20])
     engine = open_encoder(replica_config)
     engine.load()
@@ -189,7 +190,7 @@ def test_a_start_compiles_what_is_missing_in_a_process_of_its_own(machine: Neuro
 def test_traces_are_compiled_ahead_without_a_core_and_the_prediction_names_them(
     machine: Neuron, tmp_path: Path
 ) -> None:
-    save_encoder(tmp_path / "model", "bert")
+    save_encoder(tmp_path / "model", "bert", num_hidden_layers=1)
     replica_config = config(tmp_path / "model", tmp_path)
     (before,) = replies_to("predict", replica_config)
     assert isinstance(before, Predicted)
@@ -230,7 +231,7 @@ def test_two_versions_of_one_shape_share_one_compile(tmp_path: Path) -> None:
 
 def test_only_what_has_changed_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One bucket; or all, for another compiled batch, type or flags. More rows in the batcher change nothing."""
-    save_encoder(tmp_path / "model", "bert")
+    save_encoder(tmp_path / "model", "bert", num_hidden_layers=1)
     assert len(built(config(tmp_path / "model", tmp_path)).compiled) == 2
 
     def missing(**fields: Any) -> int:
@@ -245,7 +246,7 @@ def test_only_what_has_changed_is_compiled_anew(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_traces_are_fetched_from_the_shared_cache(tmp_path: Path) -> None:
-    save_encoder(tmp_path / "model", "bert")
+    save_encoder(tmp_path / "model", "bert", num_hidden_layers=1)
     shared = {"neff_cache": str(tmp_path / "shared")}
     pushed = built(config(tmp_path / "model", tmp_path, **shared), push=True).pushed
     other = config(tmp_path / "model", tmp_path, compiled=str(tmp_path / "other"), **shared)
@@ -257,7 +258,7 @@ def test_traces_are_fetched_from_the_shared_cache(tmp_path: Path) -> None:
 def test_a_machine_without_the_package_is_told_where_it_comes_from(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    save_encoder(tmp_path / "model", "bert")
+    save_encoder(tmp_path / "model", "bert", num_hidden_layers=1)
     stand_in = importlib.import_module("torch_neuronx")
     monkeypatch.setattr(stand_in, "trace", lambda func, example_inputs, compiler_args=None: None)
     error = refused(config(tmp_path / "model", tmp_path))
@@ -276,7 +277,7 @@ def test_a_machine_without_the_package_is_told_where_it_comes_from(
 
 def test_a_bucket_that_does_not_compile_is_named_with_its_batch(machine: Neuron, tmp_path: Path) -> None:
     """So is one whose compiler was killed; the first bucket is kept."""
-    save_encoder(tmp_path / "model", "bert")
+    save_encoder(tmp_path / "model", "bert", num_hidden_layers=1)
     replica_config = config(tmp_path / "model", tmp_path)
     machine.plan({"at": "compile", "count": 2, "exit": 70})
     reply = replies_to("compile", replica_config)[-1]
@@ -288,7 +289,7 @@ def test_a_bucket_that_does_not_compile_is_named_with_its_batch(machine: Neuron,
 
 
 def test_the_machine_to_compile_for_must_be_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    save_encoder(tmp_path / "model", "bert")
+    save_encoder(tmp_path / "model", "bert", num_hidden_layers=1)
     monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE")
     monkeypatch.setattr("workers.host.host_facts.instance_type", lambda: None)
     assert "NEURON_PLATFORM_TARGET_OVERRIDE is unset" in refused(config(tmp_path / "model", tmp_path)).what
@@ -296,7 +297,7 @@ def test_the_machine_to_compile_for_must_be_known(monkeypatch: pytest.MonkeyPatc
 
 def test_an_artifact_of_another_shape_is_refused_and_discarded(tmp_path: Path) -> None:
     """Its record and its manifest are right; only its trace is of another model."""
-    save_encoder(tmp_path / "model", "bert")
+    save_encoder(tmp_path / "model", "bert", num_hidden_layers=1)
     save_encoder(tmp_path / "other", "bert", hidden_size=64)
     one, two = (config(tmp_path / name, tmp_path, prefill_buckets=[20]) for name in ("model", "other"))
     (entry,) = [Path(wanted.folder) for wanted in built(one).wanted]
@@ -310,7 +311,7 @@ def test_an_artifact_of_another_shape_is_refused_and_discarded(tmp_path: Path) -
 
 
 def test_full_memory_of_the_core_names_the_buckets_and_their_weights(machine: Neuron, tmp_path: Path) -> None:
-    save_encoder(tmp_path / "model", "bert")
+    save_encoder(tmp_path / "model", "bert", num_hidden_layers=1)
     replica_config = config(tmp_path / "model", tmp_path)
     built(replica_config)
     machine.plan({"at": "allocate", "count": 2, "status": 4})
@@ -322,7 +323,7 @@ def test_full_memory_of_the_core_names_the_buckets_and_their_weights(machine: Ne
 
 def test_a_trace_that_has_lost_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """transformers leaves the mask out where the example has no padding, and a trace keeps that for all inputs."""
-    save_encoder(tmp_path / "model", "bert")
+    save_encoder(tmp_path / "model", "bert", num_hidden_layers=1)
     types = ("Transformer", "Pooling")
     modules = [
         {"path": f"{i}_{name}" * i, "type": f"sentence_transformers.models.{name}"} for i, name in enumerate(types)
