@@ -11,7 +11,7 @@ from tests.closed.optimum_lane import real_optimum as real_optimum
 from tests.doubles import Neuron
 from tests.workers import nxdi_traffic, optimum_traffic
 from tests.workers.conftest import checkpoint as checkpoint
-from tests.workers.nxdi_traffic import FULL, Checkpoints, arrivals, cpu, refused, served
+from tests.workers.nxdi_traffic import FULL, Arrival, Checkpoints, arrivals, cpu, refused, served
 from tests.workers.nxdi_traffic import sources as sources
 from tests.workers.optimum_traffic import opened
 from workers.engines.optimum_neuron import artifacts
@@ -92,3 +92,10 @@ def test_a_prompt_is_run_in_chunks(optimum: Neuron, sources: Checkpoints, expect
         assert engine._model.neuron_config.prefill_chunk_size == 16
         answers = served(engine, arrivals())
         assert nxdi_traffic.wrong(sources("llama"), arrivals(), expected("llama"), answers) == []
+
+
+def test_a_prompt_of_one_token_ends_at_that_token(optimum: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """The package would take the padding that it adds itself for the end."""
+    requests: list[Arrival] = [("a", [7], 8, False), ("b", [9, 8], 8, False)]
+    answers = served(opened(sources("llama"), tmp_path), requests)
+    assert nxdi_traffic.wrong(sources("llama"), requests, served(cpu(sources("llama")), requests), answers) == []
