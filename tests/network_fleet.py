@@ -95,13 +95,16 @@ class Balancer:
 class NetworkFleet(Fleet):
     """One `up --ray-address` on the head, or a job that runs it there. It ends with the hosts."""
 
-    def __init__(self, network: Network, spec: str, *arguments: str, outside: NetworkHost | None = None) -> None:
-        """``outside``: a machine without Ray, which submits `up` as a job."""
+    def __init__(
+        self, network: Network, spec: str, *arguments: str, outside: NetworkHost | None = None, insecure: bool = True
+    ) -> None:
+        """``outside``: a machine without Ray, which submits `up` as a job. ``insecure``: no keys are needed."""
         self.head, *self.workers = network.hosts
-        super().__init__(f"http://{self.head.address}:{PORT}")
+        super().__init__(f"http://{self.workers[0].address}:{PORT}")
         self.head.path("spec.yaml").write_text(spec)
         join = ("up", str(self.head.folder / "spec.yaml"), "--ray-address", f"{self.head.address}:6379")
-        words = ("corewright", *join, "--host", "0.0.0.0", "--port", str(PORT), "--insecure", *arguments)
+        listen = ("--host", "0.0.0.0", "--port", str(PORT), *(["--insecure"] if insecure else []))
+        words = ("corewright", *join, *listen, *arguments)
         if outside is not None:
             words = ("ray", "job", "submit", f"--address=http://{self.head.address}:{DASHBOARD_PORT}", "--", *words)
         self._caller = outside or self.head

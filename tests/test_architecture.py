@@ -183,6 +183,7 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.state",
     },
     "orchestrator.on_ray": {
+        "orchestrator.access",
         "orchestrator.api",
         "orchestrator.control",
         "orchestrator.fleet",

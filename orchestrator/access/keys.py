@@ -130,6 +130,9 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def by_id(self, id: str) -> ApiKey | None:
+        return self._by_id.get(id)
+
     def requires_key(self, now: float) -> bool:
         """Returns whether a request needs a key."""
         return self.keyless_until is not None and now >= self.keyless_until
@@ -161,10 +164,11 @@ def _digest(secret: str) -> str:
 class KeyFile:
     """The file of keys. Any number of processes can read and write it; each sees a complete file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, required: bool = False) -> None:
+        """``required``: without the file no request is accepted, instead of every one on loopback."""
         self.path = path
         self._seen: tuple[int, ...] | None = None
-        self._ring = KeyRing()
+        self._ring = KeyRing(keyless_until=CLOSED if required else None)
         self._loaded = False  # whether `_ring` is from the file
         self._logged = False
 
@@ -338,15 +342,19 @@ class KeyFile:
             os.close(lock)
 
     def _write(self, keys: Sequence[ApiKey], keyless_until: float | None) -> None:
-        defaults = [getattr(UNLIMITED, name) for name in BOUNDS]
-        plain = all([getattr(key, name) for name in BOUNDS] == defaults for key in keys)
-        version: Literal[1, 2, 3] = 3 if keyless_until != CLOSED else 1 if plain else 2
-        stored = _StoredKeys(version=version, keys=list(keys), keyless_until=keyless_until)
-        data = msgspec.json.format(msgspec.json.encode(stored), indent=2)
         try:
-            private_file.replace(self.path, data, sync=True)
+            private_file.replace(self.path, encoded(keys, keyless_until), sync=True)
         except OSError as error:
             raise _unwritable(self.path, error) from None
+
+
+def encoded(keys: Sequence[ApiKey], keyless_until: float | None) -> bytes:
+    """Returns the content of a key file."""
+    defaults = [getattr(UNLIMITED, name) for name in BOUNDS]
+    plain = all([getattr(key, name) for name in BOUNDS] == defaults for key in keys)
+    version: Literal[1, 2, 3] = 3 if keyless_until != CLOSED else 1 if plain else 2
+    stored = _StoredKeys(version=version, keys=list(keys), keyless_until=keyless_until)
+    return msgspec.json.format(msgspec.json.encode(stored), indent=2)
 
 
 def _unknown(id_or_name: str, keys: Sequence[ApiKey]) -> Failed:

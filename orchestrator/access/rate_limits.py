@@ -110,6 +110,20 @@ def settle(counts: Counts, quota: Allowance, reserved: int, used: int, reserved_
     return now_used._replace(tokens=tokens)
 
 
+def charge(counts: Counts, quota: Allowance, requests: float, tokens: float, now: float) -> Counts:
+    """Returns the counts after what the key has used elsewhere; negative ``tokens`` were returned there."""
+    now_used = refill(counts, quota, now)
+    return Counts(
+        now_used.at,
+        _charged(now_used.requests, quota.requests_per_minute, requests),
+        _charged(now_used.tokens, quota.tokens_per_minute, tokens),
+    )
+
+
+def _charged(used: float, per_minute: int | None, more: float) -> float:
+    return 0.0 if per_minute is None else min(max(0.0, used + more), DEBT * per_minute)
+
+
 def remaining(counts: Counts, quota: Allowance, now: float) -> tuple[Remaining | None, Remaining | None]:
     """Returns what remains of requests and of tokens; None without a limit."""
     now_used = refill(counts, quota, now)

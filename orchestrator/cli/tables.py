@@ -103,12 +103,13 @@ def status_text(data: Mapping[str, Any]) -> str:
             if model["reason"]:
                 notes.append(f"{model['name']}: {model['reason']}")
     hosts = [(row[0], *row[2:7]) for row in map(_host_row, data["hosts"])]
+    host_notes = [note for host in data["hosts"] for note in _host_notes(host)]
     parts = [
         hold_text(data),
         columns(REPLICA[:6], rows),
         columns(NUMBERS, [_numbers_row(model) for model in data["models"]]),
         columns((HOST[0], *HOST[2:7]), hosts),
-        "\n".join([*notes, *_maintenance(data), *(note for host in data["hosts"] for note in _host_notes(host))]),
+        "\n".join([*notes, *_maintenance(data), *_gateways(data), *host_notes]),
     ]
     rollout = data.get("rollout")
     if rollout and rollout["state"] != "complete":
@@ -152,6 +153,24 @@ def _preparing_notes(
 def _maintenance(data: Mapping[str, Any]) -> list[str]:
     roll = data.get("maintenance")
     return [] if roll is None else [roll_line(roll)]
+
+
+def _gateways(data: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each gateway of a joined cluster."""
+    return [
+        f"gateway of {gateway['host'] or gateway['machine']}: "
+        + ", ".join(
+            part
+            for part in (
+                gateway["address"] or gateway["machine"],
+                gateway["state"],
+                gateway["reason"],
+                None if gateway["routes_age_s"] is None else f"routes {gateway['routes_age_s']:.0f} s old",
+            )
+            if part
+        )
+        for gateway in data.get("gateways") or ()
+    ]
 
 
 def _host_notes(host: Mapping[str, Any]) -> list[str]:

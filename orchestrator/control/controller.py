@@ -17,6 +17,7 @@ from typing import Any
 
 from orchestrator.control.adapter_updates import AdapterUpdates
 from orchestrator.control.controller_metrics import ControllerCounters, engine_families, fleet_families, scaling_changes
+from orchestrator.control.gateways import Gateways
 from orchestrator.control.host_requests import HostRequests
 from orchestrator.control.host_rolls import HostRolls
 from orchestrator.control.host_watch import HostWatch
@@ -31,7 +32,7 @@ from orchestrator.fleet.replica_states import Signal, State
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.fleet.snapshot import Observed, ReplicaView
 from orchestrator.process.home import Home
-from orchestrator.scaling.demand_report import DemandReport
+from orchestrator.scaling.demand_report import DemandReply, DemandReport
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.rollout_progress import follow_rollout, roll_back, rollout_state
 from workers.host.task_boundary import task_boundary
@@ -81,8 +82,9 @@ class Controller:
         self.tasks = ReplicaTasks(state, cluster, home, hosts, replicas, wake=self.wake_up, publish=self.publish)
         self.prefetch = UpdatePrefetch(state, cluster, home, hosts, self.wake_up)
         self.adapters = AdapterUpdates(state, cluster, self.wake_up)
-        self.rolls = HostRolls(state, hosts)
-        self.requests = HostRequests(state, cluster, counters)
+        self.gateways = gateways = Gateways(state, cluster)
+        self.rolls = HostRolls(state, hosts, gateways)
+        self.requests = HostRequests(state, cluster, counters, gateways)
 
     # The loop
 
@@ -116,6 +118,7 @@ class Controller:
             return
         state = self.state
         self._report_reach()
+        self.gateways.round()
         self.tasks.restart_followers()
         async with state.deciding:
             if state.hold is None:
@@ -179,6 +182,7 @@ class Controller:
         self.prefetch.stop()
         self.adapters.stop()
         self.requests.stop()
+        self.gateways.stop()
         ended = await asyncio.gather(
             *(self.tasks.shut_down(id, drain_s) for id in self.state.views), return_exceptions=True
         )
@@ -202,11 +206,12 @@ class Controller:
             counts.woken.add(model)
         self._wake.set()
 
-    async def demand(self, report: DemandReport) -> None:
+    async def demand(self, report: DemandReport) -> DemandReply:
         """Receive the demand that one gateway has counted since its last report."""
         self.state.reach.receive(report.gateway, report.unreachable, self._clock())
         if self.scaler.receive(report):
             self._wake.set()
+        return self.gateways.receive(report)
 
     # Actions
 
@@ -279,6 +284,7 @@ class Controller:
             [state.counts.bounds(model) for model in state.current.spec.models],  # schedules change them
             self._was_ready,
             self._closing,
+            self.gateways.draining(),
         )
         if inputs != self._published:
             record_conditions(state, self._conditions, ready=self._was_ready)
@@ -315,7 +321,8 @@ class Controller:
 
     def routes(self) -> RouteTable:
         """Returns the route table for the gateways."""
-        return route_table(self.state, ready=self._was_ready, closing=self._closing)
+        draining = self.gateways.draining()
+        return route_table(self.state, ready=self._was_ready, closing=self._closing, draining=draining)
 
     def status(self) -> dict[str, Any]:
         """Returns what `corewright status` shows; docs/cli.md documents its JSON form."""
@@ -325,14 +332,18 @@ class Controller:
             ready=self._was_ready,
             log_of=self._home.log,
             scaling_of=self.scaler.status,
+            gateways=self.gateways.status(),
         )
 
-    async def metrics(self) -> list[MetricFamily]:
-        """Returns the families for `/metrics`: counters, state of the fleet, replica and device metrics.
+    async def metrics(self, place: str = "") -> list[MetricFamily]:
+        """Returns the families for `/metrics`: counters, state of the fleet, replica and device metrics. None for the
+        gateway of the machine ``place`` if another one exports them.
 
         Takes at most ``DEVICES_S``; hosts that do not answer in time are omitted.
         """
         state = self.state
+        if place and place != (self.gateways.exporter or place):
+            return []
         replicas = {
             (view.model, str(view.replica)): last
             for view in state.views.values()

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Collection
 
 from orchestrator.control.controller_metrics import ControllerCounters
+from orchestrator.control.gateways import Gateways
 from orchestrator.fleet.effects import ClusterClient
 from orchestrator.fleet.host_timing import CHECK_S, SPARE_S
 from orchestrator.records.journal_records import Departure, HostUse
@@ -25,9 +26,12 @@ NOT_NEEDED = "no replica needs it"  # the cause of the departure of a host that 
 class HostRequests:
     """The hosts of one fleet that come and go, on the controller's event loop."""
 
-    def __init__(self, state: FleetState, cluster: ClusterClient, counters: ControllerCounters) -> None:
+    def __init__(
+        self, state: FleetState, cluster: ClusterClient, counters: ControllerCounters, gateways: Gateways
+    ) -> None:
         self._state = state
         self._cluster = cluster
+        self._gateways = gateways
         self._counters = counters
         self._kept: frozenset[str] = frozenset()  # as the cluster last was told
         self._keep_at = float("-inf")
@@ -74,7 +78,7 @@ class HostRequests:
 
         1. During an update, a relocation or in a paused rollout: nothing. They free cores by themselves.
         2. Replicas without a place: hosts that are leaving stay; if none is, the cheapest further hosts are requested.
-        3. A leaving host without replicas is released.
+        3. A leaving host without replicas, and without requests in its gateways, is released.
         4. A host that is spare for long enough leaves; one that waits for its machine is released at once.
         """
         state = self._state
@@ -96,7 +100,8 @@ class HostRequests:
             needed = choice.hosts
         if leaving:  # 3
             for host in leaving:
-                if not any(view.host == host and not view.gone for view in state.views.values()):
+                empty = not any(view.host == host and not view.gone for view in state.views.values())
+                if empty and not self._gateways.live_on(host):
                     self._release(host, NOT_NEEDED)
             return
         await self._give_back(demand, needed)  # 4

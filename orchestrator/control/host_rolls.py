@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec.structs
 
+from orchestrator.control.gateways import Gateways
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.fleet.replica_states import State
 from orchestrator.records.journal_records import Cordon, Departure, HostRoll
@@ -23,9 +24,10 @@ def roll_status(roll: HostRoll | None) -> dict[str, Any] | None:
 class HostRolls:
     """The maintenance of one fleet's hosts, on the controller's event loop."""
 
-    def __init__(self, state: FleetState, hosts: HostWatch) -> None:
+    def __init__(self, state: FleetState, hosts: HostWatch, gateways: Gateways) -> None:
         self._state = state
         self._hosts = hosts
+        self._gateways = gateways
 
     async def round(self) -> None:
         """Take the next step of the maintenance, if there is one."""
@@ -55,9 +57,9 @@ class HostRolls:
         reason = None
         if roll.phase == "next" and settled:
             reason = await state.in_thread(refusal, state.situation(), host, partly=roll.deadline_s is not None)
-        replicas = sum(view.host == host and not view.gone for view in state.views.values())
+        busy = sum(view.host == host and not view.gone for view in state.views.values()) + self._gateways.live_on(host)
         report = self._hosts.reports.get(host)
-        return RollFacts(settled, reason, replicas, None if report is None else report.node)
+        return RollFacts(settled, reason, busy, None if report is None else report.node)
 
     def _drain(self, roll: HostRoll, host: str, node: str) -> None:
         records = self._state.records

@@ -53,13 +53,14 @@ class Conditions:
         return conditions
 
 
-def route_table(state: FleetState, *, ready: bool, closing: bool) -> RouteTable:
+def route_table(state: FleetState, *, ready: bool, closing: bool, draining: list[str]) -> RouteTable:
     """Returns the route table for the gateways."""
     return RouteTable(
         ready=ready,
         stopping=closing,
         token=state.settings.token,
         credentials=state.settings.gateway,
+        draining=draining,
         models=[_model_routes(state, model, closing) for model in state.current.spec.models]
         + [_routes_of_lost_model(state, name, closing) for name in _models_of_lost_revision(state)],
     )
@@ -161,6 +162,7 @@ def status(
     ready: bool,
     log_of: Callable[[str, int], Path],
     scaling_of: Callable[[ModelSpec], dict[str, Any]],
+    gateways: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Returns what `corewright status` shows; docs/cli.md documents its JSON form."""
     hosts = host_statuses(state)
@@ -175,6 +177,7 @@ def status(
             _model_status(state, model, conditions, log_of, scaling_of(model)) for model in state.current.spec.models
         ],
         "hosts": hosts,
+        "gateways": gateways,
         "maintenance": roll_status(state.records.state.roll),
     }
 

@@ -15,19 +15,23 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec.structs
 
 from orchestrator.access.audit_log import Audit, AuditLine, caller
 from orchestrator.daemon.cluster_reach import reach
 from orchestrator.daemon.cluster_survey import emulated_types, survey
 from orchestrator.daemon.controller_follower import ControllerFollower
-from orchestrator.daemon.daemon import SIGNALS, UpOptions, gateway_url, report_if_possible, watched
+from orchestrator.daemon.daemon import SIGNALS, UpOptions, report_if_possible, watched
 from orchestrator.daemon.head_loss import head_loss_warning
+from orchestrator.daemon.joined_gateways import are_starting, client_url, loopback_warning, not_started
 from orchestrator.fleet.controller_settings import ControllerSettings, FleetSettings
+from orchestrator.fleet.gateway_places import wanted_gateways
 from orchestrator.process.child_process import apart
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FLEET_VARIABLE, FleetRecord, Home
@@ -36,11 +40,15 @@ from orchestrator.process.waiting_notice import WaitingNotice
 from placements.facts.topology import Host
 from placements.spec.problems import render
 
+if TYPE_CHECKING:
+    from orchestrator.on_ray.ray_nodes import RayNode
+
 log = logging.getLogger(__name__)
 
 READY, ENDED = b"r", b"e"  # marks of the child: the fleet was ready, the end has been reported
 CONTROLLER_AWAY_S = 120.0  # a new head is there after half a minute
 RECORD_POLL_S = 0.1
+GATEWAYS_S = 120.0  # for the first gateways; later ones may still start
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class JoinedUp:
         self._audit = Audit(home.audit)
         self._follower = ControllerFollower(self._report, home.logs, CONTROLLER_AWAY_S)
         self._events: queue.SimpleQueue[str | Failed | None] = queue.SimpleQueue()  # signal, failure; None: done
+        self._url = ""  # of the first gateway
         self._runs = False  # the fleet has a controller, and lives on without this process
 
     def run(self, on_ready: Callable[[FleetRecord], None], *, detach: bool) -> int:
@@ -149,9 +158,9 @@ class JoinedUp:
         with self._report.waiting(lambda: "the controller"):
             self._own_or_adopt(cpus, addresses)
         self._in_background(self._follower.narrate)
-        self._report("starting the gateway")
-        with self._report.waiting(lambda: "the gateway"):
-            self._start_gateway()
+        self._report("starting the gateways")
+        with self._report.waiting(lambda: "the gateways"):
+            self._wait_for_gateways()
         with self._report.waiting(self._follower.narration.waited_for):
             self._follower.ready.wait()
             record = self._record()
@@ -173,7 +182,17 @@ class JoinedUp:
         taken = within(partial(taken_from, self._spec.name), LOOKUP_S)
         for line in survey(self._spec.hosts, nodes, greetings, own_greeting.greeting(), taken, self._spec.elastic):
             self._report(line)
+        self._place_gateways([node for node in nodes if node.alive], {node.label for node in hosts})
         return tuple(range(min((node.cpus for node in hosts), default=os.cpu_count() or 1)))
+
+    def _place_gateways(self, nodes: Sequence[RayNode], hosts: Collection[str]) -> None:
+        """Find the address of the gateways. ``hosts`` are the labels of machines that can be hosts."""
+        gateway, places_on = self._options.gateway, self._options.gateways_on
+        machines = [node.machine(node.label if node.label in hosts else None) for node in nodes]
+        self._url = client_url(gateway, places_on, machines)
+        warning = loopback_warning(gateway.host, places_on, len(wanted_gateways(places_on, machines)))
+        if warning is not None:
+            self._report(render([warning]).rstrip("\n"))
 
     def _own_or_adopt(self, cpus: tuple[int, ...], addresses: dict[str, Any]) -> None:
         from orchestrator.on_ray import fleet_on_cluster as cluster
@@ -229,7 +248,7 @@ class JoinedUp:
         record = FleetRecord(
             fleet=fleet,
             name=spec.name,
-            url=gateway_url(gateway),
+            url=self._url,
             listens=gateway.host,
             admin_url="",  # the controller adds it, since it finds the port
             token=token,
@@ -259,19 +278,24 @@ class JoinedUp:
             **{field: getattr(self._options, field) for field in FleetSettings.__struct_fields__},
         )
         os.environ.pop(FLEET_VARIABLE, None)  # of a fleet whose processes are found by it
-        self._follower.controller = controller = controller_actor.start_controller(settings)
+        self._follower.controller = controller = controller_actor.start_controller(
+            settings, msgspec.structs.replace(gateway, fleet=fleet)
+        )
         self._follower.ask(lambda: controller.config.remote())  # it has started
         self._runs = True
 
-    def _start_gateway(self) -> None:
-        from orchestrator.on_ray import gateway_deployment
-
-        try:
-            gateway_deployment.start_gateway(self._options.gateway, self._spec.name, joined=True)
-        except Exception as error:  # Ray Serve raises many types
-            log.exception("the gateway does not start")
-            hint = f"see {self._home.logs / 'gateway.log'} on the head; the fleet runs without it: `corewright down`"
-            raise Failed("gateway-not-started", f"the gateway does not start: {error}", hint) from None
+    def _wait_for_gateways(self) -> None:
+        """Wait until each gateway runs or cannot start. Raises Failed if none runs."""
+        deadline = time.monotonic() + GATEWAYS_S
+        gateways: list[dict[str, Any]] = []
+        while are_starting(gateways) and time.monotonic() < deadline:
+            reply = self._follower.ask(lambda: self._follower.controller.status.remote(0, 0.0))
+            if reply is None:
+                return
+            gateways = reply[1]["gateways"]
+            time.sleep(RECORD_POLL_S)
+        for cause in not_started(gateways, self._options.gateways_on, str(self._home.logs / "gateway.log")):
+            self._report(f"the gateway does not run on {cause}")
 
     def _record(self) -> FleetRecord:
         from orchestrator.on_ray.fleet_on_cluster import record_of

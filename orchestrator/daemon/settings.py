@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec.structs
 
 from orchestrator.fleet.controller_settings import DRAIN_S
+from orchestrator.fleet.gateway_places import HEAD, HOSTS
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.failure import Failed
 from placements.spec.problems import Problem, in_order
@@ -160,6 +161,13 @@ def _place(text: str) -> str:
     return path
 
 
+def _places(value: Any) -> str:
+    key, is_label, text = _text(value).partition("=")
+    if value not in (HOSTS, HEAD) and not (is_label and key and text):
+        raise ValueError("hosts, head or a label KEY=VALUE")
+    return str(value)
+
+
 def _folder(value: Any) -> str:
     path = str(Path(_text(value)).expanduser()) if value else ""
     if not path.startswith("/"):
@@ -190,6 +198,13 @@ SETTINGS = (
     _flag("host", TEXT, "Address that the gateway listens on. Beyond loopback it requires API keys, or --insecure."),
     _flag("port", _whole(1, 65535), "Port that the gateway listens on."),
     _flag("gateways", _whole(1, 64), "Number of gateway processes that share the port."),
+    Setting(
+        "gateways_on",
+        Kind("hosts, head or a label KEY=VALUE of Ray nodes", _places),
+        HOSTS,
+        "Machines of a joined Ray cluster that have gateways. On its own Ray, `up` always has them on its machine.",
+        "--gateways-on",
+    ),
     _gateway("gateway_spare", SWITCH, "Keep a spare gateway process, which takes over when another one dies."),
     _flag("insecure", SWITCH, "Disable API-key authentication on every address."),
     _flag("tls_cert", FILE_PATH, "TLS certificate of the gateway with its chain (PEM). Reloaded when it changes."),

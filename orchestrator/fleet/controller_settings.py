@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from orchestrator.fleet.gateway_places import HOSTS
 from orchestrator.process.home import FleetRecord
 from placements.planner.spec_hosts import Machine
 from workers.artifacts.store.store_settings import StoreSettings
@@ -25,6 +26,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_sources: tuple[str, ...] | None = None  # folders and s3:// prefixes that a spec may read; None: any
     store: StoreSettings | None = None  # artifact store of each host; None: without a limit, in the home
     data_plane: Literal["unix", "tcp"] = "unix"  # tcp: between all hosts, emulated ones too
+    gateways_on: str = HOSTS  # of a joined cluster, see `gateway_places`
 
 
 class ControllerSettings(FleetSettings, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
 from placements.facts.topology import Host
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
@@ -169,6 +170,15 @@ class ClusterClient(Protocol):
         """Use exactly these hosts. Request a machine for each of the ``elastic`` ones that has none, withdraw all
         other requests, and end what the fleet runs on machines that it does not use any more, so that they can be given
         back. Returns why machines are not started, by instance type. To be called again and again."""
+        ...
+
+    def living_machines(self) -> Sequence[ClusterMachine]:
+        """Returns the living machines of the joined cluster, as of the last ``lost_hosts``."""
+        ...
+
+    async def run_gateways(self, places: Collection[GatewayPlace]) -> Mapping[str, str]:
+        """Run gateways at these places of the joined cluster, and none anywhere else. Returns once they run, or cannot
+        start: with the reasons, by the labels of their machines."""
         ...
 
     async def host_reports(self) -> Mapping[str, HostReport]:

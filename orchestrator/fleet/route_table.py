@@ -88,3 +88,4 @@ class RouteTable(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     models: list[ModelRoutes]
     credentials: Credentials | None = None  # of gateways, for replicas on other hosts
+    draining: list[str] = []  # machines of a joined cluster whose gateways send their clients away

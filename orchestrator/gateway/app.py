@@ -10,13 +10,16 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
+import msgspec.structs
 
 from orchestrator.access.keys import KeyFile
 from orchestrator.gateway.admission.authenticator import OPEN, PREFLIGHT, Authenticator, allow_inference
 from orchestrator.gateway.admission.key_limits import KeyLimits
+from orchestrator.gateway.admission.received_keys import ReceivedKeys
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
 from orchestrator.gateway.encoding.encoding import ENCODING, Encoding
 from orchestrator.gateway.generation import CHAT, Generation
@@ -26,6 +29,7 @@ from orchestrator.gateway.openai import body_reader, errors
 from orchestrator.gateway.openai.openapi import ModelCard, ModelList, VersionAnswer, openapi
 from orchestrator.gateway.openai.protocol import Chat, TokenizeChatRequest
 from orchestrator.gateway.openai.tokenize import detokenized, tokenized
+from orchestrator.gateway.received_files import ReceivedFiles
 from orchestrator.gateway.request_log import RequestLog
 from orchestrator.gateway.served_models import ServedModels
 from orchestrator.gateway.serving.model_queue import ModelQueue
@@ -63,18 +67,21 @@ class Gateway:
         self._created = int(time.time())
         id = uuid.uuid4().hex[:8]
         home = Home(Path(settings.home))
-        self.gate = Authenticator(settings, KeyFile(home.keys))
+        files = ReceivedFiles(home.received, settings.fleet) if settings.place else None
+        self._keys = ReceivedKeys(controller, files)
+        self.gate = Authenticator(settings, KeyFile(home.keys) if files is None else KeyFile(files.keys, required=True))
         self.metrics = GatewayMetrics()
         self._limits = KeyLimits(home.sockets / "limits", settings.gateways)
         self._tokenizers = Tokenizers()
         self._generation = Generation(settings, id, self._tokenizers, self._limits, self.metrics)
         self._encoding = Encoding(settings, id, self._tokenizers, self._generation, self.metrics)
         retried, read_again = self.metrics.retried, self._generation.read_again
-        self.served = ServedModels(controller, id, settings.machine, self._tokenizers, retried, read_again)
+        self.served = ServedModels(controller, id, settings.machine, self._tokenizers, retried, read_again, files)
         self._recorder = RequestRecorder(home.traces, id)
         self._log = RequestLog(self.gate, self.metrics, self._recorder, with_texts=settings.log_prompts)
         self.server = HttpServer(settings, self.handle, self._log.ended, self.gate.early)
         self.certificate_expires: float | None = None  # seconds since the epoch
+        self.listens = False  # a spare gateway does not yet
         self.clock = AwakeClock()
         self._peers = Peers(home.sockets / "gateways", self._families, settings.gateways, home.seats, self.clock)
         self._scrapes = Scrapes(self._metrics_page)
@@ -96,6 +103,14 @@ class Gateway:
             "/ping": ("GET", self.readyz),
         }
 
+    async def follow_keys(self) -> None:
+        """Receives the keys, until cancelled."""
+        await self._keys.follow()
+
+    async def wait_for_keys(self, within_s: float) -> None:
+        """Returns when the first keys have arrived, or after ``within_s``."""
+        await self._keys.wait(within_s)
+
     async def report(self) -> None:
         """Reports the demand to the controller once a second, until cancelled. Reports are lost while it is down; each
         report states how long it covers."""
@@ -108,11 +123,28 @@ class Gateway:
             if quiet > 1 and quiet % QUIET_REPORTS:  # the first quiet one resets the last busy one
                 continue
             reported_at = now
+            usage = self._limits.report() if self._settings.place else []
+            report = msgspec.structs.replace(report, **self._about_this_gateway(), usage=usage)
             try:
-                await asyncio.wait_for(self._controller.demand(report), REPORT_DEADLINE_S)
+                reply = await asyncio.wait_for(self._controller.demand(report), REPORT_DEADLINE_S)
             except (ControllerAway, asyncio.TimeoutError) as error:
+                self._limits.restore(usage)
                 log.warning("cannot report the demand to the controller: %s", error)
+            else:
+                if reply is not None and self._settings.place:
+                    self._limits.charge(reply.usage, self.gate.keys, time.monotonic())
             self._log.keep(now)
+
+    def _about_this_gateway(self) -> dict[str, Any]:
+        """Returns the fields of a report that say where this gateway is, and how it is."""
+        settings, age_s = self._settings, self.served.routes_age_s
+        return {
+            "machine": settings.machine,
+            "place": settings.place,
+            "address": settings.url if self.listens else "",
+            "unready": self._unready() or "",
+            "routes_age_s": None if age_s is None else round(age_s, 3),
+        }
 
     async def join(self) -> bool:
         """Joins the fleet's gateways; returns False when all their places are taken."""
@@ -147,6 +179,8 @@ class Gateway:
     def handle(self, exchange: Exchange) -> Awaitable[None] | None:
         """Answers a request, at once or by the awaitable that it returns. Raises ApiError."""
         request = exchange.request
+        if self._drains():
+            request.keep_alive = False  # its client connects again, to another machine
         if b"origin" in request.headers:
             self.gate.admit_origin(exchange)
         path = request.path
@@ -215,8 +249,16 @@ class Gateway:
         exchange.respond(200, b"ok\n", content_type=TEXT)
 
     def readyz(self, exchange: Exchange) -> None:
-        cause = self.served.not_ready()
-        exchange.respond(503 if cause else 200, f"{cause or 'ok'}\n".encode(), content_type=TEXT)
+        cause, age_s = self._unready(), self.served.routes_age_s
+        age = f"routes: {age_s:.0f} s old\n" if self._settings.place and age_s is not None else ""
+        exchange.respond(503 if cause else 200, f"{cause or 'ok'}\n{age}".encode(), content_type=TEXT)
+
+    def _unready(self) -> str | None:
+        """Returns why clients should use another gateway; None if there is no reason."""
+        return "this machine drains" if self._drains() else self.served.not_ready()
+
+    def _drains(self) -> bool:
+        return bool(self._settings.place) and self.served.drains(self._settings.place)
 
     async def metrics_page(self, exchange: Exchange) -> None:
         accept = exchange.request.headers.get(b"accept", b"").decode("latin-1")

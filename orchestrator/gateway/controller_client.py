@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from orchestrator.fleet.route_table import RouteTable
-from orchestrator.scaling.demand_report import DemandReport
+from orchestrator.scaling.demand_report import DemandReply, DemandReport
 from workers.messages.metric_family import MetricFamily
 
 
@@ -18,6 +18,10 @@ class ControllerClient(Protocol):
     """Each method raises ControllerAway."""
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]: ...
+    async def keys(self, seen: str, timeout_s: float) -> tuple[str, bytes]:
+        """Returns the version and the content of the key file, see `KeyFeed.next`."""
+        ...
+
     def wake(self, model: str) -> Coroutine[Any, Any, None]: ...
-    async def demand(self, report: DemandReport) -> None: ...
+    async def demand(self, report: DemandReport) -> DemandReply | None: ...
     async def metrics(self) -> list[MetricFamily]: ...

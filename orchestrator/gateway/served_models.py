@@ -15,9 +15,11 @@ from orchestrator.fleet.route_table import RouteTable
 from orchestrator.gateway.admission.authenticator import allow_inference
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
 from orchestrator.gateway.openai import errors
+from orchestrator.gateway.received_files import ReceivedFiles
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.tokenizers import Tokenizers
 from orchestrator.scaling.demand_report import DemandReport
+from workers.host.task_boundary import task_boundary
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +37,10 @@ class ServedModels:
         tokenizers: Tokenizers,
         retried: Callable[[str, str], None],
         read_again: Callable[[ModelQueue], None],
+        files: ReceivedFiles | None = None,
     ) -> None:
-        """``machine``, ``retried`` and ``read_again`` are those of ModelQueue."""
+        """``machine``, ``retried`` and ``read_again`` are those of ModelQueue. ``files``, on a joined cluster, keep the
+        routes: they are used without the controller."""
         self._controller = controller
         self._gateway = gateway
         self._machine = machine
@@ -49,6 +53,7 @@ class ServedModels:
         self._table: RouteTable | None = None
         self._routes_at = 0.0  # the last answer of the controller (monotonic)
         self._routes_known = asyncio.Event()
+        self._files = files
         self._wakes: set[asyncio.Task[None]] = set()
 
     async def follow(self) -> None:
@@ -59,19 +64,44 @@ class ServedModels:
                 version, table = await self._controller.routes(known_version, CONTROLLER_SILENT_S / 3)
             except ControllerAway as error:
                 log.warning("cannot get routes from the controller: %s", error)
+                await self._use_kept()
                 await asyncio.sleep(0.2)
                 known_version = 0
                 continue
             self._routes_at = time.monotonic()
             self._routes_known.set()
-            if version != known_version:
+            changed = version != known_version
+            if changed:
                 known_version = version
                 self._update(table)
+            if self._files is not None:
+                with task_boundary(log, "the routes are not kept on this machine"):
+                    await asyncio.to_thread(self._files.keep_routes, table, changed=changed)
 
     async def wait_for_routes(self, within_s: float) -> None:
         """Returns when the first routes have arrived, or after ``within_s``."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._routes_known.wait(), within_s)
+        await self._use_kept()
+
+    async def _use_kept(self) -> None:
+        """Without routes, use those of an earlier gateway of this machine, if there are any."""
+        kept = None if self._table is not None or self._files is None else await asyncio.to_thread(self._files.routes)
+        if kept is not None and self._table is None:
+            table, age_s = kept
+            log.warning("the controller does not answer: the routes of %.0f s ago are used", age_s)
+            self._routes_at = time.monotonic() - age_s
+            self._routes_known.set()
+            self._update(table)
+
+    @property
+    def routes_age_s(self) -> float | None:
+        """The time since the controller has confirmed the routes; None without routes."""
+        return None if self._table is None else time.monotonic() - self._routes_at
+
+    def drains(self, place: str) -> bool:
+        """Returns whether clients must leave the gateways of that machine."""
+        return self._table is not None and place in self._table.draining
 
     def demand(self, number: int, seconds: float, now: float) -> tuple[DemandReport, bool]:
         """Returns the report of the demand in the last ``seconds``, and whether there was any."""
@@ -89,7 +119,8 @@ class ServedModels:
 
     def not_ready(self) -> str | None:
         """Returns why the fleet is not ready; None when it is."""
-        if self._table is None or time.monotonic() - self._routes_at > CONTROLLER_SILENT_S:
+        silent = time.monotonic() - self._routes_at > CONTROLLER_SILENT_S
+        if self._table is None or (silent and self._files is None):
             return "the controller does not answer"
         if self._table.stopping:
             return "the fleet is stopping"

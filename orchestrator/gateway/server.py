@@ -91,7 +91,12 @@ class GatewayServer:
         loop = asyncio.get_running_loop()
         self._http.max_connections = _affordable(self._settings.max_connections)
         self._stopping = asyncio.Event()
-        works = (self.gateway.served.follow(), self.gateway.report(), self._listen_and_sweep())
+        works = (
+            self.gateway.served.follow(),
+            self.gateway.follow_keys(),
+            self.gateway.report(),
+            self._listen_and_sweep(),
+        )
         tasks = [loop.create_task(work) for work in works]
         stopping = loop.create_task(self._stopping.wait())
         try:
@@ -111,7 +116,9 @@ class GatewayServer:
 
         Waits for the first routes, for up to ``FIRST_ROUTES_S``: another gateway may have the same port, and can answer
         what this one would have to reject."""
-        await self.gateway.served.wait_for_routes(FIRST_ROUTES_S)
+        await asyncio.gather(
+            self.gateway.served.wait_for_routes(FIRST_ROUTES_S), self.gateway.wait_for_keys(FIRST_ROUTES_S)
+        )
         for turn in itertools.count():
             if await self.gateway.join():
                 break
@@ -142,6 +149,7 @@ class GatewayServer:
         """Accepts connections on a copy of the listener, since closing a server closes its socket."""
         if self._certificates is not None:
             self.gateway.certificate_expires = self._certificates.expires
+        self.gateway.listens = True
         return await asyncio.get_running_loop().create_server(
             lambda: HttpConnection(self._http),
             sock=self._listener.dup(),

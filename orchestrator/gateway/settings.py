@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from orchestrator.process.home import WILDCARDS
+
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one gateway. Every limit is per gateway. Sizes in bytes, times in seconds."""
@@ -14,6 +16,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8080
     home: str  # folder of keys, logs and sockets
     machine: str = ""  # that it runs on: the address of its Ray node
+    place: str = ""  # the label of its machine on a joined cluster; empty: beside the controller, whose home it shares
+    fleet: str = ""  # the fleet's id
     gateways: int = 1  # processes that share the port
     gateway_spare: bool = True  # one more, which replaces a dead gateway at once
 
@@ -36,3 +40,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     log_format: Literal["text", "json"] = "text"
     log_prompts: bool = False  # log prompts and answers, for debugging
+
+    @property
+    def url(self) -> str:
+        """The address of this gateway for clients; on its own machine if it listens on loopback only."""
+        host = (self.machine or WILDCARDS[self.host]) if self.host in WILDCARDS else self.host
+        return f"{'http' if self.tls_cert is None else 'https'}://{f'[{host}]' if ':' in host else host}:{self.port}"

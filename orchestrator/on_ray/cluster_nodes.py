@@ -10,6 +10,7 @@ from functools import partial
 import ray
 
 from orchestrator.fleet.effects import Loss
+from orchestrator.fleet.gateway_places import ClusterMachine
 from orchestrator.fleet.host_binding import lost_hosts
 from orchestrator.fleet.machine_claims import MachineClaims
 from orchestrator.on_ray.head import Head, retried
@@ -88,6 +89,12 @@ class ClusterNodes:
         """Returns why living nodes are left out, by instance type."""
         out = [node for node in self.all if node.alive and node.id in self.unfit]
         return {node.instance: f"{node.label} is left out: {self.unfit[node.id]}" for node in out if node.instance}
+
+    def machines(self) -> list[ClusterMachine]:
+        """Returns the living nodes that are not left out, as places of gateways."""
+        hosts = {label: name for name, label in self.labels.items()}
+        living = (node for node in self.all if node.alive and node.id not in self.unfit)
+        return [node.machine(hosts.get(node.label)) for node in living]
 
     def living(self, host: str | None) -> RayNode | None:
         """Returns the node of a host if it is alive."""

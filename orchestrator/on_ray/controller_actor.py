@@ -13,6 +13,8 @@ import msgspec.structs
 import ray
 from ray.util.metrics import Gauge
 
+from orchestrator.access.key_feed import KeyFeed
+from orchestrator.access.keys import KeyFile
 from orchestrator.api.operator import Operator
 from orchestrator.api.refused import Refused
 from orchestrator.api.server import AdminApi, serve_admin
@@ -21,6 +23,8 @@ from orchestrator.control.controller_metrics import CORE_STATES
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.route_table import RouteTable
+from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.on_ray.gateway_applications import GatewayApplications
 from orchestrator.on_ray.head import retried
 from orchestrator.on_ray.ray_cluster import RayCluster
 from orchestrator.on_ray.ray_kv import RayKeyValues
@@ -33,7 +37,7 @@ from orchestrator.process.home import FleetRecord, Home
 from orchestrator.records import state_copy
 from orchestrator.records.journal import Journal
 from orchestrator.records.state_copy import StateCopier
-from orchestrator.scaling.demand_report import DemandReport
+from orchestrator.scaling.demand_report import DemandReply, DemandReport
 from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.resumption import resume_fleet
 from placements.spec.problems import Problem
@@ -51,7 +55,8 @@ JOURNAL = "journal"  # the key in Ray's KV of the copy of the journal's state
 class ControllerActor:
     """The controller as a named actor, which Ray restarts if it dies; it then adopts live replicas."""
 
-    def __init__(self, settings: ControllerSettings) -> None:
+    def __init__(self, settings: ControllerSettings, gateway: GatewaySettings | None = None) -> None:
+        """``gateway`` are the settings of the gateways that it runs on a joined cluster."""
         home = Home(Path(settings.home))
         if settings.joined:
             home.prepare()  # on the head, where `up` may never have run
@@ -66,13 +71,17 @@ class ControllerActor:
         clock = AwakeClock()
         store = settings.store or StoreSettings(root=str(home.store))
         emulated = settings.emulated if settings.joined else None
-        cluster = RayCluster(store, clock=clock, home=settings.home, name=settings.name, emulated=emulated)
+        gateways = None if gateway is None else GatewayApplications(gateway, settings.name)
+        cluster = RayCluster(
+            store, clock=clock, home=settings.home, name=settings.name, emulated=emulated, gateways=gateways
+        )
         restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         state = resume_fleet(settings, _records(settings, home), clock, restarted=restarted)
         self._removal: asyncio.Task[None] | None = None
         self._controller = Controller(state, cluster, resumed=clock.resumed_at)
         cluster.add_hosts((host.name for host in state.hosts), state.kept)
         self._operator = Operator(self._controller, cluster)
+        self._keys = KeyFeed(KeyFile(home.keys))
         loop = asyncio.get_running_loop()  # Ray makes an async actor's object on its event loop
         self._beating = loop.create_task(clock.beat())
         self._running = loop.create_task(self._controller.run())
@@ -106,11 +115,14 @@ class ControllerActor:
     async def wake(self, model: str) -> None:
         await self._controller.wake(model)
 
-    async def demand(self, report: DemandReport) -> None:
-        await self._controller.demand(report)
+    async def keys(self, seen: str, timeout_s: float) -> tuple[str, bytes]:
+        return await self._keys.next(seen, timeout_s)
 
-    async def metrics(self) -> list[MetricFamily]:
-        return await self._controller.metrics()
+    async def demand(self, report: DemandReport) -> DemandReply:
+        return await self._controller.demand(report)
+
+    async def metrics(self, place: str = "") -> list[MetricFamily]:
+        return await self._controller.metrics(place)
 
     async def apply(self, text: str, file: str, base_dir: str, by: str, cause: str) -> dict[str, Any]:
         """Apply a spec like the admin API; a rejection is returned as `error` with its `problems`."""
@@ -202,10 +214,11 @@ def _records(settings: ControllerSettings, home: Home) -> RecordWriter:
     return records
 
 
-def start_controller(settings: ControllerSettings) -> Any:
-    """Start the controller actor and return its handle."""
+def start_controller(settings: ControllerSettings, gateway: GatewaySettings | None = None) -> Any:
+    """Start the controller actor and return its handle. ``gateway`` are the settings of the gateways that it runs on a
+    joined cluster."""
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=1000)(ControllerActor)
     # Ray places actors without CPUs on any host, which could be lost. A new head has a new node id.
     place = {"resources": HEAD, **own_interpreter()} if settings.joined else {"scheduling_strategy": here()}
     namespace = ray_name(settings.name)
-    return actor.options(name=CONTROLLER, namespace=namespace, lifetime="detached", **place).remote(settings)
+    return actor.options(name=CONTROLLER, namespace=namespace, lifetime="detached", **place).remote(settings, gateway)

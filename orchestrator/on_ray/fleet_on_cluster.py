@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from orchestrator.fleet.cluster_names import HOST_ACTOR, ray_name
 from orchestrator.fleet.machine_claims import claims, release_machines
 from orchestrator.on_ray.calls import within
+from orchestrator.on_ray.gateway_applications import applications_of, delete_applications
 from orchestrator.on_ray.ray_kv import RayKeyValues
 from orchestrator.on_ray.ray_nodes import CONTROLLER
 from orchestrator.process.home import FleetRecord
@@ -86,7 +87,7 @@ def fleets() -> list[str]:
 
 
 def remove_fleet(name: str, *, own: bool = False) -> None:
-    """Remove everything of a fleet from the cluster, from its name alone: its Serve application, its files on each
+    """Remove everything of a fleet from the cluster, from its name alone: its Serve applications, its files on each
     host, its actors, placement groups and entries in Ray's KV. Others on the cluster stay.
 
     ``own``: the caller is the fleet's controller, which stays. Raises TimeoutError if Ray's head does not reply.
@@ -98,7 +99,7 @@ def _remove(name: str, own: bool) -> None:
     namespace = ray_name(name)
     if not own:
         _kill(namespace, [CONTROLLER])  # first: it would replace what is removed
-    _delete_application(namespace)
+    _delete_applications(name)
     actors = _actors(namespace)
     hosts = [actor for actor in actors if actor.startswith(HOST_ACTOR)]
     _kill(namespace, [actor for actor in actors if actor not in hosts])
@@ -121,15 +122,14 @@ def _actors(namespace: str) -> list[str]:
     return [actor["name"] for actor in listed if actor["namespace"] == namespace and actor["name"] != CONTROLLER]
 
 
-def _delete_application(name: str) -> None:
+def _delete_applications(fleet: str) -> None:
     try:
         ray.get_actor(*SERVE)
     except ValueError:
         return  # Serve does not run
     from ray import serve
 
-    if name in serve.status().applications:
-        serve.delete(name)
+    delete_applications(applications_of(fleet, serve.status().applications))
 
 
 def _kill(namespace: str, names: Sequence[str]) -> None:

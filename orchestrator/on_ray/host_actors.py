@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,9 @@ from orchestrator.on_ray.host_actor import HostActor
 from orchestrator.on_ray.ray_nodes import RayNode
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.host.orphans import NODE_VARIABLE, mark_of
+from workers.host.task_boundary import task_boundary
+
+log = logging.getLogger(__name__)
 
 
 class HostActors:
@@ -32,6 +36,11 @@ class HostActors:
         if node.id not in self._actors:
             self._actors[node.id] = await self._head.ask(partial(self._start, node), f"host/{node.id}")
         return self._actors[node.id]
+
+    async def prepare(self, node: RayNode) -> None:
+        """Start the node's actor before the first call, if the head replies."""
+        with task_boundary(log, "the host actor of %s is not started yet", node.label, level=logging.WARNING):
+            await self.of(node)
 
     def known(self, node: RayNode) -> Any:
         """Returns the node's actor if it was called before, or None."""

@@ -17,10 +17,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, Loss, ReplicaDied, Survivor, actor_name
+from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
 from orchestrator.fleet.host_greeting import unfit
 from orchestrator.fleet.machine_claims import MachineClaims
 from orchestrator.on_ray.actor_death import CRASHED, DISCONNECTED, cause_of_death
 from orchestrator.on_ray.cluster_nodes import ClusterNodes
+from orchestrator.on_ray.gateway_applications import GatewayApplications
 from orchestrator.on_ray.head import Head, retried
 from orchestrator.on_ray.host_actors import HostActors
 from orchestrator.on_ray.host_requests import end_host_actors, refused_types, request_machines
@@ -72,13 +74,15 @@ class RayCluster:
         home: str,
         name: str,
         emulated: Collection[str] | None = None,
+        gateways: GatewayApplications | None = None,
     ) -> None:
         """``store`` has the settings of each host's artifact store, ``home`` is the path of each host's home, and
         ``name`` the fleet's; the caller runs ``clock``. ``emulated``, on a cluster that others started: the
-        instance types whose machines have no devices."""
+        instance types whose machines have no devices; ``gateways`` are those that the controller runs there."""
         self._clock = clock
         self._namespace = ray_name(name)
         self._name = name
+        self._gateways = gateways
         self._is_joined = emulated is not None
         self._head = Head(clock)
         claims = retried(lambda: MachineClaims(RayKeyValues(), name)) if self._is_joined else None
@@ -151,7 +155,8 @@ class RayCluster:
         node = await self._nodes.wait_living(config.host)
         if node is None:
             raise HostLost(f"the Ray node of {config.host} is gone")
-        config = self._reachable(config, node)
+        if config.listen or self._is_joined:  # there can be gateways of other machines
+            config = msgspec.structs.replace(config, listen=f"{TLS_SCHEME}://{node.url_host}:0")
         name = actor_name(config.model, config.replica, config.epoch)
         self._configs[name] = config
         self._creating.add(name)
@@ -177,13 +182,6 @@ class RayCluster:
             runtime_env={"env_vars": {**config.env, **self._host_actors.environment(node)}, **interpreter},
         ).remote(config)
 
-    def _reachable(self, config: ReplicaConfig, node: RayNode) -> ReplicaConfig:
-        """Returns the configuration with an address for gateways of other machines, if there can be any."""
-        if not config.listen and not self._is_joined:
-            return config
-        address = f"[{node.address}]" if ":" in node.address else node.address
-        return msgspec.structs.replace(config, listen=f"{TLS_SCHEME}://{address}:0")
-
     def add_hosts(self, names: Iterable[str], kept: frozenset[str] | None = None) -> None:
         """Add the planner's hosts, in its order, so that ``lost_hosts`` reports missing ones. ``kept`` as in
         ``keep_hosts``."""
@@ -192,12 +190,7 @@ class RayCluster:
         used = self._nodes.used()
         for node in self._nodes.all:
             if node.alive and node.label in used:
-                self._preparing.append(asyncio.get_running_loop().create_task(self._prepare(node)))
-
-    async def _prepare(self, node: RayNode) -> None:
-        """Start the actor of a host before the first call."""
-        with task_boundary(log, "the host actor of %s is not started yet", node.label, level=logging.WARNING):
-            await self._host_actors.of(node)
+                self._preparing.append(asyncio.get_running_loop().create_task(self._host_actors.prepare(node)))
 
     async def _refresh_nodes(self) -> None:
         if await self._nodes.refresh() and self._is_joined:
@@ -379,6 +372,12 @@ class RayCluster:
         refused = {**await self._head.ask(keep, "machines", KEEP_S), **self._nodes.left_out()}
         types = {host.name.rpartition("/")[0] for host in requests}
         return {name: reason for name, reason in refused.items() if name in types}
+
+    def living_machines(self) -> Sequence[ClusterMachine]:
+        return self._nodes.machines()
+
+    async def run_gateways(self, places: Collection[GatewayPlace]) -> Mapping[str, str]:
+        return {} if self._gateways is None else await self._gateways.run(places, self._head, self._clock)
 
     async def host_reports(self) -> Mapping[str, HostReport]:
         draining = await self._head.ask(draining_nodes, "draining nodes")

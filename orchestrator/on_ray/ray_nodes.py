@@ -8,8 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.effects import Loss
+from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
 from orchestrator.fleet.host_binding import Member
 from orchestrator.fleet.node_declaration import CORE_RESOURCE, INSTANCE_LABEL, core_resources
 
@@ -26,7 +27,8 @@ NODES_STOP_S = 2.5  # for all further nodes together: a second to stop cleanly, 
 OBJECT_STORE_BYTES = 100 * 2**20  # tokens use sockets: Ray's store is almost empty
 HOST_LABEL = "corewright-host"  # of a Ray node: the host that it represents; default: its address
 IDLE_TERMINATION = 4  # Ray's number of this cause of a node's death
-HEAD = {"node:__internal_head__": 0.001}  # a share of the resource that Ray gives the head, and each new head
+HEAD_RESOURCE = "node:__internal_head__"
+HEAD = {HEAD_RESOURCE: 0.001}  # a share of the resource that Ray gives the head, and each new head
 
 # All nodes are on one machine. A dead raylet refuses the connection: its host is lost after three attempts, in 3 s. An
 # unresponsive one, on a busy machine or because it was stopped, has 3 timeouts and 2 periods, 32 s: its loss would end
@@ -176,6 +178,17 @@ class RayNode(Member):
     id: str
     address: str  # of the machine: emulated hosts share one
     loss: Loss | None = None  # of a dead one
+    is_head: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def url_host(self) -> str:
+        """The address as in a URL."""
+        return f"[{self.address}]" if ":" in self.address else self.address
+
+    def machine(self, host: str | None) -> ClusterMachine:
+        """Returns it as a place of gateways; ``host`` is the planner's."""
+        return ClusterMachine(GatewayPlace(self.label, self.id), self.address, host, self.is_head, self.labels)
 
 
 def ray_nodes() -> list[RayNode]:
@@ -201,6 +214,8 @@ def _ray_node(node: dict[str, Any]) -> RayNode:
         id=node["NodeID"],
         address=address,
         loss=None if node["Alive"] else loss_of(node.get("DeathReason", 0), node.get("DeathReasonMessage", "")),
+        is_head=HEAD_RESOURCE in resources,
+        labels=node["Labels"],
     )
 
 

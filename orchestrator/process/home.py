@@ -49,8 +49,8 @@ class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nearby(self) -> str | None:
-        """The loopback address of a gateway that listens on every address; else None."""
-        return WILDCARDS.get(self.listens)
+        """The loopback address of a gateway of this machine that listens on every address; else None."""
+        return None if self.on_cluster else WILDCARDS.get(self.listens)
 
 
 class _Below:
@@ -76,6 +76,7 @@ class Home:
     seats = _Below("gateways")  # the lock files of gateways; not beside their sockets, which may be removed
     journal = _Below("journal")  # of the controller; outlives a fleet
     keys = _Below("keys.json")  # the digests of API keys
+    received = _Below("received")  # on a machine of a joined cluster: what its gateways have from the controller
     traces = _Below("traces")  # lengths of recorded requests, which `corewright trace export` reads
     audit = _Below("audit.log")  # of this home's fleets
     ray_token_file = _Below("ray-token")  # Ray's ports are not bound to loopback, and its dashboard requires the token
@@ -164,9 +165,9 @@ class Home:
             private_file.replace(self.record_file, content)
 
     def forget_fleet(self) -> None:
-        """Remove the record and the sockets of a fleet that has ended."""
+        """Remove the record, the sockets and what gateways have received of a fleet that has ended."""
         self.record_file.unlink(missing_ok=True)
-        for folder in (self.sockets, self.temporary):
+        for folder in (self.sockets, self.temporary, self.received):
             shutil.rmtree(folder, ignore_errors=True)
 
 

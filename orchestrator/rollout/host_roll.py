@@ -21,7 +21,7 @@ class RollFacts:
 
     settled: bool  # every replica that has a place is ready
     refusal: str | None  # why the host cannot be drained now
-    replicas: int  # on the host, which may hold its cores
+    busy: int  # replicas on the host, which may hold its cores, and requests in its gateways
     node: str | None  # its Ray node, if it lives
 
 
@@ -29,13 +29,13 @@ def next_phase(phase: Phase, wait: Wait, node: str | None, facts: RollFacts) -> 
     """Returns the phase of the current host after this round. ``node`` was its Ray node when its drain began.
 
     1. next: until the replicas of the host before are ready again, and the others have room for those of this one
-    2. draining: until no replica is on it
+    2. draining: until no replica is on it, and its gateways have no request
     3. waiting: for an operator, who ends it from outside, or for another node
     """
     if phase == "next":  # 1
         return "draining" if facts.settled and facts.refusal is None else "next"
     if phase == "draining":  # 2
-        if facts.replicas:
+        if facts.busy:
             return "draining"
         return "done" if wait == "none" else "waiting"
     returned = facts.node is not None and facts.node != node

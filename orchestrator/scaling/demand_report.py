@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from orchestrator.fleet.key_usage import KeyUsage
 from orchestrator.scaling.forecast import Load
 from workers.messages.actor_message import actor_message
 
@@ -90,3 +91,16 @@ class DemandReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     models: list[DemandWindow] = []
     decisions: list[RoutingDecision] = []  # a sample
     unreachable: list[str] = []  # ready replicas without a link to the gateway
+    machine: str = ""  # that the gateway runs on: the address of its Ray node
+    place: str = ""  # the label of its machine on a joined cluster
+    address: str = ""  # for its clients; empty: it does not accept connections yet
+    unready: str = ""  # why it is not ready
+    routes_age_s: float | None = None  # since the controller has confirmed its routes
+    usage: list[KeyUsage] = []  # of keys with limits
+
+
+@actor_message
+class DemandReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The reply to a report."""
+
+    usage: list[KeyUsage] = []  # at the gateways of other machines since the last reply to this machine

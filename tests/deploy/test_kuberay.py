@@ -117,8 +117,8 @@ def test_the_service_reaches_the_gateways() -> None:
     (target,) = service["spec"]["ports"]
     cluster = CLUSTER["metadata"]["name"]
 
-    assert service["spec"]["selector"] == {"ray.io/cluster": cluster, "ray.io/node-type": "head"}
-    assert ports(HEAD)[target["targetPort"]] == GATEWAY_PORT
+    assert service["spec"]["selector"] == {"ray.io/cluster": cluster, "ray.io/node-type": "worker"}
+    assert {ports(group)[target["targetPort"]] for group in GROUPS.values()} == {GATEWAY_PORT}
 
 
 def test_the_job_starts_the_spec_that_the_head_mounts() -> None:

@@ -134,6 +134,7 @@ def test_every_file_of_the_home_is_described(tmp_path: Path, monkeypatch: pytest
     KeyFile(home.keys).create("ci")
     Audit(home.audit).begin("command", "keys create")
     home.traces.mkdir()
+    home.received.mkdir()
     keep_of(home.compiled).mkdir()
     home.store.mkdir()
     CoreClaim(home.claims(0), [0]).release()

@@ -25,7 +25,9 @@ from orchestrator.fleet.effects import (
     Survivor,
     actor_name,
 )
+from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
 from orchestrator.process.awake_clock import AwakeClock
+from orchestrator.process.home import FleetRecord
 from orchestrator.records.journal import Journal
 from orchestrator.state.record_writer import InThread, RecordWriter
 from orchestrator.state.resumption import resume_fleet
@@ -172,6 +174,7 @@ class FakeCluster:
         self.machine_s = 5.0  # from the request of a machine until it joins
         self.refused_types: dict[str, str] = {}  # why machines are not started, by instance type
         self.requests: dict[str, asyncio.Task[None]] = {}  # of machines, by host
+        self.gateways: frozenset[GatewayPlace] = frozenset()
         self.notices: dict[str, Notice] = {}  # by host
         self.nodes: dict[str, str] = {}  # by host, the id of its Ray node; by default "1"
         self.refuses_start: Exception | None = None
@@ -401,6 +404,14 @@ class FakeCluster:
         self.lost_now.discard(host)
         del self.requests[host]
 
+    def living_machines(self) -> Sequence[ClusterMachine]:
+        names = [name for name in self.host_names if name not in self.lost_now]
+        return [ClusterMachine(GatewayPlace(f"m-{name}", self.nodes.get(name, "1")), name, name) for name in names]
+
+    async def run_gateways(self, places: Collection[GatewayPlace]) -> Mapping[str, str]:
+        self.gateways = frozenset(places)
+        return {}
+
     async def host_reports(self) -> Mapping[str, HostReport]:
         return {
             name: HostReport(self.nodes.get(name, "1"), self.notices.get(name))
@@ -443,6 +454,7 @@ class Played:
         fleet: str = "f",
         tick_s: float = 1.0,
         instance: str | None = None,
+        record: FleetRecord | None = None,
         awake: bool = False,
         restarted: bool = False,
         in_thread: InThread = _at_once,
@@ -461,6 +473,7 @@ class Played:
             admin_port=1,
             cpus=(0, 1),
             instance=instance,
+            record=record,
         )
         self.home = home
         self.cluster = cluster

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec.structs
 
+from orchestrator.access.key_feed import KeyFeed
+from orchestrator.access.keys import KeyFile
+from orchestrator.fleet.key_usage import KeyUsageExchange
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.gateway.controller_client import ControllerAway
@@ -19,7 +23,7 @@ from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import free_port
-from orchestrator.scaling.demand_report import DemandReport, DemandWindow
+from orchestrator.scaling.demand_report import DemandReply, DemandReport, DemandWindow
 from placements.facts.encoders import Kind
 from tests.fleet import until
 from tests.orchestrator.encoded import EncoderReplica
@@ -39,6 +43,8 @@ class PlayedController:
         self.answers = True
         self.families: list[MetricFamily] = []
         self.reports: list[DemandReport] = []
+        self.key_feed = KeyFeed(KeyFile(Path("/nonexistent/keys.json")))
+        self.usage = KeyUsageExchange()
         self._changed = threading.Condition()
 
     def set(self, *models: ModelRoutes, ready: bool = True, stopping: bool = False) -> None:
@@ -47,11 +53,23 @@ class PlayedController:
             self.table = RouteTable(ready=ready, stopping=stopping, token=TOKEN, models=list(models))
             self._changed.notify_all()
 
+    def change(self, **fields: Any) -> None:
+        """Change fields of the routes."""
+        with self._changed:
+            self.version += 1
+            self.table = msgspec.structs.replace(self.table, **fields)
+            self._changed.notify_all()
+
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
         if not self.answers:
             raise ControllerAway("the controller is gone")
         await asyncio.to_thread(self._wait, seen, timeout_s)
         return self.version, self.table
+
+    async def keys(self, seen: str, timeout_s: float) -> tuple[str, bytes]:
+        if not self.answers:
+            raise ControllerAway("the controller is gone")
+        return await self.key_feed.next(seen, min(timeout_s, 0.5))
 
     async def wake(self, model: str) -> None:
         self.woken.append(model)
@@ -59,8 +77,9 @@ class PlayedController:
     async def metrics(self) -> list[MetricFamily]:
         return self.families
 
-    async def demand(self, report: DemandReport) -> None:
+    async def demand(self, report: DemandReport) -> DemandReply:
         self.reports.append(report)
+        return DemandReply(usage=self.usage.receive(report.gateway, report.machine, report.usage))
 
     def demand_of(self, model: str) -> DemandWindow:
         """Returns the demand of the last report; an empty one before the first."""
@@ -110,6 +129,7 @@ class LiveGateway:
         """``settings`` are fields of GatewaySettings; without ``port`` it is a free one. ``models`` are the routes that
         it finds when it starts."""
         self.controller = PlayedController()
+        self.controller.answers = settings.pop("answers", True)
         if models := settings.pop("models", ()):
             self.controller.set(*models)
         self.port: int = settings.pop("port", None) or free_port()

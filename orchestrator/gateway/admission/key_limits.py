@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
-from orchestrator.access.keys import ApiKey
-from orchestrator.access.rate_limits import Exceeded, Remaining, duration, remaining, reserve, settle
+import msgspec.structs
+
+from orchestrator.access.keys import ApiKey, KeyRing
+from orchestrator.access.rate_limits import (
+    Counts,
+    Exceeded,
+    Remaining,
+    charge,
+    duration,
+    refill,
+    remaining,
+    reserve,
+    settle,
+)
+from orchestrator.fleet.key_usage import KeyUsage
 from orchestrator.gateway.admission.usage_counts import UsageCounts
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
@@ -18,11 +32,11 @@ RETRY_CONCURRENT_S = 1  # a guess: the end of a key's requests is unknown
 class Grant:
     """The reservation of one request, to be settled when the request is over, however it ends."""
 
-    __slots__ = ("_at", "_counts", "_key", "least", "reserved")
+    __slots__ = ("_at", "_key", "_limits", "least", "reserved")
 
-    def __init__(self, counts: UsageCounts | None, key: ApiKey | None, reserved: int, at: float) -> None:
-        """Without ``counts`` there is nothing to settle."""
-        self._counts = counts
+    def __init__(self, limits: KeyLimits | None, key: ApiKey | None, reserved: int, at: float) -> None:
+        """Without ``limits`` there is nothing to settle."""
+        self._limits = limits
         self._key = key
         self._at = at
         self.reserved = reserved  # tokens
@@ -31,13 +45,11 @@ class Grant:
     def settle(self, tokens_used: int, now: float) -> None:
         """Returns the place and the unused tokens to the key; a second call does nothing. ``now`` in monotonic
         seconds."""
-        counts, key = self._counts, self._key
-        if counts is None or key is None:
+        limits, key = self._limits, self._key
+        if limits is None or key is None:
             return
-        self._counts = None
-        reserved, at = self.reserved, self._at
-        tokens_used = max(tokens_used, self.least)
-        counts.release(key.id, now, lambda before: settle(before, key, reserved, tokens_used, at, now))
+        self._limits = None
+        limits.release(key, self.reserved, max(tokens_used, self.least), self._at, now)
 
 
 FREE = Grant(None, None, 0, 0.0)  # of a key without limits
@@ -51,6 +63,8 @@ class KeyLimits:
         how many share it. Never raises."""
         places = 2 * (gateways + 1)  # with the spare, and old gateways that still answer after they were replaced
         self._counts = UsageCounts(folder, places)
+        self._used: dict[str, KeyUsage] = {}  # here since the last report, by key
+        self._live_elsewhere: dict[str, int] = {}  # requests at gateways of other machines, by key
 
     def take(self, key: ApiKey | None, tokens: int, now: float, *, least: int | None = None) -> Grant:
         """Reserves for one request: a place, 1 request, and ``tokens``, the prompt and all that it may generate. For a
@@ -63,12 +77,54 @@ class KeyLimits:
         per_minute = key.tokens_per_minute
         if least is not None and per_minute is not None and least <= per_minute < tokens:
             tokens = per_minute
+        elsewhere = self._live_elsewhere.get(key.id, 0)
+        at_most = None if key.max_concurrent is None else key.max_concurrent - elsewhere
         outcome = self._counts.take(
-            key.id, now, lambda counts, live: reserve(counts, key, live, tokens, now), key.max_concurrent
+            key.id, now, lambda counts, live: reserve(counts, key, live + elsewhere, tokens, now), at_most
         )
         if isinstance(outcome, Exceeded):
             raise _refusal(outcome)
-        return Grant(self._counts, key, tokens, now)
+        self._note(key.id, 1.0, tokens)
+        return Grant(self, key, tokens, now)
+
+    def release(self, key: ApiKey, reserved: int, used: int, at: float, now: float) -> None:
+        """Settles a reservation of ``reserved`` tokens at ``at``, of which ``used`` were used."""
+
+        def settled(before: Counts) -> Counts:
+            after = settle(before, key, reserved, used, at, now)
+            self._note(key.id, 0.0, after.tokens - refill(before, key, now).tokens)
+            return after
+
+        self._counts.release(key.id, now, settled)
+
+    def _note(self, id: str, requests: float, tokens: float) -> None:
+        self._used[id] = self._used.get(id, KeyUsage(id)).plus(requests, tokens)
+
+    # Gateways of other machines
+
+    def report(self) -> list[KeyUsage]:
+        """Returns what keys have used here since the last report, and their requests now."""
+        used, self._used = self._used, {}
+        live = self._counts.live()
+        return [
+            msgspec.structs.replace(used.get(id, KeyUsage(id)), live=live.get(id, 0))
+            for id in used.keys() | live.keys()
+        ]
+
+    def restore(self, reported: Iterable[KeyUsage]) -> None:
+        """Includes a report that was not received in the next one."""
+        for usage in reported:
+            self._note(usage.key, usage.requests, usage.tokens)
+
+    def charge(self, usage: Sequence[KeyUsage], ring: KeyRing, now: float) -> None:
+        """Counts what keys have used at gateways of other machines."""
+        self._live_elsewhere = {item.key: item.live for item in usage if item.live}
+        for item in usage:
+            key = ring.by_id(item.key)
+            if key is not None and (item.requests or item.tokens):
+                self._counts.charge(
+                    key.id, now, partial(charge, quota=key, requests=item.requests, tokens=item.tokens, now=now)
+                )
 
     def headers(self, key: ApiKey | None, now: float) -> Sequence[tuple[bytes, bytes]]:
         """Returns OpenAI's rate limit headers for the key; empty for a key without such limits."""

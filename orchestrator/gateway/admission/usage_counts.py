@@ -91,6 +91,18 @@ class UsageCounts:
         finally:
             self._end()
 
+    def charge(self, id: str, now: float, change: Callable[[Counts], Counts]) -> None:
+        """Changes the counts of a key by what it has used at other gateways, whose requests are not counted here."""
+        data = self._begin(id, now)
+        try:
+            self._write(id, data, change(self._local.get(id, Counts()) if data is None else _counts(data)))
+        finally:
+            self._end()
+
+    def live(self) -> dict[str, int]:
+        """Returns the requests of this gateway, by key."""
+        return dict(self._live)
+
     def peek(self, id: str, now: float) -> Counts:
         """Returns the counts of a key without waiting for the lock."""
         self._check_file(now)

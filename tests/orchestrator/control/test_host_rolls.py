@@ -219,7 +219,7 @@ def test_no_phase_is_left_too_early(phase: Phase, wait: Wait, node: str, facts: 
         assert facts.settled
         assert facts.refusal is None
     if phase == "draining" and after != "draining":
-        assert facts.replicas == 0
+        assert facts.busy == 0
         assert (after == "done") == (wait == "none")
     if phase == "waiting" and after == "done":
         assert wait == "node"
