@@ -166,9 +166,12 @@ class Gateway:
         except OSError as error:  # a full disk, or too many open files: it can serve without
             log.debug("cannot write the heartbeat: %s", error)
 
-    async def stop(self) -> None:
-        """Stops the gateway; to be called when every exchange is over."""
+    async def leave(self) -> None:
+        """Frees its place among the gateways."""
         await self._peers.leave()
+
+    async def stop(self) -> None:
+        """Stops the gateway; to be called when every exchange is over, after ``leave``."""
         await asyncio.to_thread(self._recorder.close)
         await self._generation.stop()
         self._limits.close()

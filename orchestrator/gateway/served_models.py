@@ -117,6 +117,11 @@ class ServedModels:
         busy = any(window.arrived or window.ended or window.waiting or window.live for window in report.models)
         return report, busy or bool(report.unreachable)
 
+    @property
+    def is_stopping(self) -> bool:
+        """The fleet ends, as far as this gateway knows."""
+        return self._table is not None and self._table.stopping
+
     def not_ready(self) -> str | None:
         """Returns why the fleet is not ready; None when it is."""
         silent = time.monotonic() - self._routes_at > CONTROLLER_SILENT_S

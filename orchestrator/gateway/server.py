@@ -26,7 +26,9 @@ log = logging.getLogger(__name__)
 BACKLOG = 4096
 START_DEADLINE_S = 20.0
 CHECK_DEADLINE_S = 2.0
-STOP_GRACE_S = 2.0  # for running answers
+STOP_GRACE_S = 2.0  # for running answers of a fleet that ends
+DRAIN_S = 20.0  # for those of a gateway that another one replaces
+IDLE_S = 2.0  # for the next requests on its idle connections
 SWEEP_S = 0.25
 HANDSHAKE_S = 10.0
 SPARE_FILES = 64  # descriptors besides client connections: refused ones, links to replicas, logs, keys
@@ -68,12 +70,12 @@ class GatewayServer:
             raise RuntimeError(f"the gateway's event loop has been blocked for {CHECK_DEADLINE_S:.0f} s")
 
     def stop(self) -> None:
-        """Stops accepting connections, and gives running answers ``STOP_GRACE_S``."""
+        """Stops accepting connections, and gives running answers ``DRAIN_S``, or ``STOP_GRACE_S`` if the fleet ends."""
         if self._loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 self._loop.call_soon_threadsafe(self._stopping.set)
         if self._thread.ident is not None:
-            self._thread.join(timeout=STOP_GRACE_S + CHECK_DEADLINE_S)
+            self._thread.join(timeout=DRAIN_S + STOP_GRACE_S + CHECK_DEADLINE_S)
 
     def _run(self) -> None:
         try:
@@ -104,6 +106,7 @@ class GatewayServer:
             for task in tasks:
                 if task.done():
                     task.result()  # raises its error
+            tasks[-1].cancel()  # before the end of the requests: it would listen again
             await self._end()
         finally:
             stopping.cancel()
@@ -162,12 +165,24 @@ class GatewayServer:
         if self._server is not None:
             self._server.close()  # first, so that new clients reach another gateway
         self._listener.close()
+        await self.gateway.leave()  # its successor listens while its last requests end
+        if not self.gateway.served.is_stopping:
+            await self._retire()
         self._http.close()
         deadline = time.monotonic() + STOP_GRACE_S
         while self._http.connections and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         self._http.abort()
         await self.gateway.stop()
+
+    async def _retire(self) -> None:
+        """Waits until no client has sent a request for ``IDLE_S``, for up to ``DRAIN_S``."""
+        self._http.retire()
+        busy_at, deadline = time.monotonic(), time.monotonic() + DRAIN_S
+        while self._http.connections and time.monotonic() < min(busy_at + IDLE_S, deadline):
+            await asyncio.sleep(0.02)
+            if not self._http.is_idle:
+                busy_at = time.monotonic()
 
 
 def _certificates(settings: GatewaySettings) -> CertificateFiles | None:

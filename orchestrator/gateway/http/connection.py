@@ -213,6 +213,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _start(self, request: Request) -> None:
         self.deadline = self.deadline if self._paused else _NEVER
+        if self.server.retiring:
+            request.keep_alive = False
         client_id = request.headers.get(b"x-request-id")
         exchange = Exchange(request, self, _id_of(client_id) or self.server.new_id())
         self._current = exchange

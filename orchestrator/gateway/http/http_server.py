@@ -47,6 +47,7 @@ class HttpServer:
         self.connections: set[HttpConnection] = set()
         self.per_key: Counter[str] = Counter()
         self.date = b""
+        self.retiring = False
         self.closing = False
         prefix = f"{time.time_ns():x}"[-10:]
         self.new_id: Callable[[], str] = map(f"{prefix}-%x".__mod__, itertools.count(1)).__next__
@@ -66,6 +67,16 @@ class HttpServer:
             self.connections.discard(oldest)
             oldest.abort()
         return oldest is not None
+
+    def retire(self) -> None:
+        """Makes each connection end with its next answer, which announces it: a client whose idle connection is closed
+        may just be sending a request."""
+        self.retiring = True
+
+    @property
+    def is_idle(self) -> bool:
+        """True while no connection has a request."""
+        return all(connection.is_idle for connection in self.connections)
 
     def close(self) -> None:
         """Closes the connections without a request; the others close after their answer."""

@@ -326,6 +326,18 @@ def completion_with(key: str, **fields: Any) -> bytes:
 # HTTP as it may be spoken
 
 
+def test_a_gateway_that_is_replaced_announces_the_end_of_each_connection(opened: Open) -> None:
+    """A client whose idle connection was closed at once could lose a request that it is just sending."""
+    gateway = opened()
+    with Wire(gateway.port) as client:
+        client.send(request("GET", "/livez"))
+        assert client.answer().headers.get("connection") != "close"
+        gateway.http_server.retire()
+        client.send(request("GET", "/livez"))
+        assert client.answer().headers["connection"] == "close"
+        assert client.rest() == b""
+
+
 def test_pipelined_requests_are_answered_in_order(gateway: LiveGateway) -> None:
     """Fast ones wait for slow ones before them, and each answer belongs to its request."""
     requests = [(f"p{i}", 1 + (i * 37) % 50) for i in range(30)]
