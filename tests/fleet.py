@@ -103,6 +103,7 @@ class LiveFleet(Fleet):
         arguments: tuple[str, ...] = (),
         secure: bool = False,
         spare: bool = False,
+        command: Path = COREWRIGHT,
     ) -> None:
         """``secure``: Ray demands its token, as it does for a user. ``spare``: with the gateway that stands by, which
         other tests go without, since it takes a second of CPU time to start."""
@@ -125,10 +126,11 @@ class LiveFleet(Fleet):
         self.env.pop("RAY_AUTH_MODE", None)
         if not secure:
             self.env["RAY_AUTH_MODE"] = "disabled"
-        command = [str(COREWRIGHT), "up", str(self.spec), "--port", str(self.port), *(arguments or ("--no-dashboard",))]
+        self.command = command
+        up = [str(command), "up", str(self.spec), "--port", str(self.port), *(arguments or ("--no-dashboard",))]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.env, start_new_session=True
+                up, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.env, start_new_session=True
             )
 
     def output(self) -> str:
@@ -137,7 +139,7 @@ class LiveFleet(Fleet):
     def corewright(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run another command in this home."""
         return subprocess.run(
-            [str(COREWRIGHT), *arguments], env=self.env, capture_output=True, text=True, timeout=60, check=False
+            [str(self.command), *arguments], env=self.env, capture_output=True, text=True, timeout=60, check=False
         )
 
     def status(self) -> Any:

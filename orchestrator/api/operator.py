@@ -17,6 +17,7 @@ from orchestrator.api.host_operations import HostOperations
 from orchestrator.api.refused import Refused
 from orchestrator.api.rollout_operations import changes_text
 from orchestrator.api.spec_preview import Outlook, SpecPreview
+from orchestrator.records.journal_records import Revision
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.state.rollout_progress import rollout_state
@@ -61,7 +62,7 @@ class Operator(SpecPreview, HostOperations, FleetQueries):
         outlook = await self._outlook(generation)
         proposal = await self._proposal(spec_file, generation, outlook)
         revision = generation.revision
-        same = (revision.text, revision.base_dir) == (state.current.revision.text, state.current.revision.base_dir)
+        same = _content(revision) == _content(state.current.revision)
         is_current = (
             state.hold is None and rollout_state(state)[0] in ("complete", "progressing") and not state.in_canary
         )
@@ -76,6 +77,11 @@ class Operator(SpecPreview, HostOperations, FleetQueries):
         state.records.event("info", "Applied", f"revision {revision.number} by {revision.by}, {changes_text(proposal)}")
         self._controller.wake_up()
         return {"changed": True, "revision": revision.number, "index": state.records.state.index, "plan": proposal}
+
+
+def _content(revision: Revision) -> tuple[object, ...]:
+    """Returns what a revision is made of."""
+    return revision.text, revision.base_dir, revision.build
 
 
 def _refuse_impossible(outlook: Outlook, generation: ResolvedRevision) -> None:

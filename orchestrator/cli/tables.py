@@ -109,7 +109,7 @@ def status_text(data: Mapping[str, Any]) -> str:
         columns(REPLICA[:6], rows),
         columns(NUMBERS, [_numbers_row(model) for model in data["models"]]),
         columns((HOST[0], *HOST[2:7]), hosts),
-        "\n".join([*notes, *_maintenance(data), *_gateways(data), *host_notes]),
+        "\n".join([*notes, *_maintenance(data), *_versions(data), *_gateways(data), *host_notes]),
     ]
     rollout = data.get("rollout")
     if rollout and rollout["state"] != "complete":
@@ -148,6 +148,17 @@ def _preparing_notes(
         notes.append(f"    {preparation['failures']} failed attempts: {preparation['reason']}")
     fetches = [fetch for host in hosts if host["name"] == preparation["host"] for fetch in host.get("fetches") or ()]
     return notes + [f"    {fetch_text(fetch)}" for fetch in fetches]
+
+
+def _versions(data: Mapping[str, Any]) -> list[str]:
+    """Returns the versions of corewright, while they differ."""
+    versions = data.get("versions")
+    if not versions:
+        return []
+    parts = [f"{id} {version}" for id, version in versions["replicas"].items()]
+    parts = [f"gateway of {machine} {version}" for machine, version in versions["gateways"].items()] + parts
+    line = f"upgrade: the controller is corewright {versions['controller']}, and not yet: {', '.join(parts)}"
+    return [line] if versions["problem"] is None else [line, f"upgrade: {versions['problem']}"]
 
 
 def _maintenance(data: Mapping[str, Any]) -> list[str]:

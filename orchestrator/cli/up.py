@@ -60,7 +60,9 @@ def check_listening(settings: Settings) -> None:
         complain([Problem("host-without-tls", "warning", "", message, hint)])
 
 
-def run_up(file: SpecFile, settings: Settings, ray_address: str | None = None, *, detach: bool = False) -> int:
+def run_up(
+    file: SpecFile, settings: Settings, ray_address: str | None = None, *, detach: bool = False, upgrade: bool = False
+) -> int:
     """Start the fleet and run it until it ends, or on the cluster at ``ray_address`` until a signal or, with
     ``detach``, until it is ready. Returns the exit code. Raises Failed if the fleet cannot start."""
     problems = (*file.problems, *start_problems(file, joined=ray_address is not None))
@@ -100,7 +102,7 @@ def run_up(file: SpecFile, settings: Settings, ray_address: str | None = None, *
         if ray_address is not None:
             elastic = any(entry.max is not None for entry in file.spec.hosts)
             joined = JoinedSpec(file.text, file.name, file.base_dir, file.spec.name, file.hosts, elastic)
-            return JoinedUp(home, options, joined, ray_address, say).run(announce, detach=detach)
+            return JoinedUp(home, options, joined, ray_address, say, upgrade=upgrade).run(announce, detach=detach)
         spec = (file.text, file.name, file.base_dir)
         return Daemon(home, options, spec, file.spec.name, file.hosts, file.machine.instance, say).run(announce)
 
@@ -173,6 +175,9 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", help="With --ray-address: exit when the fleet is ready; it runs on.")
     ] = False,
+    upgrade: Annotated[
+        bool, typer.Option("--upgrade", help="With --ray-address: give a running fleet this version of corewright.")
+    ] = False,
     **flags: Any,
 ) -> None:
     """Start a fleet in the foreground. It runs until Ctrl-C, SIGTERM or `corewright down`.
@@ -187,10 +192,13 @@ def up(
     if detach and ray_address is None:
         hint = "pass --ray-address, or run `corewright up` as a service (deploy/systemd/corewright.service)"
         raise Failed("detach-needs-cluster", "--detach: the Ray that `up` starts ends with it", hint)
+    if upgrade and ray_address is None:
+        hint = "stop the fleet with `corewright down`, and start it with this version"
+        raise Failed("upgrade-needs-cluster", "--upgrade: only a fleet on a Ray cluster can be upgraded", hint)
     if detach and settings["watch"]:
         raise Failed("watch-needs-viewer", "--detach: nothing would watch the file", "drop --detach or --watch")
     check_listening(settings)
     allowed = SourcePolicy(settings["allowed_sources"])  # only the operator's own spec may name interpreters
     with WaitingNotice(say).waiting(lambda: "the sources of the spec"):
         file = load(spec, allowed)
-    raise typer.Exit(run_up(file, settings, ray_address, detach=detach))
+    raise typer.Exit(run_up(file, settings, ray_address, detach=detach, upgrade=upgrade))

@@ -332,7 +332,7 @@ class Controller:
             ready=self._was_ready,
             log_of=self._home.log,
             scaling_of=self.scaler.status,
-            gateways=self.gateways.status(),
+            gateways=self.gateways,
         )
 
     async def metrics(self, place: str = "") -> list[MetricFamily]:

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 SILENT_S = 10.0  # a gateway without a report for this long has ended, or is cut off
 RETRY_S = 30.0  # between two changes, unless other places are wanted
+NEXT_S = 2.0  # in an upgrade, until the gateways of a machine have reported their version
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Gateways:
         self._problems: Mapping[str, str] = {}  # of the last change, by label of the machine
         self._change: asyncio.Task[None] | None = None
         self._due = float("-inf")  # when the next change may begin if the same places are wanted
+        self._replacement_due = float("-inf")  # the same of the next replacement by this version
 
     # Reports
 
@@ -63,6 +65,24 @@ class Gateways:
         None: any."""
         return min((heard.report.place for heard in self._heard.values() if heard.report.place), default=None)
 
+    def other_versions(self) -> dict[str, str]:
+        """Returns the version of corewright that serves on each machine where it is not the controller's, by label."""
+        build = self._state.settings.build
+        reports = [heard.report for heard in self._heard.values() if heard.report.address]
+        versions = {report.place: report.version for report in reports if build and report.version != build.version}
+        labels = {place.label for place in self._places}
+        return {label: version for label, version in sorted(versions.items()) if label in labels}
+
+    @property
+    def upgrade_problem(self) -> str | None:
+        """Why an upgrade does not go on; None: there is no reason."""
+        problems = [
+            f"the gateway on {label} does not start: {self._problems[label]}"
+            for label in self.other_versions()
+            if label in self._problems
+        ]
+        return problems[0] if problems else None
+
     # Places
 
     def round(self) -> None:
@@ -75,13 +95,19 @@ class Gateways:
         self._places = wanted_gateways(state.settings.gateways_on, self._cluster.living_machines(), ended | state.lost)
         self._forget_silent()
         silent = {place.label for place in self._places} - {heard.report.place for heard in self._heard.values()}
-        if self._places != self._requested or (silent and now >= self._due):
+        replaced = min((place for place in self._places if place.label in self.other_versions()), default=None)
+        if now < self._replacement_due:
+            replaced = None
+        if self._places != self._requested or (silent and now >= self._due) or replaced is not None:
             self._requested, self._due = self._places, now + RETRY_S
-            self._change = asyncio.get_running_loop().create_task(self._run(self._places))
+            self._replacement_due = now + RETRY_S if replaced is not None else self._replacement_due
+            self._change = asyncio.get_running_loop().create_task(self._run(self._places, replaced))
 
-    async def _run(self, places: frozenset[GatewayPlace]) -> None:
+    async def _run(self, places: frozenset[GatewayPlace], replaced: GatewayPlace | None) -> None:
         with task_boundary(log, "the gateways are not changed; it is retried", on_error=self._failed):
-            problems = await self._cluster.run_gateways(places)
+            problems = await self._cluster.run_gateways(places, replaced)
+            if replaced is not None and replaced.label not in problems:
+                self._replacement_due = self._state.clock() + NEXT_S
             for label, problem in sorted(problems.items()):
                 if self._problems.get(label) != problem:
                     self._state.records.event("error", "GatewayNotStarted", f"on {label}: {problem}")
@@ -140,5 +166,6 @@ def _status(
         "address": report.address if report is not None and serves else None,
         "state": state,
         "reason": reason,
+        "version": None if report is None else report.version or None,
         "routes_age_s": None if report is None else report.routes_age_s,
     }

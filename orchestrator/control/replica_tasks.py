@@ -129,11 +129,12 @@ class ReplicaTasks:
         """Start the target's replica with the next epoch; ``previous`` is its last start. Returns its view."""
         state, now = self._state, self._state.clock()
         epoch = state.epochs[target.id] = state.epochs.get(target.id, 0) + 1
+        revision = state.revision_of_version(target.model, target.version)
         if target.placement is not None:
-            revision = state.revision_of_version(target.model, target.version)
             config = replica_config(revision, target.placement, self._home, state.settings)
         else:  # an older version that continues to serve
             config = state.configs[target.id]
+        config = revision.in_its_build(config, state.settings.build)
         # a path without the model's name: socket paths are limited, and names may be long
         socket = str(self._home.sockets / f"{state.model_number(target.model)}-{target.replica}.{epoch}")
         config = msgspec.structs.replace(config, epoch=epoch, socket=socket)

@@ -28,6 +28,7 @@ from orchestrator.daemon.cluster_reach import reach
 from orchestrator.daemon.cluster_survey import emulated_types, survey
 from orchestrator.daemon.controller_follower import ControllerFollower
 from orchestrator.daemon.daemon import SIGNALS, UpOptions, report_if_possible, watched
+from orchestrator.daemon.fleet_upgrade import FleetUpgrade, refuse_version
 from orchestrator.daemon.head_loss import head_loss_warning
 from orchestrator.daemon.joined_gateways import are_starting, client_url, loopback_warning, not_started
 from orchestrator.fleet.controller_settings import ControllerSettings, FleetSettings
@@ -67,8 +68,16 @@ class JoinedUp:
     """One `up` on a joined cluster."""
 
     def __init__(
-        self, home: Home, options: UpOptions, spec: JoinedSpec, address: str, report: Callable[[str], None]
+        self,
+        home: Home,
+        options: UpOptions,
+        spec: JoinedSpec,
+        address: str,
+        report: Callable[[str], None],
+        *,
+        upgrade: bool = False,
     ) -> None:
+        """``upgrade``: a running fleet of another version of corewright gets this one."""
         self._home = home
         self._options = options
         self._spec = spec
@@ -78,7 +87,9 @@ class JoinedUp:
         self._follower = ControllerFollower(self._report, home.logs, CONTROLLER_AWAY_S)
         self._events: queue.SimpleQueue[str | Failed | None] = queue.SimpleQueue()  # signal, failure; None: done
         self._url = ""  # of the first gateway
+        self._upgrade = FleetUpgrade(spec.name, self._follower, self._report) if upgrade else None
         self._runs = False  # the fleet has a controller, and lives on without this process
+        self._adopts = False  # that controller was there before
 
     def run(self, on_ready: Callable[[FleetRecord], None], *, detach: bool) -> int:
         """Start or adopt the fleet and call ``on_ready``. Without ``detach``, show its changes until a signal, or its
@@ -115,6 +126,8 @@ class JoinedUp:
             signal.signal(number, self._on_signal)
         self._in_background(partial(self._work, on_ready, detach, line))
         event = self._events.get()
+        if self._upgrade is not None:
+            self._upgrade.wait_switched()
         self._follower.ending = True
         code = 0
         if isinstance(event, Failed):
@@ -145,6 +158,7 @@ class JoinedUp:
 
     def _start(self, on_ready: Callable[[FleetRecord], None]) -> None:
         self._report("reaching the Ray cluster")
+        os.chdir(self._home.path)  # Ray lets all workers import from here, and there may be another corewright
         with self._report.waiting(lambda: f"the Ray cluster at {self._address}"):
             at = reach(self._address)
             from orchestrator.on_ray import ray_nodes
@@ -158,6 +172,9 @@ class JoinedUp:
         with self._report.waiting(lambda: "the controller"):
             self._own_or_adopt(cpus, addresses)
         self._in_background(self._follower.narrate)
+        if self._upgrade is not None and self._adopts:
+            self._upgrade.await_gateways()
+            self._upgrade.await_replicas(self._apply())
         self._report("starting the gateways")
         with self._report.waiting(lambda: "the gateways"):
             self._wait_for_gateways()
@@ -179,6 +196,10 @@ class JoinedUp:
         nodes = within(ray_nodes.ray_nodes, LOOKUP_S)
         hosts = [node for node in nodes if node.alive and node.cores and node.instance is not None]
         greetings = host_survey.greet(hosts)
+        head = greetings[host_survey.THE_HEAD]
+        if isinstance(head, str):
+            hint = "the controller runs there: install this version of corewright at the same path on each machine"
+            raise Failed("head-unfit", f"the head of the Ray cluster cannot be used: {head}", hint)
         taken = within(partial(taken_from, self._spec.name), LOOKUP_S)
         for line in survey(self._spec.hosts, nodes, greetings, own_greeting.greeting(), taken, self._spec.elastic):
             self._report(line)
@@ -207,7 +228,14 @@ class JoinedUp:
             hint = "use another `name` in the spec, or stop the other fleet with `corewright down` there"
             raise Failed("fleet-already-running", message, hint)
         if owner is not None and controller is not None:
-            self._adopt(controller)
+            self._follower.controller, self._runs, self._adopts = controller, True, True
+            record = cluster.record_of(name)
+            if self._upgrade is not None:
+                self._upgrade.replace_controller(record)
+                return  # replicas are last
+            if record is not None:
+                refuse_version(record)
+            self._apply()
             return
         if owner is not None or controller is not None:
             self._report(f"removing what an earlier fleet {name} has left")
@@ -223,10 +251,9 @@ class JoinedUp:
             cluster.remove_fleet(name)
             raise
 
-    def _adopt(self, controller: Any) -> None:
-        """Apply the spec to the fleet that runs already."""
-        self._follower.controller, self._runs = controller, True
-        spec = self._spec
+    def _apply(self) -> int:
+        """Apply the spec to the fleet that runs already. Returns its revision."""
+        spec, controller = self._spec, self._follower.controller
         reply = self._follower.ask(lambda: controller.apply.remote(spec.text, spec.file, spec.base_dir, caller(), "up"))
         if "error" in reply:
             self._report(render([*reply["problems"], reply["error"]]).rstrip("\n"))
@@ -238,11 +265,14 @@ class JoinedUp:
         differing = [value["name"] for value in theirs if ours.get(value["name"]) != value["value"]]
         if differing:
             self._report(f"settings of a running fleet stay as they are: {', '.join(differing)}")
+        revision: int = reply["revision"]
+        return revision
 
     def _start_controller(self, fleet: str, cpus: tuple[int, ...], addresses: dict[str, Any]) -> None:
         from orchestrator.access.authority import fleet_credentials
-        from orchestrator.on_ray import controller_actor
+        from orchestrator.on_ray import controller_actor, gateway_applications
 
+        gateway_applications.start_serve()  # from here, so that it runs in Ray's interpreter, which stays
         spec, gateway, credentials = self._spec, self._options.gateway, fleet_credentials()
         token, dashboard = secrets.token_urlsafe(32), addresses.get("webui_url")
         record = FleetRecord(

@@ -10,6 +10,8 @@ from orchestrator.fleet.gateway_places import HOSTS
 from orchestrator.process.home import FleetRecord
 from placements.planner.spec_hosts import Machine
 from workers.artifacts.store.store_settings import StoreSettings
+from workers.messages.actor_message import actor_message
+from workers.messages.build import Build
 from workers.messages.credentials import Credentials
 
 DRAIN_S = 20.0
@@ -29,6 +31,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     gateways_on: str = HOSTS  # of a joined cluster, see `gateway_places`
 
 
+@actor_message  # a controller of another version hands them over
 class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     """Fixed for the life of a fleet (an `up`)."""
 
@@ -44,6 +47,8 @@ class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     instance: str | None  # of this machine, when it has Neuron devices
     record: FleetRecord | None = None  # on a Ray cluster that others started: what the controller completes and writes
     emulated: tuple[str, ...] = ()  # instance types that the spec emulates on such a cluster
+    build: Build | None = None  # of the controller itself, on such a cluster
+    follows: bool = False  # on a controller of another version
     daemon_pid: int = 0
     log_format: Literal["text", "json"] = "text"
     gateway: Credentials | None = None  # of the data plane between hosts

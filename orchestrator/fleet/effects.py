@@ -176,9 +176,12 @@ class ClusterClient(Protocol):
         """Returns the living machines of the joined cluster, as of the last ``lost_hosts``."""
         ...
 
-    async def run_gateways(self, places: Collection[GatewayPlace]) -> Mapping[str, str]:
+    async def run_gateways(
+        self, places: Collection[GatewayPlace], replaced: GatewayPlace | None = None
+    ) -> Mapping[str, str]:
         """Run gateways at these places of the joined cluster, and none anywhere else. Returns once they run, or cannot
-        start: with the reasons, by the labels of their machines."""
+        start: with the reasons, by the labels of their machines. Those of another version of corewright stay, except
+        at the place ``replaced``, if the new ones start there."""
         ...
 
     async def host_reports(self) -> Mapping[str, HostReport]:

@@ -141,6 +141,7 @@ class Gateway:
         return {
             "machine": settings.machine,
             "place": settings.place,
+            "version": corewright_version(),
             "address": settings.url if self.listens else "",
             "unready": self._unready() or "",
             "routes_age_s": None if age_s is None else round(age_s, 3),

@@ -33,6 +33,7 @@ SWEEP_S = 0.25
 HANDSHAKE_S = 10.0
 SPARE_FILES = 64  # descriptors besides client connections: refused ones, links to replicas, logs, keys
 SEAT_POLL_S = 0.05  # time for a spare gateway to replace a dead one
+TAKEOVER_S = 4 * SEAT_POLL_S  # time for another gateway to listen before one stops
 KEEP_EACH = 5  # a spare gateway checks the others at every fifth poll
 FIRST_ROUTES_S = 5.0
 
@@ -106,7 +107,7 @@ class GatewayServer:
             for task in tasks:
                 if task.done():
                     task.result()  # raises its error
-            tasks[-1].cancel()  # before the end of the requests: it would listen again
+            await self._hand_over(tasks[-1])
             await self._end()
         finally:
             stopping.cancel()
@@ -161,11 +162,22 @@ class GatewayServer:
             ssl_handshake_timeout=None if context is None else HANDSHAKE_S,
         )
 
-    async def _end(self) -> None:
+    async def _hand_over(self, listening: asyncio.Task[None]) -> None:
+        """Frees the place of this gateway, and then its port, so that its successor listens first. A spare gateway has
+        none, and must not take one."""
+        is_replaced = self._server is not None and not self.gateway.served.is_stopping
+        if not is_replaced:
+            listening.cancel()
+        await self.gateway.leave()
+        if is_replaced:
+            await asyncio.sleep(TAKEOVER_S)
+        listening.cancel()
         if self._server is not None:
-            self._server.close()  # first, so that new clients reach another gateway
+            self._server.close()
         self._listener.close()
-        await self.gateway.leave()  # its successor listens while its last requests end
+        self.gateway.listens = False
+
+    async def _end(self) -> None:
         if not self.gateway.served.is_stopping:
             await self._retire()
         self._http.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from orchestrator.process.addresses import free_port
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.collector import settle_collector
 from orchestrator.process.home import FleetRecord, Home
+from orchestrator.process.version import corewright_version
 from orchestrator.records import state_copy
 from orchestrator.records.journal import Journal
 from orchestrator.records.state_copy import StateCopier
@@ -44,11 +47,14 @@ from placements.spec.problems import Problem
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.host.lifetime import boot, process_start
 from workers.host.task_boundary import task_boundary
+from workers.messages.build import Build
 from workers.messages.metric_family import MetricFamily
 from workers.serving.replica_metrics import REFRESH_S
 
 log = logging.getLogger(__name__)
 
+LOCK_S = 5.0
+LOCK_RETRY_S = 0.05
 JOURNAL = "journal"  # the key in Ray's KV of the copy of the journal's state
 
 
@@ -63,6 +69,10 @@ class ControllerActor:
         logs.set_up(home.logs / "controller.log", settings.log_format)
         self._down = asyncio.Event()
         self._name = settings.name
+        self._gateway = gateway
+        if settings.joined:
+            build = Build(corewright_version(), sys.executable)
+            settings = msgspec.structs.replace(settings, build=build)
         self._admin_port = settings.admin_port
         if settings.record is not None:
             self._lock = _lock(home)  # until this process ends
@@ -75,7 +85,7 @@ class ControllerActor:
         cluster = RayCluster(
             store, clock=clock, home=settings.home, name=settings.name, emulated=emulated, gateways=gateways
         )
-        restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        restarted = settings.follows or bool(ray.get_runtime_context().was_current_actor_reconstructed)
         state = resume_fleet(settings, _records(settings, home), clock, restarted=restarted)
         self._removal: asyncio.Task[None] | None = None
         self._controller = Controller(state, cluster, resumed=clock.resumed_at)
@@ -139,6 +149,11 @@ class ControllerActor:
         """Returns the settings of `up`, as name, value and origin."""
         return list(self._controller.settings.config)
 
+    async def handover(self) -> tuple[ControllerSettings, GatewaySettings | None]:
+        """Returns the arguments for a controller of another version of corewright, which takes the fleet over."""
+        await self._controller.settled()
+        return self._controller.settings, self._gateway
+
     async def take_down(self) -> float:
         """Begin to drain and remove the fleet, on a joined cluster. Returns the drain timeout, in seconds."""
         await self._request_shutdown()
@@ -174,8 +189,11 @@ class ControllerActor:
 
 
 def _lock(home: Home) -> int:
-    """Returns the lock of the home. Raises RuntimeError if another fleet has it."""
-    lock = home.lock()
+    """Returns the lock of the home. Raises RuntimeError if another fleet has it. Blocks: the process of a controller
+    that was followed may not be gone yet."""
+    deadline = time.monotonic() + LOCK_S
+    while (lock := home.lock()) is None and time.monotonic() < deadline:
+        time.sleep(LOCK_RETRY_S)
     if lock is None:
         raise RuntimeError(f"another fleet has the home {home.path} on the head; set COREWRIGHT_HOME to another folder")
     return lock
@@ -188,7 +206,7 @@ def _write_record(home: Home, record: FleetRecord, admin_port: int) -> None:
     started = process_start(os.getpid())
     assert started is not None
     place = {"admin_url": f"http://127.0.0.1:{admin_port}", "pid": os.getpid(), "started": started, "boot": boot()}
-    record = msgspec.structs.replace(record, **place)
+    record = msgspec.structs.replace(record, version=corewright_version(), **place)
     home.write_record(record)
     with task_boundary(log, "the record of the fleet is not in Ray's KV"):  # the commands here need the file only
         retried(partial(store_record, record))

@@ -16,7 +16,7 @@ from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.gateway_places import GatewayPlace
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.gateway.controller_client import ControllerAway
-from orchestrator.gateway.server import GatewayServer
+from orchestrator.gateway.server import DRAIN_S, GatewayServer
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, own_interpreter
 from orchestrator.process import logs
@@ -110,7 +110,7 @@ _gateway: Any = serve.deployment(
     name=GATEWAY,
     health_check_period_s=1,  # a dead gateway is replaced after 0.9 s; after 9.4 s at Serve's default of 10
     health_check_timeout_s=5,
-    graceful_shutdown_timeout_s=3,
+    graceful_shutdown_timeout_s=DRAIN_S + 5,  # its requests end first
     graceful_shutdown_wait_loop_s=0.1,
 )(GatewayDeployment)
 

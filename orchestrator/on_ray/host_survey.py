@@ -12,27 +12,29 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.fleet.host_greeting import HostGreeting
-from orchestrator.on_ray.ray_nodes import RayNode
+from orchestrator.on_ray.ray_nodes import HEAD, RayNode
 
+THE_HEAD = "the head"  # of the cluster, which may also be a host
 GREETING_S = 30.0  # for all machines together; a task starts a process, which takes a second on an idle machine
 
 
 def greet(nodes: Iterable[RayNode], timeout_s: float = GREETING_S) -> dict[str, HostGreeting | str]:
-    """Returns the report of each machine by its label, or why there is none. Blocks for at most ``timeout_s``.
+    """Returns the report of each machine by its label, and of ``THE_HEAD``, or why there is none. Blocks for at most
+    ``timeout_s``.
 
     The task is a function of the standard library, which runs this process's interpreter there: that of the machine's
     Ray may have no corewright, or another version.
     """
     run: Any = ray.remote(num_cpus=0, max_retries=0)(subprocess.run)
     command = [sys.executable, "-m", "orchestrator.on_ray.own_greeting"]
-    options = {"capture_output": True, "text": True, "cwd": "/", "timeout": timeout_s}
-    replies = {
-        run.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(
-            command, **options
-        ): node.label
-        for node in nodes
+    places: dict[str, dict[str, Any]] = {
+        node.label: {"scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)} for node in nodes
     }
-    done, silent = ray.wait(list(replies), num_returns=len(replies), timeout=timeout_s) if replies else ([], [])
+    replies = {
+        run.options(**place).remote(command, capture_output=True, text=True, cwd="/", timeout=timeout_s): label
+        for label, place in (places | {THE_HEAD: {"resources": HEAD}}).items()
+    }
+    done, silent = ray.wait(list(replies), num_returns=len(replies), timeout=timeout_s)
     reports: dict[str, HostGreeting | str] = {}
     for reply in silent:
         ray.cancel(reply, force=True)

@@ -376,8 +376,10 @@ class RayCluster:
     def living_machines(self) -> Sequence[ClusterMachine]:
         return self._nodes.machines()
 
-    async def run_gateways(self, places: Collection[GatewayPlace]) -> Mapping[str, str]:
-        return {} if self._gateways is None else await self._gateways.run(places, self._head, self._clock)
+    async def run_gateways(
+        self, places: Collection[GatewayPlace], replaced: GatewayPlace | None = None
+    ) -> Mapping[str, str]:
+        return {} if self._gateways is None else await self._gateways.run(places, replaced, self._head, self._clock)
 
     async def host_reports(self) -> Mapping[str, HostReport]:
         draining = await self._head.ask(draining_nodes, "draining nodes")

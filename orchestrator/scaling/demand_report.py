@@ -93,7 +93,8 @@ class DemandReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     unreachable: list[str] = []  # ready replicas without a link to the gateway
     machine: str = ""  # that the gateway runs on: the address of its Ray node
     place: str = ""  # the label of its machine on a joined cluster
-    address: str = ""  # for its clients; empty: it does not accept connections yet
+    version: str = ""  # of corewright
+    address: str = ""  # for its clients; empty: it does not accept connections
     unready: str = ""  # why it is not ready
     routes_age_s: float | None = None  # since the controller has confirmed its routes
     usage: list[KeyUsage] = []  # of keys with limits

@@ -11,7 +11,7 @@ import msgspec.structs
 
 from orchestrator.process.version import corewright_version
 from orchestrator.revisions.resolved_revision import ResolvedRevision
-from placements.facts.engines import AUTO_ENGINES, PACKAGES, Engine, NoEngine, choose_engine
+from placements.facts.engines import AUTO_ENGINES, PACKAGES, SERVER_ENGINES, Engine, NoEngine, choose_engine
 from placements.facts.tnx_families import MISREAD_HINT
 from placements.resources.vllm_release import release_on
 from workers.host.interpreter import Interpreter, refusal
@@ -40,7 +40,7 @@ async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, ho
         return await _chosen(config, generation, hosts)
     if config.python is not None or config.engine in (*PACKAGES, "torch-neuronx"):
         interpreter = await hosts.interpreter(config.python, config.host)
-        refused = _refusal(interpreter, config.engine) or _misread(
+        refused = _refusal(interpreter, config.engine, generation) or _misread(
             interpreter, config.engine, config.model, generation
         )  # 2
         if refused is not None:
@@ -59,9 +59,9 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
     usable: dict[Engine, Interpreter] = {}
     refusals: list[Failure] = []
     for engine in AUTO_ENGINES:
-        python = spec.python_for(engine)
+        python = spec.python_for(engine) or config.python
         interpreter = await hosts.interpreter(python, config.host)
-        refused = _refusal(interpreter, engine)
+        refused = _refusal(interpreter, engine, generation)
         if refused is None:
             usable[engine] = interpreter
         elif python is not None:  # the spec names it, so it should work
@@ -78,12 +78,15 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
         return Failure(chosen.id, chosen.what + also, chosen.hint)
     if chosen in usable and (misread := _misread(usable[chosen], chosen, config.model, generation)):
         return misread
-    return msgspec.structs.replace(config, engine=chosen, dtype=model.dtype_on(chosen), python=spec.python_for(chosen))
+    python = spec.python_for(chosen) or config.python
+    return msgspec.structs.replace(config, engine=chosen, dtype=model.dtype_on(chosen), python=python)
 
 
-def _refusal(interpreter: Interpreter, engine: str) -> Failure | None:
-    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return refusal(interpreter, engine, ray=_ray_version(), python_minor=minor, corewright=corewright_version())
+def _refusal(interpreter: Interpreter, engine: str, generation: ResolvedRevision) -> Failure | None:
+    minor, build = f"{sys.version_info.major}.{sys.version_info.minor}", generation.revision.build
+    version = corewright_version() if build is None else build.version
+    needs = None if engine in SERVER_ENGINES else engine  # the server has an interpreter of its own
+    return refusal(interpreter, needs, ray=_ray_version(), python_minor=minor, corewright=version)
 
 
 def _misread(interpreter: Interpreter, engine: str, model: str, generation: ResolvedRevision) -> Failure | None:

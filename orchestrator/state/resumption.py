@@ -73,6 +73,7 @@ def _first_revision(settings: ControllerSettings, past: JournalState) -> Revisio
         base_dir=settings.base_dir,
         of=None,
         plan={},
+        build=settings.build,
     )
 
 

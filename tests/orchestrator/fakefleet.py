@@ -143,6 +143,7 @@ STATUS: dict[str, Any] = {
     ],
     "gateways": [],
     "maintenance": None,
+    "versions": None,
 }
 PLACED = [("chat", 0, "0-7", 61), ("chat", 1, "8-15", 61), ("small", 0, "16", 7)]
 

@@ -36,6 +36,7 @@ from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArti
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
 from workers.host.lifetime import since_boot
+from workers.messages.build import Build
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
@@ -175,6 +176,8 @@ class FakeCluster:
         self.refused_types: dict[str, str] = {}  # why machines are not started, by instance type
         self.requests: dict[str, asyncio.Task[None]] = {}  # of machines, by host
         self.gateways: frozenset[GatewayPlace] = frozenset()
+        self.replaced: list[str] = []  # machines whose gateways were replaced, in this order
+        self.gateway_problems: dict[str, str] = {}  # by machine
         self.notices: dict[str, Notice] = {}  # by host
         self.nodes: dict[str, str] = {}  # by host, the id of its Ray node; by default "1"
         self.refuses_start: Exception | None = None
@@ -408,9 +411,13 @@ class FakeCluster:
         names = [name for name in self.host_names if name not in self.lost_now]
         return [ClusterMachine(GatewayPlace(f"m-{name}", self.nodes.get(name, "1")), name, name) for name in names]
 
-    async def run_gateways(self, places: Collection[GatewayPlace]) -> Mapping[str, str]:
+    async def run_gateways(
+        self, places: Collection[GatewayPlace], replaced: GatewayPlace | None = None
+    ) -> Mapping[str, str]:
         self.gateways = frozenset(places)
-        return {}
+        if replaced is not None:
+            self.replaced.append(replaced.label)
+        return self.gateway_problems
 
     async def host_reports(self) -> Mapping[str, HostReport]:
         return {
@@ -457,6 +464,7 @@ class Played:
         record: FleetRecord | None = None,
         awake: bool = False,
         restarted: bool = False,
+        build: Build | None = None,
         in_thread: InThread = _at_once,
     ) -> None:
         """``awake``: the clock leaves pauses of the loop out, as in production; ``restarted`` as the controller's."""
@@ -474,6 +482,7 @@ class Played:
             cpus=(0, 1),
             instance=instance,
             record=record,
+            build=build,
         )
         self.home = home
         self.cluster = cluster

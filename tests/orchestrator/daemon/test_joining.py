@@ -17,17 +17,20 @@ from hypothesis import strategies as st
 from orchestrator.cli.main import run
 from orchestrator.daemon.cluster_reach import Sides, reach, refuse_versions, refused
 from orchestrator.daemon.cluster_survey import survey
+from orchestrator.daemon.controller_follower import ControllerFollower
 from orchestrator.daemon.daemon import Daemon, UpOptions
+from orchestrator.daemon.fleet_upgrade import FleetUpgrade, refuse_version
 from orchestrator.daemon.joined_down import only_fleet
 from orchestrator.daemon.joined_up import JoinedSpec, JoinedUp, joined_or_failed
 from orchestrator.fleet.host_binding import Member, bind_hosts, lost_hosts
 from orchestrator.fleet.host_greeting import HostGreeting, unfit
 from orchestrator.fleet.machine_claims import MachineClaims, claims, release_machines
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.on_ray import cluster_reach
+from orchestrator.on_ray import cluster_reach, host_survey, ray_nodes
 from orchestrator.process.addresses import free_port
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home, daemon_alive
+from orchestrator.process.version import corewright_version
 from placements.planner.spec_hosts import Machine, hosts_for
 from placements.spec.parse import parse
 from placements.spec.problems import Problem
@@ -194,7 +197,7 @@ def up(tmp_path: Path) -> JoinedUp:
 def test_a_running_fleet_that_rejects_the_spec_keeps_its_own(up: JoinedUp, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem("plan-does-not-fit", "error", "fleet.yaml", "too large", "less")
     monkeypatch.setattr(up._follower, "ask", lambda call: {"error": problem, "problems": ()})
-    assert refusal(lambda: up._adopt(None)) == "adopt-rejected"
+    assert refusal(up._apply) == "adopt-rejected"
 
 
 def test_a_home_with_a_fleet_of_another_name_on_a_cluster_is_refused(up: JoinedUp, tmp_path: Path) -> None:
@@ -217,9 +220,13 @@ def test_down_without_a_name_takes_the_only_fleet() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "id"),
-    [(["--detach"], "detach-needs-cluster"), (["--detach", "--watch", "--ray-address", "auto"], "watch-needs-viewer")],
+    [
+        (["--detach"], "detach-needs-cluster"),
+        (["--upgrade"], "upgrade-needs-cluster"),
+        (["--detach", "--watch", "--ray-address", "auto"], "watch-needs-viewer"),
+    ],
 )
-def test_detach_is_refused_where_it_has_no_meaning(
+def test_an_option_is_refused_where_it_has_no_meaning(
     arguments: list[str], id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["up", "fleet.yaml", *arguments]) == 1
@@ -317,3 +324,59 @@ def test_the_machines_of_a_removed_fleet_are_free() -> None:
     MachineClaims(kv, "blue").bind(NAMES, [member("b")])
     release_machines(kv, "red")
     assert claims(kv).keys() == {"b"}
+
+
+# Upgrading
+
+
+def fleet_record(version: str) -> FleetRecord:
+    texts = dict.fromkeys(("fleet", "url", "admin_url", "token", "ray_address"), "")
+    return FleetRecord(name="chat", dashboard_url=None, pid=0, started=0.0, version=version, on_cluster=True, **texts)
+
+
+def test_a_head_that_cannot_run_the_controller_is_refused(up: JoinedUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would wait for ever for an interpreter that is not there."""
+    monkeypatch.setattr(ray_nodes, "ray_nodes", list)
+    monkeypatch.setattr(host_survey, "greet", lambda nodes: {host_survey.THE_HEAD: "it has no /opt/new/bin/python"})
+    assert refusal(up._survey) == "head-unfit"
+
+
+def test_a_fleet_of_another_version_is_not_changed_by_a_plain_up() -> None:
+    refuse_version(fleet_record(corewright_version()))
+    assert refusal(lambda: refuse_version(fleet_record("0.0.1"))) == "fleet-version-differs"
+
+
+def fleet_upgrade(monkeypatch: pytest.MonkeyPatch, **status: Any) -> FleetUpgrade:
+    """Returns an upgrade of a fleet with that status."""
+    follower = ControllerFollower(lambda line: None, Path("/logs"))
+    monkeypatch.setattr(follower, "ask", lambda call: (1, status))
+    return FleetUpgrade("chat", follower, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"maintenance": {"hosts": ["inf2.48xlarge/0"]}, "rollout": {"state": "complete"}},
+        {"maintenance": None, "rollout": {"state": "progressing"}},
+        {"maintenance": None, "rollout": {"state": "canary"}},
+    ],
+)
+def test_an_upgrade_does_not_begin_while_replicas_move(status: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    upgrade = fleet_upgrade(monkeypatch, revision=3, **status)
+    assert refusal(lambda: upgrade.replace_controller(fleet_record("0.0.1"))) == "upgrade-refused"
+
+
+def test_an_upgrade_ends_with_the_rollout_of_its_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet_upgrade(monkeypatch, revision=4, rollout={"state": "complete"}).await_replicas(4)
+
+
+@pytest.mark.parametrize(("revision", "state"), [(5, "progressing"), (4, "failed"), (4, "paused")])
+def test_an_upgrade_whose_replicas_fail_says_how_to_go_back(
+    revision: int, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Revision 5 is the rollback of revision 4."""
+    upgrade = fleet_upgrade(monkeypatch, revision=revision, rollout={"state": state, "reason": "it failed"})
+    with pytest.raises(Failed) as raised:
+        upgrade.await_replicas(4)
+    assert raised.value.problem.id == "upgrade-failed"
+    assert "go back: run the same command" in (raised.value.problem.hint or "")

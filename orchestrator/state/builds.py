@@ -1,0 +1,27 @@
+"""The versions of corewright in a fleet whose upgrade has not ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.state.fleet_state import FleetState
+
+
+def other_versions(state: FleetState) -> dict[str, str]:
+    """Returns the version of each replica that does not run the controller's build, by id."""
+    others = {}
+    for view in state.views.values():
+        build = state.revision_of_version(view.model, view.version).revision.build
+        if build not in (None, state.settings.build) and not view.gone:
+            others[view.id] = build.version
+    return others
+
+
+def versions(state: FleetState, gateways: Mapping[str, str], problem: str | None) -> dict[str, Any] | None:
+    """Returns the versions for `status`; None if there is one only. ``gateways`` are those of other versions, by
+    machine, and ``problem`` is why the upgrade does not go on."""
+    replicas, own = other_versions(state), state.settings.build
+    if own is None or not (replicas or gateways):
+        return None
+    return {"controller": own.version, "gateways": dict(gateways), "replicas": replicas, "problem": problem}
