@@ -155,8 +155,8 @@ def _versions(data: Mapping[str, Any]) -> list[str]:
     versions = data.get("versions")
     if not versions:
         return []
-    parts = [f"{id} {version}" for id, version in versions["replicas"].items()]
-    parts = [f"gateway of {machine} {version}" for machine, version in versions["gateways"].items()] + parts
+    kinds = {"host_actors": "host actor of ", "gateways": "gateway of ", "replicas": ""}
+    parts = [f"{kind}{name} {version}" for key, kind in kinds.items() for name, version in versions[key].items()]
     line = f"upgrade: the controller is corewright {versions['controller']}, and not yet: {', '.join(parts)}"
     return [line] if versions["problem"] is None else [line, f"upgrade: {versions['problem']}"]
 

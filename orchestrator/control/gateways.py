@@ -96,7 +96,7 @@ class Gateways:
         self._forget_silent()
         silent = {place.label for place in self._places} - {heard.report.place for heard in self._heard.values()}
         replaced = min((place for place in self._places if place.label in self.other_versions()), default=None)
-        if now < self._replacement_due:
+        if now < self._replacement_due or self._cluster.other_host_actors():  # host actors come first
             replaced = None
         if self._places != self._requested or (silent and now >= self._due) or replaced is not None:
             self._requested, self._due = self._places, now + RETRY_S
@@ -112,6 +112,10 @@ class Gateways:
                 if self._problems.get(label) != problem:
                     self._state.records.event("error", "GatewayNotStarted", f"on {label}: {problem}")
             self._problems = problems
+
+    def retry(self) -> None:
+        """Go on with an upgrade now: the cause of the problem may be corrected."""
+        self._replacement_due, self._problems = float("-inf"), {}
 
     def _failed(self, error: Exception) -> None:
         self._problems = {place.label: f"Ray Serve does not start it: {error}" for place in self._places}

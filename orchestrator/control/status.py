@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import msgspec.structs
 
-from orchestrator.control.gateways import Gateways
 from orchestrator.control.host_rolls import roll_status
 from orchestrator.control.host_status import fetch_status, host_statuses
 from orchestrator.fleet.progress_text import problem_text
@@ -18,7 +17,6 @@ from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.preparation import Preparation
 from orchestrator.rollout.rollout_step import Step
-from orchestrator.state.builds import versions
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.rollout_progress import leaving, rollout_state
 from orchestrator.state.unloaded import reason_for_clients, why_unloaded
@@ -164,7 +162,8 @@ def status(
     ready: bool,
     log_of: Callable[[str, int], Path],
     scaling_of: Callable[[ModelSpec], dict[str, Any]],
-    gateways: Gateways,
+    gateways: list[dict[str, Any]],
+    versions: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Returns what `corewright status` shows; docs/cli.md documents its JSON form."""
     hosts = host_statuses(state)
@@ -179,9 +178,9 @@ def status(
             _model_status(state, model, conditions, log_of, scaling_of(model)) for model in state.current.spec.models
         ],
         "hosts": hosts,
-        "gateways": gateways.status(),
+        "gateways": gateways,
         "maintenance": roll_status(state.records.state.roll),
-        "versions": versions(state, gateways.other_versions(), gateways.upgrade_problem),
+        "versions": versions,
     }
 
 

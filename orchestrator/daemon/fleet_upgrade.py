@@ -1,4 +1,7 @@
-"""Upgrades a fleet on a joined cluster to this version of corewright: the controller, gateways, then replicas."""
+"""Upgrades a fleet on a joined cluster to this version of corewright.
+
+The order: the controller, host actors, gateways (the new controller replaces both), then replicas.
+"""
 
 from __future__ import annotations
 
@@ -59,18 +62,21 @@ class FleetUpgrade:
         with self._switching:
             self._follower.controller = controller_handover.replace_controller(self._name, self._follower.controller)
 
-    def await_gateways(self) -> None:
-        """Wait until the gateways run this version. Raises Failed if one of them does not start."""
+    def await_hosts(self) -> None:
+        """Wait until host actors and gateways run this version. Raises Failed if one of them does not start."""
+        self._report("replacing the host actors and the gateways, host after host")
+        self._follower.ask(lambda: self._follower.controller.retry_upgrade.remote())  # if an earlier command has failed
         unheard_until = time.monotonic() + UNHEARD_S
         while (reply := self._follower.ask(self._status)) is not None:  # None: this process ends
             self._seen, status = reply
             versions = [gateway["version"] for gateway in status["gateways"]]
-            problem = status["versions"] and status["versions"]["problem"]
-            if problem is not None:
-                hint = "nothing was changed after it, and the fleet serves; " + GO_BACK.format(self._before)
-                raise Failed("upgrade-failed", problem, hint)
+            others = status["versions"] or {"host_actors": {}, "problem": None}
+            if others["problem"] is not None:
+                hint = "the upgrade has stopped there, and the fleet serves; " + GO_BACK.format(self._before)
+                raise Failed("upgrade-failed", others["problem"], hint)
             unheard = not versions or None in versions
-            if set(versions) <= {None, corewright_version()} and not (unheard and time.monotonic() < unheard_until):
+            is_done = not others["host_actors"] and set(versions) <= {None, corewright_version()}
+            if is_done and not (unheard and time.monotonic() < unheard_until):
                 return
             time.sleep(POLL_S)
 

@@ -173,7 +173,7 @@ class JoinedUp:
             self._own_or_adopt(cpus, addresses)
         self._in_background(self._follower.narrate)
         if self._upgrade is not None and self._adopts:
-            self._upgrade.await_gateways()
+            self._upgrade.await_hosts()
             self._upgrade.await_replicas(self._apply())
         self._report("starting the gateways")
         with self._report.waiting(lambda: "the gateways"):

@@ -154,6 +154,10 @@ class ControllerActor:
         await self._controller.settled()
         return self._controller.settings, self._gateway
 
+    async def retry_upgrade(self) -> None:
+        """Go on now with an upgrade that has stopped."""
+        self._controller.retry_upgrade()
+
     async def take_down(self) -> float:
         """Begin to drain and remove the fleet, on a joined cluster. Returns the drain timeout, in seconds."""
         await self._request_shutdown()

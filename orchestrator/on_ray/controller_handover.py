@@ -1,8 +1,8 @@
 """Replaces the controller of a fleet on a joined cluster by one of another version of corewright.
 
-Replicas and gateways keep serving meanwhile, by their last routes. Host actors have no state that must last: they end
-with the old controller, and the new one starts its own, in its own interpreter. Run as a program, it starts the
-controller of the settings on stdin: the way back, in the old interpreter.
+Replicas and gateways keep serving meanwhile, by their last routes. The new controller uses the host actors of the old
+one, and then replaces them. Run as a program, it starts the controller of the arguments on stdin: the way back, in the
+old interpreter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import msgspec.structs
 import ray
 
-from orchestrator.fleet.cluster_names import HOST_ACTOR, ray_name
+from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.on_ray.calls import ActorUnavailable, CallFailed, answer
@@ -25,7 +25,7 @@ from orchestrator.on_ray.ray_nodes import CONTROLLER, join_ray
 from orchestrator.process.failure import Failed
 
 HANDOVER_S = 30.0  # for the reply of the running controller
-END_S = 30.0  # for the names of ended actors to be free: a second, on an idle machine
+END_S = 30.0  # for the name of the ended controller to be free: a second, on an idle machine
 START_S = 120.0
 POLL_S = 0.1
 
@@ -78,21 +78,14 @@ def _started(handover: Handover) -> Any:
 
 
 def _end(name: str) -> None:
-    """End the controller and the host actors of the fleet, and wait until their names are free."""
+    """End the controller of the fleet, and wait until its name is free."""
     namespace, deadline = ray_name(name), time.monotonic() + END_S
-    while names := _names(namespace):
-        for actor in names:
-            with contextlib.suppress(ValueError):  # it has ended meanwhile
-                ray.kill(ray.get_actor(actor, namespace), no_restart=True)
+    while {"name": CONTROLLER, "namespace": namespace} in ray.util.list_named_actors(all_namespaces=True):
+        with contextlib.suppress(ValueError):  # it has ended meanwhile
+            ray.kill(ray.get_actor(CONTROLLER, namespace), no_restart=True)
         if time.monotonic() > deadline:
-            raise Failed("upgrade-failed", f"{', '.join(names)} cannot be ended", "see `ray list actors`")
+            raise Failed("upgrade-failed", "the old controller cannot be ended", "see `ray list actors`")
         time.sleep(POLL_S)
-
-
-def _names(namespace: str) -> list[str]:
-    listed = ray.util.list_named_actors(all_namespaces=True)
-    names = [actor["name"] for actor in listed if actor["namespace"] == namespace]
-    return [name for name in names if name == CONTROLLER or name.startswith(HOST_ACTOR)]
 
 
 def _main() -> None:

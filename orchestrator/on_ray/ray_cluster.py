@@ -12,22 +12,20 @@ from typing import Any, TypeVar
 
 import msgspec.structs
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, Loss, ReplicaDied, Survivor, actor_name
 from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
-from orchestrator.fleet.host_greeting import unfit
 from orchestrator.fleet.machine_claims import MachineClaims
 from orchestrator.on_ray.actor_death import CRASHED, DISCONNECTED, cause_of_death
 from orchestrator.on_ray.cluster_nodes import ClusterNodes
 from orchestrator.on_ray.gateway_applications import GatewayApplications
 from orchestrator.on_ray.head import Head, retried
 from orchestrator.on_ray.host_actors import HostActors
+from orchestrator.on_ray.host_admission import HostAdmission
 from orchestrator.on_ray.host_requests import end_host_actors, refused_types, request_machines
-from orchestrator.on_ray.host_survey import GREETING_S
-from orchestrator.on_ray.own_greeting import greeting
 from orchestrator.on_ray.ray_kv import RayKeyValues
 from orchestrator.on_ray.ray_nodes import RayNode, draining_nodes
 from orchestrator.on_ray.survivors import find_survivors, is_dead, kill
@@ -87,10 +85,9 @@ class RayCluster:
         self._head = Head(clock)
         claims = retried(lambda: MachineClaims(RayKeyValues(), name)) if self._is_joined else None
         self._nodes = ClusterNodes(self._head, clock, claims)
-        self._emulated = emulated or ()
-        self._greeted: dict[str, asyncio.Task[None]] = {}  # by node id
         mark = f"{self._namespace}{home}" if self._is_joined else None
         self._host_actors = HostActors(self._head, self._namespace, store, home, mark)
+        self._admission = HostAdmission(self._nodes, self._host_actors, clock, emulated or ())
         self._answered: set[str] = set()  # replicas that have replied: a later timeout means a hang
         self._preparing: list[asyncio.Task[None]] = []
         self._creating: set[str] = set()  # replicas whose actors are being registered
@@ -187,6 +184,7 @@ class RayCluster:
         ``keep_hosts``."""
         self._nodes.kept = kept
         self._nodes.add(names)
+        retried(self._host_actors.find_others)
         used = self._nodes.used()
         for node in self._nodes.all:
             if node.alive and node.label in used:
@@ -194,29 +192,7 @@ class RayCluster:
 
     async def _refresh_nodes(self) -> None:
         if await self._nodes.refresh() and self._is_joined:
-            self._greet()
-
-    def _greet(self) -> None:
-        """Ask the machines of a joined cluster that are new hosts for their versions."""
-        used = set(self._nodes.labels.values())
-        for node in self._nodes.all:
-            if node.alive and node.label in used and node.id not in self._greeted:
-                self._greeted[node.id] = asyncio.get_running_loop().create_task(self._judge(node))
-
-    async def _judge(self, node: RayNode) -> None:
-        """Leave the machine out if it cannot be a host."""
-        try:
-            reply = await self._clock.within((await self._host_actors.of(node)).greeting.remote(), GREETING_S)
-        except RayActorError as error:
-            reply = f"corewright does not run there: {cause_of_death(error)}"
-        except (RayError, asyncio.TimeoutError) as error:
-            log.warning("%s does not report its version: %s", node.label, error)
-            return
-        reason = unfit(reply, greeting(), emulated=node.instance in self._emulated)
-        if reason is not None:
-            log.error("%s is left out: %s", node.label, reason)
-            self._nodes.unfit[node.id] = reason
-            self._host_actors.forget(node)
+            self._admission.greet()
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
         while (actor := self._actors.get(name)) is not None:
@@ -376,6 +352,15 @@ class RayCluster:
     def living_machines(self) -> Sequence[ClusterMachine]:
         return self._nodes.machines()
 
+    def other_host_actors(self) -> Mapping[str, str]:
+        return self._host_actors.others
+
+    async def replace_host_actor(self, machine: str) -> str | None:
+        node = next((node for node in self._nodes.all if node.alive and node.label == machine), None)
+        reason = await self._host_actors.replace(machine, node, self._clock)
+        self._processes.clear()  # each host watches them again when their status changes
+        return reason
+
     async def run_gateways(
         self, places: Collection[GatewayPlace], replaced: GatewayPlace | None = None
     ) -> Mapping[str, str]:
@@ -422,12 +407,17 @@ class RayCluster:
             target = next((candidate for candidate in order if candidate.alive and candidate.id not in silent), None)
             if target is None:
                 raise HostLost(f"no host actor replies for {host or 'this host'}")
+            actor = None
             try:
-                call = getattr(await self._host_actors.of(target), method).remote(*arguments)
+                actor = await self._host_actors.of(target)
+                call = getattr(actor, method).remote(*arguments)
                 return await self._clock.within(call, CONFIRM_DEATH_S + CALL_DEADLINE_S)
             except RayTaskError:
                 raise  # it has replied with a failure
             except (RayError, asyncio.TimeoutError) as error:
+                current = self._host_actors.known(target)
+                if current is not None and current is not actor:
+                    continue  # it was replaced meanwhile
                 log.warning("the host actor of %s does not reply: %s", target.label, str(error).partition("\n")[0])
                 self._host_actors.forget(target)
                 silent.add(target.id)

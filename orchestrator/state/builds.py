@@ -18,10 +18,13 @@ def other_versions(state: FleetState) -> dict[str, str]:
     return others
 
 
-def versions(state: FleetState, gateways: Mapping[str, str], problem: str | None) -> dict[str, Any] | None:
-    """Returns the versions for `status`; None if there is one only. ``gateways`` are those of other versions, by
-    machine, and ``problem`` is why the upgrade does not go on."""
-    replicas, own = other_versions(state), state.settings.build
-    if own is None or not (replicas or gateways):
+def versions(
+    state: FleetState, host_actors: Mapping[str, str], gateways: Mapping[str, str], problem: str | None
+) -> dict[str, Any] | None:
+    """Returns the versions for `status`; None if there is one only. ``host_actors`` and ``gateways`` are those of other
+    versions, by machine, and ``problem`` is why the upgrade does not go on."""
+    own = state.settings.build
+    others = {"host_actors": dict(host_actors), "gateways": dict(gateways), "replicas": other_versions(state)}
+    if own is None or not any(others.values()):
         return None
-    return {"controller": own.version, "gateways": dict(gateways), "replicas": replicas, "problem": problem}
+    return {"controller": own.version, **others, "problem": problem}

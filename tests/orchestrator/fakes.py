@@ -176,7 +176,9 @@ class FakeCluster:
         self.refused_types: dict[str, str] = {}  # why machines are not started, by instance type
         self.requests: dict[str, asyncio.Task[None]] = {}  # of machines, by host
         self.gateways: frozenset[GatewayPlace] = frozenset()
-        self.replaced: list[str] = []  # machines whose gateways were replaced, in this order
+        self.replaced: list[str] = []  # in an upgrade, in this order
+        self.old_host_actors: dict[str, str] = {}  # the version by machine
+        self.host_actor_problems: dict[str, str] = {}  # by machine
         self.gateway_problems: dict[str, str] = {}  # by machine
         self.notices: dict[str, Notice] = {}  # by host
         self.nodes: dict[str, str] = {}  # by host, the id of its Ray node; by default "1"
@@ -411,12 +413,22 @@ class FakeCluster:
         names = [name for name in self.host_names if name not in self.lost_now]
         return [ClusterMachine(GatewayPlace(f"m-{name}", self.nodes.get(name, "1")), name, name) for name in names]
 
+    def other_host_actors(self) -> Mapping[str, str]:
+        return dict(self.old_host_actors)
+
+    async def replace_host_actor(self, machine: str) -> str | None:
+        self.replaced.append(f"host {machine}")
+        reason = self.host_actor_problems.get(machine)
+        if reason is None:
+            del self.old_host_actors[machine]
+        return reason
+
     async def run_gateways(
         self, places: Collection[GatewayPlace], replaced: GatewayPlace | None = None
     ) -> Mapping[str, str]:
         self.gateways = frozenset(places)
         if replaced is not None:
-            self.replaced.append(replaced.label)
+            self.replaced.append(f"gateway {replaced.label}")
         return self.gateway_problems
 
     async def host_reports(self) -> Mapping[str, HostReport]:

@@ -55,6 +55,7 @@ def test_up_replaces_the_replicas_of_another_build_while_the_model_serves(tmp_pa
     async def story(played: Played, cluster: FakeCluster) -> None:
         assert played.controller.status()["versions"] == {
             "controller": "0.1.0",
+            "host_actors": {},
             "gateways": {},
             "replicas": {"a/0": "0.0.9", "a/1": "0.0.9"},
             "problem": None,

@@ -144,14 +144,14 @@ def test_gateways_of_another_version_are_replaced_machine_after_machine(tmp_path
     async def story(played: Played, cluster: FakeCluster) -> None:
         first, second = (f"m-{host}" for host in HOSTS)
         await reported(played, *HOSTS, seconds=3.0, version="0.0.9")
-        assert set(cluster.replaced) == {first}
+        assert set(cluster.replaced) == {f"gateway {first}"}
         cluster.gateway_problems = {second: "it fails"}
         await reported(played, HOSTS[0], seconds=1.0, version="0.1.0")
         cluster.replaced.clear()
         for _ in range(28):
             await reported(played, HOSTS[0], version="0.1.0")
             await reported(played, HOSTS[1], version="0.0.9")
-        assert 1 <= cluster.replaced.count(second) <= 2, "it is retried each half minute"
+        assert 1 <= cluster.replaced.count(f"gateway {second}") <= 2, "it is retried each half minute"
         versions = played.controller.status()["versions"]
         assert versions["gateways"] == {second: "0.0.9"}
         assert versions["problem"] == f"the gateway on {second} does not start: it fails"
@@ -161,6 +161,39 @@ def test_gateways_of_another_version_are_replaced_machine_after_machine(tmp_path
         cluster.replaced.clear()
         await reported(played, *HOSTS, seconds=40.0, version="0.1.0")
         assert not cluster.replaced
+
+    play(tmp_path, story, build=Build("0.1.0", "/opt/new/bin/python"))
+
+
+def test_host_actors_are_replaced_host_after_host_before_the_gateways(tmp_path: Path) -> None:
+    async def story(played: Played, cluster: FakeCluster) -> None:
+        first, second = (f"m-{host}" for host in HOSTS)
+        cluster.old_host_actors = {first: "0.0.9", second: "0.0.9"}
+        await reported(played, *HOSTS, seconds=5.0, version="0.0.9")
+        assert cluster.replaced[:3] == [f"host {first}", f"host {second}", f"gateway {first}"]
+
+    play(tmp_path, story, build=Build("0.1.0", "/opt/new/bin/python"))
+
+
+def test_an_upgrade_stops_at_a_host_whose_new_actor_does_not_start(tmp_path: Path) -> None:
+    """Neither other hosts nor gateways follow, and the repeated command goes on."""
+
+    async def story(played: Played, cluster: FakeCluster) -> None:
+        first, second = (f"m-{host}" for host in HOSTS)
+        cluster.old_host_actors = {first: "0.0.9", second: "0.0.9"}
+        cluster.host_actor_problems = {first: "it has no interpreter"}
+        await reported(played, *HOSTS, seconds=40.0, version="0.0.9")
+        assert cluster.replaced == [f"host {first}"] * 2, "it is retried each half minute"
+        versions = played.controller.status()["versions"]
+        assert versions["host_actors"] == {first: "0.0.9", second: "0.0.9"}
+        assert versions["problem"] == f"the host actor on {first} does not start: it has no interpreter"
+        cluster.host_actor_problems.clear()
+        played.controller.retry_upgrade()
+        assert played.controller.status()["versions"]["problem"] is None
+        await reported(played, *HOSTS, seconds=5.0, version="0.0.9")
+        assert cluster.replaced[2:5] == [f"host {first}", f"host {second}", f"gateway {first}"]
+        versions = played.controller.status()["versions"]
+        assert (versions["host_actors"], versions["problem"]) == ({}, None)
 
     play(tmp_path, story, build=Build("0.1.0", "/opt/new/bin/python"))
 

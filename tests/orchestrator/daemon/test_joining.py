@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.cli.main import run
+from orchestrator.daemon import fleet_upgrade as fleet_upgrade_module
 from orchestrator.daemon.cluster_reach import Sides, reach, refuse_versions, refused
 from orchestrator.daemon.cluster_survey import survey
 from orchestrator.daemon.controller_follower import ControllerFollower
@@ -364,6 +365,44 @@ def fleet_upgrade(monkeypatch: pytest.MonkeyPatch, **status: Any) -> FleetUpgrad
 def test_an_upgrade_does_not_begin_while_replicas_move(status: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     upgrade = fleet_upgrade(monkeypatch, revision=3, **status)
     assert refusal(lambda: upgrade.replace_controller(fleet_record("0.0.1"))) == "upgrade-refused"
+
+
+def versions(problem: str | None = None, **others: dict[str, str]) -> dict[str, Any]:
+    return {"controller": corewright_version(), "host_actors": {}, "gateways": {}, "replicas": {}, **others} | {
+        "problem": problem
+    }
+
+
+@pytest.mark.parametrize("version", [corewright_version(), None])
+def test_replicas_follow_when_host_actors_and_gateways_are_replaced(
+    version: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that does not report is not waited for for ever."""
+    monkeypatch.setattr(fleet_upgrade_module, "UNHEARD_S", 0.0)
+    upgrade = fleet_upgrade(monkeypatch)
+    replies = iter(
+        [
+            {},
+            {"gateways": [{"version": version}], "versions": versions(host_actors={"b": "0.0.1"})},
+            {"gateways": [{"version": "0.0.1"}], "versions": versions(gateways={"b": "0.0.1"})},
+            {"gateways": [{"version": version}], "versions": versions(replicas={"chat/0": "0.0.1"})},
+        ]
+    )
+    monkeypatch.setattr(upgrade._follower, "ask", lambda call: (1, next(replies)))
+    monkeypatch.setattr(fleet_upgrade_module, "POLL_S", 0.0)
+    upgrade.await_hosts()
+    assert list(replies) == []
+
+
+def test_an_upgrade_that_stops_at_a_host_says_where_and_how_to_go_on_or_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = "the host actor on b does not start: it has no interpreter"
+    upgrade = fleet_upgrade(monkeypatch, gateways=[], versions=versions(problem, host_actors={"b": "0.0.1"}))
+    with pytest.raises(Failed) as raised:
+        upgrade.await_hosts()
+    assert raised.value.problem.what == problem
+    hint = raised.value.problem.hint or ""
+    assert "run this again" in hint
+    assert "go back: run the same command with corewright" in hint
 
 
 def test_an_upgrade_ends_with_the_rollout_of_its_revision(monkeypatch: pytest.MonkeyPatch) -> None:
