@@ -14,7 +14,7 @@ import pytest
 from orchestrator.api.routes import ROUTES
 from orchestrator.fleet.controller_settings import ADMIN_PATH
 from orchestrator.gateway.admission.authenticator import OPEN
-from orchestrator.gateway.encoding.protocol import KIND_OF, EncodingFields
+from orchestrator.gateway.encoding.protocol import KINDS_OF, EncodingFields
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import ROUTES as GATEWAY_ROUTES
 from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest
@@ -111,7 +111,7 @@ def test_every_field_of_an_encoded_request_is_described() -> None:
     page = section(API, "Embeddings, scores and classes")
     own = {field for row in rows(page) if row[0].startswith("`/") for field in words(row[2])}
     described = {word for row in rows(page) if not row[0].startswith("`/") for word in words(row[0])}
-    fields = {field.name for kind in KIND_OF for field in msgspec.structs.fields(kind)}
+    fields = {field.name for kind in KINDS_OF for field in msgspec.structs.fields(kind)}
     common = {field.name for field in msgspec.structs.fields(EncodingFields)}
     assert (own, described) == (fields - common, fields - {"user"})
 

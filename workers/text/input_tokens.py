@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ class InputTexts(msgspec.Struct, frozen=True):
     cut: int | None = None  # longer inputs are cut to this length, with 0 to the longest; None: they are rejected
     prompt: str = ""  # before each text
     pools_prompt: bool = True  # False: the prompt's tokens are counted in each input
+    cut_second: int | None = None  # the second text of each pair ends after so many tokens of its own
 
     def limit(self, own: int) -> int:
         """Returns the most tokens of an input; ``own`` is the tokenizer's limit."""
@@ -46,6 +47,8 @@ class InputTokenizer:
         """Returns the inputs. Raises TooManyTokens, and ValueError if a cut leaves no room for the text."""
         limit = texts.limit(self.own_limit)
         given = {place: _with(texts.prompt, value) for place, value in enumerate(texts.inputs) if not _is_ids(value)}
+        if texts.cut_second is not None:
+            given = self._cut_seconds(given, texts.cut_second)
         if texts.cut is None:
             for place, text in given.items():
                 self._check(text, limit, place)
@@ -87,6 +90,14 @@ class InputTokenizer:
         finally:
             self.fast.no_truncation()
 
+    def _cut_seconds(self, given: Mapping[int, Any], count: int) -> dict[int, Any]:
+        """Returns the pairs with their second texts cut after the last character of that token."""
+        seconds = self.fast.encode_batch([pair[1] for pair in given.values()], add_special_tokens=False)
+        return {
+            place: (first, second[: tokens.offsets[count - 1][1]] if len(tokens.ids) > count else second)
+            for (place, (first, second)), tokens in zip(given.items(), seconds, strict=True)
+        }
+
     def _cut(self, ids: list[int], texts: InputTexts, limit: int) -> list[int]:
         if texts.cut is None or len(ids) <= limit:
             return ids
@@ -108,7 +119,7 @@ def encode_bytes(texts: InputTexts) -> list[EncodeInput]:
             ids = value
         elif isinstance(value, tuple):
             first = value[0].encode()
-            ids, second = [*first, *value[1].encode()], len(first)
+            ids, second = [*first, *value[1].encode()[: texts.cut_second]], len(first)
         else:
             ids = [*(texts.prompt + value).encode()]
             prompt = 0 if texts.pools_prompt else len(texts.prompt.encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import binascii
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,6 +72,8 @@ def written(body: EncodingBody, head: Head, encoded: Encoded) -> Iterator[bytes]
         return _embeddings(body, head, encoded)
     if isinstance(body, ClassifyRequest):
         return _classes(head, encoded)
+    if isinstance(body, ScoreRequest) and encoded.count == len(body.texts()):  # of an embedding model, not of pairs
+        return _scores(head, encoded, cosines(list(map(_numbers, encoded.rows())), len(body.inputs())))
     if encoded.width != 1:
         message = f"the model {head.model!r} gives {encoded.width} numbers for a pair, not one score"
         raise invalid(message, param="model")
@@ -91,6 +94,16 @@ def shortened(numbers: array.array[float], dimensions: int) -> array.array[float
     first = numbers[:dimensions]
     length = max(math.hypot(*first), _LEAST_LENGTH)
     return array.array("f", [number / length for number in first])
+
+
+def cosines(vectors: Sequence[array.array[float]], pairs: int) -> list[float]:
+    """Returns the cosine of each of the last ``pairs`` vectors and the vector that it is paired with."""
+    first, second = vectors[:-pairs], vectors[-pairs:]
+    lengths = [max(math.hypot(*vector), _LEAST_LENGTH) for vector in vectors]
+    return [
+        sum(map(operator.mul, first[place % len(first)], vector)) / lengths[place % len(first)] / lengths[place - pairs]
+        for place, vector in enumerate(second)
+    ]
 
 
 def _embeddings(body: EmbeddingRequest, head: Head, encoded: Encoded) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from orchestrator.gateway.encoding.answers import Head, id_prefix, too_many_dime
 from orchestrator.gateway.encoding.encoded_reply import EncodedReply
 from orchestrator.gateway.encoding.inputs import encode_inputs
 from orchestrator.gateway.encoding.protocol import (
-    KIND_OF,
+    KINDS_OF,
     ClassifyRequest,
     EmbeddingRequest,
     EncodingBody,
@@ -90,7 +90,7 @@ class Encoding:
 
     def _check(self, exchange: Exchange, body: EncodingBody, queue: ModelQueue, routes: ModelRoutes) -> None:
         """Raises ApiError for a request that the model cannot answer."""
-        if routes.kind != KIND_OF[type(body)]:
+        if routes.kind not in KINDS_OF[type(body)]:
             raise errors.other_kind(queue.name, routes.kind, exchange.request.path)
         width = queue.links.width
         if width and (error := too_many_dimensions(body, width)) is not None:

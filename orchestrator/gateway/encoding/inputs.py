@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from orchestrator.fleet.route_table import ModelRoutes
-from orchestrator.gateway.encoding.protocol import EmbeddingRequest, EncodingBody
+from orchestrator.gateway.encoding.protocol import EmbeddingRequest, EncodingBody, RerankRequest, inputs_of, place_of
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import invalid
 from orchestrator.gateway.openai.protocol import MOST
 from orchestrator.gateway.openai.request_builder import RequestLimits
 from orchestrator.gateway.serving.tokenizers import layout_of
+from placements.facts.encoders import Kind
 from workers.engines.encoder.layout import EncoderLayout
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
@@ -26,18 +27,19 @@ def encode_inputs(
         layout = layout_of(routes)
     except EngineLoadError as error:
         raise errors.tokenizer_unavailable(error) from error
-    texts = input_texts(body, layout, limits.longest_prompt)
+    texts = input_texts(body, routes.kind, layout, limits.longest_prompt)
     try:
         inputs = tokenizer.encode_inputs(texts)
     except TooManyTokens as error:
-        raise errors.input_too_long(body.param, error.place, error.count, error.limit, exact=error.exact) from None
+        where = place_of(body, routes.kind, error.place)
+        raise errors.input_too_long(*where, error.count, error.limit, exact=error.exact) from None
     except (ValueError, OverflowError) as error:
         raise invalid(f"{body.param}: {error}", param=body.param) from None
-    _check_ids(body, texts, inputs, limits.vocab_size or MOST)
+    _check_ids(body, routes.kind, texts, inputs, limits.vocab_size or MOST)
     return inputs
 
 
-def input_texts(body: EncodingBody, layout: EncoderLayout | None, longest: int) -> InputTexts:
+def input_texts(body: EncodingBody, kind: Kind, layout: EncoderLayout | None, longest: int) -> InputTexts:
     """Returns the texts with what the layout says of them; ``longest`` is the model's limit of tokens. Raises ApiError
     400 for a prompt that the folder does not have, and a cut above the limit."""
     max_length = longest if layout is None else layout.max_length
@@ -45,12 +47,13 @@ def input_texts(body: EncodingBody, layout: EncoderLayout | None, longest: int) 
     if body.cut is not None and body.cut > limit:
         message = f"truncate_prompt_tokens: {body.cut} is above the limit of this model, {limit} tokens"
         raise invalid(message, param="truncate_prompt_tokens")
-    prompt = prompt_of(body, layout) if isinstance(body, EmbeddingRequest) else ""
+    prompt = prompt_of(body, layout) if kind == "embedding" else ""
     pools_prompt = layout is None or layout.pools_prompt
-    return InputTexts(body.inputs(), longest, max_length, body.cut, prompt, pools_prompt)
+    per_document = body.max_tokens_per_doc if isinstance(body, RerankRequest) else None
+    return InputTexts(inputs_of(body, kind), longest, max_length, body.cut, prompt, pools_prompt, per_document)
 
 
-def prompt_of(body: EmbeddingRequest, layout: EncoderLayout | None) -> str:
+def prompt_of(body: EncodingBody, layout: EncoderLayout | None) -> str:
     """Returns the text before each text, chosen as in sentence-transformers. Raises ApiError 400.
 
     1. the request's own prompt, or the prompt that it names
@@ -58,6 +61,9 @@ def prompt_of(body: EmbeddingRequest, layout: EncoderLayout | None) -> str:
     3. the folder's default prompt, if it has one
     """
     prompts = (None if layout is None else layout.prompts) or {}
+    default = None if layout is None else layout.default_prompt
+    if not isinstance(body, EmbeddingRequest):
+        return "" if default is None else prompts.get(default, "")  # 3
     if body.prompt is not None:  # 1
         return body.prompt
     if body.prompt_name is not None:
@@ -70,16 +76,16 @@ def prompt_of(body: EmbeddingRequest, layout: EncoderLayout | None) -> str:
     for name in names:  # 2
         if name in prompts:
             return prompts[name]
-    default = None if layout is None else layout.default_prompt  # 3
-    return "" if default is None else prompts.get(default, "")
+    return "" if default is None else prompts.get(default, "")  # 3
 
 
-def _check_ids(body: EncodingBody, texts: InputTexts, inputs: list[EncodeInput], vocabulary: int) -> None:
+def _check_ids(body: EncodingBody, kind: Kind, texts: InputTexts, inputs: list[EncodeInput], vocabulary: int) -> None:
     """Raises ApiError 400 for an input without tokens, and for the client's ids outside the vocabulary."""
-    for place, (given, input) in enumerate(zip(texts.inputs, inputs, strict=True)):
+    for number, (given, input) in enumerate(zip(texts.inputs, inputs, strict=True)):
         if not input.ids:
-            raise invalid(f"{body.param}[{place}] has no tokens", param=body.param)
+            param, place = place_of(body, kind, number)
+            raise invalid(f"{param}[{place}] has no tokens", param=param)
         if isinstance(given, list) and (max(given) >= vocabulary or min(given) < 0):
             wrong = next(id for id in given if not 0 <= id < vocabulary)
-            message = f"{body.param}[{place}]: {wrong} is not a token id of this model (0 to {vocabulary - 1})"
+            message = f"{body.param}[{number}]: {wrong} is not a token id of this model (0 to {vocabulary - 1})"
             raise invalid(message, param=body.param)

@@ -18,6 +18,7 @@ from orchestrator.gateway.openai.protocol import (
     SomeText,
     texts_or_ids,
 )
+from placements.facts.encoders import Kind
 from workers.messages.encoder_protocol import EncoderKind
 
 Input = str | tuple[str, str] | list[int]  # a text, a pair of texts, or token ids
@@ -92,6 +93,7 @@ class RerankRequest(EncodingFields, kw_only=True, forbid_unknown_fields=True):
     documents: Annotated[list[str | DocumentText], Meta(min_length=1, max_length=MAX_PROMPTS)]
     top_n: PositiveCount | None = None  # results; default: one for each document
     return_documents: bool | None = None
+    max_tokens_per_doc: PositiveCount | None = None  # Cohere's: each document is cut after so many tokens
 
     def texts(self) -> list[str]:
         """Returns the texts of the documents."""
@@ -121,9 +123,14 @@ class ScoreRequest(EncodingFields, kw_only=True, forbid_unknown_fields=True):
             raise invalid(message, param="text_1")
 
     def inputs(self) -> list[Input]:
-        """Returns the pairs."""
+        """Returns the pairs, which a reranker gets."""
         first, second = self._lists()
         return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+    def texts(self) -> list[str]:
+        """Returns all texts, which an embedding model gets: first those of ``text_1``."""
+        first, second = self._lists()
+        return [*first, *second]
 
     @property
     def param(self) -> str:
@@ -151,9 +158,22 @@ class ClassifyRequest(EncodingFields, kw_only=True, forbid_unknown_fields=True):
 
 
 EncodingBody = EmbeddingRequest | RerankRequest | ScoreRequest | ClassifyRequest
-KIND_OF: dict[type, EncoderKind] = {
-    EmbeddingRequest: "embedding",
-    RerankRequest: "rerank",
-    ScoreRequest: "rerank",
-    ClassifyRequest: "classification",
+KINDS_OF: dict[type, tuple[EncoderKind, ...]] = {
+    EmbeddingRequest: ("embedding",),
+    RerankRequest: ("rerank",),
+    ScoreRequest: ("rerank", "embedding"),
+    ClassifyRequest: ("classification",),
 }
+
+
+def inputs_of(body: EncodingBody, kind: Kind) -> list[Input]:
+    """Returns the inputs that a model of the kind gets. Raises ApiError for an invalid one."""
+    return list(body.texts()) if isinstance(body, ScoreRequest) and kind == "embedding" else body.inputs()
+
+
+def place_of(body: EncodingBody, kind: Kind, place: int) -> tuple[str, int]:
+    """Returns the field of an input of ``inputs_of``, and its place there."""
+    if not isinstance(body, ScoreRequest) or kind != "embedding":
+        return body.param, place
+    first = len(body.texts()) - len(body.inputs())
+    return ("text_1", place) if place < first else ("text_2", place - first)

@@ -95,7 +95,7 @@ def rejected_by_server(status: int, message: str) -> ApiError:
 
 ROUTES_OF_KIND = {
     "generate": "/v1/chat/completions and /v1/completions",
-    "embedding": "/v1/embeddings",
+    "embedding": "/v1/embeddings and /v1/score",
     "rerank": "/v1/rerank and /v1/score",
     "classification": "/classify",
 }

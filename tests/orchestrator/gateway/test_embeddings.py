@@ -262,9 +262,9 @@ def test_a_client_that_leaves_cancels_its_request(gateway: LiveGateway, encoder:
     [
         ("/v1/embeddings", {"input": "x"}, "generate", "of kind generate: it has /v1/chat/completions and"),
         ("/v1/embeddings", {"input": "x"}, "rerank", "of kind rerank: it has /v1/rerank and /v1/score"),
-        ("/v1/completions", {"prompt": "x"}, "embedding", "of kind embedding: it has /v1/embeddings, and not /v1/com"),
+        ("/v1/completions", {"prompt": "x"}, "embedding", "it has /v1/embeddings and /v1/score, and not /v1/com"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "classification", "has /classify"),
-        ("/rerank", {"query": "x", "documents": ["y"]}, "embedding", "it has /v1/embeddings, and not /rerank"),
+        ("/rerank", {"query": "x", "documents": ["y"]}, "embedding", "and not /rerank"),
         ("/classify", {"input": "x"}, "generate", "and not /classify"),
     ],
 )

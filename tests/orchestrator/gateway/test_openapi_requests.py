@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 
-from orchestrator.gateway.encoding.protocol import KIND_OF
+from orchestrator.gateway.encoding.protocol import KINDS_OF
 from orchestrator.gateway.openai.openapi import ROUTES, openapi
 from placements.facts.encoders import KINDS
 from tests.orchestrator.encoded import EncoderReplica
@@ -19,7 +19,7 @@ from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
 
 pytestmark = pytest.mark.slow  # thousands of requests, and a slow import
-MODEL_OF = {kind.__name__: name for kind, name in KIND_OF.items()}
+MODEL_OF = {kind.__name__: name for kind, (name, *_) in KINDS_OF.items()}
 EXAMPLES = int(os.environ.get("EXAMPLES", "25"))  # of each operation
 
 

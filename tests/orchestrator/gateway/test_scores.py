@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ def served() -> Iterator[LiveGateway]:
     gateway.serve(
         routes("r", ranks, kind="rerank", max_len=MAX_LEN),
         routes("c", classes, kind="classification", max_len=MAX_LEN),
+        routes("e", classes, kind="embedding", max_len=MAX_LEN),
         routes("wide", classes, kind="rerank", max_len=MAX_LEN),
     )
     yield gateway
@@ -110,6 +113,47 @@ def test_coheres_client_reranks_and_reads_the_scores(served: LiveGateway) -> Non
     best = sorted(range(len(DOCUMENTS)), key=lambda place: -of(QUERY, DOCUMENTS[place]))[:2]
     given = [(place, of(QUERY, DOCUMENTS[place])) for place in best]
     assert [(item.index, item.relevance_score) for item in answer.results] == given
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "pairs"),
+    [
+        ("a", "b", [("a", "b")]),
+        ("a", ["b", "a"], [("a", "b"), ("a", "a")]),
+        (["a", "d"], ["b", "d"], [("a", "b"), ("d", "d")]),
+    ],
+)
+def test_scores_of_an_embedding_model_are_the_cosines_of_its_vectors(
+    served: LiveGateway, first: Any, second: Any, pairs: list[tuple[str, str]]
+) -> None:
+    """Of the vectors that /v1/embeddings gives; equal texts have the score 1."""
+    answer = ask(served, "/score", "e", text_1=first, text_2=second)
+
+    def vector(text: str) -> list[float]:
+        numbers: list[float] = ask(served, "/v1/embeddings", "e", input=text).json()["data"][0]["embedding"]
+        return [number / math.hypot(*numbers) for number in numbers]
+
+    expected = [sum(map(operator.mul, vector(one), vector(other))) for one, other in pairs]
+    assert [item["score"] for item in answer.json()["data"]] == pytest.approx(expected, abs=1e-9)
+    assert all(score == pytest.approx(1) for score, (one, other) in zip(expected, pairs, strict=True) if one == other)
+
+
+def test_a_text_that_is_too_long_for_an_embedding_model_is_named_in_its_field(served: LiveGateway) -> None:
+    long = "x" * (MAX_LEN + 1)
+    for fields, where in (
+        ({"text_1": long, "text_2": ["a", "b"]}, "text_1[0] has"),
+        ({"text_1": "a", "text_2": ["b", long]}, "text_2[1] has"),
+    ):
+        answer = ask(served, "/score", "e", **fields)
+        assert (answer.status_code, where in answer.json()["error"]["message"]) == (400, True)
+
+
+def test_documents_are_cut_after_their_own_tokens(served: LiveGateway) -> None:
+    """As Cohere's max_tokens_per_doc: the query is not cut."""
+    given = {"query": QUERY, "documents": ["one" + "x" * MAX_LEN, "tw"], "max_tokens_per_doc": 3}
+    results = ask(served, "/v2/rerank", "r", **given).json()["results"]
+    scores = {item["index"]: item["relevance_score"] for item in results}
+    assert scores == {0: of(QUERY, "one"), 1: of(QUERY, "tw")}
 
 
 def test_a_class_has_the_label_of_its_highest_number(served: LiveGateway) -> None:

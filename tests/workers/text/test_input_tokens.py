@@ -38,6 +38,19 @@ def test_texts_and_pairs_have_the_tokens_of_transformers(family: str, cut: int |
     assert own.encode("w1 " * 50) == hub("w1 " * 50)["input_ids"]  # nothing of the cut remains
 
 
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_second_texts_of_pairs_are_cut_after_their_own_tokens(family: str, tmp_path: Path) -> None:
+    """The first texts and shorter ones stay whole; what is cut may then be within the limit."""
+    hub, own = save_encoder(tmp_path, family), HubTokenizer(tmp_path)
+    pairs = [("w1 " * 9, "w2 w3 w4 w5 " * 100), ("w1", "w2")]
+    second = hub(pairs[0][1], add_special_tokens=False)["input_ids"]
+
+    inputs = own.encode_inputs(InputTexts(pairs, MOST, cut_second=len(second) // 20))
+
+    kept = hub.decode(second[: len(second) // 20])
+    assert [input.ids for input in inputs] == [hub(pairs[0][0], kept)["input_ids"], hub(*pairs[1])["input_ids"]]
+
+
 def test_an_input_that_is_too_long_is_named_by_its_place_and_cut_only_on_request(tmp_path: Path) -> None:
     """The limit is the lowest of the model's, the folder's and the request's; the folder's replaces the tokenizer's."""
     save_encoder(tmp_path, "bert")
