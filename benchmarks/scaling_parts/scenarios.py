@@ -31,6 +31,8 @@ def scenario_of(
         )
         for model in models
     )
-    bounds = {"count": hosts} if least is None else {"min": least, "max": hosts}
-    spec = Spec(hosts=(HostsSpec(emulate="inf2.48xlarge", price_per_core_hour=price, **bounds),), models=specs)
+    wanted = HostsSpec(emulate="inf2.48xlarge", count=hosts, price_per_core_hour=price)
+    if least is not None:
+        wanted = wanted.model_copy(update={"count": None, "min": least, "max": hosts})
+    spec = Spec(hosts=(wanted,), models=specs)
     return Scenario(spec, hosts_for(spec, _MACHINE), tuple(models), host_start_s=host_start_s)

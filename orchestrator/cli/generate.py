@@ -50,6 +50,9 @@ def generate_once(file: SpecFile, model: str, question: dict[str, Any]) -> int:
     if model_spec is None:
         names = ", ".join(item.name for item in spec.models)
         raise Failed("model-unknown", f"{file.name} has no model {model}", f"it has {names}")
+    if model_spec.kind != "generate":
+        what = f"{model} does not generate: its kind is {model_spec.kind}"
+        raise Failed("generate-refused", what, "start the fleet, and send it requests: docs/api.md")
     problems = start_problems(_only(file, model))
     if has_errors(problems):
         complain(problems)

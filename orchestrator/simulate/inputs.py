@@ -62,6 +62,12 @@ def run_simulation(inputs: SimulationInputs, report: Callable[[str], None]) -> S
     """Runs the simulation. First passes to ``report`` which requests were dropped or cut. Raises Failed and
     InvalidTrace."""
     reads = [_read(inputs, file) for file in inputs.files]
+    for read in reads:
+        encoders = ", ".join(model.name for model in read.scenario.spec.models if model.kind != "generate")
+        if encoders:
+            report(
+                f"{read.name}: {encoders}: simulated as if they generated, which encoders do not: ignore their figures"
+            )
     if isinstance(inputs.load, Workload):
         load = _synthetic(inputs, inputs.load, reads, report)
     else:

@@ -35,6 +35,7 @@ models:
   parrot: {engine: echo, tp_degree: 2, cores: ["0-1"]}
   slow: {engine: echo, tp_degree: 2, cores: ["2-3"], engine_options: {step_ms: 100}}
   real: {engine: cpu, source: ./model, max_len: 64}
+  vectors: {engine: echo, kind: embedding}
 """
 DEADLINE_S = 30
 
@@ -271,8 +272,9 @@ def test_cores_in_use_by_a_fleet_are_not_taken(spec: str, tmp_path: Path, capfd:
             "error: generate-refused: 1 prompt tokens and",
         ),
         (["real", "--prompt", "x"], "error: model-not-found: "),
+        (["vectors", "--prompt", "x"], "error: generate-refused: vectors does not generate: its kind is embedding"),
     ],
-    ids=["model", "prompt", "length", "checkpoint"],
+    ids=["model", "prompt", "length", "checkpoint", "encoder"],
 )
 def test_an_impossible_request_is_rejected(
     spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], said: str

@@ -160,6 +160,14 @@ def test_warnings_of_the_spec_are_reported(tmp_path: Path, capsys: pytest.Captur
     assert "checkpoint-unreadable" in capsys.readouterr().err
 
 
+def test_encoders_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The simulator lets them generate, which they do not."""
+    path = tmp_path / "spec.yaml"
+    path.write_text("models: {a: {engine: echo}, e: {engine: echo, kind: embedding}}\n")
+    assert run(arguments_of(str(path))) == 0
+    assert f"{path}: e: simulated as if they generated, which encoders do not" in capsys.readouterr().err
+
+
 def test_bad_lines_of_a_trace_are_reported(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With their place, and nothing is simulated: trace-wrong."""
     trace = tmp_path / "trace.csv"
