@@ -153,7 +153,8 @@ def _place(python: str | None) -> str | None:
 def _reading(
     interpreter: Interpreter, needed_for: tuple[str, ...], where: str, release: Release | None
 ) -> InterpreterReading:
-    drifts = tuple(_drift(interpreter.python, engine, version) for engine, version in interpreter.engines.items())
+    recorded = (item for item in interpreter.engines.items() if item[0] in package_contract.PACKAGES)
+    drifts = tuple(_drift(interpreter.python, engine, version) for engine, version in recorded)
     return InterpreterReading(interpreter, needed_for, where, release, drifts)
 
 
@@ -198,7 +199,7 @@ def text(report: Report) -> str:
 
 def _row(reading: InterpreterReading) -> tuple[object, ...]:
     vllm = [f"{name} {version}" for name, version in reading.interpreter.packages.items() if name.startswith("vllm")]
-    engines = ", ".join([*(f"{drift.engine} {drift.installed}" for drift in reading.drifts), *vllm])
+    engines = ", ".join([*map(" ".join, reading.interpreter.engines.items()), *vllm])
     return reading.interpreter.python, reading.interpreter.version or None, reading.interpreter.ray, engines or None
 
 

@@ -285,6 +285,16 @@ def test_the_running_fleet_is_queried(
     assert "error: fleet-unreachable" in capsys.readouterr().err
 
 
+def test_a_package_whose_api_is_not_recorded_is_not_compared() -> None:
+    """It is listed with its version."""
+    optimum = msgspec.structs.replace(OWN, packages={"optimum-neuron": "0.4.5"})
+
+    reading = doctor_command._reading(optimum, ("optimum-neuron",), "", None)
+
+    assert reading.drifts == ()
+    assert reading.interpreter.engines == {"optimum-neuron": "0.4.5"}
+
+
 @pytest.mark.slow  # a test of the stand-ins
 @pytest.mark.parametrize("engine", ["nxd-inference", "transformers-neuronx"])
 def test_the_stand_ins_have_no_drift(engine: str, machine: Machine, neuron: Neuron) -> None:
