@@ -248,7 +248,7 @@ class NetworkHost:
 
     @property
     def ray_runs(self) -> bool:
-        """Whether `ray start` has registered the machine and has not ended."""
+        """True if `ray start` has registered the machine and has not ended."""
         return self.ray.poll() is None and "Ray runtime started" in self.read("ray.log")
 
     def start_ray(

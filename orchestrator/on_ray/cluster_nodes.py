@@ -72,7 +72,7 @@ class ClusterNodes:
 
     @property
     def settling(self) -> bool:
-        """Whether nodes that are missing may still register, since the controller has just started."""
+        """True if nodes that are missing may still register, since the controller has just started."""
         return self._clock() < self._settled_at
 
     def of(self, host: str | None) -> RayNode | None:

@@ -35,13 +35,13 @@ async def find_survivors(
         for entry in entries
         if entry["namespace"] == namespace and "/" in entry["name"] and not entry["name"].startswith(HOST_ACTOR)
     ]
-    found = await asyncio.gather(*(_survivor(head, clock, namespace, name, reply_s) for name in names))
+    replies = await asyncio.gather(*(_survivor(head, clock, namespace, name, reply_s) for name in names))
     lost: dict[str, int] = {}
-    for name, survivor in zip(names, found, strict=True):
+    for name, survivor in zip(names, replies, strict=True):
         if survivor is None:
             id, _, epoch = name.rpartition(".")
             lost[id] = max(int(epoch), lost.get(id, 0))
-    return [survivor for survivor in found if survivor is not None], lost
+    return [survivor for survivor in replies if survivor is not None], lost
 
 
 async def _survivor(

@@ -184,7 +184,7 @@ class Failure:
 
     @property
     def is_false(self) -> bool:
-        """Whether the client got an answer that is wrong, and not only none, or an error."""
+        """True if the client got a wrong answer, rather than none or an error."""
         return self.problem is not None and self.kind != BROKEN
 
 
@@ -321,7 +321,7 @@ class _Answer:
         if problem is None and done:
             problem = "a stream that failed ended with [DONE]"
         if problem is None and not expected.startswith(self.text):
-            problem = f"{self.text!r} before the error is no beginning of {expected!r}"
+            problem = f"{self.text!r} before the error is not the beginning of {expected!r}"
         return ("malformed" if problem else str(error["error"]["code"])), problem
 
     def _judged(self, expected: str) -> tuple[str, str | None]:

@@ -406,6 +406,7 @@ def test_an_upgrade_that_stops_at_a_host_says_where_and_how_to_go_on_or_back(mon
 
 
 def test_an_upgrade_ends_with_the_rollout_of_its_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last step returns then, and raises nothing."""
     fleet_upgrade(monkeypatch, revision=4, rollout={"state": "complete"}).await_replicas(4)
 
 

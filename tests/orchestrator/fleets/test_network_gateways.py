@@ -54,7 +54,7 @@ def answers(worker: NetworkHost) -> bool:
 
 
 def knows_usage(worker: NetworkHost, id: str) -> bool:
-    """Whether the gateways of the host have counted a use of that key."""
+    """True if the gateways of the host have counted a use of that key."""
     return any(id.encode() in file.read_bytes() for file in worker.path("short").rglob("counts-*"))
 
 
