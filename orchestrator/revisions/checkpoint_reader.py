@@ -181,6 +181,11 @@ def _read(part: SourcePart, folder: str, head: Metadata | None, where: str) -> C
             return Problem("checkpoint-unreadable", "warning", where, what, f"check that vLLM serves it; {_SKIPPED}")
         return Problem(error.id, "error", where, f"{model}: {error.what}", error.hint)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and any(Path(folder).glob("neuronxcc-*")):
+            from orchestrator.revisions.graph_cache_source import local_cache
+
+            if (cache := local_cache(part, folder)) is not None:
+                return _problem(part, cache, where)
         what = f"{model}: {shown} cannot be read: {error.strerror or error}"
         begins = f"{_BEGINS}; " if source.startswith(".") else ""
         hint = f"{begins}{_ENOUGH} {_SKIPPED}"
@@ -308,6 +313,10 @@ def _heads_of(
         elif part.key in queries:
             reply = answers[queries[part.key]]
             if isinstance(reply, SourceError):
+                if reply.id == "layout-unknown" and not part.is_adapter:
+                    from orchestrator.revisions.graph_cache_source import remote_cache
+
+                    reply = remote_cache(part, queries[part.key], reply)
                 problems.append(_problem(part, reply, part.where(spec)))
                 continue
             if reply.away is not None:

@@ -37,6 +37,8 @@ _FOLDERS = re.compile(
     r"(pytorch_model\.bin|checkpoint|compiled|weights|neuronxcc-[^/]+|additional_chat_templates)/.+", re.DOTALL
 )
 _CACHED_GRAPH = re.compile(r"neuronxcc-[^/]+/MODULE_[^/]+/")  # as Neuron's cache, and Optimum's on the hub, lay it out
+_REGISTERED = re.compile(r"(neuronxcc-[^/]+)/0_REGISTRY/([^/]+)/.+/([^/]+)\.json")  # by Optimum Neuron, one per export
+MOST_REGISTERED = 64  # files that are read; the public cache has thousands
 _MODULE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors|pytorch_model\.bin)")  # of sentence-transformers
 _METADATA_FILES = re.compile(
     r"[^/]+\.(json|jinja|merges|model|spm|tiktoken|txt|vocab)|additional_chat_templates/[^/]+|\d+_\w+/config\.json"
@@ -83,11 +85,24 @@ def layout_of(names: Iterable[str] | Path, config: Mapping[str, Any] | None = No
 
 
 def _unknown(source: str, names: Collection[str]) -> SourceError:
-    if any(_CACHED_GRAPH.match(name) for name in names):
-        what = f"{source} is a cache of compiled graphs (neuronxcc-*/MODULE_*), not a model"
-        return SourceError("layout-unknown", what, "set source to the model that the graphs were compiled from")
+    if (cache := graph_cache_error(source, names)) is not None:
+        return cache
     some = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return SourceError("layout-unknown", f"{source} has no config.json; it has {some or 'no files'}", "check the path")
+
+
+def graph_cache_error(source: str, names: Collection[str]) -> SourceError | None:
+    """Returns the error of a source that is a cache of compiled graphs, without a model; None: it is not."""
+    if "config.json" in names or not any(map(_CACHED_GRAPH.match, names)):
+        return None
+    what = f"{source} is a cache of compiled graphs (neuronxcc-*/MODULE_*), not a model"
+    return SourceError("layout-unknown", what, "set source to the model that the graphs were compiled from")
+
+
+def registry_of(names: Iterable[str]) -> list[str]:
+    """Returns the files of a cache of graphs that say what Optimum Neuron exported, one for each export."""
+    exports = {match.groups(): name for name in sorted(names) if (match := _REGISTERED.fullmatch(name))}
+    return sorted(exports.values())[:MOST_REGISTERED]
 
 
 def served_by(layout: Layout, names: Collection[str]) -> tuple[str, ...]:

@@ -44,6 +44,10 @@ class SourceQuery(msgspec.Struct, frozen=True, kw_only=True):
         return blake2s(msgspec.json.encode(fields), digest_size=16).hexdigest()
 
     def open(self, retry_policy: RetryPolicy | None = None) -> Remote:
+        """Opens the files of the model or adapter, as ``open_all``."""
+        return self.select(self.open_all(retry_policy))
+
+    def open_all(self, retry_policy: RetryPolicy | None = None) -> Remote:
         """Opens the source without a request. ``retry_policy``: retries when it does not answer.
 
         With HF_HUB_OFFLINE, a hub id is read from the hub's own cache on this machine. Credentials come from the
@@ -57,13 +61,13 @@ class SourceQuery(msgspec.Struct, frozen=True, kw_only=True):
         if kind == "hub":
             from workers.artifacts.sources.hub import HubRemote
 
-            return self.select(HubRemote(self.source, self.revision, retry_policy=retry_policy))
+            return HubRemote(self.source, self.revision, retry_policy=retry_policy)
         if self.revision is not None:
             message = f"{self.source} has no revision {self.revision!r}: only the hub has branches, tags and commits"
             raise SourceError("revision-without-hub", message, "use another prefix instead")
         from workers.artifacts.fetch.transfer import S3Remote
 
-        return self.select(S3Remote(self.source, retry_policy=retry_policy))
+        return S3Remote(self.source, retry_policy=retry_policy)
 
     def select(self, remote: Remote) -> Remote:
         """Returns the remote restricted to the files of the model or adapter. Its ``listing`` also raises SourceError

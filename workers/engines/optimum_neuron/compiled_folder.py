@@ -22,13 +22,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from placements.facts.engines import OptimumEra
 from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG
 from workers.engines.checkpoint_files import read_config, read_json
-from workers.engines.engine_setup import dtype_on
 from workers.engines.nxd_inference.precompiled import names_of
+from workers.engines.optimum_neuron.export_record import ExportRecord
 from workers.engines.optimum_neuron.package import Package
 from workers.engines.optimum_neuron.settings import Settings, check_computed
 from workers.messages.engine_protocol import EngineLoadError
@@ -42,21 +40,11 @@ _ORIGINAL_HINT = "set `source` to the original checkpoint: corewright exports it
 
 
 @dataclass(frozen=True)
-class CompiledFolder:
+class CompiledFolder(ExportRecord):
     """What Optimum Neuron compiled in a source's folder."""
 
     path: Path
     names: frozenset[str]  # of all files, including those that are not fetched yet
-    era: OptimumEra
-    recorded: Mapping[str, Any]  # its settings
-
-    @property
-    def dtype(self) -> str:
-        """As torch names it."""
-        if self.era == "nxd":
-            return str(self.recorded.get("torch_dtype"))
-        kinds = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-        return kinds.get(str(self.recorded.get("auto_cast_type")), str(self.recorded.get("auto_cast_type")))
 
 
 def find(source: Path) -> CompiledFolder | None:
@@ -67,14 +55,14 @@ def find(source: Path) -> CompiledFolder | None:
     names = names_of(source)
     settings = read_config(source)
     if isinstance(neuron := settings.get("neuron"), Mapping):
-        return CompiledFolder(source, names, "tnx", neuron)
+        return CompiledFolder("tnx", neuron, source, names)
     if NEURON_CONFIG not in names:
         return None
     recorded = read_json(source / NEURON_CONFIG)
     if "_serialized_key" not in recorded:
         what = f"{source} was compiled by NxD Inference, whose graphs Optimum Neuron cannot run"
         raise EngineLoadError("layout-unsupported", what, f"use engine: nxd-inference, or {_ORIGINAL_HINT}")
-    return CompiledFolder(source, names, "nxd", recorded)
+    return CompiledFolder("nxd", recorded, source, names)
 
 
 def start_error(config: ReplicaConfig, targets: Collection[str] = ()) -> EngineLoadError | None:
@@ -104,7 +92,7 @@ def check(folder: CompiledFolder, settings: Settings, targets: Collection[str]) 
     if folder.era == "nxd" and not settings.allow_pickle:  # 1
         what = f"{folder.path / COMPILED} is a compiled program, and loading it can run code"
         raise EngineLoadError("pickle-refused", what, f"set `allow_pickle: true` if you trust it, or {_ORIGINAL_HINT}")
-    if mismatches := [*_differences(folder, settings), *_wrong_target(folder, targets)]:  # 2
+    if mismatches := [*folder.differences(settings), *_wrong_target(folder, targets)]:  # 2
         raise _mismatch(folder, mismatches)
     _check_weights(folder, settings)  # 3
 
@@ -123,31 +111,6 @@ def check_installed(folder: CompiledFolder, package: Package) -> None:
     wrong = [Difference(name, *pair) for name, pair in versions.items() if pair[0] != pair[1]]
     if wrong := [*wrong, *_wrong_target(folder, () if target is None else (target,))]:
         raise _mismatch(folder, wrong)
-
-
-def _differences(folder: CompiledFolder, settings: Settings) -> Iterator[Difference]:
-    recorded = folder.recorded
-    cores = "tp_degree" if folder.era == "nxd" else "num_cores"
-    pairs: dict[str, tuple[Any, Any]] = {
-        f"tp_degree ({cores})": (settings.tp_degree, recorded.get(cores)),
-        "max_batch (batch_size)": (settings.slots, recorded.get("batch_size")),
-        "max_len (sequence_length)": (settings.max_len, recorded.get("sequence_length")),
-        "dtype": (dtype_on("optimum-neuron", settings.dtype), folder.dtype),
-    }
-    if folder.era == "nxd":
-        on_device = bool(recorded.get("on_device_sampling"))
-        pairs |= {
-            "sampling (on_device_sampling)": (settings.sampling, "device" if on_device else "host"),
-            "speculation_length": (0, recorded.get("speculation_length", 0)),
-        }
-        if settings.prefill_chunk_size is not None:
-            chunk = recorded.get("prefill_chunk_size", 0)
-            pairs["engine_options.prefill_chunk_size"] = (settings.prefill_chunk_size, chunk)
-        if not recorded.get("continuous_batching") and settings.slots > 1:
-            pairs["prefill_chunk_size of a static batch"] = (0, recorded.get("prefill_chunk_size", 0))
-    elif settings.sampling == "device":
-        pairs["sampling"] = ("device", "host")
-    return (Difference(name, wanted, found) for name, (wanted, found) in pairs.items() if wanted != found)
 
 
 def _wrong_target(folder: CompiledFolder, targets: Collection[str]) -> Iterator[Difference]:
