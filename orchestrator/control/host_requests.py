@@ -10,7 +10,7 @@ from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.control.gateways import Gateways
 from orchestrator.fleet.effects import ClusterClient
 from orchestrator.fleet.host_timing import CHECK_S, SPARE_S
-from orchestrator.records.journal_records import Departure, HostUse
+from orchestrator.records.journal_records import Cordon, Departure, HostUse
 from orchestrator.rollout.host_demand import HostDemand
 from orchestrator.state.fleet_state import FleetState
 from placements.facts.topology import Host
@@ -152,6 +152,8 @@ class HostRequests:
         records.note(HostUse(host=host, state="released"))
         if host in records.state.departures:
             records.note(Departure(host=host, on=False))
+        if host in records.state.cordons:  # the next machine of this name is another one
+            records.note(Cordon(host=host, cores=None, on=False, by="the controller"))
         records.event("info", "HostReleased", why, host=host)
 
     # Effects

@@ -64,9 +64,11 @@ class HostActor:
 
     def __init__(self, store: StoreSettings, home: str, mark: str | None = None) -> None:
         """``mark``, on a joined cluster, is that of the fleet's replicas on this Ray node. Those of the machine's
-        former node may still hold cores, and are killed before the first reply."""
-        if mark is not None:
-            end_orphans(mark, ORPHANS_S)
+        former node may still hold cores, and are killed before the first reply. Raises RuntimeError if some cannot
+        be: the machine is left out."""
+        if mark is not None and (remaining := end_orphans(mark, ORPHANS_S)):
+            pids = ", ".join(map(str, remaining))
+            raise RuntimeError(f"replicas of its former Ray node cannot be killed (pids {pids}): restart the machine")
         self._home = Home(Path(home))
         self._home.prepare()  # which `up` has done on its own machine only
         self._store = store.open()

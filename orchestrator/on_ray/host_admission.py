@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Collection
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from orchestrator.fleet.host_greeting import unfit
 from orchestrator.on_ray.actor_death import cause_of_death
@@ -40,13 +40,18 @@ class HostAdmission:
 
     async def _judge(self, node: RayNode) -> None:
         """Leave the machine out if it cannot be a host."""
-        try:
-            reply = await self._clock.within((await self._actors.of(node)).greeting.remote(), GREETING_S)
-        except RayActorError as error:
-            reply = f"corewright does not run there: {cause_of_death(error)}"
-        except (RayError, asyncio.TimeoutError) as error:
-            log.warning("%s does not report its version: %s", node.label, error)
-            return
+        while True:
+            try:
+                reply = await self._clock.within((await self._actors.of(node)).greeting.remote(), GREETING_S)
+                break
+            except (RayError, asyncio.TimeoutError) as error:
+                if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
+                    reply = f"corewright does not run there: {cause_of_death(error)}"
+                    break
+                log.warning("%s does not report its version: %s", node.label, error)
+            await asyncio.sleep(GREETING_S)
+            if not any(other.id == node.id and other.alive for other in self._nodes.all):
+                return
         reason = unfit(reply, greeting(), emulated=node.instance in self._emulated)
         if reason is not None:
             log.error("%s is left out: %s", node.label, reason)

@@ -22,12 +22,13 @@ def mark_of(fleet: str, machine: str, node: str) -> str:
 
 
 def is_orphan(mark: str, current: str) -> bool:
-    """Returns whether the replica with a mark belongs to a former node of the machine of the ``current`` mark."""
+    """True if the replica with a mark belongs to a former node of the machine of the ``current`` mark."""
     return mark != current and mark.rpartition("|")[0] == current.rpartition("|")[0]
 
 
-def end_orphans(current: str, deadline_s: float) -> bool:
-    """Kills the replicas of former nodes, with their processes. False: some still exist at the deadline."""
+def end_orphans(current: str, deadline_s: float) -> list[int]:
+    """Kills the replicas of former nodes, with their processes. Returns the pids of those that still exist after
+    ``deadline_s`` for each."""
     orphans = {}
     for pid in psutil.pids():
         with contextlib.suppress(psutil.Error, OSError):
@@ -36,5 +37,4 @@ def end_orphans(current: str, deadline_s: float) -> bool:
                 orphans[pid] = started
     if orphans:
         log.warning("processes of this machine's former Ray node are killed: %s", sorted(orphans))
-    remaining = [pid for pid, started in orphans.items() if not confirm_death(pid, started, deadline_s)]
-    return not remaining
+    return [pid for pid, started in orphans.items() if not confirm_death(pid, started, deadline_s)]

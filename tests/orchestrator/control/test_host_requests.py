@@ -78,6 +78,21 @@ def test_a_machine_is_requested_for_a_replica_without_a_place_and_given_back(tmp
     play(tmp_path, SPEC, story, machine_s=30.0)
 
 
+def test_a_machine_that_is_given_back_takes_its_cordon_along(tmp_path: Path) -> None:
+    """The next machine with the host's name is another one."""
+
+    async def story(played: Played) -> None:
+        await scale(played, 2)
+        await played.until(lambda: len(played.ready("a")) == 2, "served", 60.0)
+        await played.operator.cordon(SECOND, "3", on=True, by="tester")
+        await scale(played, 1)
+        await played.until(lambda: len(hosts(played)) == 1, "given back", 3 * SPARE_S)
+        await scale(played, 3)
+        await played.until(lambda: len(played.ready("a")) == 3, "served by all hosts of the spec", 60.0)
+
+    play(tmp_path, SPEC, story)
+
+
 def test_a_replica_that_waits_for_its_machine_has_cores_for_the_autoscaler(tmp_path: Path) -> None:
     """Without any, a replica on hosts with a price would be dropped and requested anew with each decision."""
 
