@@ -103,7 +103,7 @@ def simulate(
 ) -> None:
     """Simulate a fleet under a load, in virtual time. Needs no fleet or devices."""
     if trace is None and generate is None:
-        raise typer.BadParameter("pass either --trace or --generate", param_hint="--trace")
+        raise typer.BadParameter("no load: pass --generate poisson, or recorded requests with --trace FILE")
     if trace is not None and generate is not None:
         raise typer.BadParameter("cannot be combined with --generate", param_hint="--trace")
     chosen = _choice(policy, POLICIES, "--policy")
