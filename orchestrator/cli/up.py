@@ -28,6 +28,7 @@ from orchestrator.process.home import FleetRecord, Home
 from orchestrator.process.waiting_notice import WaitingNotice
 from orchestrator.revisions.spec_file import SpecFile, load, start_problems
 from placements.explain.core_map import core_map
+from placements.planner.host_groups import host_groups, kept_hosts
 from placements.planner.plan import plan
 from placements.spec.problems import Problem, has_errors
 
@@ -77,6 +78,7 @@ def run_up(
         name = file.hosts[0].name
         say(f"no Neuron devices on this machine: emulating {name} (only the accelerator; the CPUs are real)")
     placed = plan(file.spec, file.hosts, file.checkpoints)
+    shown = kept_hosts(host_groups(file.spec, file.hosts), {placement.host for placement in placed.placements})
     if placed.unplaced:
         complain([problem for missing in placed.unplaced for problem in missing.problems])
         say(f"{file.name} does not fit: nothing was started")
@@ -87,7 +89,7 @@ def run_up(
         show(
             None,
             Format.TABLE,
-            core_map(placed, file.hosts, color=use_color(stdout())) + "\n" + _addresses(record, file, settings),
+            core_map(placed, shown, color=use_color(stdout())) + "\n" + _addresses(record, file, settings),
         )
 
     home = Home.from_environment()
