@@ -32,16 +32,20 @@ NXD = {
 TNX = {"task": "text-generation", "batch_size": 4, "sequence_length": 64, "num_cores": 2, "auto_cast_type": "bf16"}
 MODULE = "neuronxcc-2.21.33363.0+82129205/MODULE_12486829708343293975+d41d8cd9"
 REGISTRY = "neuronxcc-2.21.33363.0+82129205/0_REGISTRY"
+BY_0_4_5 = {**LLAMA, "neuron": NXD, "_model_id": "meta-llama/Llama-3.1-8B"}
 CACHE: Mapping[str, Any] = {  # as 0.0.28 and 0.4.5 write it; 0.4.5 writes each entry twice
-    f"{REGISTRY}/0.0.28/inference/llama/meta-llama/Llama-2-7b-hf/1f.json": LLAMA | {"neuron": TNX},
-    f"{REGISTRY}/0.4.5/llama/meta-llama/Llama-3.1-8B/9c.json": LLAMA
-    | {"neuron": NXD, "_model_id": "meta-llama/Llama-3.1-8B"},
-    f"{REGISTRY}/0.4.5/5e/9c.json": LLAMA | {"neuron": NXD, "_model_id": "meta-llama/Llama-3.1-8B"},
+    f"{REGISTRY}/0.0.28/inference/llama/meta-llama/Llama-2-7b-hf/1f.json": {**LLAMA, "neuron": TNX},
+    f"{REGISTRY}/0.4.5/llama/meta-llama/Llama-3.1-8B/9c.json": BY_0_4_5,
+    f"{REGISTRY}/0.4.5/5e/9c.json": BY_0_4_5,
     f"{REGISTRY}/0.4.5/bert/org/bert/77.json": {"model_type": "bert", "neuron": {"static_batch_size": 1}},
     f"{REGISTRY}/0.4.5/llama/org/broken/88.json": None,
 }
-SAVED = {"neuron_config.json": NXD, "model.pt": None}
-FIRST = {"config.json": LLAMA | {"neuron": TNX}, "checkpoint/config.json": LLAMA, "compiled/a.neff": None}
+SAVED: Mapping[str, Any] = {"neuron_config.json": NXD, "model.pt": None}
+FIRST: Mapping[str, Any] = {
+    "config.json": {**LLAMA, "neuron": TNX},
+    "checkpoint/config.json": LLAMA,
+    "compiled/a.neff": None,
+}
 
 
 def write(folder: Path, files: Mapping[str, Any]) -> None:
@@ -59,7 +63,7 @@ def sources(tmp_path: Path, hub: HubServer) -> HubServer:
     write(first, FIRST)
     (first / "model.safetensors").rename(first / "checkpoint" / "model.safetensors")
     graphs = {f"{MODULE}/model.neff": None, f"{MODULE}/model.done": None}
-    write(tmp_path / "cache", CACHE | graphs)
+    write(tmp_path / "cache", {**CACHE, **graphs})
     write(tmp_path / "plain", graphs)
     for folder in ("saved", "first", "cache"):
         repo = hub.repos[f"org/{folder}"] = Repo()
