@@ -18,7 +18,11 @@ from typing import Any
 
 FOLDER = Path(__file__).parent / "contracts"
 SURFACES = Path(__file__).parent.parent / "workers" / "engines" / "surfaces"
-PACKAGES = {"transformers-neuronx": "transformers_neuronx", "nxd-inference": "neuronx_distributed_inference"}
+PACKAGES = {
+    "transformers-neuronx": "transformers_neuronx",
+    "nxd-inference": "neuronx_distributed_inference",
+    "optimum-neuron": "optimum.neuron",
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Contract:
     @property
     def versions(self) -> tuple[str, ...]:
         """All that were recorded, the primary one first."""
-        return (self.primary, *(version for version in self.data["deltas"] if version != self.primary))
+        return tuple(dict.fromkeys((self.primary, *self.data["deltas"], *self.data["snapshots"])))
 
     def package_version(self, version: str) -> str:
         """What importlib.metadata says of a package of that version, as far as it was recorded: "0.8.0"."""
@@ -55,8 +59,13 @@ class Contract:
 
     @property
     def surface(self) -> tuple[str, ...]:
-        """Dotted names that an adapter is expected to call."""
-        return tuple(self.data["adapter_surface"][self.primary])
+        """Dotted names that an adapter is expected to call, each in the versions that have it."""
+        return tuple(name for _, name in self.named)
+
+    @property
+    def named(self) -> list[tuple[str, str]]:
+        """A version that has it, and the name, for each of `surface`."""
+        return [(version, name) for version, names in self.data["adapter_surface"].items() for name in names]
 
     def signature(self, dotted: str, version: str | None = None) -> inspect.Signature:
         """Of a function, of a method (with its ``self`` or ``cls``), or of a class: its ``__init__`` without ``self``.
@@ -162,10 +171,14 @@ class Contract:
 
 @cache
 def contract(engine: str) -> Contract:
-    """By the engine's name in a spec, or the import name of its package."""
-    by_package = {package: name for name, package in PACKAGES.items()}
+    """By the engine's name in a spec, or the top level of its package."""
+    by_package = {package.split(".")[0]: name for name, package in PACKAGES.items()}
     engine = by_package.get(engine, engine)
-    return Contract(engine, json.loads((FOLDER / f"{PACKAGES[engine]}.json").read_text()))
+    return Contract(engine, json.loads((FOLDER / _file(PACKAGES[engine])).read_text()))
+
+
+def _file(package: str) -> str:
+    return f"{package.replace('.', '_')}.json"
 
 
 def parse_signature(text: str) -> inspect.Signature:
@@ -242,7 +255,7 @@ def distilled(engine: str) -> dict[str, Any]:
 def surfaces() -> Iterator[tuple[Path, str]]:
     """Each file of workers/engines/surfaces, and what must stand in it."""
     for engine, package in PACKAGES.items():
-        yield SURFACES / f"{package}.json", json.dumps(distilled(engine), indent=1) + "\n"
+        yield SURFACES / _file(package), json.dumps(distilled(engine), indent=1) + "\n"
 
 
 if __name__ == "__main__":

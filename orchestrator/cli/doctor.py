@@ -153,8 +153,7 @@ def _place(python: str | None) -> str | None:
 def _reading(
     interpreter: Interpreter, needed_for: tuple[str, ...], where: str, release: Release | None
 ) -> InterpreterReading:
-    recorded = (item for item in interpreter.engines.items() if item[0] in package_contract.PACKAGES)
-    drifts = tuple(_drift(interpreter.python, engine, version) for engine, version in recorded)
+    drifts = tuple(_drift(interpreter.python, engine, version) for engine, version in interpreter.engines.items())
     return InterpreterReading(interpreter, needed_for, where, release, drifts)
 
 

@@ -16,6 +16,7 @@ from tests.workers.nxdi_traffic import sources as sources
 from tests.workers.optimum_traffic import opened
 from workers.engines.optimum_neuron import artifacts
 from workers.engines.optimum_neuron.package import find_package
+from workers.engines.package_contract import drift
 
 pytestmark = [
     pytest.mark.real,
@@ -42,6 +43,11 @@ def optimum(real_optimum: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:
     """The package, with compiles in this process."""
     monkeypatch.setattr(artifacts, "compile_in_subprocess", optimum_traffic.export_here)
     return real_optimum
+
+
+def test_the_package_is_as_recorded(optimum: Neuron) -> None:
+    """Each signature of the contract."""
+    assert drift("optimum-neuron").lines() == []
 
 
 CASES = [

@@ -21,6 +21,7 @@ from tests.workers.optimum_traffic import config_of
 from workers.engines.optimum_neuron.engine import buildables
 from workers.engines.optimum_neuron.first_engine import FirstOptimumEngine
 from workers.engines.optimum_neuron.settings import Settings
+from workers.engines.package_contract import drift
 
 pytestmark = [
     pytest.mark.real,
@@ -54,6 +55,11 @@ def wrong(source: Path, answers: dict[str, list[int]]) -> list[str]:
         if len(tokens) != wanted or bool((best - chosen > TIE * logits.abs().amax(dim=1)).any()):
             bad.append(id)
     return bad
+
+
+def test_the_package_is_as_recorded(real_optimum_before_0_4: Neuron) -> None:
+    """Each signature of the contract."""
+    assert drift("optimum-neuron").lines() == []
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gpt2", "opt", "bloom", "mixtral"])

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.contracts import contract, parse_signature
+from tests.contracts import PACKAGES, contract, parse_signature
 from tests.doubles import Neuron
 from tests.doubles.machine import DRIVER, Machine, build_machine
 from workers.host.facts.reading import Places, read_host_facts
@@ -386,14 +386,14 @@ def test_a_recorded_signature_is_read_as_it_was_written(text: str) -> None:
     assert str(parse_signature(text)) == text
 
 
-@pytest.mark.parametrize("engine", ["transformers-neuronx", "nxd-inference"])
+@pytest.mark.parametrize("engine", PACKAGES)
 def test_every_name_of_the_surface_is_recorded(engine: str) -> None:
-    """In the primary version each is a class or has a signature, with ``self`` or ``cls`` where it is a method."""
+    """In its version each is a class or has a signature, with ``self`` or ``cls`` where it is a method."""
     recorded = contract(engine)
-    for name in recorded.surface:
+    for version, name in recorded.named:
         role = recorded.role(name)
         if role != "class":
-            first = next(iter(recorded.signature(name).parameters), None)
+            first = next(iter(recorded.signature(name, version).parameters), None)
             assert first == {"method": "self", "classmethod": "cls"}.get(role, first), name
 
 

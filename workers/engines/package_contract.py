@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 SURFACES = Path(__file__).parent / "surfaces"
-# As in placements.facts.engines, which another interpreter may lack. The API of Optimum Neuron is not recorded.
+# As in placements.facts.engines, which another interpreter may lack.
 PACKAGES: Mapping[str, str] = {
     "transformers-neuronx": "transformers_neuronx",
     "nxd-inference": "neuronx_distributed_inference",
+    "optimum-neuron": "optimum.neuron",
 }
 
 
@@ -66,8 +67,12 @@ class Drift:
 @cache
 def surface(engine: str) -> Mapping[str, Any]:
     """Returns the record: ``versions`` -> signatures, classes, options. Raises KeyError for an engine without one."""
-    record: Mapping[str, Any] = json.loads((SURFACES / f"{PACKAGES[engine]}.json").read_text())
+    record: Mapping[str, Any] = json.loads((SURFACES / _file(PACKAGES[engine])).read_text())
     return record
+
+
+def _file(package: str) -> str:
+    return f"{package.replace('.', '_')}.json"
 
 
 def drift(engine: str) -> Drift:
@@ -105,7 +110,7 @@ def installed_version(package: str) -> str | None:
     except (ImportError, ValueError):  # a parent that fails, or a module without a spec
         return None
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package.replace("_", "-"))
+        return importlib.metadata.version(re.sub("[_.]", "-", package))
     return "unknown"
 
 

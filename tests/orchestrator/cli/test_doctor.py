@@ -22,6 +22,7 @@ from placements.facts.vllm import release_for
 from tests.doubles import Neuron
 from tests.doubles.machine import Machine, build_machine, make_interpreter
 from tests.orchestrator.fakefleet import LiveAdmin
+from workers.engines import package_contract
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, NeuronProcess
 from workers.host.facts.neuron_ls import Device
@@ -285,18 +286,8 @@ def test_the_running_fleet_is_queried(
     assert "error: fleet-unreachable" in capsys.readouterr().err
 
 
-def test_a_package_whose_api_is_not_recorded_is_not_compared() -> None:
-    """It is listed with its version."""
-    optimum = msgspec.structs.replace(OWN, packages={"optimum-neuron": "0.4.5"})
-
-    reading = doctor_command._reading(optimum, ("optimum-neuron",), "", None)
-
-    assert reading.drifts == ()
-    assert reading.interpreter.engines == {"optimum-neuron": "0.4.5"}
-
-
 @pytest.mark.slow  # a test of the stand-ins
-@pytest.mark.parametrize("engine", ["nxd-inference", "transformers-neuronx"])
+@pytest.mark.parametrize("engine", package_contract.PACKAGES)
 def test_the_stand_ins_have_no_drift(engine: str, machine: Machine, neuron: Neuron) -> None:
     """They have the signatures of the recorded packages."""
     assert doctor_command._drift(str(machine.python), engine, "?").lines() == []

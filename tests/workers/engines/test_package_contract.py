@@ -24,8 +24,7 @@ COMPILE = "neuronx_distributed_inference.models.application_base.NeuronApplicati
 
 def test_package_names_equal_those_of_the_planner() -> None:
     """The module stands alone, so that any interpreter can run it, and has a copy of their names."""
-    named = {engine: package for engine, package in engines.PACKAGES.items() if engine != "optimum-neuron"}
-    assert dict(workers_contract.PACKAGES) == named
+    assert dict(workers_contract.PACKAGES) == engines.PACKAGES
 
 
 def install(
@@ -49,7 +48,7 @@ def install(
             body = "; ".join(reads if function == "__init__" and reads else ["pass"])
             lines.append(f"def {function}{recorded.signature(name, version)}: {body}\n")
     for module, holders in modules.items():
-        text = "class Layout: HSB = SBH = BSH = 'x'\n"
+        text = "class Layout: HSB = SBH = BSH = 'x'\nclass torch: bfloat16 = 'x'\n"
         for holder, lines in holders.items():
             inner = "".join(lines) or "pass\n"
             indented = "".join(f"    {line}\n" for line in inner.splitlines())
@@ -57,11 +56,11 @@ def install(
         path = folder / (module.replace(".", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(edit(text))
-    root = folder / PACKAGES[engine]
-    (root / "__init__.py").touch()
-    metadata = folder / f"{PACKAGES[engine]}-{package_version}.dist-info" / "METADATA"
+    (folder / PACKAGES[engine].replace(".", "/") / "__init__.py").touch()
+    distribution = PACKAGES[engine].replace(".", "_")
+    metadata = folder / f"{distribution}-{package_version}.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
-    metadata.write_text(f"Metadata-Version: 2.1\nName: {PACKAGES[engine]}\nVersion: {package_version}\n")
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {package_version}\n")
 
 
 def seen(folder: Path, engine: str) -> Drift:

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
 from workers.engines.engine_setup import LoadableEngine
 from workers.engines.optimum_neuron import artifacts, compiled_folder
@@ -104,6 +105,7 @@ class OptimumEngine(LoadableEngine):
         check_length(settings.max_len, positions_of(source))
         check_computed(settings, source)
         package = find_package()
+        package_contract.log_drift("optimum-neuron", log)
         folder = settings.source
         if not _is_compiled(settings, package):
             export_config(package, settings)  # only to check it: in the compiling process it would be a failed compile

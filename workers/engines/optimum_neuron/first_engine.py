@@ -6,6 +6,7 @@ Its ``forward`` takes what that package takes: ``cache_ids`` and ``start_ids``. 
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ import msgspec
 
 from placements.facts.engines import OPTIMUM_FAMILIES
 from placements.facts.tnx_families import Reading
+from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
 from workers.engines.engine_setup import LoadableEngine, dtype_on
 from workers.engines.manifest_parts import neuron_build, version_of
@@ -28,6 +30,8 @@ from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.neff_cache.compile_session import CompileSession
 from workers.neff_cache.compile_units import Buildable
 from workers.neff_cache.compiled_artifacts import Entry, compiling, entry
+
+log = logging.getLogger(__name__)
 
 MODEL = "model"  # in an entry
 PACKAGES = ("transformers-neuronx", "torch-neuronx", "neuronx-cc", "libneuronxla", "torch", "transformers")
@@ -98,6 +102,7 @@ class FirstOptimumEngine(LoadableEngine):
         settings, package = self._settings, find_package()
         source = Path(settings.source)
         is_compiled = _checked(settings, package)
+        package_contract.log_drift("optimum-neuron", log)
         config = read_config(source)
         self._scratch = Path(tempfile.mkdtemp(prefix="corewright-optimum-"))
         kind = package.model_class

@@ -18,6 +18,7 @@ C = TypeVar("C", bound=type)
 VERSION_OF = {
     "transformers_neuronx": "NEURON_DOUBLE_TNX_VERSION",
     "neuronx_distributed_inference": "NEURON_DOUBLE_NXDI_VERSION",
+    "optimum": "NEURON_DOUBLE_OPTIMUM_VERSION",
 }
 
 

@@ -1,4 +1,4 @@
-"""``NeuronModelForCausalLM`` of 0.0.28, over the stand-in of transformers-neuronx."""
+"""``NeuronDecoderModel`` of 0.0.28, over the stand-in of transformers-neuronx: exported, saved and loaded."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers_neuronx
+from neuron_double.bound import bound
 from neuron_double.compiler import compiler_version
-from optimum.neuron.configuration_utils import get_available_cores
+from optimum.neuron.models.inference.backend.config import get_available_cores
 from transformers import AutoConfig, GenerationConfig
 from transformers_neuronx.config import ContinuousBatchingConfig, NeuronConfig
 
+_HERE = "optimum.neuron.modeling_decoder.NeuronDecoderModel"
 CONTINUOUS = ("llama", "mistral")
 
 
@@ -28,11 +29,14 @@ def _export_kwargs(family: str, neuron: dict[str, Any]) -> dict[str, Any]:
     return kwargs | {"n_positions": length, "neuron_config": NeuronConfig(fuse_qkv=True)}
 
 
-class NeuronModelForCausalLM:
-    def __init__(self, config: Any, checkpoint_dir: str, compiled_dir: str | None = None) -> None:
+class NeuronDecoderModel:
+    @bound(f"{_HERE}.__init__")
+    def __init__(
+        self, config: Any, checkpoint_dir: str, compiled_dir: str | None = None, generation_config: Any = None
+    ) -> None:
         """Claims the cores. Raises ValueError for more cores than there are."""
         self.config, self.checkpoint_dir, self.compiled_dir = config, checkpoint_dir, compiled_dir
-        self.generation_config = GenerationConfig.from_model_config(config)
+        self.generation_config = generation_config or GenerationConfig.from_model_config(config)
         neuron = config.neuron
         if neuron["compiler_version"] != compiler_version():
             raise ValueError(f"The model was compiled with neuronx-cc {neuron['compiler_version']}")
@@ -47,23 +51,40 @@ class NeuronModelForCausalLM:
         self.continuous_batching = self.model.neuron_config and self.model.neuron_config.continuous_batching
 
     @classmethod
-    def from_pretrained(cls, model_id: str, export: bool = False, **shapes: Any) -> NeuronModelForCausalLM:
-        """Raises ValueError for a model that is not exported, without ``export``."""
+    def from_pretrained(cls, model_id: str, export: bool = False, **shapes: Any) -> NeuronDecoderModel:
         config = AutoConfig.from_pretrained(model_id)
-        if not export:
-            if getattr(config, "neuron", None) is None:
-                raise ValueError("The specified directory does not contain a neuron model.")
-            checkpoint, compiled = Path(model_id, "checkpoint"), Path(model_id, "compiled")
-            if not checkpoint.is_dir():
-                raise ValueError("Unable to fetch the neuron model weights files.")
-            assert compiled.is_dir()
-            return cls(config, str(checkpoint), str(compiled))
-        if unknown := shapes.keys() - {"batch_size", "sequence_length", "num_cores", "auto_cast_type"}:
-            raise TypeError(f"unexpected keyword arguments {sorted(unknown)}")
+        return cls._export(model_id, config, **shapes) if export else cls._from_pretrained(model_id, config, **shapes)
+
+    @classmethod
+    @bound(f"{_HERE}._from_pretrained")
+    def _from_pretrained(cls, model_id: str, config: Any) -> NeuronDecoderModel:
+        """Raises ValueError for a model that is not exported."""
+        if getattr(config, "neuron", None) is None:
+            raise ValueError("The specified directory does not contain a neuron model.")
+        checkpoint, compiled = Path(model_id, "checkpoint"), Path(model_id, "compiled")
+        if not checkpoint.is_dir():
+            raise ValueError("Unable to fetch the neuron model weights files.")
+        assert compiled.is_dir()
+        return cls(config, str(checkpoint), str(compiled))
+
+    @classmethod
+    @bound(f"{_HERE}._export")
+    def _export(
+        cls,
+        model_id: str,
+        config: Any,
+        batch_size: int = 1,
+        sequence_length: int | None = None,
+        num_cores: int | None = None,
+        auto_cast_type: str = "fp32",
+    ) -> NeuronDecoderModel:
         config = copy.deepcopy(config)
         config.neuron = {
             "task": "text-generation",
-            **shapes,
+            "batch_size": batch_size,
+            "num_cores": num_cores or get_available_cores(),
+            "auto_cast_type": auto_cast_type,
+            "sequence_length": sequence_length or config.max_position_embeddings,
             "compiler_type": "neuronx-cc",
             "compiler_version": compiler_version(),
             "checkpoint_id": None if Path(model_id).is_dir() else model_id,
@@ -72,10 +93,14 @@ class NeuronModelForCausalLM:
         return cls(config, model_id)
 
     def save_pretrained(self, save_directory: str) -> None:
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        self.config.save_pretrained(save_directory)
+        self._save_pretrained(save_directory)
+
+    @bound(f"{_HERE}._save_pretrained")
+    def _save_pretrained(self, save_directory: str) -> None:
         """Copies the checkpoint of a local folder, and the graphs. Raises FileExistsError for graphs saved before."""
         out = Path(save_directory)
-        out.mkdir(parents=True, exist_ok=True)
-        self.config.save_pretrained(save_directory)
         if self.config.neuron["checkpoint_id"] is None:
             shutil.copytree(self.checkpoint_dir, out / "checkpoint", dirs_exist_ok=True)
         if self.compiled_dir is None:
@@ -83,9 +108,3 @@ class NeuronModelForCausalLM:
         else:
             shutil.copytree(self.compiled_dir, out / "compiled")
         self.generation_config.save_pretrained(save_directory)
-
-    def forward(
-        self, input_ids: torch.Tensor, cache_ids: Any, start_ids: Any = None, return_dict: bool = True
-    ) -> tuple[torch.Tensor]:
-        assert not return_dict, "the adapter takes a tuple"
-        return (self.model.forward(input_ids, cache_ids, start_ids)[:, None, :],)

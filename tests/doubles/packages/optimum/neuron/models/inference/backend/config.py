@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from neuron_double.bound import bound
 from neuron_double.compiler import compiler_version
 from neuron_double.machine import instance
 from optimum.neuron.version import __version__
@@ -20,6 +21,7 @@ CHUNKS = tuple(map(int, __version__.split(".")[:3])) >= (0, 4, 6)
 class NxDNeuronConfig:
     """Settings of a model. ``save_pretrained`` adds the versions, and ``from_pretrained`` accepts no others."""
 
+    @bound("optimum.neuron.models.inference.backend.config.NxDNeuronConfig.__init__")
     def __init__(
         self,
         batch_size: int,
@@ -35,12 +37,10 @@ class NxDNeuronConfig:
         checkpoint_id: str | None = None,
         checkpoint_revision: str | None = None,
         speculation_length: int = 0,
-        **chunks: int,
+        prefill_chunk_size: int = 0,
     ) -> None:
-        if chunks and not (CHUNKS and chunks.keys() == {"prefill_chunk_size"}):
-            raise TypeError(f"NxDNeuronConfig.__init__() got an unexpected keyword argument {next(iter(chunks))!r}")
         if CHUNKS:
-            self.prefill_chunk_size = chunks.get("prefill_chunk_size") or 0
+            self.prefill_chunk_size = prefill_chunk_size
         self.checkpoint_id, self.checkpoint_revision = checkpoint_id, checkpoint_revision
         self.batch_size, self.max_batch_size = batch_size, batch_size
         self.sequence_length, self.tp_degree, self.target = sequence_length, tp_degree, target
