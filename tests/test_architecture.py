@@ -67,6 +67,7 @@ LAYERS: dict[str, set[str]] = {
     "placements.resources": {"placements.facts", "placements.spec"},
     "placements.planner": {"placements.facts", "placements.resources", "placements.spec"},
     "placements.rules": {"placements.facts", "placements.planner", "placements.resources", "placements.spec"},
+    "placements.lmi": {"placements.facts", "placements.rules", "placements.spec"},
     "placements.explain": {
         "placements.facts",
         "placements.planner",

@@ -26,6 +26,7 @@ COMMANDS = {  # of each module, in the order of `--help`
     "plan": ("plan",),
     "explain": ("explain",),
     "apply": ("apply", "diff"),
+    "import_spec": ("import",),
     "rollout": ("rollout",),
     "views": ("status", "get", "describe", "events", "logs", "config"),
     "operate": ("scale", "load", "unload", "cordon", "uncordon", "drain"),

@@ -22,7 +22,7 @@ def other_format(value: Any, text: str | bytes) -> tuple[str, str] | None:
     if not _PROPERTY.match(first):
         return None
     return "the file has properties, like serving.properties of LMI; it is not a spec", (
-        f"docs/from-vllm-and-lmi.md lists the field for each property; {_BEGIN}"
+        "corewright import lmi FILE writes its spec; docs/from-vllm-and-lmi.md lists the field for each property"
     )
 
 

@@ -19,6 +19,7 @@ from placements.facts.engines import ENGINE_OPTIONS
 from placements.rules.options.vllm_flags import FIELDS, FLAGS, REFUSED, VERSIONS
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec
+from tests.docs.pages import blocks
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "from-vllm-and-lmi.md"
 
@@ -161,3 +162,19 @@ def test_the_routes_that_are_the_same_are_the_gateways() -> None:
     assert there == {route.path for route in ROUTES}
     assert len(missing) > 5
     assert not missing & there
+
+
+def test_the_migration_of_the_page_is_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report, then the spec."""
+    monkeypatch.chdir(tmp_path)
+    properties, session = (
+        block.text for block in blocks(PAGE) if block.language in ("properties", "console") and "llama" in block.text
+    )
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/serving.properties").write_text(properties)
+    command, *shown = session.splitlines()
+    assert cli.run(command.removeprefix("$ corewright ").partition(" >")[0].split()) == 0
+    spec, report = capsys.readouterr()
+    assert [*report.splitlines(), "$ cat fleet.yaml", *spec.splitlines()] == shown

@@ -19,7 +19,7 @@ def test_a_command_in_a_page_is_one_that_can_be_given(page: Path) -> None:
     """Each `corewright ...` in a block or in backticks parses, and each make target exists."""
     targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     shell = [line for b in blocks(page) if b.language in ("sh", "console") for line in b.text.splitlines()]
-    given = [line.removeprefix("$ ").split("  #")[0] for line in shell]
+    given = [re.split("  #| > ", line.removeprefix("$ "))[0] for line in shell]
     lines = [shlex.split(line) if line.startswith("corewright ") else line.split() for line in given]
     lines += [
         text.split() for text in words(re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL))

@@ -1,0 +1,175 @@
+"""Writes the spec of the models of an LMI container."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from placements.facts.engines import Engine
+from placements.facts.topology import TOPOLOGIES
+from placements.lmi.conversion import Conversion, Outcome
+from placements.lmi.rows import ENGINES, ROWS, reason_for
+from placements.lmi.settings import Setting, merged
+from placements.spec.parse import parse
+
+SMART = (0, 30)
+"""The first version of DJL Serving that chooses some defaults by the model's size."""
+
+COMMENTS = 48
+"""The column of comments, at most."""
+
+_ORDER = ("source", "revision", "engine", "tp_degree", "replicas", "cores", "max_batch", "max_len", "dtype")
+
+
+@dataclass(frozen=True)
+class LmiModel:
+    """The settings of one model: those of its `serving.properties` and of the container's environment."""
+
+    name: str  # of its folder; "" if it has none
+    files: Sequence[Setting]
+    environment: Sequence[Setting]
+    folder: str = ""  # with the checkpoint, if no setting names another source
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The spec's text, and what became of each setting."""
+
+    spec: str
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def refused(self) -> bool:
+        """True if a setting has no replacement that behaves the same."""
+        return any(outcome.fate == "refused" for outcome in self.outcomes)
+
+
+def import_lmi(
+    models: Sequence[LmiModel],
+    *,
+    instance: str = "inf2.48xlarge",
+    version: tuple[int, int] = (0, 28),
+    engine: Engine | None = None,
+    trust_remote_code: bool = False,
+) -> Imported:
+    """Returns the spec that behaves like these models in one LMI container.
+
+    ``version`` is that of DJL Serving, whose defaults are written out where ours differ; ``engine`` replaces the one
+    that LMI would use.
+    """
+    cores = TOPOLOGIES[instance].cores
+    conversions: dict[str, Conversion] = {}
+    for model in models:
+        conversion = Conversion(cores, version >= SMART, len(models) == 1, trust_remote_code)
+        _convert(conversion, model, engine)
+        conversions[_free(_plain(model, conversion), conversions)] = conversion
+    spec, owners = _written(instance, conversions)
+    while bad := {owners[line]: what for line, what in _errors(spec) if line in owners}:
+        for (name, field), what in bad.items():
+            conversions[name].refuse(field, what)
+            _defaults(conversions[name])
+        spec, owners = _written(instance, conversions)
+    return Imported(spec, tuple(outcome for each in conversions.values() for outcome in each.sorted_outcomes()))
+
+
+def _errors(spec: str) -> list[tuple[int, str]]:
+    """Returns the line of each error of a spec, and what is wrong."""
+    problems = parse(spec, "spec").problems
+    return [(int(problem.where.split(":")[1]), problem.what) for problem in problems if problem.severity == "error"]
+
+
+def _convert(conversion: Conversion, model: LmiModel, engine: Engine | None) -> None:
+    settings, hidden = merged(model.files, model.environment)
+    conversion.settings = {setting.name: setting for setting in settings}
+    loader = conversion.text("model_loader") or ("vllm" if conversion.text("rolling_batch") == "vllm" else "tnx")
+    chosen = engine or ENGINES.get(loader, "transformers-neuronx")
+    conversion.put("engine", chosen, "chosen by --engine" if engine else "that of LMI's model loader")
+    for setting in sorted(settings, key=lambda setting: setting.name not in ("tensor_parallel_degree", "minWorkers")):
+        row = ROWS.get(setting.name)
+        if row is None:
+            conversion.note(setting, "dropped", reason_for(setting))
+            continue
+        try:
+            row(conversion, setting)
+        except ValueError as error:
+            conversion.note(setting, "refused", str(error))
+    for setting in hidden:
+        winner = conversion.settings[setting.name]
+        conversion.note(setting, "dropped", f"{winner.written} of {winner.where} counts")
+    if "source" not in conversion.fields:
+        if model.folder:
+            conversion.put("source", model.folder, "the folder of serving.properties")
+        elif "model_id" not in conversion.settings:
+            where = settings[0].where if settings else "-:1"
+            conversion.outcomes.append(Outcome(where, "option.model_id", "refused", "it is missing: no model is named"))
+    _defaults(conversion)
+
+
+def _defaults(model: Conversion) -> None:
+    """Write LMI's defaults where ours differ."""
+    fields = model.fields
+    default_batch = "disable" if not model.smart else "auto"
+    static = int(fields.get("max_batch", 1)) > 1 and "max_rolling_batch_size" not in model.settings
+    rolls = (model.text("rolling_batch") or default_batch) != "disable" and not static
+    defaults: dict[str, tuple[Any, str]] = {
+        "tp_degree": (1, "LMI's default, if it has not chosen one by memory" if model.smart else "LMI's default"),
+        "max_batch": (32, "LMI's default") if rolls else (1, "LMI's default without rolling batches"),
+        "max_len": (4096, "LMI's default, or all positions if fewer") if model.smart else (128, "LMI's default"),
+        "max_queue": (1000, "LMI's default"),
+    }
+    if fields["engine"] != "vllm":
+        defaults["dtype"] = "fp16", "LMI's default"
+        defaults["threads"] = "lmi", "LMI's default, twice the degree"
+    for path, (value, comment) in defaults.items():
+        if path not in fields:
+            model.put(path, value, comment)
+    copies = model.cores // int(fields["tp_degree"])
+    if "replicas" not in fields and model.alone and copies > 1:
+        model.put("replicas", copies, f"LMI loads a copy on each {fields['tp_degree']} of {model.cores} cores")
+
+
+def _plain(model: LmiModel, conversion: Conversion) -> str:
+    """Returns the name of the model's folder or source, with the characters of a name."""
+    text = model.name or str(conversion.fields.get("source", "")).rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:56] or "model"
+
+
+def _free(name: str, used: Collection[str]) -> str:
+    if name not in used:
+        return name
+    return next(free for number in itertools.count(2) if (free := f"{name}-{number}") not in used)
+
+
+def _written(instance: str, models: Mapping[str, Conversion]) -> tuple[str, dict[int, tuple[str, str]]]:
+    """Returns the spec, and which model's field each line has."""
+    lines = ["version: 1", f"hosts: {{instance: {instance}}}", "models:"]
+    owners = {}
+    for name, model in models.items():
+        lines.append(f"  {_yaml(name)}:")
+        fields = sorted(
+            model.fields, key=lambda field: (_ORDER.index(field) if field in _ORDER else len(_ORDER), field)
+        )
+        texts = {field: f"{field}: {_yaml(model.fields[field])}" for field in fields}
+        width = min(COMMENTS, max(map(len, texts.values())))
+        for field, text in texts.items():
+            lines.append(f"    {text:{width}}  # {'; '.join(dict.fromkeys(model.comments[field]))}")
+            owners[len(lines)] = name, field
+    return "\n".join(lines) + "\n", owners
+
+
+def _yaml(value: Any) -> str:
+    written = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False)
+    return written.removesuffix("\n").removesuffix("\n...")
+
+
+def as_dict(imported: Imported) -> Mapping[str, Any]:
+    """Returns the result as JSON."""
+    report = [
+        {"where": line.where, "name": line.written, "fate": line.fate, "what": line.what} for line in imported.outcomes
+    ]
+    return {"spec": imported.spec, "report": report}

@@ -1,0 +1,342 @@
+"""What replaces each property of LMI's Neuron handler and of DJL Serving: a field, or the reason why nothing does.
+
+The properties are those of LMI's page on transformers-neuronx and of `tnx_properties.py`, `properties.py` and
+`ModelInfo.java` of DJL Serving 0.25 to 0.33.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from placements.facts.engines import Engine
+from placements.lmi.conversion import TRUE, Conversion, Read, boolean, integer, lengths, one_of, text
+from placements.lmi.settings import Setting
+from placements.rules.options.owned import UNSERVED
+from placements.spec.notation import source_kind
+
+Row = Callable[[Conversion, Setting], None]
+
+ENGINES: Mapping[str, Engine] = {
+    "tnx": "transformers-neuronx",
+    "optimum": "optimum-neuron",
+    "vllm": "vllm",
+    "nxdi": "vllm",  # which loads NxD Inference
+}
+"""LMI's model loader -> the engine."""
+
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY", re.IGNORECASE)
+_LAYOUT = one_of("BSH", "HSB", "SBH")
+_TYPE = one_of("float32", "float16", "bfloat16")
+_CORE = re.compile(r"nc(\d{1,3})")
+
+
+def _field(path: str, read: Read = text) -> Row:
+    return lambda model, setting: model.map(setting, path, read(setting.value))
+
+
+def _dropped(reason: str) -> Row:
+    return lambda model, setting: model.note(setting, "dropped", reason)
+
+
+def _refused(reason: str) -> Row:
+    return lambda model, setting: model.note(setting, "refused", reason)
+
+
+def _unless(harmless: frozenset[str] | set[str], reason: str) -> Row:
+    """Drops these values, which change nothing, and refuses others."""
+
+    def row(model: Conversion, setting: Setting) -> None:
+        fine = setting.value.lower() in harmless
+        model.note(setting, "dropped" if fine else "refused", "it changes nothing" if fine else reason)
+
+    return row
+
+
+def _option(read: Read, *, if_true: bool = False) -> Row:
+    """An option of transformers-neuronx's NeuronConfig; LMI passes a false one of ``if_true`` not on."""
+
+    def row(model: Conversion, setting: Setting) -> None:
+        value = read(setting.value)
+        reason = UNSERVED["transformers_neuronx.NeuronConfig"].get(setting.name)
+        if if_true and value is False:
+            model.note(setting, "dropped", "it is false by default")
+        elif reason is not None:
+            model.note(setting, "dropped", reason)
+        elif model.fields.get("engine") != "transformers-neuronx":
+            model.note(setting, "dropped", "an option of transformers-neuronx")
+        else:
+            model.map(setting, f"engine_options.{setting.name}", value)
+
+    return row
+
+
+def _flag(flag: str) -> Row:
+    """A compiler flag, which LMI adds for any value."""
+
+    def row(model: Conversion, setting: Setting) -> None:
+        if setting.value.lower() not in TRUE:
+            model.comments.setdefault("compiler", []).append(f"LMI adds {flag} for any value")
+        _add_flags(model, setting, flag)
+
+    return row
+
+
+def _add_flags(model: Conversion, setting: Setting, flags: str) -> None:
+    before = model.fields.get("compiler", {}).get("flags", "")
+    model.map(setting, "compiler.flags", f"{before} {flags}".strip())
+
+
+def _source(model: Conversion, setting: Setting) -> None:
+    if "{{" in setting.value or "djl://" in setting.value:
+        raise ValueError(f"{setting.value[:60]!r} is not a folder, an S3 prefix or a hub id")
+    source_kind(setting.value)
+    model.map(setting, "source", setting.value)
+
+
+def _degree(model: Conversion, setting: Setting) -> None:
+    if setting.value == "max":
+        model.map(setting, "tp_degree", model.cores)
+    elif integer(setting.value) < 1:
+        raise ValueError(f"{setting.value} is no degree")
+    else:
+        model.map(setting, "tp_degree", int(setting.value))
+
+
+def _static_batch(model: Conversion, setting: Setting) -> None:
+    if model.text("rolling_batch") not in ("", "disable") and model.text("batch_size") in ("", "1"):
+        model.note(setting, "dropped", "rolling batches are on, so max_rolling_batch_size counts")
+    else:
+        model.map(setting, "max_batch", integer(setting.value))
+
+
+def _rolling_batch(model: Conversion, setting: Setting) -> None:
+    if setting.value == "disable":
+        model.note(setting, "dropped", "batches always roll if the model's class supports it; max_batch is batch_size")
+    elif setting.value == "vllm":
+        model.note(setting, "mapped", "engine")
+    else:
+        model.note(setting, "dropped", "always, if the model's class supports it")
+
+
+def _loader(model: Conversion, setting: Setting) -> None:
+    one_of(*ENGINES)(setting.value)
+    model.note(setting, "mapped", "engine")
+
+
+def _entry_point(model: Conversion, setting: Setting) -> None:
+    if setting.value.removeprefix("djl_python.").removesuffix(".py") == "transformers_neuronx":
+        model.note(setting, "mapped", "engine")
+    else:
+        raise ValueError(f"{setting.value[:60]!r} is not LMI's Neuron handler; other handlers are code of their own")
+
+
+def _devices(model: Conversion, setting: Setting) -> None:
+    if setting.value == "*":
+        model.note(setting, "dropped", "all cores, as by default")
+        return
+    found = [_CORE.fullmatch(device.strip()) for device in setting.value.split(";")]
+    degree = model.fields.get("tp_degree", 1)
+    starts = [int(match[1]) for match in found if match]
+    if len(starts) != len(found):
+        raise ValueError(f"{setting.value[:60]!r} is not a list of NeuronCores like nc0;nc8")
+    model.map(setting, "cores", [f"{start}-{start + degree - 1}" if degree > 1 else str(start) for start in starts])
+    model.put("replicas", len(starts), setting.written)
+
+
+def _workers(model: Conversion, setting: Setting) -> None:
+    count = integer(setting.value)
+    if (setting.name == "maxWorkers" and count < 1) or count < 0:
+        raise ValueError(f"{count} is no number of workers")
+    least = integer(model.text("minWorkers") or "1")
+    most = max(least, integer(model.text("maxWorkers") or "1"), 1)
+    model.map(setting, "replicas", least if least == most else {"min": least, "max": most})
+
+
+def _quantize(model: Conversion, setting: Setting) -> None:
+    one_of("static_int8")(setting.value)
+    model.map(setting, "quantize", "int8")
+
+
+def _eight_bit(model: Conversion, setting: Setting) -> None:
+    if boolean(setting.value):
+        model.map(setting, "quantize", "int8")
+    else:
+        model.note(setting, "dropped", "it is false by default")
+
+
+def _split(model: Conversion, setting: Setting) -> None:
+    if boolean(setting.value):
+        model.map(setting, "allow_pickle", True)
+    else:
+        model.note(setting, "dropped", "split checkpoints are recognized")
+
+
+def _draft(model: Conversion, setting: Setting) -> None:
+    source_kind(setting.value)
+    model.map(setting, "draft.source", setting.value)
+    if not (model.text("speculative_length") or model.text("spec_length")):
+        model.put("draft.k", 5, "LMI's default of speculative_length")
+
+
+def _drafted(model: Conversion, setting: Setting) -> None:
+    if model.text("speculative_draft_model") or model.text("draft_model_id"):
+        model.map(setting, "draft.k", integer(setting.value))
+    else:
+        model.note(setting, "dropped", "there is no draft model")
+
+
+def _remote_code(model: Conversion, setting: Setting) -> None:
+    if not boolean(setting.value):
+        model.note(setting, "dropped", "it is false by default")
+    elif model.trust_remote_code:
+        model.map(setting, "trust_remote_code", True)
+    else:
+        model.note(setting, "dropped", "the checkpoint's code is trusted only with --trust-remote-code")
+
+
+def _unroll(model: Conversion, setting: Setting) -> None:
+    if setting.value.lower() == "none":
+        model.note(setting, "dropped", "LMI's default")
+    else:
+        _option(integer)(model, setting)
+
+
+def _sharding(model: Conversion, setting: Setting) -> None:
+    known = one_of("shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads")
+    if model.fields.get("engine") != "transformers-neuronx":
+        model.note(setting, "dropped", "an option of transformers-neuronx")
+    else:
+        model.map(setting, "group_query_attention", known(setting.value))
+
+
+def _on_device(model: Conversion, setting: Setting) -> None:
+    if setting.value.lower() in ("false", "0"):
+        model.note(setting, "dropped", "it is false by default")
+    else:
+        model.map(setting, "sampling", "device")
+
+
+def _length(model: Conversion, setting: Setting) -> None:
+    model.map(setting, "max_len", integer(setting.value))
+
+
+def _speed(model: Conversion, setting: Setting) -> None:
+    if (level := integer(setting.value)) not in (1, 2, 3):
+        raise ValueError(f"{level} is none of 1, 2, 3")
+    model.map(setting, "compiler.optlevel", level)
+
+
+_API = _dropped("requests and answers have OpenAI's form")
+_SERVER = _dropped("a setting of DJL Serving itself")
+_MEMORY = _dropped("`plan` computes the memory")
+_AHEAD = _dropped("`corewright compile` compiles ahead")
+_ONE_MACHINE = "a replica runs on one machine"
+
+ROWS: Mapping[str, Row] = {
+    "model_id": _source,
+    "s3url": _source,
+    "revision": _field("revision"),
+    "trust_remote_code": _remote_code,
+    "engine": _unless({"python", "mpi"}, "only models of the Python engine are served"),
+    "entryPoint": _entry_point,
+    "model_loader": _loader,
+    "rolling_batch": _rolling_batch,
+    "rolling_batch_strategy": _dropped("always, if the model's class supports it"),
+    "tensor_parallel_degree": _degree,
+    "load_on_devices": _devices,
+    "minWorkers": _workers,
+    "maxWorkers": _workers,
+    "max_rolling_batch_size": _field("max_batch", integer),
+    "batch_size": _static_batch,
+    "max_dynamic_batch_size": _static_batch,
+    "n_positions": _length,
+    "max_model_len": _length,
+    "dtype": _field("dtype", one_of("fp32", "fp16", "bf16")),
+    "amp": _dropped("LMI replaces it by dtype"),
+    "quantize": _quantize,
+    "load_in_8bit": _eight_bit,
+    "neuron_quant": _eight_bit,
+    "job_queue_size": _field("max_queue", integer),
+    "model_loading_timeout": _field("deadlines.start_s", integer),
+    "context_length_estimate": _field("buckets.prefill", lengths),
+    "unroll": _unroll,
+    "group_query_attention": _sharding,
+    "fuse_qkv": _field("fuse_qkv", boolean),
+    "neuron_optimize_level": _speed,
+    "enable_mixed_precision_accumulation": _flag("--enable-mixed-precision-accumulation"),
+    "enable_saturate_infinity": _flag("--enable-saturate-infinity"),
+    "NEURON_CC_FLAGS": lambda model, setting: _add_flags(model, setting, setting.value),
+    "compilation_worker_count": _field("compiler.workers", integer),
+    "compiled_graph_path": _field("neff_cache"),
+    "load_split_model": _split,
+    "speculative_draft_model": _draft,
+    "draft_model_id": _draft,
+    "speculative_length": _drafted,
+    "spec_length": _drafted,
+    "draft_model_tp_size": _dropped("a draft runs on the cores of its model"),
+    "draft_model_compiled_path": _dropped("neff_cache holds the graphs of both models"),
+    "on_device_generation": _on_device,
+    "on_device_embedding": _option(boolean, if_true=True),
+    "on_device_embedding_config": _dropped("LMI passes generation settings as on_device_embedding"),
+    "shard_over_sequence": _option(boolean, if_true=True),
+    "fuse_mlp": _option(boolean, if_true=True),
+    "fused_rmsnorm_qkv": _option(boolean, if_true=True),
+    "qkv_tiling": _option(boolean, if_true=True),
+    "weight_tiling": _option(boolean, if_true=True),
+    "mlp_out_weight_transpose": _option(boolean, if_true=True),
+    "attention_layout": _option(_LAYOUT),
+    "collectives_layout": _option(_LAYOUT),
+    "cache_layout": _option(_LAYOUT),
+    "all_reduce_dtype": _option(_TYPE),
+    "cast_logits_dtype": _option(_TYPE),
+    "sequence_parallel_norm_threshold": _option(integer),
+    "sequence_parallel": _dropped("LMI passes it to vLLM only"),
+    "neuron_cc_pipeline_factor": _dropped("LMI passes it to vLLM only"),
+    "low_cpu_mem_usage": _dropped("always: weights are read piece by piece"),
+    "partition_schema": _AHEAD,
+    "save_mp_checkpoint_path": _AHEAD,
+    "task": _unless({"text-generation"}, "LMI's Neuron handler generates text; encoders have `kind`"),
+    "use_stable_diffusion": _unless({"false", "0"}, "corewright serves no models of images"),
+    "multi_node": _unless({"false", "0"}, _ONE_MACHINE),
+    "cluster_size": _unless({"1"}, _ONE_MACHINE),
+    "pipeline_parallel_degree": _unless({"1"}, _ONE_MACHINE),
+    "enable_lora": _unless({"false", "0"}, "write `adapters`, on the engine vllm"),
+    "handler": _refused("code of its own"),
+    "translatorFactory": _refused("code of its own"),
+    "output_formatter": _API,
+    "input_formatter": _API,
+    "tgi_compat": _API,
+    "bedrock_compat": _API,
+    "enable_streaming": _dropped("each request says `stream`"),
+    "waiting_steps": _dropped("a request takes the next free slot"),
+    "mpi_mode": _dropped("a replica is one process"),
+    "model_dir": _dropped("LMI sets it itself"),
+    "predict_timeout": _dropped("`deadlines.step_s` watches the engine; the client ends its request"),
+    "parallel_loading": _dropped("replicas start in parallel"),
+    "pythonExecutable": _dropped("`engines` names the Python of an engine"),
+    "enable_venv": _dropped("`engines` names the Python of an engine"),
+    "retry_threshold": _dropped("a replica restarts with growing pauses"),
+    "max_batch_delay": _dropped("a request takes the next free slot"),
+    "max_idle_time": _dropped("replicas follow the load; `scaling` has the times"),
+    "max_output_size": _SERVER,
+    "log_request_metric": _dropped("/metrics has them"),
+    "metrics_aggregation": _dropped("/metrics has them"),
+    "required_memory_mb": _MEMORY,
+    "reserved_memory_mb": _MEMORY,
+    "OMP_NUM_THREADS": _field("threads", integer),
+}
+
+
+def reason_for(setting: Setting) -> str:
+    """Returns why a setting without a row is dropped. Its value is not shown, since it may be a secret."""
+    name = setting.written
+    if _SECRET.search(name):
+        return "a secret is not copied; set it where `corewright up` runs"
+    if name.startswith(("cpu.", "gpu.")):
+        return "of machines with CPUs or GPUs"
+    if name.startswith("NEURON_RT_"):
+        return "replicas get it from the plan"
+    if name.startswith(("SERVING_", "MODEL_SERVER_", "SAGEMAKER_", "JAVA_", "DJL_")):
+        return "a setting of the container"
+    return "LMI's Neuron handler does not read it"

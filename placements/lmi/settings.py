@@ -1,0 +1,150 @@
+"""The settings of an LMI container: `serving.properties` and environment variables, as LMI itself reads them.
+
+From the code of DJL Serving 0.28 and 0.33 (`ModelInfo.loadServingProperties`, `ModelServer`, `LmiConfigRecommender`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+import javaproperties
+
+_SNAKE_CASE = re.compile(r"[A-Z][A-Z0-9_]*")
+_ASSIGNMENT = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_.]*)=(.*)")
+_VARIABLES: Mapping[str, str] = {  # variable -> property
+    "HF_MODEL_ID": "model_id",
+    "HF_REVISION": "revision",
+    "HF_TASK": "task",
+    "HF_MODEL_TRUST_REMOTE_CODE": "trust_remote_code",
+    "TENSOR_PARALLEL_DEGREE": "tensor_parallel_degree",
+    "SERVING_MIN_WORKERS": "minWorkers",
+    "SERVING_MAX_WORKERS": "maxWorkers",
+    "SERVING_JOB_QUEUE_SIZE": "job_queue_size",
+    "SERVING_BATCH_SIZE": "batch_size",
+    "SERVING_MAX_BATCH_DELAY": "max_batch_delay",
+    "SERVING_MAX_IDLE_TIME": "max_idle_time",
+    "SERVING_LOAD_ON_DEVICES": "load_on_devices",
+    "NEURON_CC_FLAGS": "NEURON_CC_FLAGS",
+    "NEURON_COMPILE_CACHE_URL": "compiled_graph_path",
+    "NEURON_CONTEXT_LENGTH_ESTIMATE": "context_length_estimate",
+    "NEURON_ON_DEVICE_EMBEDDING": "on_device_embedding",
+    "NEURON_ON_DEV_GENERATION": "on_device_generation",
+    "NEURON_SHARD_OVER_SEQUENCE": "shard_over_sequence",
+    "NEURON_COMPILATION_WORKER_COUNT": "compilation_worker_count",
+    "NEURON_SEQUENCE_PARALLEL": "sequence_parallel",
+    "NEURON_MULTI_NODE": "multi_node",
+    "NEURON_CC_PIPELINE_FACTOR": "neuron_cc_pipeline_factor",
+    "NEURON_QUANT": "neuron_quant",
+    "OMP_NUM_THREADS": "OMP_NUM_THREADS",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One property, by LMI's name without ``option.``, and where it was written."""
+
+    name: str
+    value: str
+    label: str  # of its file
+    line: int
+    written: str  # its name there
+
+    @property
+    def where(self) -> str:
+        """FILE:LINE."""
+        return f"{self.label}:{self.line}"
+
+
+class UnreadableSettings(Exception):
+    """A file that is not of its format; the text says where and why."""
+
+
+def read_properties(text: str, label: str) -> list[Setting]:
+    """Returns the properties of a `serving.properties`. Raises UnreadableSettings."""
+    settings, line = [], 1
+    try:
+        for element in javaproperties.parse(StringIO(text)):
+            if isinstance(element, javaproperties.KeyValue):
+                name = element.key.removeprefix("option.")
+                settings.append(Setting(name, element.value.strip(), label, line, element.key))
+            line += element.source.count("\n")
+    except javaproperties.InvalidUEscapeError as error:
+        raise UnreadableSettings(f"{label}:{line}: {error}") from None
+    return settings
+
+
+def read_environment(text: str, label: str) -> list[Setting]:
+    """Returns the variables of a container: lines `KEY=VALUE`, or JSON: a mapping, a list of `{name, value}` as in a
+    task definition, or one of these below `Environment`, in a SageMaker model. Raises UnreadableSettings."""
+    pairs = _from_json(text, label) if text.lstrip().startswith(("{", "[")) else _from_lines(text, label)
+    return [
+        Setting(name, value, label, line, variable)
+        for variable, value, line in pairs
+        if value and (name := _property_of(variable))
+    ]
+
+
+def merged(files: Iterable[Setting], environment: Iterable[Setting]) -> tuple[list[Setting], list[Setting]]:
+    """Returns the settings that count, and those that they hide. Of a file the last counts, and the file before the
+    environment; there `HF_...`, which LMI writes to a file, before `OPTION_...`, and the others are defaults."""
+    ranked = sorted(environment, key=lambda setting: not setting.written.startswith("OPTION_"))
+    ranked.sort(key=lambda setting: not setting.written.startswith("HF_"))
+    chosen: dict[str, Setting] = {}
+    every = [*reversed(list(files)), *ranked]
+    for setting in every:
+        chosen.setdefault(setting.name, setting)
+    counted = [setting for setting in every if chosen[setting.name] is setting]
+    in_order = sorted(counted, key=lambda setting: (setting in ranked, setting.line))
+    return in_order, [setting for setting in every if chosen[setting.name] is not setting]
+
+
+def _property_of(variable: str) -> str:
+    """Returns LMI's property of a variable; the variable itself if it is of another program."""
+    for prefix in ("OPTION_", "ARGS_"):
+        if variable.startswith(prefix) and len(variable) > len(prefix):
+            name = variable.removeprefix(prefix)
+            name = name.lower() if _SNAKE_CASE.fullmatch(name) else name
+            return "entryPoint" if name == "entrypoint" else name
+    return _VARIABLES.get(variable, variable)
+
+
+def _from_lines(text: str, label: str) -> Iterator[tuple[str, str, int]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        found = _ASSIGNMENT.fullmatch(line)
+        if found is None:
+            raise UnreadableSettings(f"{label}:{number}: not a line KEY=VALUE: {line.strip()[:60]}")
+        value = found[2].strip()
+        if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+            value = value[1:-1]
+        yield found[1], value, number
+
+
+def _from_json(text: str, label: str) -> Iterator[tuple[str, str, int]]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UnreadableSettings(f"{label}: not JSON: {error}") from None
+    variables = _environment(value)
+    if variables is None:
+        raise UnreadableSettings(f"{label}: no variables: give a mapping, or a list of name and value")
+    for name, content in variables.items():
+        before = text[: max(0, text.find(json.dumps(name)))]
+        yield name, content if isinstance(content, str) else json.dumps(content), before.count("\n") + 1
+
+
+def _environment(value: Any) -> Mapping[str, Any] | None:
+    if isinstance(value, list) and all(isinstance(item, dict) and "name" in item for item in value):
+        return {str(item["name"]): item.get("value", "") for item in value}
+    if not isinstance(value, dict):
+        return None
+    for key in ("Environment", "environment", "PrimaryContainer", "Environment.Variables"):
+        if isinstance(value.get(key), dict | list):
+            return _environment(value[key])
+    return value if all(not isinstance(item, dict | list) for item in value.values()) else None

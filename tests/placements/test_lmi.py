@@ -1,0 +1,247 @@
+"""The spec of an LMI container's models, and what becomes of each of its settings."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placements.lmi.importing import Imported, LmiModel, import_lmi
+from placements.lmi.rows import ROWS
+from placements.lmi.settings import UnreadableSettings, read_environment, read_properties
+from placements.spec.parse import parse
+from placements.spec.schema import ModelSpec
+
+# Of DJL Serving 0.28 and 0.33: the fields of TransformerNeuronXProperties and of Properties, those of LMI's page, and
+# the properties of a model that DJL Serving itself reads.
+HANDLER = """
+model_id revision trust_remote_code rolling_batch rolling_batch_strategy tensor_parallel_degree cluster_size batch_size
+enable_streaming max_rolling_batch_size dtype output_formatter input_formatter waiting_steps mpi_mode tgi_compat
+bedrock_compat enable_lora draft_model_id spec_length model_dir neuron_optimize_level
+enable_mixed_precision_accumulation enable_saturate_infinity n_positions unroll load_in_8bit low_cpu_mem_usage
+load_split_model context_length_estimate amp quantize compiled_graph_path draft_model_compiled_path
+speculative_draft_model speculative_length draft_model_tp_size task save_mp_checkpoint_path group_query_attention
+model_loader fuse_qkv fuse_mlp fused_rmsnorm_qkv qkv_tiling weight_tiling mlp_out_weight_transpose attention_layout
+collectives_layout cache_layout partition_schema all_reduce_dtype cast_logits_dtype sequence_parallel_norm_threshold
+on_device_embedding on_device_embedding_config on_device_generation shard_over_sequence compilation_worker_count
+sequence_parallel multi_node neuron_cc_pipeline_factor neuron_quant
+"""
+SERVER = """
+engine job_queue_size max_dynamic_batch_size max_batch_delay max_idle_time load_on_devices minWorkers maxWorkers
+entryPoint model_loading_timeout predict_timeout parallel_loading s3url handler
+"""
+VALUES = ["", "true", "false", "None", "0", "1", "4", "24", "128,512", "2048,x", "max", "auto", "vllm", "disable"]
+VALUES += ["fp16", "static_int8", "shard-over-heads", "BSH", "float16", "s3://models/m", "org/model", "nc0;nc8", "*"]
+VALUES += [
+    "djl_python.transformers_neuronx",
+    "model.py",
+    "optimum",
+    "text-generation",
+    "{{model}}",
+    "# !: \\u00e4",
+    "-7",
+]
+
+
+def imported(*properties: str, environment: str = "", **options: object) -> Imported:
+    files = read_properties("\n".join(properties), "serving.properties")
+    model = LmiModel("m", files, read_environment(environment, "env"))
+    return import_lmi([model], **options)  # type: ignore[arg-type]
+
+
+def model_of(result: Imported) -> ModelSpec:
+    parsed = parse(result.spec, "spec")
+    assert parsed.spec is not None, parsed.problems
+    return parsed.spec.models[0]
+
+
+def fate(result: Imported, written: str) -> tuple[str, str]:
+    [outcome] = [outcome for outcome in result.outcomes if outcome.written == written]
+    return outcome.fate, outcome.what
+
+
+@pytest.mark.parametrize("name", [*HANDLER.split(), *SERVER.split()])
+def test_every_property_of_lmi_has_a_row(name: str) -> None:
+    assert name in ROWS
+
+
+@given(st.dictionaries(st.sampled_from([*ROWS, "unknown"]), st.sampled_from(VALUES), max_size=12), st.booleans())
+def test_any_settings_give_a_valid_spec_twice_the_same_and_a_fate_for_each(
+    settings: dict[str, str], in_environment: bool
+) -> None:
+    lines = [f"option.{name}={value}" for name, value in settings.items()]
+    variables = "\n".join(f"OPTION_{name}={value}" for name, value in settings.items())
+    once, again = (
+        imported("option.model_id=org/model", *([] if in_environment else lines), environment=variables)
+        for _ in range(2)
+    )
+    assert once == again
+    errors = {problem.id for problem in parse(once.spec, "spec").problems if problem.severity == "error"}
+    assert errors <= ({"missing-key"} if once.refused else set())  # the source, where no setting is one
+    told = [outcome.written for outcome in once.outcomes]
+    expected = [f"OPTION_{name}" for name, value in settings.items() if value]
+    assert sorted({name for name in told if name.startswith("OPTION_")}) == sorted(expected)
+
+
+def test_the_quick_start_of_lmis_page_behaves_as_in_the_container() -> None:
+    """Its file and its environment give the same model; LMI's defaults are written out."""
+    file = imported(
+        "engine=Python",
+        "option.model_id=org/model",
+        "option.entryPoint=djl_python.transformers_neuronx",
+        "option.rolling_batch=auto",
+        "option.tensor_parallel_degree=4",
+        "option.max_rolling_batch_size=8",
+        "option.model_loading_timeout=1600",
+    )
+    variables = imported(
+        environment="HF_MODEL_ID=org/model\nOPTION_ENTRYPOINT=djl_python.transformers_neuronx\n"
+        "OPTION_ROLLING_BATCH=auto\nTENSOR_PARALLEL_DEGREE=4\nOPTION_MAX_ROLLING_BATCH_SIZE=8\n"
+        "OPTION_MODEL_LOADING_TIMEOUT=1600\n"
+    )
+    model = model_of(file)
+    assert (model.source, model.engine, model.tp_degree) == ("org/model", "transformers-neuronx", 4)
+    assert (model.max_batch, model.max_len, model.dtype) == (8, 128, "fp16")
+    assert (model.threads, model.max_queue, model.deadlines.start_s) == ("lmi", 1000, 1600)
+    assert model.replicas.min == model.replicas.max == 6  # one on each 4 of 24 cores
+    assert model_of(variables) == model
+    assert not file.refused
+    assert not variables.refused
+
+
+def test_a_property_of_the_file_counts_before_the_environment() -> None:
+    """As in DJL Serving, whose environment fills only what the file lacks."""
+    result = imported(
+        "option.model_id=org/model",
+        "option.tensor_parallel_degree=2",
+        "option.tensor_parallel_degree=4",
+        environment="OPTION_TENSOR_PARALLEL_DEGREE=8\nTENSOR_PARALLEL_DEGREE=max\nHF_MODEL_ID=other/model\n",
+    )
+    assert (model_of(result).tp_degree, model_of(result).source) == (4, "org/model")
+    assert fate(result, "OPTION_TENSOR_PARALLEL_DEGREE") == (
+        "dropped",
+        "option.tensor_parallel_degree of serving.properties:3 counts",
+    )
+
+
+def test_max_is_all_cores_of_the_instance() -> None:
+    result = imported("option.model_id=m", "option.tensor_parallel_degree=max", instance="inf2.24xlarge")
+    assert model_of(result).tp_degree == 12
+
+
+def test_later_versions_of_lmi_have_other_defaults() -> None:
+    """From 0.30 on, batches roll by default and a slot has all positions, 4096 at most."""
+    old, new = (model_of(imported("option.model_id=m", version=version)) for version in ((0, 29), (0, 30)))
+    assert [(model.max_batch, model.max_len) for model in (old, new)] == [(1, 128), (32, 4096)]
+
+
+def test_a_static_batch_is_the_number_of_slots() -> None:
+    result = imported("option.model_id=m", "batch_size=4")
+    assert model_of(result).max_batch == 4
+
+
+def test_cores_of_load_on_devices_are_pins() -> None:
+    model = model_of(imported("option.model_id=m", "option.tensor_parallel_degree=8", "load_on_devices=nc0;nc8"))
+    assert [str(pin) for pin in model.cores] == ["0-7", "8-15"]
+    assert model.replicas.min == 2
+
+
+def test_a_draft_has_lmis_default_length() -> None:
+    draft = model_of(imported("option.model_id=m", "option.speculative_draft_model=s3://models/d")).draft
+    assert draft is not None
+    assert (draft.source, draft.k) == ("s3://models/d", 5)
+
+
+def test_the_checkpoints_code_is_trusted_only_on_request() -> None:
+    lines = ("option.model_id=m", "option.trust_remote_code=true")
+    assert [model_of(imported(*lines, trust_remote_code=trust)).trust_remote_code for trust in (False, True)] == [
+        False,
+        True,
+    ]
+
+
+def test_secrets_are_named_and_never_copied() -> None:
+    result = imported(environment="HF_MODEL_ID=m\nHF_TOKEN=hf_abcdef\nAWS_SECRET_ACCESS_KEY=hf_abcdef\n")
+    assert fate(result, "HF_TOKEN")[0] == fate(result, "AWS_SECRET_ACCESS_KEY")[0] == "dropped"
+    assert "hf_abcdef" not in result.spec + "".join(map(str, result.outcomes))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("option.entryPoint=model.py", "code of their own"),
+        ("option.dtype=int4", "none of fp32, fp16, bf16"),
+        ("option.n_positions=1", "at least 2"),
+        ("option.tensor_parallel_degree=two", "not a whole number"),
+        ("option.task=feature-extraction", "`kind`"),
+        ("option.cluster_size=2", "one machine"),
+        ("engine=OnnxRuntime", "Python engine"),
+    ],
+)
+def test_a_setting_without_a_replacement_is_refused_with_its_line(line: str, reason: str) -> None:
+    """The rest of the spec is valid."""
+    result = imported("option.model_id=m", line)
+    [refused] = [outcome for outcome in result.outcomes if outcome.fate == "refused"]
+    assert (refused.where, refused.written) == ("serving.properties:2", line.partition("=")[0])
+    assert reason in refused.what
+    model_of(result)
+
+
+def test_without_a_model_the_import_says_so() -> None:
+    result = imported("option.dtype=fp16")
+    assert fate(result, "option.model_id") == ("refused", "it is missing: no model is named")
+
+
+def test_models_of_one_container_share_its_cores() -> None:
+    """Each gets one replica and a name of its own."""
+    models = [LmiModel(name, read_properties("option.model_id=gpt2", name), ()) for name in ("a b", "a-b", "a-b")]
+    parsed = parse(import_lmi(models).spec, "spec")
+    assert parsed.spec is not None
+    assert [(model.name, model.replicas.max) for model in parsed.spec.models] == [
+        ("a-b", 1),
+        ("a-b-2", 1),
+        ("a-b-3", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "HF_MODEL_ID=org/model\n# a comment\nexport TENSOR_PARALLEL_DEGREE='8'\n",
+        '{"HF_MODEL_ID": "org/model", "TENSOR_PARALLEL_DEGREE": 8}',
+        '{"PrimaryContainer": {"Environment": {"HF_MODEL_ID": "org/model", "TENSOR_PARALLEL_DEGREE": "8"}}}',
+        '[{"name": "HF_MODEL_ID", "value": "org/model"}, {"name": "TENSOR_PARALLEL_DEGREE", "value": "8"}]',
+    ],
+)
+def test_an_environment_is_read_from_lines_and_from_json(text: str) -> None:
+    """As of `docker run --env-file`, SageMaker's CreateModel and a task definition."""
+    model = model_of(imported(environment=text))
+    assert (model.source, model.tp_degree) == ("org/model", 8)
+
+
+@pytest.mark.parametrize("text", ["HF_MODEL_ID: m\n", "{", '{"a": {"b": {}}}', "[1]"])
+def test_an_unreadable_environment_is_an_error_with_its_file(text: str) -> None:
+    with pytest.raises(UnreadableSettings, match=r"^env:"):
+        read_environment(text, "env")
+
+
+@pytest.mark.real
+@pytest.mark.skipif("DJL_SOURCE" not in os.environ, reason="DJL_SOURCE names no checkout of djl-serving 0.28")
+@pytest.mark.parametrize("group", ["transformers_neuronx_handler_list", "transformers_neuronx_aot_handler_list"])
+def test_the_neuron_configurations_of_lmis_own_tests_import(group: str) -> None:
+    """Each gives a valid spec; only other kinds of model are refused."""
+    tree = ast.parse((Path(os.environ["DJL_SOURCE"]) / "tests/integration/llm/prepare.py").read_text())
+    [table] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == group
+    ]
+    assert table
+    for name, options in table.items():
+        result = imported(*(f"{key}={value}" for key, value in options.items()))
+        model_of(result)
+        assert result.refused == ("diffusion" in name), (name, result.outcomes)
