@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.doubles import forget
 from tests.workers.nxdi_traffic import replica_config
 from workers.engines.optimum_neuron import artifacts
 from workers.engines.optimum_neuron.engine import OptimumEngine
@@ -28,3 +32,11 @@ def opened(source: Path, compiled: Path | None, kind: Any = OptimumEngine, **fie
 def export_here(settings: Settings, entry: Any) -> None:
     """Instead of a process of its own, which takes seconds to start."""
     artifacts.export_here(settings, entry.path)
+
+
+def play(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """The stand-in of that version is installed."""
+    real = metadata.version
+    monkeypatch.setenv("NEURON_DOUBLE_OPTIMUM_VERSION", version)
+    monkeypatch.setattr(metadata, "version", lambda name: version if name == "optimum-neuron" else real(name))
+    forget("optimum")

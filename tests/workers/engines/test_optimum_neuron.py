@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.doubles import PACKAGES, Neuron, forget
+from tests.doubles import PACKAGES, Neuron
 from tests.doubles import neuron as neuron
 from tests.workers.nxdi_traffic import FULL, MAX_LEN, Checkpoints, arrivals, cpu, edit, refused, served, wrong
 from tests.workers.nxdi_traffic import sources as sources
-from tests.workers.optimum_traffic import config_of, export_here, opened
+from tests.workers.optimum_traffic import config_of, export_here, opened, play
 from workers.engines.open_engine import open_engine
 from workers.engines.optimum_neuron import artifacts
 from workers.engines.optimum_neuron.compiled_folder import start_error
@@ -48,14 +48,6 @@ def optimum(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn1")
     monkeypatch.setattr(artifacts, "compile_in_subprocess", export_here)
     return neuron
-
-
-def play(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """The stand-in of that version is installed."""
-    real = metadata.version
-    monkeypatch.setenv("NEURON_DOUBLE_OPTIMUM_VERSION", version)
-    monkeypatch.setattr(metadata, "version", lambda name: version if name == "optimum-neuron" else real(name))
-    forget("optimum")
 
 
 @pytest.mark.parametrize(
