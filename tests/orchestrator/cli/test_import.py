@@ -69,8 +69,8 @@ def test_json_has_the_spec_and_the_report(monkeypatch: pytest.MonkeyPatch, capsy
     ("arguments", "code", "message"),
     [
         ([], 64, "nothing to import"),
-        (["missing"], 1, "missing: No such file"),
-        (["."], 1, "no serving.properties"),
+        (["missing"], 1, "lmi-unreadable: missing: No such file"),
+        (["."], 1, "lmi-unreadable: .: no serving.properties"),
         (["missing", "--instance", "inf1.xlarge"], 64, "inf1.xlarge is none of"),
         (["missing", "--lmi-version", "new"], 64, "not a version like 0.28"),
         (["missing", "--engine", "djl"], 64, "djl is none of"),
