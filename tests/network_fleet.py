@@ -7,12 +7,14 @@ import json
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
 
 from tests.fleet import READY_DEADLINE_S, Fleet, until
 from tests.network_hosts import DASHBOARD_PORT, Network, NetworkHost
+from tests.orchestrator.clients import Admin
 
 PORT = 8080
 CORES = 24
@@ -34,6 +36,10 @@ def start_cluster(network: Network, settings: Mapping[str, str] | None = None, *
 def start_worker(worker: NetworkHost, head: NetworkHost) -> Any:
     """Start Ray on a host with cores, as its service would after a boot. Returns the wait for its registration."""
     return worker.start_ray(head.address, cores=CORES, settings=WORKER_SETTINGS)
+
+
+def gateway_url(machine: NetworkHost) -> str:
+    return f"http://{machine.address}:{PORT}"
 
 
 class Services:
@@ -92,6 +98,19 @@ class Balancer:
         return random.choice(self.ready or list(self._misses))
 
 
+class NetworkAdmin(Admin):
+    """The admin API on the loopback of a machine, through restarts of its Ray."""
+
+    back_s = 240.0
+
+    def __init__(self, machine: NetworkHost) -> None:
+        self._machine = machine
+        super().__init__(machine.path("home"))
+
+    def send(self, method: str, route: str, **options: Any) -> httpx.Response:
+        return self._machine.inside(partial(super().send, method, route, **options))
+
+
 class NetworkFleet(Fleet):
     """One `up --ray-address` on the head, or a job that runs it there. It ends with the hosts."""
 
@@ -100,7 +119,7 @@ class NetworkFleet(Fleet):
     ) -> None:
         """``outside``: a machine without Ray, which submits `up` as a job. ``insecure``: no keys are needed."""
         self.head, *self.workers = network.hosts
-        super().__init__(f"http://{self.workers[0].address}:{PORT}")
+        super().__init__(gateway_url(self.workers[0]))
         self.head.path("spec.yaml").write_text(spec)
         join = ("up", str(self.head.folder / "spec.yaml"), "--ray-address", f"{self.head.address}:6379")
         listen = ("--host", "0.0.0.0", "--port", str(PORT), *(["--insecure"] if insecure else []))
@@ -108,7 +127,7 @@ class NetworkFleet(Fleet):
         if outside is not None:
             words = ("ray", "job", "submit", f"--address=http://{self.head.address}:{DASHBOARD_PORT}", "--", *words)
         self._caller = outside or self.head
-        self._targets = {f"http://{machine.address}:{PORT}": machine for machine in network.hosts}
+        self._targets = {gateway_url(machine): machine for machine in network.hosts}
         self._balancer: Balancer | None = None
         self.process = self._caller.spawn(*words, log="up.log")
 
@@ -143,12 +162,18 @@ class NetworkFleet(Fleet):
         """Returns the JSON that the command prints on the head."""
         return json.loads(self.head.run("corewright", *arguments, "-o", "json"))
 
+    @property
+    def admin(self) -> NetworkAdmin:
+        return NetworkAdmin(self.head)
+
     def status(self) -> Any:
-        return self.corewright("status")
+        """Raises httpx.TransportError if the controller does not answer."""
+        return self.admin.send("GET", "/status").json()
 
     def events(self, reason: str) -> list[Any]:
         """Returns the events with that reason."""
-        return [event for event in self.corewright("events", "--since", "0")["events"] if event["reason"] == reason]
+        events = self.admin.send("GET", "/events", params={"after": 0, "limit": 1000}).json()["events"]
+        return [event for event in events if event["reason"] == reason]
 
     def machine_of(self, host: str) -> NetworkHost:
         """Returns the machine of a planner's host, by the folder of its claims."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -24,14 +25,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.fleet import until
 
+T = TypeVar("T")
 BIN = Path(sys.executable).parent
 SETPRIV = ("setpriv", "--pdeathsig", "KILL")  # the kernel ends it with the thread that started it
 UNSHARE = ("unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc")
@@ -52,7 +56,8 @@ HEALTH_CHECKS = {  # a host that is cut off is dead after 18 s; less would lose 
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 6,
 }
-RAY_START_S = 150.0
+RAY_START_S = 300.0
+RAY_RESTARTS = 5  # of a machine with too many processes for its cores
 
 
 @functools.cache
@@ -83,6 +88,7 @@ class NetworkHost:
     """One host. Its disk is ``folder``, at the same path on each host; other files are those of this machine."""
 
     ray: subprocess.Popen[bytes]  # the `ray start` that was started last
+    ray_began: float  # when it was, as of time.monotonic
 
     def __init__(self, name: str, address: str, switch: int, folder: Path) -> None:
         self.name, self.address, self.folder = name, address, folder
@@ -163,6 +169,16 @@ class NetworkHost:
         output = self.read(log)
         assert code == 0, f"{self.name}$ {' '.join(words)}: {code}\n{output}"
         return output
+
+    def inside(self, call: Callable[[], T]) -> T:
+        """Returns what the call returns in the machine's network, where it reaches its loopback."""
+
+        def enter() -> None:
+            with Path(f"/proc/{self.pid}/ns/net").open() as network:
+                _enter_network(network.fileno())
+
+        with ThreadPoolExecutor(1, initializer=enter) as thread:
+            return thread.submit(call).result()
 
     def path(self, name: str) -> Path:
         """Returns the path of one of its disk's files for this process."""
@@ -276,13 +292,23 @@ class NetworkHost:
             place.append(f"--labels={','.join(f'{name}={value}' for name, value in labels.items())}")
         ports = [f"--{option}={port}" for option, port in RAY_PORTS.items()]
         common = [f"--node-ip-address={self.address}", "--num-cpus=2", "--object-store-memory=80000000"]
-        self.path("ray.log").unlink(missing_ok=True)
         words = ("ray", "start", "--block", "--include-log-monitor=false", *place, *ports, *common)
-        process = self.ray = self.spawn(*words, log="ray.log", **(settings or {}))
+        restarts = itertools.count()
+
+        def start() -> None:
+            self.path("ray.log").unlink(missing_ok=True)
+            self.ray_began = time.monotonic()
+            self.ray = self.spawn(*words, log="ray.log", **(settings or {}))
+
+        start()
 
         def wait() -> None:
             def started() -> bool:
-                assert process.poll() is None, f"ray start on {self.name} has ended\n{self.read('ray.log')}"
+                if self.ray.poll() is not None:  # a raylet whose agents do not start within 15 s
+                    assert next(restarts) < RAY_RESTARTS, f"Ray on {self.name} has ended\n{self.read('ray.log')}"
+                    self.kill("/ray/")
+                    self.kill("ray::")
+                    start()
                 return self.ray_runs
 
             until(started, RAY_START_S, f"Ray runs on {self.name}")
@@ -300,7 +326,7 @@ class Network:
         assert self._holder.stdout.readline() == "made\n"
         self.pid = self._holder.pid
         for words in (
-            "link add br0 type bridge",
+            "link add br0 address 02:00:0a:4d:00:fe type bridge",  # its own: by default that of a port, which may go
             "addr add 10.77.0.254/24 dev br0",
             "link set br0 up",
             "link set lo up",
@@ -315,6 +341,17 @@ class Network:
         self._machines.append(NetworkHost(name, f"10.77.0.{number}", self.pid, self._folder))
         return self._machines[-1]
 
+    def save_logs(self, folder: Path) -> None:
+        """Copy the logs of all machines, of Ray and of the fleet, each to a folder of its own."""
+        for machine in self._machines:
+            for pattern in ("*.log", "home/logs/*", "**/session_*/logs/**/*", "home/journal*"):
+                root = machine.path("")
+                for file in root.glob(pattern):
+                    if file.is_file() and not file.is_symlink():
+                        copy = folder / machine.name / file.relative_to(root)
+                        copy.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copyfile(file, copy)
+
     def end(self) -> None:
         for machine in self._machines:
             machine.end()
@@ -325,8 +362,9 @@ class Network:
 
 
 @contextlib.contextmanager
-def network_hosts(count: int) -> Iterator[Network]:
-    """Yields ``count`` hosts, with this thread at their switch; ends all of their processes."""
+def network_hosts(count: int, logs: Path | None = None) -> Iterator[Network]:
+    """Yields ``count`` hosts, with this thread at their switch; ends all of their processes. After a failure, ``logs``
+    is a folder with their logs."""
     with (
         tempfile.TemporaryDirectory(prefix="cwn-", dir="/tmp") as folder,
         Path("/proc/thread-self/ns/net").open() as own,
@@ -336,6 +374,11 @@ def network_hosts(count: int) -> Iterator[Network]:
             with Path(f"/proc/{network.pid}/ns/net").open() as switch:
                 _enter_network(switch.fileno())
             yield network
+        except BaseException:
+            if logs is not None:
+                network.save_logs(logs)
+                print(f"the logs of all hosts are in {logs}")  # noqa: T201
+            raise
         finally:
             _enter_network(own.fileno())
             network.end()

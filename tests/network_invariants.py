@@ -32,6 +32,7 @@ class Running(NamedTuple):
 
     id: str
     locks: list[Held]
+    pid: int  # on this machine
 
 
 def running_on(machine: NetworkHost) -> list[Running]:
@@ -40,7 +41,7 @@ def running_on(machine: NetworkHost) -> list[Running]:
     for pid in machine.processes("ray::Replica["):
         with contextlib.suppress(OSError, StopIteration):  # it has ended
             tag = re.search(rb"\0NEURON_PROCESS_TAG=([^\0]+)", Path(f"/proc/{pid}/environ").read_bytes())
-            running.append(Running(tag[1].decode() if tag else f"pid {pid}", list(_locks(pid))))
+            running.append(Running(tag[1].decode() if tag else f"pid {pid}", list(_locks(pid)), pid))
     return running
 
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -43,15 +44,17 @@ def echo_text(prompt: str, count: int) -> str:
 class Streamed:
     """A streamed completion that is read in the background."""
 
-    def __init__(self, fleet: Fleet, model: str, prompt: str, max_tokens: int) -> None:
+    def __init__(self, fleet: Fleet, model: str, prompt: str, max_tokens: int, url: str | None = None) -> None:
+        """``url``: of a gateway, if the fleet has several."""
         self.text = ""
+        self.longest_gap_s = 0.0  # between two of its tokens
         self.status = 0  # of the answer; above 200 it is an error as a whole, and no stream
         self.error: dict[str, Any] | None = None
         self.broken: httpx.TransportError | None = None  # the connection ended without the end of the answer
         self.done = threading.Event()
         self.begun = threading.Event()
         self._body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
-        self._thread = threading.Thread(target=self._read, args=(fleet.url,), daemon=True)
+        self._thread = threading.Thread(target=self._read, args=(url or fleet.url,), daemon=True)
         self._thread.start()
 
     def _read(self, url: str) -> None:
@@ -67,12 +70,16 @@ class Streamed:
             self.status = response.status_code
             if self.status != 200:
                 self.error = json.loads(response.read())["error"]
+            last = None
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
                     self.error = event.get("error", self.error)
                     self.text += "".join(choice["text"] for choice in event.get("choices", ()))
                     self.begun.set()
+                    now = time.monotonic()
+                    self.longest_gap_s = max(self.longest_gap_s, now - (last or now))
+                    last = now
 
 
 class Sent:
@@ -97,20 +104,27 @@ def complete(fleet: LiveFleet, model: str, prompt: str = "hello", **fields: Any)
 class Admin:
     """The admin API of a fleet, through restarts of its controller."""
 
-    def __init__(self, fleet: LiveFleet) -> None:
-        record = Home(fleet.home).read_record()
-        assert record is not None
+    back_s = CONTROLLER_BACK_S
+
+    def __init__(self, home: Path) -> None:
+        self._home = Home(home)
+
+    def send(self, method: str, route: str, **options: Any) -> httpx.Response:
+        """Send a request once. Raises httpx.ConnectError if there is no record of a fleet, either."""
+        record = self._home.read_record()
+        if record is None:
+            raise httpx.ConnectError("no fleet.json")
         headers = {"Authorization": f"Bearer {record.token}", "x-corewright-by": "test"}
-        self._http = httpx.Client(base_url=f"{record.admin_url}/admin/v1", headers=headers, timeout=30)
+        return httpx.request(method, f"{record.admin_url}/admin/v1{route}", headers=headers, timeout=30, **options)
 
     def get(self, route: str, **query: Any) -> Any:
         def answered() -> httpx.Response | None:
             try:
-                return self._http.get(route, params=query)
+                return self.send("GET", route, params=query)
             except httpx.TransportError:
                 return None
 
-        response: httpx.Response = until(answered, CONTROLLER_BACK_S, f"GET {route} is answered")
+        response: httpx.Response = until(answered, self.back_s, f"GET {route} is answered")
         assert response.status_code == 200, f"GET {route}: {response.status_code} {response.text}"
         return response.json()
 
@@ -119,14 +133,14 @@ class Admin:
 
         def answered() -> tuple[int, Any] | None:
             try:
-                response = self._http.post(route, json=fields)
+                response = self.send("POST", route, json=fields)
             except httpx.ConnectError:
                 return None  # nobody has heard it: it may be sent again
             except httpx.TransportError as error:
                 return 0, repr(error)
             return response.status_code, response.json()
 
-        answer: tuple[int, Any] = until(answered, CONTROLLER_BACK_S, f"POST {route} is answered")
+        answer: tuple[int, Any] = until(answered, self.back_s, f"POST {route} is answered")
         return answer
 
     def status(self) -> Any:

@@ -110,7 +110,7 @@ class Chaos:
 
     def __init__(self, fleet: LiveFleet, specs: Sequence[str], models: Sequence[str], seed: int) -> None:
         self.fleet = fleet
-        self.admin = Admin(fleet)
+        self.admin = Admin(fleet.home)
         self.rng = random.Random(seed)
         self.seed = seed
         self.told: list[str] = []

@@ -60,7 +60,7 @@ def fleet() -> Iterator[LiveFleet]:
 
 @pytest.fixture(scope="module")
 def admin(fleet: LiveFleet) -> Admin:
-    return Admin(fleet)
+    return Admin(fleet.home)
 
 
 @pytest.fixture(autouse=True)

@@ -186,7 +186,7 @@ def test_an_error_of_the_server_reaches_the_client(fleet: LiveFleet) -> None:
 @pytest.mark.parametrize("name", ["bodies", "tokens"])
 def test_a_server_never_has_more_requests_than_slots(fleet: LiveFleet, name: str) -> None:
     """Those that wait in the gateway take the slots of clients that leave, and get their answers."""
-    processes = tree(Admin(fleet), f"{name}/0")
+    processes = tree(Admin(fleet.home), f"{name}/0")
     slots = SLOTS[name]
     staying: dict[str, Any] = {"model": name, "prompt": "stays", "max_tokens": 9}
     expected = complete(fleet, **staying).json()["choices"][0]["text"]
@@ -242,7 +242,7 @@ def questions(fleet: LiveFleet) -> Callable[[int, int], Question]:
 
 def test_a_killed_server_loses_no_request(fleet: LiveFleet) -> None:
     """Each gets its exact answer or a documented error, and the replica returns."""
-    admin, load = Admin(fleet), Load(fleet, questions(fleet), clients=6)
+    admin, load = Admin(fleet.home), Load(fleet, questions(fleet), clients=6)
     with load:
         load.wait_answered(PACE, kind="exact")
         kill(admin, "bodies/0", "server")
@@ -260,7 +260,7 @@ def test_whatever_process_is_killed_the_replica_returns_and_no_request_is_lost(f
     victims = [(id, role) for id in ("tokens/0", "bodies/0") for role in ROLES]
     victims.remove(("bodies/0", "server"))
     random.Random(CHAOS_SEED).shuffle(victims)
-    admin, load = Admin(fleet), Load(fleet, questions(fleet), clients=6)
+    admin, load = Admin(fleet.home), Load(fleet, questions(fleet), clients=6)
     with load:
         for id, role in victims:
             until_ready(admin, id)

@@ -62,7 +62,7 @@ def text(fleet: LiveFleet) -> str:
 
 
 def processes(fleet: LiveFleet) -> list[psutil.Process]:
-    actor = psutil.Process(Admin(fleet).replica("served/0")["pid"])
+    actor = psutil.Process(Admin(fleet.home).replica("served/0")["pid"])
     return [actor, *actor.children(recursive=True)]
 
 
@@ -91,7 +91,7 @@ def test_a_client_that_leaves_ends_its_request(fleet: LiveFleet) -> None:
     with fleet.http.stream("POST", "/v1/chat/completions", json=body) as answer:
         next(answer.iter_lines())
 
-    until(lambda: Admin(fleet).replica("served/0")["live"] == 0, GONE_S, "the slot is free")
+    until(lambda: Admin(fleet.home).replica("served/0")["live"] == 0, GONE_S, "the slot is free")
     assert text(fleet)
 
 
@@ -102,7 +102,7 @@ def test_an_error_of_the_server_reaches_the_client(fleet: LiveFleet) -> None:
 
 
 def test_a_killed_server_returns_and_an_unloaded_one_has_no_process(fleet: LiveFleet) -> None:
-    expected, before, admin = text(fleet), processes(fleet), Admin(fleet)
+    expected, before, admin = text(fleet), processes(fleet), Admin(fleet.home)
 
     before[2].send_signal(signal.SIGKILL)
 
