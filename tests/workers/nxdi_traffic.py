@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from placements.facts.engines import NXD_WINDOW, nxd_release, reaches
 from placements.resources.environ import compiling
@@ -56,6 +58,16 @@ def edit(folder: Path, **settings: object) -> None:
     """Changes settings of a checkpoint's config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def drawn_mixtral(sources: Checkpoints, folder: Path) -> Path:
+    """A mixtral in ``folder`` for traces: each release of transformers draws other weights for the experts."""
+    source = Path(shutil.copytree(sources("mixtral"), folder / "mixtral"))
+    weights, generator = load_file(source / "model.safetensors"), torch.Generator().manual_seed(1)
+    drawn = {name: 0.2 * torch.randn(weights[name].shape, generator=generator) for name in sorted(weights)}
+    kept = {name: weight for name, weight in weights.items() if weight.dim() == 1}
+    save_file(drawn | kept, source / "model.safetensors", {"format": "pt"})
+    return source
 
 
 def families(version: str) -> list[str]:

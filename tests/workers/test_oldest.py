@@ -12,7 +12,18 @@ import pytest
 from tests.workers.engines.test_families_transformers_4_57 import DEADLINE_S, run
 
 PYTHON = "python3.10"
-PACKAGES = ("transformers==4.47.0", "msgspec", "psutil", "pydantic", "PyYAML", "jinja2", "numpy", "cronsim")
+PACKAGES = (
+    "transformers==4.47.0",
+    "aiohttp",
+    "msgspec",
+    "psutil",
+    "pydantic",
+    "PyYAML",
+    "jinja2",
+    "numpy",
+    "cronsim",
+    "uvloop",
+)
 IMPORT_ALL = """
 import importlib, pkgutil, sys, workers
 names = [module.name for module in pkgutil.walk_packages(workers.__path__, "workers.")]

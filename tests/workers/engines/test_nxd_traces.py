@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from placements.facts.engines import NXD_VERSIONS
 from tests import traces
@@ -20,7 +18,7 @@ from tests.closed.nxd_lane import real_nxdi as real_nxdi
 from tests.doubles import Neuron
 from tests.doubles import neuron as neuron
 from tests.workers import nxdi_traffic
-from tests.workers.nxdi_traffic import FULL, Checkpoints, arrivals, opened, served
+from tests.workers.nxdi_traffic import FULL, Checkpoints, arrivals, drawn_mixtral, opened, served
 from tests.workers.nxdi_traffic import sources as sources
 from workers.engines.nxd_inference import artifacts, package
 from workers.engines.nxd_inference.engine import NxdEngine
@@ -106,13 +104,7 @@ def single(trace: traces.Trace, sources: Checkpoints, folder: Path) -> None:
 
 
 def mixtral(trace: traces.Trace, sources: Checkpoints, folder: Path) -> None:
-    """Each release of transformers draws other weights for the experts."""
-    source = Path(shutil.copytree(sources("mixtral"), folder.parent / "mixtral"))
-    weights, generator = load_file(source / "model.safetensors"), torch.Generator().manual_seed(1)
-    drawn = {name: 0.2 * torch.randn(weights[name].shape, generator=generator) for name in sorted(weights)}
-    kept = {name: weight for name, weight in weights.items() if weight.dim() == 1}
-    save_file(drawn | kept, source / "model.safetensors", {"format": "pt"})
-    traffic(trace, source, folder)
+    traffic(trace, drawn_mixtral(sources, folder.parent), folder)
 
 
 def device(trace: traces.Trace, sources: Checkpoints, folder: Path) -> None:

@@ -63,6 +63,8 @@ class NxDNeuronConfig:
     @classmethod
     def from_pretrained(cls, folder: str) -> NxDNeuronConfig:
         """Raises OSError without the file, ValueError for another version, RuntimeError for another compiler."""
+        if not Path(folder, FILE).exists():
+            raise OSError(f"{folder} has no {FILE}")
         recorded = json.loads(Path(folder, FILE).read_text())
         for key in ("optimum_neuron_version", "_serialized_key", "neuronxcc_version"):
             if key not in recorded:

@@ -64,7 +64,7 @@ class NxDModelForCausalLM(NeuronModelForCausalLM):
             logits = self._prompts(lines, input_ids, position_ids)
         else:
             logits = self._step(lines, input_ids, position_ids)
-        return logits.argmax(-1).to(torch.int32) if neuron.on_device_sampling else logits[:, None]
+        return logits.argmax(-1) if neuron.on_device_sampling else logits[:, None]
 
     def _prompts(self, lines: list[int], ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """A prompt ends at its first highest position, where the padding that is added here has 1."""
