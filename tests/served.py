@@ -45,10 +45,12 @@ class Served:
         credentials: Credentials | None = None,
         stepped: bool = False,
         prefix_block: int = 0,
+        epoch: int = EPOCH,
     ) -> None:
         """With ``credentials`` it listens on TCP with TLS, as for gateways of another host. ``stepped``: no engine step
         ends before a ``turn``. It says that it keeps prompts in blocks of ``prefix_block`` tokens."""
         self._credentials = credentials
+        self._epoch = epoch
         engine = SteppedEcho(slots, max_len) if stepped else EchoEngine(slots=slots, max_len=max_len, step_ms=step_ms)
         self._engine = engine
         engine.load()
@@ -69,7 +71,7 @@ class Served:
             self.path,
             welcome=self._welcome,
             token=TOKEN,
-            epoch=EPOCH,
+            epoch=self._epoch,
             batcher=self.batcher,
             listen="" if self._credentials is None else "tls://127.0.0.1:0",
             credentials=self._credentials,

@@ -85,14 +85,20 @@ class ReplicaLinks:
         return bool(replicas) and near and len(self.unreachable(now)) == len(replicas)
 
     def update(self, routes: ModelRoutes) -> None:
-        """Opens links to new replicas and retires those of removed ones."""
+        """Opens links to new replicas, retires those of removed ones, and closes those of former epochs."""
         self._routes = routes
         self.recount()
         self._refused &= set(routes.replicas)
         now = time.monotonic()
         self._last = {route: self._last.get(route, now) for route in routes.replicas}
+        epochs = {route.id: route.epoch for route in routes.replicas}
         for route, link in list(self._links.items()):
-            link.resume() if route in routes.replicas else link.retire()
+            if route in routes.replicas:
+                link.resume()
+            elif epochs.get(route.id, 0) > route.epoch:  # replaced: on a frozen host it would never end its requests
+                link.close()
+            else:
+                link.retire()
         for route in routes.replicas:
             self._keep_link(route)
 

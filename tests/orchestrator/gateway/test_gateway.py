@@ -20,7 +20,7 @@ from orchestrator.gateway.http import request_reader
 from orchestrator.process.logs import Access
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
-from tests.served import Served
+from tests.served import EPOCH, Served
 from workers.engines.echo import echo_tokens
 from workers.messages.wire import PROTOCOL
 
@@ -314,6 +314,23 @@ def test_requests_without_output_are_retried_on_another_replica(gateway: LiveGat
         thread.join(20)
 
     assert [answer.json()["choices"][0]["text"] for answer in answers] == [echo_text("hello", 200)] * 2
+
+
+def test_a_request_at_a_silent_replica_moves_to_its_replacement(gateway: LiveGateway, replica: Make) -> None:
+    """On a frozen host nothing ends the process and its connections: the route of a later epoch does."""
+    silent, later = replica(stepped=True), replica(epoch=EPOCH + 1)
+    gateway.serve(routes("m", silent))
+    waiting = Stream(gateway, "hello", 3, stream=False)
+    until(lambda: silent.batcher.stats.live == 1, 10, "the request is at the replica")
+    replaced = routes("m", later)
+
+    gateway.serve(
+        msgspec.structs.replace(
+            replaced, replicas=[msgspec.structs.replace(route, epoch=EPOCH + 1) for route in replaced.replicas]
+        )
+    )
+
+    waiting.read_until("length")
 
 
 def test_a_broken_connection_to_a_live_replica_is_reopened(gateway: LiveGateway, replica: Make) -> None:
