@@ -13,7 +13,10 @@ from jsonschema import Draft202012Validator
 
 from orchestrator.fleet.leaving_host import END_S
 from placements.facts.topology import TOPOLOGIES
+from placements.planner.host_choice import plan_on_cluster
+from placements.planner.spec_hosts import Machine, hosts_for
 from placements.spec.parse import parse
+from placements.spec.schema import Spec
 from tests.deploy.ray_start import GATEWAY_PORT, ROOT, check_health, check_host, options
 
 FOLDER = ROOT / "deploy" / "kuberay"
@@ -123,13 +126,11 @@ def test_the_service_reaches_the_gateways() -> None:
 
 def test_the_job_starts_the_spec_that_the_head_mounts() -> None:
     """By the head's own job interface, with the cluster's token; the command exists with these options."""
-    from typer.main import get_command
-
-    from orchestrator.cli import main as cli
+    from orchestrator.cli.main import application
 
     (container,) = yaml.safe_load((FOLDER / "up-job.yaml").read_text())["spec"]["template"]["spec"]["containers"]
     words = container["command"]
-    up = get_command(cli.app).commands["up"]  # type: ignore[attr-defined]
+    up = application("up").commands["up"]
     given = up.make_context("up", words[words.index("up") + 1 :]).params
     folder, file = given["spec"].rsplit("/", 1)
     pod = HEAD["template"]["spec"]
@@ -145,11 +146,60 @@ def test_the_job_starts_the_spec_that_the_head_mounts() -> None:
 
 def test_the_spec_reserves_what_the_pod_does_not_get() -> None:
     """The planner counts on the CPUs and the memory of the pod, not of the node."""
+    for host in fleet().hosts:
+        topology = TOPOLOGIES[str(host.instance)]
+        limits = group_of(str(host.instance))["template"]["spec"]["containers"][0]["resources"]["limits"]
+
+        assert topology.vcpus - (host.reserve.vcpus or 0) == int(limits["cpu"])
+        assert topology.memory_gib - host.reserve.memory_gib <= int(limits["memory"].removesuffix("Gi"))
+
+
+def test_each_group_grows_to_the_bounds_of_the_spec() -> None:
+    """Otherwise Ray's autoscaler would not start a machine that is requested, or keep one that is not needed."""
+    bounds = {str(host.instance): (host.min, host.max) for host in fleet().hosts}
+
+    assert bounds == {
+        group["labels"]["corewright-instance"]: (group["minReplicas"], group["maxReplicas"])
+        for group in GROUPS.values()
+    }
+
+
+def test_a_few_small_replicas_get_small_hosts_and_large_ones_a_large_host() -> None:
+    """Both groups are used: each time the cheapest machines that hold what the first host does not."""
+    small = chosen({"llama-3.1-8b-instruct": 2, "qwen2.5-0.5b-instruct": 6})
+    large = chosen({"llama-3.1-8b-instruct": 4, "qwen2.5-0.5b-instruct": 1})
+
+    assert small == ["inf2.8xlarge/0", "inf2.8xlarge/1"]
+    assert large == ["inf2.48xlarge/1"]
+
+
+def test_the_head_ends_within_its_grace_period() -> None:
+    """Ray's drain takes as long as Kubernetes waits before it kills the pod, and nothing can move from the head."""
+    env = {entry["name"]: entry["value"] for entry in HEAD["template"]["spec"]["containers"][0]["env"]}
+    assert env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0"
+    for group in GROUPS.values():
+        of_worker = {entry["name"]: entry["value"] for entry in group["template"]["spec"]["containers"][0]["env"]}
+        assert env == of_worker | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+
+
+def fleet() -> Spec:
     spec = parse((FOLDER / "fleet.yaml").read_bytes(), "fleet.yaml", "/").spec
     assert spec is not None
-    (host,) = spec.hosts
-    topology = TOPOLOGIES["inf2.48xlarge"]
-    limits = GROUPS["inf2-48xlarge"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    return spec
 
-    assert topology.vcpus - (host.reserve.vcpus or 0) == int(limits["cpu"])
-    assert topology.memory_gib - host.reserve.memory_gib <= int(limits["memory"].removesuffix("Gi"))
+
+def group_of(instance: str) -> dict[str, Any]:
+    return next(group for group in GROUPS.values() if group["labels"]["corewright-instance"] == instance)
+
+
+def chosen(counts: dict[str, int]) -> list[str]:
+    """The hosts that are added when the models have so many replicas."""
+    spec = fleet()
+    models = tuple(
+        model.model_copy(update={"replicas": model.replicas.model_copy(update={"min": counts[model.name]})})
+        for model in spec.models
+    )
+    spec = spec.model_copy(update={"models": models})
+    choice = plan_on_cluster(spec, hosts_for(spec, Machine((0, 1))), {})
+    assert choice.plan.unplaced == ()
+    return [host.name for host in choice.hosts]
