@@ -29,6 +29,7 @@ from orchestrator.control.scaling_loop import Scaler
 from orchestrator.control.status import Conditions, record_conditions, route_table, status
 from orchestrator.control.update_prefetch import UpdatePrefetch
 from orchestrator.fleet.effects import ClusterClient
+from orchestrator.fleet.leaving_host import replicas_to_end
 from orchestrator.fleet.replica_states import Signal, State
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.fleet.snapshot import Observed, ReplicaView
@@ -75,7 +76,8 @@ class Controller:
         self._version = 1
         self._routes_version = 1
         self._routes: RouteTable | None = None  # as last published
-        self._published: tuple[Any, ...] = ()  # the inputs of routes and status at the last notification
+        self._published: tuple[Any, ...] = ()  # the inputs of routes and conditions at the last notification
+        self._refreshes = 0  # reports of replicas by then
         self._was_ready = False
         self._closing = False
         self._settled = asyncio.Event()  # set once surviving replicas are adopted
@@ -246,7 +248,7 @@ class Controller:
     def _why_drained(self, replica: ReplicaView) -> str:
         """Returns the reason of a drain. Records an event if nothing replaces a replica whose host ends."""
         state = self.state
-        if (replica.id, replica.epoch) not in state.ending():
+        if not replicas_to_end([replica], state.leaving(), self._clock()):
             return "an update, or no longer planned"
         model = state.current.spec.model(replica.model)
         others = state.ready(replica.model) - 1
@@ -272,14 +274,15 @@ class Controller:
     async def publish(self) -> None:
         """Notify waiters if the routes or the status have changed."""
         state = self.state
-        serves = any(view.state is State.READY for view in state.views.values())
-        self._was_ready |= (state.hold is not None and serves) or all(
+        if state.hold is not None:
+            self._was_ready |= any(view.state is State.READY for view in state.views.values())
+        self._was_ready = self._was_ready or all(
             state.ready(model.name) >= min(model.replicas.min, state.counts.desired(model))
             for model in state.current.spec.models
         )
-        # The inputs of routes and status: building both each time would cost more than the decisions.
+        # The inputs of routes and conditions: building both each time would cost more than the decisions.
         inputs = (
-            list(state.views.values()),
+            state.views.changes,
             state.goal,
             dict(state.strategies),
             state.records.state.seq,
@@ -291,13 +294,16 @@ class Controller:
             self._closing,
             self.gateways.draining(),
         )
-        if inputs != self._published:
+        changed = inputs != self._published
+        if changed:
             record_conditions(state, self._conditions, ready=self._was_ready)
             self._published = inputs
-            self._version += 1
-            if (table := self.routes()) != self._routes:  # reports of replicas rarely change it
+            if (table := self.routes()) != self._routes:
                 self._routes = table
                 self._routes_version += 1
+        if changed or state.views.refreshes != self._refreshes:  # reports of replicas change the status only
+            self._refreshes = state.views.refreshes
+            self._version += 1
             async with self._changed:
                 self._changed.notify_all()
 

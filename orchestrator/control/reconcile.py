@@ -83,7 +83,6 @@ def reconcile(
     wait until each replica has had time to report again (``Observed.settled``).
     """
     by_id = {target.id: target for target in targets}
-    used = cores_by_host(replica for replica in observed.replicas.values() if not replica.gone)
     actions: list[Action] = []
     for id, replica in observed.replicas.items():
         target = by_id.get(id)
@@ -110,14 +109,17 @@ def reconcile(
             elif starting:
                 actions.append(Stop(replica, "no longer planned"))
         elif ending:  # 5
-            if observed.now >= replica.retry_at and not _has_used_cores(target, used):
+            if observed.now >= replica.retry_at:
                 actions.append(Start(target, replica))
         elif starting and observed.settled and (late := replica.overdue(observed.now)) is not None:  # 4
             actions.append(Fail(replica, late))
     for id, target in by_id.items():
-        if id not in observed.replicas and not _has_used_cores(target, used):  # 6
+        if id not in observed.replicas:  # 6
             actions.append(Start(target, None))
-    return actions
+    if not any(isinstance(action, Start) for action in actions):
+        return actions
+    used = cores_by_host(replica for replica in observed.replicas.values() if not replica.gone)
+    return [action for action in actions if not (isinstance(action, Start) and _has_used_cores(action.target, used))]
 
 
 def _matches(replica: ReplicaView, target: ReplicaTarget, replaced: frozenset[tuple[str, int]]) -> bool:

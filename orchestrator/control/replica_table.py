@@ -66,7 +66,8 @@ class ReplicaTable:
         self._statuses[view.id] = view.epoch, status
         if view.state is not State.FAILED:  # its reports no longer apply
             queued = view.server is not None and view.server.queues
-            view = self.store(view.after(status, self._state.clock()))
+            view = view.after(status, self._state.clock())
+            self._state.views.refresh(view)
             if not queued and view.server is not None and view.server.queues:
                 message = f"its server queues {view.server.waiting} requests although slots are free: "
                 message += "its KV cache is too small; lower max_batch or max_len"

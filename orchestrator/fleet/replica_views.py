@@ -8,15 +8,27 @@ from orchestrator.fleet.snapshot import ReplicaView
 class ReplicaViews(dict[str, ReplicaView]):
     """The replicas by id. With thousands of them on a hundred hosts, each model and host must not read them all.
 
-    Entries are changed by assignment and `del` only.
+    Entries are changed by assignment, `refresh` and `del` only. ``changes`` counts the assigned and deleted entries:
+    what was computed from the places and states of replicas is valid until it grows. ``refreshes`` counts the others.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.changes = 0
+        self.refreshes = 0
         self._of_models: dict[str, dict[int, ReplicaView]] = {}
         self._of_hosts: dict[str, dict[str, ReplicaView]] = {}
 
     def __setitem__(self, id: str, view: ReplicaView) -> None:
+        self.changes += 1
+        self._set(id, view)
+
+    def refresh(self, view: ReplicaView) -> None:
+        """Set a view that differs in the work that the replica reports only (`ReplicaView.after`)."""
+        self.refreshes += 1
+        self._set(view.id, view)
+
+    def _set(self, id: str, view: ReplicaView) -> None:
         before = self.get(id)
         if before is not None and before.host != view.host:
             del self._of_hosts[before.host][id]
@@ -25,6 +37,7 @@ class ReplicaViews(dict[str, ReplicaView]):
         self._of_hosts.setdefault(view.host, {})[id] = view
 
     def __delitem__(self, id: str) -> None:
+        self.changes += 1
         view = self[id]
         super().__delitem__(id)
         del self._of_models[view.model][view.replica]

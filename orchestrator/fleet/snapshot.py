@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 
 from orchestrator.fleet.effects import actor_name
@@ -77,7 +78,7 @@ class ReplicaView:
     server: ServerLoad | None = None  # of an engine that is a server
     deadlines: Deadlines = field(default_factory=Deadlines)
 
-    @property
+    @cached_property  # each round reads it several times for each of thousands of replicas
     def id(self) -> str:
         return f"{self.model}/{self.replica}"
 

@@ -30,7 +30,7 @@ from orchestrator.records.journal_records import (
 
 KEEP_REVISIONS = 50
 KEEP_PINS = 256  # of the latest versions
-KEEP_REPLICAS = 4096  # with known epochs: those of the latest decisions
+KEEP_REPLICAS = 4096  # with known epochs: those of the latest starts
 
 
 def fold(state: JournalState, record: AnyRecord) -> JournalState:
@@ -105,6 +105,8 @@ def _decision_changes(state: JournalState, record: Decision) -> dict[str, Any]:
     epoch = max(record.epoch, state.epochs.get(id, 0))  # an adopted one may have a higher epoch
     starts = 0 if record.action == "forget" else state.starts.get(id, 0) + (record.action == "start")
     over = record.epoch > state.replaces.get(id, record.epoch) or record.action == "forget"
+    if not over and (epoch, starts) == (state.epochs.get(id), state.starts.get(id)):
+        return {}  # as most; copies for each of thousands of replicas would take seconds
     return {
         "epochs": _latest(state.epochs, id, epoch, KEEP_REPLICAS),
         "starts": _latest(state.starts, id, starts, KEEP_REPLICAS),

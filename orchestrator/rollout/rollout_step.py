@@ -16,6 +16,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 
 from orchestrator.fleet.replica_states import LEAVING, State
@@ -44,7 +45,7 @@ class ReplicaTarget:
         """Returns the target of an old replica that continues."""
         return cls(view.model, view.replica, view.host, view.cores, view.version)
 
-    @property
+    @cached_property
     def id(self) -> str:
         return f"{self.model}/{self.replica}"
 
@@ -191,14 +192,14 @@ def new_targets(
 ) -> list[ReplicaTarget]:
     """Returns the targets that need a new process; ``replaced`` has the (id, epoch) of processes that do not count."""
     existing = {
-        (view.id, view.host, view.cores, view.version)
+        view.id: (view.host, view.cores, view.version)
         for view in views
         if view.state not in LEAVING and (view.id, view.epoch) not in replaced
     }
     return [
         target
         for target in goal.targets
-        if target.placement is not None and (target.id, target.host, target.cores, target.version) not in existing
+        if target.placement is not None and existing.get(target.id) != (target.host, target.cores, target.version)
     ]
 
 
@@ -209,14 +210,15 @@ class Situation:
     ``hosts`` are the hosts that are up. By host, ``blocked`` are the cores where no replica may be placed, ``drained``
     the cores whose replicas have to move, and ``held`` the models whose artifacts are there. ``replaced`` has the
     (id, epoch) of replicas that need a new process. ``leaving`` are hosts that end at a known time, and ``ending`` the
-    (id, epoch) of replicas there that cannot stay any longer.
+    (id, epoch) of replicas there that cannot stay any longer. Situations are compared without ``views``, of which there
+    are thousands: `ReplicaViews.changes` says whether these are the same.
     """
 
     spec: Spec
     hosts: tuple[Host, ...]
     checkpoints: Mapping[str, Checkpoint]
     desired_models: Mapping[str, DesiredModel]
-    views: tuple[ReplicaView, ...]
+    views: tuple[ReplicaView, ...] = field(compare=False)
     blocked: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
     drained: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
     replaced: frozenset[tuple[str, int]] = frozenset()
@@ -231,18 +233,21 @@ class Situation:
             return True
         if not self.drained:
             return False
-        desired = self.desired_models[model]
-        views = [view for view in self.views if view.model == model and not view.gone]
-        moving = [view for view in views if view.touches(self.drained.get(view.host, frozenset()))]
-        others = [view for view in views if view not in moving]
-        changes = any(view.version != desired.version or (view.id, view.epoch) in self.replaced for view in others)
-        return bool(moving) and not changes
+        desired, moves = self.desired_models[model], False
+        for view in self._of_model.get(model, ()):
+            if view.gone:
+                continue
+            if view.touches(self.drained.get(view.host, frozenset())):
+                moves = True
+            elif view.version != desired.version or (view.id, view.epoch) in self.replaced:
+                return False
+        return moves
 
     def urgent(self, model: str) -> bool:
         """Returns whether replicas of the model have to move before their host ends."""
         if not self.leaving:
             return False
-        return any(view.model == model and view.host in self.leaving and not view.gone for view in self.views)
+        return any(view.host in self.leaving and not view.gone for view in self._of_model.get(model, ()))
 
     def with_desired(self, desired: DesiredModel) -> Situation:
         """Returns a copy in which ``desired`` replaces the desired state of its model."""
@@ -250,8 +255,16 @@ class Situation:
 
     def load_s(self, model: str) -> float | None:
         """Returns how long the last start of a replica of the model took, in seconds; None if none was ready yet."""
-        times = [view.load_s for view in self.views if view.model == model and view.load_s is not None]
+        times = [view.load_s for view in self._of_model.get(model, ()) if view.load_s is not None]
         return max(times, default=None)
+
+    @cached_property
+    def _of_model(self) -> dict[str, list[ReplicaView]]:
+        """The replicas by model."""
+        by_model: dict[str, list[ReplicaView]] = {}
+        for view in self.views:
+            by_model.setdefault(view.model, []).append(view)
+        return by_model
 
 
 @dataclass(frozen=True)
@@ -352,9 +365,10 @@ def _group_replicas(situation: Situation) -> _ReplicaGroups:
         else:
             current[view.model].append(view)
     for name, desired in desired_models.items():
-        misplaced = _misplaced(desired, current[name])
-        old[name] += misplaced
-        current[name] = [view for view in current[name] if view not in misplaced]
+        pinned_elsewhere = {view.id for view in _misplaced(desired, current[name])}
+        if pinned_elsewhere:
+            old[name] += [view for view in current[name] if view.id in pinned_elsewhere]
+            current[name] = [view for view in current[name] if view.id not in pinned_elsewhere]
     evacuated, urgent = (frozenset(filter(test, desired_models)) for test in (situation.evacuates, situation.urgent))
     return _ReplicaGroups(current, old, leaving, evacuated, urgent)
 

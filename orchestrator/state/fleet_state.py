@@ -8,10 +8,10 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import CoreOwner, FailedCore
@@ -102,7 +102,8 @@ class FleetState:
         self._lost_former: set[str] = set()  # models that lost replicas of their former version
         self.relocation: Relocation | None = None  # in progress
         self._relocated_at = float("-inf")
-        self._unrelocatable: tuple[object, object] | None = None  # placements and missing replicas when none was found
+        self._unrelocatable: tuple[object, object] | None = None  # changes and missing replicas when none was found
+        self._computed: tuple[int, Situation, Goal] | None = None  # changes of views, and what followed from them
         self._numbers: dict[str, int] = {}
         self.progress: tuple[Any, float] = ((), clock())  # the last steps, and when they or a start last changed
         self.late: set[str] = set()  # models past their progress deadline that cannot be rolled back
@@ -141,8 +142,11 @@ class FleetState:
 
     def awaited_hosts(self, model: str) -> str | None:
         """Returns for which machines replicas of the model wait; None if they would not have a place there, either."""
+        expected = sum(item.model == model for item in self.uses.expected)
+        if not expected:
+            return None
         placed = sum(target.model == model for target in self.goal.targets)
-        return self.uses.awaited() if sum(item.model == model for item in self.uses.expected) > placed else None
+        return self.uses.awaited() if expected > placed else None
 
     def settled(self, model: ModelSpec) -> bool:
         """Returns whether the rollout of the model is finished."""
@@ -254,7 +258,8 @@ class FleetState:
 
     def ending(self) -> frozenset[tuple[str, int]]:
         """Returns the (id, epoch) of replicas that have to end now, by their hosts."""
-        return replicas_to_end(self.views.values(), self.leaving(), self.clock())
+        leaving = self.leaving()
+        return replicas_to_end(self.views.values(), leaving, self.clock()) if leaving else frozenset()
 
     def replaced(self) -> frozenset[tuple[str, int]]:
         """Returns the (id, epoch) of replicas that need a new process."""
@@ -315,13 +320,20 @@ class FleetState:
     async def update_goal(self) -> Goal:
         """Compute the desired state, again if cores or a ready replica that it counts on are lost meanwhile."""
         while True:
-            blocked, ready = self.blocked(), self._ready_processes()
+            blocked, views, changes = self.blocked(), list(self.views.values()), self.views.changes
             again = await self._update_goal()
-            if not again and blocked == self.blocked() and ready <= self._ready_processes():
+            keeps = changes == self.views.changes or _ready_processes(views) <= _ready_processes(self.views.values())
+            if not again and keeps and blocked == self.blocked():
                 return self.goal
 
-    def _ready_processes(self) -> set[tuple[str, int]]:
-        return {(view.id, view.epoch) for view in self.views.values() if view.state is State.READY}
+    async def _compute_goal(self, situation: Situation) -> Goal:
+        """Returns the last goal if nothing has changed since; most rounds of a large fleet at rest end here."""
+        changes = self.views.changes
+        if self._computed is not None and self._computed[:2] == (changes, situation):
+            return self._computed[2]
+        goal = cast(Goal, await self.in_thread(compute_goal, situation))
+        self._computed = changes, situation, goal
+        return goal
 
     async def _update_goal(self) -> bool:
         """Compute the desired state. A model with old replicas gets its update strategy here, until it is settled.
@@ -329,7 +341,7 @@ class FleetState:
         Returns whether it must be computed again.
         """
         situation = self.situation()
-        goal = await self.in_thread(compute_goal, situation)
+        goal = await self._compute_goal(situation)
         if self.hold is not None:  # not acted upon: routes and status show it
             self.goal = goal
             return False
@@ -356,7 +368,7 @@ class FleetState:
             del self.strategies[name]
         if undecided:
             situation = self.situation()
-            goal = await self.in_thread(compute_goal, situation)
+            goal = await self._compute_goal(situation)
         self.goal = await self._with_awaited(situation, goal)
         self._report_lost_replicas()
         return await self._update_relocation()
@@ -426,13 +438,13 @@ class FleetState:
             return True
         if self.frozen or self.in_canary or now - self._relocated_at < RELOCATION_S:
             return False
-        placements = frozenset((view.id, view.epoch, view.host, view.cores, view.state) for view in self.views.values())
         missing = tuple((unplaced.model, unplaced.replica) for unplaced in self.goal.plan.unplaced)
-        if not missing or (placements, missing) == self._unrelocatable:
+        changes = self.views.changes
+        if not missing or (changes, missing) == self._unrelocatable:
             return False
         relocation = await self.in_thread(find_relocation, self.situation(), self.goal)
         if relocation is None:
-            self._unrelocatable = (placements, missing)
+            self._unrelocatable = (changes, missing)
             return False
         self.relocation, self._relocated_at = relocation, now
         message = f"it is moved to make room for {' and '.join(relocation.models)}"
@@ -516,3 +528,7 @@ class FleetState:
 
     def ready(self, name: str) -> int:
         return sum(view.state is State.READY for view in self.views.of_model(name))
+
+
+def _ready_processes(views: Iterable[ReplicaView]) -> set[tuple[str, int]]:
+    return {(view.id, view.epoch) for view in views if view.state is State.READY}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 
 from orchestrator.fleet.replica_states import State
-from orchestrator.rollout.rollout_step import Situation, compute_goal
+from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
 from orchestrator.state import fleet_state
+from tests.orchestrator import virtual_cluster
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.virtual_cluster import VirtualCluster
 from workers.messages.status import Failure, Phase, Reaction
 
 DEADLINE_S = 20.0
@@ -101,5 +104,32 @@ def test_the_old_replica_stays_if_the_new_one_fails_while_its_end_is_planned(tmp
             await played.until(lambda: len(cluster.started) == 3, "the new one starts again")
             assert cluster.drained == []
             await played.settled()
+
+    virtually(main)
+
+
+def test_a_fleet_at_rest_is_not_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports of replicas change their views, but nothing that a plan depends on; the death of one does."""
+    planned: list[Situation] = []
+
+    def counted(situation: Situation) -> Goal:
+        planned.append(situation)
+        return compute_goal(situation)
+
+    monkeypatch.setattr(fleet_state, "compute_goal", counted)
+    monkeypatch.setattr(virtual_cluster, "REPORT_S", 5.0)
+
+    async def main() -> None:
+        cluster = VirtualCluster(["inf2.48xlarge/0"], random.Random(1))
+        async with Played(tmp_path, cluster, SPEC % (2, 4, 1)) as played:
+            await played.settled()
+            await asyncio.sleep(5.0)
+            heard, _ = played.controller.state.views["m/0"].heard, planned.clear()
+            await asyncio.sleep(60.0)
+            assert (played.controller.state.views["m/0"].heard > heard, planned) == (True, [])
+            (replica,) = cluster.actors.values()
+            await cluster.die(replica, "killed by signal 9")
+            await played.until(lambda: planned, "planned", DEADLINE_S)
+            await played.kill()
 
     virtually(main)
