@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.control.gateways import Gateways
@@ -51,6 +51,7 @@ class HostRequests:
             return
         self._give_up_lost()
         self._use_least()
+        self._warn(state.uses.report_late())
         with task_boundary(log, "the hosts are not decided", on_error=self._counters.failed_round):
             await self._decide()
         self._keep()
@@ -180,7 +181,12 @@ class HostRequests:
             await state.records.durable()
             reasons = await self._cluster.keep_hosts(kept, elastic)
             self._kept = kept
-            for instance in state.uses.report(reasons):
-                for host in state.uses.waiting():
-                    if host.rpartition("/")[0] == instance:
-                        state.records.event("warning", "HostNotStarted", reasons[instance], host=host)
+            self._warn(state.uses.report(reasons))
+
+    def _warn(self, instances: Iterable[str]) -> None:
+        """Record an event for each host that waits for a machine of these types."""
+        uses = self._state.uses
+        for instance in instances:
+            for host in uses.waiting():
+                if host.rpartition("/")[0] == instance:
+                    self._state.records.event("warning", "HostNotStarted", uses.why_waiting(host), host=host)

@@ -49,18 +49,23 @@ class HostUses:
         now = self._records.wall()
         for instance, reason in reasons.items():
             last = self.failures.get(instance)
+            self.failures[instance] = LaunchFailure(reason, now)
             if last is None or last.reason != reason:
                 yield instance
-            self.failures[instance] = LaunchFailure(reason, now)
+
+    def report_late(self) -> Iterator[str]:
+        """Count machines that are late as failures to start. Yields the instance types for which that is new."""
+        late = {}
+        for host, use in self.waiting().items():
+            instance = host.rpartition("/")[0]
+            limit_s = max(LEAST_LATE_S, LATE * self.start_s(instance))
+            if self._records.wall() - use.at > limit_s and not self.why_waiting(host):
+                late[instance] = f"no machine has joined within {limit_s:.0f} s"
+        return self.report(late)
 
     def avoided(self) -> frozenset[str]:
         """Returns the instance types of which a machine failed to start lately, or is late."""
         now = self._records.wall()
-        for host, use in self.waiting().items():
-            instance = host.rpartition("/")[0]
-            limit_s = max(LEAST_LATE_S, LATE * self.start_s(instance))
-            if now - use.at > limit_s and not self.why_waiting(host):
-                self.failures[instance] = LaunchFailure(f"no machine has joined within {limit_s:.0f} s", now)
         return frozenset(instance for instance, failure in self.failures.items() if now - failure.at < AVOID_S)
 
     def awaited(self) -> str | None:

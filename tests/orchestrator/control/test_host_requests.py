@@ -156,7 +156,7 @@ def test_the_status_says_why_a_replica_waits(tmp_path: Path) -> None:
 
 
 def test_a_late_machine_is_not_waited_for(tmp_path: Path) -> None:
-    """Without a reason of Ray's autoscaler, too, the other type is requested after some time."""
+    """Without a reason of Ray's autoscaler, too, the other type is requested after some time. An event says why."""
 
     async def story(played: Played) -> None:
         played.cluster.machine_s = 1e6
@@ -164,6 +164,8 @@ def test_a_late_machine_is_not_waited_for(tmp_path: Path) -> None:
         await asyncio.sleep(LEAST_LATE_S)
         played.cluster.machine_s = 5.0
         await played.until(lambda: len(played.ready("a")) == 1, "served", 60.0)
+        late = [event for event in played.journal.events() if event.reason == "HostNotStarted"]
+        assert [(event.host, event.message) for event in late] == [(FIRST, "no machine has joined within 900 s")]
         await played.until(lambda: hosts(played) == {SMALL: "ready"}, "withdrawn", 30.0)
 
     play(tmp_path, TWO_TYPES, story)
