@@ -119,7 +119,7 @@ class VirtualCluster(FakeCluster):
         cut = machine.cuts
         if power:
             machine.powered = False
-            for replica in set(self.holders[host].values()):
+            for replica in dict.fromkeys(self.holders[host].values()):
                 await self.die(replica, "its machine lost power")
 
         async def declare() -> None:
@@ -147,7 +147,7 @@ class VirtualCluster(FakeCluster):
             machine.alive, machine.powered, machine.generation = True, True, machine.generation + 1
             machine.silent = True  # while its new host actor starts
             self._later(self.rng.uniform(0.5, HOST_ACTOR_S), partial(self.answer, host))
-        for replica in set(self.holders[host].values()):
+        for replica in dict.fromkeys(self.holders[host].values()):  # in an order that a seed repeats
             if self.actors.get(replica.name) is not replica or replica.noticed is not None:
                 self._end_later(replica, self.rng.uniform(0.5, lingers_s))
         await self._notify(host)
