@@ -39,6 +39,7 @@ from tests.workers.nxdi_traffic import (
     replica_config,
     served,
 )
+from tests.workers.nxdi_traffic import expected as expected
 from tests.workers.nxdi_traffic import sources as sources
 from workers.batching.batcher import Batcher
 from workers.engines.nxd_inference import artifacts
@@ -63,19 +64,6 @@ test_a_killed_compiler = double.test_a_killed_compiler_is_not_cached_as_a_failur
 test_options_reach_the_package = double.test_options_reach_the_package
 test_an_eos_ends_an_answer = double.test_an_eos_ends_an_answer
 test_flags_of_the_spec_reach_the_compiler = double.test_the_flags_of_the_spec_reach_the_compiler
-
-
-@pytest.fixture(scope="session")
-def expected(sources: Checkpoints) -> Callable[[str], dict[str, list[int]]]:
-    """What the CPU engine answers to the usual traffic."""
-    answers: dict[str, dict[str, list[int]]] = {}
-
-    def get(family: str) -> dict[str, list[int]]:
-        if family not in answers:
-            answers[family] = served(cpu(sources(family)), arrivals())
-        return answers[family]
-
-    return get
 
 
 @pytest.fixture

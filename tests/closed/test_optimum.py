@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,8 @@ from tests.closed.optimum_lane import real_optimum as real_optimum
 from tests.doubles import Neuron
 from tests.workers import nxdi_traffic, optimum_traffic
 from tests.workers.conftest import checkpoint as checkpoint
-from tests.workers.nxdi_traffic import FULL, Arrival, Checkpoints, arrivals, cpu, refused, served
+from tests.workers.nxdi_traffic import FULL, Arrival, Checkpoints, Expected, arrivals, cpu, refused, served
+from tests.workers.nxdi_traffic import expected as expected
 from tests.workers.nxdi_traffic import sources as sources
 from tests.workers.optimum_traffic import opened
 from workers.engines.optimum_neuron import artifacts
@@ -22,20 +22,6 @@ pytestmark = [
     pytest.mark.real,
     pytest.mark.filterwarnings(*(f"ignore::{kind}" for kind in ("DeprecationWarning", "FutureWarning", "UserWarning"))),
 ]
-Expected = Callable[[str], dict[str, list[int]]]
-
-
-@pytest.fixture(scope="session")
-def expected(sources: Checkpoints) -> Expected:
-    """What the CPU engine answers to the usual traffic."""
-    answers: dict[str, dict[str, list[int]]] = {}
-
-    def get(family: str) -> dict[str, list[int]]:
-        if family not in answers:
-            answers[family] = served(cpu(sources(family)), arrivals())
-        return answers[family]
-
-    return get
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ TIE = 1e-4  # of the largest logit: float32 sums of a tiny model differ by less
 PREFILL, DECODE = [16, 32, 64], [32, 64, MAX_LEN]
 FULL = "qwen3-full"  # qwen3 without its window
 Checkpoints = Callable[[str], Path]
+Expected = Callable[[str], dict[str, list[int]]]
 Arrival = tuple[str, list[int], int, bool]  # id, prompt, tokens wanted, whether it leaves before its end
 
 
@@ -58,6 +59,19 @@ def edit(folder: Path, **settings: object) -> None:
     """Changes settings of a checkpoint's config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+@pytest.fixture(scope="session")
+def expected(sources: Checkpoints) -> Expected:
+    """What the CPU engine answers to the usual traffic."""
+    answers: dict[str, dict[str, list[int]]] = {}
+
+    def get(family: str) -> dict[str, list[int]]:
+        if family not in answers:
+            answers[family] = served(cpu(sources(family)), arrivals())
+        return answers[family]
+
+    return get
 
 
 def drawn_mixtral(sources: Checkpoints, folder: Path) -> Path:

@@ -6,14 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
+from workers.host.process_tree import end_with
 from workers.messages.engine_protocol import EngineLoadError
 from workers.neff_cache.compile_session import CompileSession
 from workers.neff_cache.compiled_artifacts import Entry, compiling
 
+S = TypeVar("S", bound=msgspec.Struct)
 LOG = "compile.log"  # in an entry
 TAIL = 40  # lines of the compiler's output in an error
 
@@ -48,3 +52,15 @@ def run_compile(module: str, settings: msgspec.Struct, label: str, entry: Entry,
             shutil.copyfile(log, kept_log)
             what = f"compiling {label} ended with exit code {process.returncode}"
             raise EngineLoadError("compile-failed", what, f"its output is in {kept_log}") from RuntimeError(tail)
+
+
+def compile_main(arguments: list[str], module: str, kind: type[S], compile_here: Callable[[S, Path], None]) -> int:
+    """Runs that process, with a job on standard input; ``kind``: of its settings. Returns its exit code."""
+    if arguments != ["compile"]:
+        sys.stderr.write(f"usage: python -m {module} compile < JSON\n")
+        return 2
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=CompileJob)
+    # It holds the lock of the entry: without this, the next process would find two compilers in one folder.
+    end_with(job.parent)
+    compile_here(msgspec.convert(job.settings, kind), Path(job.folder))
+    return 0

@@ -154,9 +154,9 @@ def test_without_a_folder_close_removes_the_artifacts(
     """``compiled: None``."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     engine = opened(sources("llama"), None)
-    assert list(tmp_path.glob("corewright-nxd-*/*/corewright.json"))
+    assert list(tmp_path.glob("corewright-compiled-*/*/corewright.json"))
     engine.close()
-    assert not list(tmp_path.glob("corewright-nxd-*"))
+    assert not list(tmp_path.glob("corewright-compiled-*"))
     with pytest.raises(RuntimeError, match="not loaded"):
         _ = engine.spec
 

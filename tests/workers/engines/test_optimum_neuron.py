@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import torch
 
 from tests.doubles import PACKAGES, Neuron
 from tests.doubles import neuron as neuron
-from tests.workers.nxdi_traffic import FULL, MAX_LEN, Checkpoints, arrivals, cpu, edit, refused, served, wrong
+from tests.workers.nxdi_traffic import FULL, MAX_LEN, Checkpoints, Expected, arrivals, edit, refused, served, wrong
+from tests.workers.nxdi_traffic import expected as expected
 from tests.workers.nxdi_traffic import sources as sources
 from tests.workers.optimum_traffic import config_of, export_here, opened, play
 from workers.engines.open_engine import open_engine
@@ -25,21 +25,6 @@ from workers.engines.optimum_neuron.compiled_folder import start_error
 from workers.engines.optimum_neuron.engine import buildables, drawn_token
 from workers.messages.engine_protocol import DeviceSampling
 from workers.neff_cache.compiled_artifacts import peek
-
-Expected = Callable[[str], dict[str, list[int]]]
-
-
-@pytest.fixture(scope="session")
-def expected(sources: Checkpoints) -> Expected:
-    """What the CPU engine answers to the usual traffic."""
-    answers: dict[str, dict[str, list[int]]] = {}
-
-    def get(family: str) -> dict[str, list[int]]:
-        if family not in answers:
-            answers[family] = served(cpu(sources(family)), arrivals())
-        return answers[family]
-
-    return get
 
 
 @pytest.fixture

@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from workers.engines.checkpoint_digests import digest_of, unread_of
-from workers.engines.compile_process import CompileJob, run_compile
+from workers.engines.compile_process import compile_main, run_compile
 from workers.engines.manifest_parts import neuron_build, version_of
 from workers.engines.nxd_inference.config import Settings, lengths, neuron_options
 from workers.engines.nxd_inference.package import DISTRIBUTION, Package, build_config, import_package
-from workers.host.process_tree import end_with
 from workers.neff_cache.compile_session import CompileSession
 from workers.neff_cache.compiled_artifacts import Entry
 from workers.neff_cache.compiler_cache import WRAPPER_FLAGS
 
+MODULE = "workers.engines.nxd_inference.engine"
 MODEL, QUANTIZED, WORK = "model", "quantized", "work"  # in an entry
 PACKAGES = ("neuronx-distributed", "neuronx-cc", "torch-neuronx", "libneuronxla", "torch", "transformers")
 
@@ -59,8 +56,7 @@ def compile_in_subprocess(settings: Settings, entry: Entry) -> None:
 
     Raises EngineLoadError with the last lines of its output, all of which is in the entry's compile.log.
     """
-    module = "workers.engines.nxd_inference.engine"
-    run_compile(module, settings, f"{settings.source} with NxD Inference", entry, session(settings, entry))
+    run_compile(MODULE, settings, f"{settings.source} with NxD Inference", entry, session(settings, entry))
 
 
 def session(settings: Settings, entry: Entry) -> CompileSession:
@@ -99,12 +95,5 @@ def with_flags(own: str, environment_flags: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """``compile``, with a job on standard input."""
-    if arguments != ["compile"]:
-        sys.stderr.write("usage: python -m workers.engines.nxd_inference.engine compile < JSON\n")
-        return 2
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=CompileJob)
-    # It holds the lock of the entry: without this, the next process would find two compilers in one folder.
-    end_with(job.parent)
-    compile_here(msgspec.convert(job.settings, Settings), Path(job.folder))
-    return 0
+    """Runs the process of ``compile_in_subprocess``. Returns its exit code."""
+    return compile_main(arguments, MODULE, Settings, compile_here)

@@ -20,16 +20,14 @@ A slot is a line of the device's KV cache, named by ``seq_ids``. The package's r
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
-from workers.engines.engine_setup import LoadableEngine
+from workers.engines.compiled_engine import CompiledEngine
 from workers.engines.nxd_inference import artifacts as nxd_artifacts
 from workers.engines.nxd_inference import precompiled
 from workers.engines.nxd_inference.config import GLOBAL_TOPK, Lengths, Settings, lengths
@@ -85,7 +83,7 @@ def _build_config(package: Package, settings: Settings) -> tuple[Any, Any]:
     return kind, config
 
 
-class NxdEngine(LoadableEngine):
+class NxdEngine(CompiledEngine):
     """Implements ``GenerateEngine``; ``SamplingEngine`` with ``sampling: device``, ``RunEngine`` with a draft.
 
     It has no ``generate``. The package's adapter for transformers' loop raises NameError in 0.7 and 0.8
@@ -97,8 +95,6 @@ class NxdEngine(LoadableEngine):
         """``compiled`` is the folder of kept artifacts; None: they are removed on ``close``. Nothing is read yet."""
         self._settings = settings
         self._compiled = compiled
-        self._scratch: Path | None = None
-        self._model: Any = None
         self._slot_sampling: list[DeviceSampling] = []
 
     def load(self) -> None:
@@ -172,19 +168,6 @@ class NxdEngine(LoadableEngine):
         accepted, following = fused[0].reshape(len(slots), -1).tolist(), fused[3].reshape(-1).tolist()
         return [row[: after - position] for row, after, position in zip(accepted, following, positions, strict=True)]
 
-    def sample_by(self, slots: Sequence[int], sampling: Sequence[DeviceSampling]) -> None:
-        """See ``SamplingEngine.sample_by``."""
-        for slot, parameters in zip(slots, sampling, strict=True):
-            self._slot_sampling[slot] = parameters
-
-    def close(self) -> None:
-        """Release the model. The cores are free when the process exits."""
-        self._spec = None
-        self._model = None
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
-
     def _compiled_folder(self, package: Package) -> str:
         """Returns the folder of the compiled model, compiling it if needed."""
         settings = self._settings
@@ -197,12 +180,6 @@ class NxdEngine(LoadableEngine):
         if settings.presharded:
             folder = precompiled.link_shards(folder, Path(settings.source), self._scratch_folder())
         return str(folder)
-
-    def _scratch_folder(self) -> Path:
-        """Returns a folder that is removed on ``close``."""
-        if self._scratch is None:
-            self._scratch = Path(tempfile.mkdtemp(prefix="corewright-nxd-"))
-        return self._scratch
 
     def _prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], width: int = 0) -> Any:
         """Run prompts, padded to at least ``width`` tokens, in one call."""

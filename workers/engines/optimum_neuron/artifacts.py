@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from workers.engines.checkpoint_digests import digest_of, unread_of
-from workers.engines.compile_process import CompileJob, run_compile
+from workers.engines.compile_process import compile_main, run_compile
 from workers.engines.manifest_parts import neuron_build, version_of
 from workers.engines.optimum_neuron.package import DISTRIBUTION, Package, export_config, find_package
 from workers.engines.optimum_neuron.settings import Settings
-from workers.host.process_tree import end_with
 from workers.neff_cache.compile_session import CompileSession
 from workers.neff_cache.compiled_artifacts import Entry
 
+MODULE = "workers.engines.optimum_neuron.engine"
 MODEL, WORK = "model", "work"  # in an entry
 PACKAGES = ("neuronx-distributed", "neuronx-cc", "torch-neuronx", "libneuronxla", "torch", "transformers")
 
@@ -53,7 +52,7 @@ def compile_in_subprocess(settings: Settings, entry: Entry) -> None:
     """
     session = CompileSession(entry.manifest, Path(settings.source), entry.path.parent, shared=False)
     label = f"{settings.source} with Optimum Neuron"
-    run_compile("workers.engines.optimum_neuron.engine", settings, label, entry, session)
+    run_compile(MODULE, settings, label, entry, session)
 
 
 def export_here(settings: Settings, folder: Path) -> None:
@@ -68,12 +67,5 @@ def export_here(settings: Settings, folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """``compile``, with a job on standard input."""
-    if arguments != ["compile"]:
-        sys.stderr.write("usage: python -m workers.engines.optimum_neuron.engine compile < JSON\n")
-        return 2
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=CompileJob)
-    # It holds the lock of the entry: without this, the next process would find two compilers in one folder.
-    end_with(job.parent)
-    export_here(msgspec.convert(job.settings, Settings), Path(job.folder))
-    return 0
+    """Runs the process of ``compile_in_subprocess``. Returns its exit code."""
+    return compile_main(arguments, MODULE, Settings, export_here)

@@ -17,16 +17,14 @@ A slot is a line of the device's KV cache, named by ``seq_ids``. The package's r
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
-from workers.engines.engine_setup import LoadableEngine
+from workers.engines.compiled_engine import CompiledEngine
 from workers.engines.optimum_neuron import artifacts, compiled_folder
 from workers.engines.optimum_neuron.first_engine import FirstOptimumEngine, first_buildables
 from workers.engines.optimum_neuron.package import Package, export_config, find_package
@@ -83,15 +81,13 @@ def kept_in(config: ReplicaConfig) -> Path | None:
     return None if config.compiled is None else Path(config.compiled)
 
 
-class OptimumEngine(LoadableEngine):
+class OptimumEngine(CompiledEngine):
     """Implements ``GenerateEngine``; ``SamplingEngine`` with ``sampling: device``."""
 
     def __init__(self, settings: Settings, compiled: Path | None) -> None:
         """``compiled`` is the folder of kept artifacts; None: they are removed on ``close``. Nothing is read yet."""
         self._settings = settings
         self._compiled = compiled
-        self._scratch: Path | None = None
-        self._model: Any = None
         self._slot_sampling: list[DeviceSampling] = []
 
     def load(self) -> None:
@@ -149,19 +145,6 @@ class OptimumEngine(LoadableEngine):
         output = self._run(every, [[token] for token, _ in filled], [[position] for _, position in filled])
         return self._picked(output, slots)
 
-    def sample_by(self, slots: Sequence[int], sampling: Sequence[DeviceSampling]) -> None:
-        """See ``SamplingEngine.sample_by``."""
-        for slot, parameters in zip(slots, sampling, strict=True):
-            self._slot_sampling[slot] = parameters
-
-    def close(self) -> None:
-        """Release the model. The cores are free when the process exits."""
-        self._spec = None
-        self._model = None
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
-
     def _exported(self, package: Package) -> str:
         """Returns the folder of the exported model, exporting it if needed."""
         settings = self._settings
@@ -172,12 +155,6 @@ class OptimumEngine(LoadableEngine):
                 artifacts.compile_in_subprocess(settings, exported)
                 exported.finish(settings.source)
         return str(exported.path / artifacts.MODEL)  # complete entries stay, so others may load it as well
-
-    def _scratch_folder(self) -> Path:
-        """Returns a folder that is removed on ``close``."""
-        if self._scratch is None:
-            self._scratch = Path(tempfile.mkdtemp(prefix="corewright-optimum-"))
-        return self._scratch
 
     def _prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
         """Run prompts, each as wide as the graph."""
