@@ -18,19 +18,19 @@ REACH_S = 3.0  # to connect to the head's port
 
 def reach(address: str) -> str:
     """Returns the HOST:PORT of the cluster at ``address``, which may be `auto`. Raises Failed with the cause."""
-    from orchestrator.on_ray import cluster_reach as on_ray
+    from orchestrator.on_ray import cluster_facts
 
-    at = on_ray.find_address(address) if address == "auto" else address
+    at = cluster_facts.find_address(address) if address == "auto" else address
     if at is None:
         hint = "start Ray on this machine with `ray start --address=HEAD:6379`, or pass HOST:PORT of the head"
         raise Failed("ray-unreachable", "no Ray node runs on this machine", hint)
     host, port = _listening(at)
     try:
-        facts = on_ray.look(at)
-    except on_ray.ClusterRefuses as error:
+        facts = cluster_facts.look(at)
+    except cluster_facts.ClusterRefuses as error:
         sides = Sides(has_token(), os.environ.get("RAY_AUTH_MODE") == "token", _uses_tls(), speaks_tls(host, port))
         raise refused(at, error.refusal, str(error), sides) from None
-    refuse_versions(at, facts.versions, on_ray.own_versions())
+    refuse_versions(at, facts.versions, cluster_facts.own_versions())
     if not local_addresses() & facts.addresses:
         message = f"no node of the Ray cluster at {at} runs on this machine: its nodes are {_some(facts.addresses)}"
         hint = "run `corewright up` on one of them; from outside: ray job submit -- corewright up SPEC --detach"

@@ -27,7 +27,7 @@ from orchestrator.fleet.host_binding import Member, bind_hosts, lost_hosts
 from orchestrator.fleet.host_greeting import HostGreeting, unfit
 from orchestrator.fleet.machine_claims import MachineClaims, claims, release_machines
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.on_ray import cluster_reach, host_survey, ray_nodes
+from orchestrator.on_ray import cluster_facts, host_survey, ray_nodes
 from orchestrator.process.addresses import free_port
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home, daemon_alive
@@ -98,14 +98,14 @@ def test_other_versions_are_refused_down_to_the_patch(monkeypatch: pytest.Monkey
 def test_a_machine_without_a_node_of_the_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would look for a raylet here, and time out."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        facts = cluster_reach.ClusterFacts(cluster_reach.own_versions(), frozenset({"10.1.2.3"}))
-        monkeypatch.setattr(cluster_reach, "look", lambda address: facts)
+        facts = cluster_facts.ClusterFacts(cluster_facts.own_versions(), frozenset({"10.1.2.3"}))
+        monkeypatch.setattr(cluster_facts, "look", lambda address: facts)
         assert refusal(lambda: reach(f"127.0.0.1:{server.getsockname()[1]}")) == "not-on-a-node"
 
 
 def test_a_silent_port_is_reported_within_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """3 s each for the call and for the look at its TLS; Ray itself would try for 22 s."""
-    monkeypatch.setattr(cluster_reach, "LOOK_S", 0.2)
+    monkeypatch.setattr(cluster_facts, "LOOK_S", 0.2)
     monkeypatch.setattr("orchestrator.daemon.cluster_reach.REACH_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         began = time.monotonic()
