@@ -343,7 +343,10 @@ class Scaler:
             priority=model.priority,
             load_s=UNKNOWN_LOAD_S if memory.load_s is None else memory.load_s,
             objectives=Objectives(
-                _seconds(objectives.ttft_ms), _seconds(objectives.tpot_ms), _seconds(objectives.queue_ms)
+                _seconds(objectives.ttft_ms),
+                _seconds(objectives.tpot_ms),
+                _seconds(objectives.queue_ms),
+                objectives.items_per_s,
             ),
             idle_s=model.scaling.idle_s,
             override=None if self._decides(model) else desired,
@@ -355,7 +358,8 @@ class Scaler:
             reachable=placed if model.name in state.goal.steps else None,
             worth_per_1000=model.scaling.worth_per_1000,
             first_ready_at=memory.first_ready_at,
-            prefill_s=_prefill_s(memory.prefill_s, _seconds(objectives.ttft_ms)),
+            prefill_s=_prefill_s(memory.prefill_s, _seconds(objectives.ttft_ms)) + model.max_wait_ms / 1000,
+            encodes=model.kind != "generate",
             places=tuple((hosts[host], first) for host, first in (*own, *self._awaited_places(model.name, hosts))),
         )
 
@@ -379,18 +383,21 @@ class Scaler:
             "max": held.max,
             "target": self._state.counts.target(model),
             "why": memory.why,
-            "demand": self._demand(model.name),
+            "demand": self._demand(model),
         }
 
-    def _demand(self, name: str) -> dict[str, Any] | None:
+    def _demand(self, model: ModelSpec) -> dict[str, Any] | None:
         if not self.active:
             return None
-        latest = self._latest(name)
-        return {
-            "arrivals_per_s": round(self._history.course(name).forecast().rates[0], 3),
+        latest, forecast = self._latest(model.name), self._history.course(model.name).forecast()
+        demand: dict[str, Any] = {
+            "arrivals_per_s": round(forecast.rates[0], 3),
             "waiting": sum(window.waiting for window in latest),
             "live": sum(window.live for window in latest),
         }
+        if forecast.input_s is not None:
+            demand["items_per_s_of_replica"] = round(1 / forecast.input_s, 1)
+        return demand
 
     def load_times(self) -> dict[str, float]:
         """Returns the measured duration of the last start of a replica by model, in seconds."""

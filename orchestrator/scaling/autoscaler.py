@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from orchestrator.fleet.core_allocation import CoreAllocation, Owner, Place
 from orchestrator.scaling.forecast import History, Load
-from orchestrator.scaling.service_capacity import RULES, ServiceCapacity
+from orchestrator.scaling.service_capacity import RULES, EncoderCapacity, ServiceCapacity
 from placements.facts.plural import counted
 
 __all__ = ["FleetNow", "History", "Load", "ModelNow", "Objectives", "Targets", "autoscale"]
@@ -26,6 +26,7 @@ class Objectives:
     ttft_s: float | None = None
     tpot_s: float | None = None
     queue_s: float | None = None
+    items_per_s: float | None = None  # inputs that the replicas of an encoder should be able to encode
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ModelNow:
     first_ready_at: float | None = None  # when it first had a ready replica again: the idle clock starts then
     places: tuple[Place, ...] = ()  # host and first core of its replicas, lowest index first, as far as known
     prefill_s: float = 0.5  # of one prompt: the part of ttft_s that is not queueing
+    encodes: bool = False  # it is an encoder, whose engine works for all requests in its slots at once
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def autoscale(history: History, fleet: FleetNow, now: float) -> Targets:
     """Returns the number of replicas that each model should have now.
 
     1. A model keeps its replicas, within its min and max; a model that an operator has scaled gets that number.
-    2. A model of min 0 without requests for idle_s scales to zero.
+    2. A model of min 0 without requests for idle_s scales to zero. Otherwise the objective items_per_s of an encoder
+       raises its min.
     3. Replicas that cost more than they are worth are removed.
     4. Replicas that have cores keep them. Those of min (or of an operator) without cores get free ones, those of a
        lower priority, or those of an equal priority beyond its min. Replicas that then have no cores are dropped.
@@ -87,6 +90,7 @@ def autoscale(history: History, fleet: FleetNow, now: float) -> Targets:
     """
     table = _Table(history, fleet, now)
     table.drop_idle()
+    table.follow_items_per_s()
     table.drop_costly()
     table.settle()
     table.grow()
@@ -109,7 +113,12 @@ class _Seat:
         self.asked_at = course.asked_at
         self.unserved_s = course.unserved_s(now)
         self.forecast = course.forecast()
-        self.worth = ServiceCapacity(self.forecast, model.slots, self._slack_s(), model.objectives.tpot_s is not None)
+        slack_s, tpot = self._slack_s(), model.objectives.tpot_s is not None
+        self.worth = (
+            EncoderCapacity(self.forecast, slack_s)
+            if model.encodes
+            else ServiceCapacity(self.forecast, model.slots, slack_s, tpot)
+        )
         self.horizon_s = max(RULES.horizon_s, RULES.horizon_loads * model.load_s)
         self.resident = self._resident(now)
 
@@ -197,6 +206,18 @@ class _Table:
             if idle >= model.idle_s and not seat.last.waiting and not seat.last.live:
                 seat.count = 0
                 seat.reason = f"no request for {idle:.0f} s (idle_s {model.idle_s:.0f})"
+
+    def follow_items_per_s(self) -> None:
+        """Raises the min of models to the replicas that encode as many inputs per second as wanted, once measured."""
+        for seat in self.seats.values():
+            wanted, input_s = seat.model.objectives.items_per_s, seat.forecast.input_s
+            if wanted is None or input_s is None or not seat.count or seat.model.override is not None:
+                continue
+            needed = math.ceil(wanted * input_s)
+            seat.low = max(seat.low, min(needed, seat.high))
+            if seat.count < seat.low:
+                seat.count = seat.low
+                seat.reason = f"items_per_s {wanted:g} needs {needed}; a replica encodes {1 / input_s:.1f} per second"
 
     # 3.
     def drop_costly(self) -> None:
@@ -295,6 +316,8 @@ class _Table:
             return 0.0
         if seat.count == 0 and self._idle(seat) and not self._must_wake(seat):
             return 0.0  # the decaying forecast of a model that scaled to zero must not start it
+        if model.encodes and seat.count and seat.worth.fits(seat.count):
+            return 0.0  # at its many requests per second, the smallest share of them would be worth a replica
         remaining_s = seat.horizon_s - model.load_s
         if seat.worth.unserved(seat.count) * remaining_s < RULES.least_served and not self._must_wake(seat):
             return 0.0
@@ -340,6 +363,11 @@ class _Table:
 
     def _demand(self, seat: _Seat) -> str:
         forecast = seat.forecast
+        if seat.model.encodes:
+            return (
+                f"{forecast.rates[0]:.2f} requests per second, of which a replica serves {1 / forecast.work_s:.2f}, "
+                f"for {counted(seat.model.target, 'replica')}, {forecast.waiting} waiting"
+            )
         return (
             f"{forecast.rates[0]:.2f} requests per second of {forecast.service_s:.1f} s for "
             f"{seat.model.slots * seat.model.target} slots, {forecast.waiting} waiting"

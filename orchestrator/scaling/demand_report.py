@@ -21,7 +21,10 @@ class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
     ended: int = 0  # requests that had a slot and have ended
     slot_s: float = 0.0  # seconds that the ended requests held their slots, summed
     first_tokens: int = 0  # requests that have produced their first token
-    prefill_s: float = 0.0  # seconds from the slot to the first token, summed over these
+    prefill_s: float = 0.0  # seconds from the slot to the first token, or of the batches, summed over these
+    encoded: int = 0  # answered requests of an encoder
+    inputs: int = 0  # of these
+    work_s: float = 0.0  # seconds of an engine that these need in full batches, summed
 
     def add(self, counts: Counts) -> None:
         self.arrived += counts.arrived
@@ -29,6 +32,9 @@ class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.slot_s += counts.slot_s
         self.first_tokens += counts.first_tokens
         self.prefill_s += counts.prefill_s
+        self.encoded += counts.encoded
+        self.inputs += counts.inputs
+        self.work_s += counts.work_s
 
     def load(self, seconds: float, *, waiting: int, live: int, longest_wait_s: float) -> Load:
         """Returns the load of these counts over ``seconds``, with the current queue and slots."""
@@ -37,6 +43,9 @@ class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
             arrived=self.arrived,
             ended=self.ended,
             slot_s=self.slot_s,
+            encoded=self.encoded,
+            inputs=self.inputs,
+            work_s=self.work_s,
             waiting=waiting,
             live=live,
             longest_wait_s=longest_wait_s,

@@ -15,6 +15,7 @@ QUIET_S = 30.0  # quiet time assumed before the first report, so that a few earl
 SERVICE_SPAN_S = 1800.0  # time constant of the service time
 PRIOR_SERVICE_S = 5.0  # assumed service time before a request has ended
 PRIOR_WEIGHT = 3.0  # weight of that prior, in requests
+PRIOR_WORK_S = 0.05  # likewise, seconds of an encoder's engine for a request, of one input
 WINDOW_S = 30.0  # arrivals are counted in windows of this length to measure burstiness
 WINDOWS = 24  # windows with arrivals that are remembered
 OUTLIERS = 6  # one window in so many is dropped, the largest first: the edge of a busy period is not a burst
@@ -32,6 +33,9 @@ class Load:
     arrived: int = 0
     ended: int = 0  # requests that had a slot
     slot_s: float = 0.0  # seconds that the ended requests held their slots, summed
+    encoded: int = 0  # answered requests of an encoder
+    inputs: int = 0  # of these
+    work_s: float = 0.0  # seconds of an engine that these need in full batches, summed
     waiting: int = 0
     live: int = 0
     longest_wait_s: float = 0.0  # of the waiting requests
@@ -47,6 +51,9 @@ class Course:
     peak: float = 0.0  # the highest value of the second average, decaying
     ended: float = 0.0  # requests in `slot_s`, decaying
     slot_s: float = 0.0
+    encoded: float = 0.0  # requests in `work_s`, decaying
+    inputs: float = 0.0  # of these
+    work_s: float = 0.0
     window: tuple[float, int] = (0.0, 0)  # seconds and arrivals of the current window
     misses: tuple[float, ...] = ()  # per window: squared difference from the expected count, over the count
     asked_at: float | None = None  # the last time with an arriving, waiting or running request
@@ -70,6 +77,9 @@ class Course:
             peak=max(self.peak * math.exp(-seconds / PEAK_SPAN_S), rates[1]),
             ended=self.ended * keep + load.ended,
             slot_s=self.slot_s * keep + load.slot_s,
+            encoded=self.encoded * keep + load.encoded,
+            inputs=self.inputs * keep + load.inputs,
+            work_s=self.work_s * keep + load.work_s,
             asked_at=now if busy else self.asked_at,
             unserved_since=self._unserved_since(now, load),
             last=load,
@@ -108,6 +118,7 @@ class Course:
         """
         observed_s = max(self.at - self.began, QUIET_S)
         service = (self.slot_s + PRIOR_WEIGHT * PRIOR_SERVICE_S) / (self.ended + PRIOR_WEIGHT)
+        work_s = self.work_s + PRIOR_WEIGHT * PRIOR_WORK_S
         dispersion = self.dispersion
         estimates: list[float] = []
         for rate, span in zip(reversed(self.rates), reversed(SPANS_S), strict=True):
@@ -119,7 +130,15 @@ class Course:
                 rate = estimates[-1] + square * difference / (square + variance) if difference else rate
             estimates.append(rate)
         estimates.insert(0, max(self.peak, *estimates[:2]))
-        return Forecast(tuple(reversed(estimates)), service, dispersion, self.last.waiting, self.last.live)
+        return Forecast(
+            tuple(reversed(estimates)),
+            service,
+            dispersion,
+            self.last.waiting,
+            self.last.live,
+            work_s / (self.encoded + PRIOR_WEIGHT),
+            self.work_s / self.inputs if self.inputs else None,
+        )
 
     @property
     def dispersion(self) -> float:
@@ -135,7 +154,8 @@ class Forecast:
 
     ``rates`` are alternative estimates of the arrivals per second: one for each of SPANS_S, and the peak.
     ``service_s`` is the time that a request holds a slot; ``dispersion`` is the variance over the mean of the arrivals
-    in WINDOW_S.
+    in WINDOW_S. Of an encoder, ``work_s`` is the time of the engine that a request needs in full batches, and
+    ``input_s`` that of one input, None if it was never measured.
     """
 
     rates: tuple[float, ...]
@@ -143,6 +163,8 @@ class Forecast:
     dispersion: float
     waiting: int
     live: int
+    work_s: float = PRIOR_WORK_S
+    input_s: float | None = None
 
 
 @dataclass(frozen=True)

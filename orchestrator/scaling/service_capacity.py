@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
-from orchestrator.scaling.forecast import Forecast
+from orchestrator.scaling.forecast import WINDOW_S, Forecast
 from orchestrator.scaling.queueing_model import delayed, occupied, peakedness
 
 
@@ -84,7 +85,41 @@ class ServiceCapacity:
 
     def fits(self, replicas: int) -> bool:
         """Returns whether so many replicas serve nearly all requests in time, at the highest shorter-term estimate."""
-        service = self._forecast.service_s
-        load = max(self._forecast.rates[:3]) * service
-        late = delayed(load, self._z, self._slots * replicas, service, self._slack_s)
+        late = self._late(max(self._forecast.rates[:3]), self._slots * replicas)
         return late <= RULES.late_share and self._forecast.waiting == 0
+
+    def _late(self, rate: float, slots: float) -> float:
+        """Returns the fraction of the requests that would be late."""
+        service = self._forecast.service_s
+        return delayed(rate * service, self._z, slots, service, self._slack_s)
+
+
+class EncoderCapacity(ServiceCapacity):
+    """The capacity of an encoder, whose replicas are servers without slots.
+
+    Its requests are so short that the arrivals of a window are not one burst, but the requests of a rate that varies
+    from window to window.
+    """
+
+    def __init__(self, forecast: Forecast, slack_s: float | None) -> None:
+        super().__init__(replace(forecast, service_s=forecast.work_s), 1, slack_s, tpot=False)
+
+    def _served(self, rate: float, slots: float) -> float:
+        service, fluid = self._forecast.service_s, RULES.fluid
+        in_use = sum(share * min(each, slots / service) for share, each in self._varied(rate))
+        return rate * (1.0 - fluid) * (1.0 - self._late(rate, slots)) + fluid * in_use
+
+    def _late(self, rate: float, slots: float) -> float:
+        service = self._forecast.service_s
+        late = sum(
+            share * each * delayed(each * service, 1.0, slots, service, self._slack_s)
+            for share, each in self._varied(rate)
+        )
+        return min(1.0, late / rate) if rate else 0.0
+
+    def _varied(self, rate: float) -> tuple[tuple[float, float], ...]:
+        """Returns three rates of windows, each with its share. Their variance is that of the arrivals of a window, less
+        that of Poisson arrivals."""
+        spread = math.sqrt(3.0 * (self._forecast.dispersion - 1.0) * rate / WINDOW_S)
+        low = min(spread, rate)
+        return (1 / 6, rate - low), (4 / 6, rate), (1 / 6, rate + spread)

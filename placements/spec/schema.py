@@ -247,7 +247,7 @@ class ModelSpec(Frozen):
     """The order of waiting requests of the same priority. `fair`: fair shares of tokens among API keys, by weight;
     `deadline`: earliest deadline first."""
     objectives: Live[Objectives] = Objectives()
-    """Latency objectives, the targets of the autoscaler. See Scaling."""
+    """Objectives, the targets of the autoscaler. See Scaling."""
     scaling: Live[Scaling] = Scaling()
     """Automatic scaling of the replicas. See Scaling."""
     aliases: Live[Annotated[tuple[Alias, ...], Reported("a list of names, like [gpt-4o]")]] = Field(

@@ -10,12 +10,11 @@ from typing import Any
 
 from workers.batching.batcher import refuse_when_closed
 from workers.batching.batcher_stats import BatcherStats
-from workers.batching.encode_queue import EncodeQueue, Place
+from workers.batching.encode_queue import SLOTS_PER_ROW, EncodeQueue, Place, shares
 from workers.messages.encoder_protocol import EncodeEngine
 from workers.messages.engine_protocol import EngineSpec
 from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
 
-SLOTS_PER_ROW = 2  # requests that may be here for each row of a batch: the next batch fills while one is encoded
 PART_BYTES = 2**19  # of an answer in one event, below the size of a frame
 MAX_ANSWER_BYTES = 2**26
 
@@ -24,6 +23,8 @@ MAX_ANSWER_BYTES = 2**26
 class _Answer:
     rows: list[Any]  # by input; None until it is encoded
     missing: int
+    work_s: float = 0.0  # see `AnswerPart`
+    batches_s: float = 0.0
 
 
 class EncodeBatcher:
@@ -187,16 +188,19 @@ class EncodeBatcher:
 
     def _record(self, batch: Sequence[Place], rows: Any, seconds: float) -> list[TokenEvent]:
         """Keeps the rows of a batch. Returns the events of the requests that are complete."""
-        complete: list[tuple[str, list[Any]]] = []
+        complete: list[tuple[str, _Answer]] = []
         with self._changed:
-            for place, row in zip(batch, rows, strict=True):
+            for request in {place.request for place in batch} & self._answers.keys():
+                self._answers[request].batches_s += seconds
+            for place, row, share in zip(batch, rows, shares(self._limits, batch), strict=True):
                 answer = self._answers.get(place.request)
                 if answer is None:
                     continue
                 answer.rows[place.index] = row
+                answer.work_s += seconds * share
                 answer.missing -= 1
                 if not answer.missing:
-                    complete.append((place.request, answer.rows))
+                    complete.append((place.request, answer))
                     del self._answers[place.request]
                     self._cancelled.discard(place.request)
             self._queue.charge(batch, seconds)
@@ -204,7 +208,7 @@ class EncodeBatcher:
             self._tokens += sum(place.length for place in batch)
             self._step_started_at = None
             self._last_step_at = self._clock()
-        return [event for request, numbers in complete for event in _events(request, numbers)]
+        return [event for request, answer in complete for event in _events(request, answer)]
 
     def _end_cancelled(self) -> list[TokenEvent]:
         events = []
@@ -243,11 +247,12 @@ class EncodeBatcher:
                     self._changed.notify_all()
 
 
-def _events(request: str, rows: Sequence[Any]) -> list[TokenEvent]:
+def _events(request: str, answer: _Answer) -> list[TokenEvent]:
     """Returns the answer of a request, in parts that fit into frames."""
-    data = b"".join(row.tobytes() for row in rows)
-    parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
+    data = b"".join(row.tobytes() for row in answer.rows)
+    *parts, last = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
+    end = AnswerPart(last, work_s=answer.work_s, batches_s=answer.batches_s)
     return [
-        TokenEvent(id=request, part=AnswerPart(part), finish=FinishReason.STOP if number == len(parts) else None)
-        for number, part in enumerate(parts, 1)
+        *(TokenEvent(id=request, part=AnswerPart(part)) for part in parts),
+        TokenEvent(id=request, part=end, finish=FinishReason.STOP),
     ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from workers.batching.buckets import smallest_bucket
 from workers.messages.encoder_protocol import EncodeInput, EncoderSpec
 
+SLOTS_PER_ROW = 2  # requests at a replica for each row of a batch: the next batch fills while one is encoded
 MAX_PADDING = 0.2  # of a batch's tokens, where it is padded to its longest input
 
 
@@ -21,6 +22,15 @@ class Place:
     index: int  # of the input in its request
     request: str = field(compare=False)
     input: EncodeInput = field(compare=False)
+
+
+def shares(spec: EncoderSpec, batch: Sequence[Place]) -> list[float]:
+    """Returns the share of each input in the work of its batch. Where empty rows take as long as others, they belong to
+    no input."""
+    if not spec.pads_to_longest:
+        return [1 / spec.filled(len(batch))] * len(batch)
+    tokens = sum(place.length for place in batch)
+    return [place.length / tokens for place in batch]
 
 
 @dataclass
@@ -43,7 +53,7 @@ class EncodeQueue:
     """
 
     def __init__(self, spec: EncoderSpec) -> None:
-        self._spec = spec
+        self.spec = spec
         self._shares: dict[str, _Share] = {}
         self._places: list[Place] = []  # of all requests, by length
         self._number = 0
@@ -84,8 +94,8 @@ class EncodeQueue:
         lead = min(self._shares.values(), key=lambda share: (share.rank, share.number)).waiting[-1]
         first = bisect_left(self._places, lead)
         end = first + 1
-        tokens, longest = lead.length, smallest_bucket(self._spec.buckets, lead.length)
-        while end - first < self._spec.rows:
+        tokens, longest = lead.length, smallest_bucket(self.spec.buckets, lead.length)
+        while end - first < self.spec.rows:
             below = self._places[first - 1] if first else None
             above = self._places[end] if end < len(self._places) else None
             if above is not None and above.length > longest:
@@ -99,7 +109,7 @@ class EncodeQueue:
             else:
                 break
             padded = top * (end - first + 1)
-            if self._spec.pads_to_longest and padded - tokens - grown.length > MAX_PADDING * padded and shortest < top:
+            if self.spec.pads_to_longest and padded - tokens - grown.length > MAX_PADDING * padded and shortest < top:
                 break
             tokens += grown.length
             first, end = (first, end + 1) if grown is above else (first - 1, end)

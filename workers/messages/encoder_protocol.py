@@ -28,7 +28,15 @@ class EncoderSpec:
     vocab_size: int
     width: int  # numbers that an input gives: the embedding's dimensions, or the labels
     labels: tuple[str, ...] = ()  # of a classification, in the order of its numbers
-    pads_to_longest: bool = False  # a batch is as long as its longest input, not as its bucket
+    pads_to_longest: bool = False  # a batch is as long as its longest input, not as its bucket, and has no empty rows
+    compiled_rows: int = 0  # otherwise it is filled up to a multiple of so many rows; 0: to ``rows``
+
+    def filled(self, count: int) -> int:
+        """Returns the rows of a batch of ``count`` inputs, with empty ones."""
+        if self.pads_to_longest:
+            return count
+        step = self.compiled_rows or self.rows
+        return -(-count // step) * step
 
 
 class EncodeEngine(Protocol):

@@ -84,6 +84,8 @@ class AnswerPart(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: int = 0  # generated since the last part; negative: a correction
     prompt_tokens: int | None = None  # in the last part, if the server reports them
     status: int = 0  # HTTP's, of a request that the server rejected
+    work_s: float = 0.0  # in the last part of encoded inputs: seconds of the engine that they need in full batches
+    batches_s: float = 0.0  # likewise: the duration of the batches that they were in
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -241,8 +241,13 @@ class ModelQueue:
         self.dispatcher.resized(ticket, growth)
 
     def on_began(self, ticket: Ticket, now: float) -> None:
-        self._counts.first_tokens += 1
-        self._counts.prefill_s += now - ticket.stream.sent_at
+        counts, stream = self._counts, ticket.stream
+        counts.first_tokens += 1
+        counts.prefill_s += stream.batches_s or now - stream.sent_at
+        if stream.work_s:
+            counts.encoded += 1
+            counts.inputs += len(ticket.request.inputs)
+            counts.work_s += stream.work_s
 
     # Effects of the dispatcher
 

@@ -73,11 +73,18 @@ class Stream(msgspec.Struct, eq=False):
     first_at: float = 0.0
     last_at: float = 0.0
     counted: int = 0  # the part of ``produced`` that is in the metrics
+    work_s: float = 0.0  # of encoded inputs, as in `AnswerPart`
+    batches_s: float = 0.0
     metrics: ModelMetrics | None = None  # from the first token on
 
     def deliver(self, event: TokenEvent) -> None:
         self.events.append(event)
-        self.produced += len(event.token_ids) if event.part is None else event.part.tokens
+        part = event.part
+        if part is None:
+            self.produced += len(event.token_ids)
+            return
+        self.produced += part.tokens
+        self.work_s, self.batches_s = part.work_s, part.batches_s
 
     def take(self) -> list[TokenEvent]:
         """Returns the events since the last call."""

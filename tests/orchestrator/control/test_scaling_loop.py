@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
@@ -77,6 +78,39 @@ class Demanding:
         )
 
 
+class Encoding(Demanding):
+    """The gateway of encoders: each replica serves ``per_s`` requests of four inputs a second, in batches that take 10
+    ms. A replica has many more requests in its slots than it encodes at once."""
+
+    def __init__(self, fleet: Played, rates: Mapping[str, float], per_s: float = 50.0) -> None:
+        super().__init__(fleet, rates)
+        self.per_s = per_s
+        self.most_waited_s = 0.0
+
+    def _demand(self, name: str, rate: float, seconds: float) -> DemandWindow:
+        self._owed[name] += rate * seconds
+        arrived = int(self._owed[name])
+        self._owed[name] -= arrived
+        capacity = self.per_s * self.fleet.controller.state.ready(name)
+        self.live[name] += arrived
+        ended = int(min(self.live[name], capacity * seconds))
+        self.live[name] -= ended
+        waited_s = self.live[name] / capacity if capacity else seconds
+        self.most_waited_s = max(self.most_waited_s, waited_s)
+        return DemandWindow(
+            model=name,
+            arrived=arrived,
+            ended=ended,
+            slot_s=ended * (0.01 + waited_s),
+            first_tokens=ended,
+            prefill_s=ended * 0.01,
+            encoded=ended,
+            inputs=4 * ended,
+            work_s=ended / self.per_s,
+            live=round(self.live[name]),
+        )
+
+
 def play(
     tmp_path: Path,
     spec: str,
@@ -125,6 +159,48 @@ def test_a_burst_onto_a_model_at_zero_starts_it_and_more_of_it(tmp_path: Path) -
         assert len(fleet.ready("m")) == counts(fleet)["m"]
 
     assert changes(play(tmp_path, SLEEPER, story))[0] == "Woken"
+
+
+ENCODER = """\
+version: 1
+hosts: {{emulate: inf2.48xlarge, price_per_core_hour: 1}}
+models:
+  m: {{engine: echo, kind: embedding, replicas: {{min: 1, max: 9}}, max_batch: 32, objectives: {objectives}}}
+"""
+
+
+def test_an_encoder_follows_its_demand_by_what_its_replicas_encode(tmp_path: Path) -> None:
+    """Its slots are as good as free until the engine is busy all the time, and requests would wait by then."""
+
+    async def story(fleet: Played) -> None:
+        await fleet.settled()
+        gateway = Encoding(fleet, {"m": 10.0})
+        for rate in range(10, 121, 5):
+            gateway.rates["m"] = rate
+            await gateway.run(30)
+        assert 3 <= counts(fleet)["m"] <= 4
+        assert gateway.most_waited_s < 1.0
+        assert fleet.model("m")["scaling"]["demand"]["items_per_s_of_replica"] == 200.0
+        gateway.rates["m"] = 10.0
+        await gateway.run(1800)
+        assert counts(fleet)["m"] == 1
+
+    fleet = play(tmp_path, ENCODER.format(objectives="{queue_ms: 1000}"), story)
+    grown = next(event.message for event in fleet.journal.events() if event.reason == "ScaledUp")
+    assert re.search(r"requests per second, of which a replica serves (49|50)\.", grown)
+
+
+def test_an_encoder_keeps_the_replicas_that_its_items_per_s_need(tmp_path: Path) -> None:
+    """Once requests have shown what one replica encodes, whatever the demand."""
+
+    async def story(fleet: Played) -> None:
+        gateway = Encoding(fleet, {"m": 1.0})
+        await gateway.run(1200)
+        assert counts(fleet)["m"] == 4
+
+    fleet = play(tmp_path, ENCODER.format(objectives="{items_per_s: 750}"), story)
+    grown = next(event.message for event in fleet.journal.events() if event.reason == "ScaledUp")
+    assert grown == "1 to 4: items_per_s 750 needs 4; a replica encodes 200.0 per second"
 
 
 def test_a_request_for_a_model_without_replicas_is_decided_at_once(tmp_path: Path) -> None:

@@ -76,6 +76,17 @@ def of(text: str | list[int], **fields: int) -> tuple[float, ...]:
     return echo_vector(EncodeInput([*text.encode()] if isinstance(text, str) else text, **fields))
 
 
+def test_the_controller_gets_what_the_requests_need_of_the_engine(fresh_gateway: LiveGateway, encoder: Make) -> None:
+    """Not the time in the replica's slots, of which it has more than its engine works on at once."""
+    fresh_gateway.serve(routes("e", encoder(EchoEncoder(rows=8, max_len=64, step_ms=20.0)), kind="embedding"))
+    assert embed(fresh_gateway, ["a"] * 12).status_code == 200
+    total = fresh_gateway.controller.total
+    until(lambda: total("encoded") == 1, 5, "the request is reported")
+    assert total("inputs") == 12
+    assert 2 * 0.02 <= total("prefill_s") < 1.0  # two batches
+    assert total("work_s") == pytest.approx(total("prefill_s") * 12 / 16, rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("given", "parts"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,6 +130,23 @@ def test_a_request_of_one_input_overtakes_the_rest_of_a_large_one_but_not_for_ev
         batcher.submit(_request(f"small {number}", [1] * 3))
         batcher.step()
     assert len([batch for batch in engine.batches if 16 in batch]) >= 10
+
+
+@pytest.mark.parametrize(("spec", "alone"), [(PADDED, 0.25), (replace(PADDED, compiled_rows=2), 0.5), (RAGGED, 1.0)])
+def test_an_answer_says_what_its_request_needs_of_an_engine_with_full_batches(spec: EncoderSpec, alone: float) -> None:
+    """Each batch takes a second. An empty row of a padded batch costs as much as another, so it belongs to nobody."""
+    engine, events = SummingEncoder(spec), list[TokenEvent]()
+    batcher = EncodeBatcher(engine, events.extend, clock=lambda: engine.now)
+    batcher.submit(_request("large", *[[1] * 16] * 12))
+    batcher.submit(_request("small", *[[1] * 4] * 4))
+    while batcher.step():
+        pass
+    batcher.submit(_request("alone", [1] * 4))
+    batcher.step()
+    parts = {event.id: event.part for event in events if event.part is not None}
+    assert (parts["large"].work_s, parts["small"].work_s) == (3.0, 1.0)
+    assert parts["alone"].work_s == alone
+    assert parts["large"].batches_s == 3.0
 
 
 def test_a_batch_waits_until_it_is_full_or_its_oldest_request_has_waited() -> None:

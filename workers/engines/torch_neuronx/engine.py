@@ -98,6 +98,7 @@ class TorchNeuronxEncoder:
             vocab_size=int(tracing.config.vocab_size),
             width=widths.pop(),
             labels=tracing.labels,
+            compiled_rows=tracing.batch,
         )
 
     def encode(self, inputs: Sequence[EncodeInput]) -> numpy.ndarray[Any, Any]:
