@@ -13,13 +13,16 @@ from orchestrator.simulate.scenario import Scenario
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.speeds import with_speeds
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import resolve, takes_cores
+from placements.facts.encoders import traced_batch, traced_lengths
+from placements.facts.engines import Engine, resolve, takes_cores
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import DEFAULT_EMULATION, Machine, hosts_for
 from placements.resources.estimate import Speed, speed
 from placements.spec.problems import Problem, has_errors
 from placements.spec.schema import HostsSpec, ModelSpec, Spec
 from workers.batching.buckets import default_prefill_buckets
+from workers.batching.encode_queue import SLOTS_PER_ROW
+from workers.messages.encoder_protocol import EncoderSpec
 
 TTFT_S = 2.0
 """The objective of models without objectives: the time to the first token."""
@@ -69,11 +72,12 @@ def scenario_of(
     models, speeds = [], {}
     for model in spec.models:
         checkpoint = file.checkpoints.get(model.name)
-        speeds[model.name] = speed(
-            model, checkpoint, resolve(model.engine, fleet_hosts[0], model.kind), fleet_hosts[0].topology
-        )
+        engine = resolve(model.engine, fleet_hosts[0], model.kind)
+        speeds[model.name] = speed(model, checkpoint, engine, fleet_hosts[0].topology)
         has_cores = any(takes_cores(resolve(model.engine, host, model.kind), host) for host in fleet_hosts)
         simulated = replace(sim_model(model, speeds[model.name], checkpoint), cores=model.tp_degree if has_cores else 0)
+        if model.kind != "generate":
+            simulated = _encoder(simulated, model, engine)
         models.append(with_speeds(simulated, measured.get(model.name, {})))
     return SpecScenario(
         file.name,
@@ -109,10 +113,22 @@ def sim_model(model: ModelSpec, fast: Speed, checkpoint: Checkpoint | None) -> S
         ttft_s=_seconds(objectives.ttft_ms),
         tpot_s=_seconds(objectives.tpot_ms),
         queue_s=_seconds(objectives.queue_ms),
+        items_per_s=objectives.items_per_s,
         judged_ttft_s=TTFT_S,
         buckets=buckets,
         prefill_tokens=buckets[-1],
     )
+
+
+def _encoder(simulated: SimModel, model: ModelSpec, engine: Engine) -> SimModel:
+    """Returns the model as an encoder: its replicas have more slots than rows, and batches instead of prefills."""
+    buckets, compiled_rows = simulated.buckets, 0
+    if engine == "torch-neuronx":
+        buckets = traced_lengths(model.buckets.prefill, buckets[-1])
+        compiled_rows = traced_batch(model.max_batch, model.engine_options)
+    simulated = replace(simulated, buckets=buckets)
+    spec = EncoderSpec(model.max_batch, buckets, 1, 1, pads_to_longest=engine == "cpu", compiled_rows=compiled_rows)
+    return replace(simulated, encoder=spec, slots=SLOTS_PER_ROW * model.max_batch, gather_s=model.max_wait_ms / 1000)
 
 
 def bounds_at(spec: Spec, begins: float) -> Callable[[SimModel, float], tuple[int, int]] | None:

@@ -18,7 +18,7 @@ from orchestrator.simulate.run import Outcome, simulate
 from orchestrator.simulate.scaling_policy import Fixed, Joint
 from orchestrator.simulate.simulated_request import Arrival
 from orchestrator.simulate.speeds import parse_speeds
-from orchestrator.simulate.trace_file import by_model, fit_lengths, read_trace
+from orchestrator.simulate.trace_file import MOST_TOKENS, by_model, fit_lengths, read_trace
 from orchestrator.simulate.workload import Workload
 
 Policy = Literal["auto", "fixed"]
@@ -62,12 +62,6 @@ def run_simulation(inputs: SimulationInputs, report: Callable[[str], None]) -> S
     """Runs the simulation. First passes to ``report`` which requests were dropped or cut. Raises Failed and
     InvalidTrace."""
     reads = [_read(inputs, file) for file in inputs.files]
-    for read in reads:
-        encoders = ", ".join(model.name for model in read.scenario.spec.models if model.kind != "generate")
-        if encoders:
-            report(
-                f"{read.name}: {encoders}: simulated as if they generated, which encoders do not: ignore their figures"
-            )
     if isinstance(inputs.load, Workload):
         load = _synthetic(inputs, inputs.load, reads, report)
     else:
@@ -148,9 +142,11 @@ def _requests(count: int, of: str = "") -> str:
 
 
 def _length(read: SpecScenario, name: str) -> int:
-    """Returns the length of a slot in tokens."""
+    """Returns the length of a slot in tokens; an encoder divides longer requests into inputs."""
     model = read.scenario.spec.model(name)
     assert model is not None
+    if model.kind != "generate":
+        return MOST_TOKENS
     return model.length(read.scenario.checkpoints.get(name))
 
 

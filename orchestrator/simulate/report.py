@@ -94,6 +94,7 @@ def _model_data(read: SpecScenario, outcome: Outcome, model: SimModel) -> dict[s
             "decode_error": read.speeds[name].decode_error if not read.measured.get(name) else None,
             "prefill_error": read.speeds[name].prefill_error if not read.measured.get(name) else None,
             "source": read.source(name),
+            **({} if model.encoder is None else {"batch": model.encoder.rows}),
         },
     }
 
@@ -201,6 +202,13 @@ def _speeds(run: dict[str, Any]) -> str:
         sure = "" if not error else " (order of magnitude)" if error >= 1 else f" (+-{error:.0%})"
         prefill_error = speed["prefill_error"]
         rough = "" if not prefill_error or prefill_error >= 1 else f" (+-{prefill_error:.0%})"
+        if "batch" in speed:
+            lines.append(
+                f"  {model['model']}: batch of {speed['batch']} inputs at most "
+                f"{speed['prefill_base_ms']:.3g} ms + {speed['prefill_token_ms']:.3g} ms/token, "
+                f"load {speed['load_s']:.3g} s; {speed['source']}"
+            )
+            continue
         lines.append(
             f"  {model['model']}: step {speed['step_ms']:.3g} ms{sure}, "
             f"prefill {speed['prefill_base_ms']:.3g} ms + {speed['prefill_token_ms']:.3g} ms/token{rough}, "

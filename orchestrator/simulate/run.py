@@ -221,6 +221,7 @@ class _Run:
             first_ready_at=self._first_ready[name],
             places=places,
             prefill_s=model.typical_prefill_s,
+            encodes=model.encoder is not None,
         )
 
 

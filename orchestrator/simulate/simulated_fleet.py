@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from orchestrator.simulate.scenario import Scenario
+from orchestrator.simulate.simulated_encoder import SimEncoder
 from orchestrator.simulate.simulated_hosts import SimHosts
 from orchestrator.simulate.simulated_replica import SimReplica
 from orchestrator.simulate.simulated_request import SimRequest
@@ -199,7 +201,8 @@ class SimFleet:
 
     def _start(self, placement: Placement, mask: int, at_once: bool) -> None:
         model, now = self._models[placement.model], self.clock.now
-        holder = Holder(placement, SimReplica(model, placement.replica), now, now)
+        replica = partial(SimReplica if model.encoder is None else SimEncoder, model)
+        holder = Holder(placement, replica(placement.replica), now, now)
         self.holders[placement.model, placement.replica] = holder
         self._by_replica[holder.replica] = holder
         self._cores[placement.host] |= mask

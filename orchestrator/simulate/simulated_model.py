@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import cached_property
 
 from orchestrator.dispatch.dispatcher import QueueSettings
 from orchestrator.scaling.autoscaler import Objectives
+from workers.messages.encoder_protocol import EncoderSpec
 
 TYPICAL_PROMPT = 512  # tokens
 
@@ -37,20 +39,39 @@ class SimModel(QueueSettings):
     ttft_s: float | None = None  # the objectives; None: no objective
     tpot_s: float | None = None
     queue_s: float | None = None
+    items_per_s: float | None = None
     judged_ttft_s: float | None = None  # the objective of a model without objectives
     auto: bool = True  # whether the policy scales it
     buckets: tuple[int, ...] = ()
     prefill_tokens: int = 0
+    encoder: EncoderSpec | None = None  # of a model that encodes; a prefill is then a batch
+    gather_s: float = 0.0  # how long an idle encoder waits until a batch is full
 
     @cached_property
     def objectives(self) -> Objectives:
         """The objectives for the autoscaler."""
-        return Objectives(self.ttft_s, self.tpot_s, self.queue_s)
+        return Objectives(self.ttft_s, self.tpot_s, self.queue_s, self.items_per_s)
 
     @property
     def typical_prefill_s(self) -> float:
         """The prefill time of one prompt of TYPICAL_PROMPT tokens."""
+        if self.encoder is not None:
+            return self.gather_s + self.batch_s(self.inputs(TYPICAL_PROMPT))
         return self.prefill_s((TYPICAL_PROMPT,))
+
+    def inputs(self, tokens: int) -> list[int]:
+        """Returns the lengths of an encoder's inputs in a request: one, or as few as its length allows, as equal as
+        possible."""
+        assert self.encoder is not None
+        count = math.ceil(tokens / self.encoder.buckets[-1])
+        return [tokens * (i + 1) // count - tokens * i // count for i in range(count)]
+
+    def batch_s(self, lengths: Sequence[int]) -> float:
+        """Returns the time of a batch of an encoder's inputs."""
+        encoder, longest = self.encoder, max(lengths)
+        assert encoder is not None
+        length = longest if encoder.pads_to_longest else self.padded(longest)
+        return self.prefill_base_s + self.prefill_token_s * length * encoder.filled(len(lengths))
 
     def padded(self, tokens: int) -> int:
         """Returns the smallest bucket that holds ``tokens``; ``tokens`` itself beyond the largest."""

@@ -200,6 +200,10 @@ class SimulatedQueue:
             link.tracked.ended(now - request.first_at, tokens - 1)
             link.pace = link.tracked.value
             counts.slot_s += held_s
+            if request.work_s:
+                counts.encoded += 1
+                counts.inputs += len(self.model.inputs(request.tokens))
+                counts.work_s += request.work_s
             self._dispatchers[request.gateway].ended(request, held_s, tokens, now)
             if request.arrived_at >= self.since:
                 self._measure(request, now, measured)
@@ -223,7 +227,8 @@ class SimulatedQueue:
         measured.ttfts.append(ttft)
         measured.latencies.append(now - arrived_at)
         measured.queued.append(queued)
-        measured.output_tokens += tokens
+        if model.encoder is None:
+            measured.output_tokens += tokens
         if (
             (self._ttft_s is None or ttft <= self._ttft_s)
             and (model.queue_s is None or queued <= model.queue_s)

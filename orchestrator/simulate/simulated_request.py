@@ -35,6 +35,7 @@ class SimRequest(Entry):
     sent_at: float = 0.0  # to a replica
     first_at: float = 0.0  # its first token
     timer: int = 0  # for the end of its wait; 0: none
+    work_s: float = 0.0  # seconds of an encoder that it needs in full batches
 
     @classmethod
     def of(cls, arrival: Arrival, number: int, now: float) -> SimRequest:

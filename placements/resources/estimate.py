@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import BYTES, HOST_ENGINES, Engine
@@ -93,6 +93,9 @@ def speed(model: ModelSpec, checkpoint: Checkpoint | None, engine: Engine, topol
     width = BYTES[model.dtype_on(engine)]
     if engine in HOST_ENGINES or topology is None:
         return _on_cpu(checkpoint, width)
+    if model.kind != "generate":
+        guess = _on_neuron(model, checkpoint, engine, topology, width)
+        return replace(guess, prefill_error=1.0, source="a guess: prefills of models that generate")
     return _on_neuron(model, checkpoint, engine, topology, width)
 
 

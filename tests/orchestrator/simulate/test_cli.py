@@ -160,12 +160,20 @@ def test_warnings_of_the_spec_are_reported(tmp_path: Path, capsys: pytest.Captur
     assert "checkpoint-unreadable" in capsys.readouterr().err
 
 
-def test_encoders_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The simulator lets them generate, which they do not."""
+def test_encoders_have_batches_instead_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer is there after the batch, and a request with too many tokens for one input has several."""
     path = tmp_path / "spec.yaml"
-    path.write_text("models: {a: {engine: echo}, e: {engine: echo, kind: embedding}}\n")
+    encoder = (
+        "{engine: echo, kind: embedding, max_len: 64, max_batch: 4, max_wait_ms: 5, engine_options: {step_ms: 20}}"
+    )
+    path.write_text(f"models: {{e: {encoder}}}\n")
+    assert run(arguments_of(str(path), "--lengths", "512:128", "-o", "json")) == 0
+    captured = capsys.readouterr()
+    model = json.loads(captured.out)["runs"][0]["models"][0]
+    assert (model["latency_ms"], model["output_tokens_per_s"], captured.err) == (model["ttft_ms"], 0.0, "")
+    assert 40.0 <= model["latency_ms"]["p50"] < 60.0  # eight inputs, two batches
     assert run(arguments_of(str(path))) == 0
-    assert f"{path}: e: simulated as if they generated, which encoders do not" in capsys.readouterr().err
+    assert "e: batch of 4 inputs at most 20 ms + 0 ms/token, load 6 s" in capsys.readouterr().out
 
 
 def test_bad_lines_of_a_trace_are_reported(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
