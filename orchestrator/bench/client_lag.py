@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from orchestrator.bench.statistics import percentile
 
@@ -34,6 +35,15 @@ class ClientLoad:
         if self.late_p99_s is not None and self.late_p99_s > MAX_LATE_S:
             limits.append(f"it sent requests up to {self.late_p99_s * 1000:.0f} ms late (p99)")
         return tuple(limits)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the JSON of the client in a report."""
+        return {
+            "cpu": round(self.cpu, 3),
+            "lag_p99_ms": round(self.lag_p99_s * 1000, 3),
+            "late_p99_ms": None if self.late_p99_s is None else round(self.late_p99_s * 1000, 3),
+            "limits": list(self.limits),
+        }
 
 
 class LagMeter:

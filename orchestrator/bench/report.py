@@ -59,12 +59,7 @@ def serving_data(run: Serving) -> dict[str, Any]:
         "tokens_per_chunk": round(output / chunks, 3) if chunks else None,
         **{name: None if summary is None else summary.as_dict() for name, summary in summaries.items()},
         "goodput": None if run.slo is None else _goodput(run),
-        "client": {
-            "cpu": round(run.client.cpu, 3),
-            "lag_p99_ms": round(run.client.lag_p99_s * 1000, 3),
-            "late_p99_ms": None if run.client.late_p99_s is None else round(run.client.late_p99_s * 1000, 3),
-            "limits": list(run.client.limits),
-        },
+        "client": run.client.as_dict(),
     }
 
 
@@ -113,13 +108,34 @@ def serving_text(data: dict[str, Any]) -> str:
     return "\n".join([text, "", columns(header, rows), "", *remarks(data, client)])
 
 
+def encoding_text(data: dict[str, Any]) -> str:
+    """Formats the data of an encoding benchmark as text with a table."""
+    load, client, texts = data["load"], data["client"], data["texts"]
+    seed = "" if load["rate"] is None else f", seed {load['seed']}"
+    failed = data["sent"] - data["ok"]
+    counts = ", ".join(f"{kind}: {count}" for kind, count in data["errors"].items())
+    lines = [
+        ("model", f"{data['model']} at {data['url']}, {data['route']}"),
+        (
+            "load",
+            f"{load_text(load)}{seed}; {texts['inputs']} x {texts['least']} to {texts['most']} words each",
+        ),
+        ("requests", f"{data['ok']} answered, {failed} failed{f' ({counts})' if counts else ''}"),
+        ("time", f"{data['duration_s']:.1f} s, {data['requests_per_s']:.2f} requests/s"),
+        ("inputs", f"{data['items_per_s']:.1f} items/s"),
+        ("tokens", f"{data['tokens_per_s']:.1f} tokens/s ({data['tokens']} tokens)"),
+    ]
+    text = "\n".join(f"{name:<9} {value}" for name, value in lines)
+    header = ("MILLISECONDS", "mean", *(f"p{percent}" for percent in PERCENTILES))
+    latency = data["latency_ms"]
+    row = ("LATENCY", *(("-",) * 5 if latency is None else tuple(f"{latency[key]:.1f}" for key in header[1:])))
+    said = [f"  {kind}: {words}" for kind, words in data["said"].items() if words]
+    return "\n".join([text, "", columns(header, [row]), "", *_client_lines(client), *said])
+
+
 def remarks(data: dict[str, Any], client: dict[str, Any]) -> list[str]:
     """Returns the caveats of the figures."""
-    late = "" if client["late_p99_ms"] is None else f", requests sent {client['late_p99_ms']:.1f} ms late (p99)"
-    used = f"{client['cpu']:.0%} of a CPU, event loop {client['lag_p99_ms']:.1f} ms late (p99){late}"
-    lines = [f"client    {used}"]
-    if client["limits"]:
-        lines.append(f"  the client, not the server, may have been the bottleneck: {'; '.join(client['limits'])}")
+    lines = _client_lines(client)
     if (data["tokens_per_chunk"] or 1) > 1.05:
         lines.append(f"  a chunk has {data['tokens_per_chunk']:.2f} tokens on average: ITL is between chunks")
     if data["short_answers"]:
@@ -128,6 +144,15 @@ def remarks(data: dict[str, Any], client: dict[str, Any]) -> list[str]:
         lines.append(f"  {data['lengths']['capped']} of the lengths were cut to fit the model")
     lines += [f"  the server refuses {feature}" for feature in data["refused"]]
     lines += [f"  {kind}: {words}" for kind, words in data["said"].items() if words]
+    return lines
+
+
+def _client_lines(client: dict[str, Any]) -> list[str]:
+    late = "" if client["late_p99_ms"] is None else f", requests sent {client['late_p99_ms']:.1f} ms late (p99)"
+    used = f"{client['cpu']:.0%} of a CPU, event loop {client['lag_p99_ms']:.1f} ms late (p99){late}"
+    lines = [f"client    {used}"]
+    if client["limits"]:
+        lines.append(f"  the client, not the server, may have been the bottleneck: {'; '.join(client['limits'])}")
     return lines
 
 

@@ -33,16 +33,45 @@ class Serving:
     client: ClientLoad
 
 
+@dataclass(frozen=True)
+class Run:
+    """The measured requests of a load, in the order in which they ended, with times relative to its start."""
+
+    measured: tuple[Measured, ...]
+    duration_s: float  # from the first request to the end of the last
+    client: ClientLoad
+
+
 async def serve(target: Target, load: Load, lengths: Lengths, slo: Slo | None, say: Callable[[str], None]) -> Serving:
     """Sends the load and waits for every response; each has a deadline."""
+
+    async def ask(index: int, due: float) -> Measured:
+        prompt, output = lengths.at(index, load.seed)
+        body = target.body(target.prompt(index, prompt), output)
+        return await target.ask(body, due=due, prompt=prompt, output=output)
+
+    run = await run_load(load, ask, say)
+    return Serving(
+        url=target.client.origin.url,
+        model=target.model,
+        load=load,
+        lengths=lengths,
+        slo=slo,
+        refused=target.dialect.refused,
+        measured=run.measured,
+        duration_s=run.duration_s,
+        client=run.client,
+    )
+
+
+async def run_load(load: Load, ask: Callable[[int, float], Awaitable[Measured]], say: Callable[[str], None]) -> Run:
+    """Calls ``ask`` with the number of each request and the time at which it is due, and waits for every response."""
     done: list[Measured] = []
     with LagMeter() as meter:
         began = clock()
 
         async def send(index: int, due: float) -> None:
-            prompt, output = lengths.at(index, load.seed)
-            body = target.body(target.prompt(index, prompt), output)
-            done.append(await target.ask(body, due=due, prompt=prompt, output=output))
+            done.append(await ask(index, due))
 
         progress = asyncio.ensure_future(_report_progress(done, load, began, say))
         try:
@@ -52,17 +81,7 @@ async def serve(target: Target, load: Load, lengths: Lengths, slo: Slo | None, s
         duration = clock() - began
         late = [max(0.0, request.sent - request.due) for request in done] if load.rate is not None else None
         used = meter.load(late)
-    return Serving(
-        url=target.client.origin.url,
-        model=target.model,
-        load=load,
-        lengths=lengths,
-        slo=slo,
-        refused=target.dialect.refused,
-        measured=tuple(request.since(began) for request in done),
-        duration_s=duration,
-        client=used,
-    )
+    return Run(tuple(request.since(began) for request in done), duration, used)
 
 
 async def _open(load: Load, began: float, send: Callable[[int, float], Awaitable[None]]) -> None:

@@ -42,15 +42,8 @@ class Target:
     ) -> Target:
         """Finds the model and the supported features of the server. Raises Failed `bench-unreachable`,
         `bench-model-unknown` or `bench-refused`."""
-        served = await _models(client)
-        if model is None and len(served) != 1:
-            names = ", ".join(served) or "none"
-            raise Failed("bench-model-unknown", f"{client.origin.url} serves {names}", _MODEL_HINT)
-        name = next(iter(served)) if model is None else model
-        if served and name not in served:
-            what = f"{client.origin.url} does not serve {name!r}, but {', '.join(served)}"
-            raise Failed("bench-model-unknown", what, _MODEL_HINT)
-        target = cls(client, name, served.get(name), Dialect(chat, not chat), Prompts(seed), timeout_s)
+        name, max_len = await model_of(client, model)
+        target = cls(client, name, max_len, Dialect(chat, not chat), Prompts(seed), timeout_s)
         await target._find_features()
         if not target.dialect.token_ids:
             target.scale = await target._measure_scale()
@@ -142,6 +135,20 @@ class Target:
             what = f"{self.client.origin.url} does not count tokens: {status}, {error_message(answer.body)}"
             raise Failed("bench-refused", what, "the server must return `usage`")
         return count
+
+
+async def model_of(client: Client, model: str | None) -> tuple[str, int | None]:
+    """Returns the name of the model, or of the only one without a name, and its length if the server reports it. Raises
+    Failed `bench-unreachable` or `bench-model-unknown`."""
+    served = await _models(client)
+    if model is None and len(served) != 1:
+        names = ", ".join(served) or "none"
+        raise Failed("bench-model-unknown", f"{client.origin.url} serves {names}", _MODEL_HINT)
+    name = next(iter(served)) if model is None else model
+    if served and name not in served:
+        what = f"{client.origin.url} does not serve {name!r}, but {', '.join(served)}"
+        raise Failed("bench-model-unknown", what, _MODEL_HINT)
+    return name, served.get(name)
 
 
 async def _models(client: Client) -> dict[str, int | None]:

@@ -11,6 +11,7 @@ import uvloop
 
 from orchestrator.bench import report
 from orchestrator.bench.arrivals import Load
+from orchestrator.bench.encoding import ROUTES, Encoding, Texts, encode, encoding_data
 from orchestrator.bench.goodput import Slo
 from orchestrator.bench.lengths import Lengths
 from orchestrator.bench.page import page
@@ -83,6 +84,15 @@ SloOption = Annotated[
         metavar="ttft=MS,itl=MS,e2e=MS", help="Latency objectives in milliseconds; requests that meet all are counted."
     ),
 ]
+RouteOption = Annotated[
+    str, typer.Option(metavar="NAME", help="Route to send to: embeddings, rerank, score or classify.")
+]
+InputsOption = Annotated[
+    int, typer.Option(min=1, max=2048, metavar="N", help="Inputs of each request; documents of one query with rerank.")
+]
+WordsOption = Annotated[
+    str, typer.Option(metavar="LEAST:MOST", help="Words of each input, drawn evenly; the server counts the tokens.")
+]
 RoundsOption = Annotated[
     int, typer.Option(min=1, max=1000, metavar="N", help="Number of rounds; the median is reported.")
 ]
@@ -142,17 +152,11 @@ def serving(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Measure latencies, throughput and goodput under a realistic load."""
-    if rate is not None and concurrency is not None:
-        raise typer.BadParameter("cannot be combined with --rate", param_hint="--concurrency")
-    if rate is None and concurrency is None:
-        rate = 1.0
-    if requests is None and duration is None:
-        requests = DEFAULT_REQUESTS
+    load = _load(rate, concurrency, requests, duration, seed)
     with bad_parameter("--lengths"):
         parsed_lengths = Lengths.parse(lengths)
     with bad_parameter("--slo"):
         objective = None if slo is None else Slo.parse(slo)
-    load = Load(rate, concurrency, requests, duration, seed)
 
     async def measure(target: Target) -> Serving:
         limit = max_len or target.max_len
@@ -171,15 +175,65 @@ def serving(
     raise typer.Exit(0 if data["ok"] else FAILED)
 
 
+@app.command()
+def encoding(
+    url: UrlOption = None,
+    model: ModelOption = None,
+    api_key: KeyOption = None,
+    route: RouteOption = "embeddings",
+    rate: RateOption = None,
+    concurrency: ConcurrencyOption = None,
+    requests: RequestsOption = None,
+    duration: DurationOption = None,
+    inputs: InputsOption = 1,
+    words: WordsOption = "8:128",
+    seed: SeedOption = 0,
+    timeout: RequestTimeoutOption = 600.0,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Measure items/s and latencies of embeddings, reranking or classification."""
+    if route not in ROUTES:
+        raise typer.BadParameter(f"{route!r} is not one of {', '.join(ROUTES)}", param_hint="--route")
+    load = _load(rate, concurrency, requests, duration, seed)
+    with bad_parameter("--words"):
+        texts = Texts.parse(inputs, words)
+
+    async def measure(client: Client) -> Encoding:
+        return await encode(client, model, route, texts, load, timeout, say)
+
+    data = encoding_data(_with_client(measure, url, api_key))
+    show(data, output, report.encoding_text(data))
+    raise typer.Exit(0 if data["ok"] else FAILED)
+
+
+def _load(rate: float | None, concurrency: int | None, requests: int | None, duration: float | None, seed: int) -> Load:
+    if rate is not None and concurrency is not None:
+        raise typer.BadParameter("cannot be combined with --rate", param_hint="--concurrency")
+    if rate is None and concurrency is None:
+        rate = 1.0
+    if requests is None and duration is None:
+        requests = DEFAULT_REQUESTS
+    return Load(rate, concurrency, requests, duration, seed)
+
+
 def _measured(
     measure: Callable[[Target], Awaitable[T]], url: str | None, api_key: str | None, model: str | None, **how: Any
 ) -> T:
     """Returns the result of ``measure`` on the model at ``url``; exits after Ctrl-C."""
+
+    async def found(client: Client) -> T:
+        return await measure(await Target.find(client, model, say=say, **how))
+
+    return _with_client(found, url, api_key)
+
+
+def _with_client(measure: Callable[[Client], Awaitable[T]], url: str | None, api_key: str | None) -> T:
+    """Returns the result of ``measure``; exits after Ctrl-C."""
     client = _client(url, api_key)
 
     async def run() -> T:
         try:
-            return await measure(await Target.find(client, model, say=say, **how))
+            return await measure(client)
         finally:
             client.close()
 
