@@ -299,6 +299,7 @@ def _model_status(
     scale = state.records.state.scales.get(model.name)
     return {
         "name": model.name,
+        "kind": model.kind,
         "state": current.value,
         "reason": reason,
         "wanted": state.counts.desired(model),

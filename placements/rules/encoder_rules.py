@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from placements.facts.encoders import ENGINES_OF_ENCODERS
+from placements.facts.encoders import EMBEDDING_DECODERS, ENGINES_OF_ENCODERS
 from placements.facts.engines import HOST_ENGINES, TRACED_FAMILIES, TRACED_REFUSED
 from placements.rules.case import Case, FieldRule
 from placements.spec.problems import Problem
@@ -28,6 +28,10 @@ def engine_serves_the_kind(case: Case) -> Iterator[Problem]:
         return
     what = f"the engine {case.engine} does not serve kind {model.kind}"
     hint = f"use engine: {', '.join(ENGINES_OF_ENCODERS[:-1])} or {ENGINES_OF_ENCODERS[-1]}"
+    if case.family in EMBEDDING_DECODERS:
+        if case.engine == "nxd-inference":
+            what += ": its models return the logits or the id of the next token, not the hidden states of a text"
+        hint = "use engine: cpu, which is slow: no other engine embeds with a decoder"
     if case.engine in ("server", "vllm"):
         hint += "; or engine: server without kind, which forwards requests to its own /v1/embeddings"
     yield case.problem("kind-unsupported", ("kind",), what, hint)
@@ -48,6 +52,10 @@ def settings_are_of_the_kind(case: Case) -> Iterator[Problem]:
         if model.max_wait_ms != _DEFAULT.max_wait_ms:
             what = "max_wait_ms has no effect on kind generate, whose requests join between two steps"
             yield case.problem("setting-unsupported", ("max_wait_ms",), what, "remove it")
+        if model.objectives.items_per_s is not None:
+            what = "objectives.items_per_s has no effect on kind generate, which encodes no inputs"
+            hint = "set ttft_ms, tpot_ms or queue_ms"
+            yield case.problem("setting-unsupported", ("objectives", "items_per_s"), what, hint)
         return
     fields = _OF_GENERATION if case.engine in HOST_ENGINES else (*_OF_GENERATION, *_OF_DEVICES)
     unused = [field for field in fields if getattr(model, field) != getattr(_DEFAULT, field)]

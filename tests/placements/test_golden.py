@@ -32,7 +32,8 @@ ADAPTERS = {
     "org/of-another": Adapter(rank=8, base="meta-llama/Llama-2-13b-hf"),
     "org/of-a-copy": Adapter(rank=8, base="mirror/llama-2-7b-HF"),
 }
-CHECKPOINTS = {"./llama-2-7b": LLAMA_2_7B, "./gpt2-xl": GPT2_XL}
+QWEN3_EMBEDDING = Checkpoint("qwen3", 16, 8, 28, 1024, 3072, 128, 151_669, 32_768, False, 595_776_512)
+CHECKPOINTS = {"./llama-2-7b": LLAMA_2_7B, "./gpt2-xl": GPT2_XL, "./qwen3-embedding": QWEN3_EMBEDDING}
 
 
 def specs(folder: str) -> list[Path]:
