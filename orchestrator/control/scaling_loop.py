@@ -346,7 +346,7 @@ class Scaler:
                 _seconds(objectives.ttft_ms),
                 _seconds(objectives.tpot_ms),
                 _seconds(objectives.queue_ms),
-                objectives.items_per_s,
+                objectives.items_per_second,
             ),
             idle_s=model.scaling.idle_s,
             override=None if self._decides(model) else desired,

@@ -26,7 +26,7 @@ class Objectives:
     ttft_s: float | None = None
     tpot_s: float | None = None
     queue_s: float | None = None
-    items_per_s: float | None = None  # inputs that the replicas of an encoder should be able to encode
+    items_per_second: float | None = None  # inputs that the replicas of an encoder should be able to encode
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def autoscale(history: History, fleet: FleetNow, now: float) -> Targets:
     """Returns the number of replicas that each model should have now.
 
     1. A model keeps its replicas, within its min and max; a model that an operator has scaled gets that number.
-    2. A model of min 0 without requests for idle_s scales to zero. Otherwise the objective items_per_s of an encoder
-       raises its min.
+    2. A model of min 0 without requests for idle_s scales to zero. Otherwise the objective items_per_second of an
+       encoder raises its min.
     3. Replicas that cost more than they are worth are removed.
     4. Replicas that have cores keep them. Those of min (or of an operator) without cores get free ones, those of a
        lower priority, or those of an equal priority beyond its min. Replicas that then have no cores are dropped.
@@ -90,7 +90,7 @@ def autoscale(history: History, fleet: FleetNow, now: float) -> Targets:
     """
     table = _Table(history, fleet, now)
     table.drop_idle()
-    table.follow_items_per_s()
+    table.follow_items_per_second()
     table.drop_costly()
     table.settle()
     table.grow()
@@ -207,17 +207,19 @@ class _Table:
                 seat.count = 0
                 seat.reason = f"no request for {idle:.0f} s (idle_s {model.idle_s:.0f})"
 
-    def follow_items_per_s(self) -> None:
+    def follow_items_per_second(self) -> None:
         """Raises the min of models to the replicas that encode as many inputs per second as wanted, once measured."""
         for seat in self.seats.values():
-            wanted, input_s = seat.model.objectives.items_per_s, seat.forecast.input_s
+            wanted, input_s = seat.model.objectives.items_per_second, seat.forecast.input_s
             if wanted is None or input_s is None or not seat.count or seat.model.override is not None:
                 continue
             needed = math.ceil(wanted * input_s)
             seat.low = max(seat.low, min(needed, seat.high))
             if seat.count < seat.low:
                 seat.count = seat.low
-                seat.reason = f"items_per_s {wanted:g} needs {needed}; a replica encodes {1 / input_s:.1f} per second"
+                seat.reason = (
+                    f"items_per_second {wanted:g} needs {needed}; a replica encodes {1 / input_s:.1f} per second"
+                )
 
     # 3.
     def drop_costly(self) -> None:

@@ -113,7 +113,7 @@ def sim_model(model: ModelSpec, fast: Speed, checkpoint: Checkpoint | None) -> S
         ttft_s=_seconds(objectives.ttft_ms),
         tpot_s=_seconds(objectives.tpot_ms),
         queue_s=_seconds(objectives.queue_ms),
-        items_per_s=objectives.items_per_s,
+        items_per_second=objectives.items_per_second,
         judged_ttft_s=TTFT_S,
         buckets=buckets,
         prefill_tokens=buckets[-1],

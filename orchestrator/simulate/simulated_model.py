@@ -39,7 +39,7 @@ class SimModel(QueueSettings):
     ttft_s: float | None = None  # the objectives; None: no objective
     tpot_s: float | None = None
     queue_s: float | None = None
-    items_per_s: float | None = None
+    items_per_second: float | None = None
     judged_ttft_s: float | None = None  # the objective of a model without objectives
     auto: bool = True  # whether the policy scales it
     buckets: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class SimModel(QueueSettings):
     @cached_property
     def objectives(self) -> Objectives:
         """The objectives for the autoscaler."""
-        return Objectives(self.ttft_s, self.tpot_s, self.queue_s, self.items_per_s)
+        return Objectives(self.ttft_s, self.tpot_s, self.queue_s, self.items_per_second)
 
     @property
     def typical_prefill_s(self) -> float:

@@ -52,10 +52,10 @@ def settings_are_of_the_kind(case: Case) -> Iterator[Problem]:
         if model.max_wait_ms != _DEFAULT.max_wait_ms:
             what = "max_wait_ms has no effect on kind generate, whose requests join between two steps"
             yield case.problem("setting-unsupported", ("max_wait_ms",), what, "remove it")
-        if model.objectives.items_per_s is not None:
-            what = "objectives.items_per_s has no effect on kind generate, which encodes no inputs"
+        if model.objectives.items_per_second is not None:
+            what = "objectives.items_per_second has no effect on kind generate, which encodes no inputs"
             hint = "set ttft_ms, tpot_ms or queue_ms"
-            yield case.problem("setting-unsupported", ("objectives", "items_per_s"), what, hint)
+            yield case.problem("setting-unsupported", ("objectives", "items_per_second"), what, hint)
         return
     fields = _OF_GENERATION if case.engine in HOST_ENGINES else (*_OF_GENERATION, *_OF_DEVICES)
     unused = [field for field in fields if getattr(model, field) != getattr(_DEFAULT, field)]

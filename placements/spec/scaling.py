@@ -20,7 +20,7 @@ class Objectives(Frozen):
     """Milliseconds between tokens."""
     queue_ms: Annotated[Milliseconds, Field(gt=0, le=86_400_000)] | None = None
     """Milliseconds that a request may wait for a slot."""
-    items_per_s: Annotated[float, Field(gt=0, le=1_000_000_000)] | None = None
+    items_per_second: Annotated[float, Field(gt=0, le=1_000_000_000)] | None = None
     """Inputs per second that the replicas of an encoder should be able to encode, whatever the demand. The autoscaler
     measures what one replica encodes, and raises `min` accordingly, up to `max`. A model with `min: 0` still scales to
     zero."""

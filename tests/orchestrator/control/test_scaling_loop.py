@@ -198,9 +198,9 @@ def test_an_encoder_keeps_the_replicas_that_its_items_per_s_need(tmp_path: Path)
         await gateway.run(1200)
         assert counts(fleet)["m"] == 4
 
-    fleet = play(tmp_path, ENCODER.format(objectives="{items_per_s: 750}"), story)
+    fleet = play(tmp_path, ENCODER.format(objectives="{items_per_second: 750}"), story)
     grown = next(event.message for event in fleet.journal.events() if event.reason == "ScaledUp")
-    assert grown == "1 to 4: items_per_s 750 needs 4; a replica encodes 200.0 per second"
+    assert grown == "1 to 4: items_per_second 750 needs 4; a replica encodes 200.0 per second"
 
 
 def test_a_request_for_a_model_without_replicas_is_decided_at_once(tmp_path: Path) -> None:
