@@ -6,19 +6,23 @@ import importlib
 import json
 import os
 import shutil
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from tests.doubles import PACKAGES, Neuron
 from tests.doubles import neuron as neuron
+from tests.doubles.machine import build_machine, make_interpreter
 from tests.workers.nxdi_traffic import FULL, MAX_LEN, Checkpoints, Expected, arrivals, edit, refused, served, wrong
 from tests.workers.nxdi_traffic import expected as expected
 from tests.workers.nxdi_traffic import sources as sources
 from tests.workers.optimum_traffic import config_of, export_here, opened, play
+from workers.compiling.build import Order
 from workers.engines.open_engine import open_engine
 from workers.engines.optimum_neuron import artifacts
 from workers.engines.optimum_neuron.compiled_folder import start_error
@@ -99,6 +103,21 @@ def test_an_export_in_a_process_of_its_own_is_reused(
     importlib.import_module("neuron_double.runtime").reset_for_tests()
     opened(sources("llama"), tmp_path, slots=2).close()
     assert len(compiler.compiles()) == 4
+
+
+@pytest.mark.compile
+def test_a_compile_runs_in_the_interpreter_of_the_package(sources: Checkpoints, tmp_path: Path) -> None:
+    """Its artifacts record the transformers that only this one has."""
+    machine, python = build_machine(tmp_path / "machine"), make_interpreter(tmp_path / "optimum")
+    site = next((tmp_path / "optimum").glob("lib/*/site-packages"))
+    (site / "transformers-4.57.6.dist-info").mkdir()
+    metadata_file = site / "transformers-4.57.6.dist-info" / "METADATA"
+    metadata_file.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.6\n")
+    order = msgspec.json.encode(Order(config=config_of(sources("llama"), tmp_path / "compiled")))
+    env = {**os.environ, **machine.env, "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache")}
+    subprocess.run([python, "-m", "workers.compiling.build", "compile"], input=order, env=env, check=True)
+    (manifest,) = (tmp_path / "compiled").glob("*/corewright.json")
+    assert json.loads(manifest.read_text())["versions"]["transformers"] == "4.57.6" != metadata.version("transformers")
 
 
 def test_its_artifacts_are_predicted_without_reading_weights(
