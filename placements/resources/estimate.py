@@ -14,21 +14,26 @@ from placements.spec.schema import ModelSpec
 CORE_BYTES_S = 410e9
 CORE_FLOPS = 95e12
 
-WEIGHTS_SHARE = 0.51
-"""The share of the bandwidth that reading weights achieves. This and the next three constants were fitted on 42 rows of
-AWS's tables of decode latencies on inf2 (tp 24, SDK 2.18), with the bytes that `memory` counts. The median error on
-these rows is 7 %, the maximum 28 %; on 36 rows of trn1, which were not fitted, 4 % and 33 %."""
-KV_SHARE = 0.63
-LAYER_ROW_S = 13.2e-6  # for each layer and slot
-STEP_S = 4.2e-3  # for each step
-DECODE_ERROR = 0.07  # median
+WEIGHTS_SHARE = 0.69
+"""The share of the bandwidth that reading weights achieves. This and the next two constants were fitted on the 42 rows
+of AWS's tables of decode latencies on inf2 (tp 24, SDK 2.18), with the bytes that `memory` counts. With a model's rows
+held out of the fit, the median error on them is 3 %, with those of a batch size 6 %; the maximum is 18 %, but for one
+row (Mistral-7B, batch 8, length 16384: 48 %)."""
+CACHE_SHARE = 0.54
+"""The same of reading the KV cache. Each query head reads the keys and values of its KV head, shared or not."""
+LAYER_S = 133e-6  # for each layer: two collectives, and what does not depend on size
+DECODE_ERROR = 0.06  # median of a batch size that was held out
+FITTED_DEGREE = 24
+UNVERIFIED_ERROR = 0.5
+"""Of other degrees, for which AWS publishes no rows. On Optimum Neuron's page a step of Llama-2-7B takes 60 ms at tp 2,
+twice the estimate, and 7.2 ms at tp 24, 6 % more than it, both with an older SDK."""
 
 PREFILL_MFU = 0.14
 """The share of the FLOPS that a prefill achieves. With PREFILL_S the median error is 18 %, the maximum on the same rows
 76 %."""
 PREFILL_TOKENS = 512  # the prompt whose FLOPs a token are used for all prompts
 PREFILL_S = 0.016  # for each prefill
-PREFILL_ERROR = 0.18  # median
+PREFILL_ERROR = 0.19  # median, rounded up
 
 TRN2_BYTES_S = 2.9e12 / 4
 """For one logical core of trn2 at LNC 2: a device of four has 2.9 TB/s and 667 TFLOPS in dense bf16 (AWS's page of the
@@ -79,10 +84,10 @@ class Speed:
 def speed(model: ModelSpec, checkpoint: Checkpoint | None, engine: Engine, topology: Topology | None) -> Speed:
     """Returns the estimated speed of a replica; ``engine`` is the resolved engine.
 
-    TPOT = W / (tp x 410e9 x 0.51) + KV / (410e9 x 0.63) + 13.2e-6 x layers x B + 4.2e-3, where W is the bytes of the
-    weights, KV the bytes of the KV cache on a core and B the slots. The prefill takes the FLOPs of a token in a prompt
-    of 512 (``prefill_flops``) at an MFU of 0.14, and 16 ms. Without a readable checkpoint, 8 billion parameters are
-    assumed.
+    TPOT = W / (410e9 x 0.69) + C / (410e9 x 0.54) + 133e-6 x layers, where W is the bytes of the weights on a core, and
+    C those of the KV cache that its query heads read for all slots (``step_bytes``). The prefill takes the FLOPs of a
+    token in a prompt of 512 (``prefill_flops``) at an MFU of 0.14, and 16 ms. Without a readable checkpoint, 8 billion
+    parameters are assumed.
     """
     if engine == "echo":
         step_ms = model.engine_options.get("step_ms", 0.0)
@@ -97,6 +102,15 @@ def speed(model: ModelSpec, checkpoint: Checkpoint | None, engine: Engine, topol
         guess = _on_neuron(model, checkpoint, engine, topology, width)
         return replace(guess, prefill_error=1.0, source="a guess: prefills of models that generate")
     return _on_neuron(model, checkpoint, engine, topology, width)
+
+
+def step_bytes(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> tuple[float, float]:
+    """Returns the bytes that a core reads in a decoding step of all slots: of its weights, and of the KV cache, of
+    which each query head reads the keys and values of its KV head in all positions."""
+    heads = padded_heads(checkpoint, model.tp_degree) / model.tp_degree
+    row = 2 * heads * checkpoint.head_dim * BYTES[model.dtype_on(engine)]
+    weights = estimate(model, checkpoint, engine).weights * GIB
+    return weights, checkpoint.layers * model.max_batch * model.length(checkpoint) * row
 
 
 def step_flops(model: ModelSpec, checkpoint: Checkpoint, context: int) -> float:
@@ -138,24 +152,22 @@ def _head_flops(checkpoint: Checkpoint) -> int:
 
 
 def _on_neuron(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, topology: Topology, width: float) -> Speed:
-    tp, slots = model.tp_degree, model.max_batch
-    need = estimate(model, checkpoint, engine)
-    weights = need.weights * GIB  # on a core
+    tp = model.tp_degree
+    weights, cache = step_bytes(model, checkpoint, engine)
     is_trn2 = topology.family == "trn2"
     bandwidth, flops = (TRN2_BYTES_S, TRN2_FLOPS) if is_trn2 else (CORE_BYTES_S, CORE_FLOPS)
     if is_trn2 and topology.lnc == 1:
         bandwidth, flops = bandwidth / 2, flops / 2
-    step_s = (
-        weights / (bandwidth * WEIGHTS_SHARE)
-        + need.kv * GIB / (bandwidth * KV_SHARE)
-        + LAYER_ROW_S * checkpoint.layers * slots
-        + STEP_S
-    )
+    step_s = weights / (bandwidth * WEIGHTS_SHARE) + cache / (bandwidth * CACHE_SHARE) + LAYER_S * checkpoint.layers
     token_s = prefill_flops(model, checkpoint, PREFILL_TOKENS) / PREFILL_TOKENS / (tp * flops * PREFILL_MFU)
     load_s = LOAD_S + checkpoint.parameters * width / LOAD_BYTES_S
-    source = "fitted on AWS's tables of inf2"
-    source = "AWS's figures of trn2, with efficiencies fitted on inf2" if is_trn2 else source
-    return Speed(step_s, PREFILL_S, token_s, load_s, DECODE_ERROR * (2 if is_trn2 else 1), PREFILL_ERROR, source)
+    if is_trn2:
+        source, error = "AWS's figures of trn2, with efficiencies fitted on inf2", UNVERIFIED_ERROR
+    elif tp == FITTED_DEGREE:
+        source, error = "fitted on AWS's tables of inf2", DECODE_ERROR
+    else:
+        source, error = f"fitted on AWS's tables of inf2 at tp {FITTED_DEGREE}, unverified at tp {tp}", UNVERIFIED_ERROR
+    return Speed(step_s, PREFILL_S, token_s, load_s, error, PREFILL_ERROR, source)
 
 
 def _on_cpu(checkpoint: Checkpoint, width: float) -> Speed:
@@ -168,7 +180,7 @@ def _on_cpu(checkpoint: Checkpoint, width: float) -> Speed:
 
 def _unknown(model: ModelSpec) -> Speed:
     parameters, layers = 8e9, 32
-    step_s = parameters * 2 / (model.tp_degree * CORE_BYTES_S * WEIGHTS_SHARE) + LAYER_ROW_S * layers * model.max_batch
+    step_s = parameters * 2 / (model.tp_degree * CORE_BYTES_S * WEIGHTS_SHARE) + LAYER_S * layers
     token_s = 2 * parameters / (model.tp_degree * CORE_FLOPS * PREFILL_MFU)
     load_s = LOAD_S + parameters * 2 / LOAD_BYTES_S
-    return Speed(step_s + STEP_S, PREFILL_S, token_s, load_s, 1.0, 1.0, "a guess: no readable config.json")
+    return Speed(step_s, PREFILL_S, token_s, load_s, 1.0, 1.0, "a guess: no readable config.json")
