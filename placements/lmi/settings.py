@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from io import StringIO
 from typing import Any
 
 import javaproperties
@@ -68,7 +67,7 @@ def read_properties(text: str, label: str) -> list[Setting]:
     """Returns the properties of a `serving.properties`. Raises UnreadableSettings."""
     settings, line = [], 1
     try:
-        for element in javaproperties.parse(StringIO(text)):
+        for element in javaproperties.parse(text):
             if isinstance(element, javaproperties.KeyValue):
                 name = element.key.removeprefix("option.")
                 settings.append(Setting(name, element.value.strip(), label, line, element.key))

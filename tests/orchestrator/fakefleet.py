@@ -75,6 +75,7 @@ STATUS: dict[str, Any] = {
     "models": [
         {
             "name": "chat",
+            "kind": "generate",
             "state": "degraded",
             "reason": "replica-died: killed",
             "wanted": 2,
@@ -108,6 +109,7 @@ STATUS: dict[str, Any] = {
         },
         {
             "name": "small",
+            "kind": "generate",
             "state": "unloaded",
             "reason": None,
             "wanted": 0,
