@@ -1,10 +1,11 @@
 """A fleet on Neuron engines: stand-ins of AWS's packages and of the machine below them, everything else as it is.
 
-Three models on two engines, in an interpreter of the engines' own, on a host that is no emulated one.
+Four models on three engines, in interpreters of the engines' own, on a host that is no emulated one.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -20,14 +21,19 @@ import psutil
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.doubles.machine import Machine, build_machine
+from tests.doubles.machine import Machine, build_machine, make_interpreter
 from tests.fleet import LiveFleet, until
 from workers.engines.cpu.engine import CpuEngine
 from workers.host.facts.neuron_ls import parse_neuron_ls
 
 pytestmark = pytest.mark.live
 
-MODELS = {"llama": "transformers-neuronx", "gpt2": "transformers-neuronx", "qwen2": "nxd-inference"}
+MODELS = {
+    "llama": "transformers-neuronx",
+    "gpt2": "transformers-neuronx",
+    "qwen2": "nxd-inference",
+    "mixtral": "optimum-neuron",
+}
 SPEC = """\
 version: 1
 name: on-neuron
@@ -35,12 +41,15 @@ hosts: {{instance: inf2.48xlarge}}
 engines:
   transformers-neuronx: {{python: {python}}}
   nxd-inference: {{python: {python}}}
+  optimum-neuron: {{python: {optimum}}}
 defaults: {{dtype: fp32, max_len: 128, max_batch: 3, tp_degree: 2, threads: 1}}
 models:
   llama: {{source: ./llama, engine: transformers-neuronx}}
   gpt2: {{source: ./gpt2, engine: transformers-neuronx}}
   qwen2: {{source: ./qwen2}}
+  mixtral: {{source: ./mixtral, engine: optimum-neuron}}
 """
+PINNED = "4.57.6"  # transformers, by the metadata of Optimum Neuron's interpreter only
 NEW_TOKENS = 12
 READY_S = 180.0
 BACK_S = 60.0
@@ -117,7 +126,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     prompts = [[rng.randrange(6, VOCAB_SIZE) for _ in range(rng.randrange(2, 50))] for _ in range(10)]
     expected = {name: cpu_answers(make_checkpoint(folder / name, name), prompts) for name in MODELS}
     spec = folder / "spec.yaml"
-    spec.write_text(SPEC.format(python=machine.python))
+    optimum = make_interpreter(folder / "optimum")
+    metadata = next((folder / "optimum").glob("lib/*/site-packages")) / f"transformers-{PINNED}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {PINNED}\n")
+    spec.write_text(SPEC.format(python=machine.python, optimum=optimum))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**machine.env, "NEURON_COMPILE_CACHE_URL": str(folder / "cache")}.items():
             patch.setenv(name, value)
@@ -145,7 +158,14 @@ def test_status_names_the_engine_and_its_process_holds_the_cores(fleet: Fleet) -
         assert holders[first // 2] == replica["pid"]
         assert psutil.Process(replica["pid"]).environ()["NEURON_RT_VISIBLE_CORES"] == replica["cores"]
     host = fleet.host()
-    assert (host["emulated"], host["leased"], host["free"], host["quarantined"]) == (False, 6, 18, 0)
+    assert (host["emulated"], host["leased"], host["free"], host["quarantined"]) == (False, 8, 16, 0)
+
+
+def test_optimum_exports_in_its_own_interpreter(fleet: Fleet) -> None:
+    """Its artifacts record the transformers of that one, which Ray's does not have."""
+    manifests = [json.loads(path.read_text()) for path in (fleet.live.home / "compiled").glob("*/corewright.json")]
+    versions = {manifest["engine"]: manifest["versions"].get("transformers") for manifest in manifests}
+    assert versions["optimum-neuron"] == PINNED != versions["nxd-inference"]
 
 
 def test_a_killed_replica_restarts_on_the_same_cores(fleet: Fleet) -> None:
