@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import select
 import socket
 import struct
 import subprocess
@@ -42,6 +41,7 @@ import os, sys
 os.environ["S3_IGNORE_SUBDOMAIN_BUCKETNAME"] = "true"
 os.environ["S3_UPLOAD_PART_MIN_SIZE"] = "256"  # S3's is 5 MiB
 os.environ["MOTO_S3_DEFAULT_KEY_BUFFER_SIZE"] = "8000000"
+from tests.readable import is_readable
 from workers.host.process_tree import end_with
 end_with(int(sys.argv[1]))
 import logging
@@ -74,7 +74,7 @@ class S3Server:
             text=True,
         )
         assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], START_DEADLINE_S)
+        readable = is_readable(self._process.stdout, START_DEADLINE_S)
         line = self._process.stdout.readline() if readable else ""
         if not line.strip().isdigit():
             self.close()

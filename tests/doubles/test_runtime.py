@@ -6,7 +6,6 @@ import importlib
 import inspect
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import pytest
 from tests.contracts import PACKAGES, contract, parse_signature
 from tests.doubles import Neuron
 from tests.doubles.machine import DRIVER, Machine, build_machine
+from tests.readable import is_readable
 from workers.host.facts.reading import Places, read_host_facts
 
 DEADLINE_S = 30
@@ -48,7 +48,7 @@ class Process:
         assert self.popen.stdout is not None
         self.popen.stdin.write(expression + "\n")
         self.popen.stdin.flush()
-        assert select.select([self.popen.stdout], [], [], DEADLINE_S)[0], "no answer"
+        assert is_readable(self.popen.stdout, DEADLINE_S), "no answer"
         value, error = json.loads(self.popen.stdout.readline())
         if error is not None:
             raise RuntimeError(error)
@@ -421,7 +421,7 @@ def test_a_made_machine_is_read_as_a_real_one(machine: Machine) -> None:
     )
     try:
         assert holder.stdout is not None
-        assert select.select([holder.stdout], [], [], DEADLINE_S)[0]
+        assert is_readable(holder.stdout, DEADLINE_S)
         places = Places(
             sys=machine.root / "sys", dev=machine.root / "dev", tools=str(machine.root / "opt/aws/neuron/bin")
         )

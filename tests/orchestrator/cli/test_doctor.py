@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import select
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from placements.facts.vllm import release_for
 from tests.doubles import Neuron
 from tests.doubles.machine import Machine, build_machine, make_interpreter
 from tests.orchestrator.fakefleet import LiveAdmin
+from tests.readable import is_readable
 from workers.engines import package_contract
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, NeuronProcess
@@ -251,7 +251,7 @@ def test_a_whole_machine_is_read(
     )
     try:
         assert holder.stdout is not None
-        assert select.select([holder.stdout], [], [], DEADLINE_S)[0]
+        assert is_readable(holder.stdout, DEADLINE_S)
         ended = cli.run(["doctor", str(tmp_path / "spec.yaml"), "-o", "json"])
     finally:
         holder.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 from orchestrator.cli import main as cli
 from tests.checkpoints import CHAT_TEMPLATE, make_checkpoint, save_tokenizer
 from tests.doubles.machine import Machine, build_machine
+from tests.readable import is_readable
 from workers.compiling import prefetch
 from workers.engines.cpu.engine import CpuEngine
 from workers.engines.echo import EchoEngine
@@ -244,7 +244,7 @@ def test_a_killed_command_leaves_no_process(answering: subprocess.Popen[bytes], 
     watched = os.pidfd_open(owner)
     answering.kill()
 
-    assert select.select([watched], [], [], 2.0)[0] == [watched]
+    assert is_readable(watched, 2.0)
     os.close(watched)
 
 
