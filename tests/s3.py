@@ -22,6 +22,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests.readable import is_readable
+
 ACCESS_KEY = "AKIACOREWRIGHTMARKED"  # recognizable, so that a test can look for it where it must not be
 SECRET_KEY = "secret/marked+0123456789abcdefghijklmnopqrs"
 SESSION_TOKEN = "token-marked-0123456789"
@@ -41,7 +43,6 @@ import os, sys
 os.environ["S3_IGNORE_SUBDOMAIN_BUCKETNAME"] = "true"
 os.environ["S3_UPLOAD_PART_MIN_SIZE"] = "256"  # S3's is 5 MiB
 os.environ["MOTO_S3_DEFAULT_KEY_BUFFER_SIZE"] = "8000000"
-from tests.readable import is_readable
 from workers.host.process_tree import end_with
 end_with(int(sys.argv[1]))
 import logging
