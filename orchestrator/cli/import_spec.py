@@ -14,7 +14,7 @@ from orchestrator.cli.output import Format, say, show
 from orchestrator.process.failure import Failed
 from placements.facts.engines import NAMED_ENGINES
 from placements.facts.topology import TOPOLOGIES
-from placements.lmi.importing import LmiModel, as_dict, import_lmi
+from placements.lmi.importing import LOADED, LmiModel, as_dict, import_lmi
 from placements.lmi.settings import Setting, UnreadableSettings, read_environment, read_properties
 
 PROPERTIES = "serving.properties"
@@ -93,18 +93,18 @@ def _models(file: str | None, environment: list[Setting]) -> list[LmiModel]:
     if file is not None and file != "-" and Path(file).is_dir():
         folder = Path(file).absolute()
         folders = [folder] if (folder / PROPERTIES).is_file() else sorted(folder.iterdir())
-        found = [
+        models = [
             LmiModel(each.name, _properties(each, file), environment, str(each))
             for each in folders
             if (each / PROPERTIES).is_file()
         ]
-        if not found:
+        if not models:
             raise UnreadableSettings(f"{file}: no {PROPERTIES} in the folder, nor in the folders below")
-        return found
+        return models
     if file is not None:
         folder = Path.cwd() if file == "-" else Path(file).absolute().parent
         return [LmiModel("", read_properties(_text(file), _label(file)), environment, str(folder))]
-    listed = next((setting for setting in environment if setting.written == "SERVING_LOAD_MODELS"), None)
+    listed = next((setting for setting in environment if setting.written == LOADED), None)
     urls = [] if listed is None else re.split(r"[, ]+", listed.value.strip(", "))
     models = []
     for url in urls:
@@ -113,7 +113,7 @@ def _models(file: str | None, environment: list[Setting]) -> list[LmiModel]:
         place = place.removeprefix("file://")
         own = Path(place) / PROPERTIES
         settings = read_properties(_text(str(own)), str(own)) if own.is_file() else []
-        models.append(LmiModel(name, settings, environment, place))
+        models.append(LmiModel(name, settings, environment, place, listed=True))
     return models or [LmiModel("", [], environment)]
 
 

@@ -29,7 +29,7 @@ from orchestrator.process.waiting_notice import WaitingNotice
 from orchestrator.revisions.spec_file import SpecFile, load, start_problems
 from placements.explain.core_map import core_map
 from placements.planner.host_groups import host_groups, kept_hosts
-from placements.planner.plan import plan
+from placements.planner.plan import Plan, plan
 from placements.spec.problems import Problem, has_errors
 
 
@@ -78,7 +78,6 @@ def run_up(
         name = file.hosts[0].name
         say(f"no Neuron devices on this machine: emulating {name} (only the accelerator; the CPUs are real)")
     placed = plan(file.spec, file.hosts, file.checkpoints)
-    shown = kept_hosts(host_groups(file.spec, file.hosts), {placement.host for placement in placed.placements})
     if placed.unplaced:
         complain([problem for missing in placed.unplaced for problem in missing.problems])
         say(f"{file.name} does not fit: nothing was started")
@@ -89,7 +88,7 @@ def run_up(
         show(
             None,
             Format.TABLE,
-            core_map(placed, shown, color=use_color(stdout())) + "\n" + _addresses(record, file, settings),
+            first_map(file, placed) + "\n" + _addresses(record, file, settings),
         )
 
     home = Home.from_environment()
@@ -107,6 +106,13 @@ def run_up(
             return JoinedUp(home, options, joined, ray_address, say, upgrade=upgrade).run(announce, detach=detach)
         spec = (file.text, file.name, file.base_dir)
         return Daemon(home, options, spec, file.spec.name, file.hosts, file.machine.instance, say).run(announce)
+
+
+def first_map(file: SpecFile, placed: Plan) -> str:
+    """Returns the core map of the hosts that the first plan keeps."""
+    assert file.spec is not None
+    used = {placement.host for placement in placed.placements}
+    return core_map(placed, kept_hosts(host_groups(file.spec, file.hosts), used), color=use_color(stdout()))
 
 
 def _addresses(record: FleetRecord, file: SpecFile, settings: Settings) -> str:

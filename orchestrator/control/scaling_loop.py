@@ -334,6 +334,8 @@ class Scaler:
         )
         objectives = model.objectives
         own = ((view.host, view.cores.first) for view in views if view.cores is not None)
+        encodes = model.kind != "generate"
+        batch_wait_s = model.max_wait_ms / 1000 if encodes else 0.0
         return ModelNow(
             name=model.name,
             cores=model.tp_degree if in_cores else 0,
@@ -358,8 +360,8 @@ class Scaler:
             reachable=placed if model.name in state.goal.steps else None,
             worth_per_1000=model.scaling.worth_per_1000,
             first_ready_at=memory.first_ready_at,
-            prefill_s=_prefill_s(memory.prefill_s, _seconds(objectives.ttft_ms)) + model.max_wait_ms / 1000,
-            encodes=model.kind != "generate",
+            prefill_s=_prefill_s(memory.prefill_s, _seconds(objectives.ttft_ms)) + batch_wait_s,
+            encodes=encodes,
             places=tuple((hosts[host], first) for host, first in (*own, *self._awaited_places(model.name, hosts))),
         )
 

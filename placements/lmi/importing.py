@@ -20,6 +20,9 @@ from placements.spec.parse import parse
 SMART = (0, 30)
 """The first version of DJL Serving that chooses some defaults by the model's size."""
 
+LOADED = "SERVING_LOAD_MODELS"
+"""The variable that lists the models to load."""
+
 COMMENTS = 48
 """The column of comments, at most."""
 
@@ -34,6 +37,7 @@ class LmiModel:
     files: Sequence[Setting]
     environment: Sequence[Setting]
     folder: str = ""  # with the checkpoint, if no setting names another source
+    listed: bool = False  # by LOADED in the environment
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,9 @@ def _convert(conversion: Conversion, model: LmiModel, engine: Engine | None) -> 
     chosen = engine or ENGINES.get(loader, "transformers-neuronx")
     conversion.put("engine", chosen, "chosen by --engine" if engine else "that of LMI's model loader")
     for setting in sorted(settings, key=lambda setting: setting.name not in ("tensor_parallel_degree", "minWorkers")):
+        if model.listed and setting.written == LOADED:
+            conversion.note(setting, "mapped", "models")
+            continue
         row = ROWS.get(setting.name)
         if row is None:
             conversion.note(setting, "dropped", reason_for(setting))

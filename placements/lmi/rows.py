@@ -98,7 +98,7 @@ def _degree(model: Conversion, setting: Setting) -> None:
     if setting.value == "max":
         model.map(setting, "tp_degree", model.cores)
     elif integer(setting.value) < 1:
-        raise ValueError(f"{setting.value} is no degree")
+        raise ValueError(f"{setting.value} is not a tensor-parallel degree")
     else:
         model.map(setting, "tp_degree", int(setting.value))
 
@@ -147,7 +147,7 @@ def _devices(model: Conversion, setting: Setting) -> None:
 def _workers(model: Conversion, setting: Setting) -> None:
     count = integer(setting.value)
     if (setting.name == "maxWorkers" and count < 1) or count < 0:
-        raise ValueError(f"{count} is no number of workers")
+        raise ValueError(f"{count} is not a number of workers")
     least = integer(model.text("minWorkers") or "1")
     most = max(least, integer(model.text("maxWorkers") or "1"), 1)
     model.map(setting, "replicas", least if least == most else {"min": least, "max": most})

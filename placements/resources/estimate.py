@@ -25,8 +25,8 @@ LAYER_S = 133e-6  # for each layer: two collectives, and what does not depend on
 DECODE_ERROR = 0.06  # median of a batch size that was held out
 FITTED_DEGREE = 24
 UNVERIFIED_ERROR = 0.5
-"""Of other degrees, for which AWS publishes no rows. On Optimum Neuron's page a step of Llama-2-7B takes 60 ms at tp 2,
-twice the estimate, and 7.2 ms at tp 24, 6 % more than it, both with an older SDK."""
+"""The error of other degrees, for which AWS publishes no rows. On Optimum Neuron's page a step of Llama-2-7B takes 60
+ms at tp 2, twice the estimate, and 7.2 ms at tp 24, 6 % more than it, both with an older SDK."""
 
 PREFILL_MFU = 0.14
 """The share of the FLOPS that a prefill achieves. With PREFILL_S the median error is 18 %, the maximum on the same rows

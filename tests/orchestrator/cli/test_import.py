@@ -48,8 +48,10 @@ def test_models_to_load_are_those_of_the_environment(tmp_path: Path, capsys: pyt
     env = tmp_path / "env.json"
     env.write_text(json.dumps({"SERVING_LOAD_MODELS": f"chat::Python={folder},s3://models/b", "OPTION_DTYPE": "bf16"}))
     assert cli.run(["import", "lmi", "--env", str(env)]) == 0
-    spec = parse(capsys.readouterr().out, "spec").spec
+    out, err = capsys.readouterr()
+    spec = parse(out, "spec").spec
     assert spec is not None
+    assert err.count("SERVING_LOAD_MODELS: mapped to models") == 2  # once a model
     models = [(model.name, model.source, model.dtype) for model in spec.models]
     assert models == [("chat", "org/a", "bf16"), ("b", "s3://models/b", "bf16")]
 
