@@ -139,6 +139,12 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.records",
         "orchestrator.scaling",
     },
+    "orchestrator.advise": {
+        "orchestrator.bench",
+        "orchestrator.process",
+        "orchestrator.revisions",
+        "orchestrator.simulate",
+    },
     "orchestrator.simulate": {
         "orchestrator.bench",
         "orchestrator.dispatch",
@@ -203,6 +209,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "orchestrator.cli": {
         "orchestrator.access",
+        "orchestrator.advise",
         "orchestrator.api",
         "orchestrator.bench",
         "orchestrator.compiling",

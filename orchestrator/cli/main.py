@@ -38,6 +38,7 @@ COMMANDS = {  # of each module, in the order of `--help`
     "cache": ("cache",),
     "keys": ("keys", "audit"),
     "simulate": ("simulate",),
+    "advise": ("advise",),
     "trace": ("trace",),
     "bench": ("bench",),
     "version": ("version",),

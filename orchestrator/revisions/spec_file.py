@@ -10,13 +10,13 @@ from types import MappingProxyType
 from typing import Literal
 
 from orchestrator.access.source_policy import SourcePolicy
-from orchestrator.revisions.checkpoint_reader import is_hub_source, read_facts, source_parts
+from orchestrator.revisions.checkpoint_reader import CheckpointFacts, is_hub_source, read_facts, source_parts
 from orchestrator.revisions.precompiled_checkpoint import precompiled_problems
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import Machine, hosts_for
 from placements.rules.checks import check
-from placements.spec.parse import parse
+from placements.spec.parse import Parsed, parse
 from placements.spec.problems import Problem, in_order
 from placements.spec.schema import Spec
 from workers.host import host_facts as this_host
@@ -98,6 +98,14 @@ def examine(
         problems = in_order((*parsed.problems, *barred))
         return SpecFile(text, name, base_dir, spec, machine, hosts, {}, problems)
     facts = read_facts(spec, here=None if folders == "ignore" else folders == "load" and _loads(machine, hosts))
+    return judge(parsed, text, name, base_dir, machine, facts)
+
+
+def judge(parsed: Parsed, text: str, name: str, base_dir: str, machine: Machine, facts: CheckpointFacts) -> SpecFile:
+    """Returns a parsed spec with all problems of the parser and the rules, by facts that were read before."""
+    spec = parsed.spec
+    assert spec is not None
+    hosts = hosts_for(spec, machine)
     rule_problems = check(spec, hosts, facts.checkpoints, facts.drafts, facts.adapters)
     precompiled = precompiled_problems(spec, facts)
     problems = in_order((*parsed.problems, *facts.problems, *rule_problems, *precompiled))

@@ -115,8 +115,8 @@ class _TraceBuilder:
         )
 
 
-def read_trace(stream: TextIO, name: str, models: Mapping[str, str]) -> Trace:
-    """Reads CSV, whose first line names the columns, or JSON lines; ``models`` maps names to models.
+def read_trace(stream: TextIO, name: str, models: Mapping[str, str] | None) -> Trace:
+    """Reads CSV, whose first line names the columns, or JSON lines; ``models`` maps names to models. None: any model.
 
     Ignores other columns and counts requests of other models. Raises InvalidTrace with the problem of each bad line, or
     if no request is for one of the models.
@@ -137,13 +137,13 @@ def read_trace(stream: TextIO, name: str, models: Mapping[str, str]) -> Trace:
             else:
                 more += 1
         else:
-            if (model := models.get(name_in_trace)) is None:
+            if (model := name_in_trace if models is None else models.get(name_in_trace)) is None:
                 builder.unknown[name_in_trace] += 1
             else:
                 builder.add(at, model, prompt, output, key)
     if problems:
         raise InvalidTrace(problems, more)
-    if builder.unknown and not builder.times:
+    if models is not None and builder.unknown and not builder.times:
         what = f"no request is for a model in the spec; the requests are for {by_model(builder.unknown)}"
         raise InvalidTrace([_problem(name, 1, what, f"models in the spec: {', '.join(sorted({*models.values()}))}")])
     return builder.trace()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from placements.facts.topology import TOPOLOGIES
 from placements.lmi.conversion import Conversion, Outcome
 from placements.lmi.rows import ENGINES, ROWS, reason_for
 from placements.lmi.settings import Setting, merged
+from placements.spec.notation import name_from
 from placements.spec.parse import parse
 
 SMART = (0, 30)
@@ -71,7 +71,8 @@ def import_lmi(
     for model in models:
         conversion = Conversion(cores, version >= SMART, len(models) == 1, trust_remote_code)
         _convert(conversion, model, engine)
-        conversions[_free(_plain(model, conversion), conversions)] = conversion
+        name = name_from(model.name or str(conversion.fields.get("source", "")))
+        conversions[_free(name, conversions)] = conversion
     spec, owners = _written(instance, conversions)
     while bad := {owners[line]: what for line, what in _errors(spec) if line in owners}:
         for (name, field), what in bad.items():
@@ -138,12 +139,6 @@ def _defaults(model: Conversion) -> None:
     copies = model.cores // int(fields["tp_degree"])
     if "replicas" not in fields and model.alone and copies > 1:
         model.put("replicas", copies, f"LMI loads a copy on each {fields['tp_degree']} of {model.cores} cores")
-
-
-def _plain(model: LmiModel, conversion: Conversion) -> str:
-    """Returns the name of the model's folder or source, with the characters of a name."""
-    text = model.name or str(conversion.fields.get("source", "")).rstrip("/").rpartition("/")[2]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:56] or "model"
 
 
 def _free(name: str, used: Collection[str]) -> str:

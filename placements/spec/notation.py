@@ -103,6 +103,12 @@ def is_path(source: str) -> bool:
     return source.startswith(_PATH_STARTS) or source in (".", "..")
 
 
+def name_from(source: str) -> str:
+    """Returns a name for the model of a source: its last part, with the characters of a name."""
+    last = re.sub(r"[^A-Za-z0-9._-]+", "-", source.rstrip("/").rpartition("/")[2])
+    return last.strip("-._")[:56] or "model"
+
+
 def source_kind(source: str) -> SourceKind:
     """Returns "path" for / ./ ../ or ~, "s3" for s3://, else "hub". Raises ValueError for an invalid source."""
     if is_path(source):

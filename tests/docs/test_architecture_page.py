@@ -7,6 +7,7 @@ import re
 
 from orchestrator.fleet.replica_states import TRANSITIONS, State
 from tests.docs.pages import ARCHITECTURE, CONTRIBUTING, ROOT, SOURCES
+from tests.module_list import with_listing
 
 
 def _life_cycle() -> str:
@@ -36,6 +37,12 @@ def test_every_module_of_the_architecture_exists() -> None:
     paths = [f"/{path.relative_to(ROOT)}" for path in SOURCES]
     assert len(named) > 100
     assert {name for name in named if not any(path.endswith(f"/{name}") for path in paths)} == set()
+
+
+def test_the_list_of_modules_is_made_from_their_docstrings() -> None:
+    """`python -m tests.module_list` writes it anew."""
+    page = ARCHITECTURE.read_text()
+    assert page == with_listing(page)
 
 
 def test_every_path_in_contributing_exists() -> None:

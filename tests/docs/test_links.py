@@ -29,6 +29,8 @@ def test_a_command_in_a_page_is_one_that_can_be_given(page: Path) -> None:
             assert line[1] in targets
         elif line[:1] == ["corewright"] and len(line) > 1 and not set("[]|") & set("".join(line)):
             typed = [word for word in line[1:] if word != "\\"]
+            if typed[0] == "advise" and " ".join(typed[:2]) not in COMMANDS:
+                typed.insert(1, "model")  # can be omitted
             name = next((name for name in (" ".join(typed[:2]), typed[0]) if name in COMMANDS), None)
             rest = typed[len(name.split()) :] if name else typed[1:]
             if name and rest:

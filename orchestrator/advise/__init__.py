@@ -1,0 +1,1 @@
+"""Advice on sizes: which instance type, degree, batch and number of replicas serve a model, and which buckets."""

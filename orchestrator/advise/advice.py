@@ -1,0 +1,303 @@
+"""Compares the candidates for a model: what fits is simulated under the load, and the efficient ones are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from orchestrator.advise.candidates import Candidate, Question, candidates
+from orchestrator.bench.lengths import Lengths
+from orchestrator.bench.statistics import Summary
+from orchestrator.process.failure import Failed
+from orchestrator.revisions.checkpoint_reader import CheckpointFacts, read_facts
+from orchestrator.revisions.spec_file import SpecFile, judge, this_machine
+from orchestrator.simulate.from_spec import SpecScenario, scenario_of
+from orchestrator.simulate.run import simulate
+from orchestrator.simulate.scaling_policy import Fixed
+from orchestrator.simulate.simulated_model import SimModel
+from orchestrator.simulate.simulated_queue import Measured
+from orchestrator.simulate.simulated_request import Arrival
+from orchestrator.simulate.workload import Workload
+from placements.facts.topology import TOPOLOGIES
+from placements.planner.plan import plan
+from placements.resources.estimate import Speed
+from placements.resources.memory import estimate
+from placements.spec.parse import parse
+from placements.spec.problems import Problem, has_errors
+
+SHARE = 0.7
+"""The load without ``rps``, as a share of what a host can serve."""
+
+WITHIN = 0.99
+"""The share of the requests that must be within the objectives."""
+
+ROUNDS = 8  # requests in a row of each slot, to measure what a replica can serve
+REQUESTS = 500  # of a simulation under load, at least
+TURNOVERS = 20  # how often its slots change their requests, at least
+MOST_REQUESTS = 20_000
+WARM_UP = 0.1  # the share of the arrivals that is not measured
+MOST_HOSTS = 64
+SPARE = 1.5  # replicas that are tried, as a multiple of those that have the capacity
+
+
+@dataclass(frozen=True)
+class Line:
+    """A candidate under the load. Times are in milliseconds, sizes in GiB."""
+
+    candidate: Candidate
+    hosts: int
+    replicas: int
+    per_host: int  # the most replicas of a host
+    spec: str
+    hbm_gib: float  # of the fullest core
+    host_tokens_per_s: float  # output tokens that a full host can serve
+    rps: float  # the load
+    ttft_ms: Summary
+    tpot_ms: Summary
+    latency_ms: Summary
+    speed: Speed
+
+    @property
+    def cores(self) -> int:
+        """The cores of all replicas."""
+        return self.replicas * self.candidate.tp_degree
+
+    @property
+    def dollars_per_million(self) -> float | None:
+        """The price of the hosts for a million output tokens of this load; None without a price."""
+        hourly = self.candidate.question.prices.get(self.candidate.instance)
+        tokens = self.rps * self.candidate.question.output_tokens * 3600
+        return None if hourly is None else self.hosts * hourly / tokens * 1e6
+
+    @property
+    def cost(self) -> float:
+        """What lines are compared by: dollars or, without prices, cores for each request/s."""
+        dollars = self.dollars_per_million
+        return self.cores / self.rps if dollars is None else dollars
+
+    @property
+    def market(self) -> str:
+        """Lines of one market have comparable costs: those with prices, or those of one family."""
+        return TOPOLOGIES[self.candidate.instance].family if self.dollars_per_million is None else ""
+
+    def beats(self, other: Line) -> bool:
+        """Returns whether this line is nowhere worse than another, the type of the weights included."""
+        return (
+            self.market == other.market
+            and self.candidate.quantized <= other.candidate.quantized
+            and self.cost <= other.cost
+            and self.latency_ms.p99 <= other.latency_ms.p99
+        )
+
+
+class LeftOut(Exception):
+    """A candidate cannot serve the load; ``excess`` orders candidates with the same id by how far they are from it."""
+
+    def __init__(self, id: str, what: str, excess: float = 0.0) -> None:
+        super().__init__(what)
+        self.id, self.what, self.excess = id, what, excess
+
+    @classmethod
+    def by(cls, problems: Iterable[Problem]) -> LeftOut:
+        """Returns the first error."""
+        problem = next(problem for problem in problems if problem.severity == "error")
+        return cls(problem.id, problem.what)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The efficient lines, cheapest first, and the candidates that were left out, by the id of the reason."""
+
+    question: Question
+    lines: tuple[Line, ...]
+    compared: int
+    left_out: dict[str, list[tuple[Candidate, LeftOut]]]
+
+
+def advise(question: Question) -> Advice:
+    """Returns the efficient ways to serve a model.
+
+    1. A candidate is left out if `check` finds an error in its spec, or `plan` places no replica of it.
+    2. What a replica can serve is simulated with requests that never end; a host serves as much with each replica. All
+       times are as long as the errors of their estimates allow: 20 ms with an error of 50 % count as 40.
+    3. The load is ``rps``, or SHARE of that on one host. It is simulated with as few replicas as have the capacity, and
+       with more until WITHIN of the requests are within the objectives; `plan` must place them all.
+    4. A line is efficient if no other has lower or equal cost and latency (99th percentile of whole requests), with
+       weights of the same type or a wider one.
+
+    Raises Failed if the checkpoint cannot be read, or nothing can serve the load.
+    """
+    comparison = _Comparison(question)
+    lines: list[Line] = []
+    left_out: dict[str, list[tuple[Candidate, LeftOut]]] = {}
+    count = 0
+    for candidate in candidates(question, comparison.checkpoint):
+        count += 1
+        try:
+            lines.append(comparison.line(candidate))
+        except LeftOut as reason:
+            left_out.setdefault(reason.id, []).append((candidate, reason))
+    if not lines:
+        reasons = "; ".join(
+            f"{len(each)} by {id}, at best: {min(each, key=lambda item: item[1].excess)[1].what}"
+            for id, each in left_out.items()
+        )
+        hint = "raise the limits, shorten the slots, or compare other instance types with --instance"
+        raise Failed("nothing-serves-load", f"none of {count} candidates serves the load: {reasons}", hint)
+    return Advice(question, tuple(frontier(lines)), count, left_out)
+
+
+def frontier(lines: Iterable[Line]) -> list[Line]:
+    """Returns the efficient lines, cheapest first. Of equal lines the first stays."""
+    kept: list[Line] = []
+    for line in lines:
+        if not any(other.beats(line) for other in kept):
+            kept = [other for other in kept if not line.beats(other)] + [line]
+    return sorted(kept, key=lambda line: (line.market, line.cost, line.latency_ms.p99))
+
+
+@dataclass
+class _Comparison:
+    question: Question
+    capacities: dict[tuple[object, ...], float] = field(default_factory=dict)  # requests/s of a replica, by shape
+    runs: dict[tuple[object, ...], Measured] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        question = self.question
+        first = Candidate(question, question.instances[0], 1, 1, quantized=False, padded=False)
+        text = first.spec(1, 1)
+        parsed = parse(text, question.name, ".")
+        if parsed.spec is None or not parsed.ok:
+            problem = next(problem for problem in parsed.problems if problem.severity == "error")
+            raise Failed(problem.id, problem.what, problem.hint)
+        self.machine = this_machine()
+        self.facts: CheckpointFacts = read_facts(parsed.spec)
+        if question.name not in self.facts.checkpoints:
+            problem = self.facts.problems[0]
+            raise Failed(problem.id, problem.what, "pass a folder with config.json, a hub id or s3://BUCKET/PREFIX")
+        self.checkpoint = self.facts.checkpoints[question.name]
+
+    def line(self, candidate: Candidate) -> Line:
+        """Raises LeftOut."""
+        question = self.question
+        most = TOPOLOGIES[candidate.instance].cores // candidate.tp_degree
+        file = self._file(candidate, most, 1)
+        assert file.spec is not None
+        placed = plan(file.spec, file.hosts, file.checkpoints)
+        per_host = len(placed.placements)
+        if not per_host:
+            raise LeftOut.by(problem for missing in placed.unplaced for problem in missing.problems)
+        read = self._scenario(file)
+        model, speed = read.scenario.models[0], read.speeds[question.name]
+        self._check_objectives(model)
+        capacity = self._capacity(candidate, file, model)
+        rps = question.rps or SHARE * per_host * capacity
+        replicas, measured = self._loaded(candidate, model, per_host, capacity, rps)
+        hosts = math.ceil(replicas / per_host)
+        final = self._file(candidate, replicas, hosts)
+        assert final.spec is not None
+        if (result := plan(final.spec, final.hosts, final.checkpoints)).unplaced:
+            raise LeftOut.by(problem for missing in result.unplaced for problem in missing.problems)
+        tpots = _tpots(measured, question.output_tokens)
+        need = estimate(file.spec.models[0], self.checkpoint)
+        tokens = per_host * capacity * question.output_tokens
+        return Line(
+            candidate,
+            hosts,
+            replicas,
+            per_host,
+            final.text,
+            need.total,
+            tokens,
+            rps,
+            _milliseconds(measured.ttfts),
+            _milliseconds(tpots),
+            _milliseconds(measured.latencies),
+            speed,
+        )
+
+    def _file(self, candidate: Candidate, replicas: int, hosts: int) -> SpecFile:
+        text = candidate.spec(replicas, hosts)
+        file = judge(parse(text, self.question.name, "."), text, self.question.name, ".", self.machine, self.facts)
+        if has_errors(file.problems):
+            raise LeftOut.by(file.problems)
+        return file
+
+    def _scenario(self, file: SpecFile) -> SpecScenario:
+        """Returns the scenario of a spec, with times as long as the errors of their estimates allow."""
+        name = self.question.name
+        speed = scenario_of(file).speeds[name]
+        decode, prefill = 1000 / (1 - speed.decode_error), 1000 / (1 - speed.prefill_error)
+        slow = {
+            "step_ms": speed.step_s * decode,
+            "prefill_base_ms": speed.prefill_base_s * prefill,
+            "prefill_token_ms": speed.prefill_token_s * prefill,
+        }
+        return scenario_of(file, measured={name: slow})
+
+    def _check_objectives(self, model: SimModel) -> None:
+        """Leaves a candidate out that is too slow without any load."""
+        asked = self.question
+        first, step = model.prefill_s((asked.prompt_tokens,)) * 1000, model.step_s * 1000
+        if asked.ttft_ms is not None and first > asked.ttft_ms:
+            raise LeftOut("ttft", f"a prompt takes up to {first:.0f} ms without any load", first)
+        if asked.tpot_ms is not None and step > asked.tpot_ms:
+            raise LeftOut("tpot", f"a step takes up to {step:.1f} ms", step)
+
+    def _capacity(self, candidate: Candidate, file: SpecFile, model: SimModel) -> float:
+        """Returns the requests/s that one replica serves if its slots are never free."""
+        if candidate.shape not in self.capacities:
+            asked, count = self.question, ROUNDS * model.slots
+            arrival = Arrival(0.0, asked.name, asked.prompt_tokens, asked.output_tokens)
+            single = self._file(candidate, 1, 1)
+            outcome = simulate(self._scenario(single).scenario, [arrival] * count, Fixed({asked.name: 1}))
+            measured = outcome.measured[asked.name]
+            self.capacities[candidate.shape] = measured.answered / max(measured.latencies)
+        return self.capacities[candidate.shape]
+
+    def _loaded(
+        self, candidate: Candidate, model: SimModel, per_host: int, capacity: float, rps: float
+    ) -> tuple[int, Measured]:
+        """Returns the number of replicas that the load needs, and what was measured with them. Raises LeftOut."""
+        if self.question.rps is None:
+            return per_host, self._run(candidate, model, per_host, per_host, rps)
+        least = math.ceil(rps / capacity)
+        for replicas in range(least, math.ceil(least * SPARE) + 2):
+            if replicas > MOST_HOSTS * per_host:
+                raise LeftOut("hosts", f"the load needs more than {MOST_HOSTS} hosts")
+            measured = self._run(candidate, model, per_host, replicas, rps)
+            if measured.attainment >= WITHIN:
+                return replicas, measured
+        within = measured.attainment
+        raise LeftOut("load", f"{within:.0%} of the requests are within the limits", -within)
+
+    def _run(self, candidate: Candidate, model: SimModel, per_host: int, replicas: int, rps: float) -> Measured:
+        """Simulates the load on so many replicas."""
+        asked = self.question
+        key = (*candidate.shape, replicas, rps)
+        if key not in self.runs:
+            busy = rps * model.service_s(asked.prompt_tokens, asked.output_tokens)  # requests in slots
+            seconds = min(MOST_REQUESTS, max(REQUESTS, TURNOVERS * busy)) / rps
+            lengths = Lengths.parse(f"{asked.prompt_tokens}:{asked.output_tokens}")
+            load = Workload("poisson", (asked.name,), rps, seconds, lengths=lengths)
+            file = self._file(candidate, replicas, math.ceil(replicas / per_host))
+            policy = Fixed({asked.name: replicas})
+            outcome = simulate(self._scenario(file).scenario, load, policy, since=WARM_UP * seconds)
+            self.runs[key] = outcome.measured[asked.name]
+        return self.runs[key]
+
+
+def _tpots(measured: Measured, output_tokens: int) -> list[float]:
+    """Returns the seconds between tokens of each request; for outputs of one token, none."""
+    if output_tokens < 2:
+        return [0.0] * measured.answered
+    return [
+        (latency - ttft) / (output_tokens - 1) for latency, ttft in zip(measured.latencies, measured.ttfts, strict=True)
+    ]
+
+
+def _milliseconds(seconds: Iterable[float]) -> Summary:
+    summary = Summary.of([value * 1000 for value in seconds])
+    assert summary is not None  # a run answers requests
+    return summary

@@ -1,0 +1,95 @@
+"""The question that advice answers, and the candidates that are compared: specs of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.engines import Engine
+from placements.facts.topology import DEGREES, TOPOLOGIES
+from placements.spec.notation import name_from
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model and its load. Lengths are in tokens, prices in dollars an hour by instance type."""
+
+    source: str
+    engine: Engine = "auto"
+    instances: tuple[str, ...] = tuple(TOPOLOGIES)
+    prompt_tokens: int = 512
+    output_tokens: int = 128
+    max_len: int | None = None  # None: ``slot``
+    rps: float | None = None  # requests/s; None: a share of what a host can serve
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    prices: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The model's name in the specs."""
+        return name_from(self.source)
+
+    @property
+    def slot(self) -> int:
+        """The tokens of a slot: ``max_len``, or the least power of two that holds a prompt and its output."""
+        return self.max_len or 1 << (self.prompt_tokens + self.output_tokens - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to serve the model."""
+
+    question: Question
+    instance: str
+    tp_degree: int
+    max_batch: int
+    quantized: bool  # weights in int8
+    padded: bool  # the degree does not divide the heads
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What decides the speed of a replica: equal on all instance types of a family."""
+        return TOPOLOGIES[self.instance].family, self.tp_degree, self.max_batch, self.quantized
+
+    @property
+    def weights(self) -> str:
+        """The type of the weights."""
+        return "int8" if self.quantized else "bf16"
+
+    def spec(self, replicas: int, hosts: int) -> str:
+        """Returns the text of the spec with so many replicas on so many hosts."""
+        asked = self.question
+        limits = {"ttft_ms": asked.ttft_ms, "tpot_ms": asked.tpot_ms}
+        objectives = {name: int(limit) if limit == int(limit) else limit for name, limit in limits.items() if limit}
+        fields: dict[str, Any] = {
+            "source": asked.source,
+            "engine": None if asked.engine == "auto" else asked.engine,
+            "tp_degree": self.tp_degree,
+            "allow_head_padding": True if self.padded else None,
+            "max_batch": self.max_batch,
+            "max_len": asked.slot,
+            "quantize": "int8" if self.quantized else None,
+            "replicas": replicas,
+            "objectives": objectives or None,
+        }
+        shown = {name: value for name, value in fields.items() if value is not None}
+        host = {"instance": self.instance, **({"count": hosts} if hosts > 1 else {})}
+        return yaml.safe_dump({"version": 1, "hosts": host, "models": {asked.name: shown}}, sort_keys=False, width=1000)
+
+
+def candidates(question: Question, checkpoint: Checkpoint) -> Iterator[Candidate]:
+    """Yields every combination of instance type, degree, type of weights and batch, small batches first."""
+    for instance in question.instances:
+        topology = TOPOLOGIES[instance]
+        for tp in DEGREES[topology.family]:
+            for quantized in (False, True):
+                for batch in BATCHES:
+                    if tp <= topology.cores:
+                        yield Candidate(question, instance, tp, batch, quantized, checkpoint.heads % tp != 0)

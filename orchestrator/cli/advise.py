@@ -1,0 +1,195 @@
+"""The commands of `advise`: which instance type, degree, batch and replicas for a model, and which buckets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from typer.core import TyperGroup
+
+from orchestrator.advise.advice import advise
+from orchestrator.advise.buckets import BucketAdvice, advise_buckets
+from orchestrator.advise.candidates import Question
+from orchestrator.advise.report import advice_data, advice_text, buckets_data, buckets_text
+from orchestrator.cli.app import FAILED, FormatOption, app, bad_parameter
+from orchestrator.cli.output import Format, complain, say, show, write
+from orchestrator.process.failure import Failed
+from orchestrator.simulate.trace_file import InvalidTrace, read_trace
+from placements.facts.engines import ENGINES, HOST_ENGINES, SERVER_ENGINES, Engine
+from placements.facts.plural import counted
+from placements.facts.topology import DEGREES, TOPOLOGIES
+from placements.spec.notation import is_path
+
+FAMILY = "inf2"  # of the instance types that are compared by default
+PRICES_HINT = "write a line for each instance type: inf2.48xlarge: DOLLARS"
+
+
+class _ModelFirst(TyperGroup):
+    """`advise MODEL` is `advise model MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "--help"):
+            args = ["model", *args]
+        return super().parse_args(ctx, args)
+
+
+commands = typer.Typer(
+    name="advise",
+    cls=_ModelFirst,
+    help="Compare ways to serve a model: instance types, degrees, batches; and prefill buckets.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+app.add_typer(commands)
+
+
+@commands.command("model")
+def advise_model(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder with config.json, a hub ID, or s3://BUCKET/PREFIX.")
+    ],
+    instance: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TYPE", help="An instance type, or a family of them. Repeatable.", show_default=FAMILY),
+    ] = None,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="The engine, which limits the options.")] = "auto",
+    prompt_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="N", help="Tokens of a prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="N", help="Tokens of an output.")] = 128,
+    max_len: Annotated[
+        int | None,
+        typer.Option(min=2, max=1 << 24, metavar="N", help="Tokens of a slot.", show_default="the next power of two"),
+    ] = None,
+    rps: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0001, max=1e5, metavar="R", help="The load, in requests/s.", show_default="70% of a host's capacity"
+        ),
+    ] = None,
+    ttft_ms: Annotated[
+        float | None, typer.Option(min=0.001, max=1e8, metavar="MS", help="The limit of the time to the first token.")
+    ] = None,
+    tpot_ms: Annotated[
+        float | None, typer.Option(min=0.001, max=1e8, metavar="MS", help="The limit of the time between tokens.")
+    ] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Prices in dollars an hour: YAML lines like `inf2.48xlarge: 10`."),
+    ] = None,
+    write_to: Annotated[
+        Path | None, typer.Option("--write", metavar="FILE", help="Write the spec of a line to FILE.")
+    ] = None,
+    line: Annotated[int, typer.Option(min=1, metavar="N", help="The line for --write.")] = 1,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Show the efficient ways to serve a model under a load, cheapest first."""
+    priced = {} if prices is None else _prices(prices)
+    question = Question(
+        str(Path(model).absolute()) if is_path(model) and not model.startswith("~") else model,
+        _engine(engine),
+        _instances(instance or [FAMILY], priced),
+        prompt_tokens,
+        output_tokens,
+        max_len,
+        rps,
+        ttft_ms,
+        tpot_ms,
+        priced,
+    )
+    if prompt_tokens + output_tokens > question.slot:
+        raise typer.BadParameter(f"shorter than {prompt_tokens} + {output_tokens} tokens", param_hint="--max-len")
+    advice = advise(question)
+    if line > len(advice.lines):
+        raise typer.BadParameter(f"there are {len(advice.lines)} lines", param_hint="--line")
+    show(advice_data(advice), output, advice_text(advice))
+    if write_to is not None:
+        write(write_to, advice.lines[line - 1].spec)
+
+
+def _engine(name: str) -> Engine:
+    for engine in ENGINES:
+        if engine == name and engine not in HOST_ENGINES | SERVER_ENGINES - {"vllm"} | {"torch-neuronx"}:
+            return engine
+    raise typer.BadParameter(f"{name!r} is not an engine for Neuron cores", param_hint="--engine")
+
+
+def _instances(names: list[str], prices: dict[str, float]) -> tuple[str, ...]:
+    """Returns the instance types of names and families; with prices, those that have one."""
+    for name in names:
+        if name not in TOPOLOGIES and name not in DEGREES:
+            known = ", ".join([*TOPOLOGIES, *DEGREES])
+            raise typer.BadParameter(f"{name!r} is not one of {known}", param_hint="--instance")
+    chosen = [name for name in TOPOLOGIES if name in names or TOPOLOGIES[name].family in names]
+    priced = tuple(name for name in chosen if not prices or name in prices)
+    if not priced:
+        raise Failed("prices-wrong", f"no price of {', '.join(chosen)}", PRICES_HINT)
+    return priced
+
+
+def _prices(path: Path) -> dict[str, float]:
+    """Reads a YAML mapping of instance types to dollars an hour. Raises Failed."""
+    try:
+        prices = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise Failed("prices-wrong", f"{path} cannot be read: {reason}", PRICES_HINT) from None
+    if not isinstance(prices, dict) or not prices:
+        raise Failed("prices-wrong", f"{path} has no prices", PRICES_HINT)
+    for name, price in prices.items():
+        if name not in TOPOLOGIES:
+            raise Failed("prices-wrong", f"{path}: {name} is not one of {', '.join(TOPOLOGIES)}", PRICES_HINT)
+        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < 1e6:
+            raise Failed("prices-wrong", f"{path}: the price of {name} is {price!r}", PRICES_HINT)
+    return {name: float(price) for name, price in prices.items()}
+
+
+@commands.command("buckets")
+def advise_for_prompts(
+    trace: Annotated[
+        Path, typer.Option(metavar="FILE", help="Recorded requests: CSV or JSON lines, as `trace export` writes them.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A model of the trace.", show_default="all models")
+    ] = None,
+    max_len: Annotated[
+        int | None,
+        typer.Option(min=2, max=1 << 24, metavar="N", help="The last bucket.", show_default="the longest prompt"),
+    ] = None,
+    most: Annotated[int, typer.Option(min=1, max=32, metavar="N", help="The largest number of buckets.")] = 8,
+    compile_s: Annotated[
+        float | None,
+        typer.Option(min=0, max=1e6, metavar="S", help="The time to compile a graph, in seconds, for COMPILE."),
+    ] = None,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Show the prefill buckets that pad recorded prompts least, for each number of buckets."""
+    advice = _bucket_advice(trace, model, max_len, most)
+    show(buckets_data(advice, compile_s), output, buckets_text(advice, compile_s))
+
+
+def _bucket_advice(path: Path, model: str | None, max_len: int | None, most: int) -> dict[str, BucketAdvice]:
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            trace = read_trace(stream, str(path), None if model is None else {model: model})
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise Failed("trace-unreadable", what, "check the path and its permissions") from None
+    except InvalidTrace as error:
+        complain(error.problems)
+        raise typer.Exit(FAILED) from None
+    prompts: dict[str, list[int]] = {name: [] for name in sorted(trace.models)}
+    for arrival in trace:
+        prompts[arrival.model].append(arrival.prompt_tokens)
+    advice = {}
+    for name, lengths in prompts.items():
+        fitting = [length for length in lengths if max_len is None or length <= max_len]
+        if longer := len(lengths) - len(fitting):
+            say(f"left out: {counted(longer, 'prompt')} of {name} of more than {max_len} tokens")
+        if fitting:
+            with bad_parameter("--max-len"):
+                advice[name] = advise_buckets(fitting, most, max_len)
+    if not advice:
+        raise Failed("trace-unreadable", f"{path} has no prompts of at most that length", "raise --max-len")
+    return advice
