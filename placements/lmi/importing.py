@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 
 from placements.facts.engines import Engine
-from placements.facts.topology import TOPOLOGIES
+from placements.facts.topology import TOPOLOGIES, Host
 from placements.lmi.conversion import Conversion, Outcome
 from placements.lmi.rows import ENGINES, ROWS, reason_for
 from placements.lmi.settings import Setting, merged
+from placements.rules.checks import check
 from placements.spec.notation import name_from
 from placements.spec.parse import parse
 
@@ -74,17 +75,24 @@ def import_lmi(
         name = name_from(model.name or str(conversion.fields.get("source", "")))
         conversions[_free(name, conversions)] = conversion
     spec, owners = _written(instance, conversions)
-    while bad := {owners[line]: what for line, what in _errors(spec) if line in owners}:
-        for (name, field), what in bad.items():
+    while bad := {owners[line]: what for line, what in _errors(spec, instance) if line in owners}:
+        mapped = [(name, field, what) for (name, field), what in bad.items() if field in conversions[name].origins]
+        if not mapped:
+            break
+        for name, field, what in mapped:
             conversions[name].refuse(field, what)
             _defaults(conversions[name])
         spec, owners = _written(instance, conversions)
     return Imported(spec, tuple(outcome for each in conversions.values() for outcome in each.sorted_outcomes()))
 
 
-def _errors(spec: str) -> list[tuple[int, str]]:
-    """Returns the line of each error of a spec, and what is wrong."""
-    problems = parse(spec, "spec").problems
+def _errors(spec: str, instance: str) -> list[tuple[int, str]]:
+    """Returns the line of each error of a spec, and what is wrong, as far as it does not depend on the checkpoint."""
+    parsed = parse(spec, "spec")
+    problems = parsed.problems
+    if parsed.spec is not None and parsed.ok:
+        topology = TOPOLOGIES[instance]
+        problems = check(parsed.spec, [Host(instance, topology, tuple(range(topology.vcpus)))], room=False)
     return [(int(problem.where.split(":")[1]), problem.what) for problem in problems if problem.severity == "error"]
 
 

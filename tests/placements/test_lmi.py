@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from placements.facts.engines import Engine
 from placements.lmi.importing import Imported, LmiModel, import_lmi
 from placements.lmi.rows import ROWS
 from placements.lmi.settings import UnreadableSettings, read_environment, read_properties
+from placements.planner.spec_hosts import Machine, hosts_for
+from placements.rules.checks import check
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec
 
@@ -69,18 +72,26 @@ def test_every_property_of_lmi_has_a_row(name: str) -> None:
     assert name in ROWS
 
 
-@given(st.dictionaries(st.sampled_from([*ROWS, "unknown"]), st.sampled_from(VALUES), max_size=12), st.booleans())
+@given(
+    settings=st.dictionaries(st.sampled_from([*ROWS, "unknown"]), st.sampled_from(VALUES), max_size=12),
+    in_environment=st.booleans(),
+    engine=st.sampled_from([None, "transformers-neuronx", "nxd-inference", "optimum-neuron", "vllm"]),
+)
 def test_any_settings_give_a_valid_spec_twice_the_same_and_a_fate_for_each(
-    settings: dict[str, str], in_environment: bool
+    settings: dict[str, str], in_environment: bool, engine: Engine | None
 ) -> None:
+    """On any engine: what it does not support is refused."""
     lines = [f"option.{name}={value}" for name, value in settings.items()]
     variables = "\n".join(f"OPTION_{name}={value}" for name, value in settings.items())
     once, again = (
-        imported("option.model_id=org/model", *([] if in_environment else lines), environment=variables)
+        imported("option.model_id=org/model", *([] if in_environment else lines), environment=variables, engine=engine)
         for _ in range(2)
     )
     assert once == again
-    errors = {problem.id for problem in parse(once.spec, "spec").problems if problem.severity == "error"}
+    parsed = parse(once.spec, "spec")
+    assert parsed.spec is not None
+    problems = (*parsed.problems, *(check(parsed.spec, hosts_for(parsed.spec, Machine((0,)))) if parsed.ok else ()))
+    errors = {problem.id for problem in problems if problem.severity == "error"}
     assert errors <= ({"missing-key"} if once.refused else set())  # the source, where no setting is one
     told = [outcome.written for outcome in once.outcomes]
     expected = [f"OPTION_{name}" for name, value in settings.items() if value]
