@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,13 +11,13 @@ import httpx
 from tests.network_fleet import NetworkFleet
 from tests.network_invariants import CoreWatch
 from tests.orchestrator.clients import BROKEN, Failure
+from tests.repeated import Repeated
 
 MARGIN_S = 5.0  # until gateways have noticed the begin or the end of a fault, on a busy machine
-PAUSE_S = 1.0
 UNAVAILABLE = {"model_loading", "model_unavailable", "server_unavailable"}
 
 
-class Faults:
+class Faults(Repeated):
     """The faults so far, each of a machine, a replica or a gateway; and the replicas that were ready meanwhile, as the
     controller had them."""
 
@@ -27,23 +26,12 @@ class Faults:
         self._watch = watch
         self._faults: list[tuple[str, float, float]] = []  # a machine's name, a replica's id or a gateway's URL
         self._ready: list[tuple[float, list[str]]] = []  # the replicas' ids at that time
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True)
 
-    def __enter__(self) -> Faults:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _work(self) -> None:
-        while not self._over.wait(PAUSE_S):
-            at = time.monotonic()
-            with suppress(httpx.HTTPError, ValueError, KeyError):  # the controller is away, or says so
-                replicas = [replica for model in self._fleet.status()["models"] for replica in model["replicas"]]
-                self._ready.append((at, [replica["id"] for replica in replicas if replica["state"] == "ready"]))
+    def look(self) -> None:
+        at = time.monotonic()
+        with suppress(httpx.HTTPError, ValueError, KeyError):  # the controller is away, or says so
+            replicas = [replica for model in self._fleet.status()["models"] for replica in model["replicas"]]
+            self._ready.append((at, [replica["id"] for replica in replicas if replica["state"] == "ready"]))
 
     def add(self, name: str, lasts_s: float = 0.0) -> None:
         """Add a fault that begins now."""
@@ -94,7 +82,7 @@ class Faults:
 
     def _serves(self, model: str, began: float, ended: float) -> bool:
         """Returns whether the model had a ready replica without a fault all the time."""
-        looks = [ready for at, ready in self._ready if began - PAUSE_S <= at <= ended + PAUSE_S]
+        looks = [ready for at, ready in self._ready if began - self.pause_s <= at <= ended + self.pause_s]
         before = [ready for at, ready in self._ready if at < began][-1:]
         return all(
             any(id.startswith(f"{model}/") and not self._touched(id, began, ended) for id in ready)

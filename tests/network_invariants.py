@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +12,9 @@ from typing import Any, NamedTuple
 
 from placements.facts.core_range import CoreRange
 from tests.network_hosts import NetworkHost
+from tests.repeated import Repeated
 
 LOCK_FILE = re.compile(r"/emulated/emu-(\d+)/nc(\d+)\.lock")
-PAUSE_S = 1.0
 MARGIN_S = 5.0  # a busy machine is read seldom
 
 
@@ -89,7 +88,7 @@ def differences(status: Mapping[str, Any], machines: Sequence[NetworkHost]) -> l
     return deviations
 
 
-class CoreWatch:
+class CoreWatch(Repeated):
     """Reads the processes of all machines again and again, and notes each core that two of them hold at once, and where
     each replica was."""
 
@@ -98,27 +97,16 @@ class CoreWatch:
         self.looks = 0
         self._machines = machines
         self._seen: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)  # by id: when, on which machine
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True)
 
-    def __enter__(self) -> CoreWatch:
-        self._thread.start()
-        return self
+    def look(self) -> None:
+        for machine in self._machines:
+            running = running_on(machine)
+            self.check(machine.name, [lock for process in running for lock in process.locks])
+            for process in running:
+                self._seen[process.id].append((time.monotonic(), machine.name))
+        self.looks += 1
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _work(self) -> None:
-        while not self._over.wait(PAUSE_S):
-            for machine in self._machines:
-                running = running_on(machine)
-                self.look(machine.name, [lock for process in running for lock in process.locks])
-                for process in running:
-                    self._seen[process.id].append((time.monotonic(), machine.name))
-            self.looks += 1
-
-    def look(self, machine: str, held: Sequence[Held]) -> None:
+    def check(self, machine: str, held: Sequence[Held]) -> None:
         for core in {lock.core for lock in held}:
             owners = [lock for lock in held if lock.core == core]
             if len(owners) > 1:

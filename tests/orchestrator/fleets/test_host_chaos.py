@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from tests.network_fleet import NetworkFleet, Services, gateway_url
 from tests.network_hosts import NetworkHost, needs_network_hosts, network_hosts
 from tests.network_invariants import CoreWatch, differences, held_cores, running_on
 from tests.orchestrator.clients import Load, echo_questions, echo_text
+from tests.repeated import Repeated
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 EVENTS = 20
@@ -49,23 +49,13 @@ models:
 """
 
 
-class Keeper:
+class Keeper(Repeated):
     """Restarts Ray where it has ended, as services do, and ends the fault of a machine once it serves again."""
 
     def __init__(self, services: Services, faults: Faults) -> None:
         self._services = services
         self._faults = faults
         self._returning: dict[str, tuple[NetworkHost, float]] = {}  # by name: since when
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-
-    def __enter__(self) -> Keeper:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
 
     def returns(self, machine: NetworkHost) -> None:
         """The machine is reached again, or its Ray is to start again."""
@@ -74,14 +64,13 @@ class Keeper:
     def is_whole(self, machine: NetworkHost) -> bool:
         return machine.name not in self._returning
 
-    def _work(self) -> None:
-        while not self._over.wait(1.0):
-            with contextlib.suppress(AssertionError):  # a process has not ended yet
-                self._services.restart()
-            for machine, since in list(self._returning.values()):
-                if self._serves(machine, since):
-                    self._faults.end(machine.name)
-                    del self._returning[machine.name]
+    def look(self) -> None:
+        with contextlib.suppress(AssertionError):  # a process has not ended yet
+            self._services.restart()
+        for machine, since in list(self._returning.values()):
+            if self._serves(machine, since):
+                self._faults.end(machine.name)
+                del self._returning[machine.name]
 
     def _serves(self, machine: NetworkHost, since: float) -> bool:
         """Returns whether its gateway serves, and its Ray node has not yet to learn that it is dead."""

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import ssl
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from tests.fleet import LiveFleet, until
 from tests.orchestrator.certificates import Authority
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.hostile import Closed, Steady, Wire, ask, completion
+from tests.repeated import Repeated
 from tests.served import Served
 
 BACK_S = 2.0  # for a gateway that was killed
@@ -42,28 +42,19 @@ def replicas() -> Iterator[list[Served]]:
         replica.close()
 
 
-class Guard:
+class Guard(Repeated):
     """Looks all the time whether a replica holds more than its slots."""
+
+    pause_s = 0.001
 
     def __init__(self, replicas: list[Served]) -> None:
         self.most = 0
         self._replicas = replicas
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Guard:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(10)
-
-    def _run(self) -> None:
-        while not self._over.wait(0.001):
-            for replica in self._replicas:
-                stats = replica.batcher.stats
-                self.most = max(self.most, stats.live + stats.waiting)
+    def look(self) -> None:
+        for replica in self._replicas:
+            stats = replica.batcher.stats
+            self.most = max(self.most, stats.live + stats.waiting)
 
 
 @pytest.mark.slow
