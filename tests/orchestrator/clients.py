@@ -28,6 +28,7 @@ CONNECT_S = 10.0
 BROKEN = "broken"  # the kind of an answer whose connection ended
 ERRORS = {  # the table of docs/cli.md, without those that need a wrong request
     404: ("invalid_request_error", {"model_not_found"}),
+    408: ("invalid_request_error", {"request_timeout"}),  # a part of the request was lost with its link
     429: ("rate_limit_error", {"queue_full"}),
     500: ("internal_error", {"engine_failed", "internal_error"}),
     503: (
