@@ -32,6 +32,8 @@ def test_the_wheel_holds_the_three_packages_and_no_tests_or_models(tmp_path: Pat
     assert not [name for name in names if "examples" in name or "test" in name]
     assert {"placements/py.typed", "workers/engines/cpu/engine.py", "orchestrator/cli/main.py"} <= set(names)
     assert {
+        "placements/facts/neuron_sdks.csv",
+        "placements/facts/neuron_environments.csv",
         "placements/rules/options/tables.json",
         "workers/engines/surfaces/transformers_neuronx.json",
         "orchestrator/bench/chat.json",

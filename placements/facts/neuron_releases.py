@@ -1,0 +1,149 @@
+"""Releases of the Neuron SDK, and the environments of engines on AWS's machine images, from neuron_sdks.csv and
+neuron_environments.csv. A value that no source states is empty.
+
+Sources, by the first word of an entry: ``sdk`` is aws-neuron/aws-neuron-sdk (src/helperscripts/n2-manifest.json,
+release-notes/, and the page about DLAMIs), ``nxdi`` aws-neuron/neuronx-distributed-inference (setup.py), ``dlc``
+aws-neuron/deep-learning-containers (README.md), each with a commit or tag, and ``docs`` AWS's Neuron documentation.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from placements.facts import vllm
+from placements.facts.engines import NXD_VERSIONS, Engine, reaches, runs_on, series
+
+CONTAINERS = "public.ecr.aws/neuron/pytorch-inference-neuronx"
+VLLM_CONTAINERS = "public.ecr.aws/neuron/pytorch-inference-vllm-neuronx"
+
+
+@dataclass(frozen=True)
+class Sdk:
+    """A release of the Neuron SDK, with the versions of its packages."""
+
+    sdk: str  # "2.28.1"
+    released: str  # "2026-03-13"
+    neuronx_cc: str
+    torch_neuronx: str  # without the version of torch that stands before it: "2.12.22436" in 2.9.0.2.12.22436
+    nxd_inference: str
+    transformers_neuronx: str  # after 2.25 in no image, only in AWS's package index
+    transformers: str  # the series that NxD Inference requires
+    container: str  # tag in CONTAINERS
+    vllm_container: str  # tag in VLLM_CONTAINERS
+    source: str
+
+    @property
+    def series(self) -> str:
+        """ "2.28"."""
+        return series(self.sdk)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment with an engine on AWS's multi-framework image of an operating system."""
+
+    first: str  # the first release of the SDK whose image has it
+    last: str  # the last one
+    os: str  # "Ubuntu 24.04"
+    engine: Engine
+    path: str
+    python: str  # "3.12"
+    torch: str
+    vllm: str
+    source: str
+
+    @property
+    def image(self) -> str:
+        """The name of the images, which a build date follows."""
+        return f"Deep Learning AMI Neuron ({self.os})"
+
+    @property
+    def parameter(self) -> str:
+        """The SSM parameter of the newest image of this name, which may be of a later SDK."""
+        return f"/aws/service/neuron/dlami/multi-framework/{self.os.lower().replace(' ', '-')}/latest/image_id"
+
+    def version_in(self, sdk: Sdk) -> str:
+        """Returns the version of the engine's package in a release; of vLLM for ``vllm``."""
+        versions = {"nxd-inference": sdk.nxd_inference, "transformers-neuronx": sdk.transformers_neuronx}
+        return versions.get(self.engine, self.vllm)
+
+    def container_in(self, sdk: Sdk) -> str:
+        """Returns the container image of a release with the same engine; "" without one."""
+        tag = sdk.vllm_container if self.engine == "vllm" else sdk.container
+        return f"{VLLM_CONTAINERS if self.engine == 'vllm' else CONTAINERS}:{tag}" if tag else ""
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(Path(__file__).with_name(name).read_text().splitlines()))
+
+
+SDKS: tuple[Sdk, ...] = tuple(Sdk(**row) for row in _rows("neuron_sdks.csv"))
+"""Oldest first."""
+
+ENVIRONMENTS: tuple[Environment, ...] = tuple(
+    Environment(**row)  # type: ignore[arg-type]  # a test compares the engines
+    for row in _rows("neuron_environments.csv")
+)
+"""The preferred operating system first."""
+
+
+def number(version: str) -> tuple[int, ...]:
+    """Returns a release of the SDK as numbers, to compare."""
+    return tuple(map(int, version.split(".")))
+
+
+def sdk_named(name: str) -> Sdk | None:
+    """Returns a release ("2.28.0"), or the last one of a series ("2.28"); None: not in the table."""
+    return next((sdk for sdk in reversed(SDKS) if name in (sdk.sdk, sdk.series)), None)
+
+
+def next_series(sdk: Sdk) -> Sdk | None:
+    """Returns the first release of the series after that of a release."""
+    return next((other for other in SDKS if number(other.series) > number(sdk.series)), None)
+
+
+def environments_on(sdk: Sdk) -> tuple[Environment, ...]:
+    """Returns the environments of all images of a release."""
+    return tuple(item for item in ENVIRONMENTS if number(item.first) <= number(sdk.sdk) <= number(item.last))
+
+
+def sdk_of(packages: Mapping[str, str]) -> str | None:
+    """Returns the series of the SDK that installed distributions are of; None: unknown.
+
+    Each series has one of the compiler. Without the compiler, the version of NxD Inference decides.
+    """
+    compiler, nxd = packages.get("neuronx-cc"), packages.get("neuronx-distributed-inference")
+    matches = [sdk.series for sdk in SDKS if compiler and sdk.neuronx_cc and series(sdk.neuronx_cc) == series(compiler)]
+    matches = matches or [sdk.series for sdk in SDKS if nxd and sdk.nxd_inference == nxd.split("+")[0]]
+    return matches[0] if matches else None
+
+
+def unsupported(engine: Engine, version: str, machines: str) -> str | None:
+    """Returns why an engine in a version does not work on a family of machines; None: it does.
+
+    ``version`` is vLLM's for ``vllm``. Engines without such a limit, and versions that are not known, are accepted.
+    """
+    if engine == "nxd-inference" and version and not reaches(version, NXD_VERSIONS[0]):
+        return f"{version} is too old: corewright supports {NXD_VERSIONS[0]} and later"
+    if engine == "vllm" and version:
+        release = next((item for item in vllm.RELEASES if item.vllm == series(version)), None)
+        if release is None:
+            return f"{version} has no release of vllm-neuron that corewright supports"
+        last = vllm.RELEASES.index(vllm.release_for(machines))
+        return None if vllm.RELEASES.index(release) <= last else f"{version} does not run on {machines}"
+    return None if runs_on(engine, machines, version or None) else f"{version} does not run on {machines}"
+
+
+def sdks_with(engine: Engine, machines: str) -> tuple[Sdk, ...]:
+    """Returns the releases whose images have an environment with an engine that works on a family of machines."""
+    return tuple(
+        sdk
+        for sdk in SDKS
+        if any(
+            item.engine == engine and unsupported(engine, item.version_in(sdk), machines) is None
+            for item in environments_on(sdk)
+        )
+    )

@@ -1,0 +1,181 @@
+"""The table of Neuron SDK releases: its shape, and what is derived from it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from datetime import date
+from itertools import pairwise
+
+import pytest
+
+from placements.facts import vllm
+from placements.facts.engines import ENGINES, Engine, newest_nxd, series
+from placements.facts.neuron_releases import (
+    ENVIRONMENTS,
+    SDKS,
+    environments_on,
+    next_series,
+    number,
+    sdk_named,
+    sdk_of,
+    sdks_with,
+    unsupported,
+)
+
+VERSION = r"\d+(\.\d+)+"
+TAG = r"\d+(\.\d+)+-neuronx-py3\d+-sdk\d+\.\d+\.\d+-ubuntu2[24]\.04"
+SDK_FORMATS = {
+    "sdk": r"2\.\d\d\.\d",
+    "released": r"20\d\d-\d\d-\d\d",
+    "neuronx_cc": rf"({VERSION})?",
+    "torch_neuronx": rf"({VERSION})?",
+    "nxd_inference": rf"({VERSION})?",
+    "transformers_neuronx": r"(0\.13\.\d+)?",
+    "transformers": r"(4\.\d+)?",
+    "container": f"({TAG})?",
+    "vllm_container": f"({TAG})?",
+}
+ENVIRONMENT_FORMATS = {
+    "first": r"2\.\d\d\.\d",
+    "last": r"2\.\d\d\.\d",
+    "os": r"Ubuntu 2[24]\.04|Amazon Linux 2023",
+    "path": r"/opt/aws_neuronx_venv_pytorch_[a-z0-9_]+",
+    "python": r"(3\.\d+)?",
+    "torch": r"(2\.\d+)?",
+    "vllm": r"(0\.\d+\.0)?",
+}
+SOURCE = re.compile(r"\b(sdk (v2\.\d\d\.\d|[0-9a-f]{7})|docs v2\.\d\d\.0)\b")
+
+
+def test_every_row_has_a_source_and_values_of_the_expected_form() -> None:
+    """A value that was not found is empty."""
+    for table, formats in ((SDKS, SDK_FORMATS), (ENVIRONMENTS, ENVIRONMENT_FORMATS)):
+        for row in table:
+            wrong = {name for name, form in formats.items() if not re.fullmatch(form, asdict(row)[name])}
+            assert not wrong, row
+            assert SOURCE.search(row.source), row
+    assert {environment.engine for environment in ENVIRONMENTS} <= set(ENGINES)
+
+
+def test_releases_are_in_the_order_of_versions_and_of_dates() -> None:
+    """Each once; the versions of their packages do not decrease either."""
+    for before, after in pairwise(SDKS):
+        assert number(before.sdk) < number(after.sdk)
+        assert date.fromisoformat(before.released) < date.fromisoformat(after.released)
+        for name in ("neuronx_cc", "nxd_inference", "transformers_neuronx"):
+            older, newer = getattr(before, name), getattr(after, name)
+            assert not (older and newer) or number(older) <= number(newer), (after.sdk, name)
+
+
+def test_containers_are_of_their_release() -> None:
+    """By the release in the tag."""
+    for sdk in SDKS:
+        for tag in filter(None, (sdk.container, sdk.vllm_container)):
+            assert f"-sdk{sdk.sdk}-" in tag
+
+
+def test_environments_belong_to_releases_of_the_table() -> None:
+    """From the first to the last, without two of an engine and vLLM on one image."""
+    names = [sdk.sdk for sdk in SDKS]
+    for environment in ENVIRONMENTS:
+        assert names.index(environment.first) <= names.index(environment.last)
+    for sdk in SDKS:
+        keys = [(item.os, item.engine, item.vllm) for item in environments_on(sdk)]
+        assert len(keys) == len(set(keys)), sdk.sdk
+
+
+def test_the_path_of_an_environment_has_the_versions_of_its_row() -> None:
+    """PyTorch's, or vLLM's if the path has a version."""
+    for environment in ENVIRONMENTS:
+        if environment.engine == "vllm":
+            versions = re.search(r"vllm_(\d+_\d+)", environment.path)
+            assert versions is None or series(environment.vllm) == versions[1].replace("_", ".")
+        else:
+            assert f"_pytorch_{environment.torch.replace('.', '_')}_" in environment.path
+
+
+@pytest.mark.parametrize(
+    ("os", "path"),
+    [
+        ("Ubuntu 24.04", "/opt/aws_neuronx_venv_pytorch_2_9_nxd_inference"),
+        ("Ubuntu 22.04", "/opt/aws_neuronx_venv_pytorch_2_8_nxd_inference"),
+    ],
+)
+def test_the_environment_depends_on_the_operating_system(os: str, path: str) -> None:
+    """SDK 2.28 has PyTorch 2.9 on Ubuntu 24.04 only."""
+    sdk = sdk_named("2.28")
+    assert sdk is not None
+    assert [item.path for item in environments_on(sdk) if item.os == os and item.engine == "nxd-inference"] == [path]
+
+
+@pytest.mark.parametrize(
+    ("engine", "machines", "span"),
+    [
+        ("nxd-inference", "inf2", ("2.24", "2.28")),
+        ("nxd-inference", "trn2", ("2.24", "2.31")),
+        ("vllm", "trn1", ("2.27", "2.28")),
+        ("vllm", "trn2", ("2.27", "2.32")),
+        ("transformers-neuronx", "inf2", ("2.21", "2.25")),
+        ("transformers-neuronx", "trn2", None),
+    ],
+)
+def test_images_have_an_engine_for_a_span_of_releases(
+    engine: Engine, machines: str, span: tuple[str, str] | None
+) -> None:
+    """By the limits of the engines on these machines."""
+    found = [sdk.series for sdk in sdks_with(engine, machines)]
+    assert (found[0], found[-1]) == span if span else found == []
+
+
+def test_the_table_agrees_with_the_facts_about_engines() -> None:
+    """On the last NxD Inference for inf2, and the SDK of each release of vLLM's plugin."""
+    assert series(sdks_with("nxd-inference", "inf2")[-1].nxd_inference) == newest_nxd("inf2")
+    for release in vllm.RELEASES:
+        last = release.sdk.split(" to ")[-1]
+        paired = {series(item.vllm) for sdk in SDKS if sdk.series == last for item in environments_on(sdk)}
+        assert release.vllm in paired, release
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "machines", "reason"),
+    [
+        ("nxd-inference", "0.8.16251", "inf2", None),
+        ("nxd-inference", "0.9.17334", "inf2", "0.9.17334 does not run on inf2"),
+        ("nxd-inference", "0.3.5591", "trn2", "0.3.5591 is too old: corewright supports 0.4 and later"),
+        ("vllm", "0.16.0", "trn1", "0.16.0 does not run on trn1"),
+        ("vllm", "0.24.0", "trn2", None),
+        ("vllm", "0.9.1", "inf2", "0.9.1 has no release of vllm-neuron that corewright supports"),
+        ("torch-neuronx", "2.9.0.2.12.22436", "inf2", None),
+    ],
+)
+def test_a_version_that_does_not_work_is_refused_with_the_reason(
+    engine: Engine, version: str, machines: str, reason: str | None
+) -> None:
+    assert unsupported(engine, version, machines) == reason
+
+
+@pytest.mark.parametrize(
+    ("packages", "sdk"),
+    [
+        ({"neuronx-cc": "2.23.6484.0+3b612583"}, "2.28"),
+        ({"neuronx-cc": "2.20.9961.0+0acef03a", "transformers-neuronx": "0.13.1216"}, "2.25"),
+        ({"neuronx-distributed-inference": "0.8.16251+f3ca5575"}, "2.28"),
+        ({"neuronx-distributed-inference": "0.8.0"}, None),
+        ({"torch": "2.9.0"}, None),
+    ],
+)
+def test_a_release_is_recognized_by_installed_packages(packages: dict[str, str], sdk: str | None) -> None:
+    """By the compiler, else by NxD Inference."""
+    assert sdk_of(packages) == sdk
+
+
+def test_a_series_names_its_last_release() -> None:
+    """And the series after it begins with its first."""
+    sdk = sdk_named("2.28")
+    assert sdk is not None
+    assert sdk.sdk == "2.28.1"
+    assert (later := next_series(sdk)) is not None
+    assert later.sdk == "2.29.0"
+    assert sdk_named("9.9") is None
+    assert next_series(SDKS[-1]) is None
