@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.cli.engine_list import EngineEntry, on_machine
 from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, runs_on
+from placements.facts.neuron_releases import sdk_of
 from placements.facts.plural import plural
 from placements.facts.tnx_families import MISREAD_HINT, hides_rope
 from placements.facts.topology import TOPOLOGIES
@@ -68,8 +70,17 @@ class Readings:
     interpreters: tuple[InterpreterReading, ...]  # this command's own first
     fleet: FleetReading | None = None
     spec: str | None = None  # the name of the spec's file
+    environments: tuple[Interpreter, ...] = ()  # those of AWS's image
     emulates: bool = False  # the spec has emulated hosts, which do not use this machine's cores
     problems: tuple[Problem, ...] = ()  # of the spec and of the readings themselves
+
+    @property
+    def all_interpreters(self) -> tuple[Interpreter, ...]:
+        """This command's own, those of the spec, and those of AWS's image, each once."""
+        by_path: dict[str, Interpreter] = {}
+        for item in (*(reading.interpreter for reading in self.interpreters), *self.environments):
+            by_path.setdefault(item.python, item)
+        return tuple(by_path.values())
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,12 @@ class Report:
     readings: Readings
     problems: tuple[Problem, ...]
     held: Mapping[int, Owner] = field(default_factory=dict)  # NeuronCores that a process holds
+    engines: tuple[EngineEntry, ...] = ()  # empty on a machine without devices and without AWS's image
+
+    @property
+    def sdks(self) -> tuple[str, ...]:
+        """The series of the Neuron SDK that packages in the interpreters are of."""
+        return tuple(sorted({sdk for item in self.readings.all_interpreters if (sdk := sdk_of(item.packages))}))
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the JSON of `doctor -o json`."""
@@ -93,6 +110,17 @@ class Report:
                 "cores": len(facts.cores),
                 "versions": msgspec.structs.asdict(facts.versions),
             },
+            "sdk": list(self.sdks),
+            "environments": [
+                {
+                    "python": item.python,
+                    "version": item.version,
+                    "sdk": sdk_of(item.packages),
+                    "packages": item.packages,
+                }
+                for item in readings.environments
+            ],
+            "engines": [entry.as_dict() for entry in self.engines],
             "fleet": None if readings.fleet is None else {"name": readings.fleet.name, "url": readings.fleet.url},
             "held": [
                 {"cores": str(cores), "pid": owner.pid, "command": owner.command, "replica": replica_of.get(owner.pid)}
@@ -132,7 +160,17 @@ def report(readings: Readings) -> Report:
         *interpreter_problems(readings.interpreters, readings.python, readings.ray, readings.corewright),
         *_engine_problems(readings),
     ]
-    return Report(readings, tuple(in_order(problems)), held)
+    engines: tuple[EngineEntry, ...] = ()
+    if readings.dev or readings.environments:
+        topology = TOPOLOGIES.get(readings.facts.instance_type or "")
+        engines = on_machine(
+            readings.all_interpreters,
+            None if topology is None else topology.family,
+            ray=readings.ray,
+            python=readings.python,
+            corewright=readings.corewright,
+        )
+    return Report(readings, tuple(in_order(problems)), held, engines)
 
 
 def _replica_ids(readings: Readings) -> dict[int, str]:

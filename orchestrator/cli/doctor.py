@@ -1,7 +1,9 @@
-"""The command `doctor`: reads this machine and prints the report of orchestrator/cli/diagnosis.py."""
+"""The command `doctor`: reads this machine and prints the report of orchestrator/cli/diagnosis.py, or the steps of
+orchestrator/cli/bootstrap.py."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import re
@@ -14,6 +16,8 @@ import typer
 
 import orchestrator
 from orchestrator.cli.app import FAILED, FormatOption, app
+from orchestrator.cli.bootstrap import Bootstrap, ModelReading, Situation
+from orchestrator.cli.bootstrap import bootstrap as plan_bootstrap
 from orchestrator.cli.client import find_fleet
 from orchestrator.cli.diagnosis import (
     FleetReading,
@@ -24,6 +28,7 @@ from orchestrator.cli.diagnosis import (
     interpreter_problems,
     report,
 )
+from orchestrator.cli.engine_list import COLUMNS
 from orchestrator.cli.output import Format, show
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns
@@ -31,6 +36,7 @@ from orchestrator.process.version import corewright_version
 from orchestrator.revisions.spec_file import SpecFile, load, start_problems
 from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, NAMED_ENGINES, resolve
+from placements.facts.neuron_releases import sdk_of
 from placements.facts.plural import counted
 from placements.facts.vllm import Release
 from placements.resources.vllm_release import release_on
@@ -39,9 +45,14 @@ from workers.engines import package_contract
 from workers.engines.package_contract import Drift
 from workers.host.facts.reading import Places, read_host_facts
 from workers.host.facts.tools import run_tool
+from workers.host.host_facts import host_root, instance_type
 from workers.host.interpreter import NEEDS, Interpreter, probe
 
 IMPORT_S = 120.0  # torch-neuronx, cold, from a network disk
+EMULATED = (
+    "Without Neuron devices, `hosts: {emulate: inf2.48xlarge}` in a spec emulates the cores of a machine;\n"
+    "`corewright doctor --bootstrap` shows the steps to a machine with devices."
+)
 # Removes the current folder from the path, because it may shadow installed packages.
 _DRIFT = "import sys; sys.path[:] = filter(None, sys.path); import runpy; runpy.run_path({path!r}, run_name='__main__')"
 
@@ -66,12 +77,56 @@ def examination(file: SpecFile | None) -> Report:
             dev=_devices(places.dev),
             facts=read_host_facts(places),
             interpreters=tuple(_interpreters(file)),
+            environments=image_environments(),
             fleet=fleet,
             spec=None if file is None else file.name,
             emulates=file is not None and any(host.emulated for host in file.hosts),
             problems=tuple(problems),
         )
     )
+
+
+def image_environments() -> tuple[Interpreter, ...]:
+    """Returns the environments of AWS's image, if this machine has one. Runs each interpreter."""
+    folders = sorted((host_root() / "opt").glob("aws_neuronx_venv_*"))
+    return tuple(probe(str(folder / "bin" / "python")) for folder in folders if (folder / "bin" / "python").exists())
+
+
+def first_steps(file: SpecFile | None, sdk: str | None) -> Bootstrap:
+    """Returns the steps to a fleet on such a machine, or on one for the spec, with a release of the Neuron SDK."""
+    spec = None if file is None else file.spec
+    models = (
+        []
+        if file is None or spec is None
+        else [
+            ModelReading(
+                model.name,
+                model.engine,
+                model.kind,
+                None if (checkpoint := file.checkpoints.get(model.name)) is None else checkpoint.model_type,
+                spec.where("models", model.name),
+            )
+            for model in spec.models
+        ]
+    )
+    topologies = [host.topology.instance for host in (() if file is None else file.hosts) if host.topology]
+    steps = plan_bootstrap(
+        Situation(
+            corewright=corewright_version(),
+            here=instance_type(),
+            installed={
+                f"/opt/{Path(item.python).parents[1].name}": series
+                for item in image_environments()
+                if (series := sdk_of(item.packages)) is not None
+            },
+            sdk=sdk,
+            spec=None if file is None else file.name,
+            instance=topologies[0] if topologies else None,
+            models=tuple(models),
+        )
+    )
+    problems = () if file is None else tuple(problem for problem in file.problems if problem.severity == "error")
+    return dataclasses.replace(steps, problems=(*problems, *steps.problems))
 
 
 def _devices(dev: Path) -> tuple[int, ...]:
@@ -184,14 +239,22 @@ def text(report: Report) -> str:
         *(f"{name:<13}{folder or '-'}" for name, folder in readings.interpreters[0].interpreter.folders.items()),
         f"machine      {machine}",
         f"driver       {versions.driver or '-'}   runtime {versions.runtime or '-'}   tools {versions.tools or '-'}",
+        f"Neuron SDK   {', '.join(report.sdks) or '-'}",
         f"fleet        {'not running' if readings.fleet is None else f'{readings.fleet.name} at {readings.fleet.url}'}",
         "",
         columns(("INTERPRETER", "PYTHON", "RAY", "ENGINES"), [_row(reading) for reading in readings.interpreters]),
     ]
+    if readings.environments:
+        environments = [(item.python, item.version or None, sdk_of(item.packages)) for item in readings.environments]
+        lines += ["", columns(("ENVIRONMENT", "PYTHON", "SDK"), environments)]
+    if report.engines:
+        lines += ["", columns(COLUMNS, [entry.row for entry in report.engines])]
     if report.held:
         replica_of = {replica.pid: replica.id for replica in (readings.fleet.replicas if readings.fleet else ())}
         rows = [(cores, owner.pid, replica_of.get(owner.pid), owner.command) for cores, owner in runs(report.held)]
         lines += ["", columns(("CORES", "PID", "REPLICA", "COMMAND"), rows)]
+    if not readings.dev:
+        lines += ["", EMULATED]
     count = len(report.problems)
     return "\n".join([*lines, "", counted(count, "problem") if count else "no problems"])
 
@@ -207,9 +270,26 @@ def doctor(
     spec: Annotated[
         str | None, typer.Argument(metavar="SPEC", help="Spec whose hosts, engines and interpreters to check too.")
     ] = None,
+    bootstrap: Annotated[
+        bool, typer.Option("--bootstrap", help="Print the steps to a fleet on an image of AWS instead.")
+    ] = False,
+    sdk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION",
+            help="Release of the Neuron SDK for --bootstrap, such as 2.28.",
+            show_default="this machine's, or the last one with the engines",
+        ),
+    ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Check this machine: versions, Neuron devices and engines."""
+    if sdk is not None and not bootstrap:
+        raise typer.BadParameter("--sdk needs --bootstrap")
+    if bootstrap:
+        steps = first_steps(None if spec is None else load(spec, folders="ignore"), sdk)
+        show(steps.as_dict(), output, steps.text, steps.problems)
+        raise typer.Exit(FAILED if steps.problems else 0)
     result = examination(None if spec is None else load(spec))
     show(result.as_dict(), output, text(result), result.problems)
     raise typer.Exit(FAILED if result.problems else 0)

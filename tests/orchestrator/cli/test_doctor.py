@@ -31,19 +31,19 @@ from workers.host.interpreter import Interpreter
 
 DEADLINE_S = 30
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
-FOLDER = "/opt/fleet/lib/python3.10/site-packages"
+FOLDER = "/opt/fleet/lib/python3.12/site-packages"
 DEVICES = tuple(Device(index=index, cores=(2 * index, 2 * index + 1)) for index in range(6))
 FACTS = HostFacts(
     instance_type="inf2.24xlarge",
     devices=DEVICES,
     processes=(),
-    versions=Versions(driver="2.19.64.0", runtime="2.22.19.0", tools="2.20.204.0"),
+    versions=Versions(driver="2.26.5.0", runtime="2.30.51.0", tools="2.28.23.0"),
     runtimes=(),
     problems=(),
 )
 OWN = Interpreter(
     python="/opt/fleet/bin/python",
-    version="3.10.12",
+    version="3.12.3",
     executable="/opt/fleet/bin/python",
     ray="2.60.0",
     corewright="0.1.0",
@@ -52,12 +52,17 @@ OWN = Interpreter(
 NXD = msgspec.structs.replace(
     OWN,
     python="/opt/aws_neuronx_venv_pytorch_2_9_nxd_inference/bin/python",
-    packages={"neuronx-distributed-inference": "0.8.16251"},
+    packages={"neuronx-distributed-inference": "0.8.16251", "neuronx-cc": "2.23.6484.0+3b612583"},
+)
+VLLM = Interpreter(
+    python="/opt/aws_neuronx_venv_pytorch_inference_vllm_0_13/bin/python",
+    version="3.12.3",
+    packages={"vllm": "0.13.0", "vllm-neuron": "0.4.1", "neuronx-cc": "2.23.6484.0+3b612583"},
 )
 NXD_DRIFT = Drift("nxd-inference", "neuronx_distributed_inference", "0.8.16251", "0.8")
 WELL = Readings(
     corewright="0.1.0",
-    python="3.10.12",
+    python="3.12.3",
     ray="2.60.0",
     package_folder=FOLDER,
     dev=tuple(range(6)),
@@ -160,7 +165,7 @@ def test_emulated_cores_are_not_searched_for_on_the_machine() -> None:
     [
         ({"trouble": "missing", "error": "/opt/x is not there"}, "interpreter-missing"),
         ({"ray": "2.44.0"}, "interpreter-ray-differs"),
-        ({"version": "3.12.1"}, "interpreter-python-differs"),
+        ({"version": "3.10.1"}, "interpreter-python-differs"),
         ({"corewright": None}, "interpreter-corewright-differs"),
         ({"packages": {}}, "engine-not-installed"),
     ],
@@ -207,9 +212,51 @@ def test_an_engine_that_does_not_run_on_this_machine_is_reported() -> None:
     ]
 
 
+def engines_of(*environments: Interpreter) -> dict[str, str]:
+    """Engine -> why it does not work, "" if it does, with these environments beside the command's own interpreter."""
+    readings = dataclasses.replace(WELL, interpreters=WELL.interpreters[:1], environments=environments)
+    return {entry.engine: entry.reason for entry in report(readings).engines}
+
+
+def test_an_engine_in_an_environment_of_the_image_works() -> None:
+    """With corewright beside it; vLLM needs none."""
+    assert {engine for engine, reason in engines_of(NXD, VLLM).items() if not reason} == {"nxd-inference", "vllm"}
+    bare = msgspec.structs.replace(NXD, corewright=None, ray=None)
+    assert engines_of(bare)["nxd-inference"].startswith("has no corewright; `corewright doctor --bootstrap` shows")
+
+
+@pytest.mark.parametrize(
+    ("packages", "engine", "reason"),
+    [
+        ({"neuronx-distributed-inference": "0.9.17334"}, "nxd-inference", "0.9.17334 does not run on inf2"),
+        ({"vllm": "0.16.0", "vllm-neuron": "0.5.0"}, "vllm", "0.16.0 does not run on inf2"),
+        ({"torch-neuronx": "2.9.0.2.12.22436"}, "torch-neuronx", "has no neuronx-cc and no torch and no"),
+        ({}, "transformers-neuronx", "the last image with it: SDK 2.25, Ubuntu 22.04"),
+        ({}, "optimum-neuron", "not in AWS's images; see docs/engines.md"),
+    ],
+)
+def test_an_engine_that_does_not_work_has_the_reason(packages: dict[str, str], engine: str, reason: str) -> None:
+    assert engines_of(msgspec.structs.replace(NXD, packages=packages))[engine].startswith(reason)
+
+
+def test_the_release_of_the_sdk_is_recognized() -> None:
+    """By the packages of all interpreters."""
+    other = msgspec.structs.replace(NXD, python="/opt/old/bin/python", packages={"neuronx-cc": "2.20.9961.0"})
+    assert report(dataclasses.replace(WELL, environments=(other,))).sdks == ("2.25", "2.28")
+
+
+def test_a_machine_without_devices_can_go_on_with_emulated_cores() -> None:
+    """No engine is judged there, unless it has the environments of an image."""
+    bare = dataclasses.replace(WELL, dev=(), facts=facts(devices=(), instance_type=None))
+    assert "`hosts: {emulate: inf2.48xlarge}` in a spec emulates the cores" in text(report(bare))
+    assert report(bare).engines == ()
+    assert report(dataclasses.replace(bare, environments=(NXD,))).engines[0].works
+
+
 def shown() -> Report:
     """The example of docs/cli.md."""
-    return report(dataclasses.replace(WELL, facts=facts(processes=(HOLDER,)), fleet=FLEET))
+    here = facts(processes=(HOLDER,))
+    return report(dataclasses.replace(WELL, facts=here, fleet=FLEET, environments=(NXD, VLLM)))
 
 
 def test_the_documented_example_is_the_printed_report() -> None:
@@ -272,7 +319,7 @@ def test_the_running_fleet_is_queried(
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path))
     monkeypatch.setattr(doctor_command, "_interpreters", lambda file: list(WELL.interpreters[:1]))
     monkeypatch.setattr(doctor_command.orchestrator, "__file__", f"{FOLDER}/orchestrator/__init__.py")  # type: ignore[attr-defined]
-    monkeypatch.setattr(doctor_command.platform, "python_version", lambda: "3.10.12")  # type: ignore[attr-defined]
+    monkeypatch.setattr(doctor_command.platform, "python_version", lambda: "3.12.3")  # type: ignore[attr-defined]
     admin = LiveAdmin()
     try:
         monkeypatch.setenv("COREWRIGHT_URL", admin.url)

@@ -1,0 +1,284 @@
+"""The steps of `corewright doctor --bootstrap`: from an image of AWS's to a running fleet, by the table of releases.
+Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from orchestrator.cli.engine_list import COLUMNS, EngineEntry, best_os, environment_of, on_image
+from orchestrator.process.text_table import columns
+from placements.facts import vllm
+from placements.facts.engines import AUTO_ENGINES, HOST_ENGINES, NXD_VERSIONS, Engine, series
+from placements.facts.neuron_releases import (
+    SDKS,
+    Environment,
+    Sdk,
+    next_series,
+    sdk_named,
+    sdks_with,
+)
+from placements.facts.topology import TOPOLOGIES
+from placements.spec.problems import Problem
+
+DISK_GIB = 500
+BUILD = "The wheel: `pip wheel --no-deps --wheel-dir dist .` in a clone of the repository."
+DEFAULT_INSTANCE = "inf2.48xlarge"
+PREFERRED: tuple[Engine, ...] = ("nxd-inference", "vllm")  # the last release is chosen that has one
+
+
+class ModelReading(NamedTuple):
+    """A model of the spec, by what decides its engine."""
+
+    name: str
+    engine: Engine
+    kind: str
+    family: str | None  # None: its config.json was not read
+    where: str
+
+
+class ModelEntry(NamedTuple):
+    """A model with the engine that serves it on the image, or the reason why none does."""
+
+    name: str
+    family: str | None
+    engine: Engine | None
+    reason: str = ""
+
+
+class Step(NamedTuple):
+    """A step: its title, lines to run or to write, and remarks on them."""
+
+    title: str
+    commands: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the steps depend on."""
+
+    corewright: str
+    here: str | None  # the instance type of this machine; None: it has no Neuron devices
+    installed: Mapping[str, str] = field(default_factory=dict)  # environment of this machine -> series of the SDK
+    sdk: str | None = None  # as named on the command line
+    spec: str | None = None  # the spec's file
+    instance: str | None = None  # of the spec's hosts
+    models: tuple[ModelReading, ...] = ()
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """The steps, with the engines and the models that they lead to."""
+
+    instance: str
+    here: str | None
+    sdk: Sdk | None = None  # None: there are no steps, only problems
+    environment: Environment | None = None
+    engines: tuple[EngineEntry, ...] = ()
+    models: tuple[ModelEntry, ...] = ()
+    steps: tuple[Step, ...] = ()
+    problems: tuple[Problem, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the JSON of `doctor --bootstrap -o json`."""
+        return {
+            "machine": {"instance": self.instance, "this": self.here},
+            "sdk": None if self.sdk is None else {"version": self.sdk.sdk, "released": self.sdk.released},
+            "image": None if self.environment is None else self.environment.image,
+            "environment": None if self.environment is None else self.environment.path,
+            "steps": [step._asdict() for step in self.steps],
+            "engines": [entry.as_dict() for entry in self.engines],
+            "models": [{**model._asdict(), "reason": model.reason or None} for model in self.models],
+            "problems": [problem.as_dict() for problem in self.problems],
+        }
+
+    @property
+    def text(self) -> str:
+        """The steps as text."""
+        lines = [f"machine  {self.instance} ({'this one' if self.here else 'this one has no Neuron devices'})"]
+        if self.sdk is not None:
+            lines.append(f"SDK      {self.sdk.sdk} of {self.sdk.released}")
+        for count, step in enumerate(self.steps, 1):
+            lines += ["", f"{count}. {step.title}"]
+            lines += [f"   {line}" for line in step.commands]
+            lines += [f"   # {remark}" for remark in step.remarks]
+        if self.engines:
+            lines += ["", columns(COLUMNS, [entry.row for entry in self.engines])]
+        if self.models:
+            rows = [(model.name, model.family, model.engine, model.reason or None) for model in self.models]
+            lines += ["", columns(("MODEL", "FAMILY", "ENGINE", "REASON"), rows)]
+        return "\n".join(lines)
+
+
+def bootstrap(situation: Situation) -> Bootstrap:
+    """Returns the steps to a fleet.
+
+    1. The release of the SDK: as named; else of the releases whose image has every engine of the spec, or else NxD
+       Inference, the one of this machine, or the last one.
+    2. Its image: this machine's, or that with the most of these engines.
+    3. The environment of the fleet: that of an engine of the spec, NxD Inference before transformers-neuronx; a new one
+       if only vLLM is used.
+    """
+    instance = situation.here or situation.instance or DEFAULT_INSTANCE
+    machines = _family(instance)
+    named = {model.engine for model in situation.models} - HOST_ENGINES - {"auto", "server"}
+    here = set(situation.installed.values())
+    sdk = _release(named, machines, here) if situation.sdk is None else sdk_named(situation.sdk)
+    if sdk is None:
+        return Bootstrap(instance, situation.here, problems=(_unknown(situation.sdk or ""),))
+    wanted = named or set(PREFERRED) | set(AUTO_ENGINES)
+    paths = {path for path, series in situation.installed.items() if series == sdk.series}
+    os = best_os(sdk, wanted, machines, paths) or best_os(sdk, (*PREFERRED, *AUTO_ENGINES), machines, paths)
+    if os is None:
+        return Bootstrap(instance, situation.here, sdk, problems=(_no_engine(sdk, machines),))
+    engines = on_image(sdk, os, machines)
+    models = tuple(_served(model, engines) for model in situation.models)
+    used = {model.engine for model in models}
+    working = {entry.engine for entry in engines if entry.works}
+    hosting = {"nxd-inference" if engine == "torch-neuronx" else engine for engine in used}
+    preferred = sorted((*AUTO_ENGINES, "vllm"), key=lambda engine: engine not in hosting)
+    environments = (environment_of(sdk, os, engine) for engine in preferred if engine in working)
+    environment = next(item for item in environments if item is not None)
+    problems = [
+        _unserved(reading, model, sdk, machines)
+        for reading, model in zip(situation.models, models, strict=True)
+        if model.engine is None
+    ]
+    steps = _steps(situation, (instance, sdk, environment), used, engines)
+    return Bootstrap(instance, situation.here, sdk, environment, engines, models, tuple(steps), tuple(problems))
+
+
+def _release(named: set[Engine], machines: str, here: set[str]) -> Sdk | None:
+    """Returns the last release with all engines, of a series of NxD Inference that was tested, and of the series that
+    are ``here`` if one of them is such; with the first of the preferred engines if no release has all."""
+    engines = sorted(named - {"torch-neuronx", "optimum-neuron"}) or [PREFERRED[0]]
+    releases = [set(sdks_with(engine, machines)) for engine in engines]
+    common = [sdk for sdk in SDKS if all(sdk in having for having in releases)]
+    tested = [sdk for sdk in common if "nxd-inference" not in engines or series(sdk.nxd_inference) in NXD_VERSIONS]
+    if tested:
+        return max(tested, key=lambda sdk: (sdk.series in here, SDKS.index(sdk)))
+    return None if engines == [PREFERRED[0]] else _release(set(), machines, here)
+
+
+def _served(model: ModelReading, engines: Sequence[EngineEntry]) -> ModelEntry:
+    """Returns the engine of a model on the image."""
+    if model.engine in HOST_ENGINES or model.engine == "server":
+        return ModelEntry(model.name, model.family, model.engine)
+    candidates: tuple[Engine, ...] = (model.engine,)
+    if model.engine == "auto":
+        candidates = AUTO_ENGINES if model.kind == "generate" else ("torch-neuronx",)
+    reasons = []
+    for candidate in candidates:
+        entry = next(entry for entry in engines if entry.engine == candidate)
+        if entry.works and (not entry.families or model.family is None or model.family in entry.families):
+            return ModelEntry(model.name, model.family, candidate)
+        reasons.append(f"{candidate} {entry.reason or f'{entry.version} does not serve {model.family}'}")
+    return ModelEntry(model.name, model.family, None, "; ".join(reasons))
+
+
+def _steps(
+    situation: Situation,
+    image: tuple[str, Sdk, Environment],
+    used: set[Engine | None],
+    engines: Sequence[EngineEntry],
+) -> list[Step]:
+    """Returns the steps to a fleet on an image: the instance type, the release, and the fleet's environment.
+
+    ``used``: the engines of the spec's models.
+    """
+    instance, sdk, environment = image
+    wheel = f"./corewright-{situation.corewright}-py3-none-any.whl[json]"
+    spec = situation.spec or "fleet.yaml"
+    steps = [_image(situation, sdk, environment)]
+    if environment.engine == "vllm":  # its Python stays as it is
+        commands = ("python3 -m venv ~/corewright", "source ~/corewright/bin/activate", f"pip install '{wheel}'")
+        steps.append(Step("Install corewright into an environment of its own", commands, (BUILD,)))
+    else:
+        versions = {"Python": environment.python, "torch": environment.torch}
+        versions[environment.engine] = environment.version_in(sdk)
+        contents = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+        activate = (f"source {environment.path}/bin/activate",)
+        steps.append(Step("Activate the engine's environment", activate, (contents,)))
+        commands = (
+            "pip list --format=freeze | grep -v '^corewright==' > image.txt",
+            f"pip install --dry-run -c image.txt '{wheel}'",
+            f"pip install -c image.txt '{wheel}'",
+        )
+        conflict = "If the dry run reports a conflict, stop: corewright must not change the engine's packages."
+        title = "Check that no package of the image changes, then install corewright"
+        steps.append(Step(title, commands, (BUILD, conflict)))
+    own = f"{environment.path}/bin/python" if environment.engine != "vllm" else ""
+    others = [entry for entry in engines if entry.works and entry.python != own and (not used or entry.engine in used)]
+    if others:
+        lines = ("engines:", *(f"  {entry.engine}: {{{_settings(entry, instance)}}}" for entry in others))
+        remarks = tuple(f"Steps 2 and 3 also for {entry.engine}." for entry in others if entry.engine != "vllm")
+        steps.append(Step("Set the interpreters of other engines in the spec", lines, remarks))
+    verbs = ("doctor", "up") if environment.engine == "vllm" else ("doctor", "compile", "up")
+    start = tuple(f"corewright {verb} {spec}" for verb in verbs)
+    steps.append(Step("Check the machine, and start the fleet", start))
+    if situation.here is None:
+        commands = ("make venv", f".venv/bin/corewright plan {spec}", f".venv/bin/corewright up {spec}")
+        remark = f"With `hosts: {{emulate: {instance}}}` and `defaults: {{engine: cpu}}` in the spec."
+        title = "Without such a machine: emulate its cores here, in a clone of the repository"
+        steps.append(Step(title, commands, (remark,)))
+    return steps
+
+
+def _settings(entry: EngineEntry, instance: str) -> str:
+    """Returns the settings of an engine in ``engines``: its Python, and vLLM's plugin if it is not the default one."""
+    release = next((item for item in vllm.RELEASES if item.vllm == series(entry.version)), None)
+    if entry.engine != "vllm" or release in (None, vllm.release_for(_family(instance))):
+        return f"python: {entry.python}"
+    return f'python: {entry.python}, plugin: "{release.plugin}"'
+
+
+def _family(instance: str) -> str:
+    return TOPOLOGIES[instance].family if instance in TOPOLOGIES else instance[:4]
+
+
+def _image(situation: Situation, sdk: Sdk, environment: Environment) -> Step:
+    """Returns the step that finds the image, unless this machine has it."""
+    if situation.installed.get(environment.path) == sdk.series:
+        return Step(f"The image: this machine has Neuron SDK {sdk.series}", ())
+    name = situation.sdk if situation.sdk == sdk.sdk else f"{sdk.series}."
+    find = (
+        "aws ec2 describe-images --owners amazon --include-deprecated \\",
+        f"    --filters 'Name=name,Values={environment.image}*' 'Name=description,Values=*Neuron SDK {name}*' \\",
+        "    --query 'sort_by(Images, &CreationDate)[-1].[ImageId, Name, Description]' --output text",
+    )
+    remarks = []
+    if (later := next_series(sdk)) is not None:
+        remarks.append(f"If it prints None: the last image of this name from before {later.released}.")
+        remarks.append(f"Not {environment.parameter}, which may be of a later SDK.")
+    if containers := [item for item in map(environment.container_in, SDKS) if item and f"-sdk{sdk.series}." in item]:
+        remarks.append(f"Container: {containers[-1]}")
+    title = f"Start a machine from the image {environment.image}, with a disk of {DISK_GIB} GiB"
+    return Step(title, find, tuple(remarks))
+
+
+def _unknown(name: str) -> Problem:
+    known = sorted({sdk.series for sdk in SDKS}, key=lambda item: tuple(map(int, item.split("."))))
+    what = f"Neuron SDK {name} is not in corewright's table"
+    return Problem("sdk-unknown", "error", "", what, f"set --sdk to one of {', '.join(known)}")
+
+
+def _no_engine(sdk: Sdk, machines: str) -> Problem:
+    what = f"no image of Neuron SDK {sdk.series} has an engine of corewright that works on {machines}"
+    return Problem("sdk-without-engine", "error", "", what, _releases(machines))
+
+
+def _unserved(reading: ModelReading, model: ModelEntry, sdk: Sdk, machines: str) -> Problem:
+    what = f"{model.name}: no engine serves it on the image of Neuron SDK {sdk.series}: {model.reason}"
+    return Problem("sdk-without-engine", "warning", reading.where, what, _releases(machines))
+
+
+def _releases(machines: str) -> str:
+    """Returns the releases with each engine, as a hint."""
+    spans = []
+    for engine in (*PREFERRED, "transformers-neuronx"):
+        having = [sdk.series for sdk in sdks_with(engine, machines)]
+        if having:
+            spans.append(f"{engine} {having[0]} to {having[-1]}")
+    return f"SDKs with an engine for {machines}: {', '.join(spans)}"

@@ -1,0 +1,139 @@
+"""`corewright doctor --bootstrap`: the steps from an image of AWS to a fleet.
+
+The texts are golden files: UPDATE_GOLDEN=1 writes them anew; read the difference before you keep it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import main as cli
+from orchestrator.cli.bootstrap import ModelReading, Situation, bootstrap
+from placements.facts.engines import Engine
+from tests.doubles.machine import build_machine, make_interpreter
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "bootstrap"
+
+
+def reading(name: str, engine: Engine, family: str | None, kind: str = "generate") -> ModelReading:
+    return ModelReading(name, engine, kind, family, f"fleet.yaml:9:{len(name)}")
+
+
+ON_2_28 = {"/opt/aws_neuronx_venv_pytorch_2_9_nxd_inference": "2.28"}
+ON_UBUNTU_22 = {"/opt/aws_neuronx_venv_pytorch_2_8_nxd_inference": "2.27", "/opt/aws_neuronx_venv_jax_0_7": "2.27"}
+MIXED = (
+    reading("chat", "auto", "llama"),
+    reading("old", "transformers-neuronx", "opt"),
+    reading("small", "auto", "gpt2"),
+    reading("tuned", "cpu", "qwen2"),
+)
+SITUATIONS = {
+    "without-devices": Situation("0.1.0", None),
+    "inf2-with-a-spec": Situation(
+        "0.1.0", "inf2.48xlarge", ON_2_28, spec="fleet.yaml", models=(reading("search", "auto", "bert", "embedding"),)
+    ),
+    "two-engines": Situation("0.1.0", "inf2.48xlarge", ON_2_28, spec="fleet.yaml", models=MIXED),
+    "two-engines-on-2.28": Situation("0.1.0", "inf2.48xlarge", ON_2_28, "2.28", "fleet.yaml", models=MIXED),
+    "ubuntu-22": Situation("0.1.0", "trn1.32xlarge", ON_UBUNTU_22),
+    "sdk-2.21": Situation("0.1.0", "inf2.xlarge", sdk="2.21"),
+    "transformers-neuronx": Situation("0.1.0", "inf2.xlarge", models=(reading("old", "transformers-neuronx", "opt"),)),
+    "vllm": Situation("0.1.0", "inf2.xlarge", models=(reading("chat", "vllm", None),)),
+    "sdk-2.25.0": Situation("0.1.0", None, sdk="2.25.0", instance="trn1.32xlarge"),
+    "trn2": Situation("0.1.0", "trn2.48xlarge"),
+    "trn2-with-vllm": Situation("0.1.0", "trn2.48xlarge", models=(reading("chat", "vllm", "llama"),)),
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_the_steps_are_as_recorded(name: str) -> None:
+    """With the problems after them."""
+    steps = bootstrap(SITUATIONS[name])
+    actual = "\n".join([steps.text, *(f"{item.id}: {item.what}\n    hint: {item.hint}" for item in steps.problems), ""])
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(actual)
+    assert actual == path.read_text()
+
+
+def test_every_golden_file_is_compared() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(SITUATIONS)
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_json_has_the_content_of_the_text(name: str) -> None:
+    """Each command, remark, engine and model."""
+    steps = bootstrap(SITUATIONS[name])
+    answer = json.loads(json.dumps(steps.as_dict()))
+    for step in answer["steps"]:
+        for line in (step["title"], *step["commands"], *step["remarks"]):
+            assert line in steps.text
+    shown = [line.split()[0] for line in steps.text.splitlines() if line and not line.startswith(" ")]
+    for row in (*answer["engines"], *answer["models"]):
+        assert row.get("name", row["engine"]) in shown
+
+
+@pytest.mark.parametrize(
+    ("sdk", "here", "id"),
+    [
+        ("9.9", None, "sdk-unknown"),
+        ("2.32", "inf2.48xlarge", "sdk-without-engine"),
+        ("2.33", None, "sdk-without-engine"),
+    ],
+)
+def test_a_release_that_leads_to_no_fleet_is_an_error(sdk: str, here: str | None, id: str) -> None:
+    """Without steps, and with the releases that would."""
+    steps = bootstrap(Situation("0.1.0", here, sdk=sdk))
+    (problem,) = steps.problems
+    assert (problem.id, problem.severity, steps.steps) == (id, "error", ())
+    assert "2.28" in problem.hint
+
+
+def test_a_model_that_the_image_does_not_serve_is_a_warning() -> None:
+    """At its place in the spec."""
+    (problem, other) = bootstrap(SITUATIONS["two-engines-on-2.28"]).problems
+    assert (problem.id, problem.severity, problem.where) == ("sdk-without-engine", "warning", "fleet.yaml:9:3")
+    assert problem.what.startswith("old: ")
+    assert other.what.startswith("small: ")
+
+
+def test_the_command_reads_the_machine_and_the_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An environment of AWS's image on the machine, and a model's family from its config.json."""
+    machine = build_machine(tmp_path / "machine", "inf2.24xlarge")
+    folder = machine.root / "opt" / "aws_neuronx_venv_pytorch_2_9_nxd_inference"
+    make_interpreter(folder, instead={"neuronx_cc": "2.23.6484.0"})
+    model = tmp_path / "models" / "small"
+    model.mkdir(parents=True)
+    tiny = Path(__file__).parents[3] / "placements" / "examples" / "models" / "tiny" / "config.json"
+    (model / "config.json").write_text(tiny.read_text())
+    (tmp_path / "spec.yaml").write_text(
+        "hosts: {instance: inf2.24xlarge}\nmodels: {a: {source: ./models/small, engine: auto, tp_degree: 2}}\n"
+    )
+    for name, value in {**machine.env, "COREWRIGHT_HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)
+
+    assert cli.run(["doctor", "--bootstrap", str(tmp_path / "spec.yaml"), "-o", "json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["machine"] == {"instance": "inf2.24xlarge", "this": "inf2.24xlarge"}
+    assert answer["steps"][0]["title"] == "The image: this machine has Neuron SDK 2.28"
+    family = json.loads(tiny.read_text())["model_type"]
+    assert answer["models"] == [{"name": "a", "family": family, "engine": "nxd-inference", "reason": None}]
+
+    assert cli.run(["doctor", "-o", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["sdk"] == ["2.28"]
+    assert [(item["python"], item["sdk"]) for item in report["environments"]] == [(f"{folder}/bin/python", "2.28")]
+    engines = {item["engine"]: item for item in report["engines"]}
+    assert engines["nxd-inference"]["python"] == f"{folder}/bin/python"
+    assert engines["vllm"]["reason"] == "the last image with it: SDK 2.28, Ubuntu 24.04"
+
+
+def test_a_release_without_bootstrap_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["doctor", "--sdk", "2.28"]) == 64
+    assert "--sdk needs --bootstrap" in capsys.readouterr().err
