@@ -14,13 +14,13 @@ from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.speeds import with_speeds
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.encoders import traced_batch, traced_lengths
-from placements.facts.engines import Engine, resolve, takes_cores
+from placements.facts.engines import HOST_ENGINES, SHORTEST_BUCKET, Engine, resolve, takes_cores
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import DEFAULT_EMULATION, Machine, hosts_for
 from placements.resources.estimate import Speed, speed
 from placements.spec.problems import Problem, has_errors
 from placements.spec.schema import HostsSpec, ModelSpec, Spec
-from workers.batching.buckets import default_prefill_buckets
+from workers.batching.buckets import default_prefill_buckets, ladder
 from workers.batching.encode_queue import SLOTS_PER_ROW
 from workers.messages.encoder_protocol import EncoderSpec
 
@@ -75,7 +75,9 @@ def scenario_of(
         engine = resolve(model.engine, fleet_hosts[0], model.kind)
         speeds[model.name] = speed(model, checkpoint, engine, fleet_hosts[0].topology)
         has_cores = any(takes_cores(resolve(model.engine, host, model.kind), host) for host in fleet_hosts)
-        simulated = replace(sim_model(model, speeds[model.name], checkpoint), cores=model.tp_degree if has_cores else 0)
+        simulated = replace(
+            sim_model(model, speeds[model.name], checkpoint, engine), cores=model.tp_degree if has_cores else 0
+        )
         if model.kind != "generate":
             simulated = _encoder(simulated, model, engine)
         models.append(with_speeds(simulated, measured.get(model.name, {})))
@@ -87,10 +89,10 @@ def scenario_of(
     )
 
 
-def sim_model(model: ModelSpec, fast: Speed, checkpoint: Checkpoint | None) -> SimModel:
-    """Converts a model of the spec for the simulator."""
+def sim_model(model: ModelSpec, fast: Speed, checkpoint: Checkpoint | None, engine: Engine) -> SimModel:
+    """Converts a model of the spec for the simulator; ``engine`` is the resolved engine."""
     objectives, length = model.objectives, model.length(checkpoint)
-    buckets = model.buckets.prefill or default_prefill_buckets(length)
+    buckets = model.buckets.prefill or _default_buckets(engine, length)
     return SimModel(
         name=model.name,
         slots=model.max_batch,
@@ -118,6 +120,10 @@ def sim_model(model: ModelSpec, fast: Speed, checkpoint: Checkpoint | None) -> S
         buckets=buckets,
         prefill_tokens=buckets[-1],
     )
+
+
+def _default_buckets(engine: Engine, length: int) -> tuple[int, ...]:
+    return default_prefill_buckets(length) if engine in HOST_ENGINES else ladder(SHORTEST_BUCKET, length)
 
 
 def _encoder(simulated: SimModel, model: ModelSpec, engine: Engine) -> SimModel:

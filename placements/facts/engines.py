@@ -47,6 +47,10 @@ PACKAGES: Mapping[Engine, str] = {
 """The supported Neuron engines, and the import name of each one's package."""
 
 
+SHORTEST_BUCKET = 128
+"""Tokens of the shortest length in the default lists of transformers-neuronx (``bucket``) and NxD Inference
+(``modules/autobucketing``)."""
+
 CPU_TRANSFORMERS = "4.57"
 """The first release of transformers that the cpu engine runs with. Other parts of corewright accept earlier ones, which
 images of the Neuron SDK have."""

@@ -31,8 +31,6 @@ _TOP_K = 256
 
 _LLAMA_ONLY = ("attn_output_transposed", "mlp_out_weight_transpose", "shard_over_sequence")
 
-_SHORTEST = 128  # tokens; the first length of transformers-neuronx's default list (`bucket`)
-
 
 def engine_options_are_known(case: Case) -> Iterator[Problem]:
     """The engine knows all engine_options, and their values have the right types."""

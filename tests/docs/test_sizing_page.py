@@ -75,7 +75,7 @@ def test_predictions_stand_beside_measurements() -> None:
         (model,) = spec.models
         assert (str(model.tp_degree), str(model.max_batch)) == (degree, batch)
         checkpoint = Checkpoint.from_config(llama | (LLAMA_13B if size == "13b" else {}))
-        replica = sim_model(model, speed(model, checkpoint, "optimum-neuron", inf2), checkpoint)
+        replica = sim_model(model, speed(model, checkpoint, "optimum-neuron", inf2), checkpoint, "optimum-neuron")
         seconds = [
             replica.prefill_s((prompt,) * model.max_batch) + (LENGTH - prompt - 1) * replica.step_s
             for prompt in PROMPTS

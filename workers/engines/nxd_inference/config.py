@@ -12,7 +12,14 @@ from typing import Any
 
 import msgspec
 
-from placements.facts.engines import NXD_E5M2, NXD_QUANTIZED_DTYPES, NXD_QUANTIZED_OPTIONS, Release, nxd_release
+from placements.facts.engines import (
+    NXD_E5M2,
+    NXD_QUANTIZED_DTYPES,
+    NXD_QUANTIZED_OPTIONS,
+    SHORTEST_BUCKET,
+    Release,
+    nxd_release,
+)
 from placements.facts.kv_blocks import OPTIONS, KvBlocks, kv_blocks, prefix_buckets, refusals
 from placements.rules.options import owned
 from workers.batching.buckets import ladder
@@ -21,7 +28,6 @@ from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, UNSERVED,
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 
-SHORTEST_BUCKET = 128  # tokens; where NxD Inference's own buckets begin (``modules/autobucketing``)
 GLOBAL_TOPK = 256  # the most ids that the device samples from: OnDeviceSamplingConfig's default of global_topk
 
 

@@ -26,10 +26,11 @@ from typing import Any
 import msgspec
 import msgspec.structs
 
+from placements.facts.engines import SHORTEST_BUCKET
 from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG, names_in
 from workers.artifacts.sources.listing import Listing
 from workers.engines.checkpoint_files import read_json
-from workers.engines.nxd_inference.config import SHORTEST_BUCKET, Settings, lengths, neuron_options
+from workers.engines.nxd_inference.config import Settings, lengths, neuron_options
 from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, OPTIONS, UNSERVED
 from workers.engines.safetensors_headers import tensors_of
 from workers.host import foreign_files

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from placements.facts.engines import SHORTEST_BUCKET
 from placements.facts.tnx_families import Family
 from placements.rules.options import owned
 from workers.batching.buckets import ladder
@@ -18,7 +19,6 @@ from workers.messages.replica_config import ReplicaConfig
 AMP = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # ours -> theirs
 QUANTIZED = {"int8": "s8", "fp8": "f8e4m3fn"}
 QUANTIZED_KV = {"fp8": "f8e4m3fn"}  # int8 is converted without a scale, which destroys the keys
-SHORTEST = 128  # tokens; where the package's own bucket lists begin
 MAX_TOP_K = 256  # for sampling on the device; the limit of vLLM's back-end for this package
 
 _TABLES = ("transformers_neuronx.NeuronConfig", "transformers_neuronx")  # of options, and of constructors' keywords
@@ -40,7 +40,7 @@ class Shapes:
         Continuous batching has one token graph by default, as with the package's other users.
         """
         longest = config.max_len
-        doubling = ladder(SHORTEST, longest)
+        doubling = ladder(SHORTEST_BUCKET, longest)
         usual = doubling[-1:] if continuous or family.serial else doubling
         prefill, decode = checked_lengths(config.prefill_buckets or doubling, config.decode_buckets or usual, longest)
         if 1 in prefill and not family.serial:
