@@ -1,15 +1,13 @@
-"""`make demo-check`: start the demo, send each model one streamed and one plain request, stop it again."""
+"""`make demo-check`: start `corewright demo`, send each model one streamed and one plain request, stop it again."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from openai import OpenAI
 
 from tests.fleet import LiveFleet
 
-DEMO = Path(__file__).parent.parent / "placements" / "examples" / "demo.yaml"
 QUESTION = "What is a NeuronCore?"
 
 
@@ -24,7 +22,7 @@ def ask(client: OpenAI, model: str) -> tuple[str, str]:
 
 def main() -> int:
     passed = failed = 0
-    fleet = LiveFleet(DEMO, arguments=("--dashboard",), secure=True)
+    fleet = LiveFleet(None, arguments=("--dashboard",), secure=True)
     try:
         fleet.wait_ready()
         client = OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=60)

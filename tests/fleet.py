@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
+from orchestrator.cli.app import DEMO
 from orchestrator.process.addresses import free_port
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class LiveFleet(Fleet):
 
     def __init__(
         self,
-        spec: str | Path,
+        spec: str | Path | None,
         *,
         home: Path | None = None,
         arguments: tuple[str, ...] = (),
@@ -105,11 +106,11 @@ class LiveFleet(Fleet):
         spare: bool = False,
         command: Path = COREWRIGHT,
     ) -> None:
-        """``secure``: Ray demands its token, as it does for a user. ``spare``: with the gateway that stands by, which
-        other tests go without, since it takes a second of CPU time to start."""
+        """``spec`` None: that of `corewright demo`. ``secure``: Ray demands its token, as it does for a user.
+        ``spare``: with the gateway that stands by, which takes a second of CPU time to start."""
         self.home = home or Path(tempfile.mkdtemp(prefix="cwt-", dir="/tmp"))
-        if isinstance(spec, Path):
-            self.spec = spec
+        if isinstance(spec, Path) or spec is None:
+            self.spec = spec or DEMO
         else:
             self.spec = self.home / "spec.yaml"
             self.home.mkdir(exist_ok=True)
@@ -127,7 +128,8 @@ class LiveFleet(Fleet):
         if not secure:
             self.env["RAY_AUTH_MODE"] = "disabled"
         self.command = command
-        up = [str(command), "up", str(self.spec), "--port", str(self.port), *(arguments or ("--no-dashboard",))]
+        started = ["demo"] if spec is None else ["up", str(self.spec)]
+        up = [str(command), *started, "--port", str(self.port), *(arguments or ("--no-dashboard",))]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 up, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.env, start_new_session=True

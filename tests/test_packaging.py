@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_three_packages_and_no_tests_or_models(tmp_path: Path) -> None:
-    """A node installs code and type markers; tests, examples and weights stay in the repository."""
+def test_the_wheel_holds_the_three_packages_and_the_demo(tmp_path: Path) -> None:
+    """Its spec and weights, so that `corewright demo` needs no checkout. Tests and other examples are not in it."""
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
 
@@ -29,7 +29,11 @@ def test_the_wheel_holds_the_three_packages_and_no_tests_or_models(tmp_path: Pat
         "orchestrator",
         "corewright",
     }
-    assert not [name for name in names if "examples" in name or "test" in name]
+    assert not [name for name in names if "test" in name]
+    shown = {name.removeprefix("placements/examples/") for name in names if "examples" in name}
+    assert {name for name in shown if "/" not in name} == {"demo.yaml"}
+    models = {f"models/{model}/{file}" for model in ("tiny", "draft") for file in ("config.json", "model.safetensors")}
+    assert models <= shown
     assert {"placements/py.typed", "workers/engines/cpu/engine.py", "orchestrator/cli/main.py"} <= set(names)
     assert {
         "placements/facts/neuron_sdks.csv",

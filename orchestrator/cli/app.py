@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
+import placements
 from orchestrator.cli.output import Format
 
+DEMO = Path(placements.__file__).parent / "examples" / "demo.yaml"
 USAGE = 64  # EX_USAGE of sysexits.h
 FAILED = 1
 CHANGES = 2

@@ -20,7 +20,8 @@ from orchestrator.cli.output import complain
 from orchestrator.process.failure import Failed
 
 COMMANDS = {  # of each module, in the order of `--help`
-    "up": ("up",),
+    "up": ("up", "demo"),
+    "init": ("init",),
     "down": ("down",),
     "validate": ("validate", "schema"),
     "plan": ("plan",),

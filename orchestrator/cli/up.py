@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.main import get_group
 
 from orchestrator.access.keys import KeyFile
 from orchestrator.access.source_policy import SourcePolicy
 from orchestrator.access.tls import CertificateFiles
-from orchestrator.cli.app import FAILED, SpecArgument, app
+from orchestrator.cli.app import DEMO, FAILED, SpecArgument, app
 from orchestrator.cli.doctor import engine_problems
 from orchestrator.cli.keys import access
 from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stdout, use_color
@@ -210,3 +211,11 @@ def up(
     with WaitingNotice(say).waiting(lambda: "the sources of the spec"):
         file = load(spec, allowed)
     raise typer.Exit(run_up(file, settings, ray_address, detach=detach, upgrade=upgrade))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def demo(context: typer.Context) -> None:
+    """Start three small models on an emulated inf2.48xlarge; their weights are in the package. Options: those of `up`."""
+    command = get_group(app).commands["up"]
+    arguments = [*context.args, str(DEMO)]
+    raise typer.Exit(command.main(arguments, prog_name="corewright demo", standalone_mode=False) or 0)

@@ -23,7 +23,6 @@ from playwright.sync_api import Locator, Page, expect, sync_playwright
 
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.process.home import Home
-from tests.demo_check import DEMO
 from tests.fleet import LiveFleet, until
 from workers.serving.replica_metrics import METRICS
 
@@ -46,7 +45,7 @@ def fleet() -> Iterator[LiveFleet]:
         with contextlib.suppress(OSError):
             other.bind(("0.0.0.0", AGENT_PORT))
             other.listen()
-        live = LiveFleet(DEMO, arguments=("--dashboard",), secure=True)
+        live = LiveFleet(None, arguments=("--dashboard",), secure=True)
         try:
             yield live.wait_ready()
         finally:
