@@ -215,7 +215,7 @@ def up(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
-    """Start three small models on an emulated inf2.48xlarge; their weights are in the package. Options: those of `up`."""
+    """Start three small models on an emulated inf2.48xlarge. Their weights are in the package; options as for `up`."""
     command = get_group(app).commands["up"]
     arguments = [*context.args, str(DEMO)]
     raise typer.Exit(command.main(arguments, prog_name="corewright demo", standalone_mode=False) or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -13,6 +14,7 @@ import msgspec.structs
 import ray
 
 from orchestrator.fleet.host_greeting import HostGreeting
+from orchestrator.on_ray.idle_workers import end_idle_workers
 from orchestrator.on_ray.own_greeting import greeting
 from orchestrator.process.home import Home
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, WantedArtifact
@@ -132,6 +134,10 @@ class HostActor:
         if dead:
             self._endings.forget(pid, started)
         return dead
+
+    def end_idle_workers(self, older_s: float) -> list[int]:
+        """Ends this machine's idle workers of Ray that have run for ``older_s`` seconds, and returns their pids."""
+        return end_idle_workers(os.getppid(), older_s)
 
     def watch_process(self, pid: int, started: float) -> None:
         self._endings.attend(pid, started)

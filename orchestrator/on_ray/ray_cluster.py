@@ -51,6 +51,7 @@ WATCH_S = 5.0  # a watch returns at least this often
 CALL_DEADLINE_S = 10.0  # a call takes a millisecond: no reply within this time means a hung process
 ADOPT_S = 30.0  # deadline of a live replica's description: Ray finds it only once the head is whole
 NEAR_S = 3.0  # the same on the fleet's own Ray, whose head has not been away
+UNLEASED_S = 60.0  # without a process of the replica, although Ray has its cores free
 SILENT_S = 3.0  # deadline of a host that may be cut off
 SILENT_RETRY_S = 1.0
 CONFIRM_DEATH_S = 10.0
@@ -197,11 +198,14 @@ class RayCluster:
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
         while (actor := self._actors.get(name)) is not None:
             # A starting process cannot reply yet; the controller's start deadline covers it.
-            deadline = WATCH_S + CALL_DEADLINE_S if name in self._answered else None
+            deadline = WATCH_S + CALL_DEADLINE_S if name in self._answered else UNLEASED_S
             try:
                 reply = actor.watch.remote(seen, WATCH_S)
-                status: ReplicaStatus = await (reply if deadline is None else self._clock.within(reply, deadline))
+                status: ReplicaStatus = await self._clock.within(reply, deadline)
             except asyncio.TimeoutError:
+                if name not in self._answered:
+                    await self._free_leases(name)
+                    continue
                 death = f"it has not replied for {WATCH_S + CALL_DEADLINE_S:.0f} s: its process hangs"
                 if not await self._host_is_silent(name):
                     raise ReplicaDied(death) from None
@@ -218,6 +222,13 @@ class RayCluster:
                 await self._note_process(name, status)
                 return status
         raise ReplicaDied("it was ended")
+
+    async def _free_leases(self, name: str) -> None:
+        """Ends what may hold the cores that a replica waits for: workers that Ray has leased to nobody."""
+        if (config := self._configs.get(name)) is not None:
+            with contextlib.suppress(HostLost, RayError):
+                if pids := await self._call(config.host, "end_idle_workers", UNLEASED_S):
+                    log.warning("%s has no process after %.0f s: idle workers ended: %s", name, UNLEASED_S, pids)
 
     async def _host_is_silent(self, name: str) -> bool:
         """Returns whether the replica's host does not reply either, although Ray has it alive: it may be cut off, and

@@ -1,0 +1,34 @@
+"""Idle workers of a raylet are ended, and no others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from orchestrator.on_ray.idle_workers import IDLE, end_idle_workers
+
+TITLES = (IDLE, "ray::Replica[m].watch", "python")
+
+
+@pytest.fixture
+def workers() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Children of this process, as Ray's are of the raylet, each named by its title."""
+    started = {title: subprocess.Popen([title, "60"], executable="/bin/sleep") for title in TITLES}
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+def test_an_idle_worker_is_ended(workers: dict[str, subprocess.Popen[bytes]]) -> None:
+    assert end_idle_workers(os.getpid(), 0.0) == [workers[IDLE].pid]
+    assert workers[IDLE].wait(10) != 0
+    assert [workers[title].poll() for title in TITLES[1:]] == [None, None]
+
+
+def test_a_worker_that_has_just_started_may_get_its_task(workers: dict[str, subprocess.Popen[bytes]]) -> None:
+    assert end_idle_workers(os.getpid(), 60.0) == []
+    assert workers[IDLE].poll() is None
