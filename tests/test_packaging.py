@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,3 +76,21 @@ def test_make_venv_installs_torch_first_and_warns_of_a_cuda_build(index: str, cu
     assert ("--index-url file:///wheels" in lines[torch], "--index-url" in lines[rest]) == (bool(index), False)
     assert "--quiet" not in ran.stdout
     assert ("CUDA build (13.0)" in lines[-1]) is (cuda is not None)
+
+
+def test_each_pin_installs_on_the_oldest_python_or_has_a_marker() -> None:
+    """By the metadata of the installed distributions that have the version of the pin."""
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest is not None
+    checked, wrong = 0, []
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        pin, _, marker = line.partition(" ; ")
+        name, _, version = pin.partition("==")
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed = importlib.metadata.distribution(name)
+            required = SpecifierSet(",".join(installed.metadata.get_all("Requires-Python") or ()))
+            if installed.version == version:
+                checked += 1
+                wrong += [line] if not marker and not required.contains(f"{oldest[1]}.0") else []
+    assert checked > 50
+    assert wrong == []
