@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.bootstrap import Situation, bootstrap
-from placements.facts.engines import Engine
+from placements.facts.engines import NXD_VERSIONS, Engine, series
 from placements.facts.neuron_releases import ENVIRONMENTS, SDKS, Environment, environments_on, sdk_named, sdks_with
 from tests.docs.pages import ROOT
+from workers.host.interpreter import PROVIDED_BY
 
 FILES = [
     ROOT / "README.md",
@@ -85,6 +86,21 @@ def test_the_table_of_the_page_is_that_of_the_releases() -> None:
         span = f"{releases[0].series} to {releases[-1].series}"
         assert f"| `{engine}` | {span} | {last.image} | `{last.path}/bin/python` |\n" in ON_INF2.read_text()
         assert sdks_with(engine, "trn1") == releases
+
+
+def test_pages_and_hints_name_the_last_release_with_an_engine() -> None:
+    """Where a user without the engine reads it."""
+    last = {engine: sdks_with(engine, "inf2")[-1].series for engine in ("nxd-inference", "transformers-neuronx")}
+    assert f"Neuron SDK {last['transformers-neuronx']} and before" in PROVIDED_BY["transformers-neuronx"]
+    assert f"runs on Neuron SDK {last['transformers-neuronx']} at most" in words(ROOT / "docs" / "from-vllm-and-lmi.md")
+    assert f"up to SDK {last['nxd-inference']};" in (ROOT / "workers/engines/nxd_inference/package.py").read_text()
+
+
+def test_the_page_of_engines_pairs_releases_as_the_table_does() -> None:
+    """NxD Inference and the SDK, in the list of sources that the tests ran over."""
+    pairs = re.findall(r"^\| (0\.\d) \| (2\.\d\d) \|", (ROOT / "docs" / "engines.md").read_text(), re.MULTILINE)
+    assert [nxd for nxd, _ in pairs] == list(NXD_VERSIONS)
+    assert set(pairs) <= {(series(sdk.nxd_inference), sdk.series) for sdk in SDKS}
 
 
 def test_the_commands_of_the_page_are_those_of_bootstrap() -> None:
