@@ -16,7 +16,8 @@ from placements.facts.plural import counted
 from placements.facts.topology import DEGREES, TOPOLOGIES, Host
 from placements.planner.plan import Plan, plan
 from placements.planner.replica_demand import suits
-from placements.resources.memory import estimate, fits, host_memory, usable_hbm
+from placements.resources.host_memory import host_memory
+from placements.resources.memory import estimate, fits, usable_hbm
 from placements.resources.vllm_release import release_on
 from placements.rules.checks import check
 from placements.spec.notation import Pin

@@ -12,7 +12,8 @@ from placements.facts.engines import Engine, resolve
 from placements.facts.topology import Host, Topology
 from placements.planner.plan import Plan
 from placements.planner.replica_demand import suits
-from placements.resources.memory import HostMemory, MemoryEstimate, estimate, host_memory, usable_hbm
+from placements.resources.host_memory import HostMemory, host_memory
+from placements.resources.memory import MemoryEstimate, estimate, usable_hbm
 from placements.resources.threads import arithmetic, threads
 from placements.resources.vllm_release import release_on
 from placements.spec.schema import ModelSpec, Spec

@@ -9,7 +9,8 @@ from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import may_run, resolve, takes_cores
 from placements.facts.topology import Host, Topology, degree
 from placements.planner.tenants import Demand
-from placements.resources.memory import estimate, fits, host_memory
+from placements.resources.host_memory import host_memory
+from placements.resources.memory import estimate, fits
 from placements.resources.threads import threads
 from placements.resources.vllm_release import release_on
 from placements.spec.schema import ModelSpec, Spec

@@ -1,4 +1,4 @@
-"""Estimates the HBM and host memory of a replica, by class, from config.json."""
+"""Estimates the HBM of a replica, by class, from config.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from placements.facts import vllm
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.encoders import traced_batch, traced_lengths
-from placements.facts.engines import BYTES, HOST_ENGINES, NXD_ENGINES, Engine, serves
+from placements.facts.engines import BYTES, HOST_ENGINES, NXD_ENGINES, TNX_UNPADDED, Engine, serves
 from placements.facts.kv_blocks import kv_blocks
 from placements.facts.topology import Topology
 from placements.spec.schema import GroupQueryAttention, ModelSpec
@@ -15,36 +15,32 @@ from placements.spec.schema import GroupQueryAttention, ModelSpec
 GIB = 1 << 30
 
 SCRATCH_GIB = 1.0
-"""The scratchpad that all NEFFs of a core share. This and the next two constants come from one measured case: 1024 MiB
-on each core with Llama-3.1-8B, tp 8, batch 32, length 4096, inf2.48xlarge (optimum-neuron,
-benchmark/vllm/memory_capacity_analysis.md)."""
+"""The scratchpad that all NEFFs of a core share. The constants up to NXD_RANK0_RUNTIME_GIB come from one measured case:
+1024 MiB on each core with Llama-3.1-8B, tp 8, batch 32, length 4096, inf2.48xlarge (optimum-neuron,
+benchmark/vllm/memory_capacity_analysis.md). ``hbm_overhead_gib`` replaces them all."""
 
-RUNTIME_GIB = 0.6
-"""Collectives (126 MiB), DMA rings (220), NEFF code (228), notifications and others (6): 580 MiB on an ordinary rank,
-plus 34 MiB by which its weights exceeded their formula. Probably high for small models, as SCRATCH_GIB is;
-``hbm_overhead_gib`` replaces both."""
+TNX_SCRATCH_GIB = 0.5
+"""The same with transformers-neuronx: 512 MB, one page of the runtime, in two reports of its users: Llama-3-70B on 12
+cores and Llama-2-7B on 2, which ran out of memory."""
 
-NXD_RANK0_RUNTIME_GIB = 0.6
-"""The surplus of rank 0 in the backends built on NeuronX Distributed: 472 + 392 + 319 + 7 MiB, 610 more."""
+COLLECTIVES_GIB = 0.16
+"""Collectives (126 MiB), notifications and others (7), and 34 MiB by which the weights exceeded their formula. In the
+reports above, collectives had 367 and 518 MB."""
+
+CODE_LAYER_GIB = 7 / 1024
+"""NEFF code, for each layer: 228 MiB for 32 layers. In the reports above, 234 MB for 32 and 482 MB for 80 layers."""
+
+RING_SHARE = 0.113
+"""DMA rings, for each byte of weights: their descriptors are prepared when a NEFF is loaded, about as many as there are
+weights to read. 220 MiB with 1948 MiB of weights, and 1.47 GB with 12.7 GB when Llama-3-70B ran out of memory.
+Descriptors that are generated during execution (DGE) need none, so the share may be high on trn2."""
+
+NXD_RANK0_RUNTIME_GIB = 0.4
+"""The surplus of rank 0 in the backends built on NeuronX Distributed, without the rings of its weights: collectives
+(346 MiB) and NEFF code (91), less 25 by which those rings are fewer than RING_SHARE."""
 
 USABLE_HBM = 0.95
 """The share of a core's HBM that an estimate may fill."""
-
-PROCESS_GIB = 1.0
-"""A replica's process without a model. Importing torch and transformers takes 0.32 GiB (measured on CPU); the share of
-the Neuron runtime is not documented, so this is a conservative guess."""
-
-VLLM_GIB = 1.2
-"""The processes of vLLM beside the one with the model, its API server and EngineCore: 0.56 to 0.64 and 0.53 to 0.61
-GiB (measured with vLLM 0.32 on CPU)."""
-
-COMPILE_WORKER_GIB = 64.0
-"""One compiler process: neuron_parallel_compile starts one worker for each 64 GiB of the host. The compiler ran out of
-memory with Llama-3.1-8B on 32 GiB (trn1.2xlarge)."""
-
-CPU_COMPILE_GIB = 3.0
-"""torch.compile without the model: two g++ processes at once, and torch's own graphs. Not measured for large models: a
-conservative guess."""
 
 _SCORE_BYTES = 2  # an attention score in the prefill
 _SCALE_BYTES = 4  # the scale of a channel: float32 in transformers-neuronx `quantize.maybe_quantize_weights`
@@ -58,10 +54,10 @@ class MemoryEstimate:
     replicated: float  # weights on every core: norms, biases, learned positions, copies of the KV projections
     kv: float  # this core's share of the KV cache of all slots
     scratch: float  # shared scratchpad, with the attention scores of a prefill
-    runtime: float  # collectives, DMA rings, NEFF code, notifications
+    runtime: float  # collectives, DMA rings, NEFF code, notifications; proportional to weights and layers
     draft_weights: float = 0.0
     draft_kv: float = 0.0
-    rank0_weights: float = 0.0  # rank 0's surplus for the whole embedding and head (NxD engines)
+    rank0_weights: float = 0.0  # rank 0's surplus, as large as the whole embedding and head (Optimum Neuron)
     rank0_runtime: float = 0.0
     overhead: float = 0.0  # the spec's hbm_overhead_gib, in place of scratch and runtime
 
@@ -118,18 +114,6 @@ class MemoryEstimate:
         return (("weights", self.weights), *(term for term in self.classes() if not term[0].startswith("weights,")))
 
 
-@dataclass(frozen=True)
-class HostMemory:
-    """The host memory that one replica needs, in GiB."""
-
-    serving: float  # while it serves
-    load: float  # the peak from its start until it serves; at least ``serving``
-    compile: float  # in addition, while a graph is compiled; 0 for engines that compile nothing
-
-    def __str__(self) -> str:
-        return f"load {self.load:.1f}, serving {self.serving:.1f}, compile {self.compile:.1f} GiB"
-
-
 def usable_hbm(topology: Topology) -> float:
     """Returns the GiB that a replica may fill on each core."""
     return USABLE_HBM * topology.hbm_per_core_gib
@@ -183,9 +167,9 @@ def estimate(
 ) -> MemoryEstimate:
     """Returns the HBM of a replica on its fullest core, with the weights and KV cache of a ``draft``.
 
-    ``engine`` is the resolved engine, by default the model's; it decides the default dtype, whether rank 0 holds the
-    whole embeddings, and whether they are on the device. ``auto`` counts as the candidate that needs most: NxD
-    Inference if it serves the family. Every core holds
+    ``engine`` is the resolved engine, by default the model's; it decides the default dtype, the surplus of rank 0, and
+    whether the embeddings are on the device. ``auto`` counts as the candidate that needs most: NxD Inference if it
+    serves the family. Every core holds
 
     - its shard of the matrices and all small parameters, in the dtype; int8 and fp8 matrices have one byte each and a
       scale for each channel; on torch-neuronx once for each length, since each trace has weights of its own;
@@ -194,29 +178,39 @@ def estimate(
     - SCRATCH_GIB or, if greater, the attention scores of a prefill in one piece, (heads / tp) x length^2 x 2 bytes.
       The scores are in the scratchpad: the measured one of 1 GiB has room for them at length 4096 (0.125 GiB), so that
       they are not a class of their own. The engines on the host's CPUs prefill in chunks;
-    - RUNTIME_GIB.
+    - COLLECTIVES_GIB, CODE_LAYER_GIB for each layer, and on devices RING_SHARE of the weights.
+
+    On rank 0, Optimum Neuron has a surplus as large as the whole embedding and head. It was measured there and is not
+    explained: the code divides both among the cores. NxD Inference is not assumed to have it: with it Llama-3.1-405B
+    would not fit the 64 cores on which AWS's tutorials run it.
     """
     engine = engine or model.engine
     held = _weights(model, checkpoint, engine)
     copies = len(traced_lengths(model.buckets.prefill, model.length(checkpoint))) if engine == "torch-neuronx" else 1
     drafted = _weights(model, draft, engine) if draft else _Weights(0.0, 0.0, 0.0)
-    on_nxd, overhead = _on_nxd(engine, checkpoint), model.hbm_overhead_gib
+    overhead = model.hbm_overhead_gib
     estimated = overhead is None
+    weights = (copies * held.each + drafted.each) / GIB
+    rank0 = (held.rank0 + drafted.rank0) / GIB
+    layers = copies * checkpoint.layers + (draft.layers if draft else 0)
+    rings = RING_SHARE if engine not in HOST_ENGINES else 0.0
+    runtime = COLLECTIVES_GIB + CODE_LAYER_GIB * layers + rings * weights
+    rank0_runtime = NXD_RANK0_RUNTIME_GIB + RING_SHARE * rank0 if on_nxd(engine, checkpoint) else 0.0
     return MemoryEstimate(
         sharded=copies * held.sharded / GIB,
         replicated=copies * held.replicated / GIB,
-        kv=_kv_cache(model, checkpoint, engine) / GIB,
+        kv=kv_cache(model, checkpoint, engine) / GIB,
         scratch=_scratch(model, checkpoint, engine) if estimated else 0.0,
-        runtime=RUNTIME_GIB if estimated else 0.0,
-        draft_weights=(drafted.sharded + drafted.replicated) / GIB,
-        draft_kv=_kv_cache(model, draft, engine, model.length(checkpoint)) / GIB if draft else 0.0,
-        rank0_weights=(held.rank0 + drafted.rank0) / GIB,
-        rank0_runtime=NXD_RANK0_RUNTIME_GIB if on_nxd and estimated else 0.0,
+        runtime=runtime if estimated else 0.0,
+        draft_weights=drafted.each / GIB,
+        draft_kv=kv_cache(model, draft, engine, model.length(checkpoint)) / GIB if draft else 0.0,
+        rank0_weights=rank0,
+        rank0_runtime=rank0_runtime if estimated else 0.0,
         overhead=overhead or 0.0,
     )
 
 
-def _on_nxd(engine: Engine, checkpoint: Checkpoint) -> bool:
+def on_nxd(engine: Engine, checkpoint: Checkpoint) -> bool:
     """Returns whether the model may run on a backend built on NeuronX Distributed, as vLLM up to vllm-neuron 0.5."""
     return (
         engine in NXD_ENGINES
@@ -233,13 +227,19 @@ class _Weights:
     replicated: float
     rank0: float
 
+    @property
+    def each(self) -> float:
+        return self.sharded + self.replicated
+
 
 def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weights:
     tp, width = model.tp_degree, BYTES[model.dtype_on(engine)]
     groups, strategy = checkpoint.groups, model.group_query_attention
     embeddings, small = groups.embedding + groups.head, groups.small + groups.positions
-    if engine == "transformers-neuronx":  # embeds on the host; the head is on the device
-        embeddings, small = groups.head or groups.embedding, groups.small
+    if engine == "transformers-neuronx":
+        embeddings, small = groups.head or groups.embedding, groups.small  # a tied head is a matrix of its own
+        if embeds_on_device(model, checkpoint):  # add_pre_layer_parameter(..., sharding=1), also of positions
+            embeddings += groups.embedding + groups.positions
     attention = groups.attention * padded_heads(checkpoint, tp) // checkpoint.heads
     projected = padded_kv_heads(checkpoint, tp, strategy)
     if gathers_heads(checkpoint, tp, strategy):
@@ -256,11 +256,16 @@ def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weigh
         into += experts * (checkpoint.feed_forward_matrices - 1) * checkpoint.ffn
         sharded += checkpoint.layers * into * _SCALE_BYTES
         replicated += checkpoint.layers * (1 + experts) * checkpoint.hidden * _SCALE_BYTES
-    rank0 = embeddings * width * (1 - 1 / tp) if _on_nxd(engine, checkpoint) else 0.0
+    rank0 = embeddings * width * (1 - 1 / tp) if engine == "optimum-neuron" else 0.0
     return _Weights(sharded / tp, replicated, rank0)
 
 
-def _kv_cache(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, length: int | None = None) -> float:
+def embeds_on_device(model: ModelSpec, checkpoint: Checkpoint) -> bool:
+    """Returns whether transformers-neuronx embeds on the device. GPT-J and GPT-NeoX ignore the option."""
+    return model.engine_options.get("on_device_embedding") is True and checkpoint.model_type not in TNX_UNPADDED
+
+
+def kv_cache(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, length: int | None = None) -> float:
     """Returns the bytes on a core; ``length`` is in tokens, by default the model's."""
     if model.kind != "generate":
         return 0.0  # no token follows the input
@@ -277,53 +282,9 @@ def _kv_cache(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, length: 
 
 def _scratch(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> float:
     """Returns the GiB on a core."""
+    least = TNX_SCRATCH_GIB if engine == "transformers-neuronx" else SCRATCH_GIB
     if engine in HOST_ENGINES:
-        return SCRATCH_GIB
+        return least
     heads = padded_heads(checkpoint, model.tp_degree) // model.tp_degree
     rows = traced_batch(model.max_batch, model.engine_options) if engine == "torch-neuronx" else 1
-    return max(SCRATCH_GIB, rows * heads * model.length(checkpoint) ** 2 * _SCORE_BYTES / GIB)
-
-
-def host_memory(
-    model: ModelSpec,
-    checkpoint: Checkpoint,
-    engine: Engine | None = None,
-    draft: Checkpoint | None = None,
-    release: vllm.Release | None = None,
-) -> HostMemory:
-    """Returns the host memory of a replica; ``engine`` as in `estimate`, ``release`` is that of vllm-neuron.
-
-    - Loading: the process and the whole checkpoint, in the dtype of its files or of serving, whichever is wider.
-      transformers-neuronx reads safetensors layer by layer but other files at once, and config.json does not show the
-      format, so that the whole checkpoint counts too. The model's ``host_memory_gib`` replaces this.
-    - Serving on Neuron: the process, and the embeddings if the engine may be transformers-neuronx, which embeds on the
-      host. On the host's CPUs: the process, weights and KV cache.
-    - vLLM has two more processes, VLLM_GIB; with its later plugin also a process for each further core.
-    - Compiling: one compiler process; on the host's CPUs torch.compile, if the model enables it.
-    """
-    engine = engine or model.engine
-    width = BYTES[model.dtype_on(engine)]
-    held = tuple(each for each in (checkpoint, draft) if each is not None)
-    if engine == "echo":
-        serving = loading = PROCESS_GIB
-    elif engine == "cpu":
-        alone = model.model_copy(update={"tp_degree": 1, "group_query_attention": None})
-        length = model.length(checkpoint)
-        sizes = sum(each.parameters * width + _kv_cache(alone, each, engine, length) for each in held)
-        serving = loading = PROCESS_GIB + sizes / GIB  # tensors are mapped from the files and converted one by one
-    else:
-        on_host = engine in ("transformers-neuronx", "auto")
-        embeddings = sum(each.groups.embedding + each.groups.positions for each in held) if on_host else 0
-        files = sum(each.parameters * max(width, each.stored_bytes or 0) for each in held)
-        files *= 2 if engine == "torch-neuronx" else 1  # the checkpoint, and the trace that is being loaded
-        serving, loading = PROCESS_GIB + embeddings * width / GIB, PROCESS_GIB + files / GIB
-    if engine == "vllm":
-        others = VLLM_GIB
-        if release is not None and release.back_end == "neuron":
-            others += (model.tp_degree - 1) * PROCESS_GIB
-        serving, loading = serving + others, loading + others
-    if model.host_memory_gib is not None:
-        loading = model.host_memory_gib
-    on_cpu = CPU_COMPILE_GIB if engine == "cpu" and model.engine_options.get("compile") is True else 0.0
-    compiling = on_cpu if engine in HOST_ENGINES else COMPILE_WORKER_GIB
-    return HostMemory(min(serving, loading), loading, compiling)
+    return max(least, rows * heads * model.length(checkpoint) ** 2 * _SCORE_BYTES / GIB)

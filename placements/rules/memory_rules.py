@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from placements.facts.engines import HOST_ENGINES, TNX_UNPADDED, runs_on
 from placements.facts.topology import TOPOLOGIES, Topology
-from placements.resources.memory import USABLE_HBM, MemoryEstimate, estimate, fits, host_memory, usable_hbm
+from placements.resources.host_memory import host_memory
+from placements.resources.memory import USABLE_HBM, MemoryEstimate, estimate, fits, usable_hbm
 from placements.resources.vllm_release import release_on
 from placements.rules.case import Case, has_tp
 from placements.rules.tensor_parallel_rules import degrees_of

@@ -195,10 +195,10 @@ def test_memory_shows_every_term_and_a_degree_that_fits() -> None:
     (problem,) = problems_of(text, {"a": LLAMA_2_7B})
     assert (problem.id, problem.what, problem.hint) == (
         "hbm-exceeded",
-        "a does not fit into memory with tp_degree 2, max_batch 32, max_len 4096, bf16: weights 6.28 + embedding "
-        "0.24 + KV cache 32.00 + scratch 1.00 + runtime 1.20 = 40.72 GiB on the first core (39.88 on the others), more "
-        "than 0.95 x 16 = 15.20 GiB of HBM",
-        "tp_degree 8 needs 12.20 GiB on the first core (11.17 on the others); or lower max_batch or max_len, or set "
+        "a does not fit into memory with tp_degree 2, max_batch 32, max_len 4096, bf16: weights 6.28 + KV cache 32.00 "
+        "+ scratch 1.00 + runtime 1.49 = 40.76 GiB on the first core (40.36 on the others), more than 0.95 x 16 = "
+        "15.20 GiB of HBM",
+        "tp_degree 8 needs 11.53 GiB on the first core (11.13 on the others); or lower max_batch or max_len, or set "
         "hbm_overhead_gib if you measured the overhead",
     )
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from placements.facts.checkpoints import Checkpoint, CheckpointError
 from placements.facts.encoders import EMBEDDING_DECODERS, ENCODERS, KINDS, families
-from placements.resources.memory import estimate, host_memory
+from placements.resources.host_memory import host_memory
+from placements.resources.memory import estimate
 from placements.spec.schema import ModelSpec
 
 BERT: dict[str, Any] = {

@@ -494,7 +494,7 @@ def test_an_encoder_that_fits_with_one_length_only_gets_that_as_its_remedy() -> 
     """Neither a degree nor a quantization, which encoders do not have."""
     checkpoint = Checkpoint("bert", 16, 16, 24, 2048, 8192, 128, 30_000, 512, False, 3_000_000_000)
     (problem,) = checked(TRACED, checkpoint)
-    assert (problem.id, problem.hint) == ("hbm-exceeded", "one length needs 7.19 GiB: buckets: {prefill: [512]}")
+    assert (problem.id, problem.hint) == ("hbm-exceeded", "one length needs 7.54 GiB: buckets: {prefill: [512]}")
 
 
 def test_each_length_of_an_encoder_has_weights_of_its_own_on_the_core() -> None:

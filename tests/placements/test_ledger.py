@@ -7,7 +7,8 @@ import pytest
 from placements.planner.ledger import Ledger, ledger
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
-from placements.resources.memory import estimate, host_memory
+from placements.resources.host_memory import host_memory
+from placements.resources.memory import estimate
 from placements.spec.schema import HostsSpec, Spec
 from tests.placements.fleets import LAPTOP, LLAMA_2_7B, model, spec
 

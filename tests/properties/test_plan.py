@@ -19,7 +19,8 @@ from placements.facts.core_range import CoreRange
 from placements.facts.engines import may_run, resolve, takes_cores
 from placements.facts.topology import DEGREES, TOPOLOGIES, Host, alignment
 from placements.planner.plan import Placement, Plan, Running, defragment, diff, plan
-from placements.resources.memory import estimate, fits, host_memory
+from placements.resources.host_memory import host_memory
+from placements.resources.memory import estimate, fits
 from placements.rules.checks import check, threads_within_budget
 from placements.spec.notation import Pin
 from placements.spec.schema import HostsSpec, ModelSpec, Spec

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 from placements.facts.checkpoints import Checkpoint, CheckpointError
 from placements.facts.encoders import Kind
 from placements.facts.engines import Engine, needs_neuron
-from placements.resources.memory import COMPILE_WORKER_GIB, CPU_COMPILE_GIB, PROCESS_GIB, host_memory
+from placements.resources.host_memory import COMPILE_WORKER_GIB, CPU_COMPILE_GIB, PROCESS_GIB, host_memory
 from placements.spec.schema import ModelSpec
 from workers.artifacts.sources.listing import Stopped
 from workers.engines.checkpoint_files import read_config
@@ -57,7 +57,7 @@ def startable(waiting: Sequence[C], running: Collection[Compile], *, memory_gib:
 
 
 def need_gib(config: ReplicaConfig, load_gib: float | None = None) -> float:
-    """Returns the host memory for compiling, in GiB, by the plan's estimate: reading the checkpoint and one compiler.
+    """Returns the host memory for compiling, in GiB, by the plan's estimate: reading the checkpoint and its compilers.
 
     The config's sources are local folders; ``load_gib``: the spec's ``host_memory_gib``. For a checkpoint that the
     planner cannot read, counts only the process and its compiler.
@@ -82,6 +82,8 @@ def _model(config: ReplicaConfig, load_gib: float | None) -> ModelSpec | None:
         "max_batch": config.slots,
         "max_len": config.max_len,
         "engine_options": config.engine_options,
+        "buckets": {"prefill": config.prefill_buckets, "decode": config.decode_buckets},
+        "compiler": {"workers": config.compile_workers},
         "host_memory_gib": load_gib,
     }
     try:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.revisions.spec_file import load
-from placements.resources.memory import PROCESS_GIB, host_memory
+from placements.resources.host_memory import PROCESS_GIB, host_memory
 from tests.checkpoints import make_checkpoint
 from tests.workers.tnx_runs import config
 from workers.artifacts.fetch.progress import FetchStatus, Progress
