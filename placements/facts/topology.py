@@ -86,14 +86,14 @@ class Degree:
 
 DEGREES: Mapping[str, Mapping[int, Degree]] = {
     # Transformers NeuronX developer guide and NxD Inference API guide (1, 2, 4, 8, 24), 12 only on the page
-    # about-neuron/transformers/generative-llm-inference-with-neuron.rst. Any consecutive devices, and the full ring:
-    # AWS Neuron SDK 2.21 docs, general/arch/neuron-features/collective-communication.rst.
+    # about-neuron/transformers/generative-llm-inference-with-neuron.rst. Any even number of cores on consecutive
+    # devices, and the full ring: AWS Neuron SDK 2.21 docs, general/arch/neuron-features/collective-communication.rst.
     "inf2": {
         1: Degree(1, 1, 1),
         2: Degree(2, 2, 2),  # both cores of one device
         4: Degree(4, 2, 4),
         8: Degree(8, 2, 8),
-        12: Degree(12, 12, 12, documented=False),
+        12: Degree(12, 2, 12, documented=False),  # preferred at 0 and 12: two fill the ring
         24: Degree(24, 24, 24),
     },
     # Transformers NeuronX developer guide (1, 2, 8, 32) and NxD Inference API guide (16 as well). The device sets that

@@ -140,9 +140,14 @@ def _larger(family: str, degree: int, cores: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _nested(family: str, cores: int) -> Mapping[int, tuple[int, int]]:
-    """Returns degree -> (legal, preferred) alignment, for degrees whose ranges may be shifted off the preferred one."""
-    table = {tp: row for tp, row in DEGREES[family].items() if tp <= cores}
+def _shifted(family: str, cores: int, degree: int) -> Mapping[int, tuple[int, int]]:
+    """Returns degree -> (legal, preferred) alignment, for the degrees that shift off the preferred one together.
+
+    These are the documented degrees, which divide each other; any other one, such as 12 on inf2, shifts alone.
+    """
+    table = {tp: row for tp, row in DEGREES[family].items() if tp <= cores and row.documented}
+    if degree not in table:
+        table = {degree: alignment(family, degree)}
     return {tp: (row.legal, row.preferred) for tp, row in table.items() if row.legal < row.preferred}
 
 
@@ -153,7 +158,7 @@ def _grid_starts(grid: Grid, degree: int) -> int:
         return preferred
     starts = 0
     for run in contiguous(core for core in range(grid.cores) if grid.usable >> core & 1):
-        if _preferred_is_enough(grid, run):
+        if _preferred_is_enough(grid, run, degree):
             starts |= preferred & (((1 << len(run)) - 1) << run.first)
             continue
         base = -(-run.first // row.legal) * row.legal
@@ -162,11 +167,12 @@ def _grid_starts(grid: Grid, degree: int) -> int:
     return starts
 
 
-def _preferred_is_enough(grid: Grid, run: CoreRange) -> bool:
-    """Returns whether the preferred starts in this run hold as many ranges of every degree as the legal starts do."""
+def _preferred_is_enough(grid: Grid, run: CoreRange, degree: int) -> bool:
+    """Returns whether the preferred starts in this run hold as many ranges as the legal starts do, of the degree and of
+    every one that shifts with it."""
 
     def held(degree: int, step: int) -> int:
         return max(0, (run.last + 1 - -(-run.first // step) * step) // degree)
 
-    nested = _nested(grid.family, grid.cores).items()
-    return all(held(degree, preferred) >= held(degree, legal) for degree, (legal, preferred) in nested)
+    shifted = _shifted(grid.family, grid.cores, degree).items()
+    return all(held(degree, preferred) >= held(degree, legal) for degree, (legal, preferred) in shifted)

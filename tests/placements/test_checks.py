@@ -55,7 +55,8 @@ def whats(text: str, checkpoints: Mapping[str, Checkpoint] | None = None, machin
         ("{cores: ['2-7'], tp_degree: 6, allow_degrees: [6]}", []),
         ("{cores: ['3-8'], tp_degree: 6, allow_degrees: [6]}", ["pin-misaligned 3:15"]),
         ("{cores: ['12-23'], tp_degree: 12, allow_degrees: [12]}", []),
-        ("{cores: ['2-13'], tp_degree: 12, allow_degrees: [12]}", ["pin-misaligned 3:15"]),
+        ("{cores: ['2-13'], tp_degree: 12, allow_degrees: [12]}", []),  # any even start, on consecutive devices
+        ("{cores: ['3-14'], tp_degree: 12, allow_degrees: [12]}", ["pin-misaligned 3:15"]),
         # degrees
         ("{tp_degree: 24}", []),
         ("{tp_degree: 6}", ["illegal-degree 3:7"]),

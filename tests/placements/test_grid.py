@@ -42,6 +42,9 @@ def test_an_empty_host_has_the_preferred_starts(family: str, cores: int, degree:
         (["1-23"], 8, [8, 16]),  # as many as any others
         (["0-5", "7-17"], 4, [0, 8, 12]),
         (["1-2"], 2, []),  # two halves of devices
+        (["4-19"], 12, [4]),  # neither at 0 nor at 12, but on consecutive devices
+        (["2-23"], 12, [12]),
+        (["2-15"], 8, [8]),  # 12, which fits at 2 or 4 only, does not shift the others
     ],
 )
 def test_a_grid_has_the_maximum_number_of_ranges(usable: list[str], degree: int, expected: list[int]) -> None:
@@ -73,6 +76,8 @@ def test_the_best_range_is_in_the_smallest_suitable_free_range(
         (["2-13"], 8, 2),  # at an end of it
         (["3-10"], 8, None),  # begins on no device
         (["3-10"], 4, 4),
+        (["7-22"], 12, 8),
+        (["1-12"], 12, None),
     ],
 )
 def test_off_the_grid_a_range_is_at_an_end_of_the_shortest_run(

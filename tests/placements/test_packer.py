@@ -46,7 +46,8 @@ def placed(drawn: Plan) -> dict[int, int]:
         ("1-2", {1: 2}, True),
         ("0-23", {12: 1, 8: 1, 4: 1}, True),
         ("2-23", {12: 1, 8: 1}, True),
-        ("4-21", {12: 1}, False),
+        ("4-21", {12: 1}, True),  # only off the preferred alignment
+        ("1-12", {12: 1}, False),
         ("0-23", {12: 1, 8: 2}, False),
         ("0-23", {6: 4}, True),
         ("0-23", {6: 3, 4: 2}, False),

@@ -119,9 +119,9 @@ def test_the_refusal_names_the_dimension_and_the_numbers() -> None:
     ("wish", "text"),
     [
         (
-            spec(model("a", 12), cores=[0, 23]),
-            "a/0 needs 12 contiguous cores that begin at a multiple of 12, "
-            "the longest free run on inf2.48xlarge/0 is 22 (1-22)",
+            spec(model("a", 8), cores=[0, 2, 11, 13, 15, 22]),
+            "a/0 needs 8 contiguous cores that begin at a multiple of 2, "
+            "the longest free run on inf2.48xlarge/0 is 8 (3-10)",
         ),
         (spec(model("a"), cores=["0-23"]), "a/0 needs 1 core, but none is free on inf2.48xlarge/0"),
         (spec(model("a"), cores=["0-23"], count=2), "a/0 needs 1 core, but none is free on any of 2 hosts"),

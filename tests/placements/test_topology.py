@@ -74,7 +74,7 @@ def test_a_preferred_block_is_always_legal() -> None:
 @pytest.mark.parametrize(
     ("family", "rows"),
     [
-        # 1 anywhere; 2, 4 and 8 on whole devices; 12 at 0 and 12, and named on one page only; 24 at 0
+        # 1 anywhere; 2, 4 and 8 on whole devices; 12 too, best at 0 and 12, and named on one page only; 24 at 0
         (
             "inf2",
             {
@@ -82,7 +82,7 @@ def test_a_preferred_block_is_always_legal() -> None:
                 2: (2, 2, True),
                 4: (2, 4, True),
                 8: (2, 8, True),
-                12: (12, 12, False),
+                12: (2, 12, False),
                 24: (24, 24, True),
             },
         ),
