@@ -43,6 +43,7 @@ class HostWatch:
         self._queries: dict[str, asyncio.Task[None]] = {}  # of core owners, by host
         self._returned: set[str] = set()  # hosts that are back and have not reported the owners of their cores
         self._begun = False  # the first round has observed the hosts
+        self._reported: set[str] = set()  # hosts that have reported the owners of their cores to this controller
 
     def note_death(self, view: ReplicaView) -> None:
         """Remember the pid of a replica that its host has confirmed as dead: the tools may still report it for a
@@ -147,7 +148,12 @@ class HostWatch:
         message, on_error = "%s does not report the owners of its cores", partial(self._note_silence, host.name)
         with task_boundary(log, message, host.name, level=level, on_error=on_error):
             held = await self._cluster.held_cores(claims, host.name)
-        if held is not None:
+        if held is None and host.name not in self._reported:
+            self._withhold(host)
+        elif held is not None:
+            if host.name not in self._reported:
+                self._state.foreign_cores[host.name] = {}
+                self._reported.add(host.name)
             self._unresponsive.discard(host.name)
             self._returned.discard(host.name)
             known = before | self._pids(host.name)
@@ -165,6 +171,13 @@ class HostWatch:
             self._unresponsive.add(host)
             message = f"it does not report the owners of its cores: {error}"
             self._state.records.event("error", "HostSilent", message, host=host)
+
+    def _withhold(self, host: Host) -> None:
+        """Quarantine the cores of a host that has not reported their owners since the controller started, except those
+        of the fleet's replicas: others may be held by replicas that an earlier controller has lost."""
+        own = {core for view in self._state.views.of_host(host.name) if not view.gone for core in view.cores or ()}
+        unknown = dict.fromkeys(set(range(host.cores)) - own, CoreOwner(None, None))
+        self._state.foreign_cores[host.name] = unknown
 
     def _quarantine(self, host: Host, held: dict[int, CoreOwner]) -> None:
         state = self._state

@@ -39,6 +39,10 @@ NOTICED_S = 60.0  # after this a lost host is known
 REPAIRED_S = 600.0  # until all replicas serve again, elsewhere
 
 
+FULL = HEAD.format(hosts=4) + "defaults: {engine: echo}\nmodels:\n  mid: {tp_degree: 8, replicas: 12}\n"
+"""Needs all cores of four hosts."""
+
+
 def specs(hosts: int) -> list[str]:
     """Returns specs that fill most of the hosts: with large replicas, with mixed ones, and with one for each core."""
     head = HEAD.format(hosts=hosts)
@@ -300,13 +304,37 @@ def test_a_host_that_is_lost_and_back_between_two_rounds_starts_nothing_beside_i
     """No round has seen the loss. The old processes hold their cores for a minute, as on a machine that was cut off."""
 
     async def live() -> None:
-        world = World(tmp_path, 4, random.Random(SEED), specs(4)[:1])
+        world = World(tmp_path, 4, random.Random(SEED), [FULL])
         async with world.played:
             await world.played.settled()
             host = world.hosts[1]
             await world.cluster.cut_off(host)
             await world.cluster._declare_dead(host)
-            await world.cluster.come_back(host, lingers_s=60.0)
+            await world.cluster.come_back(host, lingers_s=600.0)
+            await world.settle()
+            await world.played.kill()
+
+    virtually(live)
+
+
+def test_a_new_controller_starts_nothing_on_a_host_that_has_not_reported_its_processes(tmp_path: Path) -> None:
+    """The host was lost and is back, and what it ran still holds its cores. Its host actor does not reply."""
+
+    async def live() -> None:
+        world = World(tmp_path, 4, random.Random(SEED), [FULL])
+        async with world.played:
+            await world.played.settled()
+            host = world.hosts[1]
+            await world.cluster.cut_off(host)
+            await asyncio.sleep(NOTICED_S)
+            world.cluster.answer = partial(asyncio.sleep, 0)  # type: ignore[method-assign]  # its actor does not start
+            await world.cluster.come_back(host, lingers_s=600.0)
+            await world._restart_controller()
+            await asyncio.sleep(NOTICED_S)
+            world.check()
+            del world.cluster.answer
+            await world.cluster.answer(host)
+            await asyncio.sleep(600.0)
             await world.settle()
             await world.played.kill()
 
