@@ -127,11 +127,11 @@ def unsupported(engine: Engine, version: str, machines: str) -> str | None:
     ``version`` is vLLM's for ``vllm``. Engines without such a limit, and versions that are not known, are accepted.
     """
     if engine == "nxd-inference" and version and not reaches(version, NXD_VERSIONS[0]):
-        return f"{version} is too old: corewright supports {NXD_VERSIONS[0]} and later"
+        return f"{version} is too old: {NXD_VERSIONS[0]} and later are supported"
     if engine == "vllm" and version:
         release = next((item for item in vllm.RELEASES if item.vllm == series(version)), None)
         if release is None:
-            return f"{version} has no release of vllm-neuron that corewright supports"
+            return f"{version} is of no supported release of vllm-neuron"
         last = vllm.RELEASES.index(vllm.release_for(machines))
         return None if vllm.RELEASES.index(release) <= last else f"{version} does not run on {machines}"
     return None if runs_on(engine, machines, version or None) else f"{version} does not run on {machines}"

@@ -142,10 +142,10 @@ def test_the_table_agrees_with_the_facts_about_engines() -> None:
     [
         ("nxd-inference", "0.8.16251", "inf2", None),
         ("nxd-inference", "0.9.17334", "inf2", "0.9.17334 does not run on inf2"),
-        ("nxd-inference", "0.3.5591", "trn2", "0.3.5591 is too old: corewright supports 0.4 and later"),
+        ("nxd-inference", "0.3.5591", "trn2", "0.3.5591 is too old: 0.4 and later are supported"),
         ("vllm", "0.16.0", "trn1", "0.16.0 does not run on trn1"),
         ("vllm", "0.24.0", "trn2", None),
-        ("vllm", "0.9.1", "inf2", "0.9.1 has no release of vllm-neuron that corewright supports"),
+        ("vllm", "0.9.1", "inf2", "0.9.1 is of no supported release of vllm-neuron"),
         ("torch-neuronx", "2.9.0.2.12.22436", "inf2", None),
     ],
 )

@@ -52,9 +52,10 @@ def test_a_job_runs_once_and_each_waiter_gets_its_outcome() -> None:
     for thread in threads:
         thread.start()
     assert work.running.wait(DEADLINE_S)
-    status = flights.join("a", "key", "s3://models/one", work, 0.0)
-    assert isinstance(status, FetchStatus)
-    assert (status.source, status.phase) == ("s3://models/one", "fetching")
+    for caller in ("a", "b"):  # both wait from here on, whenever their threads run
+        status = flights.join(caller, "key", "s3://models/one", work, 0.0)
+        assert isinstance(status, FetchStatus)
+        assert (status.source, status.phase) == ("s3://models/one", "fetching")
     work.go_on.set()
     for thread in threads:
         thread.join(DEADLINE_S)
