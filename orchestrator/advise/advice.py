@@ -18,6 +18,7 @@ from orchestrator.simulate.scaling_policy import Fixed
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_queue import Measured
 from orchestrator.simulate.simulated_request import Arrival
+from orchestrator.simulate.speeds import MeasuredSpeed
 from orchestrator.simulate.workload import Workload
 from placements.facts.topology import TOPOLOGIES
 from placements.planner.plan import plan
@@ -234,7 +235,7 @@ class _Comparison:
             "prefill_base_ms": speed.prefill_base_s * prefill,
             "prefill_token_ms": speed.prefill_token_s * prefill,
         }
-        return scenario_of(file, measured={name: slow})
+        return scenario_of(file, measured={name: MeasuredSpeed(slow)})
 
     def _check_objectives(self, model: SimModel) -> None:
         """Leaves a candidate out that is too slow without any load."""

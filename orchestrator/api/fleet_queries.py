@@ -13,6 +13,7 @@ from orchestrator.fleet.replica_states import LEAVING
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.process.home import Home
 from orchestrator.records.request_traces import read_page
+from placements.resources.measured_shape import shape_of
 
 LOG_BYTES = 64 * 2**10  # per response
 
@@ -70,7 +71,17 @@ class FleetQueries(FleetOperation):
         except ValueError as error:
             hint = "use the `next` of an earlier response, or omit it"
             raise Refused("trace-cursor-wrong", str(error), hint, status=400) from None
-        speeds = {name: {"load_s": load_s} for name, load_s in self._controller.scaler.load_times().items()}
+        loads, current = self._controller.scaler.load_times(), self._state.current
+        speeds = {
+            model.name: {
+                "load_s": loads.get(model.name),
+                "since": current.revision.at,
+                "shape": shape_of(
+                    model, current.checkpoints.get(model.name), current.engines[model.name], current.hosts
+                ),
+            }
+            for model in current.spec.models
+        }
         return {"requests": page.requests, "next": page.next, "more": page.more, "speeds": speeds}
 
     def config(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,12 +45,12 @@ def export(
     oldest = float("-inf") if since is None else _since(since, time.time())
     client = the_fleet()
     requests: list[dict[str, Any]] = []
-    measured: dict[str, dict[str, float]] = {}
+    reported: dict[str, dict[str, Any]] = {}
     after, more = "", True
     while more:
         page = client.get("trace", {"after": after, "limit": PAGE})
         requests += (request for request in page["requests"] if request["time"] >= oldest)
-        measured, after, more = page["speeds"], page["next"], page["more"]
+        reported, after, more = page["speeds"], page["next"], page["more"]
     lines = io.StringIO()
     count = write_trace(requests, lines)
     if out is None:
@@ -58,15 +59,35 @@ def export(
     else:
         write(out, lines.getvalue())
     if speeds is not None:
-        fitted = measured_speeds(requests)
-        reported = {name: {field: value for field, value in model.items() if value} for name, model in measured.items()}
-        merged = {name: {**reported.get(name, {}), **fitted.get(name, {})} for name in {*reported, *fitted}}
-        write(speeds, json.dumps({name: model for name, model in sorted(merged.items()) if model}, indent=2) + "\n")
+        fitted = measured_speeds(_of_this_revision(requests, reported))
+        write(speeds, json.dumps(_merged(reported, fitted), indent=2) + "\n")
         if unknown := sorted(name for name, model in fitted.items() if "prefill_token_ms" not in model):
             say(f"prefill of {', '.join(unknown)} will be estimated: too few prompts, or too similar lengths")
     say(f"{count} requests")
     if not count:
         raise typer.Exit(FAILED)
+
+
+def _of_this_revision(
+    requests: Iterable[dict[str, Any]], reported: Mapping[str, Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yields the requests since the running revision was applied: earlier replicas may have had other shapes."""
+    for request in requests:
+        if request["time"] >= reported.get(request["model"], {}).get("since", 0.0):
+            yield request
+
+
+def _merged(
+    reported: Mapping[str, Mapping[str, Any]], fitted: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, Any]]:
+    """Returns the speeds of each model with any, and the shape that they belong to, last."""
+    merged: dict[str, dict[str, Any]] = {}
+    for name in sorted({*reported, *fitted}):
+        known = {field: value for field, value in reported.get(name, {}).items() if value and field != "since"}
+        shape = known.pop("shape", None)
+        if own := {**known, **fitted.get(name, {})}:
+            merged[name] = own if shape is None else {**own, "shape": shape}
+    return merged
 
 
 def _since(text: str, now: float) -> float:

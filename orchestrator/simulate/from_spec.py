@@ -11,13 +11,14 @@ from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.scaling.schedules import bounds
 from orchestrator.simulate.scenario import Scenario
 from orchestrator.simulate.simulated_model import SimModel
-from orchestrator.simulate.speeds import with_speeds
+from orchestrator.simulate.speeds import MeasuredSpeed, with_speeds
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.encoders import traced_batch, traced_lengths
 from placements.facts.engines import HOST_ENGINES, SHORTEST_BUCKET, Engine, resolve, takes_cores
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import DEFAULT_EMULATION, Machine, hosts_for
 from placements.resources.estimate import Speed, speed
+from placements.resources.measured_shape import difference, shape_of
 from placements.spec.problems import Problem, has_errors
 from placements.spec.schema import HostsSpec, ModelSpec, Spec
 from workers.batching.buckets import default_prefill_buckets, ladder
@@ -43,14 +44,17 @@ class SpecScenario:
     name: str  # of the file
     scenario: Scenario
     speeds: Mapping[str, Speed]  # estimates, by model
-    measured: Mapping[str, Mapping[str, float]]  # measured speeds that replace estimates
+    measured: Mapping[str, MeasuredSpeed]  # speeds that replace estimates
+    refused: Mapping[str, str]  # the difference of shape for which measured speeds do not apply, by model
 
     def source(self, model: str) -> str:
         """Returns the source of a model's speeds in a few words."""
         estimated = self.speeds[model]
-        if not self.measured.get(model):
-            return estimated.source
-        return "measured" if len(self.measured[model]) >= 4 else f"measured, the rest {estimated.source}"
+        own = self.measured.get(model)
+        if own is None or not own.speeds:
+            why = self.refused.get(model)
+            return estimated.source if why is None else f"{estimated.source}; measured with {why}, which does not apply"
+        return own.source if len(own.speeds) >= 4 else f"{own.source}, the rest {estimated.source}"
 
 
 def scenario_of(
@@ -59,16 +63,16 @@ def scenario_of(
     hosts: int | None = None,
     host_start_s: float = START_S,
     gateways: int = 1,
-    measured: Mapping[str, Mapping[str, float]] | None = None,
+    measured: Mapping[str, MeasuredSpeed] | None = None,
 ) -> SpecScenario:
-    """Returns the scenario of a spec. ``hosts`` replaces its number of hosts, ``measured`` speeds replace estimates.
-    Raises Failed."""
+    """Returns the scenario of a spec. ``hosts`` replaces its number of hosts, ``measured`` speeds replace the estimates
+    of models of exactly their shape. Raises Failed."""
     if file.spec is None or has_errors(file.problems):
         raise InvalidSpec(file.name, file.problems)
     spec, fleet_hosts = file.spec, file.hosts
     if hosts is not None:
         spec, fleet_hosts = _with_hosts(spec, hosts, file.name, file.machine)
-    measured = measured or {}
+    applied, refused = dict(measured or {}), {}
     models, speeds = [], {}
     for model in spec.models:
         checkpoint = file.checkpoints.get(model.name)
@@ -80,12 +84,17 @@ def scenario_of(
         )
         if model.kind != "generate":
             simulated = _encoder(simulated, model, engine)
-        models.append(with_speeds(simulated, measured.get(model.name, {})))
+        own = applied.get(model.name, MeasuredSpeed())
+        if own.shape is not None and (why := difference(own.shape, shape_of(model, checkpoint, engine, fleet_hosts))):
+            refused[model.name], own = why, MeasuredSpeed()
+            del applied[model.name]
+        models.append(with_speeds(simulated, own.speeds))
     return SpecScenario(
         file.name,
         Scenario(spec, fleet_hosts, tuple(models), gateways, file.checkpoints, host_start_s),
         speeds,
-        measured,
+        applied,
+        refused,
     )
 
 

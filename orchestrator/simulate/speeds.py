@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import linear_regression
 from typing import Any
 
 from orchestrator.process.failure import Failed
 from orchestrator.simulate.simulated_model import SimModel
+from placements.facts.plural import counted
 
 FIELDS = {
     "step_ms": ("step_s", 1000.0),
@@ -27,6 +28,20 @@ GROUPS = 8  # groups of prompts by length
 SPREAD = 2.0  # minimum ratio of the mean lengths of the longest and the shortest group, to fit a line
 
 
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """The measured speeds of a model, some of FIELDS, and what they belong to."""
+
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    requests: int | None = None  # measurements; None: unknown, as in a file that a user wrote
+    shape: Mapping[str, Any] | None = None  # of `measured_shape`; None: the user says that they apply
+
+    @property
+    def source(self) -> str:
+        """The source in a few words."""
+        return "measured" if self.requests is None else f"measured on {counted(self.requests, 'request')}"
+
+
 def measured_speeds(requests: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Returns the speeds by model from the records of the gateways (`orchestrator.records.request_traces`), without
     models with too few requests.
@@ -34,6 +49,7 @@ def measured_speeds(requests: Iterable[Mapping[str, Any]]) -> dict[str, dict[str
     1. step_ms: the undisturbed pace of requests with LEAST_TOKENS output tokens or more.
     2. prefill_base_ms and prefill_token_ms: a line through the undisturbed times to the first token of GROUPS groups of
        prompts of similar length; omitted if all prompts had about the same length.
+    3. requests: the number of requests that were measured.
     """
     paces: dict[str, list[float]] = {}
     firsts: dict[str, list[tuple[int, float]]] = {}
@@ -53,7 +69,7 @@ def measured_speeds(requests: Iterable[Mapping[str, Any]]) -> dict[str, dict[str
             if line is not None:
                 own |= {"prefill_base_ms": round(line[0], 4), "prefill_token_ms": round(line[1], 6)}
         if own:
-            speeds[name] = own
+            speeds[name] = own | {"requests": max(len(paces.get(name, ())), len(firsts.get(name, ())))}
     return speeds
 
 
@@ -77,8 +93,9 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     return (base, slope) if base >= 0 else (0.0, sum(ys) / sum(xs))
 
 
-def parse_speeds(text: str, name: str, models: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Parses a JSON object of models and some of their FIELDS; ignores unknown models. Raises Failed."""
+def parse_speeds(text: str, name: str, models: Iterable[str]) -> dict[str, MeasuredSpeed]:
+    """Parses a JSON object of models and some of their FIELDS, with ``requests`` and ``shape`` as `trace export` adds
+    them; ignores unknown models. Raises Failed."""
     try:
         read = json.loads(text)
     except ValueError as error:
@@ -86,21 +103,25 @@ def parse_speeds(text: str, name: str, models: Iterable[str]) -> dict[str, dict[
     if not isinstance(read, dict):
         raise Failed("speeds-wrong", f"{name} is not a JSON object", _HINT)
     names = set(models)
-    speeds: dict[str, dict[str, float]] = {}
+    speeds: dict[str, MeasuredSpeed] = {}
     for model, fields in read.items():
         if not isinstance(fields, dict):
             raise Failed("speeds-wrong", f"{name}: {model} is not an object", _HINT)
-        if model in names:
-            speeds[model] = {}
-        for field, value in fields.items():
-            if field not in FIELDS:
+        shape = fields.pop("shape", None)
+        if shape is not None and not isinstance(shape, dict):
+            raise Failed("speeds-wrong", f"{name}: {model}.shape is not an object", _HINT)
+        values: dict[str, float] = {}
+        for key, value in fields.items():
+            if key not in FIELDS and key != "requests":
                 raise Failed(
-                    "speeds-wrong", f"{name}: {model}.{field} is not a speed; the speeds are {', '.join(FIELDS)}", _HINT
+                    "speeds-wrong", f"{name}: {model}.{key} is not a speed; the speeds are {', '.join(FIELDS)}", _HINT
                 )
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise Failed("speeds-wrong", f"{name}: {model}.{field} is not a number >= 0: {value!r}", _HINT)
-            if model in names:
-                speeds[model][field] = float(value)
+                raise Failed("speeds-wrong", f"{name}: {model}.{key} is not a number >= 0: {value!r}", _HINT)
+            values[key] = float(value)
+        requests = values.pop("requests", None)
+        if model in names:
+            speeds[model] = MeasuredSpeed(values, None if requests is None else int(requests), shape)
     return speeds
 
 

@@ -232,7 +232,7 @@ def test_measured_speeds_are_used(spec: str, tmp_path: Path, capsys: pytest.Capt
     assert run(arguments_of(spec, "--speeds", str(speeds), "-o", "json")) == 0
     speed = data(capsys)["runs"][0]["models"][0]["speed"]
     assert (speed["step_ms"], speed["load_s"]) == (7.0, 3.0)
-    assert speed["source"].startswith("measured")
+    assert (speed["source"].split(",")[0], speed["measured_requests"]) == ("measured", None)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ class PlayedFleet:
             "requests": requests,
             "next": "g:1",
             "more": first,
-            "speeds": {"chat": {"load_s": 4.0}, "small": {"load_s": None}},
+            "speeds": {"chat": {"load_s": 4.0, "shape": {"tp_degree": 5}}, "small": {"load_s": None}},
         }
 
 
@@ -323,10 +323,27 @@ def test_a_fleets_requests_are_exported(
     assert "60 requests" in capsys.readouterr().err
     report = json.loads(speeds.read_text())["chat"]
     assert (report["load_s"], report["step_ms"]) == (4.0, 20.0)
+    assert (report["requests"], report["shape"]) == (60, {"tp_degree": 5})
     assert report["prefill_token_ms"] == pytest.approx(0.5, rel=0.05)
     assert report["prefill_base_ms"] == pytest.approx(20.0, abs=2.0)
     assert run(["simulate", spec, "--trace", str(trace), "--speeds", str(speeds), "-o", "json"]) == 0
     assert data(capsys)["runs"][0]["models"][0]["answered"] == 60
+
+
+def test_requests_to_an_earlier_revision_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their replicas may have had another shape; they are still exported."""
+
+    class Updated(PlayedFleet):
+        def get(self, *arguments: Any) -> Any:
+            page = super().get(*arguments)
+            page["speeds"]["chat"]["since"] = 1_700_000_030.0
+            return page
+
+    monkeypatch.setattr(command, "the_fleet", Updated)
+    trace, speeds = tmp_path / "trace.csv", tmp_path / "speeds.json"
+    assert run(["trace", "export", "--out", str(trace), "--speeds", str(speeds)]) == 0
+    report = json.loads(speeds.read_text())["chat"]
+    assert (report["requests"], "since" in report, len(trace.read_text().splitlines())) == (30, False, 61)
 
 
 @pytest.mark.parametrize(("since", "count"), [("1700000040", None), ("2023-11-14T22:14:00Z", 20), ("60s", 0)])

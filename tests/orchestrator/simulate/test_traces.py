@@ -186,9 +186,9 @@ def test_speeds_are_measured_from_records() -> None:
 def test_prompts_of_one_length_give_no_prefill_speed() -> None:
     """The cost of a prompt and of each token cannot be separated; nor if longer prompts took no longer."""
     request = {"model": "a", "prompt_tokens": 9, "output_tokens": 21, "first_ms": 24.0, "decode_ms": 60.0}
-    assert measured_speeds([request] * 50) == {"a": {"step_ms": 3.0}}
+    assert measured_speeds([request] * 50) == {"a": {"step_ms": 3.0, "requests": 50}}
     falling = [{**request, "prompt_tokens": 10 + i, "first_ms": 90.0 - i} for i in range(50)]
-    assert measured_speeds(falling) == {"a": {"step_ms": 3.0}}
+    assert measured_speeds(falling) == {"a": {"step_ms": 3.0, "requests": 50}}
 
 
 def test_few_requests_give_no_speed() -> None:
@@ -200,12 +200,21 @@ def test_few_requests_give_no_speed() -> None:
 def test_speeds_replace_estimates() -> None:
     """In seconds, and only the given ones."""
     speeds = parse_speeds('{"a": {"step_ms": 20, "load_s": 9}, "gone": {}}', "s.json", ["a"])
-    model = with_speeds(SimModel("a", prefill_base_s=0.5), speeds["a"])
+    model = with_speeds(SimModel("a", prefill_base_s=0.5), speeds["a"].speeds)
     assert (model.step_s, model.load_s, model.prefill_base_s) == (0.02, 9.0, 0.5)
 
 
 @pytest.mark.parametrize(
-    "text", ["x", "[]", '{"a": 1}', '{"a": {"step_ms": "1"}}', '{"a": {"load_s": -1}}', '{"a": {"step_m": 3}}']
+    "text",
+    [
+        "x",
+        "[]",
+        '{"a": 1}',
+        '{"a": {"step_ms": "1"}}',
+        '{"a": {"load_s": -1}}',
+        '{"a": {"step_m": 3}}',
+        '{"a": {"shape": 3}}',
+    ],
 )
 def test_invalid_speeds_are_rejected(text: str) -> None:
     """With the name of the file."""
