@@ -39,6 +39,8 @@ def test_a_host_that_was_cut_off_serves_again_once_it_has_joined_again() -> None
         until(lambda: not cut.processes("ray::"), LEARNT_S, "its raylet has ended, and its replicas")
         start_worker(cut, fleet.head)()
         until(lambda: fleet.replica("second/0")["state"] == "ready", 60, "its replica is ready again")
+        ask = {"model": "second", "prompt": "hello", "max_tokens": 1}
+        until(lambda: fleet.http.post("/v1/completions", json=ask).is_success, 20, "the gateway has its route")
         assert fleet.complete("second", "hello", 8) == echo_text("hello", 8)
         assert fleet.replica("second/0")["epoch"] > 1
         assert fleet.process.poll() is None, fleet.output()
