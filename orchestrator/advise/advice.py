@@ -234,6 +234,7 @@ class _Comparison:
             "step_ms": speed.step_s * decode,
             "prefill_base_ms": speed.prefill_base_s * prefill,
             "prefill_token_ms": speed.prefill_token_s * prefill,
+            "prefill_square_ns": speed.prefill_square_s * prefill * 1e6,
         }
         return scenario_of(file, measured={name: MeasuredSpeed(slow)})
 

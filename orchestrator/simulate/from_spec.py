@@ -54,7 +54,7 @@ class SpecScenario:
         if own is None or not own.speeds:
             why = self.refused.get(model)
             return estimated.source if why is None else f"{estimated.source}; measured with {why}, which does not apply"
-        return own.source if len(own.speeds) >= 4 else f"{own.source}, the rest {estimated.source}"
+        return own.source if own.is_complete else f"{own.source}, the rest {estimated.source}"
 
 
 def scenario_of(
@@ -108,6 +108,7 @@ def sim_model(model: ModelSpec, fast: Speed, checkpoint: Checkpoint | None, engi
         step_s=fast.step_s,
         prefill_base_s=fast.prefill_base_s,
         prefill_token_s=fast.prefill_token_s,
+        prefill_square_s=fast.prefill_square_s,
         cores=model.tp_degree,
         load_s=fast.load_s,
         min=model.replicas.min,

@@ -90,6 +90,7 @@ def _model_data(read: SpecScenario, outcome: Outcome, model: SimModel) -> dict[s
             "step_ms": round(model.step_s * 1000, 4),
             "prefill_base_ms": round(model.prefill_base_s * 1000, 4),
             "prefill_token_ms": round(model.prefill_token_s * 1000, 6),
+            "prefill_square_ns": round(model.prefill_square_s * 1e9, 4),
             "load_s": round(model.load_s, 3),
             "measured_requests": read.measured[name].requests if name in read.measured else None,
             "decode_error": read.speeds[name].decode_error if name not in read.measured else None,
@@ -206,15 +207,22 @@ def _speeds(run: dict[str, Any]) -> str:
         if "batch" in speed:
             lines.append(
                 f"  {model['model']}: batch of {speed['batch']} inputs at most "
-                f"{speed['prefill_base_ms']:.3g} ms + {speed['prefill_token_ms']:.3g} ms/token, "
+                f"{_terms(speed)}, "
                 f"load {speed['load_s']:.3g} s; {speed['source']}"
             )
             continue
         lines.append(
             f"  {model['model']}: step {speed['step_ms']:.3g} ms{sure}, "
-            f"prefill {speed['prefill_base_ms']:.3g} ms + {speed['prefill_token_ms']:.3g} ms/token{rough}, "
+            f"prefill {_terms(speed)}{rough}, "
             f"load {speed['load_s']:.3g} s; {speed['source']}"
         )
     default = f"ttft {TTFT_S * 1000:g} ms"
     lines.append(f"The default objective of models without objectives is {default}.")
     return "\n".join(lines)
+
+
+def _terms(speed: dict[str, Any]) -> str:
+    """Returns the time of a prefill as a sum; a term of 0 is left out, but not the first two."""
+    square = speed["prefill_square_ns"]
+    line = f"{speed['prefill_base_ms']:.3g} ms + {speed['prefill_token_ms']:.3g} ms/token"
+    return f"{line} + {square:.3g} ns/token^2" if square else line

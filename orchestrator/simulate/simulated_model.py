@@ -29,6 +29,7 @@ class SimModel(QueueSettings):
     step_s: float = 0.05  # of one decode of all slots
     prefill_base_s: float = 0.016
     prefill_token_s: float = 0.0  # per token, padding included
+    prefill_square_s: float = 0.0  # per square of the tokens of each prompt, padding included
     cores: int = 1  # per replica
     load_s: float = 60.0  # from the start of a replica until it is ready
     min: int = 1
@@ -71,7 +72,7 @@ class SimModel(QueueSettings):
         encoder, longest = self.encoder, max(lengths)
         assert encoder is not None
         length = longest if encoder.pads_to_longest else self.padded(longest)
-        return self.prefill_base_s + self.prefill_token_s * length * encoder.filled(len(lengths))
+        return self._base_and_rows(length, encoder.filled(len(lengths)))
 
     def padded(self, tokens: int) -> int:
         """Returns the smallest bucket that holds ``tokens``; ``tokens`` itself beyond the largest."""
@@ -80,8 +81,11 @@ class SimModel(QueueSettings):
 
     def prefill_s(self, prompts: Sequence[int]) -> float:
         """Returns the time of one prefill of several prompts, each padded to the bucket of the longest."""
-        return self.prefill_base_s + self.prefill_token_s * self.padded(max(prompts)) * len(prompts)
+        return self._base_and_rows(self.padded(max(prompts)), len(prompts))
 
     def service_s(self, prompt_tokens: int, output_tokens: int) -> float:
         """Returns how long a request holds its slot without other requests."""
         return self.prefill_s((prompt_tokens,)) + self.step_s * (output_tokens - 1)
+
+    def _base_and_rows(self, length: int, rows: int) -> float:
+        return self.prefill_base_s + (self.prefill_token_s + self.prefill_square_s * length) * length * rows

@@ -137,8 +137,9 @@ class SimReplica:
         self._live += len(joining)
         self.prefill = joining
         if model.buckets:
-            tokens = model.padded(prompt) * len(joining)
-        self.due = now + model.prefill_base_s + model.prefill_token_s * tokens
+            prompt = model.padded(prompt)
+            tokens = prompt * len(joining)
+        self.due = now + model.prefill_base_s + (model.prefill_token_s + model.prefill_square_s * prompt) * tokens
 
     def _finish_prefill(self, now: float, ended: list[SimRequest]) -> None:
         """Ends the prefill: each of its requests has a token."""

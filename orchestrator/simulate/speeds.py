@@ -17,6 +17,7 @@ FIELDS = {
     "step_ms": ("step_s", 1000.0),
     "prefill_base_ms": ("prefill_base_s", 1000.0),
     "prefill_token_ms": ("prefill_token_s", 1000.0),
+    "prefill_square_ns": ("prefill_square_s", 1e9),
     "load_s": ("load_s", 1.0),
 }
 LEAST_TOKENS = 8  # output tokens of a request whose pace counts
@@ -35,6 +36,11 @@ class MeasuredSpeed:
     speeds: Mapping[str, float] = field(default_factory=dict)
     requests: int | None = None  # measurements; None: unknown, as in a file that a user wrote
     shape: Mapping[str, Any] | None = None  # of `measured_shape`; None: the user says that they apply
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no speed is left to the estimate."""
+        return FIELDS.keys() <= _of_whole_prompts(self.speeds).keys()
 
     @property
     def source(self) -> str:
@@ -130,5 +136,12 @@ _HINT = 'example: {"chat": {"step_ms": 21.5, "prefill_base_ms": 12, "prefill_tok
 
 def with_speeds(model: SimModel, speeds: Mapping[str, float]) -> SimModel:
     """Returns the model with these speeds."""
-    values: dict[str, Any] = {FIELDS[field][0]: value / FIELDS[field][1] for field, value in speeds.items()}
+    measured = _of_whole_prompts(speeds)
+    values: dict[str, Any] = {FIELDS[field][0]: value / FIELDS[field][1] for field, value in measured.items()}
     return replace(model, **values)
+
+
+def _of_whole_prompts(speeds: Mapping[str, float]) -> Mapping[str, float]:
+    """Returns the speeds, with no time for squares if there is only one for tokens: that one was measured on whole
+    prompts, and includes the attention."""
+    return {"prefill_square_ns": 0.0, **speeds} if "prefill_token_ms" in speeds else speeds

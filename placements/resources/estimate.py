@@ -23,17 +23,25 @@ CACHE_SHARE = 0.54
 """The same of reading the KV cache. Each query head reads the keys and values of its KV head, shared or not."""
 LAYER_S = 133e-6  # for each layer: two collectives, and what does not depend on size
 DECODE_ERROR = 0.06  # median of a batch size that was held out
-FITTED_DEGREE = 24
+FITTED = ("inf2", 24)
+"""The family and degree of the rows of every fit."""
+VERIFIED = ("trn1", 32)
+"""The family and degree of AWS's table of trn1, whose 36 rows are in no fit and whose cores have the figures of inf2's.
+The median error of steps is 5 %, the maximum 27 %; of prefills 21 % and 97 %."""
 UNVERIFIED_ERROR = 0.5
 """The error of other degrees, for which AWS publishes no rows. On Optimum Neuron's page a step of Llama-2-7B takes 60
 ms at tp 2, twice the estimate, and 7.2 ms at tp 24, 6 % more than it, both with an older SDK."""
 
-PREFILL_MFU = 0.14
-"""The share of the FLOPS that a prefill achieves. With PREFILL_S the median error is 18 %, the maximum on the same rows
-76 %."""
-PREFILL_TOKENS = 512  # the prompt whose FLOPs a token are used for all prompts
-PREFILL_S = 0.016  # for each prefill
-PREFILL_ERROR = 0.19  # median, rounded up
+PREFILL_MFU = 0.21
+"""The share of the FLOPS that the matrices of a prefill achieve. This and the next two constants were fitted on the
+times to the first token of the same 42 rows, of all prompts of a batch together. The median error on them is 17 %, the
+maximum 59 %: long prompts in a batch of 8 take up to 2.4 times the estimate, and alone mostly less than it. On rows of
+a model, a batch size or a prompt length that was held out of the fit, the medians are 16 %, 36 % and 38 %, and the
+maxima 60 %, 76 % and 62 %."""
+ATTENTION_MFU = 0.058
+"""The same of the attention scores and their product with the values, which grow with the square of the prompt."""
+PREFILL_S = 0.0236  # for each prefill
+PREFILL_ERROR = 0.38  # median of a prompt length that was held out
 
 TRN2_BYTES_S = 2.9e12 / 4
 """For one logical core of trn2 at LNC 2: a device of four has 2.9 TB/s and 667 TFLOPS in dense bf16 (AWS's page of the
@@ -63,6 +71,7 @@ class Speed:
     step_s: float  # a decoding step of all slots
     prefill_base_s: float
     prefill_token_s: float
+    prefill_square_s: float  # for the square of a prompt's tokens
     load_s: float
     decode_error: float
     prefill_error: float
@@ -74,6 +83,7 @@ class Speed:
             "step_ms": round(self.step_s * 1000, 4),
             "prefill_base_ms": round(self.prefill_base_s * 1000, 4),
             "prefill_token_ms": round(self.prefill_token_s * 1000, 6),
+            "prefill_square_ns": round(self.prefill_square_s * 1e9, 4),
             "load_s": round(self.load_s, 3),
             "decode_error": self.decode_error,
             "prefill_error": self.prefill_error,
@@ -85,14 +95,14 @@ def speed(model: ModelSpec, checkpoint: Checkpoint | None, engine: Engine, topol
     """Returns the estimated speed of a replica; ``engine`` is the resolved engine.
 
     TPOT = W / (410e9 x 0.69) + C / (410e9 x 0.54) + 133e-6 x layers, where W is the bytes of the weights on a core, and
-    C those of the KV cache that its query heads read for all slots (``step_bytes``). The prefill takes the FLOPs of a
-    token in a prompt of 512 (``prefill_flops``) at an MFU of 0.14, and 16 ms. Without a readable checkpoint, 8 billion
-    parameters are assumed.
+    C those of the KV cache that its query heads read for all slots (``step_bytes``). The prefill of n tokens takes
+    23.6 ms, n times the FLOPs of a token in the matrices at an MFU of 0.21, and n^2 times those of a cached position at
+    an MFU of 0.058 (``token_flops``). Without a readable checkpoint, 8 billion parameters are assumed.
     """
     if engine == "echo":
         step_ms = model.engine_options.get("step_ms", 0.0)
         step_s = max(HOST_STEP_S, float(step_ms) / 1000 if isinstance(step_ms, int | float) else 0.0)
-        return Speed(step_s, step_s, 0.0, HOST_LOAD_S, 0.0, 0.0, "the echo engine's step_ms")
+        return Speed(step_s, step_s, 0.0, 0.0, HOST_LOAD_S, 0.0, 0.0, "the echo engine's step_ms")
     if checkpoint is None:
         return _unknown(model)
     width = BYTES[model.dtype_on(engine)]
@@ -115,12 +125,25 @@ def step_bytes(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> tupl
 
 def step_flops(model: ModelSpec, checkpoint: Checkpoint, context: int) -> float:
     """Returns the FLOPs of a decoding step of all slots, on all cores together, with ``context`` cached positions."""
-    return model.max_batch * (_layer_flops(model, checkpoint, context) + _head_flops(checkpoint))
+    matrices, position = token_flops(model, checkpoint)
+    return model.max_batch * (matrices + position * context + _head_flops(checkpoint))
 
 
 def prefill_flops(model: ModelSpec, checkpoint: Checkpoint, tokens: int) -> float:
     """Returns the FLOPs of a prompt of ``tokens``, on all cores together; the head computes the last token only."""
-    return tokens * _layer_flops(model, checkpoint, tokens) + _head_flops(checkpoint)
+    matrices, position = token_flops(model, checkpoint)
+    return tokens * (matrices + position * tokens) + _head_flops(checkpoint)
+
+
+def token_flops(model: ModelSpec, checkpoint: Checkpoint) -> tuple[float, float]:
+    """Returns the FLOPs of a token in all layers, on all cores together: 2 for each parameter of a matrix, all experts
+    and the copies of KV heads included, and 4 for each element of the queries, for each cached position."""
+    groups, tp, strategy = checkpoint.groups, model.tp_degree, model.group_query_attention
+    heads = padded_heads(checkpoint, tp)
+    gathered = gathers_heads(checkpoint, tp, strategy)
+    kv_heads = checkpoint.kv_heads if gathered else padded_kv_heads(checkpoint, tp, strategy)
+    projections = groups.attention / checkpoint.heads * heads + groups.kv / checkpoint.kv_heads * kv_heads
+    return 2 * (projections + groups.feed_forward), 4 * checkpoint.layers * heads * checkpoint.head_dim
 
 
 def step_collective_bytes(model: ModelSpec, checkpoint: Checkpoint, width: int) -> int:
@@ -135,18 +158,6 @@ def step_collective_bytes(model: ModelSpec, checkpoint: Checkpoint, width: int) 
     return checkpoint.layers * model.max_batch * numbers * width if tp > 1 else 0
 
 
-def _layer_flops(model: ModelSpec, checkpoint: Checkpoint, context: int) -> float:
-    """Returns the FLOPs of a token in all layers: 2 for each parameter of a matrix, all experts and the copies of KV
-    heads included, and 4 for each element of the queries and cached position."""
-    groups, tp, strategy = checkpoint.groups, model.tp_degree, model.group_query_attention
-    heads = padded_heads(checkpoint, tp)
-    gathered = gathers_heads(checkpoint, tp, strategy)
-    kv_heads = checkpoint.kv_heads if gathered else padded_kv_heads(checkpoint, tp, strategy)
-    projections = groups.attention / checkpoint.heads * heads + groups.kv / checkpoint.kv_heads * kv_heads
-    scores = 4 * checkpoint.layers * heads * checkpoint.head_dim * context
-    return 2 * (projections + groups.feed_forward) + scores
-
-
 def _head_flops(checkpoint: Checkpoint) -> int:
     return 2 * checkpoint.vocab * (checkpoint.embedding_dim or checkpoint.hidden)
 
@@ -159,15 +170,24 @@ def _on_neuron(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, topolog
     if is_trn2 and topology.lnc == 1:
         bandwidth, flops = bandwidth / 2, flops / 2
     step_s = weights / (bandwidth * WEIGHTS_SHARE) + cache / (bandwidth * CACHE_SHARE) + LAYER_S * checkpoint.layers
-    token_s = prefill_flops(model, checkpoint, PREFILL_TOKENS) / PREFILL_TOKENS / (tp * flops * PREFILL_MFU)
+    matrices, position = token_flops(model, checkpoint)
+    token_s, square_s = matrices / (tp * flops * PREFILL_MFU), position / (tp * flops * ATTENTION_MFU)
     load_s = LOAD_S + checkpoint.parameters * width / LOAD_BYTES_S
-    if is_trn2:
-        source, error = "AWS's figures of trn2, with efficiencies fitted on inf2", UNVERIFIED_ERROR
-    elif tp == FITTED_DEGREE:
-        source, error = "fitted on AWS's tables of inf2", DECODE_ERROR
-    else:
-        source, error = f"fitted on AWS's tables of inf2 at tp {FITTED_DEGREE}, unverified at tp {tp}", UNVERIFIED_ERROR
-    return Speed(step_s, PREFILL_S, token_s, load_s, error, PREFILL_ERROR, source)
+    source, errors = _confidence(topology.family, tp)
+    return Speed(step_s, PREFILL_S, token_s, square_s, load_s, *errors, source)
+
+
+def _confidence(family: str, tp: int) -> tuple[str, tuple[float, float]]:
+    """Returns the source of an estimate, and the errors of its step and of its prefill."""
+    if family == "trn2":
+        return "AWS's figures of trn2, with efficiencies fitted on inf2", (UNVERIFIED_ERROR, UNVERIFIED_ERROR)
+    if (family, tp) == FITTED:
+        return "fitted on AWS's tables of inf2", (DECODE_ERROR, PREFILL_ERROR)
+    if (family, tp) == VERIFIED:
+        return "fitted on AWS's tables of inf2, verified with those of trn1", (DECODE_ERROR, PREFILL_ERROR)
+    where = f"tp {tp}" if family == FITTED[0] else f"tp {tp} of {family}"
+    source = f"fitted on AWS's tables of inf2 at tp {FITTED[1]}, unverified at {where}"
+    return source, (UNVERIFIED_ERROR, UNVERIFIED_ERROR)
 
 
 def _on_cpu(checkpoint: Checkpoint, width: float) -> Speed:
@@ -175,12 +195,13 @@ def _on_cpu(checkpoint: Checkpoint, width: float) -> Speed:
     step_s = checkpoint.parameters * width / HOST_BYTES_S + HOST_STEP_S
     token_s = 2 * checkpoint.parameters / HOST_FLOPS
     load_s = HOST_LOAD_S + checkpoint.parameters * width / LOAD_BYTES_S
-    return Speed(step_s, HOST_STEP_S, token_s, load_s, 1.0, 1.0, "a guess for a CPU")
+    return Speed(step_s, HOST_STEP_S, token_s, 0.0, load_s, 1.0, 1.0, "a guess for a CPU")
 
 
 def _unknown(model: ModelSpec) -> Speed:
-    parameters, layers = 8e9, 32
+    parameters, layers, width = 8e9, 32, 4096
     step_s = parameters * 2 / (model.tp_degree * CORE_BYTES_S * WEIGHTS_SHARE) + LAYER_S * layers
-    token_s = 2 * parameters / (model.tp_degree * CORE_FLOPS * PREFILL_MFU)
+    flops = model.tp_degree * CORE_FLOPS
+    token_s, square_s = 2 * parameters / (flops * PREFILL_MFU), 4 * layers * width / (flops * ATTENTION_MFU)
     load_s = LOAD_S + parameters * 2 / LOAD_BYTES_S
-    return Speed(step_s, PREFILL_S, token_s, load_s, 1.0, 1.0, "a guess: no readable config.json")
+    return Speed(step_s, PREFILL_S, token_s, square_s, load_s, 1.0, 1.0, "a guess: no readable config.json")

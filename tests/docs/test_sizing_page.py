@@ -15,6 +15,7 @@ from placements.facts.topology import TOPOLOGIES
 from placements.resources.estimate import speed
 from placements.spec.parse import parse
 from tests.docs.pages import DOCS, EXAMPLES, Block, blocks, rows, section, words
+from tests.placements.test_estimate import BOUNDS
 
 SIZING = DOCS / "sizing.md"
 LENGTH = 1024  # tokens at the end of a row of Optimum's page
@@ -63,11 +64,19 @@ def test_the_prices_can_be_read(
     assert all(line["dollars_per_million_tokens"] > 0 for line in lines)
 
 
+def test_the_errors_are_those_that_the_estimates_are_held_to() -> None:
+    """The bounds of the tests of estimates."""
+    shown = rows(section(SIZING, "Estimates and measurements"))[2 : 2 + len(BOUNDS)]
+    assert [tuple(row) for row in shown] == [
+        (name, *(f"{error:.0%}" for bounds in kinds for error in bounds)) for name, kinds in BOUNDS.items()
+    ]
+
+
 def test_predictions_stand_beside_measurements() -> None:
     """Of the four rows of Optimum's page, as `speed` estimates them. UPDATE_GOLDEN=1 writes them anew."""
     llama = json.loads(block_in("A first run", "json").text)
     inf2 = TOPOLOGIES["inf2.48xlarge"]
-    for name, degree, batch, shown, measured in rows(section(SIZING, "Estimates and measurements"))[2:]:
+    for name, degree, batch, shown, measured in rows(section(SIZING, "Estimates and measurements"))[4 + len(BOUNDS) :]:
         size, variant = name.removeprefix("Llama ").lower().split(" - ")
         path = EXAMPLES / f"optimum-llama-2-{size}-{variant}.yaml"
         spec = parse(path.read_text(), path.name, str(EXAMPLES)).spec

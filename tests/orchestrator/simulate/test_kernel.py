@@ -84,6 +84,14 @@ def test_prompts_are_padded_to_their_bucket() -> None:
     assert times(served([(0.0, 1)], model)) == [(0.16, 0.16)]
 
 
+def test_the_attention_of_a_prompt_grows_with_its_square() -> None:
+    """Of each of the prompts that are prefilled together, with its padding; replicas and estimates agree."""
+    model = SimModel("m", slots=3, prefill_base_s=0.0, prefill_square_s=0.001, buckets=(16, 32), prefill_tokens=32)
+    measured = times(served([(0.0, 1), (0.1, 1), (0.2, 1)], model))
+    assert sorted(ttft for ttft, _ in measured) == pytest.approx([0.256, 0.568, 0.668])
+    assert model.prefill_s((10, 16)) == pytest.approx(2 * 0.256)
+
+
 def test_a_request_for_a_full_model_waits_for_a_slot() -> None:
     """It leaves when the first ends."""
     model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05)
