@@ -103,7 +103,7 @@ class Authenticator:
         if connection.count_for(key.id) > self._limit:
             exchange.request.keep_alive = False
             raise errors.too_many_connections(self._limit, of_key=True)
-        connection.client = _CachedKey(key, header, self._ring) if header else None
+        connection.client = _CachedKey(key, header, self._ring) if _is_bearer(header) else None
 
     def early(self, headers: dict[bytes, bytes]) -> ApiError | None:
         """Returns the error for a request with these headers, before its body is read; None when it may go on."""
@@ -116,7 +116,7 @@ class Authenticator:
 
     def _key_of(self, headers: dict[bytes, bytes], now: float) -> ApiKey:
         header = headers.get(b"authorization", b"")
-        presented = header[7:] if header[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+        presented = header[7:] if _is_bearer(header) else headers.get(b"x-api-key", b"")
         key = self._ring.authenticate(presented.strip().decode("latin-1"), now)
         if key is None:
             raise errors.invalid_api_key(bool(presented))
@@ -136,6 +136,10 @@ class Authenticator:
         same = origin.partition("://")[2] == host and (self.demands_keys or is_loopback(host_name(host)))
         if not same and request.method != "GET":
             raise errors.origin_not_allowed(origin)
+
+
+def _is_bearer(header: bytes) -> bool:
+    return header[:7].lower() == b"bearer "
 
 
 def allow_inference(key: ApiKey | None) -> None:

@@ -80,6 +80,18 @@ def test_during_the_grace_period_a_key_counts_but_is_not_required_on_loopback(
             assert without.key is None
 
 
+def test_a_connection_shared_by_a_proxy_admits_each_request_by_its_own_key(tmp_path: Path) -> None:
+    """The proxy's own Authorization, which is the same for all clients, is not an API key."""
+    file = KeyFile(tmp_path / "keys.json")
+    alice, bob = file.create("alice"), file.create("bob")
+    authenticator = gate(tmp_path)
+    request = exchange(authorization="Basic proxy", x_api_key=alice[1])
+    authenticator.admit(request)
+    request.request.headers[b"x-api-key"] = bob[1].encode()
+    authenticator.admit(request)
+    assert request.key == bob[0]
+
+
 def test_an_ended_grace_period_stays_over_when_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
