@@ -18,7 +18,7 @@ from placements.spec.schema import ModelSpec, Spec
 S3, HUB = "s3://", "hub:"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 BARRED = ("source-not-allowed", "interpreter-not-allowed", "command-not-allowed", "remote-code-not-allowed")
-_PATH_STARTS = ("/", "./", "../", "~")
+_PATH_STARTS = ("~", "..")
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ class SourcePolicy:
                 allowed = ", ".join(self.prefixes) or "nothing"
                 what = f"{model.name}: {'.'.join(keys)} {shown!r} is not in the allowed sources: {allowed}"
                 hint = "move it to an allowed source, or extend the setting allowed_sources and restart `up`"
+                if not place:
+                    hint = "write an absolute path in an allowed source"
                 yield Problem("source-not-allowed", "error", where, what, hint)
 
 
@@ -183,23 +185,18 @@ def _places(model: ModelSpec) -> Iterator[tuple[tuple[str, ...], str, str]]:
         yield ("adapters", name), place, model.adapters[name]
     if model.neff_cache is not None:
         yield ("neff_cache",), model.neff_cache_location or model.neff_cache, model.neff_cache
-    for text in _texts(model.engine_options):
+    for text in _texts(model.given_options):
         if "/" in text or text.startswith(_PATH_STARTS):
-            yield ("engine_options",), _absolute(model, text), text
+            yield ("engine_options",), _absolute(text), text
     for text in _words(model.compiler.flags):
         value = text.partition("=")[2] or text
         if "/" in value or value.startswith(_PATH_STARTS):
-            written = value if value.startswith((*_PATH_STARTS, S3)) else value[value.index("/") :]  # as in -I/folder
-            yield ("compiler", "flags"), _absolute(model, written), text
+            yield ("compiler", "flags"), _absolute(re.sub("^-[A-Za-z]/", "/", value)), text  # as in -I/folder
 
 
-def _absolute(model: ModelSpec, text: str) -> str:
-    if text.startswith(S3):
-        return text
-    try:
-        return str(Path(model.base_dir) / Path(text).expanduser())
-    except RuntimeError:  # ~USER of an unknown user
-        return ""
+def _absolute(text: str) -> str:
+    """Returns "", which no policy allows, for a URL or a relative path: the engine resolves it from its own folder."""
+    return text if text.startswith(("/", S3)) else ""
 
 
 def _texts(value: Any) -> Iterator[str]:

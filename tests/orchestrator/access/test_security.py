@@ -312,6 +312,7 @@ FIELDS = [
     ("source: ./models/chat, engine_options: {a: [{b: /etc/shadow}]}", "a: engine_options "),
     ("source: ./models/chat, engine_options: {a: some/folder/../../..}", "a: engine_options "),
     ("source: ./models/chat, compiler: {flags: '-O2 --dump=/etc'}", "a: compiler.flags "),
+    ("source: ./models/chat, engine_options: {a: 'http://models/chat'}", "a: engine_options "),
     ("source: ./models/chat, compiler: {flags: '-I/etc'}", "a: compiler.flags "),
 ]
 
@@ -328,6 +329,19 @@ def test_every_field_with_a_path_is_checked(fields: str, begins: str, models: Pa
     assert re.fullmatch(r"f\.yaml:3:\d+", refusals[0].where)
     assert refusals[0].hint
     assert not file.checkpoints
+
+
+@pytest.mark.parametrize(
+    "fields", ["engine_options: {a: ./models/log.json}", "compiler: {flags: '--dump=./models -I./models'}"]
+)
+def test_a_relative_path_that_the_engine_resolves_is_refused(fields: str, models: Path) -> None:
+    """It is relative to the folder of the engine's process, and not to the folder that the client names."""
+    text = f"models: {{a: {{engine: vllm, source: ./models/chat, {fields}}}}}\n"
+    spec = parse(text, "f.yaml", str(models)).spec
+    assert spec is not None
+    assert [problem.id for problem in SourcePolicy((str(models / "models"),)).problems(spec)] == [
+        "source-not-allowed"
+    ] * len(fields.split("./models")[1:])
 
 
 def test_allowed_sources_are_read(models: Path) -> None:
