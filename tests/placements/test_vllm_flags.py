@@ -73,6 +73,20 @@ def test_a_refused_flag_has_no_replacement(name: str) -> None:
     assert said({name: None}) == [("unknown-engine-option", "remove it")]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compilation_config": {"inductor_passes": {"p": "module.name"}}},
+        {"logging_config": {"log_stream": "ext://module.name"}},
+        {"log_config_file": "/models/log.json"},  # its handlers name any factory
+        {"structured_outputs_config": {"backend": "xgrammar", "reasoning_parser_plugin": "/models/code.py"}},
+    ],
+)
+def test_a_flag_cannot_name_code(options: dict[str, Any]) -> None:
+    """vLLM would import it."""
+    assert said(options) == [("unknown-engine-option", "remove it")]
+
+
 def test_a_flag_that_is_true_or_absent_takes_no_false() -> None:
     """It has no form with ``--no-``."""
     assert said({"aggregate_engine_logging": True}) == []

@@ -80,6 +80,9 @@ def check_flags(values: Mapping[str, Any], version: str = "", release: str = "")
             yield finding
         elif name == "additional_config":
             yield from _fields_in(value)
+        elif name == "structured_outputs_config" and "reasoning_parser_plugin" in value:
+            what = f"engine_options.{name}.reasoning_parser_plugin cannot be set: it imports code by name"
+            yield Finding("unknown-engine-option", (name, "reasoning_parser_plugin"), what, "remove it")
 
 
 def _owned(name: str) -> Finding:
