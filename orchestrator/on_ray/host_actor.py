@@ -71,6 +71,7 @@ class HostActor:
         if mark is not None and (remaining := end_orphans(mark, ORPHANS_S)):
             pids = ", ".join(map(str, remaining))
             raise RuntimeError(f"replicas of its former Ray node cannot be killed (pids {pids}): restart the machine")
+        self._mark = mark
         self._home = Home(Path(home))
         self._home.prepare()  # which `up` has done on its own machine only
         self._store = store.open()
@@ -136,8 +137,8 @@ class HostActor:
         return dead
 
     def end_idle_workers(self, older_s: float) -> list[int]:
-        """Ends this machine's idle workers of Ray that have run for ``older_s`` seconds, and returns their pids."""
-        return end_idle_workers(os.getppid(), older_s)
+        """Ends the fleet's idle workers of Ray here that have run for ``older_s`` seconds, and returns their pids."""
+        return end_idle_workers(os.getppid(), older_s, self._mark)
 
     def watch_process(self, pid: int, started: float) -> None:
         self._endings.attend(pid, started)

@@ -1,4 +1,4 @@
-"""Ends workers of Ray that hold a lease which nobody uses."""
+"""Kills Ray workers that hold an unused lease."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import time
 
 import psutil
 
+from workers.host.orphans import NODE_VARIABLE
+
 IDLE = "ray::IDLE"
 
 
-def end_idle_workers(raylet: int, older_s: float) -> list[int]:
+def end_idle_workers(raylet: int, older_s: float, mark: str | None) -> list[int]:
     """Ends the idle workers of a raylet that have run for ``older_s`` seconds, and returns their pids.
+
+    On a joined cluster, ``mark`` is that of the fleet's replicas, whose variables a worker has when Ray leases it for
+    one. The idle workers of other jobs may own objects.
 
     A worker that Ray leases to a GCS which ends meanwhile stays idle, and its cores stay taken: the restarted GCS asks
     only for the return of the leases that were granted before (Ray 2.60). Ray starts other workers when it needs them.
@@ -19,7 +24,9 @@ def end_idle_workers(raylet: int, older_s: float) -> list[int]:
     ended = []
     for worker in psutil.Process(raylet).children():
         with contextlib.suppress(psutil.Error):  # it has ended
-            if worker.cmdline()[:1] == [IDLE] and time.time() - worker.create_time() >= older_s:
+            if worker.cmdline()[:1] != [IDLE] or time.time() - worker.create_time() < older_s:
+                continue
+            if worker.environ().get(NODE_VARIABLE) == mark:
                 worker.kill()
                 ended.append(worker.pid)
     return ended
