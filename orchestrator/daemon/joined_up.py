@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 READY, ENDED = b"r", b"e"  # marks of the child: the fleet was ready, the end has been reported
 CONTROLLER_AWAY_S = 120.0  # a new head is there after half a minute
+CONTROLLER_START_S = 120.0  # another `up` may be starting the controller of a younger fleet
 RECORD_POLL_S = 0.1
 GATEWAYS_S = 120.0  # for the first gateways; later ones may still start
 
@@ -220,8 +221,10 @@ class JoinedUp:
 
         spec, home = self._spec, str(self._home.path)
         name, user = spec.name, f"{getpass.getuser()}@{platform.node()}"
-        owner = cluster.owner_of(name)
-        controller = cluster.find_controller(name)
+        owner, controller = cluster.owner_of(name), cluster.find_controller(name)
+        while owner is not None and controller is None and abs(time.time() - owner.since) < CONTROLLER_START_S:
+            time.sleep(RECORD_POLL_S)
+            owner, controller = cluster.owner_of(name), cluster.find_controller(name)
         if owner is not None and (owner.home, owner.user.partition("@")[0]) != (home, getpass.getuser()):
             began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(owner.since))
             message = f"the fleet {name} of {owner.user} and {owner.home} is on this Ray cluster since {began} UTC"
@@ -248,7 +251,8 @@ class JoinedUp:
         try:
             self._start_controller(fleet, cpus, addresses)
         except Exception:
-            cluster.remove_fleet(name)
+            if (owner := cluster.owner_of(name)) is None or owner.fleet == fleet:
+                cluster.remove_fleet(name)
             raise
 
     def _apply(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import getpass
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec.structs
@@ -27,7 +29,8 @@ from orchestrator.fleet.host_binding import Member, bind_hosts, lost_hosts
 from orchestrator.fleet.host_greeting import HostGreeting, unfit
 from orchestrator.fleet.machine_claims import MachineClaims, claims, release_machines
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.on_ray import cluster_facts, host_survey, ray_nodes
+from orchestrator.on_ray import cluster_facts, fleet_on_cluster, host_survey, ray_nodes
+from orchestrator.on_ray.fleet_on_cluster import ClusterOwner
 from orchestrator.process.addresses import free_port
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home, daemon_alive
@@ -199,6 +202,43 @@ def test_a_running_fleet_that_rejects_the_spec_keeps_its_own(up: JoinedUp, monke
     problem = Problem("plan-does-not-fit", "error", "fleet.yaml", "too large", "less")
     monkeypatch.setattr(up._follower, "ask", lambda call: {"error": problem, "problems": ()})
     assert refusal(up._apply) == "adopt-rejected"
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What `up` does on the cluster, where another `up` of this user and home has just claimed the name."""
+    user, calls = f"{getpass.getuser()}@here", list[str]()
+    owner = ClusterOwner("other", "chat", user, "", time.time())
+    monkeypatch.setattr(fleet_on_cluster, "remove_fleet", calls.append)
+    return SimpleNamespace(owner=owner, removed=calls)
+
+
+def test_up_adopts_the_fleet_that_another_up_is_starting(
+    up: JoinedUp, cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its controller is registered later than its name."""
+    controllers = iter([None, None, "controller"])
+    owner = msgspec.structs.replace(cluster.owner, home=str(up._home.path))
+    monkeypatch.setattr(fleet_on_cluster, "owner_of", lambda name: owner)
+    monkeypatch.setattr(fleet_on_cluster, "find_controller", lambda name: next(controllers))
+    monkeypatch.setattr(fleet_on_cluster, "record_of", lambda name: None)
+    monkeypatch.setattr(up, "_apply", lambda: 1)
+    up._own_or_adopt((0,), {})
+    assert (up._follower.controller, cluster.removed) == ("controller", [])
+
+
+def test_a_failed_up_leaves_the_fleet_of_another_up(
+    up: JoinedUp, cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has claimed the name while this one was slow."""
+    owners = iter([None, cluster.owner])
+    monkeypatch.setattr(fleet_on_cluster, "owner_of", lambda name: next(owners))
+    monkeypatch.setattr(fleet_on_cluster, "find_controller", lambda name: None)
+    monkeypatch.setattr(fleet_on_cluster, "claim_name", lambda owner: True)
+    monkeypatch.setattr(up, "_start_controller", lambda *given: (_ for _ in ()).throw(ValueError("the name is taken")))
+    with pytest.raises(ValueError, match="taken"):
+        up._own_or_adopt((0,), {})
+    assert cluster.removed == []
 
 
 def test_a_home_with_a_fleet_of_another_name_on_a_cluster_is_refused(up: JoinedUp, tmp_path: Path) -> None:
