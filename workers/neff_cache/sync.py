@@ -328,9 +328,11 @@ def push(local: Path, place: CachePlace) -> Synced:
 
 
 def records_at(place: CachePlace, files: Sequence[RemoteFile]) -> Iterator[Record]:
-    """Yields the records of a remote cache with these files."""
+    """Yields the records of a remote cache with these files. A record's name is its file's: a cache has more writers
+    than this host, and a name may lead out of it."""
     for file in files:
-        if _is_record(file.name) and (record := decoded(place.read(file.name))) is not None:
+        record = decoded(place.read(file.name)) if _is_record(file.name) else None
+        if record is not None and file.name == f"{OWN}/{record.name}{SUFFIX}":
             yield record
 
 

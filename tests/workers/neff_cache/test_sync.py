@@ -180,6 +180,17 @@ def test_a_pulled_record_has_the_digests_of_the_pulled_files(afar: CachePlace, t
     assert Proof(third, [record]).missing(record) == ()
 
 
+def test_a_record_that_names_a_path_is_not_pulled(afar: CachePlace, tmp_path: Path) -> None:
+    """Whoever writes to a shared cache could replace files beside the local one."""
+    first, other = tmp_path / "one", tmp_path / "other"
+    name = kept(first, finished(first))
+    push(first, afar)
+    record = place_of(first, name).read_bytes()
+    afar.put_bytes(f"{OWN}/evil.lock.json", record.replace(name.encode(), b"../../evil"))
+    pull(afar, other)
+    assert not list(tmp_path.glob("evil*"))
+
+
 def test_a_pull_replaces_unfinished_entries_but_not_locked_ones(afar: CachePlace, tmp_path: Path) -> None:
     """Empty entries and failures are replaced."""
     first, other = tmp_path / "one", tmp_path / "other"
