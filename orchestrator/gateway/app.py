@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 CONTROLLER_METRICS_S = 1.0
 REPORT_S = 1.0  # between two reports of demand
 REPORT_DEADLINE_S = 10.0
+ALONE_S = 10.0  # without the controller, until the requests of other machines no longer count
 QUIET_REPORTS = 5  # without demand, every fifth report is sent
 KEY_IN_USE_S = 300.0
 SETTLE_S = 1.0
@@ -114,7 +115,8 @@ class Gateway:
     async def report(self) -> None:
         """Reports the demand to the controller once a second, until cancelled. Reports are lost while it is down; each
         report states how long it covers."""
-        reported_at, quiet = time.monotonic(), 0
+        heard_at = reported_at = time.monotonic()
+        quiet = 0
         for number in itertools.count(1):
             await asyncio.sleep(REPORT_S)
             now = time.monotonic()
@@ -129,8 +131,11 @@ class Gateway:
                 reply = await asyncio.wait_for(self._controller.demand(report), REPORT_DEADLINE_S)
             except (ControllerAway, asyncio.TimeoutError) as error:
                 self._limits.restore(usage)
+                if now - heard_at > ALONE_S:
+                    self._limits.charge((), self.gate.keys, now)
                 log.warning("cannot report the demand to the controller: %s", error)
             else:
+                heard_at = now
                 if reply is not None and self._settings.place:
                     self._limits.charge(reply.usage, self.gate.keys, time.monotonic())
             self._log.keep(now)

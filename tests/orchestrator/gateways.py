@@ -79,6 +79,8 @@ class PlayedController:
 
     async def demand(self, report: DemandReport) -> DemandReply:
         self.reports.append(report)
+        if not self.answers:
+            raise ControllerAway("the controller is gone")
         return DemandReply(usage=self.usage.receive(report.gateway, report.machine, report.usage))
 
     def demand_of(self, model: str) -> DemandWindow:

@@ -10,7 +10,9 @@ import pytest
 
 from orchestrator.access.key_feed import KeyFeed
 from orchestrator.access.keys import Allowance, KeyFile
+from orchestrator.fleet.key_usage import KeyUsage
 from orchestrator.fleet.route_table import RouteTable
+from orchestrator.gateway import app
 from orchestrator.gateway.admission.authenticator import Authenticator
 from orchestrator.gateway.admission.key_limits import KeyLimits
 from orchestrator.gateway.openai.errors import ApiError
@@ -109,6 +111,25 @@ def test_a_machine_that_drains_sends_its_clients_away(served: Served) -> None:
         assert answer.status_code == 200
         assert answer.headers["connection"] == "close"
         assert gateway.http.get("/livez").status_code == 200
+    finally:
+        gateway.close()
+
+
+def test_without_the_controller_a_machine_applies_a_keys_limits_alone(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of another machine, which it can no longer follow, do not keep the key out."""
+    monkeypatch.setattr(app, "ALONE_S", 0.0)
+    gateway = LiveGateway(**PLACE)
+    try:
+        file = KeyFile(tmp_path / "keys.json")
+        key, text = file.create("ann", allowance=Allowance(max_concurrent=1))
+        gateway.controller.key_feed = KeyFeed(file)
+        gateway.controller.usage.receive("other", "10.0.0.2", [KeyUsage(key.id, live=1)])
+        gateway.serve(routes("m", served))
+        until(lambda: complete(gateway, text) == 429, 10, "its request on the other machine counts")
+        gateway.controller.answers = False
+        until(lambda: complete(gateway, text) == 200, 10, "only this machine's requests count")
     finally:
         gateway.close()
 
