@@ -129,5 +129,7 @@ class EncodedReply(msgspec.Struct, eq=False):
         self.ticket = None
         self._note.reason = reason
         link = ticket.stream.link
+        if reason == "abort" and link is not None and self.exchange.grant is not None:
+            self.exchange.grant.least = ticket.tokens
         metrics = self._metrics.model(self._note.model, None if link is None else link.replica)
         metrics.ended(reason, ticket.tokens, 0, now - self.exchange.request.received_at, 0.0)

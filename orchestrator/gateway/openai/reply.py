@@ -197,6 +197,8 @@ class Reply(msgspec.Struct, eq=False):
             self._reminder.cancel()
         self._note.completion_tokens += stream.produced
         self._note.reason = reason
+        if reason == "abort" and stream.link is not None and self.exchange.grant is not None:
+            self.exchange.grant.least = self._note.prompt_tokens  # its prefill was begun, or may have been
         metrics = stream.metrics or self._metrics_of(ticket)
         decode_s = stream.last_at - stream.first_at
         if stream.first_at and reason in ("stop", "length") and len(self._choices) == 1:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from orchestrator.gateway.admission.key_limits import FREE, KeyLimits
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.process.home import Home
 from tests.fleet import until
-from tests.orchestrator.encoded import EncoderReplica
+from tests.orchestrator.encoded import EncoderReplica, HeldEncoder
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
 
@@ -443,6 +446,31 @@ def test_a_disconnected_client_frees_its_place(replica: Callable[..., Served]) -
         until(lambda: ask() == 200, 5, "its place is free")
     finally:
         live.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("completions", {"model": "m", "prompt": "a" * 60}), ("embeddings", {"model": "e", "input": "a" * 60})],
+)
+def test_a_disconnected_client_pays_for_a_prompt_that_a_replica_has(
+    path: str, fields: dict[str, str], replica: Callable[..., Served]
+) -> None:
+    """Also before the first token, or the embedding: the replica has begun to compute it."""
+    live, served, encoder = LiveGateway(), replica(stepped=True), EncoderReplica(HeldEncoder())
+    try:
+        ci, text = KeyFile(Home(live.home).keys).create("ci", allowance=Allowance(tokens_per_minute=200))
+        live.serve(routes("m", served), routes("e", encoder, kind="embedding", max_len=64))
+        until(lambda: live.http.get("/v1/models").status_code == 401, 5, "a key is demanded")
+        limits, body = live._server.gateway._limits, json.dumps(fields)
+        with socket.create_connection(("127.0.0.1", live.port), timeout=10) as client:
+            head = f"host: x\r\nauthorization: Bearer {text}\r\ncontent-length: {len(body)}"
+            client.sendall(f"POST /v1/{path} HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
+            until(lambda: served.batcher.stats.live or encoder.requests, 10, "a replica has the prompt")
+        until(lambda: not limits._counts.live(), 10, "the request is over")
+        assert int(limit_headers(limits, ci, time.monotonic())["x-ratelimit-remaining-tokens"]) < 200
+    finally:
+        live.close()
+        encoder.close()
 
 
 def test_tokens_of_encoded_inputs_count_towards_the_limit() -> None:
