@@ -61,7 +61,7 @@ class _Error(ApiError):
         self.refusal = Refusal(error=Reason(code=code, message=message, hint=hint), problems=reported)
 
 
-def _refusal(error: ApiError) -> Refusal:
+def _refusal(error: ApiError, exchange: Exchange) -> Refusal:
     """Returns the body of an error response, also of errors of the HTTP server, such as malformed HTTP."""
     if isinstance(error, _Error):
         return error.refusal

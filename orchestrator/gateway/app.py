@@ -20,12 +20,16 @@ from orchestrator.access.keys import KeyFile
 from orchestrator.gateway.admission.authenticator import OPEN, PREFLIGHT, Authenticator, allow_inference
 from orchestrator.gateway.admission.key_limits import KeyLimits
 from orchestrator.gateway.admission.received_keys import ReceivedKeys
+from orchestrator.gateway.anthropic.answer_types import TokenCount
+from orchestrator.gateway.anthropic.chat_request import read_count_tokens, read_messages
+from orchestrator.gateway.anthropic.errors import error_body as anthropic_error
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
 from orchestrator.gateway.encoding.encoding import ENCODING, Encoding
-from orchestrator.gateway.generation import CHAT, Generation
+from orchestrator.gateway.generation import CHAT, MESSAGES, Generation
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.http_server import Handler, HttpServer
 from orchestrator.gateway.openai import body_reader, errors
+from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import ModelCard, ModelList, VersionAnswer, openapi
 from orchestrator.gateway.openai.protocol import Chat, TokenizeChatRequest
 from orchestrator.gateway.openai.tokenize import detokenized, tokenized
@@ -57,6 +61,7 @@ KEY_IN_USE_S = 300.0
 SETTLE_S = 1.0
 TEXT = b"text/plain; charset=utf-8"
 MODELS = "/v1/models/"
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 
 
 class Gateway:
@@ -80,7 +85,7 @@ class Gateway:
         self.served = ServedModels(controller, id, settings.machine, self._tokenizers, retried, read_again, files)
         self._recorder = RequestRecorder(home.traces, id)
         self._log = RequestLog(self.gate, self.metrics, self._recorder, with_texts=settings.log_prompts)
-        self.server = HttpServer(settings, self.handle, self._log.ended, self.gate.early)
+        self.server = HttpServer(settings, self.handle, self._log.ended, self.gate.early, body_of=error_body_for)
         self.certificate_expires: float | None = None  # seconds since the epoch
         self.listens = False  # a spare gateway does not yet
         self.clock = AwakeClock()
@@ -90,6 +95,8 @@ class Gateway:
         self._controller_families_at: float | None = None  # monotonic
         self._routes: Mapping[str, tuple[str, Handler]] = {
             CHAT: ("POST", self.chat),
+            MESSAGES: ("POST", self.messages),
+            COUNT_TOKENS: ("POST", self.count_tokens),
             "/v1/completions": ("POST", self.complete),
             **dict.fromkeys(ENCODING, ("POST", self.encode)),
             "/v1/models": ("GET", self.models),
@@ -336,6 +343,30 @@ class Gateway:
             return None
         return self._generation.start(exchange, body, queue, 1)
 
+    def messages(self, exchange: Exchange) -> Awaitable[None] | None:
+        exchange.add_headers(((b"request-id", exchange.id.encode()),))
+        body = read_messages(_json_of(exchange))
+        return self._generation.start(exchange, body, self._queue_of_chat(exchange, body), 1)
+
+    def count_tokens(self, exchange: Exchange) -> Awaitable[None] | None:
+        exchange.add_headers(((b"request-id", exchange.id.encode()),))
+        body = read_count_tokens(_json_of(exchange))
+        queue = self._queue_of_chat(exchange, body)
+
+        def work(tokenizer: PromptTokenizer) -> tuple[bytes, int]:
+            count = tokenized(body, tokenizer, queue.routes.max_len).count
+            return _encode(TokenCount(count)), count
+
+        return self._by_tokenizer(exchange, queue, work)
+
+    def _queue_of_chat(self, exchange: Exchange, body: Chat) -> ModelQueue:
+        """Returns the queue for a chat that was read from another API's request. Raises ApiError."""
+        self._check_messages(body)
+        queue = self.served.queue(exchange.key, body.model)
+        if queue.routes.forwards:
+            raise errors.not_forwarded(queue.name, exchange.request.path)
+        return queue
+
     def encode(self, exchange: Exchange) -> Awaitable[None] | None:
         if self._forwarded(exchange):
             return None
@@ -366,6 +397,13 @@ class Gateway:
 
 
 _encode = msgspec.json.encode
+
+
+def error_body_for(error: ApiError, exchange: Exchange) -> dict[str, Any]:
+    """Returns the JSON of an error in the shape of the route's API."""
+    if exchange.request.path in (MESSAGES, COUNT_TOKENS):
+        return anthropic_error(error, exchange.id)
+    return error.body()
 
 
 @functools.cache

@@ -8,20 +8,22 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar, cast
 
 import msgspec.structs
 
 from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.admission.key_limits import KeyLimits
+from orchestrator.gateway.anthropic.answers import MessagesAnswer
+from orchestrator.gateway.anthropic.chat_request import MessagesChat, read_messages
 from orchestrator.gateway.encoding.encoded_reply import EncodedReply
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai import body_reader, errors
-from orchestrator.gateway.openai.answers import Answer, Choice, ForwardedAnswer
+from orchestrator.gateway.openai.answers import Answer, AnswerWriter, Choice, ForwardedAnswer
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.protocol import (
-    DEFAULT_COMPLETION_TOKENS,
     ChatRequest,
     CompletionRequest,
     ForwardedFields,
@@ -41,13 +43,15 @@ from workers.text.tokenizer import ByteTokenizer, PromptTokenizer
 from workers.text.tokenizer_process import TokenizerFault
 
 log = logging.getLogger(__name__)
+GenerationBody = ChatRequest | CompletionRequest
 
-CHAT = "/v1/chat/completions"
-GENERATING = {CHAT: "chat", "/v1/completions": "text_completion"}  # route -> OpenTelemetry's operation
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+GENERATING = {CHAT: "chat", MESSAGES: "chat", "/v1/completions": "text_completion"}  # OpenTelemetry's operations
+READERS: Mapping[str, Callable[[bytes], GenerationBody]] = MappingProxyType(
+    {CHAT: body_reader.read_chat, MESSAGES: read_messages, "/v1/completions": body_reader.read_completion}
+)
 INLINE_BYTES = 2048  # the byte tokenizer runs inline up to this body size: a thread would cost more
 BYTES_OF_TOKEN = 4  # estimate by which a key is charged before tokenizing
-
-GenerationBody = ChatRequest | CompletionRequest
 T = TypeVar("T")
 
 
@@ -181,9 +185,8 @@ class Generation:
         self, queue: ModelQueue, body: GenerationBody, prompts: list[list[int]], ids: Iterator[str]
     ) -> list[GenerateRequest]:
         """Returns the requests for the replicas. Raises ApiError 400."""
-        default = None if isinstance(body, ChatRequest) else DEFAULT_COMPLETION_TOKENS
         limits = queue.links.limits.within(self._settings.max_prompt_tokens)
-        requests = requests_for(body, prompts, limits, default, ids)
+        requests = requests_for(body, prompts, limits, body.default_tokens, ids)
         adapter = queue.adapter(body.model)
         return [msgspec.structs.replace(request, adapter=adapter) for request in requests] if adapter else requests
 
@@ -192,20 +195,17 @@ class Generation:
         if exchange.ended:
             return  # the client disconnected
         prompts, echoes, parser = tokenized_prompts
-        chat = isinstance(body, ChatRequest)
         copies = body.n or 1
         requests = self._requests(queue, body, prompts, self.request_ids)
         terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
         self._charge(exchange, body, requests, queue)
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
-        id = ("chatcmpl" if chat else "cmpl") + next(self._answer_ids)
-        answer = Answer(id, body.model, int(time.time()), chat, choices, bool(body.return_token_ids))
+        answer = self._answer(exchange, body, choices)
         usage = body.stream_options is not None and body.stream_options.include_usage
         note = Note(queue.label(body.model), bool(body.stream), prompt_tokens=answer.prompt_tokens)
         settings = self._settings
         reply = Reply(exchange, answer, note, self._metrics, usage, settings.keep_alive_s, settings.log_prompts)
-        operation = "chat" if chat else "text_completion"
-        self.trace(exchange, queue, operation)
+        self.trace(exchange, queue, GENERATING[exchange.request.path])
         trace = exchange.trace
         try:
             for request, choice in zip(requests, choices, strict=True):
@@ -216,6 +216,15 @@ class Generation:
         except BaseException:
             reply.leave()
             raise
+
+    def _answer(self, exchange: Exchange, body: GenerationBody, choices: list[Choice]) -> AnswerWriter:
+        """Returns the writer of the answer in the shape of the request's API."""
+        suffix = next(self._answer_ids)
+        if isinstance(body, MessagesChat):
+            return MessagesAnswer(f"msg{suffix}", body.model, choices[0], body.most_tokens, exchange.id)
+        chat, created = isinstance(body, ChatRequest), int(time.time())
+        id = ("chatcmpl" if chat else "cmpl") + suffix
+        return Answer(id, body.model, created, chat, choices, bool(body.return_token_ids))
 
     def _charge(
         self, exchange: Exchange, body: GenerationBody, requests: Sequence[GenerateRequest], queue: ModelQueue
@@ -270,8 +279,7 @@ class Generation:
         if queue.routes.forwards or any(ticket.request.forwarded is not None for ticket in reply.tickets):
             raise errors.model_unavailable(queue.name, "updated", "its engine has changed")
         request = reply.exchange.request
-        read = body_reader.read_chat if request.path == CHAT else body_reader.read_completion
-        body: GenerationBody = await asyncio.to_thread(read, request.body)
+        body = await asyncio.to_thread(READERS[request.path], request.body)
         prompts = await self._prompts(reply.exchange, queue, body)
         if not reply.exchange.ended:
             ids = (ticket.id for ticket in reply.tickets)

@@ -14,6 +14,7 @@ import pytest
 from orchestrator.api.routes import ROUTES
 from orchestrator.fleet.controller_settings import ADMIN_PATH
 from orchestrator.gateway.admission.authenticator import OPEN
+from orchestrator.gateway.anthropic.protocol import CountTokensRequest, MessagesRequest
 from orchestrator.gateway.encoding.protocol import KINDS_OF, EncodingFields
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import ROUTES as GATEWAY_ROUTES
@@ -35,6 +36,8 @@ def answers() -> Iterator[dict[str, Any]]:
             "completion": gateway.http.post("/v1/completions", json=text).json(),
             "chat": gateway.http.post("/v1/chat/completions", json=chat).json(),
             "error": gateway.http.post("/v1/completions", json={**text, "max_tokens": 600}).json(),
+            "message": gateway.http.post("/v1/messages", json={**chat, "max_tokens": 9}).json(),
+            "message error": gateway.http.post("/v1/messages", json={**chat, "model": "x", "max_tokens": 9}).json(),
             "model": gateway.http.get("/v1/models/m").json(),
         }
     finally:
@@ -48,6 +51,8 @@ def answers() -> Iterator[dict[str, Any]]:
         ("chat", README, "Quick start", 0),
         ("model", API, "Routes", 0),
         ("completion", API, "Answers", 0),
+        ("message", API, "Messages", 0),
+        ("message error", API, "Messages", 1),
         ("error", API, "Errors", 0),
     ],
 )
@@ -91,9 +96,9 @@ def request_fields() -> set[str]:
     return {field.name for kind in (ChatRequest, CompletionRequest) for field in msgspec.structs.fields(kind)}
 
 
-def listed(beginning: str) -> set[str]:
+def listed(beginning: str, heading: str = "Request fields") -> set[str]:
     """The fields in the paragraph of that beginning; none when there is no such paragraph."""
-    paragraphs = section(API, "Request fields").split("\n\n")
+    paragraphs = section(API, heading).split("\n\n")
     return {word for text in paragraphs if text.startswith(beginning) for word in words(text)} - {
         "unsupported_parameter"
     }
@@ -104,6 +109,15 @@ def test_every_request_field_is_described() -> None:
     served = {word for row in rows(section(API, "Request fields")) for word in words(row[0])}
     assert served | listed("Fields that") == request_fields()
     assert served & (listed("Fields that are ignored") | listed("Fields that are rejected")) == set()
+
+
+def test_every_field_of_a_messages_request_is_described() -> None:
+    """As served or ignored, and nothing else is; those of its prompt are those of the count."""
+    served = {word for row in rows(section(API, "Messages")) for word in words(row[0])}
+    fields = {field.name for field in msgspec.structs.fields(MessagesRequest)}
+    ignored = listed("Fields that are ignored", "Messages")
+    assert (served | ignored, served & ignored) == (fields, set())
+    assert {field.name for field in msgspec.structs.fields(CountTokensRequest)} < fields
 
 
 def test_every_field_of_an_encoded_request_is_described() -> None:

@@ -71,6 +71,7 @@ class AcceptedRequest:
             token_ids=[token],
             logprobs=[] if logprobs is None else [logprobs],
             finish=finish,
+            stop="" if finish is None else self.answer.stop,
         )
 
     def advance_all(self, tokens: Sequence[int | None]) -> TokenEvent:
@@ -86,6 +87,7 @@ class AcceptedRequest:
             token_ids=[id for event in events for id in event.token_ids],
             finish=events[-1].finish,
             error=events[-1].error,
+            stop=events[-1].stop,
         )
 
     def _grow(self, token: int) -> tuple[str, FinishReason | None]:

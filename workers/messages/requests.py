@@ -102,3 +102,4 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish: FinishReason | None = None
     error: str | None = None
     part: AnswerPart | None = None  # of a forwarded request
+    stop: str = ""  # the stop string that has ended the answer

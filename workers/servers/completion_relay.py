@@ -437,7 +437,7 @@ class CompletionRelay:
         """The server has ended the answer by a rule that is not known here, such as a length of its own."""
         if finish in (FinishReason.STOP.value, FinishReason.LENGTH.value):
             text = event.text + accepted.answer.finish()
-            return msgspec.structs.replace(event, text=text, finish=FinishReason(finish))
+            return msgspec.structs.replace(event, text=text, finish=FinishReason(finish), stop=accepted.answer.stop)
         return msgspec.structs.replace(event, finish=FinishReason.ERROR, error=f"the server ended it: {finish}")
 
     def _end(self, live: _Live, event: TokenEvent) -> None:

@@ -348,6 +348,7 @@ class _ActiveRequest:
             logprobs=[item for part in parts for item in part.logprobs],
             finish=event.finish,
             error=event.error,
+            stop=event.stop,
         )
 
 

@@ -139,7 +139,11 @@ class StopScanner:
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
         self._held = ""
-        self.found = False
+        self.stop = ""  # the one that was found
+
+    @property
+    def found(self) -> bool:
+        return bool(self.stop)
 
     def push(self, text: str, ignore: bool = False) -> str:
         """Returns the text that is certain not to be part of a stop string and was not returned before.
@@ -160,7 +164,7 @@ class StopScanner:
         ]
         if ends and not ignore:
             end, negative_length = min(ends)
-            self.found = True
+            self.stop = text[end + negative_length : end]
             self._held = ""
             return text[: end + negative_length]
         keep = max(_overlap(text, stop) for stop in self._stops)
@@ -194,6 +198,11 @@ class AnswerText:
     def stopped(self) -> bool:
         """Returns whether a stop string was found. Nothing is returned afterwards."""
         return self._scanner.found
+
+    @property
+    def stop(self) -> str:
+        """The stop string that was found; empty before."""
+        return self._scanner.stop
 
     def push(self, token_id: int) -> str:
         """Returns the final text that ``token_id`` adds. Not for the id that ends the answer: it has no text."""

@@ -80,7 +80,7 @@ class Exchange(msgspec.Struct, eq=False):
         """Answers with an error."""
         headers = [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
         self.code = error.code or str(error.status)
-        self.respond(error.status, _encode(self.connection.server.body_of(error)), headers=headers)
+        self.respond(error.status, _encode(self.connection.server.body_of(error, self)), headers=headers)
 
     def begin(self, status: int, headers: Headers, first: bytes = b"") -> None:
         """Writes the head of a streamed answer and its first piece."""

@@ -30,7 +30,7 @@ class HttpServer:
         early: Callable[[dict[bytes, bytes]], ApiError | None] = lambda headers: None,
         *,
         evicts: bool = False,
-        body_of: Callable[[ApiError], Any] = lambda error: error.body(),
+        body_of: Callable[[ApiError, Exchange], Any] = lambda error, exchange: error.body(),
     ) -> None:
         """``handle`` answers a request, at once or by the awaitable that it returns, and raises ApiError to reject it.
         ``ended`` is called with every exchange that is over, answered or not. ``early`` may reject a request with a

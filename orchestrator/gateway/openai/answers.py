@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 import msgspec.structs
@@ -15,6 +15,7 @@ from workers.messages.requests import FinishReason, TokenEvent, TokenLogprobs
 
 _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
+WAITING = b": waiting\n\n"  # a comment, which clients of server-sent events skip
 LARGE_BYTES = 2**20  # a larger answer is written in parts: joining them would block all streams
 
 
@@ -61,8 +62,50 @@ class Choice(msgspec.Struct, eq=False):
     plain: tuple[bytes, bytes] = (b"", b"")  # the bytes before and after the text of an event with text only
 
 
+class AnswerWriter(Protocol):
+    """Writes the answer to one request in the shape of an API."""
+
+    prompt_tokens: int
+
+    @property
+    def keep_alive(self) -> bytes:
+        """What a stream gets while its request waits."""
+        ...
+
+    def count_prompts(self) -> None:
+        """Counts the tokens of the prompts; to be called when they have changed."""
+        ...
+
+    def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
+        """Encodes the logprobs since the last call, of an answer that is not streamed, and drops them from ``events``,
+        which are all events of the ``attempt`` so far."""
+        ...
+
+    def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
+        """Returns the JSON body of an answer; a large one in parts. The last event of each choice has its finish
+        reason."""
+        ...
+
+    def opening(self, choice: Choice) -> bytes:
+        """Returns the first events of a choice of a stream."""
+        ...
+
+    def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
+        """Returns server-sent events for the tokens since the last call, after ``opening``; empty for tokens without
+        text so far."""
+        ...
+
+    def closing(self, *, include_usage: bool) -> bytes:
+        """Returns the end of a stream."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """Returns the last event of a stream that failed after its start."""
+        ...
+
+
 class Answer(msgspec.Struct, eq=False):
-    """Writes one request's choices."""
+    """Writes one request's choices in OpenAI's shape."""
 
     id: str
     model: str
@@ -71,6 +114,7 @@ class Answer(msgspec.Struct, eq=False):
     choices: Sequence[Choice]
     with_ids: bool = False  # adds vLLM's token id fields
     prompt_tokens: int = 0
+    keep_alive: ClassVar[bytes] = WAITING
     _head: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
@@ -85,12 +129,9 @@ class Answer(msgspec.Struct, eq=False):
         return self._head
 
     def count_prompts(self) -> None:
-        """Counts the tokens of the prompts; to be called when they have changed."""
         self.prompt_tokens = _prompt_tokens(self.choices)
 
     def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
-        """Encodes the logprobs since the last call, of an answer that is not streamed, and drops them from ``events``,
-        which are all events of the ``attempt`` so far."""
         written = choice.written
         if written is None or written.attempt != attempt:
             written = choice.written = WrittenLogprobs(attempt)
@@ -102,8 +143,6 @@ class Answer(msgspec.Struct, eq=False):
         written.events = len(events)
 
     def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
-        """Returns the JSON body of an answer; a large one in parts. The last event of each choice has its finish
-        reason."""
         if len(answers) == 1 and not self.with_ids:
             choice, events = answers[0]
             if choice.parser is None and choice.written is None:
@@ -164,8 +203,6 @@ class Answer(msgspec.Struct, eq=False):
         return self._chunk(choice, choice.echo, None, None) if choice.echo else b""
 
     def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
-        """Returns server-sent events for the tokens since the last call, after ``opening``; empty for tokens without
-        text so far."""
         lines: list[bytes] = []
         before, behind = choice.plain
         parser, with_ids, tokens = choice.parser, self.with_ids, 0
@@ -198,6 +235,9 @@ class Answer(msgspec.Struct, eq=False):
     def closing(self, *, include_usage: bool) -> bytes:
         """Returns the end of a stream: the usage, if requested, and `[DONE]`."""
         return (sse({**self.head, "choices": [], "usage": self._usage()}) if include_usage else b"") + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return sse(error.body())
 
     def _chunk(
         self, choice: Choice, delta: dict[str, Any] | str, finish: str | None, event: TokenEvent | None
@@ -244,6 +284,7 @@ class ForwardedAnswer(msgspec.Struct, eq=False):
     """Writes what a server has answered, with the methods of `Answer`."""
 
     prompt_tokens: int
+    keep_alive: ClassVar[bytes] = WAITING
 
     def count_prompts(self) -> None:
         """The server counts them."""
@@ -264,17 +305,15 @@ class ForwardedAnswer(msgspec.Struct, eq=False):
     def closing(self, *, include_usage: bool) -> bytes:
         return b""
 
+    def failure(self, error: ApiError) -> bytes:
+        return sse(error.body())
+
 
 def _prompt_tokens(choices: Sequence[Choice]) -> int:
     """Returns the tokens of all prompts; the ``n`` choices of a prompt count it once."""
     if len(choices) == 1:
         return len(choices[0].prompt_ids)
     return sum({id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}.values())
-
-
-def error_event(error: ApiError) -> bytes:
-    """Returns the last event of a stream that failed after its start."""
-    return sse(error.body())
 
 
 def sse(value: Any) -> bytes:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from orchestrator.gateway.anthropic.protocol import CountTokensRequest, MessagesRequest
 from orchestrator.gateway.encoding.protocol import (
     ClassifyRequest,
     DocumentText,
@@ -33,6 +34,7 @@ from orchestrator.gateway.openai.protocol import (
 )
 
 R = TypeVar("R")
+C = TypeVar("C", bound=ChatRequest)
 MAX_STOP_CHARACTERS = 2**14
 LARGE_BYTES = 2**20  # a larger body is checked before it is decoded
 MAX_FIELD_BYTES = 2**20  # of a field of a large body, except prompts and messages
@@ -84,8 +86,12 @@ REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of vLLM, LMI and o
 
 def read_chat(body: bytes) -> ChatRequest:
     """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
-    request = _decode(_chat_decoder, body)
-    _check_chat(request)
+    return checked_chat(decode(_chat_decoder, body))
+
+
+def checked_chat(request: C) -> C:
+    """Checks what the types cannot express. Raises ApiError 400 that names the wrong parameter."""
+    check_prompt(request)
     if request.max_completion_tokens is not None:
         if request.max_tokens not in (None, request.max_completion_tokens):
             fields = f"max_tokens ({request.max_tokens}) and max_completion_tokens ({request.max_completion_tokens})"
@@ -98,7 +104,8 @@ def read_chat(body: bytes) -> ChatRequest:
     return request
 
 
-def _check_chat(request: Chat) -> None:
+def check_prompt(request: Chat) -> None:
+    """Raises ApiError 400 for fields of the prompt that do not fit together."""
     if request.add_generation_prompt and request.continue_final_message:
         message = "continue_final_message and add_generation_prompt exclude each other; send one of them"
         raise invalid(message, param="continue_final_message")
@@ -129,21 +136,21 @@ def _check_calling(request: ChatRequest) -> None:
 
 def read_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
     """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
-    if bytes(_decode(_shape_decoder, body).messages) in (b"", b"null"):
-        return _decode(_tokenize_text_decoder, body)
-    request = _decode(_tokenize_chat_decoder, body)
-    _check_chat(request)
+    if bytes(decode(_shape_decoder, body).messages) in (b"", b"null"):
+        return decode(_tokenize_text_decoder, body)
+    request = decode(_tokenize_chat_decoder, body)
+    check_prompt(request)
     return request
 
 
 def read_detokenize(body: bytes) -> DetokenizeRequest:
     """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
-    return _decode(_detokenize_decoder, body)
+    return decode(_detokenize_decoder, body)
 
 
 def read_completion(body: bytes) -> CompletionRequest:
     """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
-    request = _decode(_completion_decoder, body)
+    request = decode(_completion_decoder, body)
     count = len(request.prompt)
     if isinstance(request.prompt, list) and not isinstance(request.prompt[0], int) and count > MAX_PROMPTS:
         raise invalid(out_of_range("the number of prompts", count, 1, MAX_PROMPTS), param="prompt")
@@ -159,7 +166,7 @@ def read_completion(body: bytes) -> CompletionRequest:
 
 def read_encoding(body: bytes, kind: type[EncodingBody]) -> EncodingBody:
     """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
-    request = _decode(_encoding_decoders[kind], body)
+    request = decode(_encoding_decoders[kind], body)
     request.check()
     if (count := len(request.inputs())) > MAX_PROMPTS:
         raise invalid(out_of_range("the number of inputs", count, 1, MAX_PROMPTS), param=request.param)
@@ -168,16 +175,17 @@ def read_encoding(body: bytes, kind: type[EncodingBody]) -> EncodingBody:
 
 def read_forwarded(body: bytes) -> ForwardedFields:
     """Decodes these fields, and checks that the body is JSON. Raises ApiError 400."""
-    return _decode(_forwarded_decoder, body)
+    return decode(_forwarded_decoder, body)
 
 
 _BOUNDED = (
     *("tools", "response_format", "chat_template_kwargs", "logit_bias", "stop", "stop_token_ids"),
-    *("functions", "function_call"),
+    *("functions", "function_call", "output_config", "output_format", "stop_sequences"),
 )
 _BOUNDED_ITEMS = ("stop", "stop_token_ids", "logit_bias")
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest),
+    *(MessagesRequest, CountTokensRequest),
     *_encoding_decoders,
 )
 _Large = msgspec.defstruct(
@@ -213,19 +221,20 @@ def _check_list(name: str, data: bytes) -> None:
     _check_limit(f"the lists of {name}", data.count(b"[") + data.count(b"{"), MAX_PROMPTS + 1, name)
 
 
-def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
+def decode(decoder: msgspec.json.Decoder[R], body: bytes, replacements: Mapping[str, str] = REPLACEMENTS) -> R:
+    """Decodes a body. ``replacements`` are those of unknown fields. Raises ApiError 400 that names the parameter."""
     try:
         if len(body) > LARGE_BYTES and decoder is not _forwarded_decoder:
             _check_large(body)
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise _explained(str(error), body) from None
+            raise _explained(str(error), body, replacements) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
 
 
-def _explained(text: str, body: bytes) -> ApiError:
+def _explained(text: str, body: bytes, replacements: Mapping[str, str]) -> ApiError:
     """Returns the error for a message of msgspec, with the parameter first and its value last. Raises DecodeError when
     the rest of the body is not JSON."""
     match = _AT.fullmatch(text)
@@ -237,7 +246,7 @@ def _explained(text: str, body: bytes) -> ApiError:
         return invalid(f"you must provide {field!r}", param=field)
     if unknown is not None:
         name = unknown["field"]
-        instead = f"; here: {REPLACEMENTS[name]}" if name in REPLACEMENTS else ""
+        instead = f"; here: {replacements[name]}" if name in replacements else ""
         return invalid(f"Unrecognized request argument supplied: {name}{instead}", param=name)
     if path is None:
         return invalid(f"the body: {cause}")

@@ -107,6 +107,12 @@ def other_kind(name: str, kind: str, route: str) -> ApiError:
     return ApiError(400, message, param="model", code="route_not_served")
 
 
+def not_forwarded(name: str, route: str) -> ApiError:
+    """The model's server gets the clients' own bodies, and this route needs a translation."""
+    message = f"The model {name!r} has a server of its own: it has {ROUTES_OF_KIND['generate']}, and not {route}."
+    return ApiError(400, message, param="model", code="route_not_served")
+
+
 def input_too_long(param: str, place: int, count: int, limit: int, *, exact: bool) -> ApiError:
     """The input at that place is too long. With ``exact`` false it has more than ``count`` tokens."""
     length = f"{'' if exact else 'more than '}{count}"

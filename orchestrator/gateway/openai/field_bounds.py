@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.inspect import DictType, FloatType, IntType, ListType, StructType, UnionType, type_info
 
+from orchestrator.gateway.anthropic.protocol import MessagesRequest
 from orchestrator.gateway.encoding.protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from orchestrator.gateway.openai.protocol import (
     LONGEST_ID,
@@ -19,7 +20,15 @@ from orchestrator.gateway.openai.protocol import (
     CompletionRequest,
 )
 
-_REQUESTS = (ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest, ClassifyRequest)
+_REQUESTS = (
+    MessagesRequest,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    ClassifyRequest,
+)
 LONGEST_VALUE = 100  # bytes or characters of a wrong value that an error quotes
 
 

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from orchestrator.gateway.anthropic.answer_types import Message, MessageError, TokenCount
+from orchestrator.gateway.anthropic.protocol import CountTokensRequest, MessagesRequest
 from orchestrator.gateway.encoding.protocol import (
     ClassifyRequest,
     DocumentText,
@@ -215,6 +217,7 @@ class GatewayRoute:
     encodes: bool = False  # the answer is written once its inputs are encoded
     probe: bool = False  # it needs no key, and its 503 is text
     of_a_model: bool = False  # the model may be unknown or not ready
+    error: type = ErrorAnswer
 
 
 def _encoding(path: str, summary: str, answer: type, asks: type) -> GatewayRoute:
@@ -233,6 +236,25 @@ ROUTES = (
         (CompletionRequest,),
         streams=True,
         of_a_model=True,
+    ),
+    GatewayRoute(
+        "POST",
+        "/v1/messages",
+        "Answer a chat in the shape of Anthropic's API.",
+        Message,
+        (MessagesRequest,),
+        streams=True,
+        of_a_model=True,
+        error=MessageError,
+    ),
+    GatewayRoute(
+        "POST",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a chat's prompt.",
+        TokenCount,
+        (CountTokensRequest,),
+        of_a_model=True,
+        error=MessageError,
     ),
     _encoding("/v1/embeddings", "The vectors of texts.", EmbeddingList, EmbeddingRequest),
     _encoding("/v1/rerank", "Documents in the order of their relevance to a query.", Ranking, RerankRequest),
@@ -297,7 +319,7 @@ _HEADERS: Mapping[str, tuple[str, Schema]] = MappingProxyType(  # of a request t
 def openapi(*, needs_key: bool) -> Schema:
     """Returns the document of ``ROUTES``; ``needs_key``: requests need an API key."""
     kinds = [kind for route in ROUTES for kind in (*route.asks, route.answer) if kind is not None and kind is not dict]
-    references, schemas = components([*dict.fromkeys([ErrorAnswer, *kinds])])
+    references, schemas = components([*dict.fromkeys([*(route.error for route in ROUTES), *kinds])])
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, references, needs_key)
@@ -310,7 +332,7 @@ def openapi(*, needs_key: bool) -> Schema:
         "info": {
             "title": "corewright's gateway",
             "version": corewright_version(),
-            "description": "OpenAI's API for the models of a fleet; see docs/api.md.",
+            "description": "OpenAI's and Anthropic's APIs for the models of a fleet; see docs/api.md.",
         },
         "security": [{"bearer": []}, {"apiKey": []}] if needs_key else [],
         "paths": paths,
@@ -326,7 +348,7 @@ def _operation(route: GatewayRoute, references: Mapping[type, Schema], needs_key
     if route.probe:
         statuses -= {401, 429}
     for status in sorted(statuses):
-        response = json_response(REFUSED[status], references[ErrorAnswer])
+        response = json_response(REFUSED[status], references[route.error])
         if route.probe and status == 503:
             response["content"]["text/plain"] = {"schema": {"type": "string"}}
         if status in (429, 503) and not route.probe:

@@ -273,6 +273,11 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     reasoning_effort: Ignored = None
     verbosity: Ignored = None
 
+    @property
+    def default_tokens(self) -> int | None:
+        """The most tokens of an answer without `max_tokens`; None: the rest of the model's length."""
+        return None
+
     def logprobs_count(self) -> int | None:
         """Returns the alternatives per token; None without logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -334,6 +339,11 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     echo: bool | None = None
     best_of: int | None = None
     suffix: Annotated[str, Meta(extra_json_schema={"maxLength": 0})] | None = None  # refused
+
+    @property
+    def default_tokens(self) -> int | None:
+        """The most tokens of an answer without `max_tokens`."""
+        return DEFAULT_COMPLETION_TOKENS
 
     def logprobs_count(self) -> int | None:
         """Returns the alternatives per token; None without logprobs."""

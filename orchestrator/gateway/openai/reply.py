@@ -11,7 +11,7 @@ import msgspec
 
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai import errors
-from orchestrator.gateway.openai.answers import Answer, Choice, ForwardedAnswer, error_event
+from orchestrator.gateway.openai.answers import AnswerWriter, Choice
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving.ticket import Ticket
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 REFUSED = (FinishReason.INVALID, FinishReason.ERROR, FinishReason.UNSERVED)
-_WAITING = b": waiting\n\n"  # a comment, which clients of server-sent events skip
 
 
 class Note(msgspec.Struct, eq=False):
@@ -44,11 +43,11 @@ class Note(msgspec.Struct, eq=False):
 class Reply(msgspec.Struct, eq=False):
     """The ``Sink`` of the tickets of one request, one ticket per choice.
 
-    Until the first token, a streaming client whose request waits gets a comment every ``keep_alive_s``: otherwise a
-    proxy in between could close the silent connection."""
+    Until the first token, a streaming client whose request waits gets a comment or a ping every ``keep_alive_s``:
+    otherwise a proxy in between could close the silent connection."""
 
     exchange: Exchange
-    _answer: Answer | ForwardedAnswer
+    _answer: AnswerWriter
     _note: Note
     _metrics: GatewayMetrics
     _include_usage: bool
@@ -134,9 +133,9 @@ class Reply(msgspec.Struct, eq=False):
         if self._opened or exchange.ended:
             return
         if exchange.began:
-            exchange.write(_WAITING)
+            exchange.write(self._answer.keep_alive)
         else:
-            exchange.begin(200, _STREAM, _WAITING)
+            exchange.begin(200, _STREAM, self._answer.keep_alive)
         self.on_wait()
 
     def _write(self, ticket: Ticket, now: float) -> None:
@@ -221,7 +220,7 @@ class Reply(msgspec.Struct, eq=False):
         self._end_all()
         if self.exchange.began:
             self.exchange.code = error.code
-            self.exchange.end(error_event(error))
+            self.exchange.end(self._answer.failure(error))
         else:
             self.exchange.fail(error)
 

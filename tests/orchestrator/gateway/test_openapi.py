@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 from openapi_spec_validator import validate
 
+from orchestrator.gateway.anthropic.chat_request import read_count_tokens, read_messages
 from orchestrator.gateway.encoding.protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from orchestrator.gateway.openai import body_reader, errors, protocol
 from orchestrator.gateway.openai.errors import ApiError
@@ -31,6 +32,8 @@ READERS: dict[str, tuple[Callable[[bytes], Any], dict[str, Any]]] = {
     "TokenizeTextRequest": (body_reader.read_tokenize, TEXT),
     "TokenizeChatRequest": (body_reader.read_tokenize, CHAT),
     "DetokenizeRequest": (body_reader.read_detokenize, {"model": "m", "tokens": [1]}),
+    "MessagesRequest": (read_messages, {**CHAT, "max_tokens": 9}),
+    "CountTokensRequest": (read_count_tokens, CHAT),
     "EmbeddingRequest": (partial(body_reader.read_encoding, kind=EmbeddingRequest), {"model": "m", "input": "x"}),
     "RerankRequest": (
         partial(body_reader.read_encoding, kind=RerankRequest),
@@ -166,6 +169,22 @@ OTHERS: list[tuple[str, dict[str, Any], bool]] = [
     ("DetokenizeRequest", {"tokens": []}, True),
     ("DetokenizeRequest", {"tokens": [-1]}, False),
     ("DetokenizeRequest", {"tokens": [MOST + 1]}, False),
+    ("MessagesRequest", {"messages": []}, False),
+    ("MessagesRequest", {"messages": [{"role": "system", "content": "x"}]}, False),
+    ("MessagesRequest", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, True),
+    ("MessagesRequest", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, False),
+    ("MessagesRequest", {"system": [{"type": "text", "text": "x"}], "metadata": {}, "service_tier": "auto"}, True),
+    ("MessagesRequest", {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}}, True),
+    ("MessagesRequest", {"tools": [{"name": "f", "type": "bash_20250124"}]}, False),
+    ("MessagesRequest", {"tool_choice": {"type": "required"}}, False),
+    ("MessagesRequest", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, False),
+    ("MessagesRequest", {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, True),
+    ("MessagesRequest", {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, True),
+    ("MessagesRequest", {"output_config": {"frob": 1}}, False),
+    ("MessagesRequest", {"stop_sequences": [""]}, False),
+    ("MessagesRequest", {"stop_sequences": ["x"] * (MAX_STOPS + 1)}, False),
+    ("MessagesRequest", {"n": 1}, False),
+    ("CountTokensRequest", {"max_tokens": 9}, False),
     ("EmbeddingRequest", {"input": ""}, False),
     ("EmbeddingRequest", {"input": []}, False),
     ("EmbeddingRequest", {"input": ["x", [1]]}, True),

@@ -135,6 +135,8 @@ def test_the_first_stop_string_is_found_in_any_pieces(pieces: list[str], stops: 
     text = "".join(pieces)
     assert shown == cut_at_first_stop(text, stops)
     assert scanner.found == any(stop in text for stop in stops)
+    assert scanner.stop in ("", *stops)
+    assert text.startswith(shown + scanner.stop)
 
 
 @given(st.lists(few_letters, max_size=12), stop_lists)

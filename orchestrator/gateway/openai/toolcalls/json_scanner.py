@@ -76,6 +76,13 @@ class JsonScan:
                 return Taken.BEHIND
         return Taken.MORE if char in SPACE else self._structure(char)
 
+    @property
+    def closing(self) -> str | None:
+        """The characters that would end the value here, or before the comma that was just read; None where it cannot
+        end, such as inside a string."""
+        inside = self._wants in (_Wants.STRING, _Wants.ESCAPE, _Wants.HEX, _Wants.WORD, _Wants.COLON)
+        return None if inside else "".join(reversed(self._stack))
+
     def _structure(self, char: str) -> Taken:
         wants = self._wants
         if wants is _Wants.COLON:
@@ -110,3 +117,19 @@ class JsonScan:
     def _ended(self) -> Taken:
         self._wants = _Wants.COMMA_OR_END
         return Taken.MORE if self._stack else Taken.LAST
+
+
+def completed_object(text: str) -> str:
+    """Returns the JSON object that ``text`` is or begins, without the members and items that are not complete; an empty
+    object for any other text."""
+    text = text.lstrip(SPACE)
+    scan, end, closing = JsonScan(), 0, "{}"
+    for at, char in enumerate(text if text.startswith("{") else ""):
+        taken = scan.take(char)
+        if taken is Taken.LAST:
+            return text[: at + 1]
+        if taken is Taken.BROKEN:
+            break
+        if char not in SPACE + ":" and (closes := scan.closing) is not None:
+            end, closing = at + (char != ","), closes
+    return text[:end] + closing

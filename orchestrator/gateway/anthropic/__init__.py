@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its requests become chats, and its answers are written from theirs."""

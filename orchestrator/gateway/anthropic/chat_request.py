@@ -1,0 +1,196 @@
+"""Reads the requests of the Messages API as the chats that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+import msgspec
+
+from orchestrator.gateway.anthropic.protocol import (
+    AnyChoice,
+    AutoChoice,
+    ClientTool,
+    CountTokensRequest,
+    InputMessage,
+    MessagesRequest,
+    NoneChoice,
+    PromptFields,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from orchestrator.gateway.openai import body_reader
+from orchestrator.gateway.openai.errors import invalid
+from orchestrator.gateway.openai.protocol import (
+    ChatMessage,
+    ChatRequest,
+    FunctionCall,
+    FunctionDefinition,
+    FunctionName,
+    JsonSchema,
+    NamedTool,
+    ResponseFormat,
+    TextPart,
+    TokenizeChatRequest,
+    Tool,
+    ToolCall,
+)
+
+_messages_decoder = msgspec.json.Decoder(MessagesRequest)
+_count_decoder = msgspec.json.Decoder(CountTokensRequest)
+REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of other APIs, and their replacement here
+    {
+        "response_format": 'output_config: {"format": {"type": "json_schema", "schema": ...}}',
+        "stop": "stop_sequences",
+        "max_completion_tokens": "max_tokens",
+        "max_tokens_to_sample": "max_tokens",
+        "instructions": "system",
+        "parallel_tool_calls": 'tool_choice: {"type": "auto", "disable_parallel_tool_use": true}',
+    }
+)
+
+
+class MessagesChat(ChatRequest, kw_only=True):
+    """The chat that a Messages request asks for. ``most_tokens`` is its `max_tokens`, which may exceed what the model
+    has room for: the answer then ends there."""
+
+    most_tokens: int
+
+    @property
+    def default_tokens(self) -> int | None:
+        return self.most_tokens
+
+
+def read_messages(body: bytes) -> MessagesChat:
+    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
+    request = body_reader.decode(_messages_decoder, body, REPLACEMENTS)
+    return body_reader.checked_chat(
+        MessagesChat(
+            **_prompt_of(request),
+            most_tokens=request.max_tokens,
+            **_calling_of(request),
+            response_format=_format_of(request),
+            stop=request.stop_sequences,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            stream=request.stream,
+            priority=request.priority,
+        )
+    )
+
+
+def read_count_tokens(body: bytes) -> TokenizeChatRequest:
+    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
+    request = body_reader.decode(_count_decoder, body, REPLACEMENTS)
+    prompt = _prompt_of(request)
+    if _calling_of(request).get("tool_choice") == "none":
+        prompt["tools"] = None
+    chat = TokenizeChatRequest(**prompt)
+    body_reader.check_prompt(chat)
+    return chat
+
+
+def _prompt_of(request: PromptFields) -> dict[str, Any]:
+    """Returns the fields of the prompt. An assistant's text at the end is the beginning of the answer."""
+    messages = [*_system(request), *(part for message in request.messages for part in _messages(message))]
+    messages = _joined(messages)
+    if not messages:
+        raise invalid("messages: there is no text, tool use or tool result", param="messages")
+    last = messages[-1]
+    continues = last.role == "assistant" and not last.tool_calls
+    return {
+        "model": request.model,
+        "messages": messages,
+        "tools": None if request.tools is None else [_tool(tool) for tool in request.tools],
+        "continue_final_message": True if continues else None,
+        "add_generation_prompt": False if continues else None,
+    }
+
+
+def _tool(tool: ClientTool) -> Tool:
+    return Tool("function", FunctionDefinition(tool.name, tool.description, tool.input_schema))
+
+
+def _system(request: PromptFields) -> Iterator[ChatMessage]:
+    if isinstance(request.system, str):
+        yield ChatMessage("system", request.system)
+    elif request.system:
+        yield ChatMessage("system", [TextPart("text", block.text) for block in request.system])
+
+
+def _messages(message: InputMessage) -> Iterator[ChatMessage]:
+    """Yields the messages of a chat: each result of a tool is one of its own."""
+    texts: list[TextPart] = []
+    calls: list[ToolCall] = []
+    for place, block in enumerate(message.blocks):
+        if isinstance(block, TextBlock):
+            texts.append(TextPart("text", block.text))
+        elif isinstance(block, ToolUseBlock):
+            if message.role != "assistant":
+                raise _misplaced(place, "tool_use", "assistant")
+            calls.append(ToolCall(FunctionCall(block.name, bytes(block.input).decode()), block.id))
+        elif isinstance(block, ToolResultBlock):
+            if message.role != "user":
+                raise _misplaced(place, "tool_result", "user")
+            if texts:
+                yield ChatMessage("user", texts)
+                texts = []
+            yield ChatMessage("tool", _result(block), tool_call_id=block.tool_use_id)
+        else:
+            assert isinstance(block, ThinkingBlock | RedactedThinkingBlock)
+    if texts or calls:
+        yield ChatMessage(message.role, texts, tool_calls=calls or None)
+
+
+def _misplaced(place: int, kind: str, role: str) -> Exception:
+    return invalid(f"messages: content[{place}]: only messages of the role {role!r} have {kind}", param="messages")
+
+
+def _result(block: ToolResultBlock) -> str:
+    if block.content is None or isinstance(block.content, str):
+        return block.content or ""
+    return "".join(part.text for part in block.content)
+
+
+def _joined(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Joins successive messages of one role, as the API does: many chat templates reject them."""
+    joined: list[ChatMessage] = []
+    for message in messages:
+        last = joined[-1] if joined else None
+        if last is None or last.role != message.role or message.role not in ("user", "assistant") or last.tool_calls:
+            joined.append(message)
+            continue
+        assert isinstance(last.content, list)
+        assert isinstance(message.content, list)
+        joined[-1] = ChatMessage(last.role, [*last.content, *message.content], tool_calls=message.tool_calls)
+    return joined
+
+
+def _calling_of(request: PromptFields) -> dict[str, Any]:
+    """Returns the fields that say how tools may be called."""
+    choice = request.tool_choice
+    called: Literal["none", "auto", "required"] | NamedTool
+    match choice:
+        case None:
+            return {}
+        case NoneChoice():
+            return {"tool_choice": "none"}
+        case AutoChoice():
+            called = "auto"
+        case AnyChoice():
+            called = "required"
+        case ToolChoice():
+            called = NamedTool("function", FunctionName(choice.name))
+    return {"tool_choice": called, "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
+
+
+def _format_of(request: PromptFields) -> ResponseFormat | None:
+    config = request.output_config
+    format = request.output_format if config is None or config.format is None else config.format
+    return None if format is None else ResponseFormat("json_schema", JsonSchema(schema=format.schema))

@@ -1,0 +1,118 @@
+"""The answers of APIs that list texts and calls: however a model's text is cut into tokens, the answer is the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.gateway.anthropic.answers import MessagesAnswer
+from orchestrator.gateway.openai.answers import Choice
+from orchestrator.gateway.openai.toolcalls.formats import Format, make_parser
+from orchestrator.gateway.openai.toolcalls.json_scanner import completed_object
+from tests.orchestrator.gateway.event_streams import joined_message, read_events, without_ids
+from workers.messages.requests import FinishReason, TokenEvent
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "}"], "b": "é"}}</tool_call>'
+PIECES = ["Hello", " ", "\n", "é", "<tool_call>", "</tool_call>", "{", "}", '"name"', '"f"', ":", ",", CALL, CALL]
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=10).map("".join)
+CUTS = st.lists(st.integers(0, 300), max_size=12)
+FINISHES = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH])
+CALLINGS = st.sampled_from(["", "auto", "named"])
+
+
+def events_of(text: str, cuts: Sequence[int], finish: FinishReason) -> list[TokenEvent]:
+    """A token for each piece, and one that ends the answer."""
+    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(places)]
+    return [*(TokenEvent(id="r", text=piece, token_ids=[5]) for piece in pieces), TokenEvent(id="r", finish=finish)]
+
+
+def choice_for(calling: str, *, streamed: bool) -> Choice:
+    format: Format = "hermes"
+    parser = make_parser(format, calling, streamed=streamed, name="f") if calling else None
+    return Choice(0, [1, 2, 3], parser=parser)
+
+
+def message(text: str, cuts: Sequence[int], finish: FinishReason, calling: str) -> dict[str, Any]:
+    choice = choice_for(calling, streamed=True)
+    answer = MessagesAnswer("msg-1", "m", choice, 99, "r1")
+    written = answer.opening(choice) + b"".join(
+        answer.events(choice, [event]) for event in events_of(text, cuts, finish)
+    )
+    return without_ids(joined_message(read_events(written.decode())))
+
+
+def whole_message(text: str, finish: FinishReason, calling: str) -> dict[str, Any]:
+    choice = choice_for(calling, streamed=False)
+    body = MessagesAnswer("msg-1", "m", choice, 99, "r1").whole([(choice, events_of(text, (), finish))])
+    assert isinstance(body, bytes)
+    return without_ids(json.loads(body))
+
+
+def without_counts(message: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name != "usage"}
+
+
+@given(TEXTS, CUTS, FINISHES, CALLINGS)
+@settings(max_examples=200, deadline=None)
+def test_a_message_does_not_depend_on_how_its_text_is_cut(
+    text: str, cuts: list[int], finish: FinishReason, calling: str
+) -> None:
+    """Joined from its events, in Anthropic's shape."""
+    assert without_counts(message(text, cuts, finish, calling)) == without_counts(message(text, (), finish, calling))
+
+
+@given(st.lists(st.sampled_from(["Hello", " ", "é", CALL]), max_size=6).map("".join), CUTS, FINISHES, CALLINGS)
+@example('{"a": 1, "b": "x', [3], FinishReason.LENGTH, "named")
+@settings(max_examples=200, deadline=None)
+def test_a_joined_message_equals_the_one_that_is_not_streamed(
+    text: str, cuts: list[int], finish: FinishReason, calling: str
+) -> None:
+    """Where every call is complete, or is the whole answer."""
+    streamed, whole = message(text, cuts, finish, calling), whole_message(text, finish, calling)
+
+    assert without_counts(streamed) == without_counts(whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "object"),
+    [
+        ("", {}),
+        ("x", {}),
+        ("[1]", {}),
+        ("{", {}),
+        (' {"a', {}),
+        ('{"a": "b', {}),
+        ('{"a": 1', {}),
+        ('{"a": 1,', {"a": 1}),
+        ('{"a": 1, "b": [1, 2, {"c": "x"', {"a": 1, "b": [1, 2, {"c": "x"}]}),
+        ('{"a": [1, 2', {"a": [1]}),
+        ('{"a": {"b": tru', {"a": {}}),
+        ('{"a": 1} {"b": 2}', {"a": 1}),
+        ('{"a": "}", x', {"a": "}"}),
+    ],
+)
+def test_an_object_that_was_cut_off_keeps_its_complete_members(text: str, object: dict[str, Any]) -> None:
+    """A number at the end may go on, so it is not complete."""
+    assert json.loads(completed_object(text)) == object
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    ),
+    st.integers(0, 400),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_beginning_of_an_object_is_completed(value: Any, end: int) -> None:
+    """To an object that JSON's reader takes; a whole one to itself."""
+    text = json.dumps({"a": value})
+
+    assert isinstance(json.loads(completed_object(text[:end])), dict)
+    assert json.loads(completed_object(text)) == {"a": value}
