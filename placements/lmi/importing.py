@@ -27,6 +27,9 @@ LOADED = "SERVING_LOAD_MODELS"
 COMMENTS = 48
 """The column of comments, at most."""
 
+USUAL_DEGREES = frozenset({1, 2, 4, 8})
+"""Degrees that divide the heads of most models. With others, transformers-neuronx pads them, without a setting."""
+
 _ORDER = ("source", "revision", "engine", "tp_degree", "replicas", "cores", "max_batch", "max_len", "dtype")
 
 
@@ -141,6 +144,8 @@ def _defaults(model: Conversion) -> None:
     if fields["engine"] != "vllm":
         defaults["dtype"] = "fp16", "LMI's default"
         defaults["threads"] = "lmi", "LMI's default, twice the degree"
+    if fields["engine"] == "transformers-neuronx" and fields.get("tp_degree", 1) not in USUAL_DEGREES:
+        defaults["allow_head_padding"] = True, "transformers-neuronx pads heads with zeros"
     for path, (value, comment) in defaults.items():
         if path not in fields:
             model.put(path, value, comment)

@@ -10,14 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine
 from placements.lmi.importing import Imported, LmiModel, import_lmi
 from placements.lmi.rows import ROWS
 from placements.lmi.settings import UnreadableSettings, read_environment, read_properties
+from placements.planner.plan import plan
 from placements.planner.spec_hosts import Machine, hosts_for
 from placements.rules.checks import check
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec
+from tests.placements.lmi_configs import CONFIGS, PARAMETERS
 
 # Of DJL Serving 0.28 and 0.33: the fields of TransformerNeuronXProperties and of Properties, those of LMI's page, and
 # the properties of a model that DJL Serving itself reads.
@@ -240,11 +243,27 @@ def test_an_unreadable_environment_is_an_error_with_its_file(text: str) -> None:
         read_environment(text, "env")
 
 
-@pytest.mark.real
-@pytest.mark.skipif("DJL_SOURCE" not in os.environ, reason="DJL_SOURCE names no checkout of djl-serving 0.28")
-@pytest.mark.parametrize("group", ["transformers_neuronx_handler_list", "transformers_neuronx_aot_handler_list"])
-def test_the_neuron_configurations_of_lmis_own_tests_import(group: str) -> None:
-    """Each gives a valid spec; only other kinds of model are refused."""
+@pytest.mark.parametrize(("degree", "pads"), [(1, False), (8, False), (12, True), (24, True)])
+def test_heads_are_padded_where_lmis_engine_pads_them(degree: int, pads: bool) -> None:
+    """transformers-neuronx pads the 40 heads of Llama-2-13b on 12 cores without a setting; other engines decide by
+    their own fields."""
+    lines = ("option.model_id=m", f"option.tensor_parallel_degree={degree}")
+    assert model_of(imported(*lines)).allow_head_padding == pads
+    assert not model_of(imported(*lines, engine="nxd-inference")).allow_head_padding
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_shapes_of_lmis_models_have_their_published_sizes(name: str) -> None:
+    assert round(Checkpoint.from_config(CONFIGS[name]).parameters / 1e6) == PARAMETERS[name]
+
+
+GROUPS = ("transformers_neuronx_handler_list", "transformers_neuronx_aot_handler_list")
+REFUSALS = {"gpt-j-6b": ("family-unsupported",)}
+"""The problems of LMI's configurations that are not planned, by source: the engine attends to position 0 only."""
+
+
+def lmi_configurations(group: str) -> dict[str, dict[str, object]]:
+    """The configurations of LMI's own tests, by name."""
     tree = ast.parse((Path(os.environ["DJL_SOURCE"]) / "tests/integration/llm/prepare.py").read_text())
     [table] = [
         ast.literal_eval(node.value)
@@ -252,7 +271,44 @@ def test_the_neuron_configurations_of_lmis_own_tests_import(group: str) -> None:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == group
     ]
     assert table
-    for name, options in table.items():
+    return {str(name): dict(options) for name, options in table.items()}
+
+
+needs_djl = pytest.mark.skipif(
+    "DJL_SOURCE" not in os.environ, reason="DJL_SOURCE names no checkout of djl-serving 0.28"
+)
+
+
+@pytest.mark.real
+@needs_djl
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_neuron_configurations_of_lmis_own_tests_import(group: str) -> None:
+    """Each gives a valid spec; only other kinds of model are refused."""
+    for name, options in lmi_configurations(group).items():
         result = imported(*(f"{key}={value}" for key, value in options.items()))
         model_of(result)
         assert result.refused == ("diffusion" in name), (name, result.outcomes)
+
+
+@pytest.mark.real
+@needs_djl
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_neuron_configurations_of_lmis_own_tests_are_planned(group: str) -> None:
+    """On inf2.48xlarge with the shapes of their models, as many replicas as LMI loads; the rest is refused for the
+    problem that is expected."""
+    for name, options in lmi_configurations(group).items():
+        if "diffusion" in name:
+            continue
+        [source] = [part for part in CONFIGS if part in str(options["option.model_id"])]
+        parsed = parse(imported(*(f"{key}={value}" for key, value in options.items())).spec, "spec")
+        assert parsed.spec is not None
+        hosts = hosts_for(parsed.spec, Machine((0,)))
+        [model] = parsed.spec.models
+        shapes = {model.name: Checkpoint.from_config(CONFIGS[source])}
+        problems = check(parsed.spec, hosts, shapes)
+        errors = tuple(problem.id for problem in problems if problem.severity == "error")
+        assert errors == REFUSALS.get(source, ()), (name, problems)
+        if not errors:
+            result = plan(parsed.spec, hosts, shapes)
+            assert not result.unplaced, (name, result.unplaced)
+            assert len(result.placements) == 24 // model.tp_degree, name
