@@ -25,7 +25,7 @@ from orchestrator.gateway.anthropic.chat_request import read_count_tokens, read_
 from orchestrator.gateway.anthropic.errors import error_body as anthropic_error
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
 from orchestrator.gateway.encoding.encoding import ENCODING, Encoding
-from orchestrator.gateway.generation import CHAT, MESSAGES, Generation
+from orchestrator.gateway.generation import CHAT, MESSAGES, RESPONSES, Generation
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.http_server import Handler, HttpServer
 from orchestrator.gateway.openai import body_reader, errors
@@ -35,6 +35,7 @@ from orchestrator.gateway.openai.protocol import Chat, TokenizeChatRequest
 from orchestrator.gateway.openai.tokenize import detokenized, tokenized
 from orchestrator.gateway.received_files import ReceivedFiles
 from orchestrator.gateway.request_log import RequestLog
+from orchestrator.gateway.responses.chat_request import read_responses, renamed
 from orchestrator.gateway.served_models import ServedModels
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.tokenizers import Tokenizers
@@ -96,6 +97,7 @@ class Gateway:
         self._routes: Mapping[str, tuple[str, Handler]] = {
             CHAT: ("POST", self.chat),
             MESSAGES: ("POST", self.messages),
+            RESPONSES: ("POST", self.responses),
             COUNT_TOKENS: ("POST", self.count_tokens),
             "/v1/completions": ("POST", self.complete),
             **dict.fromkeys(ENCODING, ("POST", self.encode)),
@@ -348,6 +350,10 @@ class Gateway:
         body = read_messages(_json_of(exchange))
         return self._generation.start(exchange, body, self._queue_of_chat(exchange, body), 1)
 
+    def responses(self, exchange: Exchange) -> Awaitable[None] | None:
+        body = read_responses(_json_of(exchange))
+        return self._generation.start(exchange, body, self._queue_of_chat(exchange, body), 1)
+
     def count_tokens(self, exchange: Exchange) -> Awaitable[None] | None:
         exchange.add_headers(((b"request-id", exchange.id.encode()),))
         body = read_count_tokens(_json_of(exchange))
@@ -403,6 +409,8 @@ def error_body_for(error: ApiError, exchange: Exchange) -> dict[str, Any]:
     """Returns the JSON of an error in the shape of the route's API."""
     if exchange.request.path in (MESSAGES, COUNT_TOKENS):
         return anthropic_error(error, exchange.id)
+    if exchange.request.path == RESPONSES and error.code is not None:  # without one, the reader has named it
+        error.param = renamed(error.param)
     return error.body()
 
 

@@ -30,6 +30,8 @@ from orchestrator.gateway.openai.protocol import (
 )
 from orchestrator.gateway.openai.reply import Note, Reply
 from orchestrator.gateway.openai.request_builder import Prompts, prompts_of, requests_for
+from orchestrator.gateway.responses.answers import ResponsesAnswer
+from orchestrator.gateway.responses.chat_request import ResponsesChat, read_responses
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.scheduling_parameters import read_scheduling_parameters
 from orchestrator.gateway.serving.ticket import BYTES_OF_TOKEN as BYTES_OF_FORWARDED
@@ -45,10 +47,16 @@ from workers.text.tokenizer_process import TokenizerFault
 log = logging.getLogger(__name__)
 GenerationBody = ChatRequest | CompletionRequest
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-GENERATING = {CHAT: "chat", MESSAGES: "chat", "/v1/completions": "text_completion"}  # OpenTelemetry's operations
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+# Routes, with OpenTelemetry's operations
+GENERATING = {CHAT: "chat", MESSAGES: "chat", RESPONSES: "chat", "/v1/completions": "text_completion"}
 READERS: Mapping[str, Callable[[bytes], GenerationBody]] = MappingProxyType(
-    {CHAT: body_reader.read_chat, MESSAGES: read_messages, "/v1/completions": body_reader.read_completion}
+    {
+        CHAT: body_reader.read_chat,
+        MESSAGES: read_messages,
+        RESPONSES: read_responses,
+        "/v1/completions": body_reader.read_completion,
+    }
 )
 INLINE_BYTES = 2048  # the byte tokenizer runs inline up to this body size: a thread would cost more
 BYTES_OF_TOKEN = 4  # estimate by which a key is charged before tokenizing
@@ -222,6 +230,8 @@ class Generation:
         suffix = next(self._answer_ids)
         if isinstance(body, MessagesChat):
             return MessagesAnswer(f"msg{suffix}", body.model, choices[0], body.most_tokens, exchange.id)
+        if isinstance(body, ResponsesChat):
+            return ResponsesAnswer(suffix, int(time.time()), body.asked, choices[0])
         chat, created = isinstance(body, ChatRequest), int(time.time())
         id = ("chatcmpl" if chat else "cmpl") + suffix
         return Answer(id, body.model, created, chat, choices, bool(body.return_token_ids))

@@ -19,6 +19,7 @@ from orchestrator.gateway.encoding.protocol import KINDS_OF, EncodingFields
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import ROUTES as GATEWAY_ROUTES
 from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest
+from orchestrator.gateway.responses.protocol import ResponsesRequest
 from tests.docs.pages import API, CLI, README, ROOT, SECURITY, example, rows, section, shape, words
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
@@ -118,6 +119,14 @@ def test_every_field_of_a_messages_request_is_described() -> None:
     ignored = listed("Fields that are ignored", "Messages")
     assert (served | ignored, served & ignored) == (fields, set())
     assert {field.name for field in msgspec.structs.fields(CountTokensRequest)} < fields
+
+
+def test_every_field_of_a_responses_request_is_described() -> None:
+    """As served, ignored or refused, and nothing else is."""
+    served = {word for row in rows(section(API, "Responses")) for word in words(row[0])}
+    others = listed("Fields that", "Responses")
+    fields = {field.name for field in msgspec.structs.fields(ResponsesRequest)}
+    assert (served | others, served & others) == (fields, set())
 
 
 def test_every_field_of_an_encoded_request_is_described() -> None:

@@ -160,7 +160,7 @@ def test_the_routes_that_are_the_same_are_the_gateways() -> None:
             there |= theirs
         there |= {word for word in words(here) if word.startswith("/")}
     assert there == {route.path for route in ROUTES}
-    assert len(missing) > 5
+    assert len(missing) >= 5
     assert not missing & there
 
 

@@ -32,6 +32,7 @@ from orchestrator.gateway.openai.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
+from orchestrator.gateway.responses.protocol import ResponsesRequest
 
 R = TypeVar("R")
 C = TypeVar("C", bound=ChatRequest)
@@ -185,7 +186,7 @@ _BOUNDED = (
 _BOUNDED_ITEMS = ("stop", "stop_token_ids", "logit_bias")
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest),
-    *(MessagesRequest, CountTokensRequest),
+    *(MessagesRequest, CountTokensRequest, ResponsesRequest),
     *_encoding_decoders,
 )
 _Large = msgspec.defstruct(
@@ -196,13 +197,14 @@ _large_decoder = msgspec.json.Decoder(_Large)
 _texts_decoder = msgspec.json.Decoder(list[str | DocumentText])
 
 
-def _check_large(body: bytes) -> None:
-    """Raises ApiError for a body that would block the event loop while it is decoded; long texts do not."""
+def _check_large(body: bytes, *, items: bool = False) -> None:
+    """Raises ApiError for a body that would block the event loop while it is decoded; long texts do not. ``items``: its
+    input is a list of messages."""
     fields = {name: bytes(raw) for name, raw in msgspec.structs.asdict(_large_decoder.decode(body)).items()}
     for name in _BOUNDED:
         _check_limit(f"the bytes of {name}", len(fields[name]), MAX_FIELD_BYTES, name)
     for name in ("prompt", "tokens", "input", "documents", "text_1", "text_2"):
-        if fields[name].startswith(b"["):
+        if fields[name].startswith(b"[") and not (items and name == "input"):
             _check_list(name, fields[name])
     remainder = len(body) - sum(map(len, fields.values()))  # of a repeated field, ``fields`` has only the last
     if remainder > MAX_FIELD_BYTES:
@@ -225,7 +227,7 @@ def decode(decoder: msgspec.json.Decoder[R], body: bytes, replacements: Mapping[
     """Decodes a body. ``replacements`` are those of unknown fields. Raises ApiError 400 that names the parameter."""
     try:
         if len(body) > LARGE_BYTES and decoder is not _forwarded_decoder:
-            _check_large(body)
+            _check_large(body, items=decoder.type is ResponsesRequest)
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:

@@ -19,9 +19,11 @@ from orchestrator.gateway.openai.protocol import (
     ChatRequest,
     CompletionRequest,
 )
+from orchestrator.gateway.responses.protocol import ResponsesRequest
 
 _REQUESTS = (
     MessagesRequest,
+    ResponsesRequest,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,

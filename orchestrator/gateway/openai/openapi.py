@@ -28,6 +28,8 @@ from orchestrator.gateway.openai.protocol import (
     TokenizeTextRequest,
 )
 from orchestrator.gateway.openai.tokenize import Detokenized, Tokenized
+from orchestrator.gateway.responses.answer_types import Response
+from orchestrator.gateway.responses.protocol import ResponsesRequest
 from orchestrator.gateway.serving.scheduling_parameters import FLAGS, LONGEST_DEADLINE_MS, LONGEST_SESSION
 from orchestrator.process.version import corewright_version
 
@@ -255,6 +257,15 @@ ROUTES = (
         (CountTokensRequest,),
         of_a_model=True,
         error=MessageError,
+    ),
+    GatewayRoute(
+        "POST",
+        "/v1/responses",
+        "Answer a chat in the shape of OpenAI's Responses API; nothing is kept.",
+        Response,
+        (ResponsesRequest,),
+        streams=True,
+        of_a_model=True,
     ),
     _encoding("/v1/embeddings", "The vectors of texts.", EmbeddingList, EmbeddingRequest),
     _encoding("/v1/rerank", "Documents in the order of their relevance to a query.", Ranking, RerankRequest),

@@ -20,6 +20,7 @@ from orchestrator.gateway.openai import body_reader, errors, protocol
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import REFUSED, ROUTES, openapi
 from orchestrator.gateway.openai.protocol import MAX_ENTRIES, MAX_PROMPTS, MAX_STOPS, MAX_TOOLS, MOST
+from orchestrator.gateway.responses.chat_request import read_responses
 
 DOCUMENT = openapi(needs_key=True)
 HELLO = [{"role": "user", "content": "hi"}]
@@ -33,6 +34,7 @@ READERS: dict[str, tuple[Callable[[bytes], Any], dict[str, Any]]] = {
     "TokenizeChatRequest": (body_reader.read_tokenize, CHAT),
     "DetokenizeRequest": (body_reader.read_detokenize, {"model": "m", "tokens": [1]}),
     "MessagesRequest": (read_messages, {**CHAT, "max_tokens": 9}),
+    "ResponsesRequest": (read_responses, {"model": "m", "input": "x"}),
     "CountTokensRequest": (read_count_tokens, CHAT),
     "EmbeddingRequest": (partial(body_reader.read_encoding, kind=EmbeddingRequest), {"model": "m", "input": "x"}),
     "RerankRequest": (

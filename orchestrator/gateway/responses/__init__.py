@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its requests become chats, and its answers are written from theirs."""

@@ -1,0 +1,197 @@
+"""Writes the answers of the Responses API, complete or as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from orchestrator.gateway.openai.answer_parts import Call, Part, Text, events_of, whole_parts
+from orchestrator.gateway.openai.answers import LARGE_BYTES, WAITING, Choice
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.toolcalls.events import CallBegin, Content, Event
+from orchestrator.gateway.responses.chat_request import renamed
+from orchestrator.gateway.responses.protocol import ResponsesRequest
+from workers.messages.requests import FinishReason, TokenEvent
+
+_encode = msgspec.json.encode
+
+
+class ResponsesAnswer(msgspec.Struct, eq=False):
+    """Writes the answer of one choice, with the methods of `Answer`."""
+
+    suffix: str  # of the ids
+    created: int  # seconds since the epoch
+    asked: ResponsesRequest
+    choice: Choice
+    prompt_tokens: int = 0
+    keep_alive: ClassVar[bytes] = WAITING
+    _number: int = 0  # of the next event
+    _parts: list[Part] = msgspec.field(default_factory=list)  # of the answer so far; the last is open
+    _items: list[dict[str, Any]] = msgspec.field(default_factory=list)  # the complete ones
+
+    def __post_init__(self) -> None:
+        self.count_prompts()
+
+    def count_prompts(self) -> None:
+        self.prompt_tokens = len(self.choice.prompt_ids)
+
+    def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
+        """They are not supported here."""
+
+    def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
+        ((choice, events),) = answers
+        choice.tokens += sum([len(event.token_ids) for event in events])
+        cut = events[-1].finish is FinishReason.LENGTH
+        parts = whole_parts(choice, events) or [Text()]
+        items = [self._item(place, part) for place, part in enumerate(parts)]
+        if cut:
+            items[-1]["status"] = "incomplete"
+        body = _encode(self._response("incomplete" if cut else "completed", items))
+        return [body] if len(body) > LARGE_BYTES else body
+
+    def opening(self, choice: Choice) -> bytes:
+        response = self._response("in_progress", [])
+        kinds = ("response.created", "response.in_progress")
+        return b"".join([self._event(kind, {"response": response}) for kind in kinds])
+
+    def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
+        pieces: list[bytes] = []
+        for event in events:
+            choice.tokens += len(event.token_ids)
+            for read in events_of(choice, event):
+                pieces += self._written(read)
+            if event.finish is not None:
+                if not self._parts:
+                    pieces += self._begin(Text())
+                status = "incomplete" if event.finish is FinishReason.LENGTH else "completed"
+                pieces += self._end(status)
+                pieces.append(self._event(f"response.{status}", {"response": self._response(status, self._items)}))
+        return b"".join(pieces)
+
+    def closing(self, *, include_usage: bool) -> bytes:
+        return b""
+
+    def failure(self, error: ApiError) -> bytes:
+        """Returns the last event of a stream that failed after its start."""
+        fields = {"code": error.code, "message": error.message, "param": renamed(error.param)}
+        return self._event("error", fields)
+
+    # Events
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return b"event: %b\ndata: %b\n\n" % (
+            kind.encode(),
+            _encode({"type": kind, "sequence_number": number, **fields}),
+        )
+
+    def _written(self, read: Event) -> Iterator[bytes]:
+        last = self._parts[-1] if self._parts else None
+        if isinstance(read, CallBegin):
+            yield from self._end("completed")
+            yield from self._begin(Call(read.id, read.name))
+            return
+        if isinstance(read, Content) and not isinstance(last, Text):
+            yield from self._end("completed")
+            yield from self._begin(Text())
+        last = self._parts[-1]
+        last.pieces.append(read.text)
+        if isinstance(last, Text):
+            yield self._event("response.output_text.delta", {**self._place(), "delta": read.text, "logprobs": []})
+        else:
+            yield self._event("response.function_call_arguments.delta", {**self._place(), "delta": read.text})
+
+    def _begin(self, part: Part) -> Iterator[bytes]:
+        self._parts.append(part)
+        item = self._item(len(self._parts) - 1, part, "in_progress")
+        place = self._place()
+        if isinstance(part, Text):
+            item["content"] = []
+        yield self._event("response.output_item.added", {"output_index": place["output_index"], "item": item})
+        if isinstance(part, Text):
+            yield self._event("response.content_part.added", {**place, "part": _content("")})
+
+    def _end(self, status: str) -> Iterator[bytes]:
+        """Ends the open item, if there is one."""
+        if len(self._items) == len(self._parts):
+            return
+        part, place = self._parts[-1], self._place()
+        if isinstance(part, Text):
+            yield self._event("response.output_text.done", {**place, "text": part.text, "logprobs": []})
+            yield self._event("response.content_part.done", {**place, "part": _content(part.text)})
+        else:
+            fields = {**place, "name": part.name, "arguments": part.arguments}
+            yield self._event("response.function_call_arguments.done", fields)
+        item = self._item(len(self._parts) - 1, part, status)
+        self._items.append(item)
+        yield self._event("response.output_item.done", {"output_index": place["output_index"], "item": item})
+
+    def _place(self) -> dict[str, Any]:
+        """Returns the fields that say what an event of the last item is about."""
+        index = len(self._parts) - 1
+        place: dict[str, Any] = {"item_id": self._id(index, self._parts[-1]), "output_index": index}
+        return {**place, "content_index": 0} if isinstance(self._parts[-1], Text) else place
+
+    # Values
+
+    def _id(self, index: int, part: Part) -> str:
+        return f"{'msg' if isinstance(part, Text) else 'fc'}{self.suffix}-{index}"
+
+    def _item(self, index: int, part: Part, status: str = "completed") -> dict[str, Any]:
+        id = self._id(index, part)
+        if isinstance(part, Text):
+            content = [_content(part.text)]
+            return {"id": id, "type": "message", "status": status, "role": "assistant", "content": content}
+        head = {"id": id, "type": "function_call", "status": status, "call_id": part.id}
+        return {**head, "name": part.name, "arguments": part.arguments}
+
+    def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+        asked = self.asked
+        ended = status != "in_progress"
+        return {
+            "id": f"resp{self.suffix}",
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "model": asked.model,
+            "output": items,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "text": {"format": {"type": "text"}} if asked.text is None else _text(asked),
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": asked.tools or [],
+            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if ended else None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, answer = self.prompt_tokens, self.choice.tokens
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": answer,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + answer,
+        }
+
+
+def _content(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _text(asked: ResponsesRequest) -> dict[str, Any]:
+    format = None if asked.text is None else asked.text.format
+    if format is None or format.type != "json_schema":
+        return {"format": {"type": "text" if format is None else format.type}}
+    named = {"name": format.name or "answer", "schema": format.schema, "strict": format.strict}
+    return {"format": {"type": "json_schema", **named}}
