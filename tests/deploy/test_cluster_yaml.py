@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -90,8 +91,19 @@ def test_the_head_may_pass_the_role_that_workers_have(config: dict[str, Any]) ->
     statements = {
         item["Action"]: item["Resource"] for item in json.loads((EC2 / "head-policy.json").read_text())["Statement"]
     }
-    reads = {item["Action"] for item in json.loads((EC2 / "worker-policy.json").read_text())["Statement"]}
 
     assert (head, worker) == ("corewright-head", "corewright-worker")
     assert statements["iam:PassRole"].endswith(f":role/{worker}")
-    assert reads == {"s3:ListBucket", "s3:GetObject"}
+
+
+def test_a_worker_may_read_models_and_push_to_the_neff_cache_of_the_guides() -> None:
+    """Otherwise each new worker compiles for an hour."""
+    statements = json.loads((EC2 / "worker-policy.json").read_text())["Statement"]
+    specs = [(ROOT / file).read_text() for file in ("docs/deploy-ec2.md", "deploy/kuberay/fleet.yaml")]
+
+    *reads, pushes = [(item["Action"], item["Resource"]) for item in statements]
+
+    assert [action for action, _ in reads] == ["s3:ListBucket", "s3:GetObject"]
+    for text in specs:
+        assert re.findall(r"neff_cache: (s3://[\w/]+)", text) == ["s3://models/compiled"]
+    assert pushes == (["s3:PutObject", "s3:AbortMultipartUpload"], "arn:aws:s3:::models/compiled/*")
