@@ -107,3 +107,10 @@ def test_a_worker_may_read_models_and_push_to_the_neff_cache_of_the_guides() -> 
     for text in specs:
         assert re.findall(r"neff_cache: (s3://[\w/]+)", text) == ["s3://models/compiled"]
     assert pushes == (["s3:PutObject", "s3:AbortMultipartUpload"], "arn:aws:s3:::models/compiled/*")
+
+
+@pytest.mark.parametrize("file", ["cluster.yaml", "deploy/kuberay/Dockerfile", "docs/deploy-systemd.md"])
+def test_each_machine_gets_what_structured_outputs_need(file: str) -> None:
+    """Without the extra, response_format and required tool calls fail there."""
+    installs = [line for line in (ROOT / file).read_text().splitlines() if "pip install" in line and ".whl" in line]
+    assert [".whl[json]" in line or ".whl)[json]" in line for line in installs] == [True]
