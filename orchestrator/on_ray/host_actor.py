@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -34,10 +35,13 @@ from workers.host.instance_metadata import NoticeWatch
 from workers.host.interpreter import Interpreter, Interpreters
 from workers.host.neuron_faults import fault_of
 from workers.host.orphans import end_orphans
+from workers.host.task_boundary import task_boundary
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
+
+log = logging.getLogger(__name__)
 
 RECENT = 1000
 ORPHANS_S = 10.0  # for replicas of the machine's former Ray node to end
@@ -181,7 +185,8 @@ class HostActor:
     def _keep_reading(self) -> None:
         while True:
             time.sleep(TOOLS_PERIOD_S)
-            self._read_tools()
+            with task_boundary(log, "cannot read the owners of cores from the Neuron tools"):
+                self._read_tools()
 
     def _read_tools(self) -> None:
         self._owners = {core: (owner.pid, owner.command) for core, owner in owners(read_host_facts()).items()}

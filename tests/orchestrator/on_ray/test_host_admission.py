@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from orchestrator.on_ray import host_actor, host_admission
 from orchestrator.on_ray.host_admission import HostAdmission
 from orchestrator.process.awake_clock import AwakeClock
 from workers.artifacts.store.store_settings import StoreSettings
+from workers.host.facts.machine import Owner
 
 DEADLINE_S = 10.0
 NODE = SimpleNamespace(id="n1", label="10.0.0.2", instance="inf2.48xlarge", alive=True)
@@ -76,6 +79,29 @@ def test_a_machine_that_left_before_it_replied_is_not_asked_again(nodes: SimpleN
 
     asyncio.run(story())
     assert (actors.replies, nodes.unfit) == ([EMULATED], {})
+
+
+def test_the_owners_of_cores_are_read_again_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as too many open files; otherwise owners would stay as they were until the actor restarts."""
+    reads, again = iter([True, False]), threading.Event()
+
+    def owners(facts: None) -> dict[int, Owner]:
+        if next(reads):
+            raise OSError(errno.EMFILE, "too many open files")
+        again.set()
+        return {}
+
+    def read_host_facts() -> None:
+        if again.is_set():
+            threading.Event().wait()  # as long as the tests run
+
+    monkeypatch.setattr(host_actor, "TOOLS_PERIOD_S", 0.0)
+    monkeypatch.setattr(host_actor, "read_host_facts", read_host_facts)
+    monkeypatch.setattr(host_actor, "owners", owners)
+    actor = host_actor.HostActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+    host = actor(StoreSettings(root=str(tmp_path / "store")), str(tmp_path / "home"))
+    threading.Thread(target=host._keep_reading, daemon=True).start()
+    assert again.wait(10)
 
 
 def test_a_host_whose_orphans_cannot_be_killed_says_so_instead_of_serving(
