@@ -61,12 +61,12 @@ class HostOperations(ReplicaOperations):
         if roll.phase != "waiting":
             what = f"{roll.hosts[0]} is not in maintenance yet: its phase is {roll.phase}"
             raise Refused("roll-not-waiting", what, "corewright status shows the progress")
-        return await self._leave(roll, stop=False)
+        return await self._leave(roll, by, stop=False)
 
     @exclusive
     async def stop_roll(self, by: str) -> dict[str, Any]:
         """Ends the maintenance: the current host is used again, and no further one is drained."""
-        return await self._leave(self._roll(), stop=True)
+        return await self._leave(self._roll(), by, stop=True)
 
     def _roll(self) -> HostRoll:
         roll = self._state.records.state.roll
@@ -74,8 +74,10 @@ class HostOperations(ReplicaOperations):
             raise Refused("no-roll", "no maintenance of hosts is in progress", "corewright hosts roll begins one")
         return roll
 
-    async def _leave(self, roll: HostRoll, *, stop: bool) -> dict[str, Any]:
-        self._controller.rolls.leave(roll, stop=stop)
-        await self._state.records.durable()
+    async def _leave(self, roll: HostRoll, by: str, *, stop: bool) -> dict[str, Any]:
+        rolls = self._controller.rolls
+        for record in rolls.leaving(roll, by, stop=stop):
+            await self._write(record)
+        rolls.report_left(roll, by, stop=stop)
         self._controller.wake_up()
         return roll_status(self._state.records.state.roll) or NO_ROLL

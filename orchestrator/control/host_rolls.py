@@ -78,17 +78,28 @@ class HostRolls:
             message = f"its maintenance waits, since models could not be served without it: {reason}"
             self._state.records.event("warning", "MaintenanceWaits", message, host=host)
 
-    def leave(self, roll: HostRoll, *, stop: bool = False) -> None:
-        """End the maintenance of the current host, and go on with the next one unless ``stop``."""
-        records, host = self._state.records, roll.hosts[0]
+    def leave(self, roll: HostRoll) -> None:
+        """End the maintenance of the current host, and go on with the next one."""
+        for record in self.leaving(roll, roll.by):
+            self._state.records.note(record)
+        self.report_left(roll, roll.by)
+
+    def leaving(self, roll: HostRoll, by: str, *, stop: bool = False) -> list[Cordon | Departure | HostRoll]:
+        """Returns the records by which the maintenance of the current host ends; ``stop``: and that of all others."""
+        host, records = roll.hosts[0], list[Cordon | Departure | HostRoll]()
         if roll.phase != "next":
-            records.note(Cordon(host=host, cores=None, on=False, by=roll.by))
-            departure = records.state.departures.get(host)
+            records.append(Cordon(host=host, cores=None, on=False, by=by))
+            departure = self._state.records.state.departures.get(host)
             if departure is not None and not departure.noticed:
-                records.note(Departure(host=host, on=False))
-            records.event("info", "Uncordoned", f"its maintenance by {roll.by} is over", host=host)
+                records.append(Departure(host=host, on=False))
         rest = [] if stop else roll.hosts[1:]
-        records.note(msgspec.structs.replace(roll, hosts=rest, phase="next", node="", refusal=None))
-        if not rest:
-            how = "stopped" if stop else "every host had its turn"
+        return [*records, msgspec.structs.replace(roll, hosts=rest, phase="next", node="", refusal=None)]
+
+    def report_left(self, roll: HostRoll, by: str, *, stop: bool = False) -> None:
+        """Report the end of the maintenance of the current host as events."""
+        records = self._state.records
+        if roll.phase != "next":
+            records.event("info", "Uncordoned", f"its maintenance by {roll.by} is over", host=roll.hosts[0])
+        if stop or not roll.hosts[1:]:
+            how = f"stopped by {by}" if stop else "every host had its turn"
             records.event("info", "MaintenanceOver", how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.api.refused import Refused
-from orchestrator.records.journal import Journal
+from orchestrator.records.journal import Journal, JournalUnwritable
+from orchestrator.records.journal_records import Cordon
 from orchestrator.rollout.host_roll import Phase, RollFacts, Wait, next_phase
+from orchestrator.state.record_writer import RecordWriter
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.fakes import play as play_on
 
@@ -94,6 +97,39 @@ def test_a_host_waits_for_the_operator(tmp_path: Path) -> None:
         with pytest.raises(Refused) as refused:
             await played.operator.stop_roll("tester")
         assert refused.value.problem.id == "no-roll"
+
+    play(tmp_path, ROOMY, story)
+
+
+def test_the_end_of_a_maintenance_is_the_act_of_the_operator_who_ended_it(tmp_path: Path) -> None:
+    """And not of the one who has begun it."""
+
+    async def story(played: Played) -> None:
+        written: list[Any] = []
+        await played.operator.roll_hosts(HOSTS[:1], "operator", None, "tester")
+        await played.until(lambda: phase(played) == "waiting", "empty", 200)
+        records = played.operator._state.records
+        records.record = lambda record: written.append(record) or RecordWriter.record(records, record)  # type: ignore
+        await played.operator.stop_roll("another")
+        assert [record.by for record in written if isinstance(record, Cordon)] == ["another"]
+
+    play(tmp_path, ROOMY, story)
+
+
+@pytest.mark.parametrize("end", ["continue_roll", "stop_roll"])
+def test_a_maintenance_goes_on_if_the_disk_refuses_its_end(tmp_path: Path, end: str) -> None:
+    """As with each operation of an operator, which is rejected then."""
+
+    async def refuse(record: object) -> None:
+        raise JournalUnwritable(errno.ENOSPC, "no space")
+
+    async def story(played: Played) -> None:
+        await played.operator.roll_hosts(HOSTS[:1], "operator", None, "tester")
+        await played.until(lambda: phase(played) == "waiting", "empty", 200)
+        played.operator._state.records.record = refuse  # type: ignore[assignment, method-assign]
+        with pytest.raises(Refused, match="journal-unwritable"):
+            await getattr(played.operator, end)("tester")
+        assert (phase(played), played.host(0)["cordoned"]) == ("waiting", "all")
 
     play(tmp_path, ROOMY, story)
 
