@@ -123,15 +123,17 @@ class Replica:
     @_ctl
     def set_adapters(self, config: ReplicaConfig) -> Failure | None:
         """Serves the LoRA adapters of ``config`` instead of its own. Returns why it cannot."""
-        for folder in {*config.fetched_folders().values()} - {*self._config.fetched_folders().values()}:
-            self._uses.enter_context(using(folder))  # as long as the process lives: its server may read it again
         from workers.servers.completion_relay import CompletionRelay  # no other backend has adapters
 
         assert isinstance(self._batcher, CompletionRelay)
-        try:
-            self._batcher.set_adapters(config.adapters)
-        except Exception as error:  # noqa: BLE001 - it becomes the failure of the change
-            return failure_of("adapter-unusable", error, "the change of its adapters", self._config)
+        with contextlib.ExitStack() as uses:
+            for folder in {*config.fetched_folders().values()} - {*self._config.fetched_folders().values()}:
+                uses.enter_context(using(folder))
+            try:
+                self._batcher.set_adapters(config.adapters)
+            except Exception as error:  # noqa: BLE001 - it becomes the failure of the change
+                return failure_of("adapter-unusable", error, "the change of its adapters", self._config)
+            self._uses.push(uses.pop_all())  # as long as the process lives: its server may read it again
         origins = config.adapter_origins
         self._config = msgspec.structs.replace(self._config, adapters=config.adapters, adapter_origins=origins)
         return None
