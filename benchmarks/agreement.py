@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -175,8 +176,8 @@ def measure(tool: Path, url: str, folder: Path) -> dict[str, float]:
     for case in CASES:
         wanted = lengths(case.requests)
         sides: list[Callable[[], dict[str, float]]] = [
-            lambda case=case, wanted=wanted: ours(url, case, wanted),
-            lambda case=case, wanted=wanted: guidellm(tool, url, case, wanted, folder),
+            partial(ours, url, case, wanted),
+            partial(guidellm, tool, url, case, wanted, folder),
         ]
         mine, theirs = (side() for side in sides)
         print(f"{case.name}: {'':<14}{'ours':>10}{'guidellm':>10}{'ratio':>8}")

@@ -49,7 +49,7 @@ TARGETS = {
     "p99_at_70_over_unbatched": Target(1.0, at_least=False),
     "refused_at_120": Target(0.0, at_least=False),
 }
-MINI_LM = {
+MINI_LM: dict[str, Any] = {
     "vocab_size": 30522,
     "hidden_size": 384,
     "num_hidden_layers": 6,

@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ from workers.engines.cpu.engine import CpuEngine
 from workers.messages.requests import GenerateRequest, TokenEvent
 from workers.text.tokenizer import load_tokenizer
 
-MODELS = {"64x2": {"hidden": 64, "layers": 2, "heads": 4}, "512x8": {"hidden": 512, "layers": 8, "heads": 8}}
+MODELS: dict[str, dict[str, Any]] = {
+    "64x2": {"hidden": 64, "layers": 2, "heads": 4},
+    "512x8": {"hidden": 512, "layers": 8, "heads": 8},
+}
 REQUESTS = (1, 4, 16)
 NEW_TOKENS = 64
 MAX_LEN = 256
@@ -98,7 +102,7 @@ class Bench:
     def ours(self, prompts: Sequence[Sequence[int]], every: int = 0) -> float:
         """Seconds for all; ``every`` n steps one more arrives (0: all at once)."""
         self.tokens = 0
-        batcher = Batcher(self.engine, self.tokenizer, self._count)  # type: ignore[arg-type]
+        batcher = Batcher(self.engine, self.tokenizer, self._count)
         waiting = [
             GenerateRequest(id=str(i), prompt_ids=list(ids), max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
             for i, ids in enumerate(prompts)
@@ -181,10 +185,10 @@ def measure(name: str, bench: Bench) -> dict[str, float]:
     for count in REQUESTS:
         prompts = ragged(count)
         ways: dict[str, Callable[[], float]] = {
-            "ours": lambda prompts=prompts: bench.ours(prompts),
-            "in_flight": lambda prompts=prompts: bench.ours(prompts, every=2),
-            "continuous": lambda prompts=prompts: bench.continuous(prompts),
-            "static": lambda prompts=prompts: bench.static(prompts),
+            "ours": partial(bench.ours, prompts),
+            "in_flight": partial(bench.ours, prompts, every=2),
+            "continuous": partial(bench.continuous, prompts),
+            "static": partial(bench.static, prompts),
         }
         for way in ways.values():
             way()  # warm

@@ -173,7 +173,7 @@ def on_raylets() -> dict[str, float]:
 def busy(raylets: Raylets, fleet: LiveFleet) -> dict[str, float]:
     """Starts, rest and losses of the fleet on all raylets."""
     measured: dict[str, float] = {}
-    admin = Admin(fleet)
+    admin = Admin(fleet.home)
     cordon(admin, "/cordon")
     starts = []
     for number in range(ROUNDS):

@@ -93,7 +93,7 @@ def bare_start_s() -> float:
 
 def replica_back_s(fleet: LiveFleet, index: int) -> float:
     """From the kill until the next process serves. Another replica each time: one that dies again soon has to wait."""
-    admin = Admin(fleet)
+    admin = Admin(fleet.home)
     before = admin.replica(f"loaded/{index}")
     began = time.perf_counter()
     os.kill(before["pid"], signal.SIGKILL)
@@ -132,7 +132,7 @@ def controller_back_s(fleet: LiveFleet, queue: int) -> tuple[float, int]:
         assert stream.begun.wait(DEADLINE_S)
     pid = fleet.controller_pid()
     text = SPEC.replace("max_queue: 1000", f"max_queue: {queue}")
-    admin = Admin(fleet)
+    admin = Admin(fleet.home)
     began = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
     until(lambda: not _alive(pid), DEADLINE_S, "the controller is dead")

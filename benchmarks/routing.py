@@ -28,7 +28,7 @@ from statistics import mean
 
 from benchmarks.report import Target, finish
 from benchmarks.routing_parts import rivals
-from benchmarks.routing_parts.fixed_replicas import serve_fixed
+from benchmarks.routing_parts.fixed_replicas import Router, serve_fixed
 from benchmarks.routing_parts.traffic import FAST, MODEL, arrivals, capacity, lengths, slower
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_replica import SimReplica
@@ -43,7 +43,7 @@ FLEETS = {
     "mixed_less": [FAST] * 2 + [slower(LESS)] * 4,
 }
 OURS, TWO = "late binding", "late binding, two gateways"
-RIVALS: dict[str, Callable[[int], rivals.Router]] = {
+RIVALS: dict[str, Callable[[int], Router]] = {
     "random": rivals.random_router,
     "round robin": rivals.round_robin,
     "power of two": rivals.power_of_two,

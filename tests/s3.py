@@ -144,7 +144,7 @@ def environment(url: str) -> dict[str, str]:
 
 def client(url: str) -> Any:
     """boto3's, for an S3 at ``url``."""
-    import boto3  # type: ignore[import-untyped]
+    import boto3
     from botocore.config import Config  # type: ignore[import-untyped]
 
     return boto3.client(

@@ -15,6 +15,7 @@ from benchmarks.gateway_parts.engine import EPOCH, TOKEN
 from orchestrator.access.keys import KeyFile
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
+from orchestrator.gateway.controller_client import ControllerAway
 from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import free_port
@@ -37,6 +38,9 @@ class Controller:
         if seen:
             await asyncio.sleep(timeout_s)
         return 1, self._table
+
+    async def keys(self, seen: str, timeout_s: float) -> tuple[str, bytes]:
+        raise ControllerAway("the keys are in a file")
 
     async def wake(self, model: str) -> None:
         """Every model is awake."""

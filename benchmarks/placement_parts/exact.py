@@ -136,7 +136,7 @@ def most_served(fleet: Fleet, seconds: float = 20.0) -> Admission:
         status = solver.solve(ranges.model)
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             known = {name: solver.value(required[name] + excess[name]) for name in required}
-            ranges.model.clear_hints()  # type: ignore[no-untyped-call]
+            ranges.model.clear_hints()
             for var in ranges.all:
                 ranges.model.add_hint(var, solver.value(var))
         elif status != cp_model.UNKNOWN:

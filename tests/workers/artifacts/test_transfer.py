@@ -143,7 +143,7 @@ PART = 100_000
 
 def uploaded(play: Play, kind: str, data: bytes) -> None:
     """Uploads key "k" to the bucket, with the checksum ``kind``."""
-    import boto3  # type: ignore[import-untyped]
+    import boto3
     from botocore.config import Config  # type: ignore[import-untyped]
 
     bucket = play.url.split("/")[2]
