@@ -15,7 +15,6 @@ from benchmarks.gateway_parts.engine import EPOCH, TOKEN
 from orchestrator.access.keys import KeyFile
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
-from orchestrator.gateway.controller_client import ControllerAway
 from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import free_port
@@ -38,9 +37,6 @@ class Controller:
         if seen:
             await asyncio.sleep(timeout_s)
         return 1, self._table
-
-    async def keys(self, seen: str, timeout_s: float) -> tuple[str, bytes]:
-        raise ControllerAway("the keys are in a file")
 
     async def wake(self, model: str) -> None:
         """Every model is awake."""
@@ -97,7 +93,8 @@ def main() -> None:
     table = RouteTable(
         ready=True, stopping=False, token=TOKEN, models=[routes_of(model) for model in settings["models"]]
     )
-    server = GatewayServer(Controller(table), GatewaySettings(host="127.0.0.1", port=port, home=str(home)))
+    controller: Any = Controller(table)  # what it lacks is not called
+    server = GatewayServer(controller, GatewaySettings(host="127.0.0.1", port=port, home=str(home)))
     server.start()
     deadline = time.monotonic() + CONNECT_DEADLINE_S
     while sum(queue.links.slots > 0 for queue in list(server.gateway.served.queues.values())) < len(settings["models"]):

@@ -52,9 +52,13 @@ class Operator(SpecPreview, HostOperations, FleetQueries):
 
     @exclusive
     async def _install(
-        self, spec_file: SpecFile, generation: ResolvedRevision, check_index: int | None
+        self, spec_file: SpecFile, generation: ResolvedRevision, check_index: int | None, over: int | None = None
     ) -> dict[str, Any]:
+        """``over`` is the revision that the spec was made from, if it must still be the current one."""
         state = self._state
+        if over is not None and over != state.current.number:
+            what = f"revision {state.current.number} was applied meanwhile"
+            raise Refused("index-changed", what, "repeat the request")
         index = state.records.state.index
         if check_index is not None and check_index != index:
             what = f"the fleet's index is {index}, not {check_index}: the fleet has changed since the plan"

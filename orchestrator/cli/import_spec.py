@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,13 +10,11 @@ import typer
 from orchestrator.cli.app import FAILED, FormatOption, bad_parameter, group
 from orchestrator.cli.output import Format, say, show
 from orchestrator.process.failure import Failed
+from orchestrator.sagemaker.lmi_files import PROPERTIES, content, label, lmi_models
 from placements.facts.engines import NAMED_ENGINES
 from placements.facts.topology import TOPOLOGIES
-from placements.lmi.importing import LOADED, LmiModel, as_dict, import_lmi
-from placements.lmi.settings import Setting, UnreadableSettings, read_environment, read_properties
-
-PROPERTIES = "serving.properties"
-_LOADED = re.compile(r"\[?([^:=\[\]]+)(?::[^=\[\]]*)?\]?=(.+)")  # NAME:VERSION:ENGINE:DEVICES=URL, as LMI reads it
+from placements.lmi.importing import as_dict, import_lmi
+from placements.lmi.settings import UnreadableSettings, read_environment
 
 importing = group("import", "Write a spec for models that another server served.")
 
@@ -68,8 +64,8 @@ def import_from_lmi(
     with bad_parameter("--lmi-version"):
         version = _version(lmi_version)
     try:
-        environment = [] if env is None else read_environment(_text(env), _label(env))
-        models = _models(file, environment)
+        environment = [] if env is None else read_environment(content(env), label(env))
+        models = lmi_models(file, environment)
     except UnreadableSettings as error:
         hint = "pass a serving.properties, a folder with them, or --env with the container's environment"
         raise Failed("lmi-unreadable", str(error), hint) from None
@@ -87,50 +83,6 @@ def import_from_lmi(
     if imported.refused:
         say("settings were refused: the spec does not have what they asked for")
         raise typer.Exit(FAILED)
-
-
-def _models(file: str | None, environment: list[Setting]) -> list[LmiModel]:
-    if file is not None and file != "-" and Path(file).is_dir():
-        folder = Path(file).absolute()
-        folders = [folder] if (folder / PROPERTIES).is_file() else sorted(folder.iterdir())
-        models = [
-            LmiModel(each.name, _properties(each, file), environment, str(each))
-            for each in folders
-            if (each / PROPERTIES).is_file()
-        ]
-        if not models:
-            raise UnreadableSettings(f"{file}: no {PROPERTIES} in the folder, nor in the folders below")
-        return models
-    if file is not None:
-        folder = Path.cwd() if file == "-" else Path(file).absolute().parent
-        return [LmiModel("", read_properties(_text(file), _label(file)), environment, str(folder))]
-    listed = next((setting for setting in environment if setting.written == LOADED), None)
-    urls = [] if listed is None else re.split(r"[, ]+", listed.value.strip(", "))
-    models = []
-    for url in urls:
-        match = _LOADED.fullmatch(url)
-        name, place = (match[1], match[2]) if match else ("", url)
-        place = place.removeprefix("file://")
-        own = Path(place) / PROPERTIES
-        settings = read_properties(_text(str(own)), str(own)) if own.is_file() else []
-        models.append(LmiModel(name, settings, environment, place, listed=True))
-    return models or [LmiModel("", [], environment)]
-
-
-def _properties(folder: Path, given: str) -> list[Setting]:
-    below = Path(given) / folder.relative_to(Path(given).absolute()) / PROPERTIES
-    return read_properties(_text(str(below)), str(below))
-
-
-def _text(name: str) -> str:
-    try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(errors="replace")
-    except OSError as error:
-        raise UnreadableSettings(f"{name}: {error.strerror}") from None
-
-
-def _label(name: str) -> str:
-    return "stdin" if name == "-" else name
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -44,7 +44,7 @@ def check_listening(settings: Settings) -> None:
         raise Failed("tls-incomplete", f"only {options} is set", "set both --tls-cert FILE and --tls-key FILE")
     if cert is not None and key is not None:
         CertificateFiles(cert, key, client_ca)  # fails now rather than in the gateway
-    open_to_all, now = not is_loopback(host), time.time()
+    open_to_all, now = not is_loopback(host) and not settings["sagemaker"], time.time()  # only SageMaker reaches it
     if open_to_all and not settings["insecure"] and not ring.usable(now, "inference"):
         message = f"{origin.where} {host} would open the fleet to the network, and no API key exists"
         hint = "run `corewright keys create NAME`; or use --host 127.0.0.1, or --insecure"
@@ -122,19 +122,21 @@ def _addresses(record: FleetRecord, file: SpecFile, settings: Settings) -> str:
     dashboard = record.dashboard_url or "off"
     if record.dashboard_url and os.environ.get("RAY_AUTH_MODE") == "token" and token:
         dashboard += f"   (log in with the token in {token})"
-    model, record_logs = file.spec.models[0].name, Home.from_environment().logs
-    chat = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a NeuronCore?"}}]}}'
+    names = [model.name for model in file.spec.models]
     more = _curl_needs(settings)
     lines = [
-        f"ready        {record.url}/v1   (models: {', '.join(model.name for model in file.spec.models)})",
+        f"ready        {record.url}/v1   (models: {', '.join(names) or 'none'})",
         f"dashboard    {dashboard}",
-        f"logs         {record_logs}",
+        f"logs         {Home.from_environment().logs}",
         "",
         "Try, in another terminal:",
         f"  curl {more}{record.url}/v1/models",
-        f"  curl {more}{record.url}/v1/chat/completions -H 'content-type: application/json' \\\n       -d '{chat}'",
-        f"  {sys.argv[0]} status",
     ]
+    if names:
+        chat = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "What is a NeuronCore?"}}]}}'
+        json = "-H 'content-type: application/json'"
+        lines.append(f"  curl {more}{record.url}/v1/chat/completions {json} \\\n       -d '{chat}'")
+    lines.append(f"  {sys.argv[0]} status")
     return "\n".join(lines)
 
 

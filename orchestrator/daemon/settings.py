@@ -225,6 +225,7 @@ SETTINGS = (
         "--watch/--no-watch",
     ),
     Setting("drain_s", _seconds("0 to 3600", 0), DRAIN_S, "Drain timeout on shutdown, in seconds.", "--drain-s"),
+    _gateway("sagemaker", SWITCH, "Serve SageMaker's routes to load and unload models. Set by `serve-sagemaker`."),
     _gateway("max_body_bytes", _whole(1024, GIB), "Maximum size of a request body, in bytes."),
     _gateway("max_header_bytes", _whole(1024, MIB), "Maximum size of the request line and headers, in bytes."),
     _gateway("max_messages", _whole(1, 1_000_000), "Maximum number of messages in a chat request."),

@@ -36,6 +36,7 @@ from orchestrator.gateway.openai.tokenize import detokenized, tokenized
 from orchestrator.gateway.received_files import ReceivedFiles
 from orchestrator.gateway.request_log import RequestLog
 from orchestrator.gateway.responses.chat_request import read_responses, renamed
+from orchestrator.gateway.sagemaker import SageMaker
 from orchestrator.gateway.served_models import ServedModels
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.tokenizers import Tokenizers
@@ -94,6 +95,7 @@ class Gateway:
         self._scrapes = Scrapes(self._metrics_page)
         self._controller_families: list[MetricFamily] = []  # from its last answer
         self._controller_families_at: float | None = None  # monotonic
+        self.sagemaker = SageMaker(controller, self.served, self._invoked, limited=settings.sagemaker)
         self._routes: Mapping[str, tuple[str, Handler]] = {
             CHAT: ("POST", self.chat),
             MESSAGES: ("POST", self.messages),
@@ -111,6 +113,7 @@ class Gateway:
             "/readyz": ("GET", self.readyz),
             "/health": ("GET", self.readyz),
             "/ping": ("GET", self.readyz),
+            "/invocations": ("POST", self.sagemaker.invoke),
         }
 
     async def follow_keys(self) -> None:
@@ -209,13 +212,15 @@ class Gateway:
             return None
         else:
             self.gate.admit(exchange)
-        method, handler = self._route(path)
+        method, handler = self._route(path, request.method)
         if request.method == method or (request.method == "HEAD" and method == "GET"):
             return handler(exchange)
         raise errors.method_not_allowed(request.method, path, method)
 
-    def _route(self, path: str) -> tuple[str, Handler]:
+    def _route(self, path: str, method: str) -> tuple[str, Handler]:
         route = self._routes.get(path)
+        if route is None and self._settings.sagemaker:
+            route = self.sagemaker.route(path, method)
         if route is not None:
             return route
         if path.startswith(MODELS):
@@ -388,6 +393,10 @@ class Gateway:
         if queue.routes.forwards:
             self._generation.forward(exchange, body, queue)
         return queue.routes.forwards
+
+    def _invoked(self, exchange: Exchange) -> Awaitable[None] | None:
+        """Answers a request of SageMaker, whose path and body are OpenAI's by now."""
+        return self._routes[exchange.request.path][1](exchange)
 
     def _check_messages(self, body: Chat) -> None:
         if len(body.messages) > self._settings.max_messages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
+from orchestrator.fleet.hosting import Hosting
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.scaling.demand_report import DemandReply, DemandReport
 from workers.messages.metric_family import MetricFamily
@@ -25,3 +26,12 @@ class ControllerClient(Protocol):
     def wake(self, model: str) -> Coroutine[Any, Any, None]: ...
     async def demand(self, report: DemandReport) -> DemandReply | None: ...
     async def metrics(self) -> list[MetricFamily]: ...
+    async def hosted(self) -> list[tuple[str, str]]:
+        """Returns the name and the folder of each model that SageMaker has loaded."""
+        ...
+
+    async def host_model(self, name: str, folder: str, *, again: bool, wait_s: float) -> Hosting:
+        """See `HostedModels.host_model`."""
+        ...
+
+    async def unhost_model(self, name: str) -> Hosting: ...

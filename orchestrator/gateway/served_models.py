@@ -142,6 +142,15 @@ class ServedModels:
             return self._names
         return {name: queue for name, queue in self._names.items() if set(key.models) & set(queue.synonyms(name))}
 
+    def serves(self, name: str) -> bool:
+        """Returns whether requests for the model of that name or alias can begin."""
+        queue = self._names.get(name)
+        return queue is not None and (queue.links.live > 0 or queue.routes.loads_on_request)
+
+    def has(self, name: str) -> bool:
+        """Returns whether there is a model of that name or alias."""
+        return name in self._names
+
     def queue(self, key: ApiKey | None, model: str) -> ModelQueue:
         """Returns the queue of the model with that name or alias, if the key allows it. Raises ApiError."""
         allow_inference(key)

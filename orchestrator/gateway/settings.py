@@ -40,6 +40,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     write_s: float = 30.0  # a client that reads nothing for this long is disconnected
     keep_alive_s: float = 10.0  # between two comments to a streaming client while its request waits
 
+    sagemaker: bool = False  # in a container of SageMaker, which loads and unloads models: see sagemaker.md
+
     log_format: Literal["text", "json"] = "text"
     log_prompts: bool = False  # log prompts and answers, for debugging
 

@@ -17,13 +17,14 @@ from ray.util.metrics import Gauge
 
 from orchestrator.access.key_feed import KeyFeed
 from orchestrator.access.keys import KeyFile
-from orchestrator.api.operator import Operator
+from orchestrator.api.hosted_models import HostedModels
 from orchestrator.api.refused import Refused
 from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.control.controller import Controller
 from orchestrator.control.controller_metrics import CORE_STATES
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.controller_settings import ControllerSettings
+from orchestrator.fleet.hosting import Hosting
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.on_ray.gateway_applications import GatewayApplications
@@ -90,7 +91,7 @@ class ControllerActor:
         self._removal: asyncio.Task[None] | None = None
         self._controller = Controller(state, cluster, resumed=clock.resumed_at)
         cluster.add_hosts((host.name for host in state.hosts), state.kept)
-        self._operator = Operator(self._controller, cluster)
+        self._operator = HostedModels(self._controller, cluster)
         self._keys = KeyFeed(KeyFile(home.keys))
         loop = asyncio.get_running_loop()  # Ray makes an async actor's object on its event loop
         self._beating = loop.create_task(clock.beat())
@@ -124,6 +125,19 @@ class ControllerActor:
 
     async def wake(self, model: str) -> None:
         await self._controller.wake(model)
+
+    async def hosted(self) -> list[tuple[str, str]]:
+        """Return the name and the folder of each model that SageMaker has loaded."""
+        await self._controller.settled()
+        return self._operator.hosted()
+
+    async def host_model(self, name: str, folder: str, again: bool, wait_s: float) -> Hosting:
+        await self._controller.settled()
+        return await self._operator.host_model(name, folder, again=again, wait_s=wait_s)
+
+    async def unhost_model(self, name: str) -> Hosting:
+        await self._controller.settled()
+        return await self._operator.unhost_model(name)
 
     async def keys(self, seen: str, timeout_s: float) -> tuple[str, bytes]:
         return await self._keys.next(seen, timeout_s)

@@ -14,6 +14,7 @@ from ray import serve
 
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.gateway_places import GatewayPlace
+from orchestrator.fleet.hosting import Hosting
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.gateway.controller_client import ControllerAway
 from orchestrator.gateway.server import DRAIN_S, GatewayServer
@@ -27,6 +28,7 @@ from workers.host.task_boundary import task_boundary
 from workers.messages.metric_family import MetricFamily
 
 GATEWAY = "gateway"
+SPEC_S = 60.0  # to read a model's folder and to plan
 REPLY_S = 10.0  # for a reply of the controller, or for the lookup of its actor
 NODE_LABEL = "ray.io/node-id"  # that Ray gives each node
 
@@ -65,6 +67,18 @@ class RemoteController:
     async def metrics(self) -> list[MetricFamily]:
         families: list[MetricFamily] = await self._call("metrics", *([self._place] if self._place else []))
         return families
+
+    async def hosted(self) -> list[tuple[str, str]]:
+        models: list[tuple[str, str]] = await self._call("hosted")
+        return models
+
+    async def host_model(self, name: str, folder: str, *, again: bool, wait_s: float) -> Hosting:
+        hosting: Hosting = await self._call("host_model", name, folder, again, wait_s, wait_s=wait_s + SPEC_S)
+        return hosting
+
+    async def unhost_model(self, name: str) -> Hosting:
+        hosting: Hosting = await self._call("unhost_model", name, wait_s=SPEC_S)
+        return hosting
 
     async def _call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
         try:

@@ -94,7 +94,7 @@ def follow_rollout(state: FleetState) -> Rollback | None:
     if restorable is None:  # retried with growing pauses
         _limit_stuck_models(state, under_way)
         return None
-    failed = _failure(state, under_way)
+    failed = next(((model, cause) for model in under_way if (cause := failure_of(state, model)) is not None), None)
     if failed is None:
         return None
     model, cause = failed
@@ -141,23 +141,22 @@ def _is_changed(state: FleetState, model: ModelSpec) -> bool:
     return before != state.current.versions[model.name]
 
 
-def _failure(state: FleetState, unsettled: Iterable[ModelSpec]) -> tuple[ModelSpec, str] | None:
-    """Returns the failed model and the cause; None while the rollout may still succeed."""
-    for model in unsettled:
-        version = state.current.versions[model.name]
-        for view in state.replicas_of(model.name):
-            tried = view.stopped or view.failures >= model.update.max_failures
-            fails = view.state is not State.READY and tried
-            if view.version == version and fails:
-                times = "once" if view.failures == 1 else f"{view.failures} times"
-                return model, f"{view.id} failed {times}: {view.reason}"
-        for preparation in state.preparations.values():
-            fails = preparation.stopped or preparation.failures >= model.update.max_failures
-            if (preparation.model, preparation.version) == (model.name, version) and fails:
-                return model, f"{model.name} cannot be prepared on {preparation.host}: {preparation.reason}"
-        quiet = state.clock() - state.progress[1]
-        if quiet > model.update.progress_deadline_s:
-            return model, f"{model.name}: no progress for {quiet:.0f} s (progress_deadline_s)"
+def failure_of(state: FleetState, model: ModelSpec) -> str | None:
+    """Returns why the update of a model failed; None while it may still succeed."""
+    version = state.current.versions[model.name]
+    for view in state.replicas_of(model.name):
+        tried = view.stopped or view.failures >= model.update.max_failures
+        fails = view.state is not State.READY and tried
+        if view.version == version and fails:
+            times = "once" if view.failures == 1 else f"{view.failures} times"
+            return f"{view.id} failed {times}: {view.reason}"
+    for preparation in state.preparations.values():
+        fails = preparation.stopped or preparation.failures >= model.update.max_failures
+        if (preparation.model, preparation.version) == (model.name, version) and fails:
+            return f"{model.name} cannot be prepared on {preparation.host}: {preparation.reason}"
+    quiet = state.clock() - state.progress[1]
+    if quiet > model.update.progress_deadline_s:
+        return f"{model.name}: no progress for {quiet:.0f} s (progress_deadline_s)"
     return None
 
 

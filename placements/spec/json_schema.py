@@ -10,8 +10,8 @@ from placements.spec.notation import DURATION, NAME, in_words
 from placements.spec.schema import OWN_FIELDS, HostsSpec, ModelSpec, Spec
 
 _DEFAULTS_MEANING = (
-    "Default values of the models' fields, except `source`, `revision`, `cores`, `aliases`, `adapters`, "
-    "`draft` and `server`. A field counts "
+    f"Default values of the models' fields, except {', '.join(f'`{name}`' for name in OWN_FIELDS[:-1])} "
+    f"and `{OWN_FIELDS[-1]}`. A field counts "
     "as a whole: a model's `replicas` replaces the default's completely."
 )
 _INTERNAL = frozenset({"base_dir", "broken", "places"})
@@ -74,7 +74,6 @@ def json_schema() -> dict[str, Any]:
             "models": {
                 **described["models"],
                 "type": "object",
-                "minProperties": 1,
                 "propertyNames": name,
                 "additionalProperties": {"$ref": "#/$defs/Model"},
             },

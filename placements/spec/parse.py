@@ -200,7 +200,7 @@ class _Reader:
     def _models(self, top: dict[str, Any], broken: set[str]) -> tuple[ModelSpec, ...]:
         defaults, broken_defaults = self._defaults(self._mapping(top, "defaults", broken))
         value = top.get("models")
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             models = [self._model(name, fields, defaults, broken_defaults) for name, fields in value.items()]
             if None in models:
                 broken.add("models")
@@ -208,10 +208,10 @@ class _Reader:
         if value is BROKEN:
             return ()
         broken.add("models")
-        if value is None or value == {}:
+        if value is None:
             path: Path = ("models",) if "models" in top else ()
             what = "the spec lists no models"
-            self._report("missing-key", path, what, "add models: {NAME: {source: ...}}")
+            self._report("missing-key", path, what, "add models: {NAME: {source: ...}}; or models: {} for none")
         else:
             self._wrong_type(("models",))
         return ()

@@ -261,6 +261,9 @@ class ModelSpec(Frozen):
     """LoRA adapters by name, as peft saves them: paths, S3 URLs or hub ids, like `source`. The adapter `support` of the
     model `big` is the model `big:support` of clients and API keys. On the engine `vllm`. Not in `defaults`. See
     [engines.md](engines.md#lora-adapters)."""
+    managed_by: Live[Name | None] = None
+    """Who added the model to the running fleet, and removes it: `sagemaker`, see [sagemaker.md](sagemaker.md). Not in
+    `defaults`."""
     tool_parser: Live[ToolParser] = "auto"
     """The format of the model's tool calls. `auto` detects it from the chat template; `none` disables tools. See
     Tools."""
@@ -453,7 +456,7 @@ class Spec(Frozen):
     ] = Field({}, json_schema_extra=in_words("a mapping from engines to settings"))
     """Settings by engine: `python` is the interpreter of its replicas. See Engines."""
     models: tuple[ModelSpec, ...] = ()
-    """The models by name, at least one. Clients send the name as `model`."""
+    """The models by name. Clients send the name as `model`. With `{}` a fleet starts without any."""
     base_dir: str = Field(".", exclude=True)
     places: SourcePositions = Field(SourcePositions(), exclude=True, repr=False)
     broken: frozenset[str] = Field(frozenset(), exclude=True, repr=False)  # top-level keys that could not be read
@@ -482,5 +485,5 @@ class Spec(Frozen):
         return next((model for model in self.models if model.name == name), None)
 
 
-OWN_FIELDS = ("source", "revision", "cores", "aliases", "adapters", "draft", "server")
+OWN_FIELDS = ("source", "revision", "cores", "aliases", "adapters", "managed_by", "draft", "server")
 """Fields that `defaults` cannot set."""

@@ -14,6 +14,7 @@ import msgspec.structs
 
 from orchestrator.access.key_feed import KeyFeed
 from orchestrator.access.keys import KeyFile
+from orchestrator.fleet.hosting import Hosting
 from orchestrator.fleet.key_usage import KeyUsageExchange
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
@@ -42,6 +43,9 @@ class PlayedController:
         self.woken: list[str] = []
         self.answers = True
         self.families: list[MetricFamily] = []
+        self.hosting: dict[str, str] = {}  # folders by model
+        self.loads: list[tuple[str, bool]] = []
+        self.load_replies: list[Hosting] = []
         self.reports: list[DemandReport] = []
         self.key_feed = KeyFeed(KeyFile(Path("/nonexistent/keys.json")))
         self.usage = KeyUsageExchange()
@@ -76,6 +80,19 @@ class PlayedController:
 
     async def metrics(self) -> list[MetricFamily]:
         return self.families
+
+    async def hosted(self) -> list[tuple[str, str]]:
+        return sorted(self.hosting.items())
+
+    async def host_model(self, name: str, folder: str, *, again: bool, wait_s: float) -> Hosting:
+        if not self.answers:
+            raise ControllerAway("the controller is gone")
+        self.loads.append((name, again))
+        return self.load_replies.pop(0)
+
+    async def unhost_model(self, name: str) -> Hosting:
+        found = self.hosting.pop(name, None)
+        return Hosting(200, "unloaded") if found else Hosting(404, f"the model {name} is not loaded")
 
     async def demand(self, report: DemandReport) -> DemandReply:
         self.reports.append(report)

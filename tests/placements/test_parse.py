@@ -99,7 +99,6 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         # what must be there
         ("version: 1", "missing-key", "1:1", "lists no models"),
         ("{}", "missing-key", "1:1", "lists no models"),
-        ("models: {}", "missing-key", "1:1", "lists no models"),
         ("models:\n", "missing-key", "1:1", "lists no models"),
         ("models:\n  a: {tp_degree: 2}", "missing-key", "2:3", 'model "a" has no source'),
         ("models:\n  a: {}", "missing-key", "2:3", 'model "a" has no source'),

@@ -1,0 +1,72 @@
+"""The command `serve-sagemaker`: what a container of SageMaker runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.main import get_group
+
+import orchestrator.cli.up as _  # noqa: F401  # the command that it continues with
+from orchestrator.cli.app import app
+from orchestrator.cli.output import say
+from orchestrator.process.home import Home
+from orchestrator.revisions.spec_file import this_machine
+from orchestrator.sagemaker.model_folder import SPEC, Fields, read_folder, text_of
+
+MODEL = Path("/opt/ml/model")
+MAX_BODY_BYTES = 25 * 2**20  # SageMaker's limit of a payload
+SETTINGS = {  # those of `up`, unless the container's environment sets others
+    "COREWRIGHT_SAGEMAKER": "1",
+    "COREWRIGHT_INSECURE": "1",  # only SageMaker reaches the container
+    "COREWRIGHT_HOST": "0.0.0.0",
+    "COREWRIGHT_DASHBOARD": "0",
+    "COREWRIGHT_MAX_BODY_BYTES": str(MAX_BODY_BYTES),
+    "COREWRIGHT_HOME": "/tmp/corewright",  # also with a read-only root file system
+}
+
+
+@app.command("serve-sagemaker")
+def serve_sagemaker(
+    folder: Annotated[
+        Path, typer.Option("--model", metavar="DIR", help="The folder that SageMaker puts the model in.")
+    ] = MODEL,
+    multi_model: Annotated[
+        bool,
+        typer.Option(
+            "--multi-model/--no-multi-model",
+            envvar="SAGEMAKER_MULTI_MODEL",
+            help="Start without models; SageMaker loads and unloads them.",
+        ),
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, envvar="SAGEMAKER_BIND_TO_PORT", help="The port of SageMaker's requests.")
+    ] = 8080,
+) -> None:
+    """Serve as a container of SageMaker: the models of /opt/ml/model on port 8080, with /ping and /invocations.
+
+    Settings of `up` are read from the environment, like COREWRIGHT_GATEWAYS."""
+    for name, value in {**SETTINGS, "COREWRIGHT_PORT": str(port)}.items():
+        os.environ.setdefault(name, value)
+    if region := os.environ.get("SAGEMAKER_REGION"):
+        os.environ.setdefault("AWS_REGION", region)
+    spec = Home.from_environment().path / "sagemaker.yaml"
+    spec.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    spec.write_text(text_of(_spec(folder, multi_model)))
+    up = get_group(app).commands["up"]
+    raise typer.Exit(up.main([str(spec)], prog_name="corewright up", standalone_mode=False) or 0)
+
+
+app.command("serve", hidden=True)(serve_sagemaker)  # the argument that SageMaker starts a container with
+
+
+def _spec(folder: Path, multi_model: bool) -> Fields:
+    """Returns the spec of the container, and reports what could not be kept of LMI's settings. Raises Failed."""
+    if multi_model and not (folder / SPEC).is_file():
+        return {"version": 1, "name": "endpoint", "models": {}}
+    found = read_folder(folder, os.environ, this_machine())
+    for note in found.notes:
+        say(note)
+    return found.spec

@@ -1,0 +1,211 @@
+"""SageMaker's routes: `/invocations`, and those by which it loads and unloads models of a multi-model endpoint.
+
+By AWS's pages "Use Your Own Inference Code with Hosting Services" and "Custom Containers Contract for Multi-Model
+Endpoints".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+import msgspec
+
+from orchestrator.fleet.hosting import Hosting
+from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
+from orchestrator.gateway.http.exchange import Exchange
+from orchestrator.gateway.http.http_server import Handler
+from orchestrator.gateway.openai import errors
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.served_models import ServedModels
+
+ROUTES_BY_FIELD = {  # of the body -> OpenAI's route
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "input": "/v1/embeddings",
+    "documents": "/v1/rerank",
+}
+TARGET = b"x-amzn-sagemaker-target-model"
+ANSWER_MS = b"60000"  # SageMaker gives up after 60 s
+LOAD_S = 360.0  # and a load after this
+SLICE_S = 15.0  # of a wait for a load, in one call of the controller
+AWAY_S = 0.5  # between two calls of a controller that does not answer
+ROUTED_S = 10.0  # until the routes of a change have arrived
+PAGE = 100  # models
+
+Json = dict[str, msgspec.Raw]
+
+
+class LoadRequest(msgspec.Struct):
+    """POST /models."""
+
+    model_name: str
+    url: str
+
+
+class SageMaker:
+    """SageMaker's side of one gateway. Used from its event loop."""
+
+    def __init__(
+        self,
+        controller: ControllerClient,
+        served: ServedModels,
+        invoked: Callable[[Exchange], Awaitable[None] | None],
+        *,
+        limited: bool,
+    ) -> None:
+        """``invoked`` answers a request whose path and body are OpenAI's. ``limited``: SageMaker ends requests after a
+        minute."""
+        self._controller = controller
+        self._served = served
+        self._invoked = invoked
+        self._limited = limited
+
+    def route(self, path: str, method: str) -> tuple[str, Handler] | None:
+        """Returns the method and handler of a path below /models; None for other paths."""
+        parts = path.split("/")[1:]
+        handlers: Mapping[str, Handler] = {}
+        if parts == ["models"]:
+            handlers = {"GET": self._list, "POST": self._load}
+        elif parts[0] == "models" and len(parts) == 2 and parts[1]:
+            handlers = {"GET": self._get, "DELETE": self._unload}
+        elif parts[0] == "models" and len(parts) == 3 and parts[1] and parts[2] == "invoke":
+            handlers = {"POST": self._invoke_model}
+        if not handlers:
+            return None
+        return (method, handlers[method]) if method in handlers else next(iter(handlers.items()))
+
+    # Inference
+
+    def invoke(self, exchange: Exchange) -> Awaitable[None] | None:
+        """Answers POST /invocations. The model is that of the body, else of the header, else the only one."""
+        return self._invoke(exchange, None)
+
+    def _invoke_model(self, exchange: Exchange) -> Awaitable[None] | None:
+        return self._invoke(exchange, _name(exchange))
+
+    def _invoke(self, exchange: Exchange, model: str | None) -> Awaitable[None] | None:
+        request = exchange.request
+        try:
+            body = msgspec.json.decode(request.body, type=Json)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise errors.invalid(f"The body: {error}") from None
+        path = next((route for field, route in ROUTES_BY_FIELD.items() if field in body), None)
+        if path is None:
+            raise errors.invalid(
+                f"The body has none of {', '.join(ROUTES_BY_FIELD)}, which choose the kind of request."
+            )
+        if model is not None or "model" not in body:
+            body["model"] = msgspec.Raw(msgspec.json.encode(model or self._target(exchange)))
+        request.path, request.body = path, msgspec.json.encode(body)
+        if self._limited:
+            request.headers.setdefault(b"x-deadline-ms", ANSWER_MS)
+        return self._invoked(exchange)
+
+    def _target(self, exchange: Exchange) -> str:
+        """Returns the model of a request whose body names none. Raises ApiError."""
+        header = exchange.request.headers.get(TARGET)
+        if header is not None:
+            return header.decode("latin-1")
+        models = sorted(self._served.queues)
+        if len(models) == 1:
+            return models[0]
+        listed = ", ".join(models) or "none"
+        raise errors.invalid(f"The body names no model, and there are several or none: {listed}.", param="model")
+
+    # Models
+
+    async def _load(self, exchange: Exchange) -> None:
+        try:
+            request = msgspec.json.decode(exchange.request.body, type=LoadRequest)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise errors.invalid(f"The body: {error}") from None
+        hosting = await self._hosting(request)
+        if hosting.status != 200:
+            raise _refusal(hosting)
+        await self._until(lambda: self._served.serves(request.model_name))
+        exchange.respond(200, _json(_card(request.model_name, request.url)))
+
+    async def _hosting(self, request: LoadRequest) -> Hosting:
+        """Returns the controller's last word on a load. A controller that restarts meanwhile goes on with it."""
+        deadline, again = time.monotonic() + LOAD_S, False
+        while True:
+            try:
+                hosting = await self._controller.host_model(
+                    request.model_name, request.url, again=again, wait_s=SLICE_S
+                )
+            except ControllerAway:
+                hosting = Hosting(503, "the controller does not answer")
+                await asyncio.sleep(AWAY_S)
+            else:
+                again = True
+                if hosting.status != 202:
+                    return hosting
+            if time.monotonic() >= deadline:
+                return Hosting(503, hosting.message)
+
+    async def _unload(self, exchange: Exchange) -> None:
+        name = _name(exchange)
+        hosting = await self._answered(self._controller.unhost_model(name))
+        if hosting.status != 200:
+            raise _refusal(hosting)
+        await self._until(lambda: not self._served.has(name))
+        exchange.respond(200, b"{}")
+
+    async def _get(self, exchange: Exchange) -> None:
+        name = _name(exchange)
+        models = dict(await self._answered(self._controller.hosted()))
+        if name not in models:
+            raise _refusal(Hosting(404, f"the model {name} is not loaded"))
+        exchange.respond(200, _json(_card(name, models[name])))
+
+    async def _list(self, exchange: Exchange) -> None:
+        """The token of a page is the last name of the page before."""
+        after = parse_qs(exchange.request.query).get("next_page_token", [""])[0]
+        rest = sorted(row for row in await self._answered(self._controller.hosted()) if row[0] > after)
+        answer: dict[str, Any] = {"models": [_card(*row) for row in rest[:PAGE]]}
+        if len(rest) > PAGE:
+            answer["nextPageToken"] = rest[PAGE - 1][0]
+        exchange.respond(200, _json(answer))
+
+    async def _answered(self, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except ControllerAway:
+            raise _refusal(Hosting(503, "the controller does not answer")) from None
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Returns when the routes say so, or after ``ROUTED_S``."""
+        deadline = time.monotonic() + ROUTED_S
+        while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+_json = msgspec.json.encode
+
+
+def _name(exchange: Exchange) -> str:
+    return unquote(exchange.request.path.split("/")[2])
+
+
+def _card(name: str, url: str) -> dict[str, str]:
+    return {"modelName": name, "modelUrl": url}
+
+
+def _refusal(hosting: Hosting) -> ApiError:
+    kind = "invalid_request_error" if hosting.status < 500 else "service_unavailable"
+    return ApiError(hosting.status, hosting.message, type=kind, code=CODES[hosting.status])
+
+
+CODES = {
+    400: "model_refused",
+    404: "model_not_found",
+    409: "model_loaded",
+    422: "model_refused",
+    500: "model_failed",
+    503: "controller_away",
+    507: "no_room",
+}

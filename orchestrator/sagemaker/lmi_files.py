@@ -1,0 +1,59 @@
+"""Reads the settings of LMI containers from files."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from placements.lmi.importing import LOADED, LmiModel
+from placements.lmi.settings import Setting, UnreadableSettings, read_properties
+
+PROPERTIES = "serving.properties"
+_LOADED = re.compile(r"\[?([^:=\[\]]+)(?::[^=\[\]]*)?\]?=(.+)")  # NAME:VERSION:ENGINE:DEVICES=URL, as LMI reads it
+
+
+def lmi_models(file: str | None, environment: list[Setting]) -> list[LmiModel]:
+    """Returns the models of a `serving.properties`, of a folder with one or with such folders, or else of the
+    environment. Raises UnreadableSettings."""
+    if file is not None and file != "-" and Path(file).is_dir():
+        folder = Path(file).absolute()
+        folders = [folder] if (folder / PROPERTIES).is_file() else sorted(folder.iterdir())
+        models = [
+            LmiModel(each.name, _properties(each, file), environment, str(each))
+            for each in folders
+            if (each / PROPERTIES).is_file()
+        ]
+        if not models:
+            raise UnreadableSettings(f"{file}: no {PROPERTIES} in the folder, nor in the folders below")
+        return models
+    if file is not None:
+        folder = Path.cwd() if file == "-" else Path(file).absolute().parent
+        return [LmiModel("", read_properties(content(file), label(file)), environment, str(folder))]
+    listed = next((setting for setting in environment if setting.written == LOADED), None)
+    urls = [] if listed is None else re.split(r"[, ]+", listed.value.strip(", "))
+    models = []
+    for url in urls:
+        match = _LOADED.fullmatch(url)
+        name, place = (match[1], match[2]) if match else ("", url)
+        place = place.removeprefix("file://")
+        own = Path(place) / PROPERTIES
+        settings = read_properties(content(str(own)), str(own)) if own.is_file() else []
+        models.append(LmiModel(name, settings, environment, place, listed=True))
+    return models or [LmiModel("", [], environment)]
+
+
+def _properties(folder: Path, given: str) -> list[Setting]:
+    below = Path(given) / folder.relative_to(Path(given).absolute()) / PROPERTIES
+    return read_properties(content(str(below)), str(below))
+
+
+def content(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(errors="replace")
+    except OSError as error:
+        raise UnreadableSettings(f"{name}: {error.strerror}") from None
+
+
+def label(name: str) -> str:
+    return "stdin" if name == "-" else name

@@ -1,0 +1,158 @@
+"""What a folder of SageMaker holds, as a spec: `corewright.yaml`, the settings of LMI, or a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.access.source_policy import SourcePolicy
+from orchestrator.process.failure import Failed
+from orchestrator.revisions.spec_file import SpecFile, examine
+from orchestrator.sagemaker.lmi_files import PROPERTIES, lmi_models
+from placements.facts.topology import DEGREES, TOPOLOGIES
+from placements.lmi.importing import LmiModel, import_lmi
+from placements.lmi.settings import Setting, UnreadableSettings, read_environment
+from placements.planner.plan import plan
+from placements.planner.spec_hosts import DEFAULT_EMULATION, Machine
+from placements.spec.notation import is_path
+from placements.spec.problems import Problem, has_errors
+
+SPEC = "corewright.yaml"
+CONFIG = "config.json"
+LMI_VARIABLES = ("OPTION_", "SERVING_", "HF_MODEL_ID", "HF_REVISION", "HF_TASK", "TENSOR_PARALLEL_DEGREE")
+HOLDS = f"put a {SPEC}, a {PROPERTIES} or a checkpoint with its {CONFIG} there"
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FolderSpec:
+    """The spec that a folder asks for, as decoded YAML with absolute paths, and what could not be kept of it."""
+
+    spec: Fields
+    notes: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> dict[str, Fields]:
+        """The models by name, with the defaults filled in."""
+        defaults = self.spec.get("defaults") or {}
+        return {name: {**defaults, **fields} for name, fields in self.spec["models"].items()}
+
+
+def read_folder(folder: Path, environment: Mapping[str, str], machine: Machine, name: str = "model") -> FolderSpec:
+    """Returns what is in a folder: its `corewright.yaml`; else a model for each `serving.properties`, or for LMI's
+    variables in the environment; else one for each checkpoint. ``name`` is that of a model in the folder itself.
+    Blocks. Raises Failed."""
+    if (folder / SPEC).is_file():
+        return _own_spec(folder)
+    settings = _lmi_settings(environment)
+    has_config = (folder / CONFIG).is_file()
+    try:
+        if (folder / PROPERTIES).is_file() or any(folder.glob(f"*/{PROPERTIES}")):
+            return _imported(lmi_models(str(folder), settings), machine, name)
+        if settings:
+            models = lmi_models(None, settings)
+            if has_config:
+                models = [LmiModel(each.name, each.files, settings, each.folder or str(folder)) for each in models]
+            return _imported(models, machine, name)
+    except UnreadableSettings as error:
+        raise Failed("model-folder-unreadable", str(error), HOLDS) from None
+    checkpoints = (
+        {name: folder} if has_config else {each.parent.name: each.parent for each in folder.glob(f"*/{CONFIG}")}
+    )
+    if not checkpoints:
+        raise Failed("model-folder-empty", f"{folder} has no model", HOLDS)
+    spec: Fields = {"version": 1, "models": {}}
+    for each, place in sorted(checkpoints.items()):
+        spec["models"][each] = with_degree({"source": str(place)}, machine)
+    return FolderSpec(spec)
+
+
+def with_degree(fields: Fields, machine: Machine) -> Fields:
+    """Returns the fields with the smallest ``tp_degree`` with which the model fits on the machine; 1 if none does, so
+    that the problems are those of the model itself. Blocks."""
+    for degree in (1,) if machine.instance is None else _degrees(machine):
+        candidate = {**fields, "tp_degree": degree}
+        if not problems_of(examined({"models": {"model": candidate}}, machine)):
+            return candidate
+    return {**fields, "tp_degree": 1}
+
+
+def examined(spec: Fields, machine: Machine, allowed: SourcePolicy | None = None) -> SpecFile:
+    """Returns a spec with its problems. Blocks."""
+    return examine(text_of(spec), SPEC, "/", machine, allowed or SourcePolicy())
+
+
+def problems_of(file: SpecFile) -> list[Problem]:
+    """Returns why the spec cannot be served, also for lack of room."""
+    if file.spec is None or has_errors(file.problems):
+        return [problem for problem in file.problems if problem.severity == "error"]
+    return [
+        problem for missing in plan(file.spec, file.hosts, file.checkpoints).unplaced for problem in missing.problems
+    ]
+
+
+def text_of(spec: Fields) -> str:
+    """Returns a spec as YAML, with its keys in order."""
+    return yaml.safe_dump(spec, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _degrees(machine: Machine) -> tuple[int, ...]:
+    topology = TOPOLOGIES.get(machine.instance or "")
+    return () if topology is None else tuple(tp for tp in sorted(DEGREES[topology.family]) if tp <= topology.cores)
+
+
+def _own_spec(folder: Path) -> FolderSpec:
+    path = folder / SPEC
+    try:
+        spec = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise Failed("model-folder-unreadable", f"{path}: {error}", "corewright validate shows the problems") from None
+    models = spec.get("models") if isinstance(spec, dict) else None
+    if not isinstance(models, dict) or not all(isinstance(fields, dict) for fields in models.values()):
+        hint = "write models: {NAME: {source: ...}}; corewright validate shows the problems"
+        raise Failed("model-folder-unreadable", f"{path} has no models", hint)
+    for fields in (spec.get("defaults"), *models.values()):
+        if isinstance(fields, dict):
+            _make_absolute(fields, folder)
+    return FolderSpec(spec)
+
+
+def _make_absolute(fields: Fields, folder: Path) -> None:
+    """Replaces relative paths by those in the folder."""
+    for key in ("source", "neff_cache"):
+        if isinstance(value := fields.get(key), str) and is_path(value):
+            fields[key] = str(folder / Path(value).expanduser())
+    if isinstance(draft := fields.get("draft"), dict):
+        _make_absolute(draft, folder)
+    if isinstance(adapters := fields.get("adapters"), dict):
+        for adapter, value in adapters.items():
+            if isinstance(value, str) and is_path(value):
+                adapters[adapter] = str(folder / Path(value).expanduser())
+
+
+def _lmi_settings(environment: Mapping[str, str]) -> list[Setting]:
+    """Returns LMI's settings in a container's environment."""
+    chosen = {key: value for key, value in environment.items() if key.startswith(LMI_VARIABLES)}
+    return read_environment(json.dumps(chosen), "environment") if chosen else []
+
+
+def _imported(models: list[LmiModel], machine: Machine, name: str) -> FolderSpec:
+    """Returns the spec of LMI's models. Without devices the engine is `cpu`, and settings for Neuron are dropped."""
+    emulated = machine.instance is None
+    if len(models) == 1:
+        models = [LmiModel(name, models[0].files, models[0].environment, models[0].folder, models[0].listed)]
+    imported = import_lmi(models, instance=machine.instance or DEFAULT_EMULATION, engine="cpu" if emulated else None)
+    refused = [str(outcome) for outcome in imported.outcomes if outcome.fate == "refused"]
+    if refused and not emulated:
+        hint = f"change these settings, or write a {SPEC}: corewright import lmi shows what becomes of each"
+        raise Failed("lmi-refused", "; ".join(refused), hint)
+    spec = yaml.safe_load(imported.spec)
+    if emulated:
+        spec["hosts"] = {"emulate": DEFAULT_EMULATION}
+    return FolderSpec(spec, tuple(str(outcome) for outcome in imported.outcomes if outcome.fate != "mapped"))
