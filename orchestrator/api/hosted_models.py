@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -57,7 +56,7 @@ class HostedModels(Operator):
         does not yet; then the caller repeats the request with ``again``. 409: it is loaded already. 507: it does not
         fit beside the others. 400: the folder has no model that can be served. 500: it did not start. A model that
         fails is removed. Two callers may wait for the same model."""
-        deadline = time.monotonic() + wait_s
+        deadline = self._state.clock() + wait_s
         given, name = name, own_name(name)
         model = self._state.current.spec.model(name)
         if model is not None and not again and self._serves(model):
@@ -85,7 +84,7 @@ class HostedModels(Operator):
             if (failed := failure_of(self._state, model)) is not None:
                 await self.unhost_model(name)
                 return Hosting(500, failed)
-            remaining_s = deadline - time.monotonic()
+            remaining_s = deadline - self._state.clock()
             if remaining_s <= 0:
                 return Hosting(202, f"the model {name} is loading")
             version = await self._controller.change(version, min(POLL_S, remaining_s))

@@ -46,6 +46,7 @@ class PlayedController:
         self.hosting: dict[str, str] = {}  # folders by model
         self.loads: list[tuple[str, bool]] = []
         self.load_replies: list[Hosting] = []
+        self.away_for = 0  # loads
         self.reports: list[DemandReport] = []
         self.key_feed = KeyFeed(KeyFile(Path("/nonexistent/keys.json")))
         self.usage = KeyUsageExchange()
@@ -85,9 +86,10 @@ class PlayedController:
         return sorted(self.hosting.items())
 
     async def host_model(self, name: str, folder: str, *, again: bool, wait_s: float) -> Hosting:
-        if not self.answers:
-            raise ControllerAway("the controller is gone")
         self.loads.append((name, again))
+        if self.away_for:
+            self.away_for -= 1
+            raise ControllerAway("the controller is gone")
         return self.load_replies.pop(0)
 
     async def unhost_model(self, name: str) -> Hosting:
