@@ -131,6 +131,7 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.records",
         "orchestrator.rollout",
     },
+    "orchestrator.sagemaker": {"orchestrator.access", "orchestrator.process", "orchestrator.revisions"},
     "orchestrator.gateway": {
         "orchestrator.access",
         "orchestrator.dispatch",
@@ -187,6 +188,7 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.records",
         "orchestrator.revisions",
         "orchestrator.rollout",
+        "orchestrator.sagemaker",
         "orchestrator.state",
     },
     "orchestrator.on_ray": {
@@ -218,6 +220,7 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.process",
         "orchestrator.revisions",
         "orchestrator.rollout",
+        "orchestrator.sagemaker",
         "orchestrator.simulate",
         "orchestrator.starts",
     },

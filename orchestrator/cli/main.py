@@ -21,7 +21,7 @@ from orchestrator.process.failure import Failed
 
 COMMANDS = {  # of each module, in the order of `--help`
     "up": ("up", "demo"),
-    "serve_sagemaker": ("serve-sagemaker", "serve"),
+    "serve_sagemaker": ("serve-sagemaker",),
     "init": ("init",),
     "down": ("down",),
     "validate": ("validate", "schema"),

@@ -59,9 +59,6 @@ def serve_sagemaker(
     raise typer.Exit(up.main([str(spec)], prog_name="corewright up", standalone_mode=False) or 0)
 
 
-app.command("serve", hidden=True)(serve_sagemaker)  # the argument that SageMaker starts a container with
-
-
 def _spec(folder: Path, multi_model: bool) -> Fields:
     """Returns the spec of the container, and reports what could not be kept of LMI's settings. Raises Failed."""
     if multi_model and not (folder / SPEC).is_file():
