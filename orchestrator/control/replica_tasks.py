@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import msgspec.structs
 
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.replica_table import ReplicaTable
-from orchestrator.fleet.effects import ClusterClient, ReplicaDied, Survivor, actor_name
+from orchestrator.fleet.effects import ClusterClient, HostLost, ReplicaDied, Survivor, actor_name
 from orchestrator.fleet.replica_states import AHEAD, ENDING, STARTING, Signal, State
 from orchestrator.fleet.route_table import remote_address
 from orchestrator.fleet.snapshot import EarlyStart, ReplicaView
@@ -167,13 +167,12 @@ class ReplicaTasks:
     async def _prepare(self, id: str, config: ReplicaConfig, *, adopted: bool = False) -> None:
         """Fold the events of a start's preparation into the state; a signal to another state cancels it."""
         pipeline = StartPipeline(self._state, self._cluster, config, adopted=adopted)
-        with task_boundary(log, "%s could not be started", id, on_error=partial(self._fail_start, id, config.epoch)):
-            async with contextlib.aclosing(pipeline.events()) as events:
-                async for event in events:
-                    view = self._replicas.view(id, config.epoch)
-                    if view is None or view.state not in STARTING:
-                        return
-                    self._fold(view, event)
+        async with self._start_boundary(id, config), contextlib.aclosing(pipeline.events()) as events:
+            async for event in events:
+                view = self._replicas.view(id, config.epoch)
+                if view is None or view.state not in STARTING:
+                    return
+                self._fold(view, event)
 
     def _fold(self, view: ReplicaView, event: StartEvent) -> None:
         self._hosts.count_fetch(view.model, event)
@@ -221,7 +220,7 @@ class ReplicaTasks:
 
     async def _start_process(self, id: str, config: ReplicaConfig) -> None:
         is_started = False
-        with task_boundary(log, "%s could not be started", id, on_error=partial(self._fail_start, id, config.epoch)):
+        async with self._start_boundary(id, config):
             is_started = await self._request_process(id, config)
         if is_started:
             await self._follow(id, config.epoch)
@@ -244,6 +243,20 @@ class ReplicaTasks:
             await self._cluster.end(actor_name(config.model, config.replica, config.epoch), None, None, config.host)
             return False
         return True
+
+    @contextlib.asynccontextmanager
+    async def _start_boundary(self, id: str, config: ReplicaConfig) -> AsyncIterator[None]:
+        """Fails the replica on an error of its body. If its host was lost after the round that had planned it there, it
+        is stopped instead, and the next round places it elsewhere."""
+        with task_boundary(log, "%s could not be started", id, on_error=partial(self._fail_start, id, config.epoch)):
+            try:
+                yield
+            except HostLost as loss:
+                if config.host not in await self._cluster.lost_hosts():
+                    raise  # it does not reply
+                view = self._replicas.view(id, config.epoch)
+                if view is not None and view.state in STARTING:
+                    self._replicas.signal(view, Signal.STOP, f"its host is lost: {loss}")
 
     def _fail_start(self, id: str, epoch: int, error: Exception) -> None:
         view = self._replicas.view(id, epoch)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import msgspec.structs
+import pytest
 
+from orchestrator.fleet.effects import HostLost
+from tests.orchestrator import fakes
+from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
+from workers.artifacts.fetch.progress import FetchStatus
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, ReplicaStatus
 
@@ -178,6 +185,60 @@ def test_a_process_whose_start_fails_while_it_is_requested_is_ended(tmp_path: Pa
             assert [replica.config.epoch for replica in cluster.living()] == [2]
 
     virtually(live)
+
+
+TWO_HOSTS = """\
+version: 1
+hosts: {emulate: inf2.48xlarge, count: 2}
+models:
+  m: {%s}
+"""
+
+
+class LostAtStart(FakeCluster):
+    """The node of the first start's host dies after the round that has planned it."""
+
+    async def start(self, config: ReplicaConfig) -> None:
+        if not self.started:
+            await self.lose("inf2.48xlarge/0")
+        await super().start(config)
+
+
+class LostAtFetch(FakeCluster):
+    """As above, during the fetch of what the replica loads."""
+
+    async def fetch(
+        self, wanted: WantedArtifact, host: str
+    ) -> AsyncGenerator[FetchStatus | FetchedArtifact | Failure, None]:
+        await self.lose("inf2.48xlarge/0")
+        if host in self.lost_now:
+            raise HostLost(host)
+        async for reply in super().fetch(wanted, host):
+            yield reply
+
+
+@pytest.mark.parametrize(
+    ("cluster", "model"), [(LostAtStart, "engine: echo"), (LostAtFetch, 'engine: cpu, source: "s3://models/one"')]
+)
+def test_a_replica_whose_host_is_lost_before_its_process_starts_elsewhere(
+    cluster: type[FakeCluster],
+    model: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loss is an event; that start is neither a failure of the replica nor an error."""
+    forbid_remote_sources(monkeypatch, tmp_path)
+
+    async def story(fleet: Played) -> None:
+        await fleet.settled()
+        replica = fleet.replica("m/0")
+        assert (replica["host"], replica["epoch"], replica["restarts"]) == ("inf2.48xlarge/1", 2, 0)
+        assert fleet.happened().count("HostLost") == 1
+        assert "Failed" not in fleet.happened()
+        assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+    fakes.play(tmp_path, cluster(), TWO_HOSTS % model, story)
 
 
 def test_routes_follow_the_schedules(tmp_path: Path) -> None:
