@@ -58,7 +58,7 @@ class Expired(NamedTuple):
 
 
 class NotStarted(NamedTuple):
-    """The model had no replica for ``hold_s``."""
+    """The model had no replica, or none that could be reached, for ``hold_s``."""
 
     waited_s: float
 
@@ -123,8 +123,8 @@ class Links(Protocol[L_co]):
         ...
 
     @property
-    def routed(self) -> bool:
-        """Returns whether the model has replicas, though they may not be connected yet."""
+    def reachable(self) -> bool:
+        """Returns whether the model has replicas that are connected, or may be in a moment."""
         ...
 
 
@@ -234,7 +234,7 @@ class Dispatcher(Generic[E, L]):
         if not entry.waits:
             return
         late = entry.deadline is not None and now >= entry.deadline - TIMER_S
-        if not late and self._links.routed:  # no longer held: it waits for a slot as the others do
+        if not late and self._links.reachable:  # no longer held: it waits for a slot as the others do
             entry.held_since = None
             self._wait(entry, now)
             return
@@ -309,7 +309,8 @@ class Dispatcher(Generic[E, L]):
                     break  # the rest of the line is not more urgent
 
     def hold(self, now: float) -> None:
-        """Holds the waiting requests from now on, as if they had just arrived: the last replica is gone."""
+        """Holds the waiting requests from now on, as if they had just arrived: the last replica is gone, or cannot be
+        reached. Those that are held already keep their time."""
         for entry in list(self.entries):
             self._wait(entry, now)
 
@@ -389,7 +390,7 @@ class Dispatcher(Generic[E, L]):
 
     def _wait(self, entry: E, now: float) -> None:
         """Starts the wait of a request, or a new part of it."""
-        if entry.held_since is None and not self._links.routed:
+        if entry.held_since is None and not self._links.reachable:
             entry.held_since = now
         until = math.inf if entry.deadline is None else entry.deadline
         if entry.held_since is not None:

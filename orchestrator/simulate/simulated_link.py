@@ -59,5 +59,5 @@ class SimLinks(list[SimLink]):
     prefix_block = 0
 
     @property
-    def routed(self) -> bool:
+    def reachable(self) -> bool:
         return bool(self)

@@ -53,8 +53,8 @@ class Scaling(Frozen):
     """Seconds without an inference request after which a model with `min: 0` scales to zero, counted from when its
     first replica was ready."""
     hold_s: Seconds[Annotated[float, Field(ge=0, le=86_400)]] = 300.0
-    """The most seconds that a request waits for a model without a ready replica: one with `min: 0` that it starts, or
-    one whose replica an update swaps with `hold`."""
+    """The most seconds that a request waits for a model without a ready replica: one with `min: 0` that it
+    starts, one whose replica an update swaps with `hold`, or one whose replicas cannot be reached."""
     schedules: Annotated[
         tuple[Schedule, ...],
         Reported('a list, like [{start: "0 8 * * *", end: "0 18 * * *", min: 2}]'),

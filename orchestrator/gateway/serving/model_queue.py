@@ -65,6 +65,7 @@ class ModelQueue:
             machine=machine,
             credentials=credentials,
             on_open=self._changed,
+            on_unreachable=self._hold,
             on_unusable=self._unusable,
         )
         self.dispatcher: Dispatcher[Ticket, ReplicaLink] = Dispatcher(
@@ -159,7 +160,7 @@ class ModelQueue:
         self._look_for_outdated(self.dispatcher.entries)
         self.dispatcher.pump(time.monotonic())
         if not routes.replicas:
-            self.dispatcher.hold(time.monotonic())
+            self._hold()
         unloaded = routes.state is ModelState.UNLOADED
         if routes.loads_on_request and unloaded and self.waiting:
             self._wake(self.name)  # the controller may have been restarted since the last call
@@ -286,6 +287,9 @@ class ModelQueue:
     def _not_started(self, waited_s: float) -> ApiError:
         """Returns the error of a request that was held for ``hold_s``."""
         routes = self.routes
+        if routes.replicas:  # the controller has not noticed yet, or is away
+            cause = f"none of its replicas can be reached after {waited_s:.0f} s"
+            return errors.model_unavailable(self.name, "unreachable", cause)
         if routes.state is not ModelState.UNLOADED:
             failed = routes.state is ModelState.FAILED and routes.reason
             cause = f"it is not ready after {waited_s:.0f} s" + (f", {routes.reason}" if failed else "")
@@ -307,6 +311,9 @@ class ModelQueue:
             on_busy=self._requeue,
             later=asyncio.get_running_loop().call_soon,
         )
+
+    def _hold(self) -> None:
+        self.dispatcher.hold(time.monotonic())
 
     def _unusable(self) -> None:
         self._fail_waiting(errors.model_unavailable(self.name, "unusable", "see the gateway's log"))

@@ -35,16 +35,18 @@ class ReplicaLinks:
         machine: str = "",
         credentials: Credentials | None,
         on_open: Callable[[], None],
+        on_unreachable: Callable[[], None],
         on_unusable: Callable[[], None],
     ) -> None:
         """``machine`` is that of this gateway, by its address; ``credentials`` are for replicas on others. ``on_open``
-        is called when a link is open, ``on_unusable`` when a replica refuses this gateway and no other replica serves
-        it."""
+        is called when a link is open, ``on_unreachable`` again and again while no replica can be reached, and
+        ``on_unusable`` when a replica refuses this gateway and no other replica serves it."""
         self._routes = routes
         self._make = make
         self._machine = machine
         self._credentials = credentials
         self._on_open = on_open
+        self._on_unreachable = on_unreachable
         self._on_unusable = on_unusable
         self._links: dict[Route, ReplicaLink] = {}
         self._keeping: dict[Route, asyncio.Task[None]] = {}
@@ -60,9 +62,9 @@ class ReplicaLinks:
         return sum(link.live for link in self)
 
     @property
-    def routed(self) -> bool:
-        """Returns whether the routes have replicas."""
-        return bool(self._routes.replicas)
+    def reachable(self) -> bool:
+        """Returns whether the routes have replicas that are connected, or may be in a moment."""
+        return len(self._routes.replicas) > len(self.unreachable(time.monotonic()))
 
     @property
     def usable(self) -> bool:
@@ -159,6 +161,8 @@ class ReplicaLinks:
             except (OSError, asyncio.TimeoutError) as error:
                 level = logging.WARNING if pause_s < RECONNECT_MOST_S else logging.DEBUG
                 log.log(level, "cannot connect to %s at %s: %s", route.id, address, error)
+                if not self.reachable:
+                    self._on_unreachable()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RECONNECT_MOST_S)
                 continue

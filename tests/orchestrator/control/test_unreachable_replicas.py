@@ -101,7 +101,8 @@ def test_retries_of_an_unreachable_replica_become_rarer(monkeypatch: pytest.Monk
 
     async def live() -> None:
         monkeypatch.setattr(links_of, "open_link", refused)
-        links = ReplicaLinks(routes("m"), refused, credentials=None, on_open=lambda: None, on_unusable=lambda: None)  # type: ignore[arg-type]
+        nothing: dict[str, Any] = dict.fromkeys(("on_open", "on_unreachable", "on_unusable"), lambda: None)
+        links = ReplicaLinks(routes("m"), refused, credentials=None, **nothing)  # type: ignore[arg-type]
         links.update(msgspec.structs.replace(routes("m"), replicas=[Route("m/0", 1, "/nowhere/s")]))
         await asyncio.sleep(60.0)
         await links.stop()

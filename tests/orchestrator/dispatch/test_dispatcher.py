@@ -74,7 +74,7 @@ class Played:
         return sum(link.slots for link in self.links)
 
     @property
-    def routed(self) -> bool:
+    def reachable(self) -> bool:
         return bool(self.links)
 
     def send(self, entry: Entry, link: PlayedLink) -> bool:

@@ -62,7 +62,8 @@ def kept(table: ModelRoutes) -> ReplicaLinks:
     def make(route: Route) -> ReplicaLink:
         raise AssertionError(route)
 
-    return ReplicaLinks(table, make, credentials=None, on_open=lambda: None, on_unusable=lambda: None)
+    nothing: dict[str, Any] = dict.fromkeys(("on_open", "on_unreachable", "on_unusable"), lambda: None)
+    return ReplicaLinks(table, make, credentials=None, **nothing)
 
 
 async def links_open(dialled: Dialled, count: int) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from orchestrator.access.keys import Allowance, KeyFile
 from orchestrator.fleet.replica_states import ModelState
+from orchestrator.gateway.serving import replica_link_pool
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
@@ -213,6 +214,24 @@ def test_waiting_requests_are_held_from_the_loss_of_the_last_replica(gateway: Li
         waiting(gateway, 1)
         gateway.controller.set(msgspec.structs.replace(routes("m", state=ModelState.LOADING, holds=True), hold_s=0.3))
         assert (held.answer().status_code, held.code()) == (503, "model_loading")
+
+
+def test_requests_are_held_while_no_replica_can_be_reached(
+    gateway: LiveGateway, replica: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the controller, the routes name lost replicas for as long as it is away."""
+    monkeypatch.setattr(replica_link_pool, "UNREACHABLE_S", 0.2)
+    served = replica(slots=1, stepped=True)
+    gateway.serve(msgspec.structs.replace(routes("m", served), hold_s=0.3))
+    taken = Asked(gateway)
+    until(lambda: served.in_step, 10, "the slot is taken")
+    waited = Asked(gateway)
+    waiting(gateway, 1)
+    served.kill()
+    for held in (taken, waited, Asked(gateway)):
+        assert (held.answer().status_code, held.code()) == (503, "model_unavailable")
+        assert "none of its replicas can be reached" in held.answer().json()["error"]["message"]
+    assert gateway.queue("m").waiting == 0
 
 
 def test_a_waiting_stream_gets_comments_and_then_its_answer(replica: Make) -> None:
