@@ -81,10 +81,16 @@ class Faults(Repeated):
         return self.has(id, began, ended) or any(self.has(machine, began, ended) for machine in machines)
 
     def _serves(self, model: str, began: float, ended: float) -> bool:
-        """Returns whether the model had a ready replica without a fault all the time."""
+        """Returns whether the model had a ready replica without a fault all the time. A process that was not seen had
+        ended before."""
         looks = [ready for at, ready in self._ready if began - self.pause_s <= at <= ended + self.pause_s]
         before = [ready for at, ready in self._ready if at < began][-1:]
         return all(
-            any(id.startswith(f"{model}/") and not self._touched(id, began, ended) for id in ready)
+            any(
+                id.startswith(f"{model}/")
+                and self._watch.machines_of(id, began, ended)
+                and not self._touched(id, began, ended)
+                for id in ready
+            )
             for ready in before + looks
         )

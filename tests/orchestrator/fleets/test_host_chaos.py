@@ -42,7 +42,13 @@ def spec(wide: int = 3, pair: int = 3) -> str:
 version: 1
 name: chaos
 hosts: {{emulate: inf2.48xlarge, count: 4}}
-defaults: {{engine: echo, max_len: 512, max_batch: 4, engine_options: {{step_ms: 20}}, deadlines: {{drain_s: 20}}}}
+defaults:
+  engine: echo
+  max_len: 512
+  max_batch: 4
+  engine_options: {{step_ms: 20}}
+  deadlines: {{drain_s: 20}}
+  scaling: {{hold_s: 20}}  # each request is answered before its client gives up, also while the head is away
 models:
   wide: {{tp_degree: 12, replicas: {wide}}}
   pair: {{tp_degree: 8, replicas: {pair}}}
