@@ -28,6 +28,7 @@ from orchestrator.gateway.encoding.encoding import ENCODING, Encoding
 from orchestrator.gateway.generation import CHAT, MESSAGES, RESPONSES, Generation
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.http_server import Handler, HttpServer
+from orchestrator.gateway.lmi import INVOCATIONS, read_lmi
 from orchestrator.gateway.openai import body_reader, errors
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import ModelCard, ModelList, VersionAnswer, openapi
@@ -395,8 +396,15 @@ class Gateway:
         return queue.routes.forwards
 
     def _invoked(self, exchange: Exchange) -> Awaitable[None] | None:
-        """Answers a request of SageMaker, whose path and body are OpenAI's by now."""
-        return self._routes[exchange.request.path][1](exchange)
+        """Answers a request of SageMaker, whose path is that of its kind by now."""
+        if exchange.request.path != INVOCATIONS:
+            return self._routes[exchange.request.path][1](exchange)
+        body = read_lmi(_json_of(exchange))
+        queue = self.served.queue(exchange.key, body.model)
+        if queue.routes.forwards:
+            raise errors.not_forwarded(queue.name, INVOCATIONS)
+        inputs = body.sent.inputs
+        return self._generation.start(exchange, body, queue, 1 if isinstance(inputs, str) else len(inputs))
 
     def _check_messages(self, body: Chat) -> None:
         if len(body.messages) > self._settings.max_messages:

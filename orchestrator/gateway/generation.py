@@ -20,6 +20,7 @@ from orchestrator.gateway.anthropic.answers import MessagesAnswer
 from orchestrator.gateway.anthropic.chat_request import MessagesChat, read_messages
 from orchestrator.gateway.encoding.encoded_reply import EncodedReply
 from orchestrator.gateway.http.exchange import Exchange
+from orchestrator.gateway.lmi import INVOCATIONS, LmiAnswer, LmiCompletion, read_lmi
 from orchestrator.gateway.openai import body_reader, errors
 from orchestrator.gateway.openai.answers import Answer, AnswerWriter, Choice, ForwardedAnswer
 from orchestrator.gateway.openai.errors import ApiError
@@ -49,13 +50,20 @@ GenerationBody = ChatRequest | CompletionRequest
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 # Routes, with OpenTelemetry's operations
-GENERATING = {CHAT: "chat", MESSAGES: "chat", RESPONSES: "chat", "/v1/completions": "text_completion"}
+GENERATING = {
+    CHAT: "chat",
+    MESSAGES: "chat",
+    RESPONSES: "chat",
+    "/v1/completions": "text_completion",
+    INVOCATIONS: "text_completion",
+}
 READERS: Mapping[str, Callable[[bytes], GenerationBody]] = MappingProxyType(
     {
         CHAT: body_reader.read_chat,
         MESSAGES: read_messages,
         RESPONSES: read_responses,
         "/v1/completions": body_reader.read_completion,
+        INVOCATIONS: read_lmi,
     }
 )
 INLINE_BYTES = 2048  # the byte tokenizer runs inline up to this body size: a thread would cost more
@@ -232,6 +240,9 @@ class Generation:
             return MessagesAnswer(f"msg{suffix}", body.model, choices[0], body.most_tokens, exchange.id)
         if isinstance(body, ResponsesChat):
             return ResponsesAnswer(suffix, int(time.time()), body.asked, choices[0])
+        if isinstance(body, LmiCompletion):
+            accepted = exchange.request.headers.get(b"accept", b"")
+            return LmiAnswer(body.sent, choices, as_events=b"text/event-stream" in accepted)
         chat, created = isinstance(body, ChatRequest), int(time.time())
         id = ("chatcmpl" if chat else "cmpl") + suffix
         return Answer(id, body.model, created, chat, choices, bool(body.return_token_ids))

@@ -18,11 +18,13 @@ from orchestrator.fleet.hosting import Hosting
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.http.http_server import Handler
+from orchestrator.gateway.lmi import INVOCATIONS
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.served_models import ServedModels
 
-ROUTES_BY_FIELD = {  # of the body -> OpenAI's route
+ROUTES_BY_FIELD = {  # of the body -> the route that reads it
+    "inputs": INVOCATIONS,
     "messages": "/v1/chat/completions",
     "prompt": "/v1/completions",
     "input": "/v1/embeddings",

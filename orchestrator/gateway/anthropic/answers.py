@@ -9,7 +9,7 @@ import msgspec
 
 from orchestrator.gateway.anthropic.errors import error_body
 from orchestrator.gateway.openai.answer_parts import Text, events_of, whole_parts
-from orchestrator.gateway.openai.answers import LARGE_BYTES, Choice
+from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, Choice
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.toolcalls.events import CallArguments, CallBegin, Content, Event
 from orchestrator.gateway.openai.toolcalls.json_scanner import completed_object
@@ -36,6 +36,7 @@ class MessagesAnswer(msgspec.Struct, eq=False):
     request_id: str
     prompt_tokens: int = 0
     keep_alive: ClassVar[bytes] = PING
+    stream_type: ClassVar[bytes] = EVENTS
     _block: int = -1  # the index of the last content block
     _open: bool = False
     _is_text: bool = False  # the last block is text

@@ -14,6 +14,7 @@ from orchestrator.gateway.openai.toolcalls.events import ToolParser
 from workers.messages.requests import FinishReason, TokenEvent, TokenLogprobs
 
 _encode = msgspec.json.encode
+EVENTS = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"  # a comment, which clients of server-sent events skip
 LARGE_BYTES = 2**20  # a larger answer is written in parts: joining them would block all streams
@@ -69,7 +70,12 @@ class AnswerWriter(Protocol):
 
     @property
     def keep_alive(self) -> bytes:
-        """What a stream gets while its request waits."""
+        """What a stream gets while its request waits; empty: nothing."""
+        ...
+
+    @property
+    def stream_type(self) -> bytes:
+        """The content type of a stream."""
         ...
 
     def count_prompts(self) -> None:
@@ -115,6 +121,7 @@ class Answer(msgspec.Struct, eq=False):
     with_ids: bool = False  # adds vLLM's token id fields
     prompt_tokens: int = 0
     keep_alive: ClassVar[bytes] = WAITING
+    stream_type: ClassVar[bytes] = EVENTS
     _head: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
@@ -285,6 +292,7 @@ class ForwardedAnswer(msgspec.Struct, eq=False):
 
     prompt_tokens: int
     keep_alive: ClassVar[bytes] = WAITING
+    stream_type: ClassVar[bytes] = EVENTS
 
     def count_prompts(self) -> None:
         """The server counts them."""

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from orchestrator.gateway.openai.request_builder import Prompts
     from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics, ModelMetrics
 
-_STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 REFUSED = (FinishReason.INVALID, FinishReason.ERROR, FinishReason.UNSERVED)
 
 
@@ -130,13 +129,17 @@ class Reply(msgspec.Struct, eq=False):
     def _remind(self) -> None:
         exchange = self.exchange
         self._reminder = None
-        if self._opened or exchange.ended:
+        if self._opened or exchange.ended or not self._answer.keep_alive:
             return
         if exchange.began:
             exchange.write(self._answer.keep_alive)
         else:
-            exchange.begin(200, _STREAM, self._answer.keep_alive)
+            exchange.begin(200, self._stream_headers, self._answer.keep_alive)
         self.on_wait()
+
+    @property
+    def _stream_headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        return (b"content-type", self._answer.stream_type), (b"cache-control", b"no-cache")
 
     def _write(self, ticket: Ticket, now: float) -> None:
         exchange, answer = self.exchange, self._answer
@@ -150,7 +153,7 @@ class Reply(msgspec.Struct, eq=False):
             self._opened = True
             headers = decision_headers(self.exchange, self._note, ticket, now)
             if not exchange.began:
-                exchange.begin(200, (*_STREAM, *headers), piece)
+                exchange.begin(200, (*self._stream_headers, *headers), piece)
                 piece = b""
             elif ticket.terms.explains:  # the head was sent earlier, with the first comment
                 piece = b"".join([b": %b: %b\n\n" % header for header in headers]) + piece

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from orchestrator.gateway.openai.answer_parts import Call, Part, Text, events_of, whole_parts
-from orchestrator.gateway.openai.answers import LARGE_BYTES, WAITING, Choice
+from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, WAITING, Choice
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.toolcalls.events import CallBegin, Content, Event
 from orchestrator.gateway.responses.chat_request import renamed
@@ -27,6 +27,7 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
     choice: Choice
     prompt_tokens: int = 0
     keep_alive: ClassVar[bytes] = WAITING
+    stream_type: ClassVar[bytes] = EVENTS
     _number: int = 0  # of the next event
     _parts: list[Part] = msgspec.field(default_factory=list)  # of the answer so far; the last is open
     _items: list[dict[str, Any]] = msgspec.field(default_factory=list)  # the complete ones

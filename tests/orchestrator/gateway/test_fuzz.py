@@ -352,10 +352,12 @@ class Fuzz:
             return
         if answer.status >= 400:
             if not answer.headers["content-type"].startswith("text/plain"):  # of a probe
-                _ = answer.code
+                error = answer.json
+                assert error["error"]["message"] if error.get("type") == "error" else answer.code, error
             assert len(answer.body) < 20_000, len(answer.body)
         elif answer.headers.get("content-type", "").startswith("text/event-stream"):
-            assert answer.body.endswith(b"data: [DONE]\n\n"), answer.body[-300:]
+            last = answer.body.split(b"\n\n")[-2]
+            assert last.startswith((b"data: [DONE]", b"event: message_stop", b"event: response.")), last
         elif answer.headers.get("content-type") == "application/json":
             assert isinstance(answer.json, dict)
 

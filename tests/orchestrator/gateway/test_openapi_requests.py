@@ -60,7 +60,7 @@ def test_streams_match_the_document(live: LiveGateway, label: str) -> None:
     import schemathesis
 
     schema = document()
-    for name in ("ChatRequest", "CompletionRequest"):
+    for name in ("ChatRequest", "CompletionRequest", "MessagesRequest", "ResponsesRequest"):
         kind = schema["components"]["schemas"][name]
         kind["properties"]["stream"] = {"enum": [True]}
         kind["required"] = [*kind.get("required", ()), "stream"]

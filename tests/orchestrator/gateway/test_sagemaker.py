@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from orchestrator.fleet.hosting import Hosting
+from orchestrator.gateway.lmi import LmiAnswer, read_lmi
+from orchestrator.gateway.openai.answers import Choice
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
+from workers.messages.requests import FinishReason, TokenEvent, TokenLogprobs
 
 LOADED = Hosting(200, "loaded")
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -179,3 +183,105 @@ def test_ping_fails_while_the_container_stops(gateway: LiveGateway) -> None:
     gateway.serve()
     gateway.controller.set(stopping=True)
     until(lambda: gateway.http.get("/ping").status_code == 503, 10, "the ping fails")
+
+
+def lmi(gateway: LiveGateway, **body: Any) -> Any:
+    return gateway.http.post("/invocations", json={"inputs": "hello", **body})
+
+
+def test_lmis_request_gets_lmis_answer(gateway: LiveGateway, served: Served) -> None:
+    """Greedy and at most 30 tokens, unless the parameters say otherwise."""
+    gateway.serve(routes("a", served))
+    plain = gateway.http.post("/v1/completions", json={"prompt": "hello", "model": "a", "max_tokens": 30}).json()
+    assert lmi(gateway).json() == {"generated_text": plain["choices"][0]["text"]}
+    full = lmi(gateway, parameters={"return_full_text": True}).json()
+    assert full == {"generated_text": "hello" + plain["choices"][0]["text"]}
+
+
+def event(text: str, id: int, finish: FinishReason | None = None, stop: str = "") -> TokenEvent:
+    logprobs = [TokenLogprobs(id=id, logprob=-0.5, text=text, bytes=list(text.encode()), top=[])]
+    return TokenEvent(id="r", text=text, token_ids=[id], logprobs=logprobs, finish=finish, stop=stop)
+
+
+def details_of(last: TokenEvent, **parameters: Any) -> tuple[Any, list[Any]]:
+    """The whole answer of two tokens, and the lines of its stream."""
+    request = {"model": "m", "inputs": "hi", "parameters": {"details": True, **parameters}}
+    sent = read_lmi(json.dumps(request).encode()).sent
+    whole, stream = (LmiAnswer(sent, [Choice(0, [1])], as_events=False) for _ in range(2))
+    events = [event("a", 5), last]
+    lines = stream.events(stream.choices[0], events).splitlines()
+    body = whole.whole([(whole.choices[0], events)])
+    assert isinstance(body, bytes)
+    return json.loads(body), [json.loads(line) for line in lines]
+
+
+def test_details_have_each_token_with_its_logarithm() -> None:
+    whole, lines = details_of(event("b", 6, FinishReason.LENGTH))
+    tokens = [{"id": 5, "text": "a", "log_prob": -0.5}, {"id": 6, "text": "b", "log_prob": -0.5}]
+    details = {"finish_reason": "length", "generated_tokens": 2, "inputs": "hi"}
+    assert whole == {"generated_text": "ab", "details": {**details, "tokens": tokens}}
+    assert lines == [{"token": tokens[0]}, {"token": tokens[1], "generated_text": "ab", "details": details}]
+
+
+@pytest.mark.parametrize(("stop", "reason"), [("x", "stop_sequence"), ("", "eos_token")])
+def test_the_reason_of_an_end_is_lmis(stop: str, reason: str) -> None:
+    whole, lines = details_of(event("b", 6, FinishReason.STOP, stop))
+    assert whole["details"]["finish_reason"] == lines[-1]["details"]["finish_reason"] == reason
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({}, (0.0, None, 30)),
+        ({"temperature": 0.5}, (0.0, None, 30)),
+        ({"do_sample": True}, (1.0, None, 30)),
+        ({"do_sample": True, "temperature": 0.5, "top_k": 0, "max_new_tokens": 7}, (0.5, None, 7)),
+        ({"do_sample": True, "top_k": 9}, (1.0, 9, 30)),
+    ],
+)
+def test_defaults_are_lmis(parameters: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    read = read_lmi(json.dumps({"model": "m", "inputs": "hi", "parameters": parameters}).encode())
+    assert (read.temperature, read.top_k, read.max_tokens or read.default_tokens) == expected
+
+
+def test_several_inputs_get_a_list(gateway: LiveGateway, served: Served) -> None:
+    gateway.serve(routes("a", served))
+    answer = lmi(gateway, inputs=["hello", "other"], parameters={"max_new_tokens": 4}).json()
+    one = [lmi(gateway, inputs=each, parameters={"max_new_tokens": 4}).json() for each in ("hello", "other")]
+    assert answer == one
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"), [("application/json", "application/jsonlines"), ("text/event-stream", "text/event-stream")]
+)
+def test_a_stream_is_lines_whose_last_has_the_whole_text(
+    accept: str, kind: str, gateway: LiveGateway, served: Served
+) -> None:
+    gateway.serve(routes("a", served))
+    whole = lmi(gateway, parameters={"max_new_tokens": 5}).json()["generated_text"]
+    body = {"inputs": "hello", "parameters": {"max_new_tokens": 5}, "stream": True}
+    answer = gateway.http.post("/invocations", json=body, headers={"accept": accept})
+    assert answer.headers["content-type"].startswith(kind)
+    lines = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+    assert "".join(line["token"]["text"] for line in lines) == whole == lines[-1]["generated_text"]
+    assert all("generated_text" not in line for line in lines[:-1])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"parameters": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"parameters": {"top_p": 2}}, "top_p"),
+        ({"parameters": {"num_beams": 2}}, "num_beams"),
+        ({"inputs": ""}, "inputs"),
+        ({"inputs": []}, "inputs"),
+        ({"inputs": ["a", "b"], "stream": True}, "stream"),
+        ({"other": 1}, "other"),
+    ],
+)
+def test_a_wrong_parameter_is_named_as_lmi_names_it(
+    body: dict[str, Any], param: str, gateway: LiveGateway, served: Served
+) -> None:
+    gateway.serve(routes("a", served))
+    answer = lmi(gateway, **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -1,0 +1,189 @@
+"""LMI's requests and answers, as its clients send them to `/invocations`: `{"inputs": ..., "parameters": ...}`.
+
+By the page "LMI handlers Inference API Schema" of DJL Serving 0.28, and its code (`output_formatter.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from orchestrator.gateway.openai import body_reader
+from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, Choice
+from orchestrator.gateway.openai.errors import ApiError, invalid
+from orchestrator.gateway.openai.protocol import CompletionRequest
+from workers.messages.requests import FinishReason, TokenEvent
+
+INVOCATIONS = "/invocations"
+NEW_TOKENS = 30  # LMI's default of max_new_tokens
+_encode = msgspec.json.encode
+
+
+class Parameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The parameters of a request. Values are checked as those of a completion."""
+
+    max_new_tokens: int | None = None
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    seed: int | None = None
+    stop_sequences: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos_token: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_full_text: bool = False
+    details: bool = False
+
+
+class LmiRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A request. ``model`` is corewright's."""
+
+    model: str
+    inputs: Annotated[str, Meta(min_length=1)] | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
+    parameters: Parameters = msgspec.field(default_factory=Parameters)
+    stream: bool = False
+
+
+class LmiCompletion(CompletionRequest, kw_only=True):
+    """The completion that a request of LMI asks for."""
+
+    sent: LmiRequest
+
+    @property
+    def default_tokens(self) -> int | None:
+        return NEW_TOKENS
+
+
+_decoder = msgspec.json.Decoder(LmiRequest)
+_PARAMS = {
+    "max_new_tokens": "max_tokens",
+    "stop_sequences": "stop",
+    "ignore_eos_token": "ignore_eos",
+    "min_p": "min_p",
+    "top_p": "top_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "repetition_penalty": "repetition_penalty",
+    "seed": "seed",
+    "stop_token_ids": "stop_token_ids",
+    "skip_special_tokens": "skip_special_tokens",
+}
+
+
+def read_lmi(body: bytes) -> LmiCompletion:
+    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
+    sent = body_reader.decode(_decoder, body, {})
+    parameters = sent.parameters
+    if sent.stream and isinstance(sent.inputs, list) and len(sent.inputs) > 1:
+        raise invalid("stream: only one input can be streamed", param="stream")
+    fields: dict[str, Any] = {ours: getattr(parameters, theirs) for theirs, ours in _PARAMS.items()}
+    fields["temperature"] = (
+        (1.0 if parameters.temperature is None else parameters.temperature) if parameters.do_sample else 0.0
+    )
+    fields["top_k"] = parameters.top_k or None  # LMI's 0: no limit
+    fields["logprobs"] = 0 if parameters.details else None
+    completion = {name: value for name, value in fields.items() if value is not None}
+    asked = _encode({"model": sent.model, "prompt": sent.inputs, "stream": sent.stream, **completion})
+    try:
+        read = body_reader.read_completion(asked)
+    except ApiError as error:
+        renamed = {ours: theirs for theirs, ours in _PARAMS.items()}
+        error.param = renamed.get(error.param or "", error.param)
+        raise
+    return LmiCompletion(sent=sent, **{name: getattr(read, name) for name in read.__struct_fields__})
+
+
+class LmiAnswer(msgspec.Struct, eq=False):
+    """Writes an answer in the shape of LMI. A stream is lines of JSON, or server-sent events."""
+
+    sent: LmiRequest
+    choices: Sequence[Choice]
+    as_events: bool  # the client accepts server-sent events only
+    prompt_tokens: int = 0
+    keep_alive: ClassVar[bytes] = b""  # its clients parse every line
+    _text: str = ""  # of a stream, so far
+
+    def __post_init__(self) -> None:
+        self.count_prompts()
+
+    @property
+    def stream_type(self) -> bytes:
+        return EVENTS if self.as_events else b"application/jsonlines"
+
+    def count_prompts(self) -> None:
+        self.prompt_tokens = sum(len(choice.prompt_ids) for choice in self.choices)
+
+    def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
+        """They stay in the events until the end: each token has one number."""
+
+    def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
+        results = []
+        for choice, events in answers:
+            result: dict[str, Any] = {"generated_text": self._full(choice, "".join(event.text for event in events))}
+            choice.tokens += sum(len(event.token_ids) for event in events)
+            if self.sent.parameters.details:
+                tokens = [token for event in events for token in _tokens(event)]
+                result["details"] = {**self._details(choice, events[-1]), "tokens": tokens}
+            results.append(result)
+        body = _encode(results if isinstance(self.sent.inputs, list) else results[0])
+        return [body] if len(body) > LARGE_BYTES else body
+
+    def opening(self, choice: Choice) -> bytes:
+        return b""
+
+    def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
+        lines = []
+        for event in events:
+            choice.tokens += len(event.token_ids)
+            self._text += event.text
+            tokens = list(_tokens(event))
+            for number, token in enumerate(tokens, 1):
+                line: dict[str, Any] = {"token": token}
+                if event.finish is not None and number == len(tokens):
+                    line["generated_text"] = self._full(choice, self._text)
+                    if self.sent.parameters.details:
+                        line["details"] = self._details(choice, event)
+                lines.append(self._line(line))
+        return b"".join(lines)
+
+    def closing(self, *, include_usage: bool) -> bytes:
+        return b""
+
+    def failure(self, error: ApiError) -> bytes:
+        details = {"finish_reason": "error"}
+        return self._line({"error": error.message, "code": error.status, "generated_text": None, "details": details})
+
+    def _line(self, value: dict[str, Any]) -> bytes:
+        return b"data: %b\n\n" % _encode(value) if self.as_events else _encode(value) + b"\n"
+
+    def _input(self, choice: Choice) -> str:
+        inputs = self.sent.inputs
+        return inputs if isinstance(inputs, str) else inputs[choice.index]
+
+    def _full(self, choice: Choice, text: str) -> str:
+        return self._input(choice) + text if self.sent.parameters.return_full_text else text
+
+    def _details(self, choice: Choice, last: TokenEvent) -> dict[str, Any]:
+        reason = "length" if last.finish is FinishReason.LENGTH else "stop_sequence" if last.stop else "eos_token"
+        return {"finish_reason": reason, "generated_tokens": choice.tokens, "inputs": self._input(choice)}
+
+
+def _tokens(event: TokenEvent) -> Iterator[dict[str, Any]]:
+    """Yields the tokens of an event; without `details` they have no logarithm of a probability, and tokens that came
+    together are one."""
+    if event.logprobs:
+        for item in event.logprobs:
+            yield {"id": item.id, "text": item.text, "log_prob": item.logprob}
+    elif event.token_ids or event.text or event.finish is not None:
+        ids = event.token_ids
+        yield {"id": ids[0] if len(ids) == 1 else ids, "text": event.text, "log_prob": None}
