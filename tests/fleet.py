@@ -105,9 +105,11 @@ class LiveFleet(Fleet):
         secure: bool = False,
         spare: bool = False,
         command: Path = COREWRIGHT,
+        verb: tuple[str, ...] = (),
     ) -> None:
         """``spec`` None: that of `corewright demo`. ``secure``: Ray demands its token, as it does for a user.
-        ``spare``: with the gateway that stands by, which takes a second of CPU time to start."""
+        ``spare``: with the gateway that stands by, which takes a second of CPU time to start. ``verb``: another command
+        that starts a fleet, with its arguments."""
         self.home = home or Path(tempfile.mkdtemp(prefix="cwt-", dir="/tmp"))
         if isinstance(spec, Path) or spec is None:
             self.spec = spec or DEMO
@@ -128,8 +130,9 @@ class LiveFleet(Fleet):
         if not secure:
             self.env["RAY_AUTH_MODE"] = "disabled"
         self.command = command
-        started = ["demo"] if spec is None else ["up", str(self.spec)]
-        up = [str(command), *started, "--port", str(self.port), *(arguments or ("--no-dashboard",))]
+        started = verb or (("demo",) if spec is None else ("up", str(self.spec)))
+        rest = () if verb else arguments or ("--no-dashboard",)
+        up = [str(command), *started, "--port", str(self.port), *rest]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 up, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.env, start_new_session=True

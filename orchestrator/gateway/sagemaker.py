@@ -198,16 +198,14 @@ def _card(name: str, url: str) -> dict[str, str]:
 
 
 def _refusal(hosting: Hosting) -> ApiError:
-    kind = "invalid_request_error" if hosting.status < 500 else "service_unavailable"
-    return ApiError(hosting.status, hosting.message, type=kind, code=CODES[hosting.status])
-
-
-CODES = {
-    400: "model_refused",
-    404: "model_not_found",
-    409: "model_loaded",
-    422: "model_refused",
-    500: "model_failed",
-    503: "controller_away",
-    507: "no_room",
-}
+    """Returns the error for what the controller has answered."""
+    what, broken = hosting.message, "service_unavailable"
+    refused = ApiError(400, what, code="model_refused")
+    known = (
+        ApiError(404, what, code="model_not_found"),
+        ApiError(409, what, code="model_loaded"),
+        ApiError(500, what, code="model_failed", type="internal_error"),
+        ApiError(503, what, code="controller_away", type=broken),
+        ApiError(507, what, code="no_room", type=broken),
+    )
+    return next((error for error in known if error.status == hosting.status), refused)

@@ -83,6 +83,8 @@ class PlayedController:
         return self.families
 
     async def hosted(self) -> list[tuple[str, str]]:
+        if not self.answers:
+            raise ControllerAway("the controller is gone")
         return sorted(self.hosting.items())
 
     async def host_model(self, name: str, folder: str, *, again: bool, wait_s: float) -> Hosting:
@@ -93,6 +95,8 @@ class PlayedController:
         return self.load_replies.pop(0)
 
     async def unhost_model(self, name: str) -> Hosting:
+        if not self.answers:
+            raise ControllerAway("the controller is gone")
         found = self.hosting.pop(name, None)
         return Hosting(200, "unloaded") if found else Hosting(404, f"the model {name} is not loaded")
 

@@ -278,7 +278,7 @@ def test_through_random_faults_of_hosts_no_core_is_held_twice_or_leaked(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_ten_thousand_faults_of_a_hundred_hosts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

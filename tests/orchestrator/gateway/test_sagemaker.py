@@ -118,6 +118,12 @@ def test_a_refused_load_has_the_status_of_the_contract(code: int, expected: str,
     assert answer.json()["error"]["message"] == "the reason"
 
 
+def test_without_the_controller_no_model_is_listed_or_unloaded(gateway: LiveGateway) -> None:
+    gateway.controller.answers = False
+    for method, path in (("GET", "/models"), ("GET", "/models/a"), ("DELETE", "/models/a")):
+        assert status(gateway.http.request(method, path)) == (503, "controller_away")
+
+
 @pytest.mark.parametrize("body", [{}, {"model_name": "a"}, {"model_name": 1, "url": "/m"}, []])
 def test_a_load_without_its_fields_is_refused(body: Any, gateway: LiveGateway) -> None:
     assert gateway.http.post("/models", json=body).status_code == 400
