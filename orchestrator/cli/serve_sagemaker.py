@@ -52,18 +52,24 @@ def serve_sagemaker(
         os.environ.setdefault(name, value)
     if region := os.environ.get("SAGEMAKER_REGION"):
         os.environ.setdefault("AWS_REGION", region)
-    spec = Home.from_environment().path / "sagemaker.yaml"
-    spec.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    spec.write_text(text_of(_spec(folder, multi_model)))
+    spec = spec_file(folder, multi_model)
     up = get_group(app).commands["up"]
     raise typer.Exit(up.main([str(spec)], prog_name="corewright up", standalone_mode=False) or 0)
 
 
-def _spec(folder: Path, multi_model: bool) -> Fields:
-    """Returns the spec of the container, and reports what could not be kept of LMI's settings. Raises Failed."""
-    if multi_model and not (folder / SPEC).is_file():
-        return {"version": 1, "name": "endpoint", "models": {}}
-    found = read_folder(folder, os.environ, this_machine())
-    for note in found.notes:
-        say(note)
-    return found.spec
+def spec_file(folder: Path, multi_model: bool) -> Path:
+    """Returns the spec of the container: that of its folder, or one that is written into the home; reports what could
+    not be kept of LMI's settings. Raises Failed."""
+    own = folder / SPEC
+    if own.is_file():
+        return own
+    spec: Fields = {"version": 1, "name": "endpoint", "models": {}}
+    if not multi_model:
+        found = read_folder(folder, os.environ, this_machine())
+        for note in found.notes:
+            say(note)
+        spec = found.spec
+    written = Home.from_environment().path / "sagemaker.yaml"
+    written.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    written.write_text(text_of(spec))
+    return written

@@ -112,7 +112,7 @@ class SageMaker:
         header = exchange.request.headers.get(TARGET)
         if header is not None:
             return header.decode("latin-1")
-        models = sorted(self._served.queues)
+        models = sorted({queue.name for queue in self._served.allowed(exchange.key).values()})
         if len(models) == 1:
             return models[0]
         listed = ", ".join(models) or "none"
