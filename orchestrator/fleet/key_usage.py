@@ -21,7 +21,7 @@ class KeyUsage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KeyUsageExchange:
-    """The usage that each machine has not been told of, and the live requests of each gateway."""
+    """The usage not yet sent to each machine, and the live requests of each gateway."""
 
     def __init__(self) -> None:
         self._unreported: dict[str, dict[str, KeyUsage]] = {}  # by machine and key

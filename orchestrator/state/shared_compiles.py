@@ -47,5 +47,5 @@ class SharedCompiles:
 
 
 def _is_shared(config: ReplicaConfig) -> bool:
-    """A folder may be one of each host: who waits for it might wait for nothing."""
+    """A folder may be local to each host, so waiting for another host's compile would be useless."""
     return (config.neff_cache or "").startswith("s3://")

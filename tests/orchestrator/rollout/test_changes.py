@@ -99,6 +99,7 @@ OTHERWISE: dict[str, object] = {  # for each field another value than the defaul
     "scaling": {"idle_s": 1.0},
     "aliases": ["other"],
     "adapters": {"b": "./b"},
+    "managed_by": "sagemaker",
     "tool_parser": "hermes",
     "threads": 3,
     "allow_head_padding": True,
