@@ -131,7 +131,7 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.records",
         "orchestrator.rollout",
     },
-    "orchestrator.sagemaker": {"orchestrator.access", "orchestrator.process", "orchestrator.revisions"},
+    "orchestrator.sagemaker": {"orchestrator.process", "orchestrator.revisions"},
     "orchestrator.gateway": {
         "orchestrator.access",
         "orchestrator.dispatch",

@@ -1,8 +1,9 @@
-"""Models that SageMaker loads into a running fleet and unloads: revisions of its spec, each one model more or less."""
+"""Loads and unloads models for SageMaker: each is a revision of the running spec with one model more or less."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,8 @@ from placements.facts.plural import counted
 from placements.planner.spec_hosts import Machine
 from placements.spec.notation import NAME
 from placements.spec.schema import ModelSpec
+
+log = logging.getLogger(__name__)
 
 MANAGER = "sagemaker"
 ATTEMPTS = 5  # at a revision, if another one is applied meanwhile
@@ -71,7 +74,11 @@ class HostedModels(Operator):
 
     async def unhost_model(self, name: str) -> Hosting:
         """Removes a model that SageMaker has loaded; its requests are drained. 404: there is none of that name."""
-        return await self._edit(partial(_without, own_name(name))) or Hosting(200, f"the model {name} is unloaded")
+        refused = await self._edit(partial(_without, own_name(name)))
+        if refused is not None:
+            return refused
+        self._folders.pop(own_name(name), None)
+        return Hosting(200, f"the model {name} is unloaded")
 
     async def _wait(self, name: str, deadline: float) -> Hosting:
         version = 0
@@ -118,14 +125,14 @@ class HostedModels(Operator):
                 revision = current.revision
                 read = await self._read(text_of(spec), revision.file, revision.base_dir, by=MANAGER, cause="apply")
                 if added is not None and (missing := await self._missing(added, read[1])):
-                    return Hosting(NO_ROOM, missing)
+                    return Hosting(NO_ROOM, f"no room beside the other models: {missing}")
                 await self._install(*read, None, over=current.number)
             except Refused as error:
                 if error.problem.id == "index-changed":
                     continue
                 return _refusal(error)
             return None
-        return Hosting(503, "the fleet changes all the time; try again")
+        return Hosting(503, f"{ATTEMPTS} other revisions were applied meanwhile; try again")
 
     async def _missing(self, added: str, revision: ResolvedRevision) -> str:
         """Returns what the fleet's hosts lack now for the model that is added, or for another one because of it."""
@@ -154,10 +161,10 @@ def _without(name: str, spec: Fields) -> Hosting | None:
 def _refusal(error: Refused) -> Hosting:
     problems = "; ".join(problem.what for problem in error.problems if problem.severity == "error")
     if error.problem.id == "never-fits":
-        return Hosting(NO_ROOM, f"there is no room beside the other models: {problems}")
-    return Hosting(
-        400 if problems else error.status, f"{error.problem.what}: {problems}" if problems else error.problem.what
-    )
+        return Hosting(NO_ROOM, f"no room beside the other models: {problems}")
+    if problems:
+        return Hosting(400, f"{error.problem.what}: {problems}")
+    return Hosting(error.status, error.problem.what)
 
 
 def own_name(name: str) -> str:
@@ -167,9 +174,11 @@ def own_name(name: str) -> str:
 
 def model_fields(folder: Path, machine: Machine) -> Fields:
     """Returns the fields of the one model in a folder. Blocks. Raises Failed."""
-    found = read_folder(folder, os.environ, machine)
-    if len(found.models) != 1:
-        what = f"{folder} has {counted(len(found.models), 'model')}, and SageMaker loads one at a time"
+    spec = read_folder(folder, os.environ, machine)
+    for note in spec.notes:
+        log.warning("%s: %s", folder, note)
+    if len(spec.models) != 1:
+        what = f"{folder} has {counted(len(spec.models), 'model')}, and SageMaker loads one at a time"
         raise Failed("model-folder-unreadable", what, "put each model into an archive of its own")
-    (fields,) = found.models.values()
+    (fields,) = spec.models.values()
     return {"update": UPDATE, **fields, "managed_by": MANAGER}

@@ -1,4 +1,4 @@
-"""The command `serve-sagemaker`: what a container of SageMaker runs."""
+"""The command `serve-sagemaker`, which a container of SageMaker runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orchestrator.revisions.spec_file import this_machine
 from orchestrator.sagemaker.model_folder import SPEC, Fields, read_folder, text_of
 
 MODEL = Path("/opt/ml/model")
-MAX_BODY_BYTES = 25 * 2**20  # SageMaker's limit of a payload
+MAX_BODY_BYTES = 25 * 2**20  # the payload of InvokeEndpoint, by AWS's page of its quotas
 SETTINGS = {  # those of `up`, unless the container's environment sets others
     "COREWRIGHT_SAGEMAKER": "1",
     "COREWRIGHT_INSECURE": "1",  # only SageMaker reaches the container
@@ -65,10 +65,10 @@ def spec_file(folder: Path, multi_model: bool) -> Path:
         return own
     spec: Fields = {"version": 1, "name": "endpoint", "models": {}}
     if not multi_model:
-        found = read_folder(folder, os.environ, this_machine())
-        for note in found.notes:
+        read = read_folder(folder, os.environ, this_machine())
+        for note in read.notes:
             say(note)
-        spec = found.spec
+        spec = read.spec
     written = Home.from_environment().path / "sagemaker.yaml"
     written.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     written.write_text(text_of(spec))

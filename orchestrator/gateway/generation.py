@@ -239,7 +239,7 @@ class Generation:
         if isinstance(body, MessagesChat):
             return MessagesAnswer(f"msg{suffix}", body.model, choices[0], body.most_tokens, exchange.id)
         if isinstance(body, ResponsesChat):
-            return ResponsesAnswer(suffix, int(time.time()), body.asked, choices[0])
+            return ResponsesAnswer(suffix, int(time.time()), body.request, choices[0])
         if isinstance(body, LmiCompletion):
             accepted = exchange.request.headers.get(b"accept", b"")
             return LmiAnswer(body.sent, choices, as_events=b"text/event-stream" in accepted)

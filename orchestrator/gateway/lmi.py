@@ -93,9 +93,9 @@ def read_lmi(body: bytes) -> LmiCompletion:
     fields["top_k"] = parameters.top_k or None  # LMI's 0: no limit
     fields["logprobs"] = 0 if parameters.details else None
     completion = {name: value for name, value in fields.items() if value is not None}
-    asked = _encode({"model": sent.model, "prompt": sent.inputs, "stream": sent.stream, **completion})
+    encoded = _encode({"model": sent.model, "prompt": sent.inputs, "stream": sent.stream, **completion})
     try:
-        read = body_reader.read_completion(asked)
+        read = body_reader.read_completion(encoded)
     except ApiError as error:
         renamed = {ours: theirs for theirs, ours in _PARAMS.items()}
         error.param = renamed.get(error.param or "", error.param)

@@ -59,15 +59,15 @@ class SageMaker:
         *,
         limited: bool,
     ) -> None:
-        """``invoked`` answers a request whose path and body are OpenAI's. ``limited``: SageMaker ends requests after a
-        minute."""
+        """``invoked`` answers a request whose path is one of ``ROUTES_BY_FIELD``. ``limited``: SageMaker ends requests
+        after a minute."""
         self._controller = controller
         self._served = served
         self._invoked = invoked
         self._limited = limited
 
     def route(self, path: str, method: str) -> tuple[str, Handler] | None:
-        """Returns the method and handler of a path below /models; None for other paths."""
+        """Returns the methods and the handler of a path below /models; None for other paths."""
         parts = path.split("/")[1:]
         handlers: Mapping[str, Handler] = {}
         if parts == ["models"]:
@@ -78,7 +78,9 @@ class SageMaker:
             handlers = {"POST": self._invoke_model}
         if not handlers:
             return None
-        return (method, handlers[method]) if method in handlers else next(iter(handlers.items()))
+        if method in handlers:
+            return method, handlers[method]
+        return ", ".join(handlers), next(iter(handlers.values()))  # no method equals this one: it is refused
 
     # Inference
 
@@ -97,9 +99,7 @@ class SageMaker:
             raise errors.invalid(f"The body: {error}") from None
         path = next((route for field, route in ROUTES_BY_FIELD.items() if field in body), None)
         if path is None:
-            raise errors.invalid(
-                f"The body has none of {', '.join(ROUTES_BY_FIELD)}, which choose the kind of request."
-            )
+            raise errors.invalid(f"The body has none of the fields {', '.join(ROUTES_BY_FIELD)}.")
         if model is not None or "model" not in body:
             body["model"] = msgspec.Raw(msgspec.json.encode(model or self._target(exchange)))
         request.path, request.body = path, msgspec.json.encode(body)

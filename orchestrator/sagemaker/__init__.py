@@ -1,1 +1,1 @@
-"""SageMaker: what its model folders hold as specs, and the command line of its containers."""
+"""SageMaker: reads its model folders as specs."""

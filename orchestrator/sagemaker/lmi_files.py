@@ -49,6 +49,7 @@ def _properties(folder: Path, given: str) -> list[Setting]:
 
 
 def content(name: str) -> str:
+    """Returns the text of a file, or of standard input (`-`). Raises UnreadableSettings."""
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_text(errors="replace")
     except OSError as error:
@@ -56,4 +57,5 @@ def content(name: str) -> str:
 
 
 def label(name: str) -> str:
+    """Returns the name of a file in messages."""
     return "stdin" if name == "-" else name

@@ -1,16 +1,15 @@
-"""What a folder of SageMaker holds, as a spec: `corewright.yaml`, the settings of LMI, or a checkpoint."""
+"""Reads a folder of SageMaker as a spec: its `corewright.yaml`, its settings of LMI, or its checkpoints."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from orchestrator.access.source_policy import SourcePolicy
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import SpecFile, examine
 from orchestrator.sagemaker.lmi_files import PROPERTIES, lmi_models
@@ -83,9 +82,9 @@ def with_degree(fields: Fields, machine: Machine) -> Fields:
     return {**fields, "tp_degree": 1}
 
 
-def examined(spec: Fields, machine: Machine, allowed: SourcePolicy | None = None) -> SpecFile:
+def examined(spec: Fields, machine: Machine) -> SpecFile:
     """Returns a spec with its problems. Blocks."""
-    return examine(text_of(spec), SPEC, "/", machine, allowed or SourcePolicy())
+    return examine(text_of(spec), SPEC, "/", machine)
 
 
 def problems_of(file: SpecFile) -> list[Problem]:
@@ -124,16 +123,22 @@ def _own_spec(folder: Path) -> FolderSpec:
 
 
 def _make_absolute(fields: Fields, folder: Path) -> None:
-    """Replaces relative paths by those in the folder."""
-    for key in ("source", "neff_cache"):
-        if isinstance(value := fields.get(key), str) and is_path(value):
-            fields[key] = str(folder / Path(value).expanduser())
-    if isinstance(draft := fields.get("draft"), dict):
-        _make_absolute(draft, folder)
+    """Replaces relative paths by those in the folder, wherever `ModelSpec` resolves them."""
+
+    def resolve(place: Any, keys: Iterable[Any]) -> None:
+        for key in keys:
+            if isinstance(value := place[key], str) and is_path(value):
+                place[key] = str(folder / Path(value).expanduser())
+
+    resolve(fields, fields.keys() & {"source", "neff_cache"})
+    for mapping, keys in (("draft", {"source"}), ("engine_options", {"quantized_checkpoints_path"})):
+        if isinstance(inner := fields.get(mapping), dict):
+            resolve(inner, inner.keys() & keys)
     if isinstance(adapters := fields.get("adapters"), dict):
-        for adapter, value in adapters.items():
-            if isinstance(value, str) and is_path(value):
-                adapters[adapter] = str(folder / Path(value).expanduser())
+        resolve(adapters, adapters)
+    server = fields.get("server")
+    if isinstance(server, dict) and isinstance(command := server.get("command"), list):
+        resolve(command, range(len(command))[:1])
 
 
 def _lmi_settings(environment: Mapping[str, str]) -> list[Setting]:

@@ -262,8 +262,8 @@ class ModelSpec(Frozen):
     model `big` is the model `big:support` of clients and API keys. On the engine `vllm`. Not in `defaults`. See
     [engines.md](engines.md#lora-adapters)."""
     managed_by: Live[Name | None] = None
-    """Who added the model to the running fleet, and removes it: `sagemaker`, see [sagemaker.md](sagemaker.md). Not in
-    `defaults`."""
+    """The system that added the model to the running fleet, and removes it: `sagemaker`
+    ([sagemaker.md](sagemaker.md)). Not in `defaults`."""
     tool_parser: Live[ToolParser] = "auto"
     """The format of the model's tool calls. `auto` detects it from the chat template; `none` disables tools. See
     Tools."""

@@ -101,7 +101,7 @@ def _prompt_of(request: PromptFields) -> dict[str, Any]:
     messages = [*_system(request), *(part for message in request.messages for part in _messages(message))]
     messages = _joined(messages)
     if not messages:
-        raise invalid("messages: there is no text, tool use or tool result", param="messages")
+        raise invalid("messages: none has text, a tool use or a tool result", param="messages")
     last = messages[-1]
     continues = last.role == "assistant" and not last.tool_calls
     return {

@@ -101,7 +101,7 @@ Choice = AutoChoice | AnyChoice | ToolChoice | NoneChoice
 
 
 class Thinking(msgspec.Struct):
-    """Whether to think is the model's own affair: a budget for it is refused."""
+    """Accepted without effect. A thinking budget is refused."""
 
     type: Literal["disabled", "adaptive"]
 

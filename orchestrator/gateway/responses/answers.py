@@ -23,7 +23,7 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
 
     suffix: str  # of the ids
     created: int  # seconds since the epoch
-    asked: ResponsesRequest
+    request: ResponsesRequest
     choice: Choice
     prompt_tokens: int = 0
     keep_alive: ClassVar[bytes] = WAITING
@@ -149,7 +149,7 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
         return {**head, "name": part.name, "arguments": part.arguments}
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
-        asked = self.asked
+        request = self.request
         ended = status != "in_progress"
         return {
             "id": f"resp{self.suffix}",
@@ -158,19 +158,19 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
-            "model": asked.model,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": request.model,
             "output": items,
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "text": {"format": {"type": "text"}} if asked.text is None else _text(asked),
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "text": {"format": {"type": "text"}} if request.text is None else _text(request),
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": self._usage() if ended else None,
         }
@@ -190,8 +190,8 @@ def _content(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _text(asked: ResponsesRequest) -> dict[str, Any]:
-    format = None if asked.text is None else asked.text.format
+def _text(request: ResponsesRequest) -> dict[str, Any]:
+    format = None if request.text is None else request.text.format
     if format is None or format.type != "json_schema":
         return {"format": {"type": "text" if format is None else format.type}}
     named = {"name": format.name or "answer", "schema": format.schema, "strict": format.strict}

@@ -51,7 +51,7 @@ _PARAMS: Mapping[str, str] = MappingProxyType(  # of chats, and their names here
 class ResponsesChat(ChatRequest, kw_only=True):
     """The chat that a Responses request asks for."""
 
-    asked: ResponsesRequest
+    request: ResponsesRequest
 
 
 def read_responses(body: bytes) -> ResponsesChat:
@@ -77,7 +77,7 @@ def read_responses(body: bytes) -> ResponsesChat:
         top_p=request.top_p,
         stream=request.stream,
         priority=request.priority,
-        asked=request,
+        request=request,
     )
     try:
         return body_reader.checked_chat(chat)

@@ -112,6 +112,34 @@ def test_a_model_that_does_not_fit_displaces_nothing(tmp_path: Path) -> None:
     on_endpoint(tmp_path, test)
 
 
+def test_free_cores_that_are_not_contiguous_are_no_room(tmp_path: Path) -> None:
+    """No loaded model is interrupted for another one."""
+
+    async def test(endpoint: Endpoint) -> None:
+        for name in "abcdef":
+            await endpoint.load(name, tp_degree=4)
+        for name in "bdf":
+            await endpoint.hosting.unhost_model(name)
+        await endpoint.played.settled()
+        refused = await endpoint.load("wide", tp_degree=8)
+        assert (refused.status, "longest free run" in refused.message) == (507, True)
+        assert endpoint.states == {"a": ["ready"], "c": ["ready"], "e": ["ready"]}
+
+    on_endpoint(tmp_path, test)
+
+
+def test_replicas_beyond_the_least_make_room(tmp_path: Path) -> None:
+    async def test(endpoint: Endpoint) -> None:
+        await endpoint.load("a", tp_degree=8, replicas={"min": 1, "max": 3})
+        await endpoint.hosting.scale("a", 3, by="test")
+        await endpoint.played.settled()
+        assert endpoint.states == {"a": ["ready"] * 3}
+        assert (await endpoint.load("b", tp_degree=8)).status == 200
+        assert endpoint.states == {"a": ["ready"] * 2, "b": ["ready"]}
+
+    on_endpoint(tmp_path, test)
+
+
 def test_cordoned_cores_are_no_room(tmp_path: Path) -> None:
     """An empty host of that type would have it."""
 

@@ -233,7 +233,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages: at least one message is required"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
-    ({"messages": [{"role": "user", "content": []}]}, "messages: there is no text"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages: none has text, a tool use or a tool result"),
     ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type: Invalid enum value 'enabled'"),
     ({"mcp_servers": []}, "Unrecognized request argument supplied: mcp_servers"),

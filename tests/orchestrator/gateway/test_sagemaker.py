@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,7 +157,7 @@ def test_the_pages_of_a_list_have_each_model_once(count: int, gateway: LiveGatew
 
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
-    [("PUT", "/models", "GET"), ("POST", "/models/a", "GET"), ("GET", "/models/a/invoke", "POST")],
+    [("PUT", "/models", "GET, POST"), ("POST", "/models/a", "GET, DELETE"), ("GET", "/models/a/invoke", "POST")],
 )
 def test_another_method_is_refused(method: str, path: str, allowed: str, gateway: LiveGateway) -> None:
     answer = gateway.http.request(method, path)
@@ -189,6 +193,63 @@ def test_ping_fails_while_the_container_stops(gateway: LiveGateway) -> None:
     gateway.serve()
     gateway.controller.set(stopping=True)
     until(lambda: gateway.http.get("/ping").status_code == 503, 10, "the ping fails")
+
+
+@pytest.mark.parametrize(("sagemaker", "code"), [(True, 504), (False, 200)])
+def test_sagemaker_gets_no_answer_after_its_own_limit(
+    sagemaker: bool, code: int, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other clients of /invocations wait as long as they like, here for a model that is held."""
+    monkeypatch.setattr("orchestrator.gateway.sagemaker.ANSWER_MS", b"200")
+    live = LiveGateway(sagemaker=sagemaker).serve(routes("a", holds=True))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(live.http.post, "/invocations", json=CHAT)
+            until(lambda: live.queue("a").waiting == 1, 10, "the request waits")
+            if sagemaker:
+                assert answer.result(10).status_code == code
+            live.serve(routes("a", served))
+            assert answer.result(10).status_code == code
+    finally:
+        live.close()
+
+
+needs_djl = pytest.mark.skipif(
+    "DJL_SOURCE" not in os.environ, reason="DJL_SOURCE names no checkout of djl-serving 0.28"
+)
+
+
+@pytest.mark.real
+@needs_djl
+@pytest.mark.parametrize("parameters", [{}, {"details": True}])
+@pytest.mark.parametrize("kind", ["json", "jsonlines", "sse"])
+def test_the_answers_are_those_of_lmis_own_code(
+    kind: str, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(os.environ["DJL_SOURCE"]) / "engines/python/setup")
+    formatters = importlib.import_module("djl_python.output_formatter")
+    djl = importlib.import_module("djl_python.request_io")
+    events = [event("a", 5), event(' é\n"', 6), event("c", 7, FinishReason.LENGTH)]
+
+    write, _ = formatters.get_output_formatter(kind, kind != "json", False)
+    output = djl.TextGenerationOutput(0, djl.TextInput(0, parameters=parameters, input_text="hi"))
+    theirs = ""
+    for each in events:
+        (token,) = each.token_ids
+        output.set_next_token(djl.Token(token, each.text, -0.5), is_last_token=each.finish is not None)
+        if each.finish is not None:
+            output.set_finish_reason("length")
+        theirs += write(output)
+
+    sent = read_lmi(json.dumps({"model": "m", "inputs": "hi", "parameters": parameters}).encode()).sent
+    answer = LmiAnswer(sent, [Choice(0, [1])], as_events=kind == "sse")
+    (choice,) = answer.choices
+    ours = answer.whole([(choice, events)]) if kind == "json" else answer.events(choice, events)
+    assert isinstance(ours, bytes)
+    lines = [[line for line in text.splitlines() if line] for text in (ours.decode(), theirs)]
+    assert [json.loads(line.removeprefix("data: ")) for line in lines[0]] == [
+        json.loads(line.removeprefix("data: ")) for line in lines[1]
+    ]
 
 
 def lmi(gateway: LiveGateway, **body: Any) -> Any:

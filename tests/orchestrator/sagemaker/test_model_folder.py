@@ -104,7 +104,13 @@ def test_paths_of_an_own_spec_begin_in_its_folder(tmp_path: Path) -> None:
         "version": 1,
         "defaults": {"neff_cache": "./neff"},
         "models": {
-            "chat": {"source": "./weights", "draft": {"source": "./draft"}, "adapters": {"a": "../a", "b": "o/b"}}
+            "chat": {
+                "server": {"command": ["./serve", "./argument"]},
+                "engine_options": {"quantized_checkpoints_path": "./q", "other": "./o"},
+                "source": "./weights",
+                "draft": {"source": "./draft"},
+                "adapters": {"a": "../a", "b": "o/b"},
+            }
         },
     }
     (tmp_path / "corewright.yaml").write_text(text_of(spec))
@@ -114,6 +120,8 @@ def test_paths_of_an_own_spec_begin_in_its_folder(tmp_path: Path) -> None:
         "source": f"{tmp_path}/weights",
         "draft": {"source": f"{tmp_path}/draft"},
         "adapters": {"a": f"{tmp_path}/../a", "b": "o/b"},
+        "server": {"command": [f"{tmp_path}/serve", "./argument"]},
+        "engine_options": {"quantized_checkpoints_path": f"{tmp_path}/q", "other": "./o"},
     }
 
 
