@@ -163,6 +163,40 @@ def test_a_model_that_does_not_start_is_removed_with_its_reason(tmp_path: Path) 
     on_endpoint(tmp_path, test)
 
 
+def test_a_failed_load_undoes_no_other(tmp_path: Path) -> None:
+    """An update that fails would else bring an earlier revision back."""
+
+    async def test(endpoint: Endpoint) -> None:
+        await endpoint.load("good")
+        slow = asyncio.ensure_future(endpoint.load("slow"))
+        await asyncio.sleep(5)  # virtual: it is starting
+        endpoint.played.cluster.refuses_start = RuntimeError("no such driver")
+        assert (await endpoint.load("bad")).status == 500
+        assert (await slow).status == 200
+        assert {row["cause"] for row in endpoint.hosting.revisions()["revisions"]} == {"up", "apply"}
+
+    on_endpoint(tmp_path, test)
+
+
+def test_loads_at_the_same_time_keep_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have read the spec without the other's model."""
+    read = HostedModels._read
+
+    async def slow_read(operator: HostedModels, *args: Any, **kwargs: Any) -> Any:
+        result = await read(operator, *args, **kwargs)
+        await asyncio.sleep(1)  # virtual
+        return result
+
+    monkeypatch.setattr(HostedModels, "_read", slow_read)
+
+    async def test(endpoint: Endpoint) -> None:
+        loads = await asyncio.gather(*[endpoint.load(name) for name in "abc"])
+        assert [load.status for load in loads] == [200] * 3
+        assert sorted(endpoint.names) == ["a", "b", "c"]
+
+    on_endpoint(tmp_path, test)
+
+
 def test_a_folder_that_cannot_be_served_changes_nothing(tmp_path: Path) -> None:
     async def test(endpoint: Endpoint) -> None:
         refused = await endpoint.load("a", tp_degree=7)

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from orchestrator.access.keys import KeyFile
 from orchestrator.fleet.hosting import Hosting
 from orchestrator.gateway.lmi import LmiAnswer, read_lmi
 from orchestrator.gateway.openai.answers import Choice
+from orchestrator.process.home import Home
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
@@ -79,6 +81,20 @@ def test_without_a_name_several_models_are_ambiguous(gateway: LiveGateway, serve
     assert (answer.status_code, "a, b" in answer.json()["error"]["message"]) == (400, True)
 
 
+def test_only_models_of_the_key_count(served: Served, tmp_path: Path) -> None:
+    """And their names alone are shown."""
+    keys = KeyFile(Home(tmp_path).keys)
+    one, two = (keys.create(str(len(models)), models=models)[1] for models in (["a"], ["a", "b"]))
+    live = LiveGateway(home=tmp_path).serve(routes("a", served), routes("b", served), routes("secret", served))
+    try:
+        answers = [live.http.post("/invocations", json=CHAT, headers={"x-api-key": key}) for key in (one, two)]
+        assert answers[0].json()["model"] == "a"
+        assert answers[1].status_code == 400
+        assert "secret" not in answers[1].text
+    finally:
+        live.close()
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"{}", b'{"model": "a"}', b"\xff"])
 def test_an_invocation_of_no_kind_is_refused(body: bytes, gateway: LiveGateway, served: Served) -> None:
     gateway.serve(routes("a", served))
@@ -101,6 +117,19 @@ def test_a_load_is_answered_when_the_gateway_can_serve_the_model(gateway: LiveGa
     answer = gateway.http.post("/models", json={"model_name": "a", "url": "/opt/ml/models/a/model"})
     assert (answer.status_code, answer.json()) == (200, {"modelName": "a", "modelUrl": "/opt/ml/models/a/model"})
     assert gateway.controller.loads == [("a", False), ("a", True), ("a", True)]
+
+
+def test_a_load_is_not_over_before_the_routes_have_the_model(gateway: LiveGateway, served: Served) -> None:
+    """The controller knows it first."""
+    gateway.serve()
+    gateway.controller.load_replies = [LOADED]
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(gateway.http.post, "/models", json={"model_name": "a", "url": "/m"})
+        until(lambda: gateway.controller.loads, 10, "the controller is asked")
+        assert status(gateway.http.post("/models/a/invoke", json=CHAT)) == (404, "model_not_found")
+        assert not load.done()
+        gateway.serve(routes("a", served))
+        assert load.result(10).status_code == 200
 
 
 def test_a_load_survives_a_restart_of_the_controller(gateway: LiveGateway, served: Served) -> None:
