@@ -145,7 +145,7 @@ class ServedModels:
     def serves(self, name: str) -> bool:
         """Returns whether requests for the model of that name or alias can begin."""
         queue = self._names.get(name)
-        return queue is not None and (queue.links.live > 0 or queue.routes.loads_on_request)
+        return queue is not None and (queue.links.slots > 0 or queue.routes.loads_on_request)
 
     def has(self, name: str) -> bool:
         """Returns whether there is a model of that name or alias."""

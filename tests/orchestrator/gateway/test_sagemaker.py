@@ -119,9 +119,12 @@ def test_a_load_is_answered_when_the_gateway_can_serve_the_model(gateway: LiveGa
     assert gateway.controller.loads == [("a", False), ("a", True), ("a", True)]
 
 
-def test_a_load_is_not_over_before_the_routes_have_the_model(gateway: LiveGateway, served: Served) -> None:
-    """The controller knows it first."""
-    gateway.serve()
+def test_a_load_is_over_once_the_routes_have_the_model(
+    gateway: LiveGateway, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller has it first."""
+    monkeypatch.setattr("orchestrator.gateway.sagemaker.ROUTED_S", 600.0)
+    gateway.serve(routes("other", served))
     gateway.controller.load_replies = [LOADED]
     with ThreadPoolExecutor(1) as pool:
         load = pool.submit(gateway.http.post, "/models", json={"model_name": "a", "url": "/m"})
@@ -129,7 +132,7 @@ def test_a_load_is_not_over_before_the_routes_have_the_model(gateway: LiveGatewa
         assert status(gateway.http.post("/models/a/invoke", json=CHAT)) == (404, "model_not_found")
         assert not load.done()
         gateway.serve(routes("a", served))
-        assert load.result(10).status_code == 200
+        assert load.result(20).status_code == 200
 
 
 def test_a_load_survives_a_restart_of_the_controller(gateway: LiveGateway, served: Served) -> None:
@@ -211,7 +214,7 @@ def test_only_containers_of_sagemaker_load_models(served: Served) -> None:
 
 def test_ping_succeeds_without_models_and_while_one_loads(gateway: LiveGateway) -> None:
     gateway.serve()
-    assert gateway.http.get("/ping").status_code == 200
+    until(lambda: gateway.http.get("/ping").status_code == 200, 10, "the first routes have arrived")
     gateway.serve(routes("a"))
     assert gateway.http.get("/ping").status_code == 200
 
