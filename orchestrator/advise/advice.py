@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from orchestrator.advise.candidates import Candidate, Question, candidates
 from orchestrator.bench.lengths import Lengths
@@ -18,10 +18,10 @@ from orchestrator.simulate.scaling_policy import Fixed
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_queue import Measured
 from orchestrator.simulate.simulated_request import Arrival
-from orchestrator.simulate.speeds import MeasuredSpeed
 from orchestrator.simulate.workload import Workload
 from placements.facts.topology import TOPOLOGIES
 from placements.planner.plan import plan
+from placements.resources.calibration import MeasuredSpeed
 from placements.resources.estimate import Speed
 from placements.resources.memory import estimate
 from placements.spec.parse import parse
@@ -228,7 +228,7 @@ class _Comparison:
     def _scenario(self, file: SpecFile) -> SpecScenario:
         """Returns the scenario of a spec, with times as long as the errors of their estimates allow."""
         name = self.question.name
-        speed = scenario_of(file).speeds[name]
+        speed = scenario_of(file, measured=self.question.measured).speeds[name]
         decode, prefill = 1000 / (1 - speed.decode_error), 1000 / (1 - speed.prefill_error)
         slow = {
             "step_ms": speed.step_s * decode,
@@ -236,7 +236,7 @@ class _Comparison:
             "prefill_token_ms": speed.prefill_token_s * prefill,
             "prefill_square_ns": speed.prefill_square_s * prefill * 1e6,
         }
-        return scenario_of(file, measured={name: MeasuredSpeed(slow)})
+        return replace(scenario_of(file, measured=[MeasuredSpeed(name, slow)]), speeds={name: speed})
 
     def _check_objectives(self, model: SimModel) -> None:
         """Leaves a candidate out that is too slow without any load."""

@@ -11,6 +11,7 @@ import yaml
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine
 from placements.facts.topology import DEGREES, TOPOLOGIES
+from placements.resources.calibration import MeasuredSpeed
 from placements.spec.notation import name_from
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -30,6 +31,7 @@ class Question:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     prices: Mapping[str, float] = field(default_factory=dict)
+    measured: tuple[MeasuredSpeed, ...] = ()
 
     @property
     def name(self) -> str:

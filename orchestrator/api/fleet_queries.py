@@ -13,7 +13,6 @@ from orchestrator.fleet.replica_states import LEAVING
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.process.home import Home
 from orchestrator.records.request_traces import read_page
-from placements.resources.measured_shape import shape_of
 
 LOG_BYTES = 64 * 2**10  # per response
 
@@ -76,13 +75,15 @@ class FleetQueries(FleetOperation):
             model.name: {
                 "load_s": loads.get(model.name),
                 "since": current.revision.at,
-                "shape": shape_of(
-                    model, current.checkpoints.get(model.name), current.engines[model.name], current.hosts
-                ),
+                "shape": self._controller.speeds.shape(model, current),
             }
             for model in current.spec.models
         }
         return {"requests": page.requests, "next": page.next, "more": page.more, "speeds": speeds}
+
+    def speeds(self) -> dict[str, Any]:
+        """Returns {speeds: [{speeds, requests, shape}]}, the measured ones by shape."""
+        return {"speeds": [own.as_dict() for own in self._controller.speeds.measured()]}
 
     def config(self) -> dict[str, Any]:
         """Returns {values: [{name, value, origin}]}; the origin is flag, environment, file or default."""

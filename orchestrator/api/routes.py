@@ -146,6 +146,12 @@ ROUTES: tuple[AdminRoute, ...] = (
         Operator.trace,
         TraceQuery,
     ),
+    _get(
+        "/speeds",
+        "The speeds that the fleet has measured, by the shape of the replicas.",
+        "`speeds`, each with `speeds`, `requests` and `shape`",
+        Operator.speeds,
+    ),
     _get("/config", "The settings of this fleet.", "`values`, each with `name`, `value` and `origin`", Operator.config),
     _get("/openapi.json", "This API as an OpenAPI 3.1 document.", "the document", _openapi),
     AdminRoute(

@@ -31,6 +31,7 @@ from placements.planner.host_choice import HostChoice
 from placements.planner.host_groups import HostGroup
 from placements.planner.ledger import ledger
 from placements.planner.plan import plan
+from placements.resources.calibration import speed_rows
 from placements.spec.problems import has_errors
 
 VALIDATE = "corewright validate SPEC shows the problems"
@@ -178,6 +179,7 @@ class SpecPreview(FleetOperation):
             state.quarantined(),
             state.cordoned(),
         )
+        measured = self._controller.speeds.measured()
         models = []
         for change in difference(state.current.spec, generation.spec, generation.engines):
             choice = choices.get(change.model)
@@ -210,6 +212,7 @@ class SpecPreview(FleetOperation):
             "changes": replica_changes(outlook.next, list(state.views.values()), settled),
             "models": models,
             "hosts_to_add": [host.as_dict() for host in outlook.choice.added() if host.host not in state.kept],
+            "speeds": speed_rows(generation.spec, generation.hosts, spec_file.checkpoints, measured),
             **accounts.as_dict(),
         }
 

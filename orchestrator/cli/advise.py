@@ -13,13 +13,16 @@ from orchestrator.advise.advice import advise
 from orchestrator.advise.buckets import BucketAdvice, advise_buckets
 from orchestrator.advise.candidates import Question
 from orchestrator.advise.report import advice_data, advice_text, buckets_data, buckets_text
-from orchestrator.cli.app import FAILED, FormatOption, app, bad_parameter
+from orchestrator.cli.app import FAILED, FormatOption, OfflineOption, SpeedsOption, app, bad_parameter
+from orchestrator.cli.client import find_fleet
 from orchestrator.cli.output import Format, complain, say, show, write
 from orchestrator.process.failure import Failed
+from orchestrator.simulate.speeds import read_speeds, reported_speeds
 from orchestrator.simulate.trace_file import InvalidTrace, read_trace
 from placements.facts.engines import ENGINES, HOST_ENGINES, SERVER_ENGINES, Engine
 from placements.facts.plural import counted
 from placements.facts.topology import DEGREES, TOPOLOGIES
+from placements.resources.calibration import MeasuredSpeed
 from placements.spec.notation import is_path
 
 FAMILY = "inf2"  # of the instance types that are compared by default
@@ -78,6 +81,8 @@ def advise_model(
         Path | None,
         typer.Option(metavar="FILE", help="Prices in dollars an hour: YAML lines like `inf2.48xlarge: 10`."),
     ] = None,
+    speeds: SpeedsOption = None,
+    offline: OfflineOption = False,
     write_to: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Write the spec of a line to FILE.")
     ] = None,
@@ -97,6 +102,7 @@ def advise_model(
         ttft_ms,
         tpot_ms,
         priced,
+        _measured(speeds, offline),
     )
     if prompt_tokens + output_tokens > question.slot:
         raise typer.BadParameter(f"shorter than {prompt_tokens} + {output_tokens} tokens", param_hint="--max-len")
@@ -106,6 +112,12 @@ def advise_model(
     show(advice_data(advice), output, advice_text(advice))
     if write_to is not None:
         write(write_to, advice.lines[line - 1].spec)
+
+
+def _measured(speeds: Path | None, offline: bool) -> tuple[MeasuredSpeed, ...]:
+    """Returns the measured speeds of the file or, without one, of the running fleet, if there is one."""
+    fleet = None if offline or speeds is not None else find_fleet()
+    return read_speeds(speeds) if fleet is None else reported_speeds(fleet.get("speeds"))
 
 
 def _engine(name: str) -> Engine:

@@ -46,6 +46,9 @@ TimeoutOption = Annotated[
 ]
 YesOption = Annotated[bool, typer.Option("--yes", help="Skip the confirmation prompt.")]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Ignore the running fleet.")]
+SpeedsOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Measured speeds, as written by `trace export --speeds`.")
+]
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new output until Ctrl-C.")]
 LengthsOption = Annotated[
     str,

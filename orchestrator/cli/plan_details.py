@@ -8,6 +8,7 @@ from typing import Any
 from orchestrator.process.text_table import columns
 from placements.explain.core_map import host_names
 
+PROMPT = 512  # tokens of the prompt whose prefill is shown
 MOST = 50  # replicas or groups of hosts that are shown
 _SHORT = {
     "weights, sharded": "SHARDED",
@@ -23,6 +24,7 @@ def details(data: Mapping[str, Any]) -> list[str]:
     """Returns the sections, each with its title."""
     sections = [
         _memory(data.get("memory") or ()),
+        _speeds(data.get("speeds") or ()),
         *_threads(data.get("hosts") or ()),
         _environments(data["placements"]),
     ]
@@ -51,6 +53,20 @@ def _memory(needs: Sequence[Mapping[str, Any]]) -> str:
     header = ["MODEL", *(["INSTANCE"] if several else []), *(_SHORT.get(name, name.upper()) for name in names)]
     title = "Memory, GiB on the fullest core of a replica (HOST: of the host, to load it)"
     return f"{title}\n" + columns([*header, "TOTAL", "USABLE", "HOST"], rows)
+
+
+def _speeds(speeds: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a row for each model that generates: its step, its tokens, the prefill of a prompt, and their source."""
+    rows = []
+    for speed in speeds:
+        error = speed["decode_error"]
+        prompt = speed["prefill_base_ms"] + PROMPT * speed["prefill_token_ms"]
+        prompt += PROMPT**2 * speed["prefill_square_ns"] / 1e6
+        sure = "" if not error else "unknown" if error >= 1 else f"+-{error:.0%}"
+        step, rate = f"{speed['step_ms']:.3g} ms", f"{speed['tokens_per_s']:.3g}"
+        rows.append((speed["model"], step, sure, rate, f"{prompt:.3g} ms", speed["source"]))
+    header = ("MODEL", "STEP", "ERROR", "TOKENS/S", f"PROMPT OF {PROMPT}", "SOURCE")
+    return "Speed of a replica\n" + columns(header, rows) if rows else ""
 
 
 def _type(need: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from placements.facts.topology import Host
 from placements.planner.host_choice import plan_on_cluster
 from placements.planner.ledger import ledger
 from placements.planner.plan import Placement, Plan
+from placements.resources.calibration import MeasuredSpeed, speed_rows
 from placements.spec.problems import Problem, has_errors
 from placements.spec.schema import Spec
 
@@ -45,15 +46,20 @@ class PlanResult:
         return FAILED if self.failed else CHANGES if self.changes else 0
 
 
-def make_plan(file: SpecFile, fleet: AdminClient | None, *, brief: bool = False) -> PlanResult:
+def make_plan(
+    file: SpecFile, fleet: AdminClient | None, *, brief: bool = False, measured: Sequence[MeasuredSpeed] = ()
+) -> PlanResult:
     """Returns the plan of the spec, from the fleet or computed here. Raises Failed if the fleet does not answer.
 
-    ``brief`` omits environments, memory and threads from the table.
+    ``brief`` omits environments, memory, speeds and threads from the table. ``measured`` speeds correct the estimates,
+    in place of those that the fleet has measured.
     """
     if fleet is None or not file.text:
-        return _without_fleet(file, brief)
+        return _without_fleet(file, brief, measured)
     try:
         data = fleet.post_spec("plan", text_of(file))
+        if measured and file.spec is not None:
+            data["speeds"] = speed_rows(file.spec, file.hosts, file.checkpoints, measured)
     except FleetRefused as refused:
         if not refused.problems:
             raise
@@ -95,7 +101,7 @@ def plan_changes(data: dict[str, Any]) -> bool:
     return bool(data["changes"]) or any(_changed(model) for model in data["models"])
 
 
-def _without_fleet(file: SpecFile, brief: bool) -> PlanResult:
+def _without_fleet(file: SpecFile, brief: bool, measured: Sequence[MeasuredSpeed] = ()) -> PlanResult:
     if file.spec is None or has_errors(file.problems):
         return PlanResult(_empty(file.problems), "", file.problems, failed=True, changes=False)
     choice = plan_on_cluster(file.spec, file.hosts, file.checkpoints)
@@ -104,11 +110,13 @@ def _without_fleet(file: SpecFile, brief: bool) -> PlanResult:
     data["changes"] = [{"replica": f"{p.model}/{p.replica}", "change": "start"} for p in placed.placements]
     data |= {"models": [], **ledger(file.spec, hosts, placed, file.checkpoints, file.drafts).as_dict()}
     data["hosts_to_add"] = [added.as_dict() for added in choice.added()]
+    data["speeds"] = speed_rows(file.spec, file.hosts, file.checkpoints, measured)
     return _result(data, file, brief)
 
 
 def _empty(problems: Sequence[Problem]) -> dict[str, Any]:
-    lists = ("placements", "unplaced", "moves", "problems", "changes", "models", "hosts", "memory", "hosts_to_add")
+    results = ("placements", "unplaced", "moves", "problems", "changes", "models", "hosts_to_add")
+    lists = (*results, "hosts", "memory", "speeds")
     entries = [problem.as_dict() for problem in problems]
     return {"index": None, "revision": None, **{name: entries if name == "problems" else [] for name in lists}}
 

@@ -8,7 +8,16 @@ from typing import Annotated, TypeVar, get_args
 import typer
 
 from orchestrator.bench.lengths import Lengths
-from orchestrator.cli.app import FAILED, FormatOption, HtmlOption, LengthsOption, SpecArgument, app, bad_parameter
+from orchestrator.cli.app import (
+    FAILED,
+    FormatOption,
+    HtmlOption,
+    LengthsOption,
+    SpecArgument,
+    SpeedsOption,
+    app,
+    bad_parameter,
+)
 from orchestrator.cli.output import Format, complain, say, show, write
 from orchestrator.fleet.host_timing import START_S
 from orchestrator.process.durations import moment
@@ -71,9 +80,6 @@ GatewaysOption = Annotated[
 PolicyOption = Annotated[
     str,
     typer.Option(metavar="NAME", help="Scaling policy: auto (the autoscaler) or fixed (always `replicas.min`)."),
-]
-SpeedsOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Measured speeds, as written by `trace export --speeds`.")
 ]
 BeginsOption = Annotated[
     str | None, typer.Option(metavar="DATE", help="Simulated start time, for schedules.", show_default=BEGINS)

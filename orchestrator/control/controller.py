@@ -26,6 +26,7 @@ from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release,
 from orchestrator.control.replica_table import ReplicaTable
 from orchestrator.control.replica_tasks import ReplicaTasks
 from orchestrator.control.scaling_loop import Scaler
+from orchestrator.control.speed_measurement import SpeedMeasurement
 from orchestrator.control.status import Conditions, record_conditions, route_table, status
 from orchestrator.control.update_prefetch import UpdatePrefetch
 from orchestrator.fleet.effects import ClusterClient
@@ -62,13 +63,14 @@ class Controller:
         """``resumed`` returns when the last pause ended on the state's clock, which may skip pauses (`AwakeClock`)."""
         self.state = state
         self.settings = settings = state.settings
-        self.scaler = Scaler(state)
         self._cluster = cluster
         self._clock = state.clock
         self._resumed = resumed
         self._resumed_at = resumed()
         self._tick_s = tick_s
         self._home = home = Home(Path(settings.home))
+        self.speeds = SpeedMeasurement(state, home.speeds)
+        self.scaler = Scaler(state, self.speeds.add)
         self._conditions = Conditions(state.wall)
         self._counters = counters = ControllerCounters()
         self._wake = asyncio.Event()
@@ -133,6 +135,7 @@ class Controller:
                 await state.update_goal()
         await state.records.durable()
         await self.publish()
+        await self.speeds.round()
 
     async def _decide(self) -> None:
         """Compute the desired state and start the actions that lead to it."""
@@ -196,6 +199,7 @@ class Controller:
         for error in ended:
             if error is not None:
                 log.error("a replica did not stop cleanly", exc_info=error)
+        await self.speeds.round(last=True)
         self.state.records.event("info", "FleetStopped", "every replica was drained and stopped")
         await self.state.records.durable()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from orchestrator.state.fleet_state import FleetState
 from placements.facts.engines import takes_cores
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import prices
+from placements.resources.measured_times import Times
 from placements.spec.schema import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,10 @@ class _ModelHistory:
 class Scaler:
     """The autoscaler's driver in one controller, on its event loop. Times are on the state's clock."""
 
-    def __init__(self, state: FleetState) -> None:
+    def __init__(self, state: FleetState, timed: Callable[[str, Mapping[str, Times]], None]) -> None:
+        """``timed`` gets the times of each report, by model and its version."""
         self._state = state
+        self._timed = timed
         self._gateways: dict[str, _Gateway] = {}
         self._sums: dict[str, Counts] = {}
         self._since = 0.0  # time of the last decision, or start of the first report
@@ -105,6 +108,8 @@ class Scaler:
         self._gateways[report.gateway] = _Gateway(report.number, now, windows)
         for name, demand in windows.items():
             self._sums.setdefault(name, Counts()).add(demand)
+            if demand.times:
+                self._timed(name, demand.times)
             if demand.waiting and name not in self._urged and self._is_asleep(name):
                 self._urged.add(name)
                 self._urgent = True

@@ -75,6 +75,7 @@ class Home:
     compiled = _Below("compiled")  # compiled artifacts of all models
     seats = _Below("gateways")  # the lock files of gateways; not beside their sockets, which may be removed
     journal = _Below("journal")  # of the controller; outlives a fleet
+    speeds = _Below("speeds.json")  # measured ones; outlives a fleet, too, but may be deleted
     keys = _Below("keys.json")  # the digests of API keys
     received = _Below("received")  # on a machine of a joined cluster: what its gateways have from the controller
     traces = _Below("traces")  # lengths of recorded requests, which `corewright trace export` reads

@@ -6,6 +6,7 @@ import msgspec
 
 from orchestrator.fleet.key_usage import KeyUsage
 from orchestrator.scaling.forecast import Load
+from placements.resources.measured_times import LEAST_TOKENS, PACE, Times, length_class, note
 from workers.messages.actor_message import actor_message
 
 AUTOSCALE_S = 5.0  # interval between decisions of the autoscaler
@@ -14,7 +15,8 @@ AUTOSCALE_S = 5.0  # interval between decisions of the autoscaler
 class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The counts of one model since the last report: of one gateway, of all gateways, or of the simulator.
 
-    Callers add to the attributes, and start over with a new object.
+    Callers add to the attributes, and start over with a new object. ``add`` leaves ``times`` out, which do not concern
+    the autoscaler.
     """
 
     arrived: int = 0  # inference requests, including those rejected by a full queue
@@ -25,6 +27,16 @@ class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
     encoded: int = 0  # answered requests of an encoder
     inputs: int = 0  # of these
     work_s: float = 0.0  # seconds of an engine that these need in full batches, summed
+    times: dict[str, Times] = {}  # of requests that generate, by the version of the model
+
+    def time(self, version: str, prompt_tokens: int, first_s: float, output_tokens: int, decode_s: float) -> None:
+        """Count the times of a request: ``first_s`` from the slot to the first token, ``decode_s`` from there to the
+        last."""
+        times = self.times.setdefault(version, {})
+        if prompt_tokens:
+            note(times, length_class(prompt_tokens), first_s)
+        if output_tokens >= LEAST_TOKENS:
+            note(times, PACE, decode_s / (output_tokens - 1))
 
     def add(self, counts: Counts) -> None:
         self.arrived += counts.arrived

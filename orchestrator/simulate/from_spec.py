@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from orchestrator.fleet.host_timing import START_S
@@ -11,14 +11,13 @@ from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.scaling.schedules import bounds
 from orchestrator.simulate.scenario import Scenario
 from orchestrator.simulate.simulated_model import SimModel
-from orchestrator.simulate.speeds import MeasuredSpeed, with_speeds
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.encoders import traced_batch, traced_lengths
 from placements.facts.engines import HOST_ENGINES, SHORTEST_BUCKET, Engine, resolve, takes_cores
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import DEFAULT_EMULATION, Machine, hosts_for
-from placements.resources.estimate import Speed, speed
-from placements.resources.measured_shape import difference, shape_of
+from placements.resources.calibration import MeasuredSpeed, calibrated
+from placements.resources.estimate import Speed
 from placements.spec.problems import Problem, has_errors
 from placements.spec.schema import HostsSpec, ModelSpec, Spec
 from workers.batching.buckets import default_prefill_buckets, ladder
@@ -39,22 +38,11 @@ class InvalidSpec(Failed):
 
 @dataclass(frozen=True)
 class SpecScenario:
-    """A scenario and the sources of its models' speeds."""
+    """A scenario and the speeds of its models, with their sources."""
 
     name: str  # of the file
     scenario: Scenario
-    speeds: Mapping[str, Speed]  # estimates, by model
-    measured: Mapping[str, MeasuredSpeed]  # speeds that replace estimates
-    refused: Mapping[str, str]  # the difference of shape for which measured speeds do not apply, by model
-
-    def source(self, model: str) -> str:
-        """Returns the source of a model's speeds in a few words."""
-        estimated = self.speeds[model]
-        own = self.measured.get(model)
-        if own is None or not own.speeds:
-            why = self.refused.get(model)
-            return estimated.source if why is None else f"{estimated.source}; measured with {why}, which does not apply"
-        return own.source if own.is_complete else f"{own.source}, the rest {estimated.source}"
+    speeds: Mapping[str, Speed]  # by model
 
 
 def scenario_of(
@@ -63,38 +51,31 @@ def scenario_of(
     hosts: int | None = None,
     host_start_s: float = START_S,
     gateways: int = 1,
-    measured: Mapping[str, MeasuredSpeed] | None = None,
+    measured: Iterable[MeasuredSpeed] = (),
 ) -> SpecScenario:
-    """Returns the scenario of a spec. ``hosts`` replaces its number of hosts, ``measured`` speeds replace the estimates
-    of models of exactly their shape. Raises Failed."""
+    """Returns the scenario of a spec. ``hosts`` replaces its number of hosts, ``measured`` speeds correct the estimates
+    (`calibrated`). Raises Failed."""
     if file.spec is None or has_errors(file.problems):
         raise InvalidSpec(file.name, file.problems)
     spec, fleet_hosts = file.spec, file.hosts
     if hosts is not None:
         spec, fleet_hosts = _with_hosts(spec, hosts, file.name, file.machine)
-    applied, refused = dict(measured or {}), {}
-    models, speeds = [], {}
+    models, speeds, every = [], {}, tuple(measured)
     for model in spec.models:
         checkpoint = file.checkpoints.get(model.name)
         engine = resolve(model.engine, fleet_hosts[0], model.kind)
-        speeds[model.name] = speed(model, checkpoint, engine, fleet_hosts[0].topology)
+        speeds[model.name] = calibrated(model, checkpoint, engine, fleet_hosts, every)
         has_cores = any(takes_cores(resolve(model.engine, host, model.kind), host) for host in fleet_hosts)
         simulated = replace(
             sim_model(model, speeds[model.name], checkpoint, engine), cores=model.tp_degree if has_cores else 0
         )
         if model.kind != "generate":
             simulated = _encoder(simulated, model, engine)
-        own = applied.get(model.name, MeasuredSpeed())
-        if own.shape is not None and (why := difference(own.shape, shape_of(model, checkpoint, engine, fleet_hosts))):
-            refused[model.name], own = why, MeasuredSpeed()
-            del applied[model.name]
-        models.append(with_speeds(simulated, own.speeds))
+        models.append(simulated)
     return SpecScenario(
         file.name,
         Scenario(spec, fleet_hosts, tuple(models), gateways, file.checkpoints, host_start_s),
         speeds,
-        applied,
-        refused,
     )
 
 

@@ -17,7 +17,7 @@ from orchestrator.simulate.report import run_data, span
 from orchestrator.simulate.run import Outcome, simulate
 from orchestrator.simulate.scaling_policy import Fixed, Joint
 from orchestrator.simulate.simulated_request import Arrival
-from orchestrator.simulate.speeds import parse_speeds
+from orchestrator.simulate.speeds import read_speeds
 from orchestrator.simulate.trace_file import MOST_TOKENS, by_model, fit_lengths, read_trace
 from orchestrator.simulate.workload import Workload
 
@@ -72,11 +72,7 @@ def run_simulation(inputs: SimulationInputs, report: Callable[[str], None]) -> S
 
 
 def _read(inputs: SimulationInputs, file: SpecFile) -> SpecScenario:
-    measured = None
-    if inputs.speeds is not None and file.spec is not None:
-        with _reading(inputs.speeds, "speeds-wrong"):
-            text = inputs.speeds.read_text(encoding="utf-8")
-        measured = parse_speeds(text, str(inputs.speeds), (model.name for model in file.spec.models))
+    measured = read_speeds(inputs.speeds)
     return scenario_of(
         file, hosts=inputs.hosts, host_start_s=inputs.host_start_s, gateways=inputs.gateways, measured=measured
     )

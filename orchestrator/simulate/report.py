@@ -87,15 +87,7 @@ def _model_data(read: SpecScenario, outcome: Outcome, model: SimModel) -> dict[s
         "core_hours": round(core_s / 3600, 3),
         "replicas": round(core_s / seconds / model.cores, 2) if model.cores else None,
         "speed": {
-            "step_ms": round(model.step_s * 1000, 4),
-            "prefill_base_ms": round(model.prefill_base_s * 1000, 4),
-            "prefill_token_ms": round(model.prefill_token_s * 1000, 6),
-            "prefill_square_ns": round(model.prefill_square_s * 1e9, 4),
-            "load_s": round(model.load_s, 3),
-            "measured_requests": read.measured[name].requests if name in read.measured else None,
-            "decode_error": read.speeds[name].decode_error if name not in read.measured else None,
-            "prefill_error": read.speeds[name].prefill_error if name not in read.measured else None,
-            "source": read.source(name),
+            **read.speeds[name].as_dict(),
             **({} if model.encoder is None else {"batch": model.encoder.rows}),
         },
     }

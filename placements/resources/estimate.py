@@ -76,8 +76,9 @@ class Speed:
     decode_error: float
     prefill_error: float
     source: str  # origin of the numbers
+    requests: int | None = 0  # that have measured some of them; None: unknown
 
-    def as_dict(self) -> dict[str, float | str]:
+    def as_dict(self) -> dict[str, float | str | None]:
         """Returns the JSON of `simulate -o json` and of `--speeds FILE`."""
         return {
             "step_ms": round(self.step_s * 1000, 4),
@@ -87,6 +88,7 @@ class Speed:
             "load_s": round(self.load_s, 3),
             "decode_error": self.decode_error,
             "prefill_error": self.prefill_error,
+            "measured_requests": self.requests,
             "source": self.source,
         }
 

@@ -323,6 +323,14 @@ class ModelQueue:
         self.links.recount()
         self.dispatcher.pump(time.monotonic())
 
+    def _time(self, ticket: Ticket, now: float) -> None:
+        """Counts the times of a request that has ended in this step, unless that is also its first one."""
+        stream = ticket.stream
+        if stream.link is not None and 0.0 < stream.first_at < now:
+            prompt, first_s = len(ticket.request.prompt_ids), stream.first_at - stream.sent_at
+            version, decode_s = stream.link.route.version, now - stream.first_at
+            self._counts.time(version, prompt, first_s, stream.produced, decode_s)
+
     def _ended(self, tickets: list[Ticket], now: float) -> None:
         """Handles the requests that ended in one step."""
         for ticket in tickets:
@@ -330,6 +338,7 @@ class ModelQueue:
             answered = (produced > 0 or ticket.encoded) and not ticket.left
             if answered and produced:
                 self.mean_answer += MEAN_SHARE * (produced - self.mean_answer)
+                self._time(ticket, now)
             self._counts.ended += 1
             self._counts.slot_s += held_s
             self.dispatcher.ended(ticket, held_s, produced, now, answered)

@@ -9,8 +9,8 @@ import pytest
 
 from orchestrator.revisions.spec_file import load
 from orchestrator.simulate.from_spec import SpecScenario, scenario_of
-from orchestrator.simulate.speeds import MeasuredSpeed
 from placements.facts.topology import Host
+from placements.resources.calibration import MeasuredSpeed
 from placements.resources.estimate import speed
 from placements.resources.measured_shape import difference, shape_of
 from tests.placements.fleets import LLAMA_2_7B, PLAIN, host, model
@@ -69,7 +69,7 @@ def test_another_checkpoint_or_degree_is_another_shape() -> None:
 
 def scenario(folder: Path, measured: MeasuredSpeed) -> SpecScenario:
     (folder / "f.yaml").write_text(SPEC)
-    return scenario_of(load(str(folder / "f.yaml"), folders="plan"), measured={"m": measured})
+    return scenario_of(load(str(folder / "f.yaml"), folders="plan"), measured=[measured])
 
 
 def own_shape() -> dict[str, Any]:
@@ -79,19 +79,19 @@ def own_shape() -> dict[str, Any]:
 
 def test_a_measured_speed_replaces_the_estimate_and_says_how_often_it_was_measured(tmp_path: Path) -> None:
     """The rest stays estimated."""
-    read = scenario(tmp_path, MeasuredSpeed({"step_ms": 9.0}, 345, own_shape()))
+    read = scenario(tmp_path, MeasuredSpeed("m", {"step_ms": 9.0}, 345, own_shape()))
     assert read.scenario.models[0].step_s == 0.009
-    assert read.source("m").startswith("measured on 345 requests, the rest ")
+    assert read.speeds["m"].source.startswith("measured on 345 requests, the rest ")
 
 
 def test_a_speed_of_another_shape_does_not_apply(tmp_path: Path) -> None:
     """The estimate stays, and the source names the difference."""
     read = scenario(
-        tmp_path, MeasuredSpeed({"step_ms": 9.0}, 345, {**own_shape(), "machine": "emulated inf2.48xlarge"})
+        tmp_path, MeasuredSpeed("m", {"step_ms": 9.0}, 345, {**own_shape(), "machine": "emulated inf2.48xlarge"})
     )
     estimated = speed(model("m", 8, engine="nxd-inference", max_len=1024), None, "nxd-inference", INF2.topology)
     assert read.scenario.models[0].step_s == estimated.step_s
-    assert read.source("m").endswith(
+    assert read.speeds["m"].source.endswith(
         "measured with machine emulated inf2.48xlarge instead of inf2.48xlarge, which does not apply"
     )
 

@@ -10,11 +10,12 @@ import pytest
 
 from orchestrator.bench.lengths import Lengths
 from orchestrator.process.failure import Failed
-from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_request import Arrival
-from orchestrator.simulate.speeds import measured_speeds, parse_speeds, with_speeds
+from orchestrator.simulate.speeds import measured_speeds, parse_speeds
 from orchestrator.simulate.trace_file import MAX_PROBLEMS, InvalidTrace, fit_lengths, read_trace
 from orchestrator.simulate.workload import KINDS, Kind, Workload
+from placements.resources.calibration import calibrated
+from tests.placements.fleets import host, model
 
 MODELS = {"a": "a", "alias": "a", "b": "b"}
 HEADER = "time,model,prompt_tokens,output_tokens,key\n"
@@ -199,9 +200,10 @@ def test_few_requests_give_no_speed() -> None:
 
 def test_speeds_replace_estimates() -> None:
     """In seconds, and only the given ones."""
-    speeds = parse_speeds('{"a": {"step_ms": 20, "load_s": 9}, "gone": {}}', "s.json", ["a"])
-    model = with_speeds(SimModel("a", prefill_base_s=0.5), speeds["a"].speeds)
-    assert (model.step_s, model.load_s, model.prefill_base_s) == (0.02, 9.0, 0.5)
+    own = parse_speeds('{"a": {"step_ms": 20, "load_s": 9}, "gone": {}}', "s.json")
+    before = calibrated(model("a", 8), None, "nxd-inference", [host()], [])
+    after = calibrated(model("a", 8), None, "nxd-inference", [host()], own)
+    assert (after.step_s, after.load_s, after.prefill_base_s) == (0.02, 9.0, before.prefill_base_s)
 
 
 @pytest.mark.parametrize(
@@ -219,4 +221,4 @@ def test_speeds_replace_estimates() -> None:
 def test_invalid_speeds_are_rejected(text: str) -> None:
     """With the name of the file."""
     with pytest.raises(Failed, match=r"s\.json"):
-        parse_speeds(text, "s.json", ["a"])
+        parse_speeds(text, "s.json")
