@@ -18,6 +18,7 @@ from orchestrator.cli.client import AdminClient
 from orchestrator.fleet.replica_states import ModelState, State
 from orchestrator.process.home import FleetRecord, Home
 from orchestrator.records.journal import Journal
+from orchestrator.records.speed_record import SpeedRecord
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from tests.docs.pages import CLI, ROOT, SOURCES, blocks, example, rows, section, shape, words
 from tests.orchestrator.fakefleet import PLAN
@@ -131,6 +132,7 @@ def test_every_file_of_the_home_is_described(tmp_path: Path, monkeypatch: pytest
     home.write_record(msgspec.convert(example(CLI, "Files"), FleetRecord))
     home.journal.write_text("{")
     Journal(home.journal).close()
+    SpeedRecord(home.speeds, "1.0", 0.0).write(b"[]")
     KeyFile(home.keys).create("ci")
     Audit(home.audit).begin("command", "keys create")
     home.traces.mkdir()

@@ -188,6 +188,19 @@ def host(threads: int, *lines: dict[str, Any]) -> dict[str, Any]:
 
 
 CHAT_LINE = thread_line("chat", 2, 61, "floor((192 - 8) x 8 / 24) = 61")
+SPEED = {
+    "model": "chat",
+    "tokens_per_s": 400.0,
+    "step_ms": 20.0,
+    "prefill_base_ms": 14.0,
+    "prefill_token_ms": 0.05,
+    "prefill_square_ns": 0.0,
+    "load_s": 4.2,
+    "decode_error": 0.02,
+    "prefill_error": 0.02,
+    "measured_requests": 345,
+    "source": "measured on 345 requests, the rest the echo engine's step_ms",
+}
 PLAN: dict[str, Any] = {
     "index": 41,
     "revision": 3,
@@ -195,6 +208,7 @@ PLAN: dict[str, Any] = {
     "moves": [],
     "hosts": [host(129, CHAT_LINE, thread_line("small", 1, 7, "floor((192 - 8) x 1 / 24) = 7"))],
     "memory": [],
+    "speeds": [SPEED],
     "hosts_to_add": [],
     "unplaced": [],
     "problems": [],
@@ -372,6 +386,7 @@ class FakeFleet:
         self.told_explanation = copy.deepcopy(EXPLAINED)
         self.rollouts = [copy.deepcopy(ROLLOUT)]  # one for each question; the last one stays
         self.told_events = list(EVENTS)
+        self.told_speeds: list[dict[str, Any]] = []  # measured ones
         self.log = LOG
         self.changed = True
         self.refusal: Exception | None = None
@@ -513,6 +528,9 @@ class FakeFleet:
         end = begin + len(page)
         speeds = {"chat": {"load_s": 4.2}}
         return {"requests": page, "next": f"g:{end}", "more": end < len(TRACE), "speeds": speeds}
+
+    def speeds(self) -> dict[str, Any]:
+        return {"speeds": [dict(own) for own in self.told_speeds]}
 
     def config(self) -> dict[str, Any]:
         return {"values": list(resolve({"port": 9000}, {"COREWRIGHT_HOME": "/home/ada/.corewright"}).as_dicts())}

@@ -16,6 +16,7 @@ from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.replica_link_pool import ReplicaLinks
 from orchestrator.gateway.serving.ticket import Ticket
+from placements.resources.measured_times import PACE, Times, length_class, note
 from tests.fleet import until_async
 from tests.orchestrator.gateways import routes
 from workers.messages.requests import GenerateRequest
@@ -134,3 +135,32 @@ async def test_routes_that_changed_before_the_wait_for_them_count() -> None:
     assert not await queue.other_routes(queue.routes, 0.01)
     queue.close()
     assert not await queue.other_routes(WITHOUT, 60)
+
+
+async def reported_times(prompt: int, produced: int, first_at: float) -> dict[str, Times]:
+    """The times that a queue reports of a request that was sent at 10 and ended at 12."""
+    queue = ModelQueue(WITHOUT, gateway="g", token="t", credentials=None, wake=lambda name: None)
+    ticket = queue.submit(GenerateRequest(id="r", prompt_ids=[1] * prompt, max_tokens=99), IgnoringSink())
+    link = PlayedLink()
+    link.route = msgspec.structs.replace(ROUTE, version="v")
+    stream = ticket.stream
+    stream.link, stream.sent_at = cast("ReplicaLink", link), 10.0
+    stream.first_at, stream.produced = first_at, produced
+    queue._ended([ticket], 12.0)
+    window, _ = queue.report()
+    queue.close()
+    return window.times
+
+
+async def test_the_times_of_an_answer_are_reported_by_the_version_of_its_replica() -> None:
+    """The time to the first token by the length of the prompt, and the pace of the others."""
+    expected: Times = {}
+    note(expected, length_class(512), 0.5)
+    note(expected, PACE, 1.5 / 10)
+    assert await reported_times(512, 11, 10.5) == {"v": expected}
+
+
+@pytest.mark.parametrize(("produced", "first_at"), [(0, 0.0), (11, 0.0), (1, 12.0)])
+async def test_an_answer_without_a_first_token_or_a_pace_reports_no_times(produced: int, first_at: float) -> None:
+    """As one that arrived in one step: when the steps in it began is unknown."""
+    assert await reported_times(512, produced, first_at) == {}

@@ -99,6 +99,6 @@ def test_a_speed_of_another_shape_does_not_apply(tmp_path: Path) -> None:
 def test_a_measured_time_of_tokens_includes_their_attention(tmp_path: Path) -> None:
     """No estimated time for squares is added to it, and with the other three speeds nothing is estimated."""
     line = {"prefill_base_ms": 10.0, "prefill_token_ms": 0.5}
-    read = scenario(tmp_path, MeasuredSpeed({**line, "step_ms": 9.0, "load_s": 41.0}, 345, own_shape()))
+    read = scenario(tmp_path, MeasuredSpeed("m", {**line, "step_ms": 9.0, "load_s": 41.0}, 345, own_shape()))
     assert read.scenario.models[0].prefill_s((1024,)) == pytest.approx(0.010 + 0.512)
-    assert read.source("m") == "measured on 345 requests"
+    assert read.speeds["m"].source == "measured on 345 requests"
