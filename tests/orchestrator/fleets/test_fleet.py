@@ -102,6 +102,21 @@ def test_answers_are_exact_under_load(fleet: LiveFleet) -> None:
     assert answers == {i: echo_text(f"request {i}", 10 + i % 7) for i in range(40)}
 
 
+def test_the_plan_uses_the_speed_that_the_load_has_measured(fleet: LiveFleet) -> None:
+    """The measured step is not shorter than the engine's own 5 ms (within the 2.5 % of a class of times)."""
+
+    def measured() -> Any:
+        speeds = json.loads(fleet.corewright("plan", str(fleet.spec), "-o", "json").stdout)["speeds"]
+        (alpha,) = (own for own in speeds if own["model"] == "alpha")
+        return alpha if alpha["measured_requests"] else None
+
+    alpha = until(measured, BACK_S, "the plan has a measured speed")
+
+    assert alpha["measured_requests"] == 20
+    assert alpha["source"].startswith("measured on 20 requests")
+    assert alpha["step_ms"] >= 0.975 * 5
+
+
 def test_a_model_with_min_0_starts_on_its_first_request(fleet: LiveFleet) -> None:
     """The request waits for the load and is answered."""
     assert complete(fleet, "sleeper", max_tokens=4).json()["choices"][0]["text"] == echo_text("hello", 4)
