@@ -20,7 +20,7 @@ from orchestrator.gateway.anthropic.answers import MessagesAnswer
 from orchestrator.gateway.anthropic.chat_request import MessagesChat, read_messages
 from orchestrator.gateway.encoding.encoded_reply import EncodedReply
 from orchestrator.gateway.http.exchange import Exchange
-from orchestrator.gateway.lmi import INVOCATIONS, LmiAnswer, LmiCompletion, read_lmi
+from orchestrator.gateway.lmi import INVOCATIONS, LmiAnswer, LmiCompletion, content_types, read_lmi
 from orchestrator.gateway.openai import body_reader, errors
 from orchestrator.gateway.openai.answers import Answer, AnswerWriter, Choice, ForwardedAnswer
 from orchestrator.gateway.openai.errors import ApiError
@@ -241,8 +241,7 @@ class Generation:
         if isinstance(body, ResponsesChat):
             return ResponsesAnswer(suffix, int(time.time()), body.request, choices[0])
         if isinstance(body, LmiCompletion):
-            accepted = exchange.request.headers.get(b"accept", b"")
-            return LmiAnswer(body.sent, choices, as_events=b"text/event-stream" in accepted)
+            return LmiAnswer(body.sent, choices, content_types(exchange.request.headers.get(b"accept", b"")))
         chat, created = isinstance(body, ChatRequest), int(time.time())
         id = ("chatcmpl" if chat else "cmpl") + suffix
         return Answer(id, body.model, created, chat, choices, bool(body.return_token_ids))

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
+from orchestrator.gateway.http.exchange import JSON
 from orchestrator.gateway.openai import body_reader
 from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, Choice
 from orchestrator.gateway.openai.errors import ApiError, invalid
@@ -18,6 +19,7 @@ from orchestrator.gateway.openai.protocol import CompletionRequest
 from workers.messages.requests import FinishReason, TokenEvent
 
 INVOCATIONS = "/invocations"
+LINES = b"application/jsonlines"
 NEW_TOKENS = 30  # LMI's default of max_new_tokens
 _encode = msgspec.json.encode
 
@@ -80,6 +82,36 @@ _PARAMS = {
 }
 
 
+def content_types(header: bytes) -> frozenset[bytes]:
+    """Returns the types of a header Accept or Content-Type, without their parameters."""
+    return frozenset(part.partition(b";")[0].strip().lower() for part in header.split(b","))
+
+
+def joined_lines(body: bytes) -> bytes:
+    """Returns a body of JSON lines as one of JSON: a line alone as it is, several as one request with all their
+    ``inputs``. LMI reads one line only. Raises ApiError 400."""
+    lines = [line for line in body.splitlines() if line.strip()]
+    if len(lines) <= 1:
+        return body
+    joined: dict[str, Any] = {}
+    inputs: list[Any] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            fields = msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise invalid(f"The body, line {number}: {error}") from None
+        if "inputs" not in fields:
+            raise invalid(f"The body, line {number}: each of several lines must have `inputs`.", param="inputs")
+        own = fields.pop("inputs")
+        inputs += own if isinstance(own, list) else [own]
+        if number > 1 and fields != joined:
+            differing = sorted(name for name in fields.keys() | joined.keys() if fields.get(name) != joined.get(name))
+            what = f"The body, line {number}: {', '.join(differing)} must be as in line 1; send different lines apart."
+            raise invalid(what, param=differing[0])
+        joined = fields
+    return _encode({**joined, "inputs": inputs})
+
+
 def read_lmi(body: bytes) -> LmiCompletion:
     """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
     sent = body_reader.decode(_decoder, body, {})
@@ -108,7 +140,7 @@ class LmiAnswer(msgspec.Struct, eq=False):
 
     sent: LmiRequest
     choices: Sequence[Choice]
-    as_events: bool  # the client accepts server-sent events only
+    accepted: frozenset[bytes]  # content types
     prompt_tokens: int = 0
     keep_alive: ClassVar[bytes] = b""  # its clients parse every line
     _text: str = ""  # of a stream, so far
@@ -118,7 +150,19 @@ class LmiAnswer(msgspec.Struct, eq=False):
 
     @property
     def stream_type(self) -> bytes:
-        return EVENTS if self.as_events else b"application/jsonlines"
+        return EVENTS if self._as_events else LINES
+
+    @property
+    def whole_type(self) -> bytes:
+        return LINES if self._as_lines else JSON
+
+    @property
+    def _as_events(self) -> bool:
+        return b"text/event-stream" in self.accepted
+
+    @property
+    def _as_lines(self) -> bool:
+        return LINES in self.accepted and JSON not in self.accepted
 
     def count_prompts(self) -> None:
         self.prompt_tokens = sum(len(choice.prompt_ids) for choice in self.choices)
@@ -135,7 +179,10 @@ class LmiAnswer(msgspec.Struct, eq=False):
                 tokens = [token for event in events for token in _tokens(event)]
                 result["details"] = {**self._details(choice, events[-1]), "tokens": tokens}
             results.append(result)
-        body = _encode(results if isinstance(self.sent.inputs, list) else results[0])
+        if self._as_lines:
+            body = b"".join(_encode(result) + b"\n" for result in results)
+        else:
+            body = _encode(results if isinstance(self.sent.inputs, list) else results[0])
         return [body] if len(body) > LARGE_BYTES else body
 
     def opening(self, choice: Choice) -> bytes:
@@ -164,7 +211,7 @@ class LmiAnswer(msgspec.Struct, eq=False):
         return self._line({"error": error.message, "code": error.status, "generated_text": None, "details": details})
 
     def _line(self, value: dict[str, Any]) -> bytes:
-        return b"data: %b\n\n" % _encode(value) if self.as_events else _encode(value) + b"\n"
+        return b"data: %b\n\n" % _encode(value) if self._as_events else _encode(value) + b"\n"
 
     def _input(self, choice: Choice) -> str:
         inputs = self.sent.inputs

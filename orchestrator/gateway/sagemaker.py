@@ -16,9 +16,9 @@ import msgspec
 
 from orchestrator.fleet.hosting import Hosting
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
-from orchestrator.gateway.http.exchange import Exchange
+from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.http_server import Handler
-from orchestrator.gateway.lmi import INVOCATIONS
+from orchestrator.gateway.lmi import INVOCATIONS, LINES, content_types, joined_lines
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.served_models import ServedModels
@@ -93,6 +93,8 @@ class SageMaker:
 
     def _invoke(self, exchange: Exchange, model: str | None) -> Awaitable[None] | None:
         request = exchange.request
+        if LINES in content_types(request.headers.get(b"content-type", b"")):
+            request.body, request.headers[b"content-type"] = joined_lines(request.body), JSON
         try:
             body = msgspec.json.decode(request.body, type=Json)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

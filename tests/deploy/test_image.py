@@ -50,7 +50,7 @@ def test_the_laptops_container_runs_without_privileges() -> None:
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
-    assert "USER 10001:10001" in (DEPLOY / "Dockerfile").read_text()
+    assert "ARG RUN_AS=10001:10001\nUSER ${RUN_AS}\n" in (DEPLOY / "Dockerfile").read_text()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class PlayedController:
         self.hosting: dict[str, str] = {}  # folders by model
         self.loads: list[tuple[str, bool]] = []
         self.load_replies: list[Hosting] = []
+        self.hosts: Callable[[str, str], Hosting] = lambda name, folder: self.load_replies.pop(0)
         self.away_for = 0  # loads
         self.reports: list[DemandReport] = []
         self.key_feed = KeyFeed(KeyFile(Path("/nonexistent/keys.json")))
@@ -92,12 +94,13 @@ class PlayedController:
         if self.away_for:
             self.away_for -= 1
             raise ControllerAway("the controller is gone")
-        return self.load_replies.pop(0)
+        return self.hosts(name, folder)
 
     async def unhost_model(self, name: str) -> Hosting:
         if not self.answers:
             raise ControllerAway("the controller is gone")
         found = self.hosting.pop(name, None)
+        self.change(models=[model for model in self.table.models if model.name != name])
         return Hosting(200, "unloaded") if found else Hosting(404, f"the model {name} is not loaded")
 
     async def demand(self, report: DemandReport) -> DemandReply:
@@ -202,6 +205,12 @@ class LiveGateway:
     def connections(self) -> int:
         """Of clients, that are open."""
         return len(self._server.gateway.server.connections)
+
+    def abort_connections(self) -> None:
+        """Closes those of clients at once, as the end of the process would."""
+        for connection in list(self.http_server.connections):
+            assert self._server._loop is not None
+            self._server._loop.call_soon_threadsafe(connection.abort)
 
     @property
     def cpu_s(self) -> float:

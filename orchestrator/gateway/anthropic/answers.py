@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from orchestrator.gateway.anthropic.errors import error_body
+from orchestrator.gateway.http.exchange import JSON
 from orchestrator.gateway.openai.answer_parts import Text, events_of, whole_parts
 from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, Choice
 from orchestrator.gateway.openai.errors import ApiError
@@ -37,6 +38,7 @@ class MessagesAnswer(msgspec.Struct, eq=False):
     prompt_tokens: int = 0
     keep_alive: ClassVar[bytes] = PING
     stream_type: ClassVar[bytes] = EVENTS
+    whole_type: ClassVar[bytes] = JSON
     _block: int = -1  # the index of the last content block
     _open: bool = False
     _is_text: bool = False  # the last block is text

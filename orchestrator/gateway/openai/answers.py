@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 import msgspec.structs
 
+from orchestrator.gateway.http.exchange import JSON
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.toolcalls import writing as toolcalls
 from orchestrator.gateway.openai.toolcalls.events import ToolParser
@@ -78,6 +79,11 @@ class AnswerWriter(Protocol):
         """The content type of a stream."""
         ...
 
+    @property
+    def whole_type(self) -> bytes:
+        """The content type of an answer that is not streamed."""
+        ...
+
     def count_prompts(self) -> None:
         """Counts the tokens of the prompts; to be called when they have changed."""
         ...
@@ -122,6 +128,7 @@ class Answer(msgspec.Struct, eq=False):
     prompt_tokens: int = 0
     keep_alive: ClassVar[bytes] = WAITING
     stream_type: ClassVar[bytes] = EVENTS
+    whole_type: ClassVar[bytes] = JSON
     _head: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
@@ -293,6 +300,7 @@ class ForwardedAnswer(msgspec.Struct, eq=False):
     prompt_tokens: int
     keep_alive: ClassVar[bytes] = WAITING
     stream_type: ClassVar[bytes] = EVENTS
+    whole_type: ClassVar[bytes] = JSON
 
     def count_prompts(self) -> None:
         """The server counts them."""

@@ -165,7 +165,8 @@ class Reply(msgspec.Struct, eq=False):
 
     def _write_whole(self, ticket: Ticket, now: float) -> None:
         body = self._answer.whole([(choice, each.stream.take()) for each, choice in self._choices.items()])
-        self.exchange.respond(200, body, headers=decision_headers(self.exchange, self._note, ticket, now))
+        headers = decision_headers(self.exchange, self._note, ticket, now)
+        self.exchange.respond(200, body, headers=headers, content_type=self._answer.whole_type)
         self._choices = {}
 
     def _measure(self, ticket: Ticket, now: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from orchestrator.gateway.http.exchange import JSON
 from orchestrator.gateway.openai.answer_parts import Call, Part, Text, events_of, whole_parts
 from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, WAITING, Choice
 from orchestrator.gateway.openai.errors import ApiError
@@ -28,6 +29,7 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
     prompt_tokens: int = 0
     keep_alive: ClassVar[bytes] = WAITING
     stream_type: ClassVar[bytes] = EVENTS
+    whole_type: ClassVar[bytes] = JSON
     _number: int = 0  # of the next event
     _parts: list[Part] = msgspec.field(default_factory=list)  # of the answer so far; the last is open
     _items: list[dict[str, Any]] = msgspec.field(default_factory=list)  # the complete ones

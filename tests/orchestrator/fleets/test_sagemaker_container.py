@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections import Counter
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from tests.fleet import LiveFleet, until
+from tests.sagemaker_runtime import ENDPOINT, SageMakerRuntime
 
 pytestmark = pytest.mark.live
 
@@ -103,6 +105,7 @@ def test_more_models_than_fit_are_loaded_refused_unloaded_and_served() -> None:
             answers = list(pool.map(control.invoke, [*others, refused[0]] * 8))
             assert {answer.status_code for answer in answers} == {200}
             assert {answer.json()["model"] for answer in answers} == {*others, refused[0]}
+            _use_the_sdk(control, [*others, refused[0]])
         watch.over.set()
         watch.join(30)
         assert set(watch.pings) == {200}
@@ -111,6 +114,22 @@ def test_more_models_than_fit_are_loaded_refused_unloaded_and_served() -> None:
         assert fleet.processes() == []
     finally:
         fleet.clean()
+
+
+def _use_the_sdk(control: SageMaker, loaded: list[str]) -> None:
+    """A new target takes the place of the model that was not used for longest, and then is there."""
+    runtime = SageMakerRuntime(control.fleet.url, folder_of=lambda target: str(control.folder(target)))
+    runtime.used = list(loaded)
+    try:
+        for _ in range(2):
+            answer = runtime.client().invoke_endpoint(
+                EndpointName=ENDPOINT, ContentType="application/json", TargetModel="new", Body=json.dumps(CHAT)
+            )
+            assert json.load(answer["Body"])["object"] == "chat.completion"
+        assert runtime.unloaded == loaded[:1]
+        assert len(control.loaded()) == 3
+    finally:
+        runtime.close()
 
 
 def _stream(control: SageMaker, name: str, began: threading.Event) -> str:

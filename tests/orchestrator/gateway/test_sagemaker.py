@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.access.keys import KeyFile
 from orchestrator.fleet.hosting import Hosting
-from orchestrator.gateway.lmi import LmiAnswer, read_lmi
+from orchestrator.gateway.lmi import LmiAnswer, content_types, read_lmi
 from orchestrator.gateway.openai.answers import Choice
 from orchestrator.process.home import Home
 from tests.fleet import until
@@ -274,7 +274,7 @@ def test_the_answers_are_those_of_lmis_own_code(
         theirs += write(output)
 
     sent = read_lmi(json.dumps({"model": "m", "inputs": "hi", "parameters": parameters}).encode()).sent
-    answer = LmiAnswer(sent, [Choice(0, [1])], as_events=kind == "sse")
+    answer = LmiAnswer(sent, [Choice(0, [1])], content_types(b"text/event-stream" if kind == "sse" else b""))
     (choice,) = answer.choices
     ours = answer.whole([(choice, events)]) if kind == "json" else answer.events(choice, events)
     assert isinstance(ours, bytes)
@@ -306,7 +306,7 @@ def details_of(last: TokenEvent, **parameters: Any) -> tuple[Any, list[Any]]:
     """The whole answer of two tokens, and the lines of its stream."""
     request = {"model": "m", "inputs": "hi", "parameters": {"details": True, **parameters}}
     sent = read_lmi(json.dumps(request).encode()).sent
-    whole, stream = (LmiAnswer(sent, [Choice(0, [1])], as_events=False) for _ in range(2))
+    whole, stream = (LmiAnswer(sent, [Choice(0, [1])], frozenset()) for _ in range(2))
     events = [event("a", 5), last]
     lines = stream.events(stream.choices[0], events).splitlines()
     body = whole.whole([(whole.choices[0], events)])
@@ -384,3 +384,71 @@ def test_a_wrong_parameter_is_named_as_lmi_names_it(
     gateway.serve(routes("a", served))
     answer = lmi(gateway, **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def lines(gateway: LiveGateway, body: str, accept: str = "*/*") -> Any:
+    headers = {"content-type": "application/jsonlines; charset=utf-8", "accept": accept}
+    return gateway.http.post("/invocations", content=body.encode(), headers=headers)
+
+
+PARAMETERS = {"max_new_tokens": 4}
+ONE = json.dumps({"inputs": "hello", "parameters": PARAMETERS})
+TWO = json.dumps({"parameters": PARAMETERS, "inputs": ["other", "last"]})
+
+
+def test_json_lines_are_inputs_of_one_request(gateway: LiveGateway, served: Served) -> None:
+    """The answer is a list, or a line for each input if the client accepts lines only."""
+    gateway.serve(routes("a", served))
+    one = [lmi(gateway, inputs=each, parameters=PARAMETERS).json() for each in ("hello", "other", "last")]
+    body = f"{ONE}\n\n{TWO}\r\n"
+    listed, rows = lines(gateway, body), lines(gateway, body, "application/jsonlines")
+    assert (listed.headers["content-type"], listed.json()) == ("application/json", one)
+    assert rows.headers["content-type"] == "application/jsonlines"
+    assert [json.loads(row) for row in rows.text.splitlines()] == one
+    assert rows.text.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        ("application/jsonlines", "application/jsonlines"),
+        ("application/jsonlines, application/json;q=0.5", "application/json"),
+        ("text/plain", "application/json"),
+    ],
+)
+def test_one_json_line_is_a_request_of_json(accept: str, expected: str, gateway: LiveGateway, served: Served) -> None:
+    gateway.serve(routes("a", served))
+    answer = lines(gateway, ONE + "\n", accept)
+    assert answer.headers["content-type"] == expected
+    assert answer.json() == lmi(gateway, parameters=PARAMETERS).json()
+    assert lines(gateway, json.dumps(CHAT)).json()["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize(
+    ("second", "param", "part"),
+    [
+        (json.dumps({"inputs": "x", "parameters": {"max_new_tokens": 5}}), "parameters", "line 2"),
+        (json.dumps({"inputs": "x"}), "parameters", "line 2"),
+        (json.dumps({"prompt": "x"}), "inputs", "line 2"),
+        ("{", None, "line 2"),
+        ("[]", None, "line 2"),
+        ("\xff", None, "line 2"),
+        (json.dumps({"inputs": 1, "parameters": PARAMETERS}), "inputs", "inputs"),
+    ],
+)
+def test_lines_that_are_no_one_request_are_refused(
+    second: str, param: str | None, part: str, gateway: LiveGateway, served: Served
+) -> None:
+    """LMI's batches, too, have the same parameters."""
+    gateway.serve(routes("a", served))
+    answer = lines(gateway, f"{ONE}\n{second}")
+    error = answer.json()["error"]
+    assert (answer.status_code, (error["param"] or "").partition("[")[0] or None) == (400, param)
+    assert part in error["message"]
+
+
+def test_only_invocations_take_json_lines(gateway: LiveGateway, served: Served) -> None:
+    gateway.serve(routes("a", served))
+    headers = {"content-type": "application/jsonlines"}
+    answer = gateway.http.post("/v1/completions", content=b'{"model": "a", "prompt": "x"}', headers=headers)
+    assert answer.status_code == 415
