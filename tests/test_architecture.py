@@ -179,8 +179,10 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.starts",
         "orchestrator.state",
     },
+    "orchestrator.console": {"orchestrator.gateway", "orchestrator.process"},
     "orchestrator.api": {
         "orchestrator.access",
+        "orchestrator.console",
         "orchestrator.control",
         "orchestrator.fleet",
         "orchestrator.gateway",

@@ -1,4 +1,5 @@
-"""The HTTP server of the admin API: listens on loopback, authenticates the fleet's token or a key of scope admin."""
+"""The HTTP server of the admin API and the console: listens on loopback, authenticates the fleet's token or a key of
+scope admin."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ from orchestrator.api.operator import Operator
 from orchestrator.api.refused import Refused
 from orchestrator.api.routes import ROUTES, AdminRequest, AdminRoute
 from orchestrator.api.schemas import Reason, Refusal, SpecProblem, SpecText, UndoTarget
+from orchestrator.console.fleet_feed import FleetFeed
+from orchestrator.console.page import CONSOLE_PATH, answer_file, is_file, refuse_foreign
 from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER, ControllerSettings
 from orchestrator.gateway.http.connection import HttpConnection
 from orchestrator.gateway.http.exchange import Exchange, Request
@@ -78,16 +81,23 @@ class AdminApi:
         self._request_shutdown = request_shutdown
         self._audit = Audit(home.audit)
         self._keys = KeyFile(home.keys)
+        self._feed = FleetFeed(fleet)
         self._changing: set[asyncio.Task[None]] = set()
 
-    def handle(self, exchange: Exchange) -> Awaitable[None]:
+    def handle(self, exchange: Exchange) -> Awaitable[None] | None:
         """Handles one exchange; a change continues if its client disconnects.
 
         Raises ApiError for an unauthorized client and for an unknown route.
         """
         request = exchange.request
+        refuse_foreign(request.headers)
+        if is_file(request.path):
+            answer_file(exchange)
+            return None
         key = self._caller(request.headers, request.path)
         exchange.connection.client = True
+        if (request.method, request.path) == ("GET", f"{CONSOLE_PATH}/stream"):
+            return self._feed.stream(exchange)
         route, values = _route(request)
         if not route.changes:
             return self._answer(route, values, exchange, key)
@@ -106,6 +116,7 @@ class AdminApi:
 
     async def close(self) -> None:
         """Cancels the changes in progress."""
+        self._feed.close()
         for task in self._changing:
             task.cancel()
         await asyncio.gather(*self._changing, return_exceptions=True)

@@ -31,6 +31,7 @@ COMMANDS = {  # of each module, in the order of `--help`
     "import_spec": ("import",),
     "rollout": ("rollout",),
     "views": ("status", "get", "describe", "events", "logs", "config"),
+    "console": ("console",),
     "operate": ("scale", "load", "unload", "cordon", "uncordon", "drain"),
     "hosts": ("hosts",),
     "generate": ("generate",),

@@ -126,6 +126,7 @@ def _addresses(record: FleetRecord, file: SpecFile, settings: Settings) -> str:
     more = _curl_needs(settings)
     lines = [
         f"ready        {record.url}/v1   (models: {', '.join(names) or 'none'})",
+        f"console      {record.admin_url}/console/   (log in with the key of `corewright console`)",
         f"dashboard    {dashboard}",
         f"logs         {Home.from_environment().logs}",
         "",

@@ -374,14 +374,14 @@ def test_a_trace_is_read_page_by_page(http: httpx.Client) -> None:
 
 
 def asking(method: str, path: str, fields: str = "") -> bytes:
-    head = f"{method} {ADMIN_PATH}/{path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n{fields}\r\n"
+    head = f"{method} {ADMIN_PATH}/{path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {TOKEN}\r\n{fields}\r\n"
     return head.encode()
 
 
 def test_an_endless_header_is_refused(admin: LiveAdmin) -> None:
     """Nothing that comes without the token is kept beyond the limit."""
     with Wire(admin.port) as wire:
-        wire.offer(b"GET /admin/v1/status HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 2**20)
+        wire.offer(b"GET /admin/v1/status HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 2**20)
         answer = wire.answer()
         assert (answer.status, answer.json["error"]["code"]) == (431, "headers_too_large")
         assert wire.at_end()
@@ -397,7 +397,7 @@ def test_a_query_of_many_fields_is_refused(admin: LiveAdmin) -> None:
 
 def test_a_long_body_of_a_stranger_is_not_read(admin: LiveAdmin) -> None:
     with Wire(admin.port) as wire:
-        wire.offer(b"POST /admin/v1/apply HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n")
+        wire.offer(b"POST /admin/v1/apply HTTP/1.1\r\nhost: localhost\r\ncontent-length: 8000000\r\n\r\n")
         assert wire.answer().status == 401
         assert wire.at_end()
 
@@ -447,7 +447,7 @@ def test_a_change_continues_after_its_client_disconnects(admin: LiveAdmin) -> No
         wire.send(asking("POST", "load", f"content-length: {len(body)}\r\n") + body)
         assert began.wait(10)
     with Wire(admin.port) as later:  # so the end of the first has been seen
-        later.send(b"GET /admin/v1/status HTTP/1.1\r\nhost: x\r\n\r\n")
+        later.send(b"GET /admin/v1/status HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert later.answer().status == 401
     admin.call_soon(goes_on.set)
     assert ended.wait(10)

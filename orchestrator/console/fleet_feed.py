@@ -1,0 +1,135 @@
+"""One reading of the fleet for all open pages: what has changed is pushed to each of them as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from orchestrator.console.page import HEADERS
+from orchestrator.gateway.http.exchange import Exchange
+from workers.host.task_boundary import task_boundary
+
+log = logging.getLogger(__name__)
+
+READ_S = 1.0  # shortest interval between two readings of the status
+PING_S = 5.0  # a page that receives nothing for some of these reconnects
+RECENT = 500  # events that a new page gets
+PAGE = 1000  # events of one query
+NAMED = ("models", "hosts")  # parts of the status that are sent by name, each only when it has changed
+
+_encode = msgspec.json.encode
+
+
+class ConsoleFleet(Protocol):
+    """What the feed reads of a fleet."""
+
+    def status(self) -> dict[str, Any]: ...
+
+    async def events(self, after: int, limit: int, wait_s: float, model: str | None) -> dict[str, Any]: ...
+
+
+class FleetFeed:
+    """The last reading, and the task that reads while a page is open. Used from one event loop."""
+
+    def __init__(self, fleet: ConsoleFleet) -> None:
+        self._fleet = fleet
+        self._parts: dict[tuple[str, str], tuple[int, bytes]] = {}  # by kind and name: when it changed, and its JSON
+        self._events: deque[tuple[int, bytes]] = deque(maxlen=RECENT)
+        self._version = 0
+        self._changed = asyncio.Condition()
+        self._pages = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def stream(self, exchange: Exchange) -> None:
+        """Answers with all parts, then with those that change, until the page is gone."""
+        self._pages += 1
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._read())
+        try:
+            exchange.begin(200, (*HEADERS, (b"content-type", b"text/event-stream")), b": open\n\n")
+            seen = 0
+            while True:
+                if self._version > seen:
+                    message = self._news(seen)
+                    seen = self._version
+                    exchange.write(message)
+                else:
+                    exchange.write(b": ping\n\n")
+                await self._wait(seen)
+        finally:
+            self._pages -= 1
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _wait(self, seen: int) -> None:
+        """Returns when there is something newer, or after ``PING_S``."""
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(lambda: self._version > seen), PING_S)
+            except asyncio.TimeoutError:
+                return
+
+    def _news(self, seen: int) -> bytes:
+        """Returns the messages with what has changed since the version ``seen``."""
+        parts: dict[str, Any] = {}
+        for (kind, name), (version, content) in self._parts.items():
+            if version > seen and name:
+                parts.setdefault(kind, {})[name] = msgspec.Raw(content)
+            elif version > seen:
+                parts[kind] = msgspec.Raw(content)
+        events = [msgspec.Raw(content) for version, content in self._events if version > seen]
+        messages = (("state", parts), ("events", events))
+        return b"".join(b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(data)) for kind, data in messages if data)
+
+    async def _read(self) -> None:
+        """Reads until no page has been open for an interval."""
+        after, read_at = 0, 0.0
+        try:
+            while self._pages:
+                with task_boundary(log, "the console's reading failed; it is repeated"):
+                    wait_s = max(0.0, read_at + READ_S - time.monotonic())
+                    more = await self._fleet.events(after, PAGE, wait_s, None)
+                    after, now, status = more["next"], time.monotonic(), None
+                    if now >= read_at + READ_S:
+                        status, read_at = self._fleet.status(), now
+                    await self._keep(status, more["events"])
+                    continue
+                await asyncio.sleep(READ_S)
+        finally:
+            self._task = None
+            self._parts.clear()
+            self._events.clear()
+
+    async def _keep(self, status: Mapping[str, Any] | None, events: list[dict[str, Any]]) -> None:
+        version = self._version + 1
+        changed = bool(events)
+        self._events.extend((version, _encode(event)) for event in events)
+        parts = {} if status is None else parts_of(status)
+        for key, part in parts.items():
+            content = _encode(part)
+            if self._parts.get(key, (0, b""))[1] != content:
+                self._parts[key] = version, content
+                changed = True
+        if status is not None:  # what the fleet no longer has is not in the names of ``fleet``, and pages drop it
+            self._parts = {key: part for key, part in self._parts.items() if key in parts}
+        if changed:
+            self._version = version
+            async with self._changed:
+                self._changed.notify_all()
+
+
+def parts_of(status: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    """Returns the parts of a status by kind and name. ``fleet`` is all that has no name of its own, with the names of
+    models and hosts in their order."""
+    rest = {key: value for key, value in status.items() if key not in NAMED}
+    names = {kind: [item["name"] for item in status[kind]] for kind in NAMED}
+    parts: dict[tuple[str, str], Any] = {("fleet", ""): {**rest, **names}}
+    return {**parts, **{(kind, item["name"]): item for kind in NAMED for item in status[kind]}}

@@ -1,0 +1,165 @@
+"""The console's files and stream over HTTP, and what keeps pages of other origins away from the controller."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import orchestrator.console.page as module
+from orchestrator.fleet.controller_settings import ADMIN_PATH
+from tests.orchestrator.fakefleet import TOKEN, LiveAdmin, event
+
+STATIC = Path(module.__file__).parent / "static"
+KEY = {"authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.fixture
+def http(admin: LiveAdmin) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=admin.url, timeout=20) as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", [str(path.relative_to(STATIC)) for path in STATIC.rglob("*") if path.is_file()])
+def test_every_file_is_served_without_a_key_and_with_the_policy(path: str, http: httpx.Client) -> None:
+    """The files have no secrets; the policy allows no inline script, no other origin and no frame."""
+    answer = http.get(f"/console/{path}")
+    assert answer.content == (STATIC / path).read_bytes()
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'"
+    assert policy["script-src"] == policy["connect-src"] == "'self'"
+    assert policy["frame-ancestors"] == "'none'"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_page_is_at_console(http: httpx.Client) -> None:
+    """With a slash at the end, since its files have relative addresses."""
+    answer = http.get("/console", follow_redirects=True)
+    assert answer.url.path == "/console/"
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+
+
+@pytest.mark.parametrize("path", ["../page.py", "%2e%2e/page.py", "static/app.js", "vendor/", "none.js"])
+def test_no_other_file_is_served(path: str, http: httpx.Client) -> None:
+    """An unknown path is that of a client without a key."""
+    request = http.build_request("GET", f"/console/{path}")
+    request.url = request.url.copy_with(raw_path=f"/console/{path}".encode())
+    assert http.send(request).status_code == 401
+
+
+def test_no_file_names_another_origin_or_has_inline_code() -> None:
+    """The page works without a network, and its policy would block what is inline. Links in comments do not count."""
+    page = (STATIC / "index.html").read_text()
+    assert re.findall(r"<script(?![^>]*\bsrc=)|\son\w+=|\sstyle=|<style", page) == []
+    for path in STATIC.glob("*.*"):
+        if path.suffix != ".svg":
+            assert re.findall(r"(?:https?:)?//[\w-]+\.\w", path.read_text()) == [], path.name
+
+
+def test_no_script_of_ours_parses_html() -> None:
+    """Foreign text can only become text nodes and attributes."""
+    for path in STATIC.glob("*.js"):
+        assert (
+            re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\bFunction\(", path.read_text())
+            == []
+        )
+
+
+def test_the_key_is_stored_nowhere() -> None:
+    """Neither in storage nor in a cookie nor in an address."""
+    for path in STATIC.glob("*.js"):
+        assert re.findall(r"localStorage|sessionStorage|indexedDB|document\.cookie|caches\.", path.read_text()) == []
+
+
+REBOUND = ["evil.example", "evil.example:1234", "127.0.0.1.evil.example", "169.254.169.254", "[::2]:80", "[::1"]
+
+
+@pytest.mark.parametrize("host", REBOUND)
+@pytest.mark.parametrize("path", ["/console/", "/console/stream", f"{ADMIN_PATH}/status"])
+def test_a_name_that_was_rebound_to_loopback_is_refused(host: str, path: str, http: httpx.Client) -> None:
+    """Its page could otherwise read what the controller answers, as from its own origin."""
+    answer = http.get(path, headers={**KEY, "host": host, "origin": f"http://{host}"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (421, "wrong_host")
+
+
+@pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1", "[::1]:9000", "LOCALHOST"])
+def test_names_of_loopback_are_served_on_any_port(host: str, http: httpx.Client) -> None:
+    """`ssh -L` gives the controller another port."""
+    assert http.get("/console/", headers={"host": host}).status_code == 200
+
+
+FOREIGN = ["http://evil.example", "null", "http://127.0.0.1:1", "https://127.0.0.1", "http://127.0.0.1.evil.example"]
+
+
+@pytest.mark.parametrize("origin", FOREIGN)
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+def test_a_request_of_another_origin_is_refused(origin: str, method: str, admin: LiveAdmin, http: httpx.Client) -> None:
+    """Even with a valid key: nothing of the fleet is read or changed, and no browser gets leave to read the answer."""
+    path = f"{ADMIN_PATH}/{'unload' if method == 'POST' else 'status'}"
+    answer = http.request(method, path, headers={**KEY, "origin": origin}, content=b'{"model": "chat"}')
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_origin")
+    assert "access-control-allow-origin" not in answer.headers
+    assert admin.fleet.calls == []
+
+
+def test_the_pages_own_origin_is_served(admin: LiveAdmin, http: httpx.Client) -> None:
+    answer = http.post(f"{ADMIN_PATH}/unload", headers={**KEY, "origin": admin.url}, json={"model": "chat"})
+    assert answer.status_code == 200
+
+
+def test_the_stream_needs_a_key(http: httpx.Client) -> None:
+    assert http.get("/console/stream").status_code == 401
+
+
+class Stream:
+    """What a page reads of the stream."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._lines = response.iter_lines()
+
+    def next(self, kind: str) -> Any:
+        """Returns the data of the next message of that kind."""
+        for line in self._lines:
+            if line == f"event: {kind}":
+                return json.loads(next(self._lines).removeprefix("data: "))
+        raise AssertionError("the stream has ended")
+
+
+def test_a_page_gets_everything_then_only_what_changes(admin: LiveAdmin, http: httpx.Client) -> None:
+    with http.stream("GET", "/console/stream", headers=KEY) as response:
+        stream = Stream(response)
+        whole = stream.next("state")
+        assert list(whole["models"]) == whole["fleet"]["models"] == ["chat", "small"]
+        assert list(whole["hosts"]) == ["inf2.48xlarge/0"]
+        assert [each["seq"] for each in stream.next("events")] == [5, 8, 9, 12]
+        changed = copy.deepcopy(admin.fleet.told_status)
+        changed["models"][0]["replicas"][0]["state"] = "draining"
+        admin.call_soon(lambda: setattr(admin.fleet, "told_status", changed))
+        part = stream.next("state")
+    assert list(part) == ["models"]
+    assert part["models"]["chat"]["replicas"][0]["state"] == "draining"
+    assert list(part["models"]) == ["chat"]
+
+
+def test_an_event_is_pushed_when_it_happens(admin: LiveAdmin, http: httpx.Client) -> None:
+    with http.stream("GET", "/console/stream", headers=KEY) as response:
+        stream = Stream(response)
+        stream.next("events")
+        admin.tell(event(13, "Ready", "after 1 s", model="chat"))
+        (fresh,) = stream.next("events")
+    assert (fresh["seq"], fresh["reason"]) == (13, "Ready")
+
+
+def test_several_pages_share_one_reading(admin: LiveAdmin, http: httpx.Client) -> None:
+    """The status of a hundred hosts is built once a second, however many pages are open."""
+    with http.stream("GET", "/console/stream", headers=KEY) as first:
+        Stream(first).next("events")
+        with http.stream("GET", "/console/stream", headers=KEY) as second:
+            assert Stream(second).next("state")["fleet"]["name"] == "two"
+            assert [call for call in admin.fleet.calls if call[:2] == ("events", 0)] == [("events", 0, 1000, 0.0, None)]
