@@ -173,19 +173,21 @@ def _rows(prefix: str, kind: _Schema, schema: _Schema) -> Iterator[tuple[str, st
     """A row for each field, and after it those of the mapping that it holds."""
     for name, field in kind["properties"].items():
         yield _row(prefix + name, field, name in kind.get("required", ()))
-        for inner in _mappings(field, schema):
-            yield from _rows(f"{prefix}{name}.", inner, schema)
+        for path, inner in _mappings(f"{prefix}{name}.", field, schema):
+            yield from _rows(path, inner, schema)
 
 
-def _mappings(field: _Schema, schema: _Schema) -> Iterator[_Schema]:
+def _mappings(path: str, field: _Schema, schema: _Schema) -> Iterator[tuple[str, _Schema]]:
     if "$ref" in field:
-        yield from _mappings(schema["$defs"][field["$ref"].rpartition("/")[2]], schema)
+        yield from _mappings(path, schema["$defs"][field["$ref"].rpartition("/")[2]], schema)
     elif "properties" in field:
-        yield field
+        yield path, field
     elif "items" in field:
-        yield from _mappings(field["items"], schema)
-    for choice in field.get("anyOf", ()):
-        yield from _mappings(choice, schema)
+        yield from _mappings(path, field["items"], schema)
+    elif isinstance(inner := field.get("additionalProperties"), dict):
+        yield from _mappings(f"{path}NAME.", inner, schema)
+    for choice in (*field.get("anyOf", ()), *field.get("oneOf", ())):
+        yield from _mappings(path, choice, schema)
 
 
 def _row(name: str, field: _Schema, required: bool) -> tuple[str, str, str, str]:

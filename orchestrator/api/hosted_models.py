@@ -109,7 +109,8 @@ class HostedModels(Operator):
             return Hosting(400, f"{error.problem.what}; {error.problem.hint}")
         self._folders[name] = folder
         if given != name:
-            fields["aliases"] = [given, *fields.get("aliases", [])]
+            others = fields.get("aliases") or []
+            fields["aliases"] = {given: None, **others} if isinstance(others, dict) else [given, *others]
         return await self._edit(partial(_with, name, fields), name)
 
     async def _edit(self, edit: Edit, added: str | None = None) -> Hosting | None:

@@ -142,6 +142,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         loads_on_request=_loads_on_request(state, model),
         holds=state.holds(model),
         aliases=list(model.aliases),
+        alias_defaults={name: defaults.given for name, defaults in model.alias_defaults.items()},
         adapters=[name for name in model.adapters if all(name in state.configs[view.id].adapters for view in views)],
         tool_parser=model.tool_parser,
         canary=canary,

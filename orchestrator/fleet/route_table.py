@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -57,11 +58,18 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     loads_on_request: bool  # `min: 0`: a request starts the model and waits for it
     holds: bool = False  # its one replica is being swapped, and requests wait for the new one
     aliases: list[str] = []  # other names of the model
+    alias_defaults: dict[str, dict[str, Any]] = {}  # by alias: fields of requests -> their values in a request without
     adapters: list[str] = []  # LoRA adapters that all replicas have
     tool_parser: str = "auto"  # the spec's format of tool calls
     canary: float | None = None  # share of the requests that goes to the canary version
     canaries: list[str] = []  # ids of the replicas of that version
     replicas: list[Route]
+
+    def defaults(self, name: str) -> Mapping[str, Any]:
+        """Returns the defaults of requests that are sent to ``name``. Those of an alias also hold for its adapters."""
+        if not self.alias_defaults:
+            return {}
+        return self.alias_defaults.get(name if name in self.aliases else name.rpartition(":")[0], {})
 
     @property
     def reading(self) -> str:

@@ -20,6 +20,7 @@ from orchestrator.access.keys import KeyFile
 from orchestrator.gateway.admission.authenticator import OPEN, PREFLIGHT, Authenticator, allow_inference
 from orchestrator.gateway.admission.key_limits import KeyLimits
 from orchestrator.gateway.admission.received_keys import ReceivedKeys
+from orchestrator.gateway.alias_defaults import apply_to_prompt, with_defaults
 from orchestrator.gateway.anthropic.answer_types import TokenCount
 from orchestrator.gateway.anthropic.chat_request import read_count_tokens, read_messages
 from orchestrator.gateway.anthropic.errors import error_body as anthropic_error
@@ -240,6 +241,8 @@ class Gateway:
         if isinstance(body, TokenizeChatRequest):
             self._check_messages(body)
         queue = self.served.queue(exchange.key, body.model)
+        if isinstance(body, TokenizeChatRequest):
+            apply_to_prompt(body, queue.routes.defaults(body.model))
 
         def work(tokenizer: PromptTokenizer) -> tuple[bytes, int]:
             answer = tokenized(body, tokenizer, queue.routes.max_len)
@@ -347,7 +350,9 @@ class Gateway:
         self._check_messages(body)
         queue = self.served.queue(exchange.key, body.model)
         if queue.routes.reads_parts and any(message.has_other_parts for message in body.messages):
-            self._generation.forward(exchange, body_reader.read_forwarded(exchange.request.body), queue)
+            request = exchange.request
+            request.body = with_defaults(request.body, queue.routes.defaults(body.model))
+            self._generation.forward(exchange, body_reader.read_forwarded(request.body), queue)
             return None
         return self._generation.start(exchange, body, queue, 1)
 
@@ -364,6 +369,7 @@ class Gateway:
         exchange.add_headers(((b"request-id", exchange.id.encode()),))
         body = read_count_tokens(_json_of(exchange))
         queue = self._queue_of_chat(exchange, body)
+        apply_to_prompt(body, queue.routes.defaults(body.model))
 
         def work(tokenizer: PromptTokenizer) -> tuple[bytes, int]:
             count = tokenized(body, tokenizer, queue.routes.max_len).count

@@ -16,6 +16,7 @@ import msgspec.structs
 
 from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.admission.key_limits import KeyLimits
+from orchestrator.gateway.alias_defaults import apply_to, default_tokens
 from orchestrator.gateway.anthropic.answers import MessagesAnswer
 from orchestrator.gateway.anthropic.chat_request import MessagesChat, read_messages
 from orchestrator.gateway.encoding.encoded_reply import EncodedReply
@@ -102,6 +103,7 @@ class Generation:
         count = prompts * (body.n or 1)
         if count > 1 and count > (room := routes.max_queue + queue.links.slots):  # before that many requests are made
             raise errors.too_many_choices(count, room)
+        apply_to(body, routes.defaults(body.model))
         tokenizer = self._tokenizers.loaded(routes)
         if not isinstance(tokenizer, ByteTokenizer) or len(exchange.request.body) > INLINE_BYTES:
             return self._start_later(exchange, body, queue)
@@ -202,7 +204,8 @@ class Generation:
     ) -> list[GenerateRequest]:
         """Returns the requests for the replicas. Raises ApiError 400."""
         limits = queue.links.limits.within(self._settings.max_prompt_tokens)
-        requests = requests_for(body, prompts, limits, body.default_tokens, ids)
+        most = default_tokens(body, queue.routes.defaults(body.model))
+        requests = requests_for(body, prompts, limits, most, ids)
         adapter = queue.adapter(body.model)
         return [msgspec.structs.replace(request, adapter=adapter) for request in requests] if adapter else requests
 
@@ -239,7 +242,7 @@ class Generation:
         if isinstance(body, MessagesChat):
             return MessagesAnswer(f"msg{suffix}", body.model, choices[0], body.most_tokens, exchange.id)
         if isinstance(body, ResponsesChat):
-            return ResponsesAnswer(suffix, int(time.time()), body.request, choices[0])
+            return ResponsesAnswer(suffix, int(time.time()), body, choices[0])
         if isinstance(body, LmiCompletion):
             return LmiAnswer(body.sent, choices, content_types(exchange.request.headers.get(b"accept", b"")))
         chat, created = isinstance(body, ChatRequest), int(time.time())
@@ -300,6 +303,7 @@ class Generation:
             raise errors.model_unavailable(queue.name, "updated", "its engine has changed")
         request = reply.exchange.request
         body = await asyncio.to_thread(READERS[request.path], request.body)
+        apply_to(body, queue.routes.defaults(body.model))
         prompts = await self._prompts(reply.exchange, queue, body)
         if not reply.exchange.ended:
             ids = (ticket.id for ticket in reply.tickets)

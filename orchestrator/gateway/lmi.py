@@ -28,7 +28,7 @@ class Parameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The parameters of a request. Values are checked as those of a completion."""
 
     max_new_tokens: int | None = None
-    do_sample: bool = False
+    do_sample: bool | None = None  # default false
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -63,6 +63,11 @@ class LmiCompletion(CompletionRequest, kw_only=True):
     @property
     def default_tokens(self) -> int | None:
         return NEW_TOKENS
+
+    @property
+    def leaves_temperature(self) -> bool:
+        """The request may sample, and does not say at which temperature."""
+        return self.sent.parameters.do_sample is not False and self.sent.parameters.temperature is None
 
 
 _decoder = msgspec.json.Decoder(LmiRequest)
@@ -122,7 +127,7 @@ def read_lmi(body: bytes) -> LmiCompletion:
     fields["temperature"] = (
         (1.0 if parameters.temperature is None else parameters.temperature) if parameters.do_sample else 0.0
     )
-    fields["top_k"] = parameters.top_k or None  # LMI's 0: no limit
+    fields["top_k"] = parameters.top_k
     fields["logprobs"] = 0 if parameters.details else None
     completion = {name: value for name, value in fields.items() if value is not None}
     encoded = _encode({"model": sent.model, "prompt": sent.inputs, "stream": sent.stream, **completion})

@@ -13,6 +13,7 @@ from placements.planner.plan import plan
 from placements.planner.replica_demand import has_degree
 from placements.resources.threads import threads
 from placements.rules.adapter_rules import ADAPTER_RULES
+from placements.rules.alias_rules import ALIAS_RULES, names_are_of_one_model
 from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list
 from placements.rules.encoder_rules import ENCODER_RULES
 from placements.rules.engine_rules import ENGINE_RULES
@@ -160,6 +161,7 @@ _RULES: tuple[FieldRule, ...] = (
     *PIN_RULES,
     *ENGINE_RULES,
     *ADAPTER_RULES,
+    *ALIAS_RULES,
     *SERVER_RULES,
     *ENCODER_RULES,
 )
@@ -191,28 +193,6 @@ def reserve_within_host(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
             what = f"reserve.memory_gib {wish.reserve.memory_gib:g} leaves none of the {memory} GiB of {host.name}"
             where = spec.where(*path, "memory_gib")
             yield Problem("reserve-exceeds-host", "error", where, what, f"reserve less than {memory}")
-
-
-def names_are_of_one_model(spec: Spec) -> Iterator[Problem]:
-    """An alias is not the name of a model or another alias. Reported at the later one."""
-    names = {model.name for model in spec.models}
-    adapters = {name for model in spec.models for name in model.served_adapters}
-    owners: dict[str, str] = {}
-    for model in spec.models:
-        for i, alias in enumerate(model.aliases):
-            where = spec.where("models", model.name, "aliases", i)
-            if alias in names:
-                what = f'the alias "{alias}" of "{model.name}" is the name of a model'
-                yield Problem("alias-taken", "error", where, what, "use another alias, or rename the model")
-            elif alias in adapters:
-                what = f'the alias "{alias}" of "{model.name}" is the name of an adapter'
-                yield Problem("alias-taken", "error", where, what, "use another alias, or rename the adapter")
-            elif alias in owners:
-                other = owners[alias]
-                whose = "a duplicate" if other == model.name else f'also an alias of "{other}"'
-                what = f'the alias "{alias}" of "{model.name}" is {whose}'
-                yield Problem("alias-taken", "error", where, what, "remove one of the two")
-            owners.setdefault(alias, model.name)
 
 
 def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:

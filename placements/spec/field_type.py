@@ -61,6 +61,11 @@ class FieldType:
             return None
         return tuple(key for key, field in self._mapping.model_fields.items() if not field.exclude and key != "name")
 
+    @property
+    def key(self) -> FieldType:
+        """The type of the keys of a mapping with any keys."""
+        return next((FieldType(get_args(part)[0]) for part in self._parts if get_origin(part) is dict), FieldType())
+
     def inner(self, key: str | int) -> FieldType | None:
         """Returns the type of a key or an item; None if there is none."""
         if self._mapping is not None and key in self._mapping.model_fields:

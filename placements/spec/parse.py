@@ -356,15 +356,16 @@ class _Reader:
         """Converts pydantic's location to a path of keys, without the names of union members."""
         where = path
         for part in loc:
-            if (*where, part) not in self._tree.places and (*where, part) not in self._tree.written:
-                break
-            where = (*where, part)
+            if (*where, part) in self._tree.places or (*where, part) in self._tree.written:
+                where = (*where, part)
         return where
 
     def _explain_one(self, error: ErrorDetails, where: Path) -> None:
         label, field, written = label_of(where), type_at(where), self._tree.written.get(where)
         shown = shown_as(written.text, written.kind, written.plain) if written else "empty"
         kind, context, choices = error["type"], error.get("ctx", {}), field.choices
+        if error["loc"][-1:] == ("[key]",):  # pydantic's name of a key that is wrong
+            field = type_at(where[:-1]).key
         if kind == "value_error":
             what = str(context.get("error", error["msg"]))
             self._report(field.reported.id, where, f"{label}: {what}", field.reported.hint)

@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictInt, model_validator
+from pydantic import Discriminator, Field, StrictInt, Tag, model_validator
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.encoders import KINDS, Kind
@@ -36,6 +36,7 @@ from placements.spec.notation import (
     is_path,
     source_kind,
 )
+from placements.spec.request_defaults import RequestDefaults
 from placements.spec.scaling import Objectives, Scaling
 from placements.spec.source_positions import SourcePositions
 
@@ -50,6 +51,14 @@ Quantization = Literal["int8", "fp8"]
 Sampling = Literal["host", "device"]
 ToolParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
 QueueOrder = Literal["fair", "deadline"]
+
+Aliases = Annotated[
+    Annotated[tuple[Alias, ...], Tag("[list]"), Field(strict=False)]
+    | Annotated[dict[Alias, RequestDefaults | None], Tag("[mapping]")],
+    Discriminator(lambda value: "[mapping]" if isinstance(value, Mapping) else "[list]"),
+    Reported("a list of names, like [gpt-4o], or a mapping from names to defaults"),
+]
+"""The other names of a model; iterating gives the names."""
 
 _START_ON_REQUEST = "to start a model on its first request, write replicas: {min: 0, max: 1}"
 
@@ -250,11 +259,10 @@ class ModelSpec(Frozen):
     """Objectives, the targets of the autoscaler. See Scaling."""
     scaling: Live[Scaling] = Scaling()
     """Automatic scaling of the replicas. See Scaling."""
-    aliases: Live[Annotated[tuple[Alias, ...], Reported("a list of names, like [gpt-4o]")]] = Field(
-        (), strict=False, json_schema_extra=in_words("list of names")
-    )
+    aliases: Live[Aliases] = Field((), json_schema_extra=in_words("list of names, or a mapping from names to defaults"))
     """Other names that clients may send as `model`, such as `gpt-4o` or `org/model`. Each must be unique among all
-    names and aliases. Not in `defaults`."""
+    names and aliases. A mapping gives each of them defaults for the fields of its requests. Not in `defaults`. See
+    Aliases."""
     adapters: Live[
         Annotated[dict[Name, Source], Reported("a mapping from names to sources, like {support: ./lora/support}")]
     ] = Field({}, json_schema_extra=in_words("a mapping from names to sources"))
@@ -368,6 +376,12 @@ class ModelSpec(Frozen):
     def served_adapters(self) -> tuple[str, ...]:
         """The names by which clients use the adapters."""
         return tuple(f"{name}:{adapter}" for name in (self.name, *self.aliases) for adapter in self.adapters)
+
+    @property
+    def alias_defaults(self) -> dict[str, RequestDefaults]:
+        """The defaults of the aliases that have any."""
+        held = self.aliases if isinstance(self.aliases, Mapping) else {}
+        return {name: defaults for name, defaults in held.items() if defaults is not None and defaults.given}
 
     @property
     def neff_cache_location(self) -> str | None:

@@ -17,6 +17,7 @@ from placements.facts.encoders import EMBEDDING_DECODERS, ENCODERS
 from placements.facts.engines import DTYPES, ENGINE_OPTIONS, ENGINES, Engine
 from placements.spec.engine_settings import EngineSettings, Server
 from placements.spec.lifecycle import Deadlines, Strategy, Update
+from placements.spec.request_defaults import RequestDefaults
 from placements.spec.scaling import Objectives, Scaling, Schedule
 from placements.spec.schema import (
     Buckets,
@@ -45,6 +46,7 @@ FIELDS = {
     **described("hosts.reserve.", Reserve),
     **described("", ModelSpec, ("name",)),
     **described("replicas.", Replicas),
+    **described("aliases.NAME.", RequestDefaults),
     **described("update.", Update),
     **described("deadlines.", Deadlines),
     **described("draft.", Draft),

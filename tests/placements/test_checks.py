@@ -818,6 +818,9 @@ def test_degrees_are_suggested_only_if_they_have_the_memory() -> None:
         ("{a: {engine: echo, aliases: [' x']}}", ["bad-name 1:38"]),
         ("{a: {engine: echo, aliases: [3]}}", ["wrong-type 1:38"]),
         ("{a: {engine: echo, aliases: x}}", ["wrong-type 1:28"]),
+        ("{a: {engine: echo, aliases: {b: }}, b: {engine: echo}}", ["alias-taken 1:38"]),
+        ("{a: {engine: echo, aliases: [x]}, b: {engine: echo, aliases: {y: {seed: 1}, x: }}}", ["alias-taken 1:85"]),
+        ("{a: {engine: echo, aliases: {' x': }}}", ["bad-name 1:38"]),
         ("{a: {engine: echo, tool_parser: xml}}", ["unknown-value 1:28"]),
     ],
 )
@@ -829,3 +832,56 @@ def test_a_name_identifies_one_model(models: str, expected: list[str]) -> None:
 def test_aliases_are_not_allowed_in_defaults() -> None:
     """Every model would have the same."""
     assert ids("defaults: {aliases: [x]}\nmodels: {a: {engine: echo}}\n") == ["unknown-key 1:12"]
+
+
+@pytest.mark.parametrize(
+    ("defaults", "expected"),
+    [
+        ("", []),
+        ("{}", []),
+        ("{temperature: 0, max_tokens: 5, system: Be brief., stop: [a, b], chat_template_kwargs: {a: true, b: 1}}", []),
+        ("{temperature: 3}", ["out-of-range 1:42"]),
+        ("{top_p: 0}", ["out-of-range 1:42"]),
+        ("{tempratur: 1}", ["unknown-key 1:42"]),
+        ("{n: 2}", ["unknown-key 1:42"]),
+        ("{system: ''}", ["wrong-type 1:42"]),
+        ("{seed: x}", ["wrong-type 1:42"]),
+        ("{stop: [a, '']}", ["wrong-type 1:52"]),
+        ("{chat_template_kwargs: {a: [1]}}", ["wrong-type 1:65"]),
+        ("3", ["wrong-type 1:38"]),
+    ],
+)
+def test_a_default_of_an_alias_is_a_field_of_requests(defaults: str, expected: list[str]) -> None:
+    """With its bounds; problems name its place."""
+    assert ids(f"models: {{a: {{engine: echo, aliases: {{x: {defaults}}}}}}}\n") == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ("engine: server, server: {command: [s, --port, '{port}'], slots: 4}", ['"x"']),
+        ("engine: echo, kind: embedding", ['"x"']),
+        ("engine: echo", ["presence_penalty"]),
+        ("source: ./a, engine: nxd-inference, sampling: device", ["presence_penalty", "seed"]),
+        ("source: ./a, engine: nxd-inference", []),
+    ],
+)
+def test_a_default_that_no_request_could_have_is_an_error(fields: str, expected: list[str]) -> None:
+    """A server gets requests as they were sent; encoders have no such fields; not every engine has penalties."""
+    aliases = "{x: {presence_penalty: 1, seed: 2, top_p: 0.5}, y: {}}"
+    problems = problems_of(f"{REAL}models:\n  a: {{{fields},\n    aliases: {aliases}}}\n")
+    refused = [problem for problem in problems if problem.id == "setting-unsupported"]
+
+    assert [problem.where.split(":")[1] for problem in refused] == ["4"] * len(expected)
+    assert [name for problem, name in zip(refused, expected, strict=True) if name in problem.what] == expected
+
+
+def test_aliases_are_the_same_names_as_a_list_or_as_a_mapping() -> None:
+    """Names without defaults have none."""
+    as_list, as_mapping = (
+        parse(f"models: {{a: {{engine: echo, aliases: {aliases}}}}}\n").spec.models[0]  # type: ignore[union-attr]
+        for aliases in ("[x, y]", "{x: , y: {}}")
+    )
+
+    assert list(as_list.aliases) == list(as_mapping.aliases) == ["x", "y"]
+    assert as_list.alias_defaults == as_mapping.alias_defaults == {}

@@ -12,7 +12,7 @@ from orchestrator.gateway.openai.answer_parts import Call, Part, Text, events_of
 from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, WAITING, Choice
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.toolcalls.events import CallBegin, Content, Event
-from orchestrator.gateway.responses.chat_request import renamed
+from orchestrator.gateway.responses.chat_request import ResponsesChat, renamed
 from orchestrator.gateway.responses.protocol import ResponsesRequest
 from workers.messages.requests import FinishReason, TokenEvent
 
@@ -24,7 +24,7 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
 
     suffix: str  # of the ids
     created: int  # seconds since the epoch
-    request: ResponsesRequest
+    chat: ResponsesChat
     choice: Choice
     prompt_tokens: int = 0
     keep_alive: ClassVar[bytes] = WAITING
@@ -151,7 +151,7 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
         return {**head, "name": part.name, "arguments": part.arguments}
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
-        request = self.request
+        chat, request = self.chat, self.chat.request
         ended = status != "in_progress"
         return {
             "id": f"resp{self.suffix}",
@@ -168,11 +168,11 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "temperature": 1.0 if chat.temperature is None else chat.temperature,
             "text": {"format": {"type": "text"}} if request.text is None else _text(request),
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_p": 1.0 if chat.top_p is None else chat.top_p,
             "truncation": "disabled",
             "usage": self._usage() if ended else None,
         }

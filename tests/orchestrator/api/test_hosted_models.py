@@ -234,6 +234,17 @@ def test_a_name_beyond_the_rules_of_the_spec_is_an_alias(name: str, tmp_path: Pa
     on_endpoint(tmp_path, test)
 
 
+def test_a_folders_aliases_keep_their_defaults_beside_a_name_beyond_the_rules(tmp_path: Path) -> None:
+    async def test(endpoint: Endpoint) -> None:
+        folder = endpoint.folder("x", aliases={"small": {"temperature": 0.5}})
+        assert (await endpoint.hosting.host_model("with:colon", folder, again=False, wait_s=WAIT_S)).status == 200
+        (model,) = endpoint.played.controller.state.current.spec.models
+        assert list(model.aliases) == ["with:colon", "small"]
+        assert list(model.alias_defaults) == ["small"]
+
+    on_endpoint(tmp_path, test)
+
+
 def test_a_model_is_unloaded_while_it_loads(tmp_path: Path) -> None:
     async def test(endpoint: Endpoint) -> None:
         load = asyncio.ensure_future(endpoint.load("a"))

@@ -334,7 +334,7 @@ def test_the_reason_of_an_end_is_lmis(stop: str, reason: str) -> None:
         ({}, (0.0, None, 30)),
         ({"temperature": 0.5}, (0.0, None, 30)),
         ({"do_sample": True}, (1.0, None, 30)),
-        ({"do_sample": True, "temperature": 0.5, "top_k": 0, "max_new_tokens": 7}, (0.5, None, 7)),
+        ({"do_sample": True, "temperature": 0.5, "top_k": 0, "max_new_tokens": 7}, (0.5, 0, 7)),
         ({"do_sample": True, "top_k": 9}, (1.0, 9, 30)),
     ],
 )

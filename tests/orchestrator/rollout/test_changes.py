@@ -97,7 +97,7 @@ OTHERWISE: dict[str, object] = {  # for each field another value than the defaul
     "queue_order": "deadline",
     "objectives": {"ttft_ms": 1.0},
     "scaling": {"idle_s": 1.0},
-    "aliases": ["other"],
+    "aliases": {"other": {"temperature": 0.5}},
     "adapters": {"b": "./b"},
     "managed_by": "sagemaker",
     "tool_parser": "hermes",

@@ -120,6 +120,26 @@ def test_a_plan_distinguishes_create_update_replace_and_delete(tmp_path: Path) -
     play(tmp_path, first, story)
 
 
+def test_new_defaults_of_an_alias_reach_gateways_and_restart_no_replica(tmp_path: Path) -> None:
+    """They are a part of the routes, without the names that have none."""
+
+    def aliases(temperature: float) -> str:
+        return f", aliases: {{small: {{temperature: {temperature}, stop: [X]}}, other: }}"
+
+    async def story(played: Played) -> None:
+        processes = [(replica["id"], replica["epoch"]) for replica in played.ready("a")]
+        result = await played.apply(spec(a=aliases(0.5)))
+        (change,) = [model for model in result["plan"]["models"] if model["model"] == "a"]
+        assert (change["action"], change["tag"]) == ("update", "reconfigure")
+        await played.settled()
+        assert [(replica["id"], replica["epoch"]) for replica in played.ready("a")] == processes
+        (routes,) = [model for model in played.controller.routes().models if model.name == "a"]
+        assert routes.aliases == ["small", "other"]
+        assert routes.alias_defaults == {"small": {"temperature": 0.5, "stop": ["X"]}}
+
+    play(tmp_path, spec(a=aliases(0.25)), story)
+
+
 def test_the_header_of_a_rollout_and_its_table_agree(tmp_path: Path) -> None:
     """At each moment of an update, a canary, a restart, a pause and a removal."""
 
