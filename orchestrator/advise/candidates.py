@@ -32,6 +32,7 @@ class Question:
     tpot_ms: float | None = None
     prices: Mapping[str, float] = field(default_factory=dict)
     measured: tuple[MeasuredSpeed, ...] = ()
+    as_is: bool = False  # only weights in the checkpoint's own types, and degrees that divide its heads
 
     @property
     def name(self) -> str:
@@ -91,7 +92,9 @@ def candidates(question: Question, checkpoint: Checkpoint) -> Iterator[Candidate
     for instance in question.instances:
         topology = TOPOLOGIES[instance]
         for tp in DEGREES[topology.family]:
-            for quantized in (False, True):
+            padded = checkpoint.heads % tp != 0
+            if tp > topology.cores or (padded and question.as_is):
+                continue
+            for quantized in (False,) if question.as_is else (False, True):
                 for batch in BATCHES:
-                    if tp <= topology.cores:
-                        yield Candidate(question, instance, tp, batch, quantized, checkpoint.heads % tp != 0)
+                    yield Candidate(question, instance, tp, batch, quantized, padded)

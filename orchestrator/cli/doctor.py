@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +44,7 @@ from workers.engines import package_contract
 from workers.engines.package_contract import Drift
 from workers.host.facts.reading import Places, read_host_facts
 from workers.host.facts.tools import run_tool
-from workers.host.host_facts import host_root, instance_type
+from workers.host.host_facts import devices, host_root, instance_type
 from workers.host.interpreter import NEEDS, Interpreter, probe
 
 IMPORT_S = 120.0  # torch-neuronx, cold, from a network disk
@@ -74,7 +73,7 @@ def examination(file: SpecFile | None) -> Report:
             python=platform.python_version(),
             ray=importlib.metadata.version("ray"),
             package_folder=str(Path(orchestrator.__file__).parent.parent),
-            dev=_devices(places.dev),
+            dev=devices(places.dev),
             facts=read_host_facts(places),
             interpreters=tuple(_interpreters(file)),
             environments=image_environments(),
@@ -127,11 +126,6 @@ def first_steps(file: SpecFile | None, sdk: str | None) -> Bootstrap:
     )
     problems = () if file is None else tuple(problem for problem in file.problems if problem.severity == "error")
     return dataclasses.replace(steps, problems=(*problems, *steps.problems))
-
-
-def _devices(dev: Path) -> tuple[int, ...]:
-    matches = (re.fullmatch(r"neuron(\d+)", path.name) for path in dev.glob("neuron*"))
-    return tuple(sorted(int(match[1]) for match in matches if match))
 
 
 def _fleet() -> FleetReading | None:

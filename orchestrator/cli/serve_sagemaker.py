@@ -10,11 +10,13 @@ import typer
 from typer.main import get_group
 
 import orchestrator.cli.up as _  # noqa: F401  # the command that it continues with
+from orchestrator.advise.lone_model import advised
 from orchestrator.cli.app import app
 from orchestrator.cli.output import say
 from orchestrator.process.home import Home
 from orchestrator.revisions.spec_file import this_machine
-from orchestrator.sagemaker.model_folder import SPEC, Fields, read_folder, text_of
+from orchestrator.sagemaker.model_folder import SPEC, Fields, examined, problems_of, read_folder, text_of
+from placements.planner.spec_hosts import Machine
 
 MODEL = Path("/opt/ml/model")
 MAX_BODY_BYTES = 25 * 2**20  # the payload of InvokeEndpoint, by AWS's page of its quotas
@@ -65,7 +67,7 @@ def spec_file(folder: Path, multi_model: bool) -> Path:
         return own
     spec: Fields = {"version": 1, "name": "endpoint", "models": {}}
     if not multi_model:
-        read = read_folder(folder, os.environ, this_machine())
+        read = read_folder(folder, os.environ, this_machine(), alone=advised_fields)
         for note in read.notes:
             say(note)
         spec = read.spec
@@ -73,3 +75,18 @@ def spec_file(folder: Path, multi_model: bool) -> Path:
     written.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     written.write_text(text_of(spec))
     return written
+
+
+def advised_fields(fields: Fields, machine: Machine) -> Fields | None:
+    """Returns the fields of a model that has the machine for itself, with what `corewright advise` prefers, and reports
+    them; None if there are no devices, or if that could not be served."""
+    file = examined({"models": {"model": fields}}, machine)
+    if machine.instance is None or file.spec is None or "model" not in file.checkpoints:
+        return None
+    (model,) = file.spec.models
+    chosen = advised(str(fields["source"]), machine.instance, model.length(file.checkpoints["model"]))
+    if chosen is None or problems_of(examined({"models": {"model": {**fields, **chosen}}}, machine)):
+        return None
+    shown = ", ".join(f"{name}: {value}" for name, value in chosen.items())
+    say(f"chosen as by `corewright advise` for {machine.instance}: {shown}; a {SPEC} in the folder chooses otherwise")
+    return {**fields, **chosen}

@@ -312,6 +312,7 @@ class Daemon:
             admin_port=admin_port,
             cpus=self._ray.cpus,
             instance=self.instance,
+            devices=this_host.devices() or None,
             daemon_pid=self._pid,
             log_format=self.options.gateway.log_format,
             gateway=credentials.gateway,

@@ -45,6 +45,7 @@ class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     admin_port: int
     cpus: tuple[int, ...]  # of this machine, for planning
     instance: str | None  # of this machine, when it has Neuron devices
+    devices: tuple[int, ...] | None = None  # n of its /dev/neuron<n>
     record: FleetRecord | None = None  # on a Ray cluster that others started: what the controller completes and writes
     emulated: tuple[str, ...] = ()  # instance types that the spec emulates on such a cluster
     build: Build | None = None  # of the controller itself, on such a cluster
@@ -62,4 +63,4 @@ class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     @property
     def machine(self) -> Machine:
         """The machine, or each machine of the joined cluster, that revisions are resolved for."""
-        return Machine(self.cpus, self.instance, self.joined)
+        return Machine(self.cpus, self.instance, self.joined, self.devices)

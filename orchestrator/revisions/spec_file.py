@@ -47,7 +47,7 @@ class SpecFile:
 
 def this_machine() -> Machine:
     """Returns the usable CPUs, and the instance type if there are Neuron devices."""
-    return Machine(this_host.usable_cpus(), this_host.instance_type())
+    return Machine(this_host.usable_cpus(), this_host.instance_type(), devices=this_host.devices() or None)
 
 
 def load(path: str, allowed: SourcePolicy = ANYTHING, *, folders: Folders = "load") -> SpecFile:

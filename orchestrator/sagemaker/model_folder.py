@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ LMI_VARIABLES = ("OPTION_", "SERVING_", "HF_MODEL_ID", "HF_REVISION", "HF_TASK",
 HOLDS = f"put a {SPEC}, a {PROPERTIES} or a checkpoint with its {CONFIG} there"
 
 Fields = dict[str, Any]
+Choice = Callable[[Fields, Machine], "Fields | None"]
+"""Returns the fields of a model with all that it needs, or None."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,13 @@ class FolderSpec:
         return {name: {**defaults, **fields} for name, fields in self.spec["models"].items()}
 
 
-def read_folder(folder: Path, environment: Mapping[str, str], machine: Machine, name: str = "model") -> FolderSpec:
+def read_folder(
+    folder: Path, environment: Mapping[str, str], machine: Machine, name: str = "model", *, alone: Choice | None = None
+) -> FolderSpec:
     """Returns what is in a folder: its `corewright.yaml`; else a model for each `serving.properties`, or for LMI's
     variables in the environment; else one for each checkpoint. ``name`` is that of a model in the folder itself.
-    Blocks. Raises Failed."""
+    ``alone`` chooses the fields of a checkpoint that has the machine for itself; otherwise, and if it returns None,
+    each checkpoint gets the smallest degree, so that others fit beside it. Blocks. Raises Failed."""
     if (folder / SPEC).is_file():
         return _own_spec(folder)
     settings = _lmi_settings(environment)
@@ -66,9 +71,12 @@ def read_folder(folder: Path, environment: Mapping[str, str], machine: Machine, 
     )
     if not checkpoints:
         raise Failed("model-folder-empty", f"{folder} has no model", HOLDS)
+    chosen = (
+        alone({"source": str(next(iter(checkpoints.values())))}, machine) if alone and len(checkpoints) == 1 else None
+    )
     spec: Fields = {"version": 1, "models": {}}
     for each, place in sorted(checkpoints.items()):
-        spec["models"][each] = with_degree({"source": str(place)}, machine)
+        spec["models"][each] = chosen or with_degree({"source": str(place)}, machine)
     return FolderSpec(spec)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from placements.facts.topology import TOPOLOGIES, Host, Topology
-from placements.spec.schema import HostsSpec, Spec
+from placements.spec.schema import HostsSpec, Reserve, Spec
 
 DEFAULT_EMULATION = "inf2.48xlarge"
 """The emulated instance type if neither the spec nor the machine names one."""
@@ -24,6 +24,7 @@ class Machine:
     cpus: tuple[int, ...]  # ids of the CPUs this process may use, ascending
     instance: str | None = None  # instance type when it has Neuron devices
     joined: bool = False  # a Ray cluster was joined: each host is a machine of its own, emulated ones with these CPUs
+    devices: tuple[int, ...] | None = None  # n of its /dev/neuron<n>, which a container may have some of; None: all
 
 
 def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
@@ -31,8 +32,8 @@ def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
 
     ``instance``: the topology of the type, independent of this machine. ``emulate``: the topology's cores with this
     machine's CPUs, divided among the emulated hosts on this machine. Without ``hosts``: this machine if its type is
-    known, else one emulated inf2.48xlarge. An entry with ``max`` has that many hosts, whether their machines exist or
-    not. Returns () if the spec's ``hosts`` could not be read.
+    known, with the cores of its devices, else one emulated inf2.48xlarge. An entry with ``max`` has that many hosts,
+    whether their machines exist or not. Returns () if the spec's ``hosts`` could not be read.
     """
     if "hosts" in spec.broken:
         return ()
@@ -66,9 +67,17 @@ def prices(spec: Spec, hosts: Sequence[Host]) -> dict[str, float]:
 
 
 def _default_hosts(machine: Machine) -> HostsSpec:
-    if machine.instance in TOPOLOGIES:
-        return HostsSpec(instance=machine.instance)
-    return HostsSpec(emulate=DEFAULT_EMULATION)
+    topology = TOPOLOGIES.get(machine.instance or "")
+    if topology is None:
+        return HostsSpec(emulate=DEFAULT_EMULATION)
+    return HostsSpec(instance=machine.instance, reserve=Reserve(cores=_absent_cores(machine, topology)))
+
+
+def _absent_cores(machine: Machine, topology: Topology) -> tuple[int, ...]:
+    """Returns the cores of the devices that the machine does not have, by their ids on the instance type."""
+    if machine.joined or not machine.devices:
+        return ()
+    return tuple(core for core in range(topology.cores) if core // topology.cores_per_device not in machine.devices)
 
 
 def default_reserve(vcpus: int) -> int:

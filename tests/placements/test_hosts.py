@@ -109,3 +109,20 @@ def test_unreadable_hosts_are_not_replaced() -> None:
     spec = parse("hosts: {instance: inf2.4xlarge}\nmodels: {a: {source: ./a}}").spec
     assert spec is not None
     assert hosts_for(spec, LAPTOP) == ()
+
+
+def test_a_container_with_some_devices_uses_their_cores() -> None:
+    """By their ids on the instance type. The cores of the other devices are reserved."""
+    (host,) = hosts_for(Spec(), Machine(tuple(range(192)), "inf2.48xlarge", devices=(2, 3)))
+    assert host.reserved_cores == frozenset(range(24)) - {4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("devices", [None, (), tuple(range(12))])
+def test_a_machine_with_all_devices_reserves_no_core(devices: tuple[int, ...] | None) -> None:
+    (host,) = hosts_for(Spec(), Machine(tuple(range(192)), "inf2.48xlarge", devices=devices))
+    assert host.reserved_cores == frozenset()
+
+
+def test_hosts_that_a_spec_names_do_not_depend_on_the_devices_of_this_machine() -> None:
+    (host,) = hosts_for(wish(instance="inf2.48xlarge"), Machine((0, 1), "inf2.48xlarge", devices=(0,)))
+    assert host.reserved_cores == frozenset()

@@ -93,9 +93,15 @@ def available_memory(cgroup: Path = CGROUP) -> int:
     return max(0, int(free))
 
 
+def devices(dev: Path | None = None) -> tuple[int, ...]:
+    """Returns n of each Neuron device /dev/neuron<n> of this machine or container, ascending."""
+    names = (path.name.removeprefix("neuron") for path in (dev or host_root() / "dev").glob("neuron[0-9]*"))
+    return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
+
+
 def has_devices(dev: Path | None = None) -> bool:
     """Returns whether this machine has Neuron devices."""
-    return any((dev or host_root() / "dev").glob("neuron[0-9]*"))
+    return bool(devices(dev))
 
 
 def instance_type(dev: Path | None = None, product: Path | None = None) -> str | None:
