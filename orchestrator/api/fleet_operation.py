@@ -76,6 +76,13 @@ class FleetOperation:
             what = f"the rollout is {now}, so a {verb} would replace nothing"
             raise Refused("rollout-paused", what, "run corewright rollout resume or rollout undo first")
 
+    def _refuse_changed(self, check_index: int | None) -> None:
+        """Refuses a change if the fleet's index is no longer that of its preview."""
+        index = self._state.records.state.index
+        if check_index is not None and check_index != index:
+            what = f"the fleet's index is {index}, not {check_index}: the fleet has changed since the preview"
+            raise Refused("index-changed", what, "preview the change again")
+
     def _model(self, name: str) -> ModelSpec:
         model = self._state.current.spec.model(name)
         if model is None:

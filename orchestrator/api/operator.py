@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.api.action_preview import ActionPreview
 from orchestrator.api.fleet_operation import exclusive
 from orchestrator.api.fleet_queries import FleetQueries
 from orchestrator.api.host_operations import HostOperations
@@ -23,7 +24,7 @@ from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.state.rollout_progress import rollout_state
 
 
-class Operator(SpecPreview, HostOperations, FleetQueries):
+class Operator(SpecPreview, ActionPreview, HostOperations, FleetQueries):
     """All operations on the fleet of one controller, on its event loop. ``by`` names the caller in the journal."""
 
     async def apply(
@@ -41,14 +42,14 @@ class Operator(SpecPreview, HostOperations, FleetQueries):
         spec_file, generation = await self._read(text, file, base_dir, by=by, cause=cause, canary=canary)
         return await self._install(spec_file, generation, check_index)
 
-    async def undo(self, to: int | None, by: str) -> dict[str, Any]:
+    async def undo(self, to: int | None, by: str, check_index: int | None = None) -> dict[str, Any]:
         """Applies an earlier revision again: ``to``, or by default the previous one."""
         number = self._previous_revision() if to is None else to
         before = self._revision(number)
         spec_file, generation = await self._read(
             before.text, before.file, before.base_dir, by=by, cause="undo", of=before.number
         )
-        return {**await self._install(spec_file, generation, None), "of": before.number}
+        return {**await self._install(spec_file, generation, check_index), "of": before.number}
 
     @exclusive
     async def _install(

@@ -17,8 +17,9 @@ class ReplicaOperations(RolloutOperations):
     """Manual changes of replicas and hosts."""
 
     @exclusive
-    async def scale(self, model: str, count: int | None, by: str) -> dict[str, Any]:
+    async def scale(self, model: str, count: int | None, by: str, check_index: int | None = None) -> dict[str, Any]:
         """Sets the number of replicas, which can be below the spec's ``min``; None: back to the spec."""
+        self._refuse_changed(check_index)
         return await self._scale(model, count, by)
 
     async def _scale(self, model: str, count: int | None, by: str) -> dict[str, Any]:
@@ -38,7 +39,8 @@ class ReplicaOperations(RolloutOperations):
         return {"model": model, "scaled": count, "wanted": wanted}
 
     @exclusive
-    async def load(self, model: str, by: str) -> dict[str, Any]:
+    async def load(self, model: str, by: str, check_index: int | None = None) -> dict[str, Any]:
+        self._refuse_changed(check_index)
         self._refuse_on_hold()
         spec = self._model(model)
         if wanted := self._state.counts.desired(spec):
@@ -46,8 +48,9 @@ class ReplicaOperations(RolloutOperations):
         return await self._scale(model, None if spec.replicas.min else 1, by)
 
     @exclusive
-    async def unload(self, model: str, by: str) -> dict[str, Any]:
+    async def unload(self, model: str, by: str, check_index: int | None = None) -> dict[str, Any]:
         """Stops all replicas until ``load``; requests do not start one."""
+        self._refuse_changed(check_index)
         self._refuse_on_hold()
         spec = self._model(model)
         await self._write(Scale(model=model, count=None, by=by, sleep=True))
@@ -81,11 +84,14 @@ class ReplicaOperations(RolloutOperations):
         return self._host_status(host)
 
     @exclusive
-    async def drain(self, target: str, by: str, deadline_s: float | None = None) -> dict[str, Any]:
+    async def drain(
+        self, target: str, by: str, deadline_s: float | None = None, check_index: int | None = None
+    ) -> dict[str, Any]:
         """Moves the replicas of a host elsewhere and cordons it; or replaces one replica, given by its id.
 
         With ``deadline_s`` it is empty by then: replicas without another place stop.
         """
+        self._refuse_changed(check_index)
         self._refuse_frozen("drain")
         if any(host.name == target for host in self._state.hosts):
             if deadline_s is None:

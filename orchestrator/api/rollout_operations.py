@@ -132,8 +132,9 @@ class RolloutOperations(FleetOperation):
         return self.rollout()
 
     @exclusive
-    async def restart(self, model: str, by: str) -> dict[str, Any]:
+    async def restart(self, model: str, by: str, check_index: int | None = None) -> dict[str, Any]:
         """Replaces every replica of a model with a new process, as an update would."""
+        self._refuse_changed(check_index)
         self._model(model)
         self._refuse_frozen("restart")
         for view in self._state.replicas_of(model):

@@ -12,6 +12,7 @@ import msgspec.structs
 from orchestrator.api.openapi import openapi
 from orchestrator.api.operator import Operator
 from orchestrator.api.schemas import (
+    ActionToPreview,
     EmptyBody,
     EventsQuery,
     HostCores,
@@ -69,7 +70,7 @@ class AdminRoute:
     @property
     def changes(self) -> bool:
         """Returns whether it changes the fleet and is written to the audit log."""
-        return self.method == "POST" and self.path not in ("/plan", "/explain")
+        return self.method == "POST" and self.path not in ("/plan", "/explain", "/preview")
 
 
 def _openapi(_: AdminRequest) -> dict[str, Any]:
@@ -171,6 +172,15 @@ ROUTES: tuple[AdminRoute, ...] = (
         Operator.explain,
         SpecToExplain,
         (404, 409, 422),
+    ),
+    AdminRoute(
+        "POST",
+        "/preview",
+        "Preview scale, load, unload, rollout/restart or drain.",
+        "`index`, `revision`, `changes`, `placements`, `unplaced` as in `plan`, `strategies`, and `refusal`",
+        Operator.preview,
+        ActionToPreview,
+        (404, 409),
     ),
     _change(
         "/apply",

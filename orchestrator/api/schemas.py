@@ -44,10 +44,13 @@ class SpecToExplain(SpecText, frozen=True, kw_only=True):
     model: str
 
 
+CheckIndex = Annotated[int, msgspec.Meta(ge=0, description="Refuse if the fleet's index differs.")] | None
+
+
 class SpecToApply(SpecText, frozen=True, kw_only=True):
     """A spec and the options of an apply."""
 
-    check_index: Annotated[int, msgspec.Meta(ge=0, description="Refuse if the fleet's index differs.")] | None = None
+    check_index: CheckIndex = None
     canary: (
         Annotated[float, msgspec.Meta(gt=0, lt=1, description="The share of requests for the new version.")] | None
     ) = None
@@ -55,15 +58,26 @@ class SpecToApply(SpecText, frozen=True, kw_only=True):
 
 class ModelName(Fields, frozen=True, kw_only=True):
     model: str
+    check_index: CheckIndex = None
+
+
+class ActionToPreview(Fields, frozen=True, kw_only=True):
+    """A manual change, and what it is about."""
+
+    action: Literal["scale", "load", "unload", "restart", "drain"]
+    target: Annotated[str, msgspec.Meta(description="A model; of a drain a host's name or a replica's id.")]
+    count: Annotated[int, msgspec.Meta(ge=0, description="Of scale; null: the number of the spec.")] | None = None
 
 
 class ReplicaCount(Fields, frozen=True, kw_only=True):
     model: str
     count: Annotated[int, msgspec.Meta(ge=0, description="null: the number of the spec.")] | None
+    check_index: CheckIndex = None
 
 
 class UndoTarget(Fields, frozen=True, kw_only=True):
     to: Annotated[int, msgspec.Meta(ge=1, description="null: the previous revision.")] | None = None
+    check_index: CheckIndex = None
 
 
 class HostCores(Fields, frozen=True, kw_only=True):
@@ -82,6 +96,7 @@ class HostOrReplica(Fields, frozen=True, kw_only=True):
         Annotated[float, msgspec.Meta(gt=0, le=31_536_000, description="The host is empty after so many seconds.")]
         | None
     ) = None
+    check_index: CheckIndex = None
 
 
 class HostsToRoll(Fields, frozen=True, kw_only=True):

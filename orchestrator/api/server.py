@@ -188,7 +188,7 @@ async def _check(request: AdminRequest, key: ApiKey | None) -> AdminRequest:
         return request
     if isinstance(fields, UndoTarget):
         revision = request.fleet.revision(fields.to)
-        request = dataclasses.replace(request, fields=UndoTarget(to=revision["revision"]))
+        request = dataclasses.replace(request, fields=msgspec.structs.replace(fields, to=revision["revision"]))
         fields = SpecText(text=revision["text"], file=revision["file"], base_dir=revision["base_dir"])
     if isinstance(fields, SpecText):
         await asyncio.to_thread(_check_sources, fields, request.fleet.settings)

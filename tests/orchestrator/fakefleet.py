@@ -363,6 +363,11 @@ EVENTS = [
 ]
 
 
+def checked(index: int | None) -> tuple[int, ...]:
+    """The index that a change was asked to check, for ``calls``."""
+    return () if index is None else (index,)
+
+
 class FakeFleet:
     """Plays ``Operator``: answers what it is given, and keeps what it was asked in ``calls``."""
 
@@ -406,6 +411,12 @@ class FakeFleet:
         self._asked("propose", text, file, base_dir, *([] if defrag is None else [defrag]))
         return self.told_plan if defrag is None else self.told_window
 
+    async def preview(self, action: str, target: str, count: int | None = None) -> dict[str, Any]:
+        self._asked("preview", action, target, count)
+        change = {"replica": "chat/2" if count else "chat/1", "change": "start" if count else "stop"}
+        planned = {key: self.told_plan[key] for key in ("index", "revision", "placements", "unplaced")}
+        return {**planned, "changes": [change], "strategies": [], "refusal": None}
+
     async def explain(self, text: str, file: str, base_dir: str, model: str) -> dict[str, Any]:
         self._asked("explain", text, file, base_dir, model)
         if model != EXPLAINED["model"]:
@@ -426,8 +437,8 @@ class FakeFleet:
         self._asked("apply", text, file, base_dir, by, cause, check_index, canary)
         return {"changed": self.changed, "revision": 3, "index": 41, "plan": self.told_plan}
 
-    async def undo(self, to: int | None, by: str) -> dict[str, Any]:
-        self._asked("undo", to, by)
+    async def undo(self, to: int | None, by: str, check_index: int | None = None) -> dict[str, Any]:
+        self._asked("undo", to, by, *checked(check_index))
         return {"changed": self.changed, "revision": 4, "index": 50, "plan": self.told_plan, "of": to}
 
     def rollout(self) -> dict[str, Any]:
@@ -454,31 +465,33 @@ class FakeFleet:
     async def promote(self, by: str) -> dict[str, Any]:
         return self._rollout("promote", by)
 
-    async def restart(self, model: str, by: str) -> dict[str, Any]:
-        return self._rollout("restart", model, by)
+    async def restart(self, model: str, by: str, check_index: int | None = None) -> dict[str, Any]:
+        return self._rollout("restart", model, by, *checked(check_index))
 
     def _rollout(self, *call: Any) -> dict[str, Any]:
         self._asked(*call)
         return self.rollout()
 
-    async def scale(self, model: str, count: int | None, by: str) -> dict[str, Any]:
-        self._asked("scale", model, count, by)
+    async def scale(self, model: str, count: int | None, by: str, check_index: int | None = None) -> dict[str, Any]:
+        self._asked("scale", model, count, by, *checked(check_index))
         return {"model": model, "scaled": count, "wanted": count or 0}
 
-    async def load(self, model: str, by: str) -> dict[str, Any]:
-        self._asked("load", model, by)
+    async def load(self, model: str, by: str, check_index: int | None = None) -> dict[str, Any]:
+        self._asked("load", model, by, *checked(check_index))
         return {"model": model, "scaled": 1, "wanted": 1}
 
-    async def unload(self, model: str, by: str) -> dict[str, Any]:
-        self._asked("unload", model, by)
+    async def unload(self, model: str, by: str, check_index: int | None = None) -> dict[str, Any]:
+        self._asked("unload", model, by, *checked(check_index))
         return {"model": model, "scaled": 0, "wanted": 0}
 
     async def cordon(self, host: str, cores: str | None, on: bool, by: str) -> dict[str, Any]:
         self._asked("cordon", host, cores, on, by)
         return dict(self.told_status["hosts"][0])
 
-    async def drain(self, target: str, by: str, deadline_s: float | None = None) -> dict[str, Any]:
-        self._asked("drain", target, *(() if deadline_s is None else (deadline_s,)), by)
+    async def drain(
+        self, target: str, by: str, deadline_s: float | None = None, check_index: int | None = None
+    ) -> dict[str, Any]:
+        self._asked("drain", target, *(() if deadline_s is None else (deadline_s,)), by, *checked(check_index))
         return {"replica": target, "epoch": 1}
 
     async def roll_hosts(self, hosts: list[str], wait: str, deadline_s: float | None, by: str) -> dict[str, Any]:

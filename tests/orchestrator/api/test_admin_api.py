@@ -50,6 +50,9 @@ ASKED: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
     ("unload", {"model": "chat"}, ("unload", "chat", "me")),
     ("cordon", {"host": "inf2.48xlarge/0", "cores": "0-3"}, ("cordon", "inf2.48xlarge/0", "0-3", True, "me")),
     ("uncordon", {"host": "inf2.48xlarge/0"}, ("cordon", "inf2.48xlarge/0", None, False, "me")),
+    ("scale", {"model": "chat", "count": 3, "check_index": 41}, ("scale", "chat", 3, "me", 41)),
+    ("rollout/undo", {"to": 2, "check_index": 41}, ("undo", 2, "me", 41)),
+    ("preview", {"action": "scale", "target": "chat", "count": 3}, ("preview", "scale", "chat", 3)),
     ("drain", {"target": "chat/0"}, ("drain", "chat/0", "me")),
     ("hosts/roll", {"hosts": ["a/0"], "wait": "node"}, ("roll", ["a/0"], "node", None, "me")),
     ("hosts/continue", {}, ("continue", "me")),
@@ -435,7 +438,7 @@ def test_a_change_continues_after_its_client_disconnects(admin: LiveAdmin) -> No
     """It is in the audit log, and must not be left half done."""
     began, ended, goes_on = threading.Event(), threading.Event(), asyncio.Event()
 
-    async def load(model: str, by: str) -> dict[str, Any]:
+    async def load(model: str, by: str, check_index: int | None = None) -> dict[str, Any]:
         began.set()
         await goes_on.wait()
         ended.set()

@@ -1,0 +1,116 @@
+"""A preview of a manual change shows what the change then does, on a fake cluster in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.api.refused import Refused
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+
+SPEC = """\
+version: 1
+hosts: {emulate: inf2.24xlarge, count: 2}
+defaults: {engine: echo}
+models:
+  chat: {tp_degree: 8, replicas: {min: 1, max: 2}}
+  small: {replicas: 2}
+"""
+CHANGES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"action": "scale", "target": "chat", "count": 2}, "scale", {"model": "chat", "count": 2}),
+    ({"action": "scale", "target": "small", "count": 1}, "scale", {"model": "small", "count": 1}),
+    ({"action": "unload", "target": "small"}, "unload", {"model": "small"}),
+]
+
+
+def held(fleet: Played) -> dict[str, tuple[str, str]]:
+    """Host and cores of each replica that serves."""
+    replicas = [replica for model in fleet.controller.status()["models"] for replica in model["replicas"]]
+    return {each["id"]: (each["host"], each["cores"]) for each in replicas if each["state"] == "ready"}
+
+
+@pytest.mark.parametrize(("asked", "verb", "fields"), CHANGES, ids=lambda value: str(value))
+def test_a_preview_is_what_the_change_does(
+    asked: dict[str, Any], verb: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """The placements after the change are those of the preview; the replicas that differ are its changes."""
+
+    async def story() -> None:
+        async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
+            await fleet.settled()
+            before = held(fleet)
+            preview = await fleet.operator.preview(**asked)
+            assert preview["refusal"] is None
+            await getattr(fleet.operator, verb)(**fields, by="me", check_index=preview["index"])
+            expected = {
+                f"{each['model']}/{each['replica']}": (each["host"], each["cores"]) for each in preview["placements"]
+            }
+            await fleet.until(lambda: held(fleet) == expected, "the fleet is as previewed")
+            differing = {id for id in before.keys() | expected.keys() if before.get(id) != expected.get(id)}
+            assert {change["replica"] for change in preview["changes"]} == differing != set()
+
+    virtually(story)
+
+
+def test_the_preview_of_a_drain_has_every_replica_elsewhere(tmp_path: Path) -> None:
+    """On the hosts where they then are; successors get numbers of their own, and cores beside the replicas before."""
+
+    async def story() -> None:
+        async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
+            await fleet.settled()
+            moved = {id for id, (host, _) in held(fleet).items() if host == "inf2.24xlarge/0"}
+            preview = await fleet.operator.preview("drain", "inf2.24xlarge/0")
+            assert {change["replica"]: change["change"] for change in preview["changes"]} == dict.fromkeys(
+                moved, "move"
+            )
+            await fleet.operator.drain("inf2.24xlarge/0", by="me", check_index=preview["index"])
+            expected = sorted((each["model"], each["host"]) for each in preview["placements"])
+
+            def there() -> bool:
+                return sorted((id.partition("/")[0], host) for id, (host, _) in held(fleet).items()) == expected
+
+            await fleet.until(there, "every replica is where the preview has it")
+
+    virtually(story)
+
+
+def test_a_drain_without_room_is_refused_in_the_preview(tmp_path: Path) -> None:
+    """With the reason that the drain itself would give."""
+
+    async def story() -> None:
+        async with Played(tmp_path, FakeCluster(), SPEC.replace("min: 1, max: 2", "min: 2, max: 2")) as fleet:
+            await fleet.settled()
+            preview = await fleet.operator.preview("drain", "inf2.24xlarge/0")
+            assert "contiguous cores" in preview["refusal"]
+            with pytest.raises(Refused, match="cannot be drained"):
+                await fleet.operator.drain("inf2.24xlarge/0", by="me")
+
+    virtually(story)
+
+
+def test_a_restart_shows_its_strategy_and_outage(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
+            await fleet.settled()
+            preview = await fleet.operator.preview("restart", "chat")
+            assert preview["changes"] == [{"replica": "chat/0", "change": "restart"}]
+            (strategy,) = preview["strategies"]
+            assert (strategy["model"], strategy["strategy"], strategy["outage_s"]) == ("chat", "surge", 0.0)
+
+    virtually(story)
+
+
+def test_a_change_after_another_one_is_refused(tmp_path: Path) -> None:
+    """By its index: what was previewed is no longer what would happen."""
+
+    async def story() -> None:
+        async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
+            await fleet.settled()
+            index = (await fleet.operator.preview("scale", "small", 1))["index"]
+            await fleet.operator.scale("chat", 2, by="other")
+            with pytest.raises(Refused, match="has changed since the preview"):
+                await fleet.operator.scale("small", 1, by="me", check_index=index)
+
+    virtually(story)
