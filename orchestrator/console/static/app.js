@@ -2,12 +2,14 @@
 
 import { follow, hasKey, setKey } from "./api.js";
 import * as cores from "./cores.js";
+import * as models from "./models.js";
+import * as plan from "./plan.js";
 import { h, render } from "./dom.js";
 import { openDialog } from "./dialog.js";
 import { clock } from "./format.js";
 import { receive, refreshPlan, reset, state } from "./state.js";
 
-const VIEWS = { cores };
+const VIEWS = { cores, models, plan };
 const FIRST = "cores";
 
 const byId = (id) => document.getElementById(id);

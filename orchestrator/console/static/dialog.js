@@ -6,7 +6,7 @@ const dialog = document.getElementById("dialog");
 
 /** Shows a dialog; resolves to true once `onConfirm` has succeeded, and to false if it is closed without it. A refusal
  *  of `onConfirm` is shown, and the dialog stays. `onOpen(confirm)` gets the button, which it may disable. */
-export function openDialog({ title, body, confirm, onConfirm, onOpen, cancels = true, danger = false }) {
+export function openDialog({ title, body, confirm, onConfirm, onOpen, cancels = true, escapes = cancels, danger = false }) {
   const problem = h("p", { class: "problem", role: "alert" });
   const button = h("button", { class: danger ? "primary danger" : "primary", type: "submit" }, confirm);
   const cancel = cancels && h("button", { type: "button" }, "Cancel");
@@ -23,7 +23,7 @@ export function openDialog({ title, body, confirm, onConfirm, onOpen, cancels = 
     if (cancel) cancel.onclick = () => close(false);
     dialog.oncancel = (event) => {
       event.preventDefault();
-      if (cancels) close(false);
+      if (escapes) close(false);
     };
     form.onsubmit = async (event) => {
       event.preventDefault();

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
+from orchestrator.api.refused import Refused
 from tests.orchestrator.console.conftest import Visit
-from tests.orchestrator.fakefleet import LiveAdmin, event
+from tests.orchestrator.fakefleet import SPEC, LiveAdmin, bad_spec, event
 
 pytestmark = pytest.mark.browser
 
@@ -46,3 +47,114 @@ def test_a_wrong_key_is_refused_and_can_be_corrected(admin: LiveAdmin, visit: Vi
     page.get_by_label("Token of the fleet").fill("wrong")
     page.keyboard.press("Enter")
     expect(page.get_by_text("The admin API needs the token")).to_be_visible()
+
+
+def test_a_model_is_scaled_after_its_preview_and_at_its_index(admin: LiveAdmin, visit: Visit, pictures: Path) -> None:
+    page = visit()
+    page.get_by_role("link", name="Models").click()
+    page.screenshot(path=pictures / "models.png")
+    page.get_by_role("button", name="Scale chat").click()
+    page.get_by_label("Replicas, at most 2").fill("1")
+    expect(page.get_by_role("dialog")).to_contain_text("check index 41")
+    page.screenshot(path=pictures / "models-scale.png")
+    assert not [call for call in admin.fleet.calls if call[0] == "scale"]
+    page.get_by_role("button", name="Scale", exact=True).click()
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    assert [call for call in admin.fleet.calls if call[0] == "scale"] == [("scale", "chat", 1, "console", 41)]
+
+
+@pytest.mark.parametrize(
+    ("button", "confirm", "call"),
+    [
+        ("Load small", "Load", ("load", "small", "console", 41)),
+        ("Unload chat", "Unload", ("unload", "chat", "console", 41)),
+        ("Restart chat", "Restart", ("restart", "chat", "console", 41)),
+        ("Drain chat/0", "Drain", ("drain", "chat/0", "console", 41)),
+        ("Roll back", "Roll back", ("undo", 2, "console", 41)),
+    ],
+)
+def test_each_change_is_previewed_then_made(
+    button: str, confirm: str, call: tuple[object, ...], admin: LiveAdmin, visit: Visit
+) -> None:
+    page = visit()
+    page.get_by_role("link", name="Models").click()
+    page.get_by_role("button", name=button).click()
+    expect(page.get_by_role("dialog")).to_contain_text("check index 41")
+    page.get_by_role("dialog").get_by_role("button", name=confirm).click()
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    assert call in admin.fleet.calls
+
+
+def test_escape_closes_a_dialog_and_changes_nothing(admin: LiveAdmin, visit: Visit) -> None:
+    page = visit()
+    page.get_by_role("link", name="Models").click()
+    page.get_by_role("button", name="Unload chat").click()
+    expect(page.get_by_role("dialog")).to_contain_text("check index 41")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    assert {call[0] for call in admin.fleet.calls} <= {"events", "propose", "preview"}
+
+
+def test_a_spec_is_planned_then_applied_at_the_index_of_the_plan(
+    admin: LiveAdmin, visit: Visit, pictures: Path
+) -> None:
+    """The plan is the controller's; what was edited since cannot be applied."""
+    page = visit()
+    page.get_by_role("link", name="Plan").click()
+    editor = page.get_by_label("Spec, relative to /specs")
+    expect(editor).to_have_value(SPEC)
+    text = SPEC.replace("512", "1024")
+    editor.fill(text)
+    expect(page.get_by_role("button", name="Apply")).to_be_disabled()
+    page.get_by_role("button", name="Plan", exact=True).click()
+    result = page.get_by_role("region", name="Plan")
+    expect(result).to_contain_text("chat: replace restart replicas 2")
+    expect(result.get_by_role("img", name="after: chat/0 on 0-7, chat/1 on 8-15, small/0 on 16")).to_be_visible()
+    page.screenshot(path=pictures / "plan.png")
+    page.get_by_role("button", name="Apply").click()
+    expect(result).to_contain_text("Revision 3 is rolled out.")
+    applied = ("apply", text, "old.yaml", "/specs", "console", "apply", 41, None)
+    assert applied in admin.fleet.calls
+
+
+def test_a_problem_leads_to_its_line(admin: LiveAdmin, visit: Visit, pictures: Path) -> None:
+    page = visit()
+    page.get_by_role("link", name="Plan").click()
+    expect(page.get_by_label("Spec, relative to /specs")).to_have_value(SPEC)
+    admin.fleet.refusal = bad_spec()
+    page.get_by_role("button", name="Plan", exact=True).click()
+    page.get_by_role("button", name="line 5").click()
+    selected = "(field) => field.value.slice(field.selectionStart, field.selectionEnd)"
+    assert page.get_by_label("Spec, relative to /specs").evaluate(selected) == SPEC.splitlines()[4]
+    expect(page.locator(".lines li.bad")).to_have_text("5")
+    page.screenshot(path=pictures / "plan-problem.png")
+    admin.fleet.refusal = None
+
+
+def test_keys_of_the_schema_are_offered(visit: Visit) -> None:
+    """Those that may stand at the caret and are not there yet."""
+    page = visit()
+    page.get_by_role("link", name="Plan").click()
+    editor = page.get_by_label("Spec, relative to /specs")
+    editor.fill("models:\n  chat:\n    tp_degree: 2\n    tp")
+    offers = page.get_by_role("list", name="Completions")
+    expect(offers).to_have_count(0)
+    editor.fill("models:\n  chat:\n    engine: echo\n    tp")
+    page.keyboard.press("Alt+ArrowDown")
+    page.keyboard.press("Enter")
+    expect(editor).to_have_value("models:\n  chat:\n    engine: echo\n    tp_degree: ")
+
+
+def test_an_apply_after_another_change_shows_the_new_plan(admin: LiveAdmin, visit: Visit) -> None:
+    page = visit()
+    page.get_by_role("link", name="Plan").click()
+    page.get_by_role("button", name="Plan", exact=True).click()
+    apply = page.get_by_role("button", name="Apply")
+    expect(apply).to_be_enabled()
+
+    async def refused(*_: object, **__: object) -> dict[str, object]:
+        raise Refused("index-changed", "the fleet's index is 42, not 41", "run corewright plan SPEC again")
+
+    admin.fleet.apply = refused  # type: ignore[method-assign]
+    apply.click()
+    expect(page.get_by_role("region", name="Plan")).to_contain_text("so nothing was applied")

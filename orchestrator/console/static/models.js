@@ -1,0 +1,123 @@
+// Models: what each serves and how fast, its replicas, and the changes by hand, each previewed before it is made.
+
+import { get } from "./api.js";
+import { changeDialog, rollbackDialog } from "./changes.js";
+import { openDialog } from "./dialog.js";
+import { h } from "./dom.js";
+import { clock, count, milliseconds, NONE, number, progress, seconds } from "./format.js";
+import { rayLinks } from "./ray_links.js";
+import { colourOf, letterOf, models, state } from "./state.js";
+
+export const title = "Models";
+
+const COLUMNS = ["Model", "State", "Replicas", "Queue", "Running", "Tokens/s", "TTFT p50 / p99", "Between tokens p50 / p99",
+  "Cold starts", "Cache", ""];
+
+export function on(type, act, target) {
+  if (type !== "click") return;
+  const { model, replica } = target.dataset;
+  if (act === "log") showLog(model, replica);
+  else if (act === "rollback") rollbackDialog();
+  else if (act === "change") changeDialog(target.dataset.change, replica ?? model);
+}
+
+export function view() {
+  return [rolloutCard(), h("div", { class: "card scroll", tabindex: "0", role: "region", "aria-label": "Models" },
+    h("table", {},
+      h("thead", {}, h("tr", {}, COLUMNS.map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, models().map(row)))),
+    models().map(replicaCard)];
+}
+
+function rolloutCard() {
+  const { rollout } = state.fleet;
+  const busy = rollout.models.filter((each) => each.state !== "complete");
+  return h("div", { class: "card", "data-key": "rollout" },
+    h("h2", {}, `Revision ${rollout.revision}: ${rollout.state}`),
+    rollout.reason && h("p", {}, rollout.reason),
+    busy.length > 0 && h("ul", {}, busy.map((each) =>
+      h("li", {}, `${each.model}: ${each.state}${each.strategy ? ` by ${each.strategy}` : ""}, ${each.ready} of ${each.wanted} ready, ${each.old} old`))),
+    state.fleet.conditions.filter((each) => !each.status).map((each) =>
+      h("p", { class: "problem" }, `${each.type}: ${each.reason}. ${each.message}`)),
+    h("p", {}, h("button", { type: "button", "data-act": "rollback" }, "Roll back…")));
+}
+
+function row(model) {
+  const load = state.load[model.name];
+  const { demand, min, max } = model.scaling;
+  const ready = model.replicas.filter((each) => each.state === "ready").length;
+  const button = (change, text) => h("button", { type: "button", "data-act": "change", "data-change": change,
+    "data-model": model.name, "aria-label": `${text.replace("…", "")} ${model.name}` }, text);
+  const pair = (low, high) => `${milliseconds(low)} / ${milliseconds(high)}`;
+  return h("tr", { "data-key": model.name },
+    h("th", { scope: "row" }, h("span", { class: `chip ${colourOf(model.name)}`, "aria-hidden": "true" }, letterOf(model.name)), ` ${model.name}`),
+    h("td", {}, h("span", { class: model.state === "ready" ? "good" : model.state === "unloaded" ? "dim" : "bad" }, model.state),
+      model.reason && h("div", { class: "dim" }, model.reason)),
+    h("td", {}, `${ready} of ${model.wanted}`, h("div", { class: "dim" }, model.scaled
+      ? `set to ${model.scaled.count ?? "the spec"} by ${model.scaled.by}` : min === max ? "" : `${min} to ${max}`)),
+    h("td", { class: "number" }, demand ? demand.waiting : NONE),
+    h("td", { class: "number" }, demand ? demand.live : NONE),
+    h("td", { class: "number" }, number(load?.tokens_per_s)),
+    h("td", { class: "number" }, load ? pair(load.ttft_ms.p50, load.ttft_ms.p99) : NONE),
+    h("td", { class: "number" }, load ? pair(load.gap_ms.p50, load.gap_ms.p99) : NONE),
+    h("td", { class: "number" }, load ? load.cold : NONE),
+    h("td", {}, cache(model)),
+    h("td", {}, h("span", { class: "buttons" },
+      model.scaling.max > 0 && button("scale", "Scale…"),
+      model.wanted === 0 ? button("load", "Load…") : button("unload", "Unload…"),
+      model.replicas.length > 0 && button("restart", "Restart…"))));
+}
+
+/** How full the KV caches are, as far as servers report it, and what is prepared for a new version. */
+function cache(model) {
+  const used = model.replicas.map((each) => each.server?.kv_usage).filter((each) => each !== undefined && each !== null);
+  const parts = [used.length > 0 && `KV ${Math.round(100 * Math.max(...used))} %`,
+    ...model.preparing.map((each) => `${each.state} on ${each.host}`),
+    ...model.replicas.filter((each) => each.fetch).map((each) => `${each.id}: ${progress(each)}`),
+    ...model.replicas.filter((each) => each.compile_s > 0).map((each) => `${each.id}: compiled ${seconds(each.compile_s)}`)];
+  const shown = parts.filter(Boolean);
+  return shown.length ? shown.map((part) => h("div", {}, part)) : h("span", { class: "dim" }, NONE);
+}
+
+function replicaCard(model) {
+  if (!model.replicas.length) return null;
+  const heads = ["Replica", "State", "Host", "Cores", "Requests", "Process", "Start", ""];
+  return h("details", { class: "card", "data-key": `replicas-${model.name}`, open: model.state !== "ready" },
+    h("summary", {}, `${model.name}: ${count(model.replicas.length, "replica")}`),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Replicas of ${model.name}` }, h("table", {},
+      h("thead", {}, h("tr", {}, heads.map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, model.replicas.map((replica) => replicaRow(model, replica))))));
+}
+
+function replicaRow(model, replica) {
+  const number = replica.id.split("/").at(-1);
+  const data = { type: "button", "data-model": model.name, "data-replica": replica.id };
+  return h("tr", { "data-key": replica.id },
+    h("th", { scope: "row" }, replica.id),
+    h("td", {}, h("span", { class: replica.state === "ready" ? "good" : replica.state === "failed" ? "bad" : "warn" }, progress(replica)),
+      replica.reason && h("div", { class: "dim" }, replica.reason)),
+    h("td", {}, replica.host), h("td", {}, replica.cores ?? NONE),
+    h("td", {}, `${replica.live} running, ${replica.waiting} waiting`), h("td", { class: "number" }, replica.pid ?? NONE),
+    h("td", {}, `${replica.epoch}, ${seconds(replica.load_s)}`),
+    h("td", {}, h("span", { class: "buttons" },
+      h("button", { ...data, "data-act": "log", "aria-label": `Log of ${replica.id}`, "data-number": number }, "Log"),
+      h("button", { ...data, "data-act": "change", "data-change": "drain", "aria-label": `Drain ${replica.id}` }, "Drain…")),
+    rayLinks(replica.id)));
+}
+
+async function showLog(model, replica) {
+  const text = h("pre", { class: "log", tabindex: "0" }, "");
+  let offset = null;
+  const more = async () => {
+    const query = { model, replica: replica.split("/").at(-1), ...(offset === null ? {} : { offset }) };
+    const part = await get("logs", query);
+    offset = part.offset;
+    text.append(part.text);
+    text.scrollTop = text.scrollHeight;
+  };
+  const follow = setInterval(() => more().catch(() => clearInterval(follow)), 1000);
+  more().catch((error) => text.append(error.message));
+  await openDialog({ title: `Log of ${replica}, since ${clock(Date.now() / 1000)} live`, body: [text], confirm: "Close",
+    onConfirm: () => {}, cancels: false, escapes: true });
+  clearInterval(follow);
+}
