@@ -10,12 +10,14 @@ from typing import Annotated
 import typer
 
 import placements
+from orchestrator.cli.fleet_names import names_of
 from orchestrator.cli.output import Format
 
 DEMO = Path(placements.__file__).parent / "examples" / "demo.yaml"
 USAGE = 64  # EX_USAGE of sysexits.h
 FAILED = 1
 CHANGES = 2
+COMPLETE = "_COREWRIGHT_COMPLETE"  # Typer's name of the variable with which a shell asks for completions
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 app = typer.Typer(
@@ -32,7 +34,9 @@ OptionalSpecArgument = Annotated[
     str | None,
     typer.Argument(metavar="SPEC", help=SPEC_HELP, show_default="the running fleet's spec"),
 ]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Name of a model in the spec.")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Name of a model in the spec.", autocompletion=names_of("models"))
+]
 FormatOption = Annotated[Format, typer.Option("--output", "-o", help="Output format.")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until the rollout ends, and report its events.")]
 TimeoutOption = Annotated[

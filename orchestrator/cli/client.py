@@ -41,10 +41,10 @@ class AdminClient:
     token: str
     record: FleetRecord | None
 
-    def get(self, path: str, query: Mapping[str, Any] | None = None) -> Any:
+    def get(self, path: str, query: Mapping[str, Any] | None = None, deadline_s: float = DEADLINE_S) -> Any:
         """Returns the JSON at ``path`` below /admin/v1. None values are left out of the query. Raises Failed."""
         parameters = {key: value for key, value in (query or {}).items() if value is not None}
-        deadline_s = DEADLINE_S + float(parameters.get("wait_s", 0.0))
+        deadline_s += float(parameters.get("wait_s", 0.0))
         return self._request("GET", f"{path}?{urlencode(parameters)}" if parameters else path, None, deadline_s)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, deadline_s: float = DEADLINE_S) -> Any:

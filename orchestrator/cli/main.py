@@ -8,14 +8,16 @@ Only the module of the given command is imported, so that each command starts fa
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
 import typer
+from typer.completion import completion_init  # type: ignore[attr-defined]  # it has no __all__
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from orchestrator.cli.app import FAILED, USAGE, app
+from orchestrator.cli.app import COMPLETE, FAILED, USAGE, app
 from orchestrator.cli.output import complain
 from orchestrator.process.failure import Failed
 
@@ -32,6 +34,7 @@ COMMANDS = {  # of each module, in the order of `--help`
     "rollout": ("rollout",),
     "views": ("status", "get", "describe", "events", "logs", "config"),
     "console": ("console",),
+    "top": ("top",),
     "operate": ("scale", "load", "unload", "cordon", "uncordon", "drain"),
     "hosts": ("hosts",),
     "generate": ("generate",),
@@ -44,6 +47,7 @@ COMMANDS = {  # of each module, in the order of `--help`
     "advise": ("advise",),
     "trace": ("trace",),
     "bench": ("bench",),
+    "completion": ("completion",),
     "version": ("version",),
 }
 
@@ -65,7 +69,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line. Returns the exit code."""
-    command = application(*arguments[:1])
+    command = application(*(arguments or _words_to_complete())[:1])
     try:
         code = command.main(arguments, prog_name="corewright", standalone_mode=False)
         return int(code or 0)
@@ -87,6 +91,14 @@ def run(arguments: list[str]) -> int:
             error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]  # newer Typers add it
         error.show()
         return USAGE
+
+
+def _words_to_complete() -> list[str]:
+    """Returns the words of the command line for which a shell wants completions; none if it does not."""
+    if COMPLETE not in os.environ:
+        return []
+    completion_init()
+    return (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
 
 
 if __name__ == "__main__":

@@ -8,12 +8,18 @@ import typer
 
 from orchestrator.cli.app import FormatOption, ModelArgument, app, bad_parameter
 from orchestrator.cli.client import the_fleet
+from orchestrator.cli.fleet_names import names_of
 from orchestrator.cli.output import Format, show
 from placements.facts.core_range import CoreRange
 from placements.facts.plural import plural
 
 CoresArgument = Annotated[
-    str, typer.Argument(metavar="HOST[:CORES]", help="A host, or some of its cores, such as inf2.48xlarge/0:0-3.")
+    str,
+    typer.Argument(
+        metavar="HOST[:CORES]",
+        help="A host, or some of its cores, such as inf2.48xlarge/0:0-3.",
+        autocompletion=names_of("hosts"),
+    ),
 ]
 
 
@@ -69,7 +75,14 @@ def _cordon(where: str, verb: str, output: Format) -> None:
 
 @app.command()
 def drain(
-    target: Annotated[str, typer.Argument(metavar="HOST|REPLICA", help="Name of a host, or ID of a replica.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST|REPLICA",
+            help="Name of a host, or ID of a replica.",
+            autocompletion=names_of("hosts", "replicas"),
+        ),
+    ],
     deadline_s: Annotated[
         float | None,
         typer.Option(

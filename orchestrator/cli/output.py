@@ -71,9 +71,14 @@ def libraries_to_log(path: Path) -> Iterator[None]:
         _Terminal.out = _Terminal.err = None
 
 
+def can_redraw(stream: TextIO) -> bool:
+    """Returns whether text on the stream can be replaced: it is a terminal, and not a dumb one."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
 def use_color(stream: TextIO) -> bool:
     """Returns whether to use colors: on a terminal, unless NO_COLOR is set (https://no-color.org) or it is dumb."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return can_redraw(stream) and not os.environ.get("NO_COLOR")
 
 
 def say(line: str) -> None:

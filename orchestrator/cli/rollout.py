@@ -10,8 +10,10 @@ from orchestrator.cli.app import FormatOption, ModelArgument, TimeoutOption, Wai
 from orchestrator.cli.apply import preview, show_applied
 from orchestrator.cli.client import PLAN_DEADLINE_S, the_fleet
 from orchestrator.cli.follow import follow_to_end
-from orchestrator.cli.output import Format, show
-from orchestrator.cli.tables import listing, rollout_text
+from orchestrator.cli.listing import listing
+from orchestrator.cli.output import Format, show, stdout
+from orchestrator.cli.state_colors import state_paint
+from orchestrator.cli.tables import rollout_text
 
 rollout = group("rollout", "Show and control the rollout of the newest revision.")
 
@@ -25,7 +27,7 @@ def status(wait: WaitOption = False, timeout: TimeoutOption = None, output: Form
         index = client.get("status").get("index") or 0
         state, code = follow_to_end(client, state["revision"], index, timeout)
     if state is not None:
-        show(state, output, rollout_text(state))
+        show(state, output, rollout_text(state, state_paint(stdout())))
     raise typer.Exit(code)
 
 
@@ -33,7 +35,7 @@ def status(wait: WaitOption = False, timeout: TimeoutOption = None, output: Form
 def history(output: FormatOption = Format.TABLE) -> None:
     """List revisions, newest first."""
     data = the_fleet().get("revisions")
-    show(data, output, listing("revisions", data["revisions"]))
+    show(data, output, listing("revisions", data["revisions"], state_paint(stdout())))
 
 
 @rollout.command("undo")
@@ -57,7 +59,7 @@ def undo(
 
 
 def _show(reply: dict[str, Any], output: Format) -> None:
-    show(reply, output, rollout_text(reply))
+    show(reply, output, rollout_text(reply, state_paint(stdout())))
 
 
 @rollout.command("pause")

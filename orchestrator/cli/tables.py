@@ -2,96 +2,52 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from orchestrator.cli.listing import (
+    EVENT,
+    HOST,
+    REPLICA,
+    Row,
+    clock,
+    cores_text,
+    event_row,
+    host_row,
+    listing,
+    replica_row,
+)
 from orchestrator.fleet.progress_text import fetch_text, hold_text
-from orchestrator.process.text_table import columns
+from orchestrator.process.text_table import Paint, aligned, cells, columns
 
-Row = tuple[object, ...]
 TIMES = ("at", "since", "until")
-EVENT_WIDTHS = (6, 19, 7, 18, 16)
-
-
-def clock(seconds: float | None) -> str | None:
-    """Returns a wall-clock time in the local time zone."""
-    return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def cores_text(cores: Any) -> str | None:
-    """ "all", or a list of ranges: 0-3,8. None for none."""
-    return ",".join(map(str, cores)) or None if isinstance(cores, list) else cores or None
-
-
-# `get`
-
-
-def _model_row(model: Mapping[str, Any]) -> Row:
-    ready = sum(replica["state"] == "ready" for replica in model["replicas"])
-    return model["name"], model["state"], f"{ready}/{model['wanted']}", model.get("version"), model["reason"]
-
-
-def _replica_row(replica: Mapping[str, Any]) -> Row:
-    plain = ("id", "state", "cores", "host", "pid", "restarts", "version", "live", "waiting")
-    return tuple(replica.get(key) for key in plain)
-
-
-def _host_row(host: Mapping[str, Any]) -> Row:
-    free_cordoned = host.get("free_cordoned")  # None from older fleets, which count them as free
-    counts = (*(host[key] for key in ("cores", "leased", "free")), free_cordoned, host["quarantined"], host["reserved"])
-    state = "lost" if host.get("lost") else "starting" if host.get("starting") else "ready"
-    return (host["name"], state, *counts, cores_text(host.get("cordoned")))
-
-
-def _revision_row(revision: Mapping[str, Any]) -> Row:
-    of = revision.get("of")
-    cause = revision["cause"] if of is None else f"{revision['cause']} of {of}"
-    changes = revision.get("changes")
-    changes = len(changes) if isinstance(changes, list) else changes
-    return revision["revision"], clock(revision["at"]), revision["by"], cause, revision["state"], changes
-
-
-def _event_row(event: Mapping[str, Any]) -> Row:
-    about = event.get("replica") or event.get("model") or event.get("host")
-    return event["seq"], clock(event["at"]), event["level"], event["reason"], about, event["message"]
-
-
-REPLICA = ("REPLICA", "STATE", "CORES", "HOST", "PID", "RESTARTS", "VERSION", "LIVE", "WAITING")
-HOST = ("HOST", "STATE", "CORES", "LEASED", "FREE", "CORDONED", "QUARANTINED", "RESERVED", "CORDON")
+EVENT_WIDTHS = (6, 19, 7, 18, 16, 0)
+MOST_REPLICAS = 12  # shown each; of more, only those that are not ready
+MOST_HOSTS = 4  # likewise
 NUMBERS = ("MODEL", "READY", "WANTED", "ARRIVALS/S", "WAITING", "LIVE", "WHY")
-EVENT = ("SEQ", "AT", "LEVEL", "REASON", "ABOUT", "MESSAGE")
-KINDS: Mapping[str, tuple[Sequence[str], Callable[[Mapping[str, Any]], Row]]] = {
-    "models": (("MODEL", "STATE", "READY", "VERSION", "REASON"), _model_row),
-    "replicas": (REPLICA, _replica_row),
-    "hosts": (HOST, _host_row),
-    "revisions": (("REVISION", "AT", "BY", "CAUSE", "STATE", "CHANGES"), _revision_row),
-    "events": (EVENT, _event_row),
-}
 
 
-def listing(kind: str, items: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the table of `get`."""
-    header, row = KINDS[kind]
-    return columns(header, [row(item) for item in items])
+# `events`
 
 
-def event_line(event: Mapping[str, Any] | None) -> str:
+def event_line(event: Mapping[str, Any] | None, paint: Paint | None = None) -> str:
     """Returns one line of followed events; for None the header."""
-    cells = ["-" if cell is None else str(cell) for cell in (EVENT if event is None else _event_row(event))]
-    return "  ".join([cell.ljust(width) for cell, width in zip(cells, EVENT_WIDTHS, strict=False)] + cells[-1:])
+    return aligned(EVENT, cells(EVENT if event is None else event_row(event)), EVENT_WIDTHS, paint)
 
 
 # `status`, `rollout status`
 
 
-def status_text(data: Mapping[str, Any]) -> str:
-    """Returns replicas, models and hosts, with notes on problems and on work in progress."""
-    rows: list[Row] = []
+def status_text(data: Mapping[str, Any], paint: Paint | None = None) -> str:
+    """Returns replicas, models and hosts, with notes on problems and on work in progress.
+
+    Of many replicas or hosts, those that are ready and healthy are only counted, so that the text fits a screen.
+    """
+    replicas: list[Row] = []
     notes: list[str] = []
     for model in data["models"]:
         for replica in model["replicas"]:
-            rows.append(_replica_row(replica)[:6])
+            replicas.append(replica_row(replica)[:6])
             if replica.get("fetch"):
                 notes.append(f"{replica['id']}: {fetch_text(replica['fetch'])}")
             if replica["reason"]:
@@ -99,22 +55,47 @@ def status_text(data: Mapping[str, Any]) -> str:
         for preparation in model.get("preparing") or ():
             notes += _preparing_notes(model, preparation, data["hosts"])
         if not model["replicas"]:
-            rows.append((model["name"], model["state"], None, None, None, None))
+            replicas.append((model["name"], model["state"], None, None, None, None))
             if model["reason"]:
                 notes.append(f"{model['name']}: {model['reason']}")
-    hosts = [(row[0], *row[2:7]) for row in map(_host_row, data["hosts"])]
     host_notes = [note for host in data["hosts"] for note in _host_notes(host)]
     parts = [
         hold_text(data),
-        columns(REPLICA[:6], rows),
+        _replica_table(replicas, paint),
         columns(NUMBERS, [_numbers_row(model) for model in data["models"]]),
-        columns((HOST[0], *HOST[2:7]), hosts),
+        _host_table(data["hosts"]),
         "\n".join([*notes, *_maintenance(data), *_versions(data), *_gateways(data), *host_notes]),
     ]
     rollout = data.get("rollout")
     if rollout and rollout["state"] != "complete":
         parts.append(rollout_line(rollout))
     return "\n\n".join(part for part in parts if part)
+
+
+def _replica_table(rows: Sequence[Row], paint: Paint | None) -> str:
+    """Returns a row for each replica; of more than MOST_REPLICAS, for each that is not ready."""
+    if len(rows) <= MOST_REPLICAS:
+        return columns(REPLICA[:6], rows, paint)
+    ready = sum(row[1] == "ready" for row in rows)
+    others = [row for row in rows if row[1] not in ("ready", "unloaded")]
+    shown = others[:MOST_REPLICAS]
+    counts = f"{ready} of {len(rows)} replicas are ready"
+    more = f", {len(others) - len(shown)} more are not" if len(others) > len(shown) else ""
+    line = f"{counts}{more}; `corewright get replicas` lists all"
+    return f"{columns(REPLICA[:6], shown, paint)}\n{line}" if shown else line
+
+
+def _host_table(hosts: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a row for each host; of more than MOST_HOSTS, for each that has a problem, and one for the others."""
+    header = (HOST[0], *HOST[2:7])
+    rows = [(row[0], *row[2:7]) for row in map(host_row, hosts)]
+    if len(rows) <= MOST_HOSTS:
+        return columns(header, rows)
+    healthy = [row for row, host in zip(rows, hosts, strict=True) if not _host_notes(host)]
+    shown = [row for row in rows if row not in healthy][:MOST_HOSTS]
+    others = [row for row in rows if row not in shown]
+    sums: list[object] = [sum(int(str(row[i] or 0)) for row in others) for i in range(1, len(header))]
+    return columns(header, [*shown, (f"{len(others)} {'more' if shown else 'hosts'}", *sums)])
 
 
 def _numbers_row(model: Mapping[str, Any]) -> Row:
@@ -222,11 +203,11 @@ def rollout_line(rollout: Mapping[str, Any]) -> str:
     return f"revision {rollout['revision']}: {rollout['state'].replace('_', ' ')}{reason}"
 
 
-def rollout_text(rollout: Mapping[str, Any]) -> str:
+def rollout_text(rollout: Mapping[str, Any], paint: Paint | None = None) -> str:
     """Returns the line of the rollout, and a row for each model."""
     keys = ("model", "state", "strategy", "wanted", "updated", "ready", "old")
     rows = [tuple(model.get(key) for key in keys) for model in rollout["models"]]
-    table = columns(("MODEL", "STATE", "STRATEGY", "WANTED", "UPDATED", "READY", "OLD"), rows)
+    table = columns(("MODEL", "STATE", "STRATEGY", "WANTED", "UPDATED", "READY", "OLD"), rows, paint)
     return rollout_line(rollout) + ("\n\n" + table if rows else "")
 
 

@@ -1,20 +1,23 @@
-"""The commands `status`, `get`, `describe`, `events`, `logs` and `config view`: show the state of the fleet."""
+"""The commands `status`, `describe`, `events`, `logs` and `config view`: show the state of the fleet."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import Mapping
-from enum import Enum
 from typing import Annotated, Any
 
 import typer
 
 from orchestrator.cli.app import FAILED, FollowOption, FormatOption, ModelArgument, app, group
 from orchestrator.cli.client import FleetRefused, find_fleet, the_fleet
+from orchestrator.cli.fleet_names import names_of
 from orchestrator.cli.follow import coming, events_after, latest
+from orchestrator.cli.get import LATEST, items_by_name, not_in_fleet
+from orchestrator.cli.listing import listing
 from orchestrator.cli.output import Format, complain, show, stdout
-from orchestrator.cli.tables import description, event_line, listing, settings_text, status_text
+from orchestrator.cli.state_colors import state_paint
+from orchestrator.cli.tables import description, event_line, settings_text, status_text
 from orchestrator.daemon.settings import resolve
 from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
 from orchestrator.process.failure import Failed
@@ -22,86 +25,41 @@ from placements.spec.problems import has_errors
 
 config = group("config", "Show the settings of `up`.")
 
-LATEST = 20  # events that are shown by default
 DESCRIBE_EVENTS = 10
 LOG_LINES = 8
-
-
-class Kind(str, Enum):
-    MODELS = "models"
-    REPLICAS = "replicas"
-    HOSTS = "hosts"
-    REVISIONS = "revisions"
-    EVENTS = "events"
 
 
 @app.command()
 def status(output: FormatOption = Format.TABLE) -> None:
     """Show models, replicas and cores of the running fleet."""
     data = the_fleet().get("status")
-    show(data, output, status_text(data))
-
-
-@app.command()
-def get(
-    kind: Annotated[Kind, typer.Argument(metavar="models|replicas|hosts|revisions|events", help="Kind of the items.")],
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Name of one item; for events the name of a model.")
-    ] = None,
-    output: FormatOption = Format.TABLE,
-) -> None:
-    """List models, replicas, hosts, revisions or events."""
-    client = the_fleet()
-    if kind is Kind.EVENTS:
-        items = latest(client, LATEST, name)
-    elif kind is Kind.REVISIONS and name is not None:
-        if not (name.isascii() and name.isdecimal() and 0 < len(name) < 10):
-            raise typer.BadParameter(f"{name!r} is not a revision number", param_hint="NAME")
-        revision = client.get(f"revisions/{name}")
-        show({"revisions": [revision]}, output, listing("revisions", [revision]) + "\n\n" + revision["text"])
-        return
-    elif kind is Kind.REVISIONS:
-        items = client.get("revisions")["revisions"]
-    else:
-        by_name = _items(client.get("status"), kind)
-        if name is not None and name not in by_name:
-            raise _not_in_fleet(name, list(by_name))
-        items = [item for key, item in by_name.items() if name in (None, key)]
-    show({kind.value: items}, output, listing(kind.value, items))
-
-
-def _items(status: Mapping[str, Any], kind: Kind) -> dict[str, dict[str, Any]]:
-    """Returns the items of a kind by name or id."""
-    if kind is Kind.HOSTS:
-        return {host["name"]: host for host in status["hosts"]}
-    if kind is Kind.MODELS:
-        return {model["name"]: model for model in status["models"]}
-    return {replica["id"]: replica for model in status["models"] for replica in model["replicas"]}
-
-
-def _not_in_fleet(name: str, names: list[str]) -> Failed:
-    return Failed("not-in-fleet", f"the fleet has no {name!r}", f"it has {', '.join(names)}" if names else "")
+    show(data, output, status_text(data, state_paint(stdout())))
 
 
 @app.command()
 def describe(
     name: Annotated[
-        str, typer.Argument(metavar="MODEL|REPLICA|HOST", help="Name of a model or host, or ID of a replica.")
+        str,
+        typer.Argument(
+            metavar="MODEL|REPLICA|HOST",
+            help="Name of a model or host, or ID of a replica.",
+            autocompletion=names_of("models", "replicas", "hosts"),
+        ),
     ],
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Show the details of a model, replica or host. Includes conditions, failures, log and recent events."""
     client = the_fleet()
     status = client.get("status")
-    for kind in (Kind.MODELS, Kind.REPLICAS, Kind.HOSTS):
-        by_name = _items(status, kind)
+    for kind in ("models", "replicas", "hosts"):
+        by_name = items_by_name(status, kind)
         if name in by_name:
             break
     else:
-        raise _not_in_fleet(name, [key for kind in (Kind.MODELS, Kind.HOSTS) for key in _items(status, kind)])
-    word = kind.value.removesuffix("s")
-    model = None if kind is Kind.HOSTS else name.rpartition("/")[0] if kind is Kind.REPLICAS else name
-    events = [event for event in events_after(client, 0, model) if kind is Kind.MODELS or event.get(word) == name]
+        raise not_in_fleet(name, [key for kind in ("models", "hosts") for key in items_by_name(status, kind)])
+    word = kind.removesuffix("s")
+    model = None if kind == "hosts" else name.rpartition("/")[0] if kind == "replicas" else name
+    events = [event for event in events_after(client, 0, model) if kind == "models" or event.get(word) == name]
     events = events[-DESCRIBE_EVENTS:]
     log: dict[str, Any] = {"replica": None, "lines": []}
     if model is not None:
@@ -123,7 +81,13 @@ def _replica_of_interest(status: Mapping[str, Any], model: str, name: str) -> in
 def events(
     follow: FollowOption = False,
     model: Annotated[
-        str | None, typer.Option(metavar="M", help="Only events of this model.", show_default="all models")
+        str | None,
+        typer.Option(
+            metavar="M",
+            help="Only events of this model.",
+            show_default="all models",
+            autocompletion=names_of("models"),
+        ),
     ] = None,
     since: Annotated[
         int | None,
@@ -135,7 +99,7 @@ def events(
     client = the_fleet()
     shown = latest(client, LATEST, model) if since is None else list(events_after(client, since, model))
     if not follow:
-        show({"events": shown}, output, listing("events", shown))
+        show({"events": shown}, output, listing("events", shown, state_paint(stdout())))
         return
     with contextlib.suppress(KeyboardInterrupt):
         if output is Format.TABLE:
@@ -153,7 +117,7 @@ def _show_event(event: dict[str, Any], output: Format) -> None:
     elif output is Format.YAML:
         show([event], output, "")
     else:
-        show(None, output, event_line(event))
+        show(None, output, event_line(event, state_paint(stdout())))
 
 
 @app.command()

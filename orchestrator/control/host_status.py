@@ -50,6 +50,7 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
         "free_cordoned": len(free_cordoned),
         "quarantined": len(quarantined),
         "reserved": len(reserved),
+        "reserved_cores": ranges(reserved),
         "balanced": balanced,
         "cordoned": "all" if cordoned == "whole" else ranges(cordoned),
         "draining": host.name in state.drained(),

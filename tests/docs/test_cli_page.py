@@ -176,6 +176,6 @@ def test_every_setting_is_described() -> None:
 
 def test_every_environment_variable_is_described() -> None:
     """Every COREWRIGHT_... of the sources."""
-    used = {name for path in SOURCES for name in re.findall(r"COREWRIGHT_[A-Z]+(?:_[A-Z]+)*", path.read_text())}
+    used = {name for path in SOURCES for name in re.findall(r"_?COREWRIGHT_[A-Z]+(?:_[A-Z]+)*", path.read_text())}
     used |= {setting.env for setting in SETTINGS}
     assert used <= set(words(section(CLI, "Environment variables")))

@@ -132,6 +132,7 @@ STATUS: dict[str, Any] = {
             "free_cordoned": 3,
             "quarantined": 1,
             "reserved": 0,
+            "reserved_cores": [],
             "leases": [{"replica": "chat/0", "cores": "0-7"}, {"replica": "chat/1", "cores": "8-15"}],
             "cordoned": ["20-22"],
             "lost": False,

@@ -449,7 +449,9 @@ SHOWN = [
     ("get models", 0),
     ("get models chat", 0),
     ("get replicas", 0),
+    ("get replicas -l state=failed", 0),
     ("get hosts", 0),
+    ("top --once", 0),
     ("get revisions", 0),
     ("get revisions 2", 0),
     ("get events", 0),
@@ -481,7 +483,20 @@ def test_a_command_prints_exactly_this(
     assert actual == golden(command.replace(" ", "-").replace("/", "_"), actual)
 
 
-@pytest.mark.parametrize("command", [c for c, _ in SHOWN if c.split()[0] != "logs"])
+WIDE = ["get models -o wide", "get replicas -o wide", "get hosts -o wide", "get hosts -o name"]
+
+
+@pytest.mark.parametrize("command", WIDE)
+def test_a_format_of_get_prints_exactly_this(
+    command: str, fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More columns than the table, or the names alone."""
+    assert run(command.split()) == 0
+    actual = capsys.readouterr().out
+    assert actual == golden(command.replace(" ", "-"), actual)
+
+
+@pytest.mark.parametrize("command", [c for c, _ in SHOWN if c.split()[0] not in ("logs", "top")])
 def test_a_command_has_equal_json_and_yaml_output(
     command: str, fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -538,6 +553,9 @@ def test_a_command_sends_the_name_of_its_user(
         "cordon inf2.48xlarge/0:1,3",
         "get things",
         "get revisions x",
+        "get models -l state",
+        "get models -l stat=ready",
+        "top --interval 0",
         "apply new.yaml --canary 1",
         "apply new.yaml --canary 0",
         "apply new.yaml --check-index x",

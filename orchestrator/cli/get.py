@@ -1,0 +1,179 @@
+"""The command `get`: lists the items of one kind, and follows their changes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from orchestrator.cli.app import app, bad_parameter
+from orchestrator.cli.client import AdminClient, the_fleet
+from orchestrator.cli.fleet_names import names_to_get
+from orchestrator.cli.follow import coming, latest
+from orchestrator.cli.listing import KINDS, Item, listing, selected
+from orchestrator.cli.output import Format, show, stdout
+from orchestrator.cli.state_colors import state_paint
+from orchestrator.process.failure import Failed
+from orchestrator.process.text_table import aligned, cells
+
+LATEST = 20  # events that are shown by default
+READ_S = 1.0  # between two readings of the status, without an event
+SELECTOR = re.compile(r"([\w.]+)(!?=)(.*)")
+
+
+class Kind(str, Enum):
+    MODELS = "models"
+    REPLICAS = "replicas"
+    HOSTS = "hosts"
+    REVISIONS = "revisions"
+    EVENTS = "events"
+
+
+class ListFormat(str, Enum):
+    TABLE = "table"
+    WIDE = "wide"
+    NAME = "name"
+    JSON = "json"
+    YAML = "yaml"
+
+
+@app.command()
+def get(
+    kind: Annotated[Kind, typer.Argument(metavar="models|replicas|hosts|revisions|events", help="Kind of the items.")],
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="Name of one item; for events the name of a model.", autocompletion=names_to_get
+        ),
+    ] = None,
+    selector: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--selector", "-l", metavar="FIELD=TEXT", help="Only items with this field, or FIELD!=TEXT. Repeatable."
+        ),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Continue with the items that change, until Ctrl-C.")
+    ] = False,
+    output: Annotated[
+        ListFormat, typer.Option("--output", "-o", help="Output format; wide has more columns.")
+    ] = ListFormat.TABLE,
+) -> None:
+    """List models, replicas, hosts, revisions or events."""
+    with bad_parameter("--selector"):
+        wanted = [_matcher(text) for text in selector or ()]
+    client = the_fleet()
+    with bad_parameter("--selector"):
+        items = selected(_items(client, kind, name), wanted)
+    if not watch:
+        _show(kind, items, output, name)
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        _Printer(kind, items, output).follow(_changes(client, kind, name, wanted, items))
+
+
+def _matcher(text: str) -> tuple[str, bool, str]:
+    match = SELECTOR.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is neither FIELD=TEXT nor FIELD!=TEXT")
+    return match[1], match[2] == "=", match[3]
+
+
+def _items(client: AdminClient, kind: Kind, name: str | None) -> list[Item]:
+    """Returns the items of a kind, or the one of that name. Raises Failed if there is none."""
+    if kind is Kind.EVENTS:
+        return list(latest(client, LATEST, name))
+    if kind is Kind.REVISIONS:
+        return client.get("revisions")["revisions"] if name is None else [client.get(f"revisions/{_number(name)}")]
+    by_name = items_by_name(client.get("status"), kind.value)
+    if name is None:
+        return list(by_name.values())
+    if name not in by_name:
+        raise not_in_fleet(name, list(by_name))
+    return [by_name[name]]
+
+
+def _number(name: str) -> str:
+    if not (name.isascii() and name.isdecimal() and 0 < len(name) < 10):
+        raise typer.BadParameter(f"{name!r} is not a revision number", param_hint="NAME")
+    return name
+
+
+def items_by_name(status: Mapping[str, Any], kind: str) -> dict[str, dict[str, Any]]:
+    """Returns the models, replicas or hosts of a status by name or id."""
+    if kind == "replicas":
+        return {replica["id"]: replica for model in status["models"] for replica in model["replicas"]}
+    return {item["name"]: item for item in status[kind]}
+
+
+def not_in_fleet(name: str, names: Sequence[str]) -> Failed:
+    return Failed("not-in-fleet", f"the fleet has no {name!r}", f"it has {', '.join(names)}" if names else "")
+
+
+def _show(kind: Kind, items: Sequence[Item], output: ListFormat, name: str | None) -> None:
+    if output is ListFormat.NAME:
+        text = "\n".join(str(item[KINDS[kind.value].key]) for item in items)
+    else:
+        text = listing(kind.value, items, state_paint(stdout()), wide=output is ListFormat.WIDE)
+        if kind is Kind.REVISIONS and name is not None:
+            text += "\n\n" + items[0]["text"]
+    plain = output not in (ListFormat.JSON, ListFormat.YAML)
+    show({kind.value: list(items)}, Format.TABLE if plain else Format(output.value), text)
+
+
+def _changes(
+    client: AdminClient, kind: Kind, name: str | None, wanted: Sequence[tuple[str, bool, str]], items: Sequence[Item]
+) -> Iterator[Item]:
+    """Yields the items again and again: events as they come, the others with each event, or after READ_S."""
+    if kind is Kind.EVENTS:
+        for event in coming(client, items[-1]["seq"] if items else 0, name):
+            with contextlib.suppress(ValueError):
+                yield from selected([event], wanted)
+        return
+    after = client.get("status").get("index") or 0
+    while True:
+        page = client.get_with_retries("events", {"after": after, "limit": 1000, "wait_s": READ_S})
+        after = page["next"]
+        with contextlib.suppress(ValueError):  # there is no item with that field now
+            yield from selected(_items(client, kind, name), wanted)
+
+
+class _Printer:
+    """Prints items, and then only those of which something else is shown than before."""
+
+    def __init__(self, kind: Kind, items: Sequence[Item], output: ListFormat) -> None:
+        self._kind, self._output = KINDS[kind.value], output
+        self._wide = output is ListFormat.WIDE
+        self._printed: dict[Any, object] = {}
+        header = self._kind.columns(self._wide)
+        lines = [header, *(cells(self._kind.cells(item, self._wide)) for item in items)]
+        self._widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+        if output in (ListFormat.TABLE, ListFormat.WIDE):
+            self._print(aligned(header, header, self._widths))
+        self.follow(items)
+
+    def follow(self, items: Iterator[Item] | Sequence[Item]) -> None:
+        for item in items:
+            key, row = item[self._kind.key], self._kind.cells(item, self._wide)
+            if self._printed.get(key) != row:
+                self._printed[key] = row
+                self._item(item, row)
+
+    def _item(self, item: Item, row: Sequence[object]) -> None:
+        if self._output is ListFormat.NAME:
+            self._print(str(item[self._kind.key]))
+        elif self._output is ListFormat.JSON:
+            self._print(json.dumps(item))
+        elif self._output is ListFormat.YAML:
+            show([item], Format.YAML, "")
+        else:
+            header = self._kind.columns(self._wide)
+            self._print(aligned(header, cells(row), self._widths, state_paint(stdout())))
+
+    def _print(self, line: str) -> None:
+        show(None, Format.TABLE, line)

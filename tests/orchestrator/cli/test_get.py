@@ -1,0 +1,133 @@
+"""`corewright get`: selects items by their fields, and follows their changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from orchestrator.cli.get import Kind, ListFormat, _Printer
+from orchestrator.cli.listing import KINDS, selected
+from orchestrator.cli.state_colors import paint_state
+from orchestrator.cli.tables import MOST_HOSTS, MOST_REPLICAS, status_text
+from tests.orchestrator.fakefleet import STATUS, replica
+
+REPLICAS = [replica("chat/0", "0-7"), replica("chat/1", "8-15", "failed", pid=None), replica("small/0", "16", live=0)]
+
+
+@pytest.mark.parametrize(
+    ("selector", "ids"),
+    [
+        ([("state", True, "ready")], ["chat/0", "small/0"]),
+        ([("state", False, "ready")], ["chat/1"]),
+        ([("model", True, "chat"), ("state", True, "ready")], ["chat/0"]),
+        ([("live", True, "0")], ["small/0"]),
+        ([("pid", True, "")], ["chat/1"]),
+        ([("stopped", True, "false")], ["chat/0", "chat/1", "small/0"]),
+        ([("model", True, "none")], []),
+    ],
+)
+def test_items_are_selected_by_the_text_of_their_fields(selector: Any, ids: list[str]) -> None:
+    """A missing value is an empty text; all conditions must hold."""
+    assert [item["id"] for item in selected(REPLICAS, selector)] == ids
+
+
+def test_an_unknown_field_is_an_error_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"no item has a field 'stat'; they have compile_s, cores, .*state"):
+        selected(REPLICAS, [("stat", True, "ready")])
+
+
+def test_without_items_every_selector_selects_nothing() -> None:
+    assert selected([], [("stat", True, "ready")]) == []
+
+
+def changed(**values: Any) -> Mapping[str, Any]:
+    return {**REPLICAS[0], **values}
+
+
+FOLLOWED = [changed(), changed(epoch=2), changed(state="draining"), changed(state="draining"), changed()]
+
+
+@pytest.mark.parametrize(
+    ("output", "lines"),
+    [
+        (ListFormat.TABLE, ["REPLICA", "chat/0   ready", "chat/0   draining", "chat/0   ready"]),
+        (ListFormat.WIDE, ["REPLICA", "chat/0   ready", "chat/0   ready", "chat/0   draining", "chat/0   ready"]),
+        (ListFormat.NAME, ["chat/0", "chat/0", "chat/0"]),
+    ],
+)
+def test_only_an_item_whose_row_changes_is_printed_again(
+    output: ListFormat, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The epoch is a column of the wide table only."""
+    _Printer(Kind.REPLICAS, FOLLOWED[:1], output).follow(iter(FOLLOWED[1:]))
+
+    printed = capsys.readouterr().out.splitlines()
+    assert [line[: len(start)] for line, start in zip(printed, lines, strict=True)] == lines
+
+
+def test_changes_in_json_are_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    """So that a program can read them as they come."""
+    _Printer(Kind.REPLICAS, FOLLOWED[:1], ListFormat.JSON).follow(iter(FOLLOWED[1:]))
+
+    states = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
+    assert states == ["ready", "draining", "ready"]
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "shown"),
+    [
+        ("STATE", "ready", "\x1b[32mready\x1b[0m"),
+        ("STATE", "failed", "\x1b[31mfailed\x1b[0m"),
+        ("STATE", "-", "-"),
+        ("MODEL", "ready", "ready"),
+    ],
+)
+def test_only_states_are_colored(column: str, cell: str, shown: str) -> None:
+    """A model may be called ready."""
+    assert paint_state(column, cell) == shown
+
+
+def test_every_kind_has_as_many_cells_as_columns() -> None:
+    for name in ("models", "hosts"):
+        for item in STATUS[name]:
+            assert len(KINDS[name].cells(item, wide=True)) == len(KINDS[name].columns(wide=True))
+    for item in REPLICAS:
+        assert len(KINDS["replicas"].cells(item, wide=True)) == len(KINDS["replicas"].columns(wide=True))
+
+
+def fleet_of(replicas: int, unready: int, hosts: int) -> dict[str, Any]:
+    """A status with so many replicas of one model, of which ``unready`` are loading, on so many hosts."""
+    states = ["loading"] * unready + ["ready"] * (replicas - unready)
+    own = [replica(f"chat/{i}", "0", state) for i, state in enumerate(states)]
+    machines = [{**STATUS["hosts"][0], "name": f"inf2.48xlarge/{i}"} for i in range(hosts)]
+    healthy = [{**machine, "cordoned": [], "quarantine": []} for machine in machines[1:]]
+    return {**STATUS, "models": [{**STATUS["models"][0], "replicas": own}], "hosts": [machines[0], *healthy]}
+
+
+@pytest.mark.parametrize(("replicas", "unready", "rows"), [(12, 2, 12), (500, 2, 2), (500, 0, 0), (500, 40, 12)])
+def test_the_status_of_many_replicas_shows_those_that_are_not_ready(replicas: int, unready: int, rows: int) -> None:
+    text = status_text(fleet_of(replicas, unready, 1))
+
+    lines = [line for line in text.splitlines() if line.startswith("chat/")]
+    assert len(lines) == rows
+    if replicas > MOST_REPLICAS:
+        assert f"{replicas - unready} of {replicas} replicas are ready" in text
+
+
+def test_the_status_of_many_hosts_shows_those_with_a_problem() -> None:
+    """And the sums of the others."""
+    lines = status_text(fleet_of(1, 0, 100)).splitlines()
+
+    table = [line.split() for line in lines if line.startswith(("HOST", "inf2.48xlarge/0 ", "99 more"))]
+    assert [row[0] for row in table] == ["HOST", "inf2.48xlarge/0", "99"]
+    assert table[2] == ["99", "more", str(99 * 24), str(99 * 16), str(99 * 4), str(99 * 3), "99"]
+    assert MOST_HOSTS < 100
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No colors, whatever runs the tests."""
+    monkeypatch.setenv("NO_COLOR", "1")
