@@ -14,6 +14,7 @@ import typer
 
 from orchestrator.access.audit_log import recorded_command
 from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, group
+from orchestrator.cli.bars import Bar, Bars
 from orchestrator.cli.cache_contents import (
     MODEL,
     CacheContents,
@@ -23,7 +24,7 @@ from orchestrator.cli.cache_contents import (
     differences,
     verdict_dicts,
 )
-from orchestrator.cli.output import Format, complain, fields_of, say, show
+from orchestrator.cli.output import Format, can_redraw, complain, fields_of, say, show, stderr
 from orchestrator.daemon.settings import store_here
 from orchestrator.fleet.progress_text import fetch_text, size_text
 from orchestrator.process.failure import Failed
@@ -48,6 +49,7 @@ cache = group("cache", "Manage compiled artifacts and fetched models.")
 OLD_DAYS = 30.0
 AT_ONCE = 4  # interpreters that run at the same time
 PROGRESS_S = 5.0  # between two lines about a fetch
+BARS_S = 0.25  # between two states of its bar
 
 ModelOption = Annotated[
     list[str] | None,
@@ -208,19 +210,25 @@ def retry(
 
 @contextlib.contextmanager
 def _fetch_reports(label: str) -> Iterator[Callable[[str], Progress]]:
-    """Report the progress of the newest fetch every ``PROGRESS_S``. Yields the factory of progress objects."""
+    """Report the progress of the newest fetch, by a bar or a line every ``PROGRESS_S``. Yields the factory of
+    progress objects."""
     fetches, ended = list[Progress](), threading.Event()
+    bars = Bars(stderr()) if can_redraw(stderr()) else None
 
     def new_progress(source: str) -> Progress:
         fetches.append(Progress(source))
         return fetches[-1]
 
     def report() -> None:
-        while not ended.wait(PROGRESS_S):
+        while not ended.wait(PROGRESS_S if bars is None else BARS_S):
             if fetches and (status := fetches[-1].status()).phase not in ("done", "failed"):
                 progress: dict[str, Any] = {"phase": status.phase, "source": status.source, "trouble": status.trouble}
                 progress |= {"bytes": status.done, "total": status.total}
-                say(f"{label}: {fetch_text({**progress, 'bytes_per_s': status.rate, 'left_s': status.left_s})}")
+                text = fetch_text({**progress, "bytes_per_s": status.rate, "left_s": status.left_s})
+                if bars is None:
+                    say(f"{label}: {text}")
+                else:
+                    bars.show([Bar(label, text, status.done, status.total or None)])
 
     reporter = threading.Thread(target=report, name="warm", daemon=True)
     reporter.start()
@@ -229,6 +237,8 @@ def _fetch_reports(label: str) -> Iterator[Callable[[str], Progress]]:
     finally:
         ended.set()
         reporter.join()
+        if bars is not None:
+            bars.close()
 
 
 # Reading

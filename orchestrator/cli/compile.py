@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, app
-from orchestrator.cli.output import Format, complain, say, show, stderr
+from orchestrator.cli.bars import Bar, Bars
+from orchestrator.cli.output import Format, can_redraw, complain, say, show, stderr
 from orchestrator.compiling import hub_push
 from orchestrator.compiling.compile_ahead import CompileAhead, Outcome, Step, named
 from orchestrator.daemon.settings import store_here
@@ -141,50 +142,33 @@ def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float,
 @contextlib.contextmanager
 def _view() -> Iterator[Callable[[Step], None]]:
     """Show progress: bars on a terminal, else a line for each change of phase."""
-    if stderr().isatty():
-        with _bars() as watch:
-            yield watch
-        return
-    last: dict[str, str] = {}
+    last: dict[str, Bar] = {}
     lock = threading.Lock()
+    bars = Bars(stderr(), keep=True) if can_redraw(stderr()) else None
 
     def report(step: Step) -> None:
+        bar = _bar(step)
         with lock:
-            words = _words(step)
-            if last.get(named(step)) != words:
-                last[named(step)] = words
-                say(f"{named(step)}: {words}")
+            before, last[bar.name] = last.get(bar.name), bar
+            if bars is not None:
+                bars.show(last.values())
+            elif before is None or before.text != bar.text:
+                say(f"{bar.name}: {bar.text}")
 
-    yield report
+    with contextlib.closing(bars) if bars is not None else contextlib.nullcontext():
+        yield report
+
+
+def _bar(step: Step) -> Bar:
+    """Returns the progress in graphs; that of an ended step is full."""
+    if step.phase in ("done", "failed"):
+        return Bar(named(step), _words(step), 1, 1)
+    return Bar(named(step), _words(step), step.done, step.total or None)
 
 
 def _words(step: Step) -> str:
     graph = f" graph {step.done + 1} of {step.total}" if step.phase == "compiling" and step.total else ""
     return WORDS.get(step.phase, step.phase) + graph
-
-
-@contextlib.contextmanager
-def _bars() -> Iterator[Callable[[Step], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-
-    tasks: dict[str, TaskID] = {}
-    lock = threading.Lock()
-    shown = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
-    with Progress(*shown, TimeElapsedColumn(), console=Console(file=stderr())) as progress:
-
-        def report(step: Step) -> None:
-            with lock:
-                if (name := named(step)) not in tasks:
-                    tasks[name] = progress.add_task(name, total=None, words="")
-                ended = step.phase in ("done", "failed")
-                total = 1 if ended else step.total or None
-                done = 1 if ended else step.done
-                progress.update(tasks[name], total=total, completed=done, words=_words(step))
-                if ended:
-                    progress.stop_task(tasks[name])
-
-        yield report
 
 
 def _push_to_hub(repository: str, outcomes: Sequence[Outcome]) -> list[str]:

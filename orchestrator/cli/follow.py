@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from orchestrator.cli.app import FAILED, INTERRUPTED
+from orchestrator.cli.bars import Bars
 from orchestrator.cli.client import AdminClient
-from orchestrator.cli.output import say
+from orchestrator.cli.output import can_redraw, say, stderr
+from orchestrator.cli.state_colors import state_paint
 from orchestrator.cli.tables import event_line, rollout_line
 from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
 from orchestrator.process.failure import Failed
 
 PAGE = 1000
 STEP_S = 5.0  # longest wait for an event before the rollout is read again
+BARS_S = 1.0  # the same while bars are drawn
 SUCCEEDED = ("complete", "canary")  # a serving canary waits for `promote` or `undo`
 ENDED = (*SUCCEEDED, "failed", "rolled_back")
 
@@ -49,29 +53,36 @@ def follow_to_end(
     client: AdminClient, revision: int, after: int, timeout_s: float | None
 ) -> tuple[dict[str, Any] | None, int]:
     """As ``follow_rollout``, with the exit code. After Ctrl-C the state is None."""
+    bars = Bars(stderr()) if can_redraw(stderr()) else None
     try:
-        final = follow_rollout(client, revision, after, timeout_s)
+        with contextlib.closing(bars) if bars is not None else contextlib.nullcontext():
+            final = follow_rollout(client, revision, after, timeout_s, bars)
     except KeyboardInterrupt:
         say("stopped waiting; the rollout continues: see `corewright rollout status`")
         return None, INTERRUPTED
     return final, 0 if final["state"] in SUCCEEDED else FAILED
 
 
-def follow_rollout(client: AdminClient, revision: int, after: int, timeout_s: float | None) -> dict[str, Any]:
-    """Print events on stderr until the rollout of ``revision`` ends. Returns its final state.
+def follow_rollout(
+    client: AdminClient, revision: int, after: int, timeout_s: float | None, bars: Bars | None = None
+) -> dict[str, Any]:
+    """Print events on stderr, and draw bars, until the rollout of ``revision`` ends. Returns its final state.
 
     Raises Failed `rollout-late` at the timeout, `rollout-replaced` if another revision replaced it.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    report, step_s = (say, STEP_S) if bars is None else (bars.say, BARS_S)
     while True:
+        if bars is not None:
+            bars.show_status(client.get_with_retries("status"))
         rollout: dict[str, Any] = client.get_with_retries("rollout")
         ours, ended = rollout["revision"] == revision, rollout["state"] in ENDED
-        remaining_s = STEP_S if deadline is None else min(STEP_S, deadline - time.monotonic())
+        remaining_s = step_s if deadline is None else min(step_s, deadline - time.monotonic())
         wait_s = 0.0 if ended or not ours else max(0.0, remaining_s)
         page = client.get_with_retries("events", {"after": after, "limit": PAGE, "wait_s": wait_s})
         after = page["next"]
         for event in page["events"]:
-            say(event_line(event))
+            report(event_line(event, state_paint(stderr())))
         if ours and ended:
             return rollout
         if not ours:

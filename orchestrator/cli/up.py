@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -16,10 +17,12 @@ from orchestrator.access.keys import KeyFile
 from orchestrator.access.source_policy import SourcePolicy
 from orchestrator.access.tls import CertificateFiles
 from orchestrator.cli.app import DEMO, FAILED, SpecArgument, app
+from orchestrator.cli.bars import Bars
 from orchestrator.cli.doctor import engine_problems
 from orchestrator.cli.keys import access
-from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stdout, use_color
+from orchestrator.cli.output import Format, can_redraw, complain, libraries_to_log, say, show, stderr, stdout, use_color
 from orchestrator.daemon.daemon import Daemon, UpOptions
+from orchestrator.daemon.display import Display, NoDisplay
 from orchestrator.daemon.joined_up import JoinedSpec, JoinedUp
 from orchestrator.daemon.settings import SETTINGS, Setting, Settings, resolve, store_settings
 from orchestrator.gateway.settings import GatewaySettings
@@ -85,7 +88,8 @@ def run_up(
         return FAILED
 
     def announce(record: FleetRecord) -> None:
-        say("")
+        display.show_status({"models": ()})  # until the next one, so that it does not overwrite this
+        report("")
         show(
             None,
             Format.TABLE,
@@ -100,13 +104,25 @@ def run_up(
         config=settings.as_dicts(),
     )
     home.prepare()
-    with libraries_to_log(home.logs / "daemon.log"):
+    with libraries_to_log(home.logs / "daemon.log"), _display() as (display, report):
         if ray_address is not None:
             elastic = any(entry.max is not None for entry in file.spec.hosts)
             joined = JoinedSpec(file.text, file.name, file.base_dir, file.spec.name, file.hosts, elastic)
-            return JoinedUp(home, options, joined, ray_address, say, upgrade=upgrade).run(announce, detach=detach)
-        spec = (file.text, file.name, file.base_dir)
-        return Daemon(home, options, spec, file.spec.name, file.hosts, file.machine.instance, say).run(announce)
+            return JoinedUp(home, options, joined, ray_address, report, upgrade=upgrade, display=display).run(
+                announce, detach=detach
+            )
+        spec, instance = (file.text, file.name, file.base_dir), file.machine.instance
+        return Daemon(home, options, spec, file.spec.name, file.hosts, instance, report, display).run(announce)
+
+
+@contextlib.contextmanager
+def _display() -> Iterator[tuple[Display, Callable[[str], None]]]:
+    """Yields the display of progress, and what prints lines beside it."""
+    if not can_redraw(stderr()):
+        yield NoDisplay(), say
+        return
+    with contextlib.closing(Bars(stderr())) as bars:
+        yield bars, bars.say
 
 
 def first_map(file: SpecFile, placed: Plan) -> str:

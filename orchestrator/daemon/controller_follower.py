@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.access.audit_log import Audit
+from orchestrator.daemon.display import Display, NoDisplay
 from orchestrator.daemon.narration import Narration
 from orchestrator.daemon.spec_watch import SpecWatch
 from orchestrator.process.awake_clock import LATE_S
@@ -25,13 +26,20 @@ class ControllerFollower:
     """The controller as `up` sees it. ``controller`` is its handle, once it is started. Set ``ending`` before the
     fleet or this process ends: calls return then, and nothing is reported any more."""
 
-    def __init__(self, report: Callable[[str], None], logs: Path, away_s: float = CONTROLLER_AWAY_S) -> None:
-        """``away_s``: the controller must be back after this time."""
+    def __init__(
+        self,
+        report: Callable[[str], None],
+        logs: Path,
+        away_s: float = CONTROLLER_AWAY_S,
+        display: Display | None = None,
+    ) -> None:
+        """``away_s``: the controller must be back after this time. ``display`` gets each status."""
         self.controller: Any = None
         self.ending = False
         self.ready = threading.Event()
         self.narration = Narration()
         self._report = report
+        self._display = display or NoDisplay()
         self._logs = logs
         self._away_s = away_s
         self._seen = 0  # the version of the status that was reported last
@@ -74,6 +82,7 @@ class ControllerFollower:
             self._seen, status = reply
             for line in self.narration.news(status):
                 self.report(line)
+            self._display.show_status(status)
             if status["ready"]:
                 self.ready.set()
 

@@ -11,7 +11,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -20,6 +20,7 @@ import msgspec.structs
 from orchestrator.access.audit_log import Audit, AuditLine, caller
 from orchestrator.access.tls import certified_name
 from orchestrator.daemon.controller_follower import CONTROLLER_RETRY_S, STATUS_WAIT_S, ControllerFollower
+from orchestrator.daemon.display import Display, NoDisplay
 from orchestrator.daemon.narration import MOST_NAMED
 from orchestrator.daemon.own_ray import OwnRay
 from orchestrator.daemon.start_checks import check_host_root, check_port
@@ -97,16 +98,18 @@ class Daemon:
     hosts: tuple[Host, ...]
     instance: str | None
     report: InitVar[Callable[[str], None]]  # receives each progress line
+    display: Display = field(default_factory=NoDisplay)
 
     def __post_init__(self, report: Callable[[str], None]) -> None:
         self._audit = Audit(self.home.audit)
-        self._report = WaitingNotice(functools.partial(report_if_possible, report))
+        say = functools.partial(report_if_possible, report)
+        self._report = WaitingNotice(say, shown=lambda: self.display.drawn)
         self._fleet = secrets.token_hex(8)
         self._pid = os.getpid()
         self._mark: Callable[[bytes], object] = lambda mark: None
         self._requests: queue.SimpleQueue[str | Failed] = queue.SimpleQueue()  # to end: a signal, `down` or a failure
         self._threads: list[threading.Thread] = []
-        self._follower = ControllerFollower(self._report, self.home.logs)
+        self._follower = ControllerFollower(self._report, self.home.logs, display=self.display)
         self._end_requested = False
         self._ray_up = False
         self._ray = OwnRay(self.home, self.name, self.hosts, self.options.dashboard)
@@ -195,6 +198,7 @@ class Daemon:
             outcome = failed.problem.id
             self._report(render([failed.problem]).rstrip("\n"))
         finally:
+            self.display.close()
             self._audit_end(written, outcome)  # before Ray is shut down, which may end this process
             mark(REPORTED)
             try:

@@ -28,6 +28,7 @@ from orchestrator.daemon.cluster_reach import reach
 from orchestrator.daemon.cluster_survey import emulated_types, survey
 from orchestrator.daemon.controller_follower import ControllerFollower
 from orchestrator.daemon.daemon import SIGNALS, UpOptions, report_if_possible, watched
+from orchestrator.daemon.display import Display, NoDisplay
 from orchestrator.daemon.fleet_upgrade import FleetUpgrade, refuse_version
 from orchestrator.daemon.head_loss import head_loss_warning
 from orchestrator.daemon.joined_gateways import are_starting, client_url, loopback_warning, not_started
@@ -77,15 +78,17 @@ class JoinedUp:
         report: Callable[[str], None],
         *,
         upgrade: bool = False,
+        display: Display | None = None,
     ) -> None:
         """``upgrade``: a running fleet of another version of corewright gets this one."""
         self._home = home
         self._options = options
         self._spec = spec
         self._address = address
-        self._report = WaitingNotice(partial(report_if_possible, report))
+        self._display = display = display or NoDisplay()
+        self._report = WaitingNotice(partial(report_if_possible, report), shown=lambda: display.drawn)
         self._audit = Audit(home.audit)
-        self._follower = ControllerFollower(self._report, home.logs, CONTROLLER_AWAY_S)
+        self._follower = ControllerFollower(self._report, home.logs, CONTROLLER_AWAY_S, display)
         self._events: queue.SimpleQueue[str | Failed | None] = queue.SimpleQueue()  # signal, failure; None: done
         self._url = ""  # of the first gateway
         self._upgrade = FleetUpgrade(spec.name, self._follower, self._report) if upgrade else None
@@ -130,6 +133,7 @@ class JoinedUp:
         if self._upgrade is not None:
             self._upgrade.wait_switched()
         self._follower.ending = True
+        self._display.close()
         code = 0
         if isinstance(event, Failed):
             self._audit.finish(line, event.problem.id)

@@ -13,9 +13,16 @@ SILENCE_S = 3.0  # the documented limit is 5 s, and a busy interpreter may be la
 class WaitingNotice:
     """Forwards progress lines, and adds lines during silences. Thread-safe."""
 
-    def __init__(self, say: Callable[[str], None], silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        silence_s: float = SILENCE_S,
+        shown: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """No lines are added while ``shown``: something else shows the progress."""
         self._say = say
         self._silence_s = silence_s
+        self._shown = shown
         self._said = time.monotonic()
 
     def __call__(self, line: str) -> None:
@@ -39,4 +46,7 @@ class WaitingNotice:
         begun = time.monotonic()
         while not over.wait(max(0.0, self._said + self._silence_s - time.monotonic())):
             if (now := time.monotonic()) >= self._said + self._silence_s:
+                if self._shown():
+                    self._said = now
+                    continue
                 self(f"waiting for {what()} ({now - begun:.0f} s)")
