@@ -32,13 +32,14 @@ from orchestrator.gateway.http.http_server import Handler, HttpServer
 from orchestrator.gateway.lmi import INVOCATIONS, read_lmi
 from orchestrator.gateway.openai import body_reader, errors
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.openapi import ModelCard, ModelList, VersionAnswer, openapi
+from orchestrator.gateway.openai.openapi import ROUTES, ModelCard, ModelList, VersionAnswer, openapi
 from orchestrator.gateway.openai.protocol import Chat, TokenizeChatRequest
 from orchestrator.gateway.openai.tokenize import detokenized, tokenized
 from orchestrator.gateway.received_files import ReceivedFiles
 from orchestrator.gateway.request_log import RequestLog
 from orchestrator.gateway.responses.chat_request import read_responses, renamed
 from orchestrator.gateway.sagemaker import SageMaker
+from orchestrator.gateway.sagemaker_routes import CONTAINER_ROUTES
 from orchestrator.gateway.served_models import ServedModels
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.tokenizers import Tokenizers
@@ -232,7 +233,7 @@ class Gateway:
     # Routes
 
     def openapi(self, exchange: Exchange) -> None:
-        exchange.respond(200, _document(self.gate.demands_keys))
+        exchange.respond(200, _document(self.gate.demands_keys, self._settings.sagemaker))
 
     def tokenize(self, exchange: Exchange) -> Awaitable[None] | None:
         if self._forwarded(exchange):
@@ -438,8 +439,8 @@ def error_body_for(error: ApiError, exchange: Exchange) -> dict[str, Any]:
 
 
 @functools.cache
-def _document(needs_key: bool) -> bytes:
-    return _encode(openapi(needs_key=needs_key))
+def _document(needs_key: bool, container: bool) -> bytes:
+    return _encode(openapi(needs_key=needs_key, routes=CONTAINER_ROUTES if container else ROUTES))
 
 
 def _json_of(exchange: Exchange) -> bytes:

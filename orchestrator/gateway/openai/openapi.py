@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -208,7 +208,7 @@ class ErrorAnswer(msgspec.Struct):
 
 @dataclass(frozen=True)
 class GatewayRoute:
-    """A route of the gateway. ``asks`` are the types of its body; ``answer`` None: text."""
+    """A route of the gateway. ``asks`` are the types of its body; ``answer`` None: text, object: any JSON."""
 
     method: str
     path: str
@@ -219,6 +219,8 @@ class GatewayRoute:
     encodes: bool = False  # the answer is written once its inputs are encoded
     probe: bool = False  # it needs no key, and its 503 is text
     of_a_model: bool = False  # the model may be unknown or not ready
+    invokes: bool = False  # the body need not name the model, and may be JSON lines
+    refused: tuple[tuple[int, str], ...] = ()  # statuses that only this route has
     error: type = ErrorAnswer
 
 
@@ -312,6 +314,7 @@ REFUSED: Mapping[int, str] = MappingProxyType(
     }
 )
 _OF_ALL = (400, 401, 403, 405, 408, 413, 429, 431, 500, 503)
+LINES = "application/jsonlines"
 _HEADERS: Mapping[str, tuple[str, Schema]] = MappingProxyType(  # of a request that waits for a slot
     {
         "x-session-id": (
@@ -327,13 +330,16 @@ _HEADERS: Mapping[str, tuple[str, Schema]] = MappingProxyType(  # of a request t
 )
 
 
-def openapi(*, needs_key: bool) -> Schema:
-    """Returns the document of ``ROUTES``; ``needs_key``: requests need an API key."""
-    kinds = [kind for route in ROUTES for kind in (*route.asks, route.answer) if kind is not None and kind is not dict]
-    references, schemas = components([*dict.fromkeys([*(route.error for route in ROUTES), *kinds])])
+def openapi(*, needs_key: bool, routes: Sequence[GatewayRoute] = ROUTES) -> Schema:
+    """Returns the document of the routes; ``needs_key``: requests need an API key."""
+    kinds = [kind for route in routes for kind in (*route.asks, route.answer) if kind not in (None, dict, object)]
+    references, schemas = components([*dict.fromkeys([*(route.error for route in routes), *kinds])])
     paths: dict[str, dict[str, Any]] = {}
-    for route in ROUTES:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, references, needs_key)
+    for route in routes:
+        operation = _operation(route, references, needs_key)
+        if route.asks:
+            operation["requestBody"] = _body(route, references, schemas)
+        paths.setdefault(route.path, {})[route.method.lower()] = operation
     schemes = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -354,12 +360,13 @@ def openapi(*, needs_key: bool) -> Schema:
 def _operation(route: GatewayRoute, references: Mapping[type, Schema], needs_key: bool) -> dict[str, Any]:
     responses = {"200": _answer(route, references)}
     statuses = {*_OF_ALL, *((404,) if route.of_a_model else ()), *((415,) if route.asks else ())}
+    statuses |= {status for status, _ in route.refused}
     if route.streams or route.encodes:
         statuses.add(504)
     if route.probe:
         statuses -= {401, 429}
     for status in sorted(statuses):
-        response = json_response(REFUSED[status], references[route.error])
+        response = json_response({**REFUSED, **dict(route.refused)}[status], references[route.error])
         if route.probe and status == 503:
             response["content"]["text/plain"] = {"schema": {"type": "string"}}
         if status in (429, 503) and not route.probe:
@@ -372,18 +379,17 @@ def _operation(route: GatewayRoute, references: Mapping[type, Schema], needs_key
         "summary": route.summary,
         "responses": responses,
     }
-    if route.asks:
-        bodies = [references[kind] for kind in route.asks]
-        schema = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
-        operation["requestBody"] = {"required": True, "content": json_content(schema)}
+    parameters: list[dict[str, Any]] = []
     if "{model}" in route.path:
         name = {"type": "string", "minLength": 1}
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": name}]
+        parameters.append({"name": "model", "in": "path", "required": True, "schema": name})
     if route.streams or route.encodes:
-        operation["parameters"] = [
+        parameters += [
             {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
             for name, (description, schema) in _HEADERS.items()
         ]
+    if parameters:
+        operation["parameters"] = parameters
     if route.probe and needs_key:
         operation["security"] = []
     return operation
@@ -392,10 +398,29 @@ def _operation(route: GatewayRoute, references: Mapping[type, Schema], needs_key
 def _answer(route: GatewayRoute, references: Mapping[type, Schema]) -> dict[str, Any]:
     if route.answer is None:
         return {"description": route.summary, "content": {"text/plain": {"schema": {"type": "string"}}}}
-    answer = json_response(route.summary, references.get(route.answer, {"type": "object"}))
+    schema: Schema = {} if route.answer is object else references.get(route.answer, {"type": "object"})
+    answer = json_response(route.summary, schema)
     if route.streams:
         answer["content"]["text/event-stream"] = {"schema": _EVENT}
+    if route.invokes:
+        lines = {"type": "string", "description": "A line of JSON for each input or token."}
+        answer["content"][LINES] = {"schema": lines}
     return answer
+
+
+def _body(route: GatewayRoute, references: Mapping[type, Schema], schemas: Mapping[str, Schema]) -> Schema:
+    bodies = [references[kind] for kind in route.asks]
+    if route.invokes:
+        bodies = [_without_model(schemas[body["$ref"].rpartition("/")[2]]) for body in bodies]
+    content = json_content(bodies[0] if len(bodies) == 1 else {"anyOf": bodies})
+    if route.invokes:
+        content[LINES] = {"schema": {"type": "string", "description": "LMI's requests, which differ in `inputs` only."}}
+    return {"required": True, "content": content}
+
+
+def _without_model(schema: Schema) -> Schema:
+    """Returns the schema of a body whose model may be missing."""
+    return {**schema, "required": [name for name in schema["required"] if name != "model"]}
 
 
 _EVENT: Schema = {  # before OpenAPI 3.2 the schema of a stream is that of each event

@@ -10,12 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import msgspec
 import pytest
+from openapi_spec_validator import validate
 
 from orchestrator.access.keys import KeyFile
 from orchestrator.fleet.hosting import Hosting
 from orchestrator.gateway.lmi import LmiAnswer, content_types, read_lmi
 from orchestrator.gateway.openai.answers import Choice
+from orchestrator.gateway.openai.openapi import openapi
+from orchestrator.gateway.sagemaker_routes import CONTAINER_ROUTES, LoadedModel, LoadedModels
 from orchestrator.process.home import Home
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
@@ -244,6 +249,59 @@ def test_sagemaker_gets_no_answer_after_its_own_limit(
             assert answer.result(10).status_code == code
     finally:
         live.close()
+
+
+DOCUMENT = openapi(needs_key=False, routes=CONTAINER_ROUTES)
+
+
+def test_the_containers_openapi_document_has_its_routes(gateway: LiveGateway, served: Served) -> None:
+    """Each responds, and has no other method. Gateways elsewhere do not list them."""
+    validate(DOCUMENT)
+    gateway.serve(routes("only", served))
+    assert gateway.http.get("/openapi.json").json() == DOCUMENT
+    others = openapi(needs_key=False)["paths"]
+    own = {path: methods for path, methods in DOCUMENT["paths"].items() if path not in others}
+    assert own.keys() == {"/invocations", "/models", "/models/{model}", "/models/{model}/invoke"}
+    gateway.controller.load_replies = [Hosting(400, "no model")]
+    for path, methods in own.items():
+        for method in ("GET", "PUT", "POST", "DELETE"):
+            response = gateway.http.request(method, path.replace("{model}", "a"), json={"model_name": "a", "url": "/m"})
+            assert (response.status_code != 405) == (method.lower() in methods), (method, path)
+
+
+def invocation_schema() -> dict[str, Any]:
+    body = DOCUMENT["paths"]["/invocations"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    return {**body, "components": DOCUMENT["components"]}
+
+
+@pytest.mark.parametrize(
+    ("body", "good"),
+    [
+        (CHAT, True),
+        ({**CHAT, "model": "only"}, True),
+        ({"prompt": "hello", "max_tokens": 4}, True),
+        ({"inputs": "hello"}, True),
+        ({"inputs": ["hello", "other"], "parameters": {"details": False, "max_new_tokens": 4}}, True),
+        ({"inputs": ""}, False),
+        ({"inputs": "hello", "parameters": {"num_beams": 2}}, False),
+        ({"model": "only"}, False),
+        ({"messages": []}, False),
+    ],
+)
+def test_the_document_says_of_invocations_what_the_gateway_does(
+    body: dict[str, Any], good: bool, gateway: LiveGateway, served: Served
+) -> None:
+    gateway.serve(routes("only", served))
+    assert jsonschema.Draft202012Validator(invocation_schema()).is_valid(body) is good
+    assert (gateway.http.post("/invocations", json=body).status_code == 200) is good
+
+
+def test_the_answers_about_models_are_those_of_the_document(gateway: LiveGateway) -> None:
+    gateway.controller.hosting = {f"m{i:03}": "/m" for i in range(101)}
+    page = msgspec.json.decode(gateway.http.get("/models").content, type=LoadedModels)
+    assert (len(page.models), page.next_page_token) == (100, "m099")
+    card = msgspec.json.decode(gateway.http.get("/models/m007").content, type=LoadedModel)
+    assert card == LoadedModel("m007", "/m")
 
 
 needs_djl = pytest.mark.skipif(
