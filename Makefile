@@ -5,7 +5,7 @@
 # make test-fast, test-live, test-long, test-real, test-vllm    one part of these alone
 # make coverage    the tests without a fleet, and the lines and branches that none of them reaches
 # make bench-check compare the hot paths' CPU time with that of a commit (BASE=HEAD~1)
-# make demo-check  start the demo, ask every model, stop
+# make demo-check  install the wheel, start its demo in an empty folder, ask every model, stop
 # make venv        only the environment
 
 unexport PYTHONDONTWRITEBYTECODE # each process of the tests would compile every module anew

@@ -25,6 +25,8 @@ from orchestrator.process.addresses import free_port
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from tests.installed_wheel import InstalledWheel
+
 READY_DEADLINE_S = 120.0
 COREWRIGHT = Path(sys.executable).with_name("corewright")
 
@@ -106,10 +108,11 @@ class LiveFleet(Fleet):
         spare: bool = False,
         command: Path = COREWRIGHT,
         verb: tuple[str, ...] = (),
+        wheel: InstalledWheel | None = None,
     ) -> None:
         """``spec`` None: that of `corewright demo`. ``secure``: Ray demands its token, as it does for a user.
         ``spare``: with the gateway that stands by, which takes a second of CPU time to start. ``verb``: another command
-        that starts a fleet, with its arguments."""
+        that starts a fleet, with its arguments. ``wheel``: from it, in its empty folder."""
         self.home = home or Path(tempfile.mkdtemp(prefix="cwt-", dir="/tmp"))
         if isinstance(spec, Path) or spec is None:
             self.spec = spec or DEMO
@@ -121,7 +124,7 @@ class LiveFleet(Fleet):
         super().__init__(f"http://127.0.0.1:{self.port}")
         self.log = self.home / "up.log"
         self.env = {
-            **os.environ,
+            **(os.environ if wheel is None else wheel.environment),
             "COREWRIGHT_HOME": str(self.home),
             "NO_COLOR": "1",
             "COREWRIGHT_GATEWAY_SPARE": str(int(spare)),
@@ -129,13 +132,14 @@ class LiveFleet(Fleet):
         self.env.pop("RAY_AUTH_MODE", None)
         if not secure:
             self.env["RAY_AUTH_MODE"] = "disabled"
-        self.command = command
+        self.command = command if wheel is None else wheel.command
+        self.cwd = None if wheel is None else wheel.empty
         started = verb or (("demo",) if spec is None else ("up", str(self.spec)))
         rest = () if verb else arguments or ("--no-dashboard",)
-        up = [str(command), *started, "--port", str(self.port), *rest]
+        up = [str(self.command), *started, "--port", str(self.port), *rest]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                up, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.env, start_new_session=True
+                up, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.env, cwd=self.cwd, start_new_session=True
             )
 
     def output(self) -> str:
@@ -144,7 +148,13 @@ class LiveFleet(Fleet):
     def corewright(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run another command in this home."""
         return subprocess.run(
-            [str(self.command), *arguments], env=self.env, capture_output=True, text=True, timeout=60, check=False
+            [str(self.command), *arguments],
+            env=self.env,
+            cwd=self.cwd,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
 
     def status(self) -> Any:
