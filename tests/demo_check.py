@@ -1,5 +1,5 @@
-"""`make demo-check`: install the wheel, start `corewright demo` in an empty folder, send each model a streamed and a plain
-request, and one of them another by curl, and stop it by `corewright down`."""
+"""`make demo-check`: install the wheel, start `corewright demo` in an empty folder, send each model a streamed and a
+plain request, and one of them another by curl, and stop it by `corewright down`."""
 
 from __future__ import annotations
 
