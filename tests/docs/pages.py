@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 README, CONTRIBUTING, CHANGELOG = ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"
 API, ARCHITECTURE, CLI, ERRORS = DOCS / "api.md", DOCS / "architecture.md", DOCS / "cli.md", DOCS / "errors.md"
 SECURITY, SIMULATE, SPEC = DOCS / "security.md", DOCS / "simulate.md", DOCS / "spec.md"
-PAGES = [README, CHANGELOG, *sorted(DOCS.glob("*.md"))]
+PAGES = [README, CHANGELOG, *sorted(DOCS.rglob("*.md"))]
 LAPTOP = Machine(cpus=(0, 1))
 LARGE = Machine(cpus=tuple(range(192)))  # enough CPUs that emulation oversubscribes none of them
 KEBAB = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)+")
@@ -44,7 +44,7 @@ class Block:
         return set(mark_line[1].split()) if mark_line else set()
 
     def __str__(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
 @cache

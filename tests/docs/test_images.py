@@ -16,7 +16,7 @@ from workers.host.interpreter import PROVIDED_BY
 FILES = [
     ROOT / "README.md",
     ROOT / "cluster.yaml",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "placements" / "examples").glob("*.yaml")),
     *sorted(path for path in (ROOT / "deploy").rglob("*") if path.is_file()),
 ]

@@ -14,7 +14,7 @@ import pytest
 from tests.docs.pages import COMMANDS, PAGES, README, ROOT, blocks, blocks_of, options, words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_command_in_a_page_is_one_that_can_be_given(page: Path) -> None:
     """Each `corewright ...` in a block or in backticks parses, and each make target exists."""
     targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -56,7 +56,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_relative_link_resolves(page: Path) -> None:
     """To a file, and to a heading in it."""
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
