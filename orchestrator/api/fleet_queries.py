@@ -20,11 +20,15 @@ LOG_POLL_S = 0.25
 
 FIRST_LINES = 100
 
+MOST_NAMED = 5  # requests in a refusal
+
 EVENT_FIELDS = ("seq", "at", "level", "reason", "message", "model", "replica", "host")
 
 
 class FleetQueries(FleetOperation):
     """Reads the state of a fleet."""
+
+    _dashboard_url = ""
 
     def status(self) -> dict[str, Any]:
         return self._controller.status()
@@ -84,6 +88,53 @@ class FleetQueries(FleetOperation):
     def speeds(self) -> dict[str, Any]:
         """Returns {speeds: [{speeds, requests, shape}]}, the measured ones by shape."""
         return {"speeds": [own.as_dict() for own in self._controller.speeds.measured()]}
+
+    def load_history(self) -> dict[str, Any]:
+        """Returns {at, models: {name: {figure: [...]}}}: a sample every 10 s of the last hour."""
+        return self._controller.load.as_columns()
+
+    def requests(self) -> dict[str, Any]:
+        """Returns {requests: [...]}: those at the gateways, and those that have ended while they were queried.
+        Gateways report them for some seconds after each query."""
+        return {"requests": self._controller.live_requests.query()}
+
+    async def cancel_request(self, request: str, by: str) -> dict[str, Any]:
+        """Has its gateway end a request, within a second or so."""
+        if not self._controller.live_requests.cancel(request):
+            open_requests = [each["request"] for each in self._controller.live_requests.query() if not each["ended"]]
+            raise missing_object("request-unknown", request, open_requests[:MOST_NAMED])
+        self._state.records.event("info", "RequestCancelled", f"{request} by {by}")
+        return {"request": request}
+
+    def live(self, *, with_requests: bool) -> dict[str, Any]:
+        """Returns what the console shows beside the status: {load, links}, and the requests if a page shows them."""
+        changes = self._controller.scaler.changes()
+        load = {
+            name: {**figures, "cold": changes.get((name, "Woken"), 0)}
+            for name, figures in self._controller.load.now().items()
+        }
+        links = {"dashboard": self._dashboard(), "replicas": self._in_ray()}
+        return {"load": load, "links": links, **(self.requests() if with_requests else {})}
+
+    def _dashboard(self) -> str | None:
+        """Returns the address of Ray's dashboard, which does not change while a fleet runs."""
+        if not self._dashboard_url:
+            record = Home(Path(self.settings.home)).read_record()
+            self._dashboard_url = "" if record is None else record.dashboard_url or ""
+        return self._dashboard_url or None
+
+    def _in_ray(self) -> dict[str, dict[str, str]]:
+        """Returns the ids of the replicas' actors and nodes, and the names of their logs there."""
+        ids = self._cluster.actor_ids()
+        return {
+            view.id: {
+                "actor": ids[view.actor][0],
+                "node": ids[view.actor][1],
+                "log": f"replica-{view.model}-{view.replica}.log",
+            }
+            for view in self._state.views.values()
+            if view.actor in ids and not view.gone
+        }
 
     def config(self) -> dict[str, Any]:
         """Returns {values: [{name, value, origin}]}; the origin is flag, environment, file or default."""

@@ -21,6 +21,7 @@ from orchestrator.api.schemas import (
     LogQuery,
     ModelName,
     ReplicaCount,
+    RequestId,
     RevisionNumber,
     SpecToApply,
     SpecToExplain,
@@ -153,6 +154,18 @@ ROUTES: tuple[AdminRoute, ...] = (
         "`speeds`, each with `speeds`, `requests` and `shape`",
         Operator.speeds,
     ),
+    _get(
+        "/load",
+        "Queue, running requests, tokens per second and latencies of each model: a sample every 10 s of the last hour.",
+        "`at`, and `models`: by name, a list for each figure",
+        Operator.load_history,
+    ),
+    _get(
+        "/requests",
+        "The requests in queues and slots, and those that have ended while they were queried.",
+        "`requests`, each with its queue time, replica and routing decision",
+        Operator.requests,
+    ),
     _get("/config", "The settings of this fleet.", "`values`, each with `name`, `value` and `origin`", Operator.config),
     _get("/openapi.json", "This API as an OpenAPI 3.1 document.", "the document", _openapi),
     AdminRoute(
@@ -181,6 +194,14 @@ ROUTES: tuple[AdminRoute, ...] = (
         Operator.preview,
         ActionToPreview,
         (404, 409),
+    ),
+    _change(
+        "/requests/cancel",
+        "Cancel a request that is in a queue or a slot.",
+        "the request; its gateway ends it within a second or so",
+        Operator.cancel_request,
+        RequestId,
+        404,
     ),
     _change(
         "/apply",

@@ -75,6 +75,10 @@ class ReplicaCount(Fields, frozen=True, kw_only=True):
     check_index: CheckIndex = None
 
 
+class RequestId(Fields, frozen=True, kw_only=True):
+    request: Annotated[str, msgspec.Meta(min_length=1, description="The x-request-id of its response.")]
+
+
 class UndoTarget(Fields, frozen=True, kw_only=True):
     to: Annotated[int, msgspec.Meta(ge=1, description="null: the previous revision.")] | None = None
     check_index: CheckIndex = None

@@ -31,6 +31,8 @@ class ConsoleFleet(Protocol):
 
     def status(self) -> dict[str, Any]: ...
 
+    def live(self, *, with_requests: bool) -> dict[str, Any]: ...
+
     async def events(self, after: int, limit: int, wait_s: float, model: str | None) -> dict[str, Any]: ...
 
 
@@ -44,11 +46,14 @@ class FleetFeed:
         self._version = 0
         self._changed = asyncio.Condition()
         self._pages = 0
+        self._watchers = 0  # pages that show the requests
         self._task: asyncio.Task[None] | None = None
 
     async def stream(self, exchange: Exchange) -> None:
         """Answers with all parts, then with those that change, until the page is gone."""
+        watches = "requests" in exchange.request.query
         self._pages += 1
+        self._watchers += watches
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._read())
         try:
@@ -64,6 +69,7 @@ class FleetFeed:
                 await self._wait(seen)
         finally:
             self._pages -= 1
+            self._watchers -= watches
 
     def close(self) -> None:
         if self._task is not None:
@@ -99,7 +105,8 @@ class FleetFeed:
                     more = await self._fleet.events(after, PAGE, wait_s, None)
                     after, now, status = more["next"], time.monotonic(), None
                     if now >= read_at + READ_S:
-                        status, read_at = self._fleet.status(), now
+                        live = self._fleet.live(with_requests=self._watchers > 0)
+                        status, read_at = {**self._fleet.status(), "live": live}, now
                     await self._keep(status, more["events"])
                     continue
                 await asyncio.sleep(READ_S)
@@ -128,8 +135,9 @@ class FleetFeed:
 
 def parts_of(status: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
     """Returns the parts of a status by kind and name. ``fleet`` is all that has no name of its own, with the names of
-    models and hosts in their order."""
-    rest = {key: value for key, value in status.items() if key not in NAMED}
+    models and hosts in their order; what is ``live`` has parts without a name."""
+    rest = {key: value for key, value in status.items() if key not in (*NAMED, "live")}
     names = {kind: [item["name"] for item in status[kind]] for kind in NAMED}
     parts: dict[tuple[str, str], Any] = {("fleet", ""): {**rest, **names}}
+    parts.update({(kind, ""): part for kind, part in status["live"].items()})
     return {**parts, **{(kind, item["name"]): item for kind in NAMED for item in status[kind]}}

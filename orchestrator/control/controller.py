@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec.structs
+
 from orchestrator.control.adapter_updates import AdapterUpdates
 from orchestrator.control.controller_metrics import ControllerCounters, engine_families, fleet_families, scaling_changes
 from orchestrator.control.gateways import Gateways
@@ -22,6 +24,8 @@ from orchestrator.control.host_requests import HostRequests
 from orchestrator.control.host_rolls import HostRolls
 from orchestrator.control.host_upgrade import HostUpgrade
 from orchestrator.control.host_watch import HostWatch
+from orchestrator.control.live_requests import LiveRequests
+from orchestrator.control.load_history import LoadHistory
 from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.control.replica_table import ReplicaTable
 from orchestrator.control.replica_tasks import ReplicaTasks
@@ -89,6 +93,8 @@ class Controller:
         self.prefetch = UpdatePrefetch(state, cluster, home, hosts, self.wake_up)
         self.adapters = AdapterUpdates(state, cluster, self.wake_up)
         self.gateways = gateways = Gateways(state, cluster)
+        self.load = LoadHistory(state.clock, state.wall)
+        self.live_requests = LiveRequests(state.clock)
         self.upgrade = HostUpgrade(state, cluster)
         self.rolls = HostRolls(state, hosts, gateways)
         self.requests = HostRequests(state, cluster, counters, gateways)
@@ -125,6 +131,7 @@ class Controller:
             return
         state = self.state
         self._report_reach()
+        self.load.round()
         self.upgrade.round()
         self.gateways.round()
         self.tasks.restart_followers()
@@ -222,7 +229,8 @@ class Controller:
         self.state.reach.receive(report.gateway, report.unreachable, self._clock())
         if self.scaler.receive(report):
             self._wake.set()
-        return self.gateways.receive(report)
+        self.load.receive(report)
+        return msgspec.structs.replace(self.gateways.receive(report), **self.live_requests.receive(report))
 
     # Actions
 

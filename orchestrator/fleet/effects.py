@@ -198,6 +198,10 @@ class ClusterClient(Protocol):
         """Returns the living hosts that reply, by the planner's names, with the notices that they or Ray have."""
         ...
 
+    def actor_ids(self) -> Mapping[str, tuple[str, str]]:
+        """Returns Ray's ids of each replica's actor and of its node, by the names of the actors."""
+        ...
+
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
         """Returns the live replicas that an earlier controller started, and the epochs by id of those that did not
         answer and were killed."""

@@ -46,12 +46,14 @@ from orchestrator.gateway.serving.tokenizers import Tokenizers
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.gateway.telemetry.exposition import wants_openmetrics
 from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
+from orchestrator.gateway.telemetry.live_requests import LiveRequestLog
 from orchestrator.gateway.telemetry.peers import Peers
 from orchestrator.gateway.telemetry.recorder import RequestRecorder
 from orchestrator.gateway.telemetry.scrapes import Page, Scrapes
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.home import Home
 from orchestrator.process.version import corewright_version
+from orchestrator.scaling.demand_report import DemandReply
 from workers.messages.metric_family import MetricFamily
 from workers.text.tokenizer import PromptTokenizer
 
@@ -90,7 +92,8 @@ class Gateway:
         self.served = ServedModels(controller, id, settings.machine, self._tokenizers, retried, read_again, files)
         self._recorder = RequestRecorder(home.traces, id)
         self._log = RequestLog(self.gate, self.metrics, self._recorder, with_texts=settings.log_prompts)
-        self.server = HttpServer(settings, self.handle, self._log.ended, self.gate.early, body_of=error_body_for)
+        self._live_requests = LiveRequestLog()
+        self.server = HttpServer(settings, self.handle, self._ended, self.gate.early, body_of=error_body_for)
         self.certificate_expires: float | None = None  # seconds since the epoch
         self.listens = False  # a spare gateway does not yet
         self.clock = AwakeClock()
@@ -141,7 +144,8 @@ class Gateway:
                 continue
             reported_at = now
             usage = self._limits.report() if self._settings.place else []
-            report = msgspec.structs.replace(report, **self._about_this_gateway(), usage=usage)
+            about = {**self._about_this_gateway(), **self._about_requests(), "usage": usage}
+            report = msgspec.structs.replace(report, **about)
             try:
                 reply = await asyncio.wait_for(self._controller.demand(report), REPORT_DEADLINE_S)
             except (ControllerAway, asyncio.TimeoutError) as error:
@@ -151,6 +155,8 @@ class Gateway:
                 log.warning("cannot report the demand to the controller: %s", error)
             else:
                 heard_at = now
+                if reply is not None:
+                    self._follow(reply)
                 if reply is not None and self._settings.place:
                     self._limits.charge(reply.usage, self.gate.keys, time.monotonic())
             self._log.keep(now)
@@ -166,6 +172,21 @@ class Gateway:
             "unready": self._unready() or "",
             "routes_age_s": None if age_s is None else round(age_s, 3),
         }
+
+    def _about_requests(self) -> dict[str, Any]:
+        """Returns the fields of a report that are for operators."""
+        return {"loads": self.metrics.loads(), "requests": self._live_requests.take(self.served.queues.values())}
+
+    def _follow(self, reply: DemandReply) -> None:
+        """Does what operators request of this gateway."""
+        self._live_requests.watched = reply.watched
+        for queue in self.served.queues.values():
+            queue.watched = reply.watched
+        self._live_requests.cancel(self.served.queues.values(), reply.cancelled)
+
+    def _ended(self, exchange: Exchange) -> None:
+        self._log.ended(exchange)
+        self._live_requests.ended(exchange)
 
     async def join(self) -> bool:
         """Joins the fleet's gateways; returns False when all their places are taken."""

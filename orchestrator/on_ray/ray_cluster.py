@@ -434,6 +434,13 @@ class RayCluster:
                 silent.add(target.id)
                 await self._refresh_nodes()
 
+    def actor_ids(self) -> Mapping[str, tuple[str, str]]:
+        return {
+            name: (actor._actor_id.hex(), node.id)
+            for name, actor in self._actors.items()
+            if name in self._configs and (node := self._nodes.living(self._configs[name].host)) is not None
+        }
+
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
         find = partial(find_survivors, self._head, self._clock, self._namespace, ADOPT_S if self._is_joined else NEAR_S)
         while True:

@@ -102,6 +102,30 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         return "; ".join(pairs).encode()
 
 
+class ModelLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one gateway has counted for a model since the gateway's start: a lost report loses nothing."""
+
+    model: str
+    tokens: int = 0  # generated
+    first: list[int] = []  # times to the first token, by `latency_buckets.FIRST_TOKEN_S`
+    gaps: list[int] = []  # times between two tokens, by `latency_buckets.TOKEN_S`
+
+
+class LiveRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request at a gateway: in a queue if it has no replica, else in a slot, unless it has ended."""
+
+    request: str  # the x-request-id of its response
+    model: str
+    key: str = ""  # the name of its API key
+    age_s: float = 0.0  # since its arrival
+    queue_ms: float = 0.0
+    replica: str = ""  # `model/n`
+    prompt_tokens: int = 0
+    tokens: int = 0  # of the answer so far
+    decision: RoutingDecision | None = None
+    ended: str = ""  # why; empty: it has not
+
+
 @actor_message
 class DemandReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One gateway's report since its last one. ``number`` counts its reports, so that none is counted twice."""
@@ -119,6 +143,8 @@ class DemandReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     unready: str = ""  # why it is not ready
     routes_age_s: float | None = None  # since the controller has confirmed its routes
     usage: list[KeyUsage] = []  # of keys with limits
+    loads: list[ModelLoad] = []
+    requests: list[LiveRequest] = []  # while an operator looks at them
 
 
 @actor_message
@@ -126,3 +152,5 @@ class DemandReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The reply to a report."""
 
     usage: list[KeyUsage] = []  # at the gateways of other machines since the last reply to this machine
+    watched: bool = False  # an operator looks at the requests
+    cancelled: list[str] = []  # requests that an operator has cancelled, by x-request-id

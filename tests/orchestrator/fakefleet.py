@@ -364,6 +364,44 @@ EVENTS = [
 ]
 
 
+FIGURES = ("queue", "running", "tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms")
+LIVE: dict[str, Any] = {
+    "load": {"chat": {**dict(zip(FIGURES, (1, 3, 118.4, 42.0, 180.0, 8.1, 21.5), strict=True)), "cold": 2}},
+    "links": {
+        "dashboard": "http://127.0.0.1:8265",
+        "replicas": {"chat/0": {"actor": "a1b2c3", "node": "d4e5f6", "log": "replica-chat-0.log"}},
+    },
+}
+HISTORY: dict[str, Any] = {
+    "at": [AT + 10.0 * n for n in range(60)],
+    "models": {"chat": {figure: [float(place + n % 7) for n in range(60)] for place, figure in enumerate(FIGURES)}},
+}
+DECISION = {
+    "request": "r-1",
+    "model": "chat",
+    "queue_ms": 12.5,
+    "candidates": 1,
+    "replica": "chat/0",
+    "slot": 3,
+    "slots": 8,
+    "cold": False,
+    "retries": 0,
+    "affinity": "session",
+}
+
+
+def live_request(request: str, **more: Any) -> dict[str, Any]:
+    empty = {"key": "", "age_s": 1.5, "queue_ms": 12.5, "replica": "", "prompt_tokens": 20, "tokens": 0}
+    return {"request": request, "model": "chat", **empty, "decision": None, "ended": "", **more}
+
+
+REQUESTS = [
+    live_request("r-1", key="alice", replica="chat/0", tokens=7, decision=DECISION),
+    live_request("r-2"),
+    live_request("r-0", replica="chat/0", tokens=30, ended="stop"),
+]
+
+
 def checked(index: int | None) -> tuple[int, ...]:
     """The index that a change was asked to check, for ``calls``."""
     return () if index is None else (index,)
@@ -389,6 +427,9 @@ class FakeFleet:
         self.told_status = copy.deepcopy(STATUS)
         self.told_plan = copy.deepcopy(PLAN)
         self.told_window = copy.deepcopy(WINDOW)
+        self.told_live = copy.deepcopy(LIVE)
+        self.told_history = copy.deepcopy(HISTORY)
+        self.told_requests = copy.deepcopy(REQUESTS)
         self.told_explanation = copy.deepcopy(EXPLAINED)
         self.rollouts = [copy.deepcopy(ROLLOUT)]  # one for each question; the last one stays
         self.told_events = list(EVENTS)
@@ -441,6 +482,20 @@ class FakeFleet:
     async def undo(self, to: int | None, by: str, check_index: int | None = None) -> dict[str, Any]:
         self._asked("undo", to, by, *checked(check_index))
         return {"changed": self.changed, "revision": 4, "index": 50, "plan": self.told_plan, "of": to}
+
+    def live(self, *, with_requests: bool) -> dict[str, Any]:
+        return {**self.told_live, **(self.requests() if with_requests else {})}
+
+    def load_history(self) -> dict[str, Any]:
+        return self.told_history
+
+    def requests(self) -> dict[str, Any]:
+        return {"requests": self.told_requests}
+
+    async def cancel_request(self, request: str, by: str) -> dict[str, Any]:
+        self._asked("cancel_request", request, by)
+        self.told_requests = [each for each in self.told_requests if each["request"] != request]
+        return {"request": request}
 
     def rollout(self) -> dict[str, Any]:
         return self.rollouts.pop(0) if len(self.rollouts) > 1 else self.rollouts[0]

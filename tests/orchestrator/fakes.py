@@ -438,6 +438,10 @@ class FakeCluster:
             if name not in self.lost_now
         }
 
+    def actor_ids(self) -> dict[str, tuple[str, str]]:
+        """As if each actor and its node were named like its replica and its host."""
+        return {name: (f"actor-{name}", f"node-{replica.config.host}") for name, replica in self.replicas.items()}
+
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
         living = [Survivor(replica.config, replica.status) for replica in self.living()]
         return living, self.unadoptable

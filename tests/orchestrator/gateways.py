@@ -15,6 +15,7 @@ import msgspec.structs
 
 from orchestrator.access.key_feed import KeyFeed
 from orchestrator.access.keys import KeyFile
+from orchestrator.control.live_requests import LiveRequests
 from orchestrator.fleet.hosting import Hosting
 from orchestrator.fleet.key_usage import KeyUsageExchange
 from orchestrator.fleet.replica_states import ModelState
@@ -52,6 +53,7 @@ class PlayedController:
         self.reports: list[DemandReport] = []
         self.key_feed = KeyFeed(KeyFile(Path("/nonexistent/keys.json")))
         self.usage = KeyUsageExchange()
+        self.live_requests = LiveRequests(time.monotonic)
         self._changed = threading.Condition()
 
     def set(self, *models: ModelRoutes, ready: bool = True, stopping: bool = False) -> None:
@@ -107,7 +109,8 @@ class PlayedController:
         self.reports.append(report)
         if not self.answers:
             raise ControllerAway("the controller is gone")
-        return DemandReply(usage=self.usage.receive(report.gateway, report.machine, report.usage))
+        reply = DemandReply(usage=self.usage.receive(report.gateway, report.machine, report.usage))
+        return msgspec.structs.replace(reply, **self.live_requests.receive(report))
 
     def demand_of(self, model: str) -> DemandWindow:
         """Returns the demand of the last report; an empty one before the first."""

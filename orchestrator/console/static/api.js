@@ -5,6 +5,8 @@ const SILENT_MS = 12_000; // without a ping, the stream counts as lost; the cont
 const RETRY_MS = 1000;
 
 let key = "";
+let query = ""; // of the stream
+let running = null; // its AbortController
 
 export function setKey(text) {
   key = text;
@@ -62,13 +64,20 @@ export async function* messages(response) {
   }
 }
 
+/** Has the stream send what a view needs beside the status; it is opened again if that differs. */
+export function restream(more) {
+  if (query === more) return;
+  query = more;
+  running?.abort("again");
+}
+
 /** Follows the fleet and connects again whenever the stream ends. `onLoss(text)` explains, `onKey` asks for a key. */
 export async function follow({ onMessage, onOpen, onLoss, onKey }) {
   while (true) {
-    const abort = new AbortController();
+    const abort = running = new AbortController();
     let silence = setTimeout(() => abort.abort(), SILENT_MS);
     try {
-      const response = await request("stream", { signal: abort.signal });
+      const response = await request(`stream?${query}`, { signal: abort.signal });
       if (response.status === 401 || response.status === 403) {
         clearTimeout(silence);
         await onKey(new Refusal(response.status, await response.json().catch(() => null)));
@@ -83,6 +92,7 @@ export async function follow({ onMessage, onOpen, onLoss, onKey }) {
       }
       onLoss("The controller has closed the stream.");
     } catch (error) {
+      if (abort.signal.reason === "again") continue;
       onLoss(abort.signal.aborted ? "The controller is silent." : `The controller is not reachable: ${error.message}`);
     } finally {
       clearTimeout(silence);

@@ -1,15 +1,18 @@
 // The page: its key, its stream, and the view that the address names.
 
-import { follow, hasKey, setKey } from "./api.js";
+import { follow, hasKey, restream, setKey } from "./api.js";
 import * as cores from "./cores.js";
+import { openDialog } from "./dialog.js";
+import { h, render } from "./dom.js";
+import * as events from "./events.js";
+import { clock } from "./format.js";
 import * as models from "./models.js";
 import * as plan from "./plan.js";
-import { h, render } from "./dom.js";
-import { openDialog } from "./dialog.js";
-import { clock } from "./format.js";
+import * as plots from "./plots.js";
+import * as requests from "./requests.js";
 import { receive, refreshPlan, reset, state } from "./state.js";
 
-const VIEWS = { cores, models, plan };
+const VIEWS = { cores, models, plan, requests, events, plots };
 const FIRST = "cores";
 
 const byId = (id) => document.getElementById(id);
@@ -89,6 +92,7 @@ async function askKey(refusal) {
 
 async function start() {
   window.addEventListener("hashchange", () => {
+    restream(VIEWS[place().name].stream ?? "");
     draw();
     main.focus({ preventScroll: true });
   });
@@ -102,6 +106,7 @@ async function start() {
   }
   draw();
   state.facts = await (await fetch("facts.json")).json();
+  restream(VIEWS[place().name].stream ?? "");
   await askKey(null);
   await follow({
     onMessage(event, data) {

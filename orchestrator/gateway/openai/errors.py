@@ -64,6 +64,11 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
     return ApiError(400, message, param=param, code=code)
 
 
+def request_cancelled() -> ApiError:
+    """Not a status that clients retry by themselves."""
+    return ApiError(403, "An operator has cancelled this request.", code="request_cancelled")
+
+
 def model_not_found(name: str, models: list[str]) -> ApiError:
     message = f"The model {name[:LONGEST_PARAM]!r} does not exist. Models: {', '.join(sorted(models)) or 'none'}."
     return ApiError(404, message, param="model", code="model_not_found")

@@ -14,6 +14,7 @@ from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.answers import AnswerWriter, Choice
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving.ticket import Ticket
+from orchestrator.scaling.demand_report import RoutingDecision
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Note(msgspec.Struct, eq=False):
     decode_s: float = 0.0  # from its first token to its last
     reason: str | None = None  # why the answer ended
     answer: str | None = None  # its text, if answers are logged
+    decision: RoutingDecision | None = None  # if it was recorded
 
 
 class Reply(msgspec.Struct, eq=False):
@@ -241,6 +243,7 @@ def decision_headers(exchange: Exchange, note: Note, ticket: Ticket, now: float)
     stream = ticket.stream
     note.replica = stream.link.route.id if stream.link is not None else None
     note.queue_s = stream.sent_at - ticket.arrived_at
+    note.decision = ticket.decision
     note.overhead_s = (ticket.arrived_at - exchange.request.received_at) + (time.monotonic() - now)
     headers = [
         (b"x-corewright-replica", (note.replica or "").encode()),

@@ -57,6 +57,7 @@ class ModelQueue:
         self._read_again = read_again
         self._news = asyncio.Event()  # set when the routes are replaced
         self._closed = False
+        self.watched = False  # an operator looks at the requests: each routing decision is recorded
         self._counts = Counts()
         self._sample: RoutingDecision | None = None  # the first since the last report
         self.links = ReplicaLinks(
@@ -255,7 +256,7 @@ class ModelQueue:
     def send(self, ticket: Ticket, link: ReplicaLink) -> bool:
         if ticket.timer is not None:
             ticket.stop_timer()
-        if ticket.terms.explains or self._sample is None:
+        if ticket.terms.explains or self.watched or self._sample is None:
             self._explain(ticket, link)
         link.send(ticket)
         return True

@@ -11,19 +11,12 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from orchestrator.scaling.demand_report import ModelLoad
+from orchestrator.scaling.latency_buckets import FIRST_TOKEN_S, TOKEN_S
 from workers.messages.metric_family import Histogram, MetricFamily, Point, by_label, gauge
 
 QUEUE = "queue"  # the `engine` of requests without a replica; replicas have numbers, as in vLLM
-# Bounds of vLLM v1 (`vllm/v1/metrics/loggers.py`), in seconds and tokens.
-FIRST_TOKEN_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-# The first three are not vLLM's: a small model on a NeuronCore is faster than vLLM's first bound.
-TOKEN_S = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
+# Further bounds of vLLM v1 (`vllm/v1/metrics/loggers.py`), in seconds and tokens.
 REQUEST_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -179,6 +172,22 @@ class GatewayMetrics:
     def overhead(self, seconds: float) -> None:
         """Counts the time that this gateway added to one request: all but the waits for a slot and for the replica."""
         self._overhead.observe(seconds)
+
+    def loads(self) -> list[ModelLoad]:
+        """Returns what has been counted for each model, with its adapters, since the start of this gateway."""
+        counted: dict[str, list[ModelMetrics]] = {}
+        for (name, _), metrics in self._models.items():
+            metrics.fold()
+            counted.setdefault(name.partition(":")[0], []).append(metrics)
+        return [
+            ModelLoad(
+                model=name,
+                tokens=sum(each._generated for each in group),
+                first=[sum(counts) for counts in zip(*(each._first.counts for each in group), strict=True)],
+                gaps=[sum(counts) for counts in zip(*(each._gap_counts for each in group), strict=True)],
+            )
+            for name, group in counted.items()
+        ]
 
     def families(self, snapshot: Sequence[ModelSnapshot], vitals: Vitals | None = None) -> list[MetricFamily]:
         """Returns the families of this gateway alone."""

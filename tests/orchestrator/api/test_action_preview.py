@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.api.refused import Refused
+from orchestrator.scaling.demand_report import DemandReport, LiveRequest
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 
 SPEC = """\
@@ -112,5 +113,38 @@ def test_a_change_after_another_one_is_refused(tmp_path: Path) -> None:
             await fleet.operator.scale("chat", 2, by="other")
             with pytest.raises(Refused, match="has changed since the preview"):
                 await fleet.operator.scale("small", 1, by="me", check_index=index)
+
+    virtually(story)
+
+
+def test_only_a_request_that_a_gateway_reports_can_be_cancelled(tmp_path: Path) -> None:
+    """By the gateway that has it, with the reply to its next report."""
+
+    async def story() -> None:
+        async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
+            await fleet.settled()
+            assert fleet.operator.requests() == {"requests": []}
+            live = LiveRequest(request="r-1", model="chat")
+            reply = await fleet.controller.demand(DemandReport(gateway="g", number=1, seconds=1.0, requests=[live]))
+            assert (reply.watched, reply.cancelled) == (True, [])
+            with pytest.raises(Refused, match="no request r-2") as refused:
+                await fleet.operator.cancel_request("r-2", by="me")
+            assert refused.value.problem.id == "request-unknown"
+            await fleet.operator.cancel_request("r-1", by="me")
+            others = await fleet.controller.demand(DemandReport(gateway="h", number=1, seconds=1.0))
+            reply = await fleet.controller.demand(DemandReport(gateway="g", number=2, seconds=1.0, requests=[live]))
+            assert (others.cancelled, reply.cancelled) == ([], ["r-1"])
+
+    virtually(story)
+
+
+def test_a_page_gets_links_to_every_living_replica_in_ray(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
+            await fleet.settled()
+            links = fleet.operator.live(with_requests=False)["links"]
+            assert links["dashboard"] is None
+            assert links["replicas"].keys() == held(fleet).keys()
+            assert links["replicas"]["chat/0"]["log"] == "replica-chat-0.log"
 
     virtually(story)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import expect
 
 from orchestrator.api.refused import Refused
+from tests.fleet import until
 from tests.orchestrator.console.conftest import Visit
 from tests.orchestrator.fakefleet import SPEC, LiveAdmin, bad_spec, event
 
@@ -158,3 +160,79 @@ def test_an_apply_after_another_change_shows_the_new_plan(admin: LiveAdmin, visi
     admin.fleet.apply = refused  # type: ignore[method-assign]
     apply.click()
     expect(page.get_by_role("region", name="Plan")).to_contain_text("so nothing was applied")
+
+
+def test_a_request_shows_its_decision_and_is_cancelled(admin: LiveAdmin, visit: Visit, pictures: Path) -> None:
+    page = visit()
+    page.get_by_role("link", name="Requests").click()
+    running = page.get_by_role("row", name="r-1")
+    expect(running).to_contain_text("key alice")
+    expect(running).to_contain_text("slot 3 of 8, 1 with a free slot, for its session")
+    expect(page.get_by_role("row", name="r-2")).to_contain_text("waiting")
+    page.screenshot(path=pictures / "requests.png")
+    page.get_by_role("button", name="Cancel r-2").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel the request").click()
+    expect(page.get_by_role("row", name="r-2")).to_have_count(0)
+    assert ("cancel_request", "r-2", "console") in admin.fleet.calls
+
+
+def test_requests_are_only_read_while_their_view_is_open(admin: LiveAdmin, visit: Visit) -> None:
+    """Reports of gateways stay small otherwise."""
+    watched: list[bool] = []
+    live = admin.fleet.live
+
+    def noted(*, with_requests: bool) -> dict[str, Any]:
+        watched.append(with_requests)
+        return live(with_requests=with_requests)
+
+    admin.fleet.live = noted  # type: ignore[method-assign]
+    page = visit()
+    page.get_by_role("link", name="Requests").click()
+    until(lambda: watched and watched[-1], 10, "the requests are read")
+    page.get_by_role("link", name="Cores").click()
+    until(lambda: not watched[-1], 10, "they are not read any more")
+
+
+def test_events_are_filtered(admin: LiveAdmin, visit: Visit, pictures: Path) -> None:
+    page = visit()
+    page.get_by_role("link", name="Events").click()
+    rows = page.get_by_role("region", name="Events").get_by_role("row")
+    expect(rows).to_have_count(5)
+    page.screenshot(path=pictures / "events.png")
+    page.get_by_label("Level").select_option("errors")
+    expect(rows).to_have_count(2)
+    page.get_by_label("Level").select_option("all")
+    page.get_by_label("Filter").fill("cordoned ada")
+    expect(rows).to_have_count(2)
+    admin.tell(event(13, "Cordoned", "cores 1-2 by ada@wright", host="inf2.48xlarge/0"))
+    expect(rows).to_have_count(3)
+
+
+def test_the_last_hour_is_plotted(visit: Visit, pictures: Path) -> None:
+    """Each figure with its last value as text, for those who do not see the line."""
+    page = visit()
+    page.get_by_role("link", name="Plots").click()
+    expect(page.get_by_role("img", name="Tokens per second: chat 5")).to_be_visible()
+    expect(page.locator("canvas")).to_have_count(7)
+    page.screenshot(path=pictures / "plots.png", full_page=True)
+
+
+def test_a_replica_links_to_its_actor_and_log_in_ray(visit: Visit) -> None:
+    page = visit()
+    page.get_by_role("button", name="core 0, chat/0, ready").click()
+    actor = page.get_by_role("link", name="Ray: actor")
+    expect(actor).to_have_attribute("href", "http://127.0.0.1:8265/#/actors/a1b2c3")
+    log = "http://127.0.0.1:8265/#/logs/viewer?nodeId=d4e5f6&fileName=replica-chat-0.log"
+    expect(page.get_by_role("link", name="Ray: log")).to_have_attribute("href", log)
+
+
+def test_the_log_of_a_replica_follows(admin: LiveAdmin, visit: Visit) -> None:
+    page = visit()
+    page.get_by_role("link", name="Models").click()
+    page.get_by_role("button", name="Log of chat/0").click()
+    log = page.locator("pre.log")
+    expect(log).to_contain_text("ready")
+    admin.fleet.log += b"one more line\n"
+    expect(log).to_contain_text("one more line")
+    page.keyboard.press("Escape")
+    expect(log).to_be_hidden()

@@ -1,0 +1,47 @@
+// Events: what has happened, newest first, filtered by text, level, model and host.
+
+import { h } from "./dom.js";
+import { clock, count } from "./format.js";
+import { hosts, models, state } from "./state.js";
+
+export const title = "Events";
+
+const SHOWN = 300;
+const filters = { text: "", level: "", model: "", host: "" };
+
+export function on(type, act, target) {
+  if (act === "filter" && (type === "input" || type === "change")) filters[target.dataset.field] = target.value;
+}
+
+function matches(event) {
+  const text = `${event.reason} ${event.message} ${event.replica ?? ""} ${event.model ?? ""} ${event.host ?? ""}`.toLowerCase();
+  return filters.text.toLowerCase().split(/\s+/).every((word) => text.includes(word)) &&
+    (!filters.level || event.level === filters.level || (filters.level === "warning" && event.level === "error")) &&
+    (!filters.model || event.model === filters.model) && (!filters.host || event.host === filters.host);
+}
+
+function choice(field, label, options) {
+  return [h("label", { for: `events-${field}` }, label),
+    h("select", { id: `events-${field}`, "data-act": "filter", "data-field": field },
+      options.map(([value, text]) => h("option", { value }, text)))];
+}
+
+export function view() {
+  const found = state.events.filter(matches).reverse();
+  const named = (all) => [["", "all"], ...all.map((each) => [each.name, each.name])];
+  return h("div", { class: "card" },
+    h("p", { class: "filter" },
+      h("label", { for: "events-text" }, "Filter"),
+      h("input", { id: "events-text", type: "search", "data-act": "filter", "data-field": "text" }),
+      choice("level", "Level", [["", "all"], ["warning", "warnings and errors"], ["error", "errors"]]),
+      choice("model", "Model", named(models())), choice("host", "Host", named(hosts())),
+      h("span", { role: "status" }, `${count(found.length, "event")} of ${state.events.length}`)),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Events" }, h("table", {},
+      h("thead", {}, h("tr", {}, ["Time", "Level", "Reason", "About", "Message"].map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, found.slice(0, SHOWN).map((event) => h("tr", { "data-key": String(event.seq) },
+        h("td", { class: "number" }, clock(event.at)),
+        h("td", { class: event.level === "error" ? "bad" : event.level === "warning" ? "warn" : "dim" }, event.level),
+        h("th", { scope: "row" }, event.reason), h("td", {}, event.replica ?? event.model ?? event.host ?? ""),
+        h("td", {}, event.message)))))),
+    found.length > SHOWN && h("p", { class: "dim" }, `The newest ${SHOWN} are shown.`));
+}
