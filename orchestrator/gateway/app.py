@@ -11,13 +11,12 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 import msgspec.structs
 
 from orchestrator.access.keys import KeyFile
-from orchestrator.gateway.admission.authenticator import OPEN, PREFLIGHT, Authenticator, allow_inference
+from orchestrator.gateway.admission.authenticator import OPEN, PREFLIGHT, Authenticator
 from orchestrator.gateway.admission.key_limits import KeyLimits
 from orchestrator.gateway.admission.received_keys import ReceivedKeys
 from orchestrator.gateway.alias_defaults import apply_to_prompt, with_defaults
@@ -30,9 +29,10 @@ from orchestrator.gateway.generation import CHAT, MESSAGES, RESPONSES, Generatio
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.http_server import Handler, HttpServer
 from orchestrator.gateway.lmi import INVOCATIONS, read_lmi
+from orchestrator.gateway.model_cards import MODELS, ModelCards, is_anthropics
 from orchestrator.gateway.openai import body_reader, errors
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.openapi import ROUTES, ModelCard, ModelList, VersionAnswer, openapi
+from orchestrator.gateway.openai.openapi import ROUTES, VersionAnswer, openapi
 from orchestrator.gateway.openai.protocol import Chat, TokenizeChatRequest
 from orchestrator.gateway.openai.tokenize import detokenized, tokenized
 from orchestrator.gateway.received_files import ReceivedFiles
@@ -67,8 +67,8 @@ QUIET_REPORTS = 5  # without demand, every fifth report is sent
 KEY_IN_USE_S = 300.0
 SETTLE_S = 1.0
 TEXT = b"text/plain; charset=utf-8"
-MODELS = "/v1/models/"
 COUNT_TOKENS = f"{MESSAGES}/count_tokens"
+OF_ANTHROPIC = (MESSAGES, COUNT_TOKENS)
 
 
 class Gateway:
@@ -77,7 +77,6 @@ class Gateway:
     def __init__(self, controller: ControllerClient, settings: GatewaySettings) -> None:
         self._controller = controller
         self._settings = settings
-        self._created = int(time.time())
         id = uuid.uuid4().hex[:8]
         home = Home(Path(settings.home))
         files = ReceivedFiles(home.received, settings.fleet) if settings.place else None
@@ -90,6 +89,7 @@ class Gateway:
         self._encoding = Encoding(settings, id, self._tokenizers, self._generation, self.metrics)
         retried, read_again = self.metrics.retried, self._generation.read_again
         self.served = ServedModels(controller, id, settings.machine, self._tokenizers, retried, read_again, files)
+        self._models = ModelCards(self.served)
         self._recorder = RequestRecorder(home.traces, id)
         self._log = RequestLog(self.gate, self.metrics, self._recorder, with_texts=settings.log_prompts)
         self._live_requests = LiveRequestLog()
@@ -109,7 +109,7 @@ class Gateway:
             COUNT_TOKENS: ("POST", self.count_tokens),
             "/v1/completions": ("POST", self.complete),
             **dict.fromkeys(ENCODING, ("POST", self.encode)),
-            "/v1/models": ("GET", self.models),
+            MODELS: ("GET", self._models.list),
             "/metrics": ("GET", self.metrics_page),
             "/tokenize": ("POST", self.tokenize),
             "/detokenize": ("POST", self.detokenize),
@@ -229,6 +229,8 @@ class Gateway:
         if b"origin" in request.headers:
             self.gate.admit_origin(exchange)
         path = request.path
+        if path in OF_ANTHROPIC:
+            exchange.add_headers(((b"request-id", exchange.id.encode()),))
         if path in OPEN:
             pass
         elif request.method == "OPTIONS" and b"access-control-request-method" in request.headers:
@@ -247,8 +249,8 @@ class Gateway:
             route = self.sagemaker.route(path, method)
         if route is not None:
             return route
-        if path.startswith(MODELS):
-            return "GET", self.model
+        if path.startswith(f"{MODELS}/"):
+            return "GET", self._models.one
         raise errors.route_not_found(path)
 
     # Routes
@@ -351,20 +353,6 @@ class Gateway:
     def version(self, exchange: Exchange) -> None:
         exchange.respond(200, _encode(VersionAnswer(corewright_version())))
 
-    def models(self, exchange: Exchange) -> None:
-        allow_inference(exchange.key)
-        cards = [self._card(name, queue) for name, queue in self.served.allowed(exchange.key).items()]
-        exchange.respond(200, _encode(ModelList("list", cards)))
-
-    def model(self, exchange: Exchange) -> None:
-        name = unquote(exchange.request.path[len(MODELS) :])
-        exchange.respond(200, _encode(self._card(name, self.served.queue(exchange.key, name))))
-
-    def _card(self, name: str, queue: ModelQueue) -> ModelCard:
-        parent = None if name == queue.name else queue.name
-        routes = queue.routes
-        return ModelCard(name, "model", self._created, "corewright", queue.name, parent, routes.max_len, routes.kind)
-
     def chat(self, exchange: Exchange) -> Awaitable[None] | None:
         if self._forwarded(exchange):
             return None
@@ -379,7 +367,6 @@ class Gateway:
         return self._generation.start(exchange, body, queue, 1)
 
     def messages(self, exchange: Exchange) -> Awaitable[None] | None:
-        exchange.add_headers(((b"request-id", exchange.id.encode()),))
         body = read_messages(_json_of(exchange))
         return self._generation.start(exchange, body, self._queue_of_chat(exchange, body), 1)
 
@@ -388,7 +375,6 @@ class Gateway:
         return self._generation.start(exchange, body, self._queue_of_chat(exchange, body), 1)
 
     def count_tokens(self, exchange: Exchange) -> Awaitable[None] | None:
-        exchange.add_headers(((b"request-id", exchange.id.encode()),))
         body = read_count_tokens(_json_of(exchange))
         queue = self._queue_of_chat(exchange, body)
         apply_to_prompt(body, queue.routes.defaults(body.model))
@@ -452,9 +438,10 @@ _encode = msgspec.json.encode
 
 def error_body_for(error: ApiError, exchange: Exchange) -> dict[str, Any]:
     """Returns the JSON of an error in the shape of the route's API."""
-    if exchange.request.path in (MESSAGES, COUNT_TOKENS):
+    request = exchange.request
+    if request.path in OF_ANTHROPIC or (request.path.startswith(MODELS) and is_anthropics(request)):
         return anthropic_error(error, exchange.id)
-    if exchange.request.path == RESPONSES and error.code is not None:  # without one, the reader has named it
+    if request.path == RESPONSES and error.code is not None:  # without one, the reader has named it
         error.param = renamed(error.param)
     return error.body()
 

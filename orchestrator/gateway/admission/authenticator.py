@@ -160,7 +160,8 @@ _RATES = b", ".join(
     for kind in (b"limit", b"remaining", b"reset")
 )
 EXPOSED = (
-    b"x-request-id, x-corewright-replica, x-corewright-overhead-ms, x-corewright-decision, retry-after, %b" % _RATES
+    b"x-request-id, request-id, x-corewright-replica, x-corewright-overhead-ms, x-corewright-decision, retry-after, %b"
+    % _RATES
 )
 
 
@@ -176,7 +177,8 @@ PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
     (  # the request headers that a browser's script may send
         b"access-control-allow-headers",
-        b"authorization, content-type, x-api-key, x-request-id, x-session-id, x-deadline-ms, x-corewright-explain",
+        b"authorization, content-type, x-api-key, x-request-id, x-session-id, x-deadline-ms, x-corewright-explain, "
+        b"anthropic-version, anthropic-beta, anthropic-dangerous-direct-browser-access",
     ),
     (b"access-control-max-age", b"600"),
 )

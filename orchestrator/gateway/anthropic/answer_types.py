@@ -39,6 +39,25 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
+class ModelInfo(msgspec.Struct):
+    """A model in the list of models, if the request has the header `anthropic-version`."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str  # RFC 3339
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
+
+
+class ModelPage(msgspec.Struct):
+    data: list[ModelInfo]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class MessageErrorDetails(msgspec.Struct):
     type: str
     message: str

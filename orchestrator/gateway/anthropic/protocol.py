@@ -148,3 +148,7 @@ class MessagesRequest(PromptFields, kw_only=True, forbid_unknown_fields=True):
     metadata: Ignored = None
     service_tier: Ignored = None
     inference_geo: Ignored = None
+    speed: Ignored = None
+    diagnostics: Ignored = None
+    user_profile_id: Ignored = None
+    workspace_id: Ignored = None

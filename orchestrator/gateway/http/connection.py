@@ -42,7 +42,7 @@ class HttpConnection(asyncio.Protocol):
         self._reader = RequestReader(self)
         self._transport: asyncio.Transport | None = None
         self._current: Exchange | None = None
-        self._queued: deque[Request | ApiError] = deque()
+        self._queued: deque[Request | tuple[ApiError, str]] = deque()
         self._task: asyncio.Future[None] | None = None
         self._unsent = 0  # bytes that were unsent when the deadline was set
         self._key: str | None = None
@@ -120,8 +120,8 @@ class HttpConnection(asyncio.Protocol):
         """Stops reading and answers with ``error``, after the answers that are under way."""
         if self._reader.stopped:
             return
+        self._queued.append((error, self._reader.path))
         self._reader.stop()
-        self._queued.append(error)
         self._start_next()
 
     # For Exchange and the server
@@ -204,10 +204,10 @@ class HttpConnection(asyncio.Protocol):
         try:
             while self._queued and self._current is None and self._transport is not None and not self._lingers:
                 item = self._queued.popleft()
-                if isinstance(item, ApiError):
-                    self._answer_and_close(item)
-                else:
+                if isinstance(item, Request):
                     self._start(item)
+                else:
+                    self._answer_and_close(*item)
         finally:
             self._starting = False
 
@@ -243,8 +243,8 @@ class HttpConnection(asyncio.Protocol):
         else:
             exchange.fail(errors.internal_error())
 
-    def _answer_and_close(self, error: ApiError) -> None:
-        request = Request("GET", "", "", {}, b"", "1.1", False, time.monotonic())
+    def _answer_and_close(self, error: ApiError, path: str) -> None:
+        request = Request("GET", path, "", {}, b"", "1.1", False, time.monotonic())
         self._current = exchange = Exchange(request, self, self.server.new_id())
         exchange.fail(error)
 

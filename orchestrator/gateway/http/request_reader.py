@@ -36,6 +36,11 @@ class RequestReader:
         self._headers_size = 0
         self._body: bytes | bytearray = b""
 
+    @property
+    def path(self) -> str:
+        """The path of the incomplete request, as far as it is known."""
+        return self._url.partition(b"?")[0].decode("ascii", "replace") if self.reading else ""
+
     def feed(self, data: bytes) -> None:
         """Parses what has arrived."""
         if self.stopped:

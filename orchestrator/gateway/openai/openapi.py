@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from orchestrator.gateway.anthropic.answer_types import Message, MessageError, TokenCount
+from orchestrator.gateway.anthropic.answer_types import Message, MessageError, ModelInfo, ModelPage, TokenCount
 from orchestrator.gateway.anthropic.protocol import CountTokensRequest, MessagesRequest
 from orchestrator.gateway.encoding.protocol import (
     ClassifyRequest,
@@ -222,6 +222,7 @@ class GatewayRoute:
     invokes: bool = False  # the body need not name the model, and may be JSON lines
     refused: tuple[tuple[int, str], ...] = ()  # statuses that only this route has
     error: type = ErrorAnswer
+    to_anthropic: type | None = None  # the answer to a request with the header anthropic-version
 
 
 def _encoding(path: str, summary: str, answer: type, asks: type) -> GatewayRoute:
@@ -276,8 +277,8 @@ ROUTES = (
     _encoding("/v1/score", "The scores of pairs of texts.", ScoreList, ScoreRequest),
     _encoding("/score", "As /v1/score.", ScoreList, ScoreRequest),
     _encoding("/classify", "The classes of texts.", ClassificationList, ClassifyRequest),
-    GatewayRoute("GET", "/v1/models", "The models and their aliases.", ModelList),
-    GatewayRoute("GET", "/v1/models/{model}", "One model.", ModelCard, of_a_model=True),
+    GatewayRoute("GET", "/v1/models", "The models and their aliases.", ModelList, to_anthropic=ModelPage),
+    GatewayRoute("GET", "/v1/models/{model}", "One model.", ModelCard, of_a_model=True, to_anthropic=ModelInfo),
     GatewayRoute(
         "POST",
         "/tokenize",
@@ -332,7 +333,8 @@ _HEADERS: Mapping[str, tuple[str, Schema]] = MappingProxyType(  # of a request t
 
 def openapi(*, needs_key: bool, routes: Sequence[GatewayRoute] = ROUTES) -> Schema:
     """Returns the document of the routes; ``needs_key``: requests need an API key."""
-    kinds = [kind for route in routes for kind in (*route.asks, route.answer) if kind not in (None, dict, object)]
+    named = [kind for route in routes for kind in (*route.asks, route.answer, route.to_anthropic)]
+    kinds = [kind for kind in named if kind not in (None, dict, object)]
     references, schemas = components([*dict.fromkeys([*(route.error for route in routes), *kinds])])
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -399,6 +401,8 @@ def _answer(route: GatewayRoute, references: Mapping[type, Schema]) -> dict[str,
     if route.answer is None:
         return {"description": route.summary, "content": {"text/plain": {"schema": {"type": "string"}}}}
     schema: Schema = {} if route.answer is object else references.get(route.answer, {"type": "object"})
+    if route.to_anthropic is not None:
+        schema = {"anyOf": [schema, references[route.to_anthropic]]}
     answer = json_response(route.summary, schema)
     if route.streams:
         answer["content"]["text/event-stream"] = {"schema": _EVENT}

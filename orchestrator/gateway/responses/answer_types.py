@@ -39,14 +39,19 @@ class ResponseUsage(msgspec.Struct):
     total_tokens: int
 
 
+class ResponseFailure(msgspec.Struct):
+    code: Literal["server_error"]
+    message: str
+
+
 class Response(msgspec.Struct):
-    """The fields of the request are returned; ``usage`` is null while the answer is generated."""
+    """The fields of the request are returned; ``usage`` is null while the answer is generated, and if that fails."""
 
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete"]
-    error: None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseFailure | None
     incomplete_details: dict[str, str] | None
     instructions: str | None
     max_output_tokens: int | None

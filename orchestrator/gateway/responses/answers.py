@@ -12,6 +12,7 @@ from orchestrator.gateway.openai.answer_parts import Call, Part, Text, events_of
 from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, WAITING, Choice
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.toolcalls.events import CallBegin, Content, Event
+from orchestrator.gateway.responses.answer_types import ResponseFailure
 from orchestrator.gateway.responses.chat_request import ResponsesChat, renamed
 from orchestrator.gateway.responses.protocol import ResponsesRequest
 from workers.messages.requests import FinishReason, TokenEvent
@@ -77,9 +78,14 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
         return b""
 
     def failure(self, error: ApiError) -> bytes:
-        """Returns the last event of a stream that failed after its start."""
-        fields = {"code": error.code, "message": error.message, "param": renamed(error.param)}
-        return self._event("error", fields)
+        """Returns the last events of a stream that failed after its start. Before `response.created` there is no
+        response that could have failed."""
+        if not self._number:
+            fields = {"code": error.code, "message": error.message, "param": renamed(error.param)}
+            return self._event("error", fields)
+        ends = [*self._end("incomplete")]
+        failed = {**self._response("failed", self._items), "error": ResponseFailure("server_error", error.message)}
+        return b"".join([*ends, self._event("response.failed", {"response": failed})])
 
     # Events
 
@@ -152,7 +158,6 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
         chat, request = self.chat, self.chat.request
-        ended = status != "in_progress"
         return {
             "id": f"resp{self.suffix}",
             "object": "response",
@@ -174,14 +179,14 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
             "tools": request.tools or [],
             "top_p": 1.0 if chat.top_p is None else chat.top_p,
             "truncation": "disabled",
-            "usage": self._usage() if ended else None,
+            "usage": self._usage() if status in ("completed", "incomplete") else None,
         }
 
     def _usage(self) -> dict[str, Any]:
         prompt, answer = self.prompt_tokens, self.choice.tokens
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": answer,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + answer,

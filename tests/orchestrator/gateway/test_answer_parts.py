@@ -7,15 +7,20 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.gateway.anthropic.answers import MessagesAnswer
 from orchestrator.gateway.openai.answers import Choice
+from orchestrator.gateway.openai.errors import engine_failed
 from orchestrator.gateway.openai.toolcalls.formats import Format, make_parser
 from orchestrator.gateway.openai.toolcalls.json_scanner import completed_object
-from tests.orchestrator.gateway.event_streams import joined_message, read_events, without_ids
+from orchestrator.gateway.responses.answer_types import Response
+from orchestrator.gateway.responses.answers import ResponsesAnswer
+from orchestrator.gateway.responses.chat_request import read_responses
+from tests.orchestrator.gateway.event_streams import joined_message, joined_response, read_events, without_ids
 from workers.messages.requests import FinishReason, TokenEvent
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "}"], "b": "é"}}</tool_call>'
@@ -23,6 +28,7 @@ PIECES = ["Hello", " ", "\n", "é", "<tool_call>", "</tool_call>", "{", "}", '"n
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=10).map("".join)
 CUTS = st.lists(st.integers(0, 300), max_size=12)
 FINISHES = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH])
+RESPONSES = read_responses(b'{"model": "m", "input": "Hi"}')
 CALLINGS = st.sampled_from(["", "auto", "named"])
 
 
@@ -78,6 +84,70 @@ def test_a_joined_message_equals_the_one_that_is_not_streamed(
     streamed, whole = message(text, cuts, finish, calling), whole_message(text, finish, calling)
 
     assert without_counts(streamed) == without_counts(whole)
+
+
+def response_stream(
+    text: str, cuts: Sequence[int], finish: FinishReason, calling: str, failing_after: int | None = None
+) -> list[dict[str, Any]]:
+    """The events of an answer; with ``failing_after`` it fails after that many tokens."""
+    choice = choice_for(calling, streamed=True)
+    answer = ResponsesAnswer("-1", 0, RESPONSES, choice)
+    written = answer.opening(choice)
+    for event in events_of(text, cuts, finish)[:failing_after]:
+        written += answer.events(choice, [event])
+    if failing_after is not None:
+        written += answer.failure(engine_failed("m", "it broke"))
+    return read_events(written.decode())
+
+
+def whole_response(text: str, finish: FinishReason, calling: str) -> dict[str, Any]:
+    choice = choice_for(calling, streamed=False)
+    body = ResponsesAnswer("-1", 0, RESPONSES, choice).whole([(choice, events_of(text, (), finish))])
+    assert isinstance(body, bytes)
+    read: dict[str, Any] = json.loads(body)
+    return read
+
+
+def without_call_ids(response: dict[str, Any]) -> dict[str, Any]:
+    output = [{name: value for name, value in item.items() if name != "call_id"} for item in response["output"]]
+    return {**response, "output": output, "usage": None}
+
+
+@given(TEXTS, CUTS, FINISHES, CALLINGS)
+@settings(max_examples=200, deadline=None)
+def test_a_response_does_not_depend_on_how_its_text_is_cut(
+    text: str, cuts: list[int], finish: FinishReason, calling: str
+) -> None:
+    """Its events are in the order that clients expect, and join to the items of the last one."""
+    cut, uncut = (joined_response(response_stream(text, places, finish, calling)) for places in (cuts, ()))
+
+    assert without_call_ids(cut) == without_call_ids(uncut)
+    msgspec.convert(cut, Response)
+
+
+@given(st.lists(st.sampled_from(["Hello", " ", "é", CALL]), max_size=6).map("".join), CUTS, FINISHES, CALLINGS)
+@settings(max_examples=200, deadline=None)
+def test_a_joined_response_equals_the_one_that_is_not_streamed(
+    text: str, cuts: list[int], finish: FinishReason, calling: str
+) -> None:
+    """Where every call is complete, or is the whole answer."""
+    streamed = joined_response(response_stream(text, cuts, finish, calling))
+
+    assert without_call_ids(streamed) == without_call_ids(whole_response(text, finish, calling))
+
+
+@given(TEXTS, CUTS, CALLINGS, st.integers(0, 12))
+@settings(max_examples=200, deadline=None)
+def test_a_response_that_fails_ends_with_what_it_had(text: str, cuts: list[int], calling: str, after: int) -> None:
+    """Wherever it fails, each item that was begun is done, the last one as incomplete."""
+    tokens = min(after, len(events_of(text, cuts, FinishReason.STOP)) - 1)
+
+    failed = joined_response(response_stream(text, cuts, FinishReason.STOP, calling, failing_after=tokens))
+
+    assert (failed["status"], failed["error"]["code"], failed["usage"]) == ("failed", "server_error", None)
+    assert [item["status"] for item in failed["output"][:-1]] == ["completed"] * len(failed["output"][:-1])
+    assert all(item["status"] == "incomplete" for item in failed["output"][-1:])
+    msgspec.convert(failed, Response)
 
 
 @pytest.mark.parametrize(

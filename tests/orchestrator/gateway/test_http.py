@@ -712,7 +712,8 @@ def test_scripts_of_named_origins_are_served(opened: Open) -> None:
 
     assert allowed.status == 204
     assert allowed.headers["access-control-allow-origin"] == "https://app.example"
-    assert "authorization" in allowed.headers["access-control-allow-headers"]
+    for header in ("authorization", "x-api-key", "anthropic-version", "anthropic-beta"):
+        assert header in allowed.headers["access-control-allow-headers"].split(", ")
     assert status_and_text(refused) == (401, "invalid_api_key")
     assert refused.headers["access-control-allow-origin"] == "https://app.example"
     assert refused.headers["vary"] == "origin"

@@ -15,6 +15,7 @@ from orchestrator.gateway.anthropic.answer_types import Message, MessageError
 from tests.fleet import until
 from tests.orchestrator.gateway.event_streams import joined_message, read_events, without_ids
 from tests.orchestrator.gateways import LiveGateway, routes
+from tests.orchestrator.hostile import Wire, request
 from tests.orchestrator.scripted import ScriptedEngine, ScriptedReplica, save_tools_tokenizer
 from tests.served import Served
 
@@ -281,6 +282,21 @@ def test_an_anthropic_key_is_read_from_its_own_header(tmp_path: Path) -> None:
     finally:
         gateway.close()
         replica.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens?beta=true"])
+def test_an_error_before_the_body_is_read_has_anthropics_shape(place: Place, path: str) -> None:
+    """As one of a body that is too long; the errors of other routes keep OpenAI's."""
+    with Wire(place.gateway.port) as wire:
+        wire.send(request("POST", path, content_length="999999999999"))
+        refused = wire.answer()
+    with Wire(place.gateway.port) as wire:
+        wire.send(request("POST", "/v1/completions", content_length="999999999999"))
+        other = wire.answer()
+
+    assert (refused.status, refused.json["error"]["type"]) == (413, "request_too_large")
+    assert refused.json["request_id"] == refused.headers["x-request-id"]
+    assert other.code == "body_too_large"
 
 
 def test_a_model_with_a_server_of_its_own_has_no_messages(place: Place) -> None:

@@ -9,8 +9,12 @@ import msgspec
 import pytest
 
 from orchestrator.gateway.responses.answer_types import Response
-from tests.orchestrator.gateway.event_streams import read_events
+from tests.fleet import until
+from tests.orchestrator.gateway.event_streams import joined_response, read_events
 from tests.orchestrator.gateway.test_messages import CALLS, Place
+from tests.orchestrator.gateway.test_messages import slow as slow
+from tests.orchestrator.gateways import LiveGateway
+from tests.served import Served
 
 TOOLS = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("get_weather", "now")]
 
@@ -96,3 +100,50 @@ def test_an_unsupported_field_is_named_in_the_error(place: Place, fields: dict[s
 
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert ask(place, store=True).json()["store"] is False
+
+
+# Streams that end early
+
+ASKS: dict[str, Any] = {"model": "m", "input": "Hi", "stream": True}
+
+
+def test_a_client_that_disconnects_cancels_its_response(slow: tuple[LiveGateway, Served]) -> None:
+    """The slot is free again."""
+    gateway, _ = slow
+    with gateway.http.stream("POST", "/v1/responses", json=ASKS) as response:
+        assert next(response.iter_lines()) == "event: response.created"
+
+    until(lambda: gateway.queue("m").live == 0, 10, "the request is cancelled")
+
+
+def test_a_lost_replica_ends_a_begun_response_as_failed(slow: tuple[LiveGateway, Served]) -> None:
+    """With the text so far, the cause, and nothing behind it."""
+    gateway, replica = slow
+    with gateway.http.stream("POST", "/v1/responses", json=ASKS) as response:
+        pieces = response.iter_text()
+        text = next(pieces)
+        while "output_text.delta" not in text:
+            text += next(pieces)
+        replica.kill()
+        text += "".join(pieces)
+
+    failed = joined_response(read_events(text))
+    assert failed["status"] == "failed"
+    assert "m" in failed["error"]["message"]
+    assert failed["output"][0]["content"][0]["text"]
+
+
+def test_a_response_that_fails_before_it_has_begun_is_an_error_event(slow: tuple[LiveGateway, Served]) -> None:
+    """Its stream has had comments only."""
+    gateway, replica = slow
+    with (
+        gateway.http.stream("POST", "/v1/responses", json=ASKS),
+        gateway.http.stream("POST", "/v1/responses", json=ASKS) as response,
+    ):
+        pieces = response.iter_text()
+        assert next(pieces).startswith(": waiting")
+        gateway.controller.set(ready=True)
+        (event,) = read_events("".join(pieces).rpartition(": waiting\n\n")[2])
+        replica.kill()
+
+    assert (event["type"], event["sequence_number"], event["code"]) == ("error", 0, "model_unavailable")
