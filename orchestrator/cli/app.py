@@ -48,6 +48,15 @@ TimeoutOption = Annotated[
         show_default="no timeout",
     ),
 ]
+DeadlineOption = Annotated[
+    float | None,
+    typer.Option(
+        min=1,
+        metavar="S",
+        help="Empty a host within S seconds; replicas without another place stop meanwhile.",
+        show_default="no deadline",
+    ),
+]
 YesOption = Annotated[bool, typer.Option("--yes", help="Skip the confirmation prompt.")]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Ignore the running fleet.")]
 SpeedsOption = Annotated[

@@ -163,7 +163,7 @@ def prune(
         float, typer.Option(min=0, metavar="DAYS", help="Remove artifacts that were not used for this many days.")
     ] = OLD_DAYS,
     models: Annotated[
-        bool, typer.Option("--models", help="Remove fetched models that no replica uses too, whatever their age.")
+        bool, typer.Option("--models", help="Also remove fetched models that no replica uses, regardless of their age.")
     ] = False,
     place: CacheOption = None,
     dry_run: DryRunOption = False,

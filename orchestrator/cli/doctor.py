@@ -265,7 +265,7 @@ def doctor(
         str | None, typer.Argument(metavar="SPEC", help="Spec whose hosts, engines and interpreters to check too.")
     ] = None,
     bootstrap: Annotated[
-        bool, typer.Option("--bootstrap", help="Print the steps to a fleet on an image of AWS instead.")
+        bool, typer.Option("--bootstrap", help="Print the steps from an AWS image to a running fleet, without checks.")
     ] = False,
     sdk: Annotated[
         str | None,

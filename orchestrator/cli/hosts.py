@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli.app import FormatOption, group
+from orchestrator.cli.app import DeadlineOption, FormatOption, group
 from orchestrator.cli.client import PLAN_DEADLINE_S, the_fleet
 from orchestrator.cli.output import Format, show
 from orchestrator.cli.tables import roll_line
@@ -24,21 +24,13 @@ class Wait(str, Enum):
 @hosts.command("roll")
 def roll(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[HOST]...", help="Hosts, in this order.", show_default="all")
+        list[str] | None, typer.Argument(metavar="HOST", help="Hosts, in this order.", show_default="all")
     ] = None,
     wait: Annotated[
         Wait,
         typer.Option(help="What an empty host waits for: none, operator (`hosts continue`), node (a new Ray node)."),
     ] = Wait.NONE,
-    deadline_s: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            metavar="S",
-            help="Empty each host within S seconds; replicas without another place stop meanwhile.",
-            show_default="no deadline",
-        ),
-    ] = None,
+    deadline_s: DeadlineOption = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Empty one host, uncordon it, and go on with the next."""

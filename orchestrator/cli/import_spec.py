@@ -16,7 +16,7 @@ from placements.facts.topology import TOPOLOGIES
 from placements.lmi.importing import as_dict, import_lmi
 from placements.lmi.settings import UnreadableSettings, read_environment
 
-importing = group("import", "Write a spec for models that another server served.")
+importing = group("import", "Convert the settings of another server to a spec.")
 
 
 @importing.command("lmi")

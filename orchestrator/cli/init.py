@@ -69,10 +69,13 @@ defaults:            # for all models, unless they set the field
 
 models:
   {chat}:
-    source: {source}   # a hub id, a folder, or s3://BUCKET/PREFIX
+    source: {source}   # a hub id, a folder, or s3://BUCKET/PREFIX{gated}
     tp_degree: {tp}     # cores of a replica; this type supports {degrees}
     # quantize: int8   # half of the memory for weights; check the quality of the answers
 """
+
+GATED = """
+    # This one is gated: accept its license on the hub, and set HF_TOKEN to a token of that account."""
 
 SECOND = """
   small:
@@ -82,15 +85,16 @@ SECOND = """
 """
 
 
-def spec_for(topology: Topology | None, name: str) -> str:
-    """Returns the text of a spec for a machine; None: one without Neuron devices. ``name`` is the file's."""
+def spec_for(topology: Topology | None, name: str, *, here: bool = True) -> str:
+    """Returns the text of a spec for a machine; None: one without Neuron devices. ``name`` is the file's. ``here``: it
+    is this machine."""
     if topology is None:
         return EMULATED.format(name=name, tiny=DEMO.parent / "models" / "tiny")
     degrees = [tp for tp in DEGREES[topology.family] if tp <= topology.cores]
     first = max(tp for tp in degrees if tp <= LARGEST)
     large = topology.memory_gib >= LEAST_GIB
     text = REAL.format(
-        machine=f"this {topology.instance}",
+        machine=f"this {topology.instance}" if here else topology.instance,
         instance=topology.instance,
         cores=topology.cores,
         devices=topology.devices,
@@ -98,6 +102,7 @@ def spec_for(topology: Topology | None, name: str) -> str:
         name=name,
         chat="llama-3.1-8b" if large else "qwen2.5-3b",
         source="meta-llama/Llama-3.1-8B-Instruct" if large else "Qwen/Qwen2.5-3B-Instruct",
+        gated=GATED if large else "",
         tp=first,
         degrees=", ".join(map(str, degrees)),
     )
@@ -119,7 +124,8 @@ def init(
     if instance is not None and instance not in TOPOLOGIES:
         raise typer.BadParameter(f"{instance!r} is not one of {', '.join(TOPOLOGIES)}", param_hint="--instance")
     found = instance or this_host.instance_type()
-    text = spec_for(TOPOLOGIES.get(found or ""), "fleet.yaml" if str(file) == "-" else str(file))
+    name = "fleet.yaml" if str(file) == "-" else str(file)
+    text = spec_for(TOPOLOGIES.get(found or ""), name, here=instance is None)
     if str(file) == "-":
         stdout().write(text)
         return

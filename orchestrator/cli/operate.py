@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.app import FormatOption, ModelArgument, app, bad_parameter
+from orchestrator.cli.app import DeadlineOption, FormatOption, ModelArgument, app, bad_parameter
 from orchestrator.cli.client import the_fleet
 from orchestrator.cli.fleet_names import names_of
 from orchestrator.cli.output import Format, show
@@ -83,15 +83,7 @@ def drain(
             autocompletion=names_of("hosts", "replicas"),
         ),
     ],
-    deadline_s: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            metavar="S",
-            help="Empty the host within S seconds; replicas without another place stop.",
-            show_default="no deadline",
-        ),
-    ] = None,
+    deadline_s: DeadlineOption = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Empty a host, or replace one replica. A drained host is cordoned."""

@@ -181,13 +181,10 @@ def setting_options(command: Callable[..., None]) -> Callable[..., None]:
 def _parameter(setting: Setting) -> inspect.Parameter:
     kind, default = setting.kind, setting.default
     shown = "off" if "/" in setting.option and not default else "on" if default is True else default
-    repeatable = " Repeatable." if kind.type == list[str] else ""
-    option = typer.Option(
-        setting.option,
-        help=setting.doc + repeatable,
-        show_default=f"{shown:g}" if isinstance(shown, float) else str(shown) if shown else False,
-        **kind.option,
-    )
+    text = setting.doc + (" Repeatable." if kind.type == list[str] else "")
+    if shown:  # typer would write the text of a default in parentheses
+        text += f"  [default: {f'{shown:g}' if isinstance(shown, float) else shown}]"
+    option = typer.Option(setting.option, help=text, show_default=False, **kind.option)
     annotation = Annotated[kind.type | None, option]  # type: ignore[name-defined]  # None: not given
     return inspect.Parameter(setting.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
 
@@ -201,7 +198,7 @@ def up(
         typer.Option(envvar="RAY_ADDRESS", help="Join the Ray cluster at HOST:PORT, or the one of this machine: auto."),
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="With --ray-address: exit when the fleet is ready; it runs on.")
+        bool, typer.Option("--detach", help="With --ray-address: exit when the fleet is ready, and leave it running.")
     ] = False,
     upgrade: Annotated[
         bool, typer.Option("--upgrade", help="With --ray-address: give a running fleet this version of corewright.")

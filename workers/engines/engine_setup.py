@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from workers.batching.buckets import checked_buckets
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # ours -> torch's
 
@@ -22,6 +28,16 @@ class LoadableEngine:
         if self._spec is None:
             raise RuntimeError("the engine is not loaded")
         return self._spec
+
+
+class CheckpointSettings(msgspec.Struct, frozen=True):
+    """The part of a replica's configuration that the artifacts of an engine depend on, by the names of its fields."""
+
+    @classmethod
+    def of(cls, config: ReplicaConfig) -> Self:
+        """Returns the settings of ``config``. Raises EngineLoadError without a checkpoint."""
+        source_of(config)
+        return msgspec.convert(config, cls, from_attributes=True)
 
 
 def source_of(config: ReplicaConfig) -> Path:

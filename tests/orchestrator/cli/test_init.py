@@ -93,3 +93,16 @@ def test_an_unknown_instance_type_is_rejected(capsys: pytest.CaptureFixture[str]
 def test_a_folder_that_is_missing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["init", str(tmp_path / "missing" / "fleet.yaml")]) == 1
     assert "output-unwritable" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("here", "line"), [(True, "this inf2.48xlarge: 24"), (False, "inf2.48xlarge: 24")])
+def test_only_this_machine_is_called_so(here: bool, line: str) -> None:
+    """Not the type of --instance."""
+    assert spec_for(TOPOLOGIES["inf2.48xlarge"], "f.yaml", here=here).startswith(f"# A fleet on {line}")
+
+
+@pytest.mark.parametrize("instance", sorted(TOPOLOGIES))
+def test_a_gated_model_is_called_so(instance: str) -> None:
+    """It cannot be fetched without a token."""
+    text = spec_for(TOPOLOGIES[instance], "f.yaml")
+    assert ("meta-llama/" in text) == ("gated" in text) == ("HF_TOKEN" in text)

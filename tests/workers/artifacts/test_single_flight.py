@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from workers.artifacts.fetch.progress import FetchStatus, Progress
-from workers.artifacts.fetch.single_flight import LEASE_S, SingleFlight
+from workers.artifacts.fetch.single_flight import FAILED_HINT, LEASE_S, SingleFlight
 from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.messages.status import Failure, Reaction
 
@@ -78,7 +78,7 @@ def test_a_job_without_waiters_is_stopped() -> None:
     flights.leave("b")
     assert work.stopped.wait(DEADLINE_S)
     late.join(DEADLINE_S)
-    assert messages == [Failure("nobody-waits", "stopped one: it has no waiters left")]
+    assert messages == [Failure("fetch-cancelled", "one was cancelled: no replica needs it any longer")]
 
 
 def test_a_waiter_that_stops_polling_is_dropped() -> None:
@@ -101,7 +101,7 @@ def test_a_waiter_that_stops_polling_is_dropped() -> None:
     [
         (SourceError("s3-denied", "no s3:GetObject", "a hint"), Failure("s3-denied", "no s3:GetObject", "a hint")),
         (SourceError("pickle-refused", "pickled"), Failure("pickle-refused", "pickled", reaction=Reaction.STOP)),
-        (OSError("the disk"), Failure("fetch-failed", "s3://models/one: OSError: the disk")),
+        (OSError("the disk"), Failure("fetch-failed", "s3://models/one: OSError: the disk", FAILED_HINT)),
     ],
 )
 def test_a_failed_job_is_reported_and_starts_anew(error: Exception, failure: Failure) -> None:

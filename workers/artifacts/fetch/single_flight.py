@@ -14,6 +14,7 @@ from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.messages.status import Failure, Reaction
 
 log = logging.getLogger(__name__)
+FAILED_HINT = "the next start repeats it; the log of the host's actor has details"
 
 LEASE_S = 30.0  # a waiter that has not polled for so long is gone; a restarted controller polls within ten seconds
 WATCH_S = 1.0
@@ -83,13 +84,13 @@ class SingleFlight(Generic[End]):
         try:
             outcome = work(flight.progress, flight.stop)
         except Stopped:
-            outcome = Failure("nobody-waits", f"stopped {name}: it has no waiters left")
+            outcome = Failure("fetch-cancelled", f"{name} was cancelled: no replica needs it any longer")
         except SourceError as error:
             reaction = Reaction.STOP if error.id in PERMANENT else Reaction.RETRY
             outcome = Failure(error.id, error.what, error.hint, reaction)
         except BaseException as error:  # a panic of a Rust library is not an Exception, and waiters need an outcome
             log.exception("%s failed", name)
-            outcome = Failure("fetch-failed", f"{name}: {type(error).__name__}: {error}")
+            outcome = Failure("fetch-failed", f"{name}: {type(error).__name__}: {error}", FAILED_HINT)
         with self._changed:
             flight.outcome = outcome
             self._changed.notify_all()

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from placements.facts.engines import (
     NXD_E5M2,
     NXD_QUANTIZED_DTYPES,
@@ -23,15 +21,14 @@ from placements.facts.engines import (
 from placements.facts.kv_blocks import OPTIONS, KvBlocks, kv_blocks, prefix_buckets, refusals
 from placements.rules.options import owned
 from workers.batching.buckets import ladder
-from workers.engines.engine_setup import checked_lengths, dtype_on, source_of
+from workers.engines.engine_setup import CheckpointSettings, checked_lengths, dtype_on
 from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, UNSERVED, lacks
 from workers.messages.engine_protocol import EngineLoadError
-from workers.messages.replica_config import ReplicaConfig
 
 GLOBAL_TOPK = 256  # the most ids that the device samples from: OnDeviceSamplingConfig's default of global_topk
 
 
-class Settings(msgspec.Struct, frozen=True):
+class Settings(CheckpointSettings, frozen=True):
     """The part of a replica's configuration that the artifacts and their use depend on."""
 
     source: str
@@ -50,12 +47,6 @@ class Settings(msgspec.Struct, frozen=True):
     engine_options: dict[str, Any]
     allow_pickle: bool
     presharded: bool = False  # the source has only the sharded weights of each core (``precompiled.with_sharding``)
-
-    @classmethod
-    def of(cls, config: ReplicaConfig) -> Settings:
-        """Returns the settings of ``config``. Raises EngineLoadError without a checkpoint."""
-        source_of(config)
-        return msgspec.convert(config, cls, from_attributes=True)
 
     @property
     def quantized_source(self) -> str | None:

@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from workers.engines.engine_setup import source_of
+from workers.engines.engine_setup import CheckpointSettings
 from workers.messages.engine_protocol import EngineLoadError
-from workers.messages.replica_config import ReplicaConfig
 
 MAX_TOP_K = 256  # ids that the device samples from: the default of NxDNeuronConfig's max_topk
 
 
-class Settings(msgspec.Struct, frozen=True):
+class Settings(CheckpointSettings, frozen=True):
     """The part of a replica's configuration that the artifacts and their use depend on."""
 
     source: str
@@ -28,12 +25,6 @@ class Settings(msgspec.Struct, frozen=True):
     sampling: str
     engine_options: dict[str, Any]
     allow_pickle: bool
-
-    @classmethod
-    def of(cls, config: ReplicaConfig) -> Settings:
-        """Returns the settings of ``config``. Raises EngineLoadError without a checkpoint."""
-        source_of(config)
-        return msgspec.convert(config, cls, from_attributes=True)
 
     @property
     def prefill_chunk_size(self) -> int | None:
