@@ -226,7 +226,12 @@ class JoinedUp:
         spec, home = self._spec, str(self._home.path)
         name, user = spec.name, f"{getpass.getuser()}@{platform.node()}"
         owner, controller = cluster.owner_of(name), cluster.find_controller(name)
-        while owner is not None and controller is None and abs(time.time() - owner.since) < CONTROLLER_START_S:
+        while (
+            owner is not None
+            and controller is None
+            and not owner.has_died
+            and abs(time.time() - owner.since) < CONTROLLER_START_S
+        ):
             time.sleep(RECORD_POLL_S)
             owner, controller = cluster.owner_of(name), cluster.find_controller(name)
         if owner is not None and (owner.home, owner.user.partition("@")[0]) != (home, getpass.getuser()):
@@ -248,7 +253,7 @@ class JoinedUp:
             self._report(f"removing what an earlier fleet {name} has left")
             cluster.remove_fleet(name)
         fleet = secrets.token_hex(8)
-        if not cluster.claim_name(cluster.ClusterOwner(fleet, name, user, home, time.time())):
+        if not cluster.claim_name(cluster.ClusterOwner.here(fleet, name, user, home)):
             message = f"another `up` has just started a fleet {name} on this Ray cluster"
             raise Failed("fleet-already-running", message, "try again")
         self._report("starting the controller and the replicas")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from orchestrator.on_ray.gateway_applications import applications_of, delete_app
 from orchestrator.on_ray.ray_kv import RayKeyValues
 from orchestrator.on_ray.ray_nodes import CONTROLLER
 from orchestrator.process.home import FleetRecord
+from workers.host.lifetime import is_alive, pid_space, process_start
 
 OWNER = "owner"  # the key in Ray's KV of the fleet's entry
 RECORD = "record"  # the key of the content of `fleet.json`, which the controller writes at each of its starts
@@ -35,6 +37,20 @@ class ClusterOwner(msgspec.Struct, frozen=True):
     user: str  # who has started it, as user@machine
     home: str
     since: float  # Unix time
+    pid: int = 0  # of the `up` that has claimed the name
+    started: float = 0.0  # its start, see `lifetime`
+    pid_space: str = ""
+
+    @classmethod
+    def here(cls, fleet: str, name: str, user: str, home: str) -> ClusterOwner:
+        """Returns the owner that this process claims the name for."""
+        pid = os.getpid()
+        return cls(fleet, name, user, home, time.time(), pid, process_start(pid) or 0.0, pid_space())
+
+    @property
+    def has_died(self) -> bool:
+        """The `up` that has claimed the name is gone; False also if it ran where this process cannot see it."""
+        return bool(self.pid_space) and self.pid_space == pid_space() and not is_alive(self.pid, self.started)
 
 
 def owner_of(name: str) -> ClusterOwner | None:

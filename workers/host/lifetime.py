@@ -29,6 +29,14 @@ def boot() -> str:
     return ""
 
 
+@cache
+def pid_space() -> str:
+    """Returns where pids mean the same processes: a boot of a kernel, and a pid namespace of it; empty if unknown."""
+    with contextlib.suppress(OSError):
+        return f"{boot()} {Path('/proc/self/ns/pid').readlink()}" if boot() else ""
+    return ""
+
+
 def process_start(pid: int) -> float | None:
     """Returns the start time of a process in seconds since boot; None: it is gone.
 

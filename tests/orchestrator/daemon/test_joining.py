@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import getpass
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -225,6 +227,35 @@ def test_up_adopts_the_fleet_that_another_up_is_starting(
     monkeypatch.setattr(up, "_apply", lambda: 1)
     up._own_or_adopt((0,), {})
     assert (up._follower.controller, cluster.removed) == ("controller", [])
+
+
+def test_up_waits_for_no_controller_of_an_up_that_has_died(
+    up: JoinedUp, cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here one that was killed after it had claimed the name. Its fleet is removed at once."""
+    code = (
+        "import sys, msgspec; from orchestrator.on_ray.fleet_on_cluster import ClusterOwner;"
+        "print(msgspec.json.encode(ClusterOwner.here('other', 'chat', *sys.argv[1:])).decode())"
+    )
+    command = [sys.executable, "-c", code, cluster.owner.user, str(up._home.path)]
+    ended = subprocess.run(command, capture_output=True, check=True)
+    owner = msgspec.json.decode(ended.stdout, type=ClusterOwner)
+    monkeypatch.setattr(fleet_on_cluster, "owner_of", lambda name: owner)
+    monkeypatch.setattr(fleet_on_cluster, "find_controller", lambda name: None)
+    monkeypatch.setattr(fleet_on_cluster, "claim_name", lambda owner: True)
+    monkeypatch.setattr(up, "_start_controller", lambda *given: None)
+    up._own_or_adopt((0,), {})
+    assert cluster.removed == ["chat"]
+
+
+def test_an_owner_is_dead_only_where_its_pid_can_be_seen() -> None:
+    """On another machine, or in another container, the pid means another process."""
+    owner = ClusterOwner.here("f", "chat", "me", "/home")
+    assert not owner.has_died
+    gone = msgspec.structs.replace(owner, started=owner.started + 100)
+    assert gone.has_died
+    assert not msgspec.structs.replace(gone, pid_space="another").has_died
+    assert not ClusterOwner("f", "chat", "me", "/home", time.time()).has_died  # of an earlier version
 
 
 def test_a_failed_up_leaves_the_fleet_of_another_up(
