@@ -110,7 +110,9 @@ def joined_lines(body: bytes) -> bytes:
         own = fields.pop("inputs")
         inputs += own if isinstance(own, list) else [own]
         if number > 1 and fields != joined:
-            differing = sorted(name for name in fields.keys() | joined.keys() if fields.get(name) != joined.get(name))
+            differing = sorted(
+                name for name in fields.keys() | joined.keys() if fields.get(name, ...) != joined.get(name, ...)
+            )
             what = f"The body, line {number}: {', '.join(differing)} must be as in line 1; send different lines apart."
             raise invalid(what, param=differing[0])
         joined = fields

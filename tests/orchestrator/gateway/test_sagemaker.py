@@ -487,6 +487,7 @@ def test_one_json_line_is_a_request_of_json(accept: str, expected: str, gateway:
     [
         (json.dumps({"inputs": "x", "parameters": {"max_new_tokens": 5}}), "parameters", "line 2"),
         (json.dumps({"inputs": "x"}), "parameters", "line 2"),
+        (json.dumps({"inputs": "x", "parameters": PARAMETERS, "stream": None}), "stream", "line 2"),
         (json.dumps({"prompt": "x"}), "inputs", "line 2"),
         ("{", None, "line 2"),
         ("[]", None, "line 2"),
