@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from orchestrator.simulate.scenario import Scenario
 from orchestrator.simulate.simulated_model import SimModel
-from placements.planner.spec_hosts import Machine, hosts_for
+from placements.facts.machine import Machine
+from placements.planner.spec_hosts import hosts_for
 from placements.spec.schema import HostsSpec, ModelSpec, Replicas, Spec
 
 _MACHINE = Machine(tuple(range(8)))

@@ -16,7 +16,7 @@ from orchestrator.cli.output import say
 from orchestrator.process.home import Home
 from orchestrator.revisions.spec_file import this_machine
 from orchestrator.sagemaker.model_folder import SPEC, Fields, examined, problems_of, read_folder, text_of
-from placements.planner.spec_hosts import Machine
+from placements.facts.machine import Machine
 
 MODEL = Path("/opt/ml/model")
 MAX_BODY_BYTES = 25 * 2**20  # the payload of InvokeEndpoint, by AWS's page of its quotas

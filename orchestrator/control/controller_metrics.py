@@ -47,6 +47,11 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
         ("model",),
         LOAD_S,
     ),
+    "load_phase_seconds": (
+        "The phases of the start of a replica, which add up to corewright_load_seconds.",
+        ("model", "phase"),
+        LOAD_S,
+    ),
     "fetch_seconds": ("Time to fetch a replica's remote artifacts to its host.", ("model",), LOAD_S),
     "controller_round_seconds": ("One round of the controller: observe, decide, act.", (), ROUND_S),
 }
@@ -103,6 +108,8 @@ class ControllerCounters:
     def loaded(self, view: ReplicaView) -> None:
         """Count a replica that is ready, ``view.load_s`` seconds after its start."""
         self._observe("load_seconds", view.load_s or 0.0, view.model)
+        for phase, seconds in view.load_phases.items():
+            self._observe("load_phase_seconds", seconds, view.model, phase)
 
     def fetched(self, model: str, moved: int, seconds: float) -> None:
         """Count a completed fetch; ``moved`` is the number of bytes that came over the network."""

@@ -13,6 +13,7 @@ from orchestrator.fleet.route_table import remote_address
 from orchestrator.fleet.snapshot import SETTLED_S, ReplicaView
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.quarantine import on_failure
+from workers.host.start_phases import phases_of
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,9 @@ class ReplicaTable:
             now = self._state.clock()
             load_s = round(now - view.begun - view.aside(now), 3)
             socket = self._state.configs[view.id].socket
-            self.store(dataclasses.replace(view, load_s=load_s, socket=socket, remote=remote_address(status)))
+            phases = phases_of(load_s, status.load_phases)
+            remote = remote_address(status)
+            self.store(dataclasses.replace(view, load_s=load_s, load_phases=phases, socket=socket, remote=remote))
             self.signal(view, Signal.LOADED)
         elif status.failure is not None and view.state is not State.STOPPING:
             self.fail(view, status.failure)

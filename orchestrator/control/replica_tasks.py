@@ -111,6 +111,7 @@ class ReplicaTasks:
             version=config.version,
             served=phase is not State.LOADING,
             load_s=status.load_s,
+            load_phases=status.load_phases,
             compile_s=status.compile_s,
             heard=now,
             restarts=max(0, state.records.state.starts.get(f"{config.model}/{config.replica}", 1) - 1),
@@ -154,6 +155,7 @@ class ReplicaTasks:
             reason=None if previous is None else previous.reason,
             log=() if previous is None else previous.log,
             load_s=None if previous is None else previous.load_s,
+            load_phases={} if previous is None else previous.load_phases,
             heard=now,
             deadlines=state.deadlines(target.model),
         )

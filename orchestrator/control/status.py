@@ -325,6 +325,7 @@ def _model_status(
                 "pause_s": view.pause_s if view.state is State.FAILED and not view.stopped else None,
                 "stopped": view.stopped and view.state is State.FAILED,
                 "load_s": view.load_s,
+                "load_phases": {phase: round(seconds, 3) for phase, seconds in view.load_phases.items()},
                 "compile_s": round(view.compile_s, 1),
                 "fetch": None if view.fetch is None else fetch_status(view.fetch),
                 "live": view.live,

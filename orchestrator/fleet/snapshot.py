@@ -67,6 +67,7 @@ class ReplicaView:
     early: EarlyStart | None = None  # until the fetch has ended
     load_s: float | None = None  # from ``begun`` to its first generation, without ``aside_s``; of the last ready
     # start
+    load_phases: Mapping[str, float] = field(default_factory=dict)  # seconds of it, by `start_phases.PHASES`
     live: int = 0  # requests in slots
     waiting: int = 0  # accepted requests without a slot
     idle_s: float = 0.0  # since its last request ended; 0 while it has one

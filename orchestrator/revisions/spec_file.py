@@ -13,8 +13,9 @@ from orchestrator.access.source_policy import SourcePolicy
 from orchestrator.revisions.checkpoint_reader import CheckpointFacts, is_hub_source, read_facts, source_parts
 from orchestrator.revisions.precompiled_checkpoint import precompiled_problems
 from placements.facts.checkpoints import Checkpoint
+from placements.facts.machine import Machine
 from placements.facts.topology import Host
-from placements.planner.spec_hosts import Machine, hosts_for
+from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
 from placements.spec.parse import Parsed, parse
 from placements.spec.problems import Problem, in_order

@@ -13,11 +13,12 @@ import yaml
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import SpecFile, examine
 from orchestrator.sagemaker.lmi_files import PROPERTIES, lmi_models
+from placements.facts.machine import Machine
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.lmi.importing import LmiModel, import_lmi
 from placements.lmi.settings import Setting, UnreadableSettings, read_environment
 from placements.planner.plan import plan
-from placements.planner.spec_hosts import DEFAULT_EMULATION, Machine
+from placements.planner.spec_hosts import DEFAULT_EMULATION
 from placements.spec.notation import is_path
 from placements.spec.problems import Problem, has_errors
 

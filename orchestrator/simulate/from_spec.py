@@ -14,8 +14,9 @@ from orchestrator.simulate.simulated_model import SimModel
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.encoders import traced_batch, traced_lengths
 from placements.facts.engines import HOST_ENGINES, SHORTEST_BUCKET, Engine, resolve, takes_cores
+from placements.facts.machine import Machine
 from placements.facts.topology import Host
-from placements.planner.spec_hosts import DEFAULT_EMULATION, Machine, hosts_for
+from placements.planner.spec_hosts import DEFAULT_EMULATION, hosts_for
 from placements.resources.calibration import MeasuredSpeed, calibrated
 from placements.resources.estimate import Speed
 from placements.spec.problems import Problem, has_errors

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.process.failure import Failed
-from placements.resources.calibration import FIELDS, LEAST_REQUESTS, MeasuredSpeed
-from placements.resources.measured_times import LEAST_TOKENS, line, low
+from placements.resources.calibration import FIELDS, MeasuredSpeed
+from placements.resources.measured_times import LEAST_REQUESTS, LEAST_TOKENS, line, low
 
 GROUPS = 8  # groups of prompts by length
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from placements.facts.machine import Machine
 from placements.facts.topology import TOPOLOGIES, Host, Topology
 from placements.spec.schema import HostsSpec, Reserve, Spec
 
@@ -15,16 +15,6 @@ DEFAULT_EMULATION = "inf2.48xlarge"
 
 RESERVED_SHARE = 0.04
 """The default share of a real host's vCPUs that is reserved for the system, rounded up: 8 of 192."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine that the command runs on, as observed by the caller."""
-
-    cpus: tuple[int, ...]  # ids of the CPUs this process may use, ascending
-    instance: str | None = None  # instance type when it has Neuron devices
-    joined: bool = False  # a Ray cluster was joined: each host is a machine of its own, emulated ones with these CPUs
-    devices: tuple[int, ...] | None = None  # n of its /dev/neuron<n>, which a container may have some of; None: all
 
 
 def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:

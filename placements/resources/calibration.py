@@ -14,6 +14,7 @@ from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.resources.estimate import DECODE_ERROR, Speed, speed
 from placements.resources.measured_shape import difference, shape_of
+from placements.resources.measured_times import LEAST_REQUESTS
 from placements.spec.schema import ModelSpec, Spec
 
 FIELDS: Mapping[str, tuple[str, float]] = {
@@ -25,7 +26,6 @@ FIELDS: Mapping[str, tuple[str, float]] = {
 }
 """The speeds that are measured: the attribute of `Speed`, and its units in one of this field."""
 
-LEAST_REQUESTS = 20  # of a measurement that replaces the estimate of its own shape
 LEAST_NEAR = 100
 """The requests of a measurement that corrects the estimates of near shapes: off by 3 % (REQUEST_ERROR), half of the
 formula's own error from batch to batch (DECODE_ERROR), so that the measurement adds little to it. With LEAST_REQUESTS

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from placements.resources.calibration import LEAST_REQUESTS
-
 Times = dict[int, dict[int, int]]
 """Numbers of requests by what was measured and by the class of the time: of PACE the seconds from token to token, of a
 class of lengths (`length_class`) those to the first token of such prompts."""
 
 PACE = 0
+LEAST_REQUESTS = 20  # of a measurement that replaces the estimate of its own shape
 RATIO = 1.05  # between two classes of times, so that a time is within 2.5 % of its class
 CLASSES = range(-240, 240)  # 8 us to 34 hours
 LEAST_TOKENS = 8  # output tokens of a request whose pace counts

@@ -12,9 +12,10 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from orchestrator.fleet.leaving_host import END_S
+from placements.facts.machine import Machine
 from placements.facts.topology import TOPOLOGIES
 from placements.planner.host_choice import plan_on_cluster
-from placements.planner.spec_hosts import Machine, hosts_for
+from placements.planner.spec_hosts import hosts_for
 from placements.spec.parse import parse
 from placements.spec.schema import Spec
 from tests.deploy.ray_start import GATEWAY_PORT, ROOT, check_health, check_host, options

@@ -11,8 +11,8 @@ from typing import Any
 
 from orchestrator.cli import main as cli
 from orchestrator.revisions.spec_file import SpecFile, examine
+from placements.facts.machine import Machine
 from placements.planner.plan import plan
-from placements.planner.spec_hosts import Machine
 from placements.spec.problems import Problem, has_errors
 
 ROOT = Path(__file__).parent.parent.parent

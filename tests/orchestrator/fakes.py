@@ -321,7 +321,8 @@ class FakeCluster:
         failure = failure or self.broken.get(replica.config.version)
         if replica.dead is None:
             phase = Phase.READY if failure is None else Phase.FAILED
-            await replica.report(phase=phase, failure=failure, load_s=self.load_s, idle_s=0.0)
+            phases = {"process": self.process_s, "weights": self.load_s}
+            await replica.report(phase=phase, failure=failure, load_s=self.load_s, load_phases=phases, idle_s=0.0)
 
     async def _arrived(self, config: ReplicaConfig) -> Failure | None:
         """Wait for files that are being fetched, as an engine does, and fail when their fetch has ended."""

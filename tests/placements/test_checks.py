@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import pytest
 
 from placements.facts.checkpoints import Checkpoint
+from placements.facts.machine import Machine
 from placements.planner.plan import plan
-from placements.planner.spec_hosts import Machine, hosts_for
+from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
 from placements.spec.parse import parse
 from placements.spec.schema import Spec

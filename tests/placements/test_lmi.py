@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine
+from placements.facts.machine import Machine
 from placements.lmi.importing import Imported, LmiModel, import_lmi
 from placements.lmi.rows import ROWS
 from placements.lmi.settings import UnreadableSettings, read_environment, read_properties
 from placements.planner.plan import plan
-from placements.planner.spec_hosts import Machine, hosts_for
+from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec

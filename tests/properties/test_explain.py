@@ -19,9 +19,10 @@ from placements.explain.explanation import Explanation
 from placements.explain.question import Question
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
+from placements.facts.machine import Machine
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.planner.plan import Placement, Plan, Running, plan
-from placements.planner.spec_hosts import Machine, hosts_for
+from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
 from placements.spec.notation import Pin
 from placements.spec.schema import HostsSpec, ModelSpec, Replicas, Reserve, Spec, Spread

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 import placements
 from placements.facts.checkpoints import Checkpoint
+from placements.facts.machine import Machine
 from placements.planner.plan import plan
-from placements.planner.spec_hosts import Machine, hosts_for
+from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
 from placements.spec.json_schema import json_schema
 from placements.spec.parse import parse

@@ -79,4 +79,5 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0  # produced, as of this reading
     server: ServerLoad | None = None  # of an engine that is a server, once it has been read
     load_s: float | None = None  # from the actor's start to its first real generation
+    load_phases: dict[str, float] = msgspec.field(default_factory=dict)  # seconds, by `start_phases.PHASES`
     address: str = ""  # of its data plane for other hosts, `tls://host:port`; empty, or a path: only its socket

@@ -11,6 +11,7 @@ from workers.batching.batcher_stats import BatcherStats
 from workers.batching.encode_batcher import EncodeBatcher
 from workers.engines.open_engine import open_encoder, open_engine
 from workers.host.core_claims import CoreClaim
+from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineSpec
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import GenerateRequest, TokenEvent
@@ -51,7 +52,11 @@ def open_backend(config: ReplicaConfig, claim: CoreClaim | None, emit: Callable[
     if config.kind != "generate":
         encoder = open_encoder(config)
         encoder.load()
+        START.end("engine")
         return EncodeBatcher(encoder, emit, config.max_wait_s)
     engine = open_engine(config)
     engine.load()
-    return Batcher(engine, load_tokenizer(config.engine, config.source), emit)
+    START.end("engine")
+    tokenizer = load_tokenizer(config.engine, config.source)
+    START.end("tokenizer")
+    return Batcher(engine, tokenizer, emit)

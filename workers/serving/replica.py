@@ -25,7 +25,9 @@ import workers
 from workers.artifacts.store.artifact_uses import using
 from workers.host import host_facts, private_file
 from workers.host.core_claims import CoreClaim
+from workers.host.lifetime import since_boot
 from workers.host.neuron_faults import after_serving
+from workers.host.start_phases import START
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import NEVER_SET, ReplicaConfig
@@ -76,9 +78,11 @@ class Replica:
         _redirect_output(Path(config.log))
         host_facts.log_sigterm()
         self._began = time.monotonic()
+        START.begin()
         self._changed = threading.Condition()
         started = host_facts.process_start(os.getpid())
         assert started is not None
+        self._process_s = since_boot() - started  # until here
         self._status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=os.getpid(), started=started)
         self._batcher: Backend | None = None
         self._plane: DataPlane | None = None
@@ -207,8 +211,10 @@ class Replica:
         self._plane.start()
         log.info("ready after %.2f s", time.monotonic() - self._began)
         host_facts.mark_log(2)  # later output is about serving
+        START.end("first_token")
         load_s = round(time.monotonic() - self._began, 3)
-        self._set(Phase.READY, load_s=load_s, address=self._plane.address)
+        phases = {"process": self._process_s, **START.seconds}
+        self._set(Phase.READY, load_s=load_s, load_phases=phases, address=self._plane.address)
 
     def _probe(self) -> None:
         """Run one real request before any other. Raises EngineLoadError when it fails."""

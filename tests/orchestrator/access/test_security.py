@@ -32,7 +32,7 @@ from orchestrator.process.addresses import is_loopback
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.revisions.spec_file import examine, load
-from placements.planner.spec_hosts import Machine
+from placements.facts.machine import Machine
 from placements.spec.parse import parse
 from placements.spec.problems import Problem
 from tests.fleet import LiveFleet, until

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.advise.lone_model import advised
 from orchestrator.sagemaker.model_folder import examined, problems_of
-from placements.planner.spec_hosts import Machine
+from placements.facts.machine import Machine
 from tests.stubs import stub_checkpoint
 
 LLAMA_7B: dict[str, Any] = {

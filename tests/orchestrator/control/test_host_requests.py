@@ -17,8 +17,9 @@ from orchestrator.records.journal import Journal
 from orchestrator.rollout.host_demand import HostDemand
 from orchestrator.rollout.rollout_step import DesiredModel, Situation
 from orchestrator.state.host_uses import LEAST_LATE_S
+from placements.facts.machine import Machine
 from placements.planner.host_groups import host_groups, kept_hosts
-from placements.planner.spec_hosts import Machine, hosts_for
+from placements.planner.spec_hosts import hosts_for
 from placements.spec.parse import parse
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.fakes import play as play_on

@@ -69,6 +69,8 @@ def test_status_shows_models_replicas_and_cores(fleet: LiveFleet) -> None:
     assert replica.keys() >= {"id", "host", "cores", "state", "pid", "restarts", "reason"}
     assert (replica["id"], replica["host"], replica["cores"]) == ("alpha/0", "inf2.48xlarge/0", "0-7")
     assert psutil.pid_exists(replica["pid"])
+    assert sum(replica["load_phases"].values()) == pytest.approx(replica["load_s"], abs=0.05)
+    assert replica["load_phases"].keys() >= {"actor", "process", "first_token"}
     (host,) = status["hosts"]
     assert (host["leased"], host["free"], host["quarantined"], host["cores"]) == (12, 12, 0, 24)
     assert re.search(r"^alpha/0 +ready +0-7 ", fleet.corewright("status").stdout, re.MULTILINE)

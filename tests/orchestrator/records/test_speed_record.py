@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.records.speed_record import DAY_S, KEPT_DAYS, MOST_ENTRIES, Entry, SpeedRecord, merged
-from placements.resources.calibration import LEAST_REQUESTS
-from placements.resources.measured_times import PACE, Times, length_class, note, speeds_of
+from placements.resources.measured_times import LEAST_REQUESTS, PACE, Times, length_class, note, speeds_of
 
 TIMES = st.dictionaries(
     st.integers(0, 5), st.dictionaries(st.integers(-240, 239), st.integers(1, 1000), max_size=4), max_size=4

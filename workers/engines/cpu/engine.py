@@ -39,6 +39,7 @@ from workers.engines.cpu.slot_cache import Reach, give_alibi, slot_cache
 from workers.engines.engine_setup import LoadableEngine, checked_lengths, dtype_on, source_of
 from workers.engines.speculative import buildables_of, with_draft
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
+from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable, Tell
@@ -176,12 +177,13 @@ class CpuEngine(LoadableEngine):
             import safetensors  # noqa: F401
             import torch  # noqa: F401 - see below
             import transformers
-            from transformers import AutoModelForCausalLM  # noqa: F401 - only tests the import
+            from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401 - only tests the import
         except ImportError as error:
             raise EngineLoadError("engine-not-installed", f"the cpu engine needs {error.name}", CPU_PACKAGES) from error
         if not reaches(transformers.__version__, CPU_TRANSFORMERS):
             message = f"the cpu engine needs transformers {CPU_TRANSFORMERS} or later, not {transformers.__version__}"
             raise EngineLoadError("engine-not-installed", message, NEWER_TRANSFORMERS)
+        START.end("imports")
         check_weights(weights, pickled)
         return settings, pickled
 
@@ -209,6 +211,7 @@ class CpuEngine(LoadableEngine):
             give_alibi(self._base, self._reach, self.max_len)
         room = self.max_len + (1 if self.compile else 0)  # where idle slots of a graph write
         self._cache = slot_cache(self._reach, model.config.num_hidden_layers, self.slots, room)
+        START.end("weights")
         self._spec = EngineSpec(
             slots=self.slots,
             max_len=self.max_len,
@@ -222,6 +225,7 @@ class CpuEngine(LoadableEngine):
             self._load_graphs()
         else:
             self._warm_up()
+        START.end("warm_up")
         arrived(lambda: wait_for_all(self.source))  # serve only once every file is fetched and verified
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:

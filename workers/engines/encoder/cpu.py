@@ -15,6 +15,7 @@ from workers.engines.encoder.graph import embedding_graph, score_graph
 from workers.engines.encoder.layout import Dense, EncoderLayout, activation_of, read_layout
 from workers.engines.engine_setup import dtype_on, source_of
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
+from workers.host.start_phases import START
 from workers.messages.encoder_protocol import EncodeInput, EncoderKind, EncoderSpec
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
@@ -81,7 +82,9 @@ class CpuEncoder:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         dtype = getattr(torch, dtype_on("cpu", self.dtype))
+        START.end("imports")
         self._graph = load_graph(layout, self.kind, dtype, pickled)
+        START.end("weights")
         config = self._graph.model.config
         check_length(self.max_len, longest_input(settings["model_type"], positions_of(settings), settings))
         self._pad = config.pad_token_id or 0
@@ -96,6 +99,7 @@ class CpuEncoder:
         )
         probe = self._run([EncodeInput([min(1, spec.vocab_size - 1)] * min(2, self.max_len))])
         self._spec = EncoderSpec(**{**vars(spec), "width": probe.shape[1]})
+        START.end("warm_up")
 
     def encode(self, inputs: Sequence[EncodeInput]) -> numpy.ndarray[Any, Any]:
         """See ``EncodeEngine.encode``. Inputs are padded to the longest of them."""

@@ -26,6 +26,7 @@ from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_c
 from workers.engines.engine_setup import check_vocabularies
 from workers.engines.nxd_inference.config import Settings, draft_options, lengths, neuron_options
 from workers.engines.nxd_inference.options import MOE_OPTIONS
+from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError
 
 NAME = PACKAGES["nxd-inference"]
@@ -69,6 +70,7 @@ def import_package() -> Package:
         version = getattr(importlib.import_module(NAME), "__version__", None) or metadata.version(DISTRIBUTION)
     except (ImportError, metadata.PackageNotFoundError) as error:
         raise _missing(error.name or NAME) from error
+    START.end("imports")
     if not reaches(str(version), NXD_VERSIONS[0]):
         message = f"NxD Inference {version} is not supported, the first supported version is {NXD_VERSIONS[0]}"
         raise EngineLoadError("engine-not-installed", message, WHERE)

@@ -14,6 +14,7 @@ from placements.facts.engines import OptimumEra, distribution, optimum_era
 from workers.engines.checkpoint_files import check_rotary, read_config
 from workers.engines.engine_setup import dtype_on
 from workers.engines.optimum_neuron.settings import MAX_TOP_K, Settings
+from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError
 from workers.neff_cache import neuron_target
 
@@ -35,9 +36,11 @@ class Package:
     def model_class(self) -> Any:
         """The class that picks the model's own. Imports the package. Raises EngineLoadError."""
         try:
-            return importlib.import_module("optimum.neuron").NeuronModelForCausalLM
+            model_class = importlib.import_module("optimum.neuron").NeuronModelForCausalLM
         except (ImportError, RuntimeError) as error:  # its lazy module raises RuntimeError
             raise _missing(getattr(error, "name", None) or str(error)) from error
+        START.end("imports")
+        return model_class
 
     @property
     def compiler(self) -> str:

@@ -38,6 +38,7 @@ from workers.engines.transformers_neuronx.options import (
 from workers.engines.transformers_neuronx.rows import ContinuousRows, LockStepRows, Rows, SerialRows
 from workers.engines.transformers_neuronx.weights import check_layout, check_weights
 from workers.engines.weight_files import weights_root
+from workers.host.start_phases import START
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable, Tell
@@ -296,6 +297,7 @@ def _registry() -> Any:
             "an AWS image with Neuron SDK 2.21 to 2.25 has it; or pip install transformers-neuronx "
             "--extra-index-url=https://pip.repos.neuron.amazonaws.com",
         ) from error
+    START.end("imports")
     return modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING
 
 
