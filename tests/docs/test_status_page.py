@@ -24,6 +24,7 @@ from tests.docs.pages import CLI, ROOT, SOURCES, blocks, example, rows, section,
 from tests.orchestrator.fakefleet import PLAN
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.host.core_claims import CoreClaim
+from workers.host.start_phases import PHASES
 from workers.neff_cache.candidates import keep_of
 from workers.neff_cache.compiled_artifacts import entry
 
@@ -72,6 +73,8 @@ def test_the_shown_status_has_the_controllers_keys(tmp_path: Path) -> None:
     assert answer["hosts"].pop("quarantine") == dict.fromkeys(("core", "pid", "command", "cause"))
     shown = shape(shown_status())
     assert shown["hosts"].pop("quarantine") is None  # an empty list
+    for phases in (status["models"]["replicas"].pop("load_phases") for status in (shown, answer)):
+        assert phases.keys() <= set(PHASES)  # those of each engine are others
     assert shown == answer
 
 
