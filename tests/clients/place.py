@@ -1,0 +1,54 @@
+"""What clients are tested against: a gateway in this process, with the demo's model and one that calls tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.checkpoints import EOS_ID
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.orchestrator.scripted import ScriptedEngine, ScriptedReplica, save_tools_tokenizer
+from tests.workers.tables import TableEngine, table
+from workers.engines.cpu.engine import CpuEngine
+from workers.text.tokenizer import load_tokenizer
+
+DEMO = Path(__file__).parents[2] / "placements" / "examples" / "models" / "tiny"
+DEMO_ANSWER = "A NeuronCore is one compute core of an AWS Inferentia or Trainium chip."
+MAX_LEN = 512
+CALL: dict[str, Any] = {"name": "get_weather", "arguments": {"city": "Paris"}}
+SAYS = f"Wait. <tool_call>\n{json.dumps(CALL)}\n</tool_call>"
+
+
+class Place:
+    """Its model `assistant` is the demo's, on the CPU engine; `caller` answers every chat with a call of a tool, and
+    `any` has random weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.gateway = LiveGateway()
+        engine = CpuEngine(DEMO, slots=2, max_len=MAX_LEN)
+        engine.load()
+        assistant = ScriptedReplica(engine, load_tokenizer("cpu", str(DEMO)))
+        tokenizer = save_tools_tokenizer(folder, "<tool_call>")
+        self.caller = ScriptedEngine(tokenizer, SAYS)
+        caller = ScriptedReplica(self.caller, tokenizer)
+        random = TableEngine(table(tokenizer.vocab_size, spread=2.0), max_len=4096, eos=[EOS_ID])
+        anything = ScriptedReplica(random, tokenizer)
+        self._replicas = (assistant, caller, anything)
+        demo = routes("assistant", assistant, engine="cpu", source=str(DEMO), max_len=MAX_LEN)  # type: ignore[arg-type]
+        self.gateway.serve(
+            msgspec.structs.replace(demo, aliases=["claude-demo"], alias_defaults={"claude-demo": {"temperature": 0}}),
+            routes("caller", caller, engine="cpu", source=str(folder)),  # type: ignore[arg-type]
+            routes("any", anything, engine="cpu", source=str(folder)),  # type: ignore[arg-type]
+        )
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
+
+    def close(self) -> None:
+        self.gateway.close()
+        for replica in self._replicas:
+            replica.close()
