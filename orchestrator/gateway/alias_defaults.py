@@ -18,7 +18,7 @@ _SYSTEM_ROLES = frozenset({"system", "developer"})
 
 
 def apply_to_prompt(body: Chat, defaults: Defaults) -> None:
-    """Sets the fields of a chat's prompt that it does not have. A chat with a message of a system gets no other."""
+    """Sets the fields of a chat's prompt that it does not have. A chat with a system message keeps it as it is."""
     if SYSTEM in defaults and not any(message.role in _SYSTEM_ROLES for message in body.messages):
         body.messages = [ChatMessage("system", defaults[SYSTEM]), *body.messages]
     if body.chat_template_kwargs is None:
@@ -40,7 +40,7 @@ def apply_to(body: ChatRequest | CompletionRequest, defaults: Defaults) -> None:
 
 def default_tokens(body: ChatRequest | CompletionRequest, defaults: Defaults) -> int | None:
     """Returns the most tokens of an answer whose request has no `max_tokens`, as far as the model has room for them;
-    None for no other limit. Messages have their own always."""
+    None for no other limit. Messages always have their own."""
     own = body.default_tokens
     return own if isinstance(body, MessagesChat) else defaults.get(MAX_TOKENS, own)
 

@@ -20,15 +20,15 @@ def model_info(name: str, routes: ModelRoutes, created: int) -> ModelInfo:
 
 
 def model_page(models: Mapping[str, ModelRoutes], query: str, created: int) -> ModelPage:
-    """Returns the models that answer Messages, from the page that ``query`` asks for. Raises ApiError 400."""
+    """Returns the models that answer Messages, on the page that ``query`` selects. Raises ApiError 400."""
     names = [name for name, routes in models.items() if routes.kind == "generate" and not routes.forwards]
-    asked = {name: values[-1] for name, values in parse_qs(query).items()}
-    limit = _limit(asked.get("limit", str(MOST_MODELS)))
-    if (before := asked.get("before_id")) is not None:
+    parameters = {name: values[-1] for name, values in parse_qs(query).items()}
+    limit = _limit(parameters.get("limit", str(MOST_MODELS)))
+    if (before := parameters.get("before_id")) is not None:
         others = names[: _place(names, before, "before_id")]
         shown = others[-limit:]
     else:
-        after = asked.get("after_id")
+        after = parameters.get("after_id")
         others = names if after is None else names[_place(names, after, "after_id") + 1 :]
         shown = others[:limit]
     cards = [model_info(name, models[name], created) for name in shown]

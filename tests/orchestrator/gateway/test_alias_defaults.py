@@ -142,7 +142,7 @@ def test_values_of_the_request_come_first(place: Place, path: str) -> None:
         ({"temperature": 0.75}, 0),
     ],
 )
-def test_lmis_greedy_default_gives_way_to_the_temperature(
+def test_the_temperature_replaces_lmis_greedy_default(
     place: Place, parameters: dict[str, Any], temperature: float
 ) -> None:
     """Unless the request says that it is greedy."""
@@ -190,7 +190,7 @@ def test_an_adapter_has_the_defaults_of_the_alias_before_it(place: Place) -> Non
 
 
 def test_the_default_of_most_tokens_ends_where_the_model_does(place: Place) -> None:
-    """It is no wish of the client, so it cannot be refused."""
+    """The client has not sent it, so it causes no error."""
     assert place.ask("/v1/completions", prompt="x" * 179).max_tokens == 20
 
 
