@@ -5,8 +5,6 @@
 One fleet on an emulated host. Each ratio is the median of the rounds' ratios, and the two sides of a round are measured
 one after the other:
 
-- a replica of the demo's model is killed (-9), until it has answered a request, against a bare process that imports the
-  CPU engine, loads the same model and makes its first token;
 - the controller actor is killed (-9) while streams are open, until an apply is accepted, against a bare Ray actor that
   is killed and answers again;
 - 200 streams on two echo replicas, one of which is drained.
@@ -27,34 +25,18 @@ from typing import Any
 from benchmarks.report import Target, finish
 from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
-from tests.orchestrator.clients import Admin, Streamed, complete, echo_text
+from tests.orchestrator.clients import Admin, Streamed, echo_text
 
-TINY = Path(__file__).parent.parent / "placements" / "examples" / "models" / "tiny"
 ROUNDS = 3
 STREAMS = 200
 STREAM_TOKENS = 400
 DEADLINE_S = 90.0
-SPEC = f"""\
+SPEC = """\
 version: 1
 name: operations
-hosts: {{emulate: inf2.48xlarge}}
+hosts: {emulate: inf2.48xlarge}
 models:
-  loaded: {{source: {TINY}, engine: cpu, max_len: 512, replicas: {ROUNDS}}}
-  echo: {{engine: echo, tp_degree: 2, replicas: 2, max_batch: 128, max_queue: 1000, engine_options: {{step_ms: 20}}}}
-"""
-BARE = """\
-import sys
-from pathlib import Path
-from workers.batching.batcher import Batcher
-from workers.engines.cpu.engine import CpuEngine
-from workers.messages.requests import GenerateRequest
-from workers.text.tokenizer import load_tokenizer
-engine = CpuEngine(Path(sys.argv[1]), slots=4, max_len=512, threads=1)
-engine.load()
-batcher = Batcher(engine, load_tokenizer("cpu", sys.argv[1]), lambda events: None)
-batcher.submit(GenerateRequest(id="first", prompt_ids=[1], max_tokens=2, temperature=0.0, ignore_eos=True))
-while batcher.step():
-    pass
+  echo: {engine: echo, tp_degree: 2, replicas: 2, max_batch: 128, max_queue: 1000, engine_options: {step_ms: 20}}
 """
 BARE_ACTOR = """\
 import os, signal, sys, time
@@ -77,35 +59,10 @@ print(time.perf_counter() - began, flush=True)
 os._exit(0)
 """
 TARGETS = {
-    "replica_back_over_bare_start": Target(1.5, at_least=False),
     "controller_back_over_bare_actor": Target(2.0, at_least=False),
     "broken_streams_at_controller_kill": Target(0, at_least=False),
     "lost_by_drain_under_200_streams": Target(0, at_least=False),
 }
-
-
-def bare_start_s() -> float:
-    """A process of its own, from nothing to its first tokens."""
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", BARE, str(TINY)], check=True, stderr=subprocess.DEVNULL)
-    return time.perf_counter() - began
-
-
-def replica_back_s(fleet: LiveFleet, index: int) -> float:
-    """From the kill until the next process serves. Another replica each time: one that dies again soon has to wait."""
-    admin = Admin(fleet.home)
-    before = admin.replica(f"loaded/{index}")
-    began = time.perf_counter()
-    os.kill(before["pid"], signal.SIGKILL)
-
-    def serves() -> bool:
-        now = admin.replica(f"loaded/{index}")
-        return bool(now and now["state"] == "ready" and now["epoch"] > before["epoch"])
-
-    until(serves, DEADLINE_S, "the replica is back")
-    seconds = time.perf_counter() - began
-    assert complete(fleet, "loaded", "Once", max_tokens=1).status_code == 200
-    return seconds
 
 
 def _alive(pid: int) -> bool:
@@ -174,15 +131,6 @@ def main() -> None:
             fleet.wait_ready()
             record = Home(fleet.home).read_record()
             assert record is not None
-            bare, back = [bare_start_s()], []  # the first reads the files into the page cache
-            for index in range(ROUNDS):
-                bare.append(bare_start_s())
-                back.append(replica_back_s(fleet, index))
-                print(f"replica: bare start {bare[-1]:.2f} s, killed to serving again {back[-1]:.2f} s", flush=True)
-            ratios = [ours / theirs for ours, theirs in zip(back, bare[1:], strict=True)]
-            measured["replica_back_over_bare_start"] = statistics.median(ratios)
-            measured["replica_back_s"] = statistics.median(back)
-
             broken, ratios, seconds = 0, [], []
             for round in range(ROUNDS):
                 theirs = bare_actor_back_s(record.ray_address)
