@@ -32,6 +32,8 @@ class Question:
     tpot_ms: float | None = None
     prices: Mapping[str, float] = field(default_factory=dict)
     measured: tuple[MeasuredSpeed, ...] = ()
+    degrees: tuple[int, ...] = ()  # those to compare; none: all documented ones
+    batches: tuple[int, ...] = ()  # the values of ``max_batch`` to compare; none: BATCHES
     as_is: bool = False  # only weights in the checkpoint's own types, and degrees that divide its heads
 
     @property
@@ -93,8 +95,8 @@ def candidates(question: Question, checkpoint: Checkpoint) -> Iterator[Candidate
         topology = TOPOLOGIES[instance]
         for tp in DEGREES[topology.family]:
             padded = checkpoint.heads % tp != 0
-            if tp > topology.cores or (padded and question.as_is):
+            if tp > topology.cores or (padded and question.as_is) or (question.degrees and tp not in question.degrees):
                 continue
             for quantized in (False,) if question.as_is else (False, True):
-                for batch in BATCHES:
+                for batch in question.batches or BATCHES:
                     yield Candidate(question, instance, tp, batch, quantized, padded)

@@ -58,6 +58,14 @@ def advise_model(
         list[str] | None,
         typer.Option(metavar="TYPE", help="An instance type, or a family of them. Repeatable.", show_default=FAMILY),
     ] = None,
+    degree: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N", help="A tp_degree to compare. Repeatable.", show_default="all"),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=1024, metavar="N", help="A max_batch to compare. Repeatable.", show_default="1 to 64"),
+    ] = None,
     engine: Annotated[str, typer.Option(metavar="NAME", help="The engine, which limits the options.")] = "auto",
     prompt_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="N", help="Tokens of a prompt.")] = 512,
     output_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="N", help="Tokens of an output.")] = 128,
@@ -103,6 +111,8 @@ def advise_model(
         tpot_ms,
         priced,
         _measured(speeds, offline),
+        degrees=_degrees(degree or [], _instances(instance or [FAMILY], priced)),
+        batches=tuple(batch or ()),
     )
     if prompt_tokens + output_tokens > question.slot:
         raise typer.BadParameter(f"shorter than {prompt_tokens} + {output_tokens} tokens", param_hint="--max-len")
@@ -138,6 +148,15 @@ def _instances(names: list[str], prices: dict[str, float]) -> tuple[str, ...]:
     if not priced:
         raise Failed("prices-wrong", f"no price of {', '.join(chosen)}", PRICES_HINT)
     return priced
+
+
+def _degrees(degrees: list[int], instances: tuple[str, ...]) -> tuple[int, ...]:
+    """Returns the degrees to compare, of which at least one is documented for an instance type."""
+    known = sorted({degree for name in instances for degree in DEGREES[TOPOLOGIES[name].family]})
+    if degrees and not set(degrees) & set(known):
+        wanted = ", ".join(map(str, degrees))
+        raise typer.BadParameter(f"{wanted} is not one of {', '.join(map(str, known))}", param_hint="--degree")
+    return tuple(degrees)
 
 
 def _prices(path: Path) -> dict[str, float]:

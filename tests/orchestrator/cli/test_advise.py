@@ -53,6 +53,20 @@ def test_a_family_is_all_its_types(folder: Path, capsys: pytest.CaptureFixture[s
     assert names == {"trn1.2xlarge", "trn1.32xlarge", "trn1n.32xlarge"}
 
 
+def test_only_the_given_degrees_and_batches_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["advise", "./llama", "--instance", "inf2.48xlarge", "--degree", "4", "--degree", "8", "--batch", "16"]
+    assert cli.run([*arguments, "-o", "json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    compared = {(each["tp_degree"], each["max_batch"]) for each in (*result["lines"], *result["left_out"])}
+    assert compared <= {(4, 16), (8, 16)}
+    assert result["compared"] == 4  # each with both types of weights
+
+
+def test_a_degree_that_is_not_documented_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["advise", "./llama", "--degree", "7"]) == 64
+    assert "7 is not one of 1, 2, 4, 8, 12, 24" in capsys.readouterr().err
+
+
 def test_each_model_of_a_trace_gets_buckets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["advise", "buckets", "--trace", "trace.csv", "-o", "json"]) == 0
     result = json.loads(capsys.readouterr().out)
