@@ -14,11 +14,16 @@ import pytest
 from tests.docs.pages import COMMANDS, PAGES, README, ROOT, blocks, blocks_of, options, words
 
 
+def joined(text: str) -> list[str]:
+    """The lines of a shell, those that a backslash continues as one."""
+    return text.replace("\\\n", " ").splitlines()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_command_in_a_page_is_one_that_can_be_given(page: Path) -> None:
     """Each `corewright ...` in a block or in backticks parses, and each make target exists."""
     targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    shell = [line for b in blocks(page) if b.language in ("sh", "console") for line in b.text.splitlines()]
+    shell = [line for b in blocks(page) if b.language in ("sh", "console") for line in joined(b.text)]
     given = [re.split("  #| > ", line.removeprefix("$ "))[0] for line in shell]
     lines = [shlex.split(line) if line.startswith("corewright ") else line.split() for line in given]
     lines += [

@@ -11,6 +11,7 @@ import yaml
 
 import placements
 from placements.facts.checkpoints import Checkpoint
+from placements.facts.encoders import Kind
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
@@ -18,9 +19,11 @@ from placements.spec.json_schema import json_schema
 from placements.spec.parse import parse
 from placements.spec.problems import has_errors
 from tests.placements.fleets import LAPTOP, LLAMA_2_7B
+from tests.published_configs import PARAMETERS, PUBLISHED
 
 PADDED = {f"optimum-llama-2-{row}" for row in ("7b-latency", "13b-latency", "13b-throughput")}
-"""32 and 40 heads on 24 cores."""
+PADDED |= {"qwen3-8b", "llama-3.3-70b"}
+"""32, 40 and 64 heads on 24 cores."""
 LLAMA_2_13B = Checkpoint("llama", 40, 40, 40, 5120, 13824, 128, 32000, 4096, False, 13_015_864_320)
 EXAMPLES = sorted((Path(placements.__path__[0]) / "examples").glob("*.yaml"))
 
@@ -40,6 +43,8 @@ def test_an_example_is_valid_and_can_be_planned_as_a_whole(path: Path) -> None:
         config = Path(model.source_path or "") / "config.json"
         if model.source_kind == "path" and not model.source.startswith("/"):  # elsewhere: of somebody's machine
             checkpoints[model.name] = Checkpoint.from_config(json.loads(config.read_text()))
+        elif model.source in PUBLISHED:
+            checkpoints[model.name] = Checkpoint.from_config(PUBLISHED[model.source], model.kind)
     hosts = hosts_for(parsed.spec, LAPTOP)
     problems = (*parsed.problems, *check(parsed.spec, hosts, checkpoints))
     drawn = plan(parsed.spec, hosts, checkpoints, wanted={m.name: m.replicas.max for m in parsed.spec.models})
@@ -48,6 +53,13 @@ def test_an_example_is_valid_and_can_be_planned_as_a_whole(path: Path) -> None:
     padded = path.stem in PADDED
     assert all(m.allow_head_padding is padded for m in parsed.spec.models)
     assert not any(m.allow_degrees or m.hbm_overhead_gib for m in parsed.spec.models)
+
+
+@pytest.mark.parametrize("source", PUBLISHED)
+def test_a_published_shape_has_the_published_number_of_parameters(source: str) -> None:
+    """So that the shapes are those of the models."""
+    kind: Kind = "embedding" if PUBLISHED[source]["model_type"] == "bert" else "generate"
+    assert Checkpoint.from_config(PUBLISHED[source], kind).parameters == PARAMETERS[source]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""The shapes in `config.json` of models that the examples name, as their publishers give them on the hub."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA,
+    "meta-llama/Llama-3.3-70B-Instruct": {
+        **_LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 80,
+    },
+    "Qwen/Qwen3-8B": {
+        **_LLAMA,
+        "model_type": "qwen3",
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "num_hidden_layers": 36,
+        "rope_theta": 1000000.0,
+        "vocab_size": 151936,
+    },
+    "mistralai/Mistral-7B-Instruct-v0.3": {
+        **_LLAMA,
+        "model_type": "mistral",
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "vocab_size": 32768,
+    },
+    "BAAI/bge-base-en-v1.5": {
+        "model_type": "bert",
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 512,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "type_vocab_size": 2,
+        "vocab_size": 30522,
+    },
+}
+
+PARAMETERS = {
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "BAAI/bge-base-en-v1.5": 109_482_240,
+}
+"""The parameters of each, as the hub counts them in the weights."""
