@@ -22,6 +22,7 @@ from placements.spec.schema import ModelSpec
 from tests.docs.pages import blocks
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "from-vllm-and-lmi.md"
+TUTORIAL = PAGE.parent / "tutorials" / "from-lmi.md"
 
 
 def table(mark: str) -> list[list[str]]:
@@ -164,14 +165,12 @@ def test_the_routes_that_are_the_same_are_the_gateways() -> None:
     assert not missing & there
 
 
-def test_the_migration_of_the_page_is_what_the_command_prints(
+def test_the_migration_of_the_tutorial_is_what_the_command_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The report, then the spec."""
     monkeypatch.chdir(tmp_path)
-    properties, session = (
-        block.text for block in blocks(PAGE) if block.language in ("properties", "console") and "llama" in block.text
-    )
+    properties, session = (block.text for block in blocks(TUTORIAL)[:2])
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama/serving.properties").write_text(properties)
     command, *shown = session.splitlines()
