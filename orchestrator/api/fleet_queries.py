@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrator.api.fleet_operation import FleetOperation, missing_object
 from orchestrator.api.refused import Refused
+from orchestrator.console.playground import Entrance
 from orchestrator.fleet.replica_states import LEAVING
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.process.home import Home
@@ -105,6 +106,12 @@ class FleetQueries(FleetOperation):
             raise missing_object("request-unknown", request, open_requests[:MOST_NAMED])
         self._state.records.event("info", "RequestCancelled", f"{request} by {by}")
         return {"request": request}
+
+    def entrance(self) -> Entrance | None:
+        """Returns a gateway for the console's playground, one of the controller's machine if there is any."""
+        reports = self._controller.gateways.serving()
+        first = min(reports, key=lambda report: (report.place, report.gateway), default=None)
+        return None if first is None else Entrance(first.address, nearby=not first.place)
 
     def live(self, *, with_requests: bool) -> dict[str, Any]:
         """Returns what the console shows beside the status: {load, links}, and the requests if a page shows them."""

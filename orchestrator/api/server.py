@@ -26,6 +26,7 @@ from orchestrator.api.routes import ROUTES, AdminRequest, AdminRoute
 from orchestrator.api.schemas import Reason, Refusal, SpecProblem, SpecText, UndoTarget
 from orchestrator.console.fleet_feed import FleetFeed
 from orchestrator.console.page import CONSOLE_PATH, answer_file, is_file, refuse_foreign
+from orchestrator.console.playground import PLAYGROUND_PATH, Playground
 from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER, ControllerSettings
 from orchestrator.gateway.http.connection import HttpConnection
 from orchestrator.gateway.http.exchange import Exchange, Request
@@ -82,6 +83,7 @@ class AdminApi:
         self._audit = Audit(home.audit)
         self._keys = KeyFile(home.keys)
         self._feed = FleetFeed(fleet)
+        self._playground = Playground(fleet.entrance)
         self._changing: set[asyncio.Task[None]] = set()
 
     def handle(self, exchange: Exchange) -> Awaitable[None] | None:
@@ -98,6 +100,8 @@ class AdminApi:
         exchange.connection.client = True
         if (request.method, request.path) == ("GET", f"{CONSOLE_PATH}/stream"):
             return self._feed.stream(exchange)
+        if (request.method, request.path) == ("POST", PLAYGROUND_PATH):
+            return self._playground.chat(exchange)
         route, values = _route(request)
         if not route.changes:
             return self._answer(route, values, exchange, key)

@@ -65,6 +65,12 @@ class Gateways:
         None: any."""
         return min((heard.report.place for heard in self._heard.values() if heard.report.place), default=None)
 
+    def serving(self) -> list[DemandReport]:
+        """Returns the last reports of the gateways that accept connections and are ready."""
+        self._forget_silent()
+        reports = [heard.report for heard in self._heard.values()]
+        return [report for report in reports if report.address and not report.unready]
+
     def other_versions(self) -> dict[str, str]:
         """Returns the version of corewright that serves on each machine where it is not the controller's, by label."""
         build = self._state.settings.build

@@ -135,7 +135,7 @@ def test_the_collection_finds_ids_of_every_kind() -> None:
     assert codes_in_source() >= {"model_loading", "queue_full", "invalid_json", "invalid_token"}
 
 
-OF_THE_ADMIN_API = {"invalid_token", "invalid_request", "wrong_host", "foreign_origin"}
+OF_THE_ADMIN_API = {"invalid_token", "invalid_request", "wrong_host", "foreign_origin", "gateway_unreachable"}
 
 
 def test_each_codes_status_is_that_of_its_entry() -> None:

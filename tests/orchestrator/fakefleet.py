@@ -14,6 +14,7 @@ from typing import Any
 
 from orchestrator.api.refused import Refused
 from orchestrator.api.server import AdminApi, serve_admin
+from orchestrator.console.playground import Entrance
 from orchestrator.daemon.settings import resolve
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.process.addresses import free_port
@@ -428,6 +429,7 @@ class FakeFleet:
         self.told_status = copy.deepcopy(STATUS)
         self.told_plan = copy.deepcopy(PLAN)
         self.told_window = copy.deepcopy(WINDOW)
+        self.told_entrance: Entrance | None = None
         self.told_live = copy.deepcopy(LIVE)
         self.told_history = copy.deepcopy(HISTORY)
         self.told_requests = copy.deepcopy(REQUESTS)
@@ -483,6 +485,9 @@ class FakeFleet:
     async def undo(self, to: int | None, by: str, check_index: int | None = None) -> dict[str, Any]:
         self._asked("undo", to, by, *checked(check_index))
         return {"changed": self.changed, "revision": 4, "index": 50, "plan": self.told_plan, "of": to}
+
+    def entrance(self) -> Entrance | None:
+        return self.told_entrance
 
     def live(self, *, with_requests: bool) -> dict[str, Any]:
         return {**self.told_live, **(self.requests() if with_requests else {})}
@@ -630,10 +635,10 @@ def bad_spec() -> Refused:
 class LiveAdmin:
     """The API of a ``FakeFleet`` on a free port, on an event loop in a thread of its own. ``close`` it."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int | None = None) -> None:
         self.fleet = FakeFleet(tempfile.mkdtemp(prefix="cwt-", dir="/tmp"))
         self.downs = 0
-        self.port = free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -675,6 +680,8 @@ class LiveAdmin:
     def close(self) -> None:
         assert self._loop is not None
         assert self._serving is not None
+        if not self._thread.is_alive():
+            return
         self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join(10)
         shutil.rmtree(self.fleet.settings.home, ignore_errors=True)

@@ -8,11 +8,12 @@ import * as events from "./events.js";
 import { clock } from "./format.js";
 import * as models from "./models.js";
 import * as plan from "./plan.js";
+import * as playground from "./playground.js";
 import * as plots from "./plots.js";
 import * as requests from "./requests.js";
 import { receive, refreshPlan, reset, state } from "./state.js";
 
-const VIEWS = { cores, models, plan, requests, events, plots };
+const VIEWS = { cores, models, plan, requests, events, playground, plots };
 const FIRST = "cores";
 
 const byId = (id) => document.getElementById(id);

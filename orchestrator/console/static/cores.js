@@ -68,7 +68,7 @@ function overview(all) {
     h("p", {}, `${count(all.length, "host")}, ${sum("cores")} cores: ${sum("leased")} in use, ${sum("free")} free, `,
       `${sum("free_cordoned")} cordoned, ${sum("quarantined")} quarantined${lost ? `; ${count(lost, "host")} lost` : ""}`),
     h("p", { class: "filter" }, h("label", { for: "filter" }, "Filter"),
-      h("input", { id: "filter", type: "search", "data-act": "filter", "data-key": "filter",
+      h("input", { id: "filter", type: "search", "data-act": "filter", "data-key": "filter", value: filter,
         placeholder: "host, model or state, such as failed" }),
       h("span", { role: "status" }, ` ${chosen.length} shown`)),
     h("ul", { class: "tiles" }, chosen.map(tile)),

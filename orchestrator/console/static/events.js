@@ -23,7 +23,7 @@ function matches(event) {
 function choice(field, label, options) {
   return [h("label", { for: `events-${field}` }, label),
     h("select", { id: `events-${field}`, "data-act": "filter", "data-field": field },
-      options.map(([value, text]) => h("option", { value }, text)))];
+      options.map(([value, text]) => h("option", { value, selected: filters[field] === value }, text)))];
 }
 
 export function view() {
@@ -32,7 +32,7 @@ export function view() {
   return h("div", { class: "card" },
     h("p", { class: "filter" },
       h("label", { for: "events-text" }, "Filter"),
-      h("input", { id: "events-text", type: "search", "data-act": "filter", "data-field": "text" }),
+      h("input", { id: "events-text", type: "search", "data-act": "filter", "data-field": "text", value: filters.text }),
       choice("level", "Level", [["", "all"], ["warning", "warnings and errors"], ["error", "errors"]]),
       choice("model", "Model", named(models())), choice("host", "Host", named(hosts())),
       h("span", { role: "status" }, `${count(found.length, "event")} of ${state.events.length}`)),

@@ -35,7 +35,7 @@ export function view() {
   return h("div", { class: "card" },
     h("p", { class: "filter" }, h("label", { for: "requests-model" }, "Model"),
       h("select", { id: "requests-model", "data-act": "model" }, h("option", { value: "" }, "all"),
-        models().map((model) => h("option", { value: model.name }, model.name))),
+        models().map((model) => h("option", { value: model.name, selected: chosen === model.name }, model.name))),
       h("span", { role: "status" }, `${open.length - waiting} running, ${waiting} waiting, ${shown.length - open.length} ended while this view was open`)),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Requests" }, h("table", {},
       h("thead", {}, h("tr", {}, heads.map((name) => h("th", { scope: "col" }, name)))),

@@ -14,6 +14,7 @@ CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 PAGE_MS = 15_000.0
 REFUSED = "Failed to load resource: the server responded with a status of 4"  # Chromium's own line for a refusal
+AWAY = "Failed to load resource: net::ERR_"  # and for a controller that is away
 
 
 @pytest.fixture(scope="session")
@@ -42,14 +43,15 @@ def visit(browser: Browser, admin: LiveAdmin) -> Iterator[Visit]:
     contexts = []
 
     def heard(message: ConsoleMessage) -> None:
-        if message.type == "error" and not message.text.startswith(REFUSED):
+        if message.type == "error" and not message.text.startswith((REFUSED, AWAY)):
             problems.append(message.text)
 
-    def open_page(width: int = 1280, height: int = 800, scheme: str = "light") -> Page:
+    def open_page(width: int = 1280, height: int = 800, scheme: str = "light", bypass_csp: bool = False) -> Page:
         context = browser.new_context(
             viewport={"width": width, "height": height},
             color_scheme=scheme,  # type: ignore[arg-type]
             reduced_motion="reduce",
+            bypass_csp=bypass_csp,
         )
         contexts.append(context)
         page = context.new_page()
