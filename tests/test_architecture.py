@@ -196,6 +196,7 @@ LAYERS: dict[str, set[str]] = {
     "orchestrator.on_ray": {
         "orchestrator.access",
         "orchestrator.api",
+        "orchestrator.console",
         "orchestrator.control",
         "orchestrator.fleet",
         "orchestrator.gateway",

@@ -108,7 +108,7 @@ class FleetQueries(FleetOperation):
         return {"request": request}
 
     def entrance(self) -> Entrance | None:
-        """Returns a gateway for the console's playground, one of the controller's machine if there is any."""
+        """Returns a gateway for the console's playground; on a joined cluster the first by the label of its machine."""
         reports = self._controller.gateways.serving()
         first = min(reports, key=lambda report: (report.place, report.gateway), default=None)
         return None if first is None else Entrance(first.address, nearby=not first.place)

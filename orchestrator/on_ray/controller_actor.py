@@ -20,6 +20,7 @@ from orchestrator.access.keys import KeyFile
 from orchestrator.api.hosted_models import HostedModels
 from orchestrator.api.refused import Refused
 from orchestrator.api.server import AdminApi, serve_admin
+from orchestrator.console.page import CONSOLE_PATH
 from orchestrator.control.controller import Controller
 from orchestrator.control.controller_metrics import CORE_STATES
 from orchestrator.fleet.cluster_names import ray_name
@@ -84,7 +85,13 @@ class ControllerActor:
         emulated = settings.emulated if settings.joined else None
         gateways = None if gateway is None else GatewayApplications(gateway, settings.name)
         cluster = RayCluster(
-            store, clock=clock, home=settings.home, name=settings.name, emulated=emulated, gateways=gateways
+            store,
+            clock=clock,
+            home=settings.home,
+            name=settings.name,
+            emulated=emulated,
+            gateways=gateways,
+            console=f"http://127.0.0.1:{self._admin_port}{CONSOLE_PATH}/",
         )
         restarted = settings.follows or bool(ray.get_runtime_context().was_current_actor_reconstructed)
         state = resume_fleet(settings, _records(settings, home), clock, restarted=restarted)

@@ -41,7 +41,7 @@ from workers.messages.notice import Notice, earliest
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, ReplicaStatus
 from workers.serving.dataplane import TLS_SCHEME
-from workers.serving.replica import Replica
+from workers.serving.replica import CONSOLE_VARIABLE, Replica
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +74,17 @@ class RayCluster:
         name: str,
         emulated: Collection[str] | None = None,
         gateways: GatewayApplications | None = None,
+        console: str = "",
     ) -> None:
         """``store`` has the settings of each host's artifact store, ``home`` is the path of each host's home, and
         ``name`` the fleet's; the caller runs ``clock``. ``emulated``, on a cluster that others started: the
-        instance types whose machines have no devices; ``gateways`` are those that the controller runs there."""
+        instance types whose machines have no devices; ``gateways`` are those that the controller runs there.
+        ``console`` is the address of the web console, which replicas show in Ray's dashboard."""
         self._clock = clock
         self._namespace = ray_name(name)
         self._name = name
         self._gateways = gateways
+        self._console = console
         self._is_joined = emulated is not None
         self._head = Head(clock)
         claims = retried(lambda: MachineClaims(RayKeyValues(), name)) if self._is_joined else None
@@ -168,6 +171,7 @@ class RayCluster:
         named = type(f"Replica[{config.model}]", (Replica,), {})  # the dashboard shows the class name
         shown = ray.remote(concurrency_groups={"ctl": 8})(named)
         interpreter = {} if config.python is None else {"py_executable": config.python}
+        environment = {**self._host_actors.environment(node), CONSOLE_VARIABLE: self._console}
         return shown.options(
             name=name,
             namespace=self._namespace,
@@ -177,7 +181,7 @@ class RayCluster:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            runtime_env={"env_vars": {**config.env, **self._host_actors.environment(node)}, **interpreter},
+            runtime_env={"env_vars": {**config.env, **environment}, **interpreter},
         ).remote(config)
 
     def add_hosts(self, names: Iterable[str], kept: frozenset[str] | None = None) -> None:

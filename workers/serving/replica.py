@@ -16,6 +16,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar, cast
+from urllib.parse import quote
 
 import msgspec.structs
 import ray
@@ -44,6 +45,7 @@ from workers.serving.spans import ReplicaTracing, open_sink
 log = logging.getLogger(__name__)
 
 LOG_CHECK_S = 30.0  # between two checks of the log's size
+CONSOLE_VARIABLE = "COREWRIGHT_CONSOLE"  # the address of the fleet's web console
 PROBE_ID = "probe"
 PROBE_TOKENS = 2  # one from the prefill, one from a decode
 PROBE_DEADLINE_S = 60.0
@@ -74,7 +76,7 @@ class Replica:
 
     def __init__(self, config: ReplicaConfig) -> None:
         self._config = config
-        _show_log(Path(config.log), f"replica-{config.model}-{config.replica}.log")
+        _show_log(Path(config.log), f"replica-{config.model}-{config.replica}.log", config.host)
         _redirect_output(Path(config.log))
         host_facts.log_sigterm()
         self._began = time.monotonic()
@@ -301,9 +303,9 @@ def check_environment(expected: dict[str, str]) -> None:
         raise EngineLoadError("environment-late", f"{', '.join(early)} was imported before the environment was checked")
 
 
-def _show_log(path: Path, name: str) -> None:
+def _show_log(path: Path, name: str, host: str) -> None:
     """Show the log in Ray's dashboard: as ``name`` among the session's logs, listed in the Logs tab, and by its name on
-    the actor's own page, whose log would be empty otherwise.
+    the actor's own page, whose log would be empty otherwise. There is also the way to its cores in the console.
 
     The session's folder is where Ray redirected this process's output; its viewer follows a link out of it.
     """
@@ -311,6 +313,8 @@ def _show_log(path: Path, name: str) -> None:
     if not output.name.startswith("worker-"):
         return
     print(f"The log of this replica is {name} in the Logs tab, and {path}.", file=sys.stderr, flush=True)  # noqa: T201
+    if console := os.environ.get(CONSOLE_VARIABLE):
+        print(f"Its cores are in the console: {console}#cores/{quote(host, safe='')}", file=sys.stderr, flush=True)  # noqa: T201
     with contextlib.suppress(FileExistsError):  # by an earlier start, to the same file
         (output.parent / name).symlink_to(path)
 
