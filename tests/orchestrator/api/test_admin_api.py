@@ -316,6 +316,9 @@ def test_the_fake_fleet_returns_the_keys_of_a_real_one(tmp_path: Path) -> None:
         replies["revision"]["plan"] = replies["apply"]["plan"] = replies["plan"]["placements"] = (
             None  # environments in them
         )
+        for model in replies["status"]["models"]:
+            for each in model["replicas"]:
+                each["load_phases"] = None  # those that a start has had
         return replies
 
     async def real() -> dict[str, Any]:
