@@ -20,6 +20,7 @@ EXAMPLES = ROOT / "placements" / "examples"
 DOCS = ROOT / "docs"
 README, CONTRIBUTING, CHANGELOG = ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"
 API, ARCHITECTURE, CLI, ERRORS = DOCS / "api.md", DOCS / "architecture.md", DOCS / "cli.md", DOCS / "errors.md"
+OVERVIEW = DOCS / "overview.md"
 SECURITY, SIMULATE, SPEC = DOCS / "security.md", DOCS / "simulate.md", DOCS / "spec.md"
 PAGES = [README, CHANGELOG, *sorted(DOCS.rglob("*.md"))]
 LAPTOP = Machine(cpus=(0, 1))

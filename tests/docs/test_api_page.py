@@ -20,7 +20,7 @@ from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.openapi import ROUTES as GATEWAY_ROUTES
 from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest
 from orchestrator.gateway.responses.protocol import ResponsesRequest
-from tests.docs.pages import API, CLI, README, ROOT, SECURITY, example, rows, section, shape, words
+from tests.docs.pages import API, CLI, OVERVIEW, ROOT, SECURITY, example, rows, section, shape, words
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
 from workers.messages.requests import GenerateRequest
@@ -49,7 +49,7 @@ def answers() -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "page", "heading", "number"),
     [
-        ("chat", README, "Quick start", 0),
+        ("chat", OVERVIEW, "The demo", 0),
         ("model", API, "Routes", 0),
         ("completion", API, "Answers", 0),
         ("message", API, "Messages", 0),

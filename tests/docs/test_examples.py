@@ -8,6 +8,8 @@ import pytest
 
 from orchestrator.revisions.spec_file import examine, start_problems
 from placements.explain.core_map import core_map
+from placements.facts.checkpoints import FAMILIES
+from placements.facts.encoders import ENCODERS
 from placements.planner.plan import plan
 from tests.docs.pages import ERRORS, EXAMPLES, LAPTOP, README, Block, all_problems, blocks, blocks_of, loaded, section
 
@@ -40,3 +42,8 @@ def test_the_readmes_core_map_is_the_demos(tmp_path: Path) -> None:
     assert file.spec is not None
     drawn = core_map(plan(file.spec, file.hosts, file.checkpoints), file.hosts)
     assert drawn in blocks(README)[1].text
+
+
+def test_the_readme_counts_the_families() -> None:
+    """Of decoders and of encoders."""
+    assert f"| {len(FAMILIES)} families of decoders, {len(ENCODERS)} of encoders;" in README.read_text()
