@@ -45,7 +45,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The long tests open Ray's dashboard in Debian's Chromium. Only root can install it; without it they fail and say so.
+# The long tests open Ray's dashboard and the console in Debian's Chromium. Only root can install it; without it they fail and say so.
 chromium:
 	@if [ ! -x /usr/bin/chromium ] && [ "$$(id -u)" = 0 ]; then \
 		for try in 1 2 3; do \

@@ -1,9 +1,10 @@
 // Cores: each host as its devices and cores, who holds them, and what one core's memory holds.
 
+import { changeDialog } from "./changes.js";
 import { h } from "./dom.js";
 import { coresOf, count, gib, NONE, progress, seconds } from "./format.js";
-import { colourOf, hosts, letterOf, models, replicas, state } from "./state.js";
 import { rayLinks } from "./ray_links.js";
+import { colourOf, hosts, letterOf, models, replicas, state } from "./state.js";
 
 export const title = "Cores";
 
@@ -16,6 +17,7 @@ let selected = null; // {host, core}
 
 export function on(type, act, target) {
   if (type === "input" && act === "filter") filter = target.value;
+  if (type === "click" && act === "drain") changeDialog("drain", target.dataset.host);
   if (type === "click" && act === "core") {
     const { host, core } = target.dataset;
     const same = selected && selected.host === host && selected.core === Number(core);
@@ -177,6 +179,8 @@ function hostDetails(host) {
       ...host.quarantine.map((each) => [`core ${each.core}`, each.cause ?? `held by process ${each.pid}: ${each.command}`]),
       ...host.fetches.map((each) => [each.phase, `${each.source} ${each.total ? Math.floor((100 * each.bytes) / each.total) : 0} %`]),
     ]),
+    h("p", {}, h("button", { type: "button", "data-act": "drain", "data-host": host.name, disabled: host.draining },
+      "Drain the host…")),
     h("p", { class: "dim" }, "Select a core for its numbers."),
   ];
 }

@@ -51,7 +51,7 @@ function renderNode(old, fresh) {
     old.replaceWith(fresh);
   } else if (old.nodeType === Node.TEXT_NODE) {
     if (old.data !== fresh.data) old.data = fresh.data;
-  } else if (!old.hasAttribute("data-own")) { // an element that changes itself, such as a plot
+  } else {
     if (old.style.cssText !== fresh.style.cssText) old.style.cssText = fresh.style.cssText;
     for (const { name, value } of [...fresh.attributes]) { // the policy allows no `style` attribute
       if (name !== "style" && old.getAttribute(name) !== value) old.setAttribute(name, value);
@@ -59,7 +59,7 @@ function renderNode(old, fresh) {
     for (const { name } of [...old.attributes]) {
       if (!fresh.hasAttribute(name) && name !== "open") old.removeAttribute(name);
     }
-    renderChildren(old, fresh);
+    if (!old.hasAttribute("data-own")) renderChildren(old, fresh); // else a plot or an editor, which fills itself
   }
 }
 

@@ -87,6 +87,15 @@ def test_each_change_is_previewed_then_made(
     assert call in admin.fleet.calls
 
 
+def test_a_host_is_drained_after_its_preview(admin: LiveAdmin, visit: Visit) -> None:
+    page = visit()
+    page.get_by_role("button", name="Drain the host").click()
+    expect(page.get_by_role("dialog")).to_contain_text("check index 41")
+    page.get_by_role("dialog").get_by_role("button", name="Drain").click()
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    assert ("drain", "inf2.48xlarge/0", "console", 41) in admin.fleet.calls
+
+
 def test_escape_closes_a_dialog_and_changes_nothing(admin: LiveAdmin, visit: Visit) -> None:
     page = visit()
     page.get_by_role("link", name="Models").click()
@@ -208,13 +217,16 @@ def test_events_are_filtered(admin: LiveAdmin, visit: Visit, pictures: Path) -> 
     expect(rows).to_have_count(3)
 
 
-def test_the_last_hour_is_plotted(visit: Visit, pictures: Path) -> None:
-    """Each figure with its last value as text, for those who do not see the line."""
+def test_the_last_hour_is_plotted(admin: LiveAdmin, visit: Visit, pictures: Path) -> None:
+    """Each figure with its last value as text, for those who do not see the line; each new sample is shown."""
     page = visit()
     page.get_by_role("link", name="Plots").click()
     expect(page.get_by_role("img", name="Tokens per second: chat 5")).to_be_visible()
     expect(page.locator("canvas")).to_have_count(7)
     page.screenshot(path=pictures / "plots.png", full_page=True)
+    admin.fleet.told_history["models"]["chat"]["tokens_per_s"][-1] = 99.0
+    admin.fleet.told_live["load"]["chat"]["queue"] = 2  # the next sample
+    expect(page.get_by_role("img", name="Tokens per second: chat 99")).to_be_visible()
 
 
 def test_a_replica_links_to_its_actor_and_log_in_ray(visit: Visit) -> None:
