@@ -60,16 +60,17 @@ class FleetFeed:
             exchange.begin(200, (*HEADERS, (b"content-type", b"text/event-stream")), b": open\n\n")
             seen = 0
             while True:
-                if self._version > seen:
-                    message = self._news(seen)
-                    seen = self._version
-                    exchange.write(message)
-                else:
-                    exchange.write(b": ping\n\n")
+                exchange.write(self._news(seen) or b": ping\n\n")  # an empty piece would end the answer
+                seen = self._version
                 await self._wait(seen)
         finally:
             self._pages -= 1
             self._watchers -= watches
+
+    @property
+    def reads(self) -> bool:
+        """True while a page is open, and shortly after."""
+        return self._task is not None
 
     def close(self) -> None:
         if self._task is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ import httpx
 import pytest
 
 import orchestrator.console.page as module
+from orchestrator.console.fleet_feed import FleetFeed
 from orchestrator.fleet.controller_settings import ADMIN_PATH
-from tests.orchestrator.fakefleet import TOKEN, LiveAdmin, event
+from orchestrator.gateway.http.exchange import Request
+from tests.fleet import until_async
+from tests.orchestrator.fakefleet import TOKEN, FakeFleet, LiveAdmin, event
 
 STATIC = Path(module.__file__).parent / "static"
 KEY = {"authorization": f"Bearer {TOKEN}"}
@@ -163,3 +168,33 @@ def test_several_pages_share_one_reading(admin: LiveAdmin, http: httpx.Client) -
         with http.stream("GET", "/console/stream", headers=KEY) as second:
             assert Stream(second).next("state")["fleet"]["name"] == "two"
             assert [call for call in admin.fleet.calls if call[:2] == ("events", 0)] == [("events", 0, 1000, 0.0, None)]
+
+
+class Written:
+    """An exchange that keeps what is written to its page."""
+
+    def __init__(self) -> None:
+        self.request = Request("GET", "/console/stream", "", {}, b"", "1.1", True, 0.0)
+        self.pieces: list[bytes] = []
+
+    def begin(self, status: int, headers: Any, first: bytes) -> None:
+        self.write(first)
+
+    def write(self, piece: bytes) -> None:
+        self.pieces.append(piece)
+
+    def has(self, part: bytes) -> bool:
+        return any(part in piece for piece in self.pieces)
+
+
+async def test_a_page_after_others_gets_everything() -> None:
+    """Also the first one after a while without any page, when the reading begins anew. No piece is empty, which would
+    end the answer."""
+    feed = FleetFeed(FakeFleet())
+    for _ in range(2):
+        page = Written()
+        stream = asyncio.ensure_future(feed.stream(page))  # type: ignore[arg-type]
+        await until_async(partial(page.has, b"event: state"), 10, "the page has the state")
+        assert b"" not in page.pieces
+        stream.cancel()
+        await until_async(lambda: not feed.reads, 10, "nothing is read any more")
