@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from orchestrator.cli.app import app
-from orchestrator.cli.client import the_fleet
+from orchestrator.cli.client import AdminClient, FleetRefused, the_fleet
 from orchestrator.cli.follow import events_after
 from orchestrator.cli.listing import EVENT, event_row, replica_row
 from orchestrator.cli.live_map import LEGEND, cells, host_line, letters
@@ -22,7 +22,9 @@ from orchestrator.fleet.progress_text import fetch_text, hold_text
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import Paint, columns
 
-MODELS = ("", "MODEL", "STATE", "READY", "WAITING", "LIVE", "ARRIVALS/S", "WHY")
+MODELS = ("", "MODEL", "STATE", "READY", "WAITING", "LIVE", "ARRIVALS/S", "TOKENS/S", "TTFT_MS", "WHY")
+FIGURES = ("tokens_per_s", "ttft_p50_ms", "ttft_p99_ms")  # of the load, which has a new sample every SAMPLE_S
+SAMPLE_S = 10.0
 REPLICAS = ("REPLICA", "STATE", "CORES", "HOST", "PROGRESS")
 MOST_UNREADY = 8
 EVENTS = 5
@@ -39,10 +41,11 @@ def top(
     """Show cores, models, queues and events of the running fleet, live. Ctrl-C ends it."""
     client = the_fleet()
     status = client.get("status")
+    load, read_at = _load(client), time.monotonic()
     events = list(events_after(client, max(0, (status.get("index") or 0) - MOST_EVENTS), None))
     color = use_color(stdout())
     if once or not can_redraw(stdout()):
-        show(None, Format.TABLE, screen(status, events, shutil.get_terminal_size().columns, None, color=color))
+        show(None, Format.TABLE, screen(status, load, events, shutil.get_terminal_size().columns, None, color=color))
         return
     from rich.console import Console
     from rich.live import Live
@@ -52,12 +55,14 @@ def top(
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             size = console.size
-            text = Text.from_ansi(screen(status, events, size.width, size.height, color=color))
+            text = Text.from_ansi(screen(status, load, events, size.width, size.height, color=color))
             text.no_wrap = True
             live.update(text, refresh=True)
             time.sleep(interval)
             try:
                 status = client.get("status")
+                if time.monotonic() - read_at >= SAMPLE_S:
+                    load, read_at = _load(client), time.monotonic()
                 after = events[-1]["seq"] if events else 0
                 events = [*events, *events_after(client, after, None)][-MOST_EVENTS:]
             except Failed as failed:
@@ -66,8 +71,26 @@ def top(
                 status = {**status, "unreachable": failed.problem.what}
 
 
+Load = Mapping[str, Mapping[str, float | None]]
+
+
+def _load(client: AdminClient) -> Load:
+    """Returns the FIGURES of each model's last sample; none of a fleet that has no samples yet, or of an older one."""
+    try:
+        models = client.get("load")["models"]
+    except FleetRefused:
+        return {}
+    return {name: {key: (own.get(key) or [None])[-1] for key in FIGURES} for name, own in models.items()}
+
+
 def screen(
-    status: Mapping[str, Any], events: Sequence[Mapping[str, Any]], width: int, height: int | None, *, color: bool
+    status: Mapping[str, Any],
+    load: Load,
+    events: Sequence[Mapping[str, Any]],
+    width: int,
+    height: int | None,
+    *,
+    color: bool,
 ) -> str:
     """Returns the screen: the fleet, its cores, its models, replicas that are not ready, and the last events.
 
@@ -76,7 +99,7 @@ def screen(
     paint = paint_state if color else None
     letter_of = letters(model["name"] for model in status["models"])
     head = [_heading(status), ""]
-    rest = ["", columns(MODELS, [_model_row(model, letter_of) for model in status["models"]], paint)]
+    rest = ["", columns(MODELS, [_model_row(model, letter_of, load) for model in status["models"]], paint)]
     unready = [replica for model in status["models"] for replica in model["replicas"] if replica["state"] != "ready"]
     if unready:
         rest += ["", _unready(unready, paint)]
@@ -117,13 +140,17 @@ def _hosts(
     return [*lines, LEGEND]
 
 
-def _model_row(model: Mapping[str, Any], letter_of: Mapping[str, str]) -> tuple[object, ...]:
+def _model_row(model: Mapping[str, Any], letter_of: Mapping[str, str], load: Load) -> tuple[object, ...]:
     scaling = model.get("scaling") or {}
     demand = scaling.get("demand") or {}
     ready = sum(replica["state"] == "ready" for replica in model["replicas"])
     numbers = (demand.get(key) for key in ("waiting", "live", "arrivals_per_s"))
     name = model["name"]
-    return (letter_of[name], name, model["state"], f"{ready}/{model['wanted']}", *numbers, scaling.get("why"))
+    tokens, typical, slow = (load.get(name, {}).get(key) for key in FIGURES)
+    ttft = None if typical is None or slow is None else f"{typical:.0f}/{slow:.0f}"
+    tokens = None if tokens is None else round(tokens, 1)
+    count = f"{ready}/{model['wanted']}"
+    return (letter_of[name], name, model["state"], count, *numbers, tokens, ttft, scaling.get("why"))
 
 
 def _unready(replicas: Sequence[Mapping[str, Any]], paint: Paint | None) -> str:

@@ -48,7 +48,7 @@ def test_devices_are_apart_where_there_is_room(width: int, groups: int) -> None:
 def test_the_screen_fits_the_terminal(hosts: int, height: int) -> None:
     """Hosts that do not fit are counted."""
     status = {**STATUS, "rollout": ROLLOUT, "hosts": [{**HOST, "name": f"inf2.48xlarge/{i}"} for i in range(hosts)]}
-    lines = screen(status, EVENTS, 80, height, color=False).splitlines()
+    lines = screen(status, {}, EVENTS, 80, height, color=False).splitlines()
 
     drawn = sum(line.startswith("inf2.48xlarge/") for line in lines)
     assert len(lines) <= height
