@@ -43,7 +43,10 @@ models:
   helpdesk:
     source: {tiny}
     tp_degree: 2
-    replicas: {{min: 0, max: 4}}  # starts with the first request, and follows the load
+    replicas: {{min: 0, max: 3}}  # starts with the first request, and follows the load
+
+  storyteller:
+    source: {tiny}   # one replica on one core
 """
 
 REAL = """\

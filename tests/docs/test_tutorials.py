@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect, sync_playwright
 
 from orchestrator.cli import main as cli
 from tests.docs.pages import DOCS, Block, blocks
-from tests.fleet import COREWRIGHT, LiveFleet
+from tests.fleet import LiveFleet
+from tests.installed_wheel import InstalledWheel
+from tests.orchestrator.console.conftest import CHROMIUM, FLAGS
 
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 LAPTOP = DOCS / "tutorials" / "laptop.md"
@@ -68,13 +73,20 @@ def masked(text: str) -> set[str]:
 class Reader:
     """Carries out the laptop's tutorial with a fleet of its own, whose address differs from the page's."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        environment = {**os.environ, "COREWRIGHT_HOME": str(folder / "home"), "NO_COLOR": "1"}
+    def __init__(self, wheel: InstalledWheel) -> None:
+        self.wheel, self.folder = wheel, wheel.empty
+        self.times: list[str] = []  # of each command
         init = next(line for block in self.blocks("2. Start") for line in block.text.splitlines() if " init " in line)
-        subprocess.run([COREWRIGHT, *init.split()[1:]], cwd=folder, env=environment, check=True, capture_output=True)
-        self.fleet = LiveFleet(folder / "fleet.yaml")
-        self.environment = {**self.fleet.env, "PATH": f"{COREWRIGHT.parent}:{os.environ['PATH']}"}
+        command = [str(wheel.command), *init.split()[1:]]
+        subprocess.run(command, cwd=self.folder, env=wheel.environment, check=True, capture_output=True)
+        began = time.monotonic()
+        self.fleet = LiveFleet(self.folder / "fleet.yaml", wheel=wheel)
+        self.fleet.wait_ready()
+        self._took(began, "corewright up fleet.yaml")
+        self.environment = {**self.fleet.env, "PATH": f"{wheel.command.parent}:{os.environ['PATH']}"}
+
+    def _took(self, began: float, command: str) -> None:
+        self.times.append(f"{time.monotonic() - began:6.1f} s  {command.strip().splitlines()[0]}")
 
     def blocks(self, section: str) -> list[Block]:
         return [block for block in blocks(LAPTOP) if block.section == section and block.language in ("sh", "console")]
@@ -86,6 +98,7 @@ class Reader:
 
     def shell(self, text: str) -> str:
         """The output of commands, each of which succeeds; `plan` exits with 2 if it shows changes."""
+        began = time.monotonic()
         ran = subprocess.run(
             ["bash", "-c", self.commands(text)],
             cwd=self.folder,
@@ -95,7 +108,24 @@ class Reader:
             timeout=120,
         )
         assert ran.returncode in ((0, 2) if " plan " in text else (0,)), ran.stdout + ran.stderr
+        self._took(began, self.commands(text))
         return ran.stdout + ran.stderr
+
+    def look_at_the_console(self) -> str:
+        """Logs in as `corewright console` says. Returns the label of core 0."""
+        shown = json.loads(self.fleet.corewright("console", "-o", "json").stdout)
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+            try:
+                page = browser.new_page()
+                page.goto(shown["url"])
+                page.get_by_label("Token of the fleet").fill(shown["key"])
+                page.keyboard.press("Enter")
+                core = page.get_by_role("button", name=re.compile("^core 0,"))
+                expect(core).to_be_visible(timeout=30_000)
+                return core.get_attribute("aria-label") or ""
+            finally:
+                browser.close()
 
     def follow(self, section: str) -> str:
         """Runs the blocks of a section, and compares what a session shows: each of its lines is in the output."""
@@ -114,18 +144,20 @@ class Reader:
 def reader(tmp_path: Path) -> Iterator[Reader]:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    reader = Reader(tmp_path)
+    reader = Reader(InstalledWheel(tmp_path))
     try:
-        reader.fleet.wait_ready()
         yield reader
     finally:
         reader.fleet.clean()
 
 
 @pytest.mark.live
-def test_the_laptops_tutorial_is_what_happens(reader: Reader) -> None:
-    """Each command succeeds, sessions print what the page shows, and the client of step 4 gets only 200."""
-    assert reader.follow("3. Send requests").count(ANSWER) == 2
+def test_the_laptops_tutorial_is_what_happens(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the wheel in an empty folder: each command succeeds, sessions print what the page shows, the console shows
+    the core map, and the client of step 4 gets only 200. The time of each command is printed."""
+    assert reader.follow("3. Send requests").count(ANSWER) == 3
+    if CHROMIUM.exists():
+        assert "assistant/0, ready" in reader.look_at_the_console()
     (chat,) = [block for block in reader.blocks("4. Change a model while it serves") if block.text.startswith(CHAT)]
     client = subprocess.Popen(
         ["bash", "-c", reader.commands(chat.text)], stdout=subprocess.PIPE, text=True, env=reader.environment
@@ -138,3 +170,7 @@ def test_the_laptops_tutorial_is_what_happens(reader: Reader) -> None:
     assert set(client.communicate()[0].split()) == {"200"}
     reader.follow("5. Stop")
     assert reader.fleet.process.wait(40) == 0
+    assert reader.fleet.processes() == []
+    assert reader.wheel.reads == set()
+    with capsys.disabled():
+        print("", *reader.times, sep="\n")  # noqa: T201
