@@ -99,7 +99,7 @@ class AdminApi:
         key = self._caller(request.headers, request.path)
         exchange.connection.client = True
         if (request.method, request.path) == ("GET", f"{CONSOLE_PATH}/stream"):
-            return self._feed.stream(exchange)
+            return self._feed.stream(exchange, lambda: self.early(request.headers) is None)
         if (request.method, request.path) == ("POST", PLAYGROUND_PATH):
             return self._playground.chat(exchange)
         route, values = _route(request)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -49,8 +49,9 @@ class FleetFeed:
         self._watchers = 0  # pages that show the requests
         self._task: asyncio.Task[None] | None = None
 
-    async def stream(self, exchange: Exchange) -> None:
-        """Answers with all parts, then with those that change, until the page is gone."""
+    async def stream(self, exchange: Exchange, allowed: Callable[[], bool]) -> None:
+        """Answers with all parts, then with those that change, until the page is gone or its key is not ``allowed``
+        any more."""
         watches = "requests" in exchange.request.query
         self._pages += 1
         self._watchers += watches
@@ -59,10 +60,11 @@ class FleetFeed:
         try:
             exchange.begin(200, (*HEADERS, (b"content-type", b"text/event-stream")), b": open\n\n")
             seen = 0
-            while True:
+            while allowed():
                 exchange.write(self._news(seen) or b": ping\n\n")  # an empty piece would end the answer
                 seen = self._version
                 await self._wait(seen)
+            exchange.end()
         finally:
             self._pages -= 1
             self._watchers -= watches

@@ -23,7 +23,15 @@ let due = false;
 
 function place() {
   const [name, ...rest] = location.hash.slice(1).split("/");
-  return { name: name in VIEWS ? name : FIRST, rest: rest.map(decodeURIComponent) };
+  return { name: Object.hasOwn(VIEWS, name) ? name : FIRST, rest: rest.map(decoded) };
+}
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text; // somebody has edited the address
+  }
 }
 
 /** Draws the current view with the next frame, however often it is called before. */
@@ -86,7 +94,11 @@ async function askKey(refusal) {
       field,
     ],
     confirm: "Log in",
-    onConfirm: () => setKey(field.value.trim()),
+    onConfirm() {
+      const key = field.value.trim();
+      if (!/^[\x21-\x7e]+$/.test(key)) throw new Error("A key has only ASCII characters, without spaces. Copy it again.");
+      setKey(key);
+    },
     cancels: false,
   });
 }

@@ -54,14 +54,22 @@ export async function changeDialog(change, target) {
     async onConfirm() {
       const about = change === "drain" ? { target } : { model: target };
       const fields = change === "scale" ? { ...about, count: countOf() } : about;
-      try {
-        await post(verb.path, { ...fields, check_index: index });
-      } catch (error) {
-        if (error.code === "index-changed") await preview();
-        throw error;
-      }
+      await changeOrPreview(verb.path, { ...fields, check_index: index }, preview);
     },
   });
+}
+
+/** Makes a change; if the fleet has changed since the preview, shows a new one, which also decides on the button. */
+async function changeOrPreview(path, fields, preview) {
+  try {
+    await post(path, fields);
+  } catch (error) {
+    if (error.code === "index-changed") {
+      await preview();
+      error.previewed = true;
+    }
+    throw error;
+  }
 }
 
 function effects(result) {
@@ -90,22 +98,26 @@ export async function rollbackDialog() {
   const suggested = rollout.undo ?? earlier[0]?.revision;
   if (suggested) choice.value = String(suggested);
   const shown = h("div", { class: "preview", role: "status" });
-  let index = null;
+  let shownPlan = null; // what is applied is what is shown
   let confirm = null;
+  let asked = 0;
   async function preview() {
+    const turn = ++asked;
     confirm.disabled = true;
     if (!choice.value) {
       shown.replaceChildren("There is no earlier revision.");
       return;
     }
     try {
-      const { text, file, base_dir } = await get(`revisions/${choice.value}`);
+      const to = Number(choice.value);
+      const { text, file, base_dir } = await get(`revisions/${to}`);
       const plan = await post("plan", { text, file, base_dir });
-      index = plan.index;
+      if (turn !== asked) return;
+      shownPlan = { to, check_index: plan.index };
       shown.replaceChildren(...planResult(plan));
       confirm.disabled = false;
     } catch (error) {
-      shown.replaceChildren(h("p", { class: "problem" }, [error.message, error.hint].join(" ")));
+      if (turn === asked) shown.replaceChildren(h("p", { class: "problem" }, [error.message, error.hint].join(" ")));
     }
   }
   choice.onchange = preview;
@@ -118,6 +130,6 @@ export async function rollbackDialog() {
       confirm = button;
       preview();
     },
-    onConfirm: () => post("rollout/undo", { to: Number(choice.value), check_index: index }),
+    onConfirm: () => changeOrPreview("rollout/undo", shownPlan, preview),
   });
 }

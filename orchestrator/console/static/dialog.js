@@ -34,7 +34,7 @@ export function openDialog({ title, body, confirm, onConfirm, onOpen, cancels = 
         close(true);
       } catch (error) {
         problem.textContent = [error.message, error.hint].filter(Boolean).join(" ");
-        button.disabled = false;
+        if (!error.previewed) button.disabled = false;
       }
     };
     dialog.showModal();

@@ -105,6 +105,8 @@ function replicaRow(model, replica) {
     rayLinks(replica.id)));
 }
 
+const LOG_CHARACTERS = 200_000; // that a dialog keeps
+
 async function showLog(model, replica) {
   const text = h("pre", { class: "log", tabindex: "0" }, "");
   let offset = null;
@@ -112,12 +114,18 @@ async function showLog(model, replica) {
     const query = { model, replica: replica.split("/").at(-1), ...(offset === null ? {} : { offset }) };
     const part = await get("logs", query);
     offset = part.offset;
-    text.append(part.text);
+    text.textContent = (text.textContent + part.text).slice(-LOG_CHARACTERS);
     text.scrollTop = text.scrollHeight;
   };
-  const follow = setInterval(() => more().catch(() => clearInterval(follow)), 1000);
-  more().catch((error) => text.append(error.message));
+  let open = true;
+  const follow = async () => {
+    while (open) {
+      await more();
+      await new Promise((resolve) => setTimeout(resolve, 1000));
+    }
+  };
+  follow().catch((error) => text.append(`\n${error.message} The log is followed no longer.`));
   await openDialog({ title: `Log of ${replica}, since ${clock(Date.now() / 1000)} live`, body: [text], confirm: "Close",
     onConfirm: () => {}, cancels: false, escapes: true });
-  clearInterval(follow);
+  open = false;
 }

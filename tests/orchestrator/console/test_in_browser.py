@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
 from orchestrator.api.refused import Refused
 from tests.fleet import until
 from tests.orchestrator.console.conftest import Visit
-from tests.orchestrator.fakefleet import SPEC, LiveAdmin, bad_spec, event
+from tests.orchestrator.fakefleet import PLAN, SPEC, LiveAdmin, bad_spec, event
 
 pytestmark = pytest.mark.browser
 
@@ -96,6 +96,52 @@ def test_a_host_is_drained_after_its_preview(admin: LiveAdmin, visit: Visit) -> 
     assert ("drain", "inf2.48xlarge/0", "console", 41) in admin.fleet.calls
 
 
+def test_a_roll_back_applies_the_revision_whose_plan_is_shown(admin: LiveAdmin, visit: Visit) -> None:
+    """Also if the plan of the one that was chosen before arrives later."""
+    page, late = visit(), list[Route]()
+
+    def revision(route: Route) -> None:
+        number = route.request.url.rpartition("/")[2]
+        route.fulfill(json={"text": f"of {number}", "file": "old.yaml", "base_dir": "/specs"})
+
+    def plan(route: Route) -> None:
+        if "of 2" in (route.request.post_data or ""):
+            late.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/admin/v1/revisions/*", revision)
+    page.route("**/admin/v1/plan", plan)
+    page.get_by_role("link", name="Models").click()
+    with page.expect_request(lambda request: "of 2" in (request.post_data or "")):
+        page.get_by_role("button", name="Roll back").click()
+    page.get_by_label("Apply again").select_option("1")
+    confirm = page.get_by_role("dialog").get_by_role("button", name="Roll back")
+    expect(confirm).to_be_enabled()
+    with page.expect_response("**/admin/v1/plan"):
+        late[0].fulfill(json={**PLAN, "index": 99})
+    confirm.click()
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    assert ("undo", 1, "console", 41) in admin.fleet.calls
+
+
+def test_a_key_with_other_characters_is_asked_for_again(visit: Visit) -> None:
+    """Such as the sign for more, of a shortened copy."""
+    page = visit()
+    page.reload()
+    page.get_by_label("Token of the fleet").fill("secr\u2026")
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("A key has only ASCII characters")).to_be_visible()
+
+
+def test_an_edited_address_shows_the_view(visit: Visit) -> None:
+    """Also one that is not a valid encoding, or names what every object has."""
+    page = visit()
+    for edited in ("#cores/%", "#constructor"):
+        page.goto(page.url.partition("#")[0] + edited)
+        expect(page.get_by_role("link", name="Cores")).to_have_attribute("aria-current", "page")
+
+
 def test_escape_closes_a_dialog_and_changes_nothing(admin: LiveAdmin, visit: Visit) -> None:
     page = visit()
     page.get_by_role("link", name="Models").click()
@@ -151,6 +197,7 @@ def test_keys_of_the_schema_are_offered(visit: Visit) -> None:
     offers = page.get_by_role("list", name="Completions")
     expect(offers).to_have_count(0)
     editor.fill("models:\n  chat:\n    engine: echo\n    tp")
+    expect(offers).to_be_visible()
     page.keyboard.press("Alt+ArrowDown")
     page.keyboard.press("Enter")
     expect(editor).to_have_value("models:\n  chat:\n    engine: echo\n    tp_degree: ")

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 import orchestrator.console.page as module
+from orchestrator.console import fleet_feed
 from orchestrator.console.fleet_feed import FleetFeed
 from orchestrator.fleet.controller_settings import ADMIN_PATH
 from orchestrator.gateway.http.exchange import Request
@@ -176,12 +177,16 @@ class Written:
     def __init__(self) -> None:
         self.request = Request("GET", "/console/stream", "", {}, b"", "1.1", True, 0.0)
         self.pieces: list[bytes] = []
+        self.ended = False
 
     def begin(self, status: int, headers: Any, first: bytes) -> None:
         self.write(first)
 
     def write(self, piece: bytes) -> None:
         self.pieces.append(piece)
+
+    def end(self) -> None:
+        self.ended = True
 
     def has(self, part: bytes) -> bool:
         return any(part in piece for piece in self.pieces)
@@ -193,8 +198,21 @@ async def test_a_page_after_others_gets_everything() -> None:
     feed = FleetFeed(FakeFleet())
     for _ in range(2):
         page = Written()
-        stream = asyncio.ensure_future(feed.stream(page))  # type: ignore[arg-type]
+        stream = asyncio.ensure_future(feed.stream(page, lambda: True))  # type: ignore[arg-type]
         await until_async(partial(page.has, b"event: state"), 10, "the page has the state")
         assert b"" not in page.pieces
         stream.cancel()
         await until_async(lambda: not feed.reads, 10, "nothing is read any more")
+
+
+async def test_the_stream_of_a_revoked_key_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the next piece, which is at most a ping later."""
+    monkeypatch.setattr(fleet_feed, "PING_S", 0.05)
+    feed, page, keys = FleetFeed(FakeFleet()), Written(), ["the key"]
+    stream = asyncio.ensure_future(feed.stream(page, lambda: bool(keys)))  # type: ignore[arg-type]
+    await until_async(partial(page.has, b"event: state"), 10, "the page has the state")
+    assert not page.ended
+    keys.clear()
+    await asyncio.wait_for(stream, 10)
+    assert page.ended
+    await until_async(lambda: not feed.reads, 10, "nothing is read any more")
