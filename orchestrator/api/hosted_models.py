@@ -107,11 +107,15 @@ class HostedModels(Operator):
             fields = await self._state.in_thread(model_fields, Path(folder), self._state.machine)
         except Failed as error:
             return Hosting(400, f"{error.problem.what}; {error.problem.hint}")
-        self._folders[name] = folder
         if given != name:
             others = fields.get("aliases") or []
             fields["aliases"] = {given: None, **others} if isinstance(others, dict) else [given, *others]
-        return await self._edit(partial(_with, name, fields), name)
+        self._folders[name] = folder
+        try:
+            return await self._edit(partial(_with, name, fields), name)
+        finally:
+            if self._state.current.spec.model(name) is None:  # another caller may have added it meanwhile
+                self._folders.pop(name, None)
 
     async def _edit(self, edit: Edit, added: str | None = None) -> Hosting | None:
         """Applies the spec as edited. Returns why that was refused, if it was. ``added`` is the new model, which must

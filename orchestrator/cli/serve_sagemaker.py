@@ -15,10 +15,11 @@ from orchestrator.cli.app import app
 from orchestrator.cli.output import say
 from orchestrator.process.home import Home
 from orchestrator.revisions.spec_file import this_machine
-from orchestrator.sagemaker.model_folder import SPEC, Fields, examined, problems_of, read_folder, text_of
+from orchestrator.sagemaker.model_folder import HOLDS, SPEC, Fields, examined, problems_of, read_folder, text_of
 from placements.facts.machine import Machine
 
 MODEL = Path("/opt/ml/model")
+EMPTY_HINT = f"{HOLDS}, or start without models: --multi-model"
 MAX_BODY_BYTES = 25 * 2**20  # the payload of InvokeEndpoint, by AWS's page of its quotas
 SETTINGS = {  # those of `up`, unless the container's environment sets others
     "COREWRIGHT_SAGEMAKER": "1",
@@ -67,7 +68,7 @@ def spec_file(folder: Path, multi_model: bool) -> Path:
         return own
     spec: Fields = {"version": 1, "name": "endpoint", "models": {}}
     if not multi_model:
-        read = read_folder(folder, os.environ, this_machine(), alone=advised_fields)
+        read = read_folder(folder, os.environ, this_machine(), alone=advised_fields, empty_hint=EMPTY_HINT)
         for note in read.notes:
             say(note)
         spec = read.spec

@@ -15,6 +15,10 @@ class ControllerAway(Exception):
     """The controller does not reply, since it restarts, or its reply is an error."""
 
 
+class ControllerFailed(ControllerAway):
+    """The controller replies with an exception: a defect, so that the same request fails again."""
+
+
 class ControllerClient(Protocol):
     """Each method raises ControllerAway."""
 

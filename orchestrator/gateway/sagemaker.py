@@ -7,6 +7,7 @@ Endpoints".
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 
 from orchestrator.fleet.hosting import Hosting
-from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
+from orchestrator.gateway.controller_client import ControllerAway, ControllerClient, ControllerFailed
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.http_server import Handler
 from orchestrator.gateway.lmi import INVOCATIONS, LINES, content_types, joined_lines
@@ -39,6 +40,8 @@ ROUTED_S = 10.0  # until the routes of a change have arrived
 PAGE = 100  # models
 
 Json = dict[str, msgspec.Raw]
+
+log = logging.getLogger(__name__)
 
 
 class LoadRequest(msgspec.Struct):
@@ -125,7 +128,7 @@ class SageMaker:
     async def _load(self, exchange: Exchange) -> None:
         try:
             request = msgspec.json.decode(exchange.request.body, type=LoadRequest)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise errors.invalid(f"The body: {error}") from None
         hosting = await self._hosting(request)
         if hosting.status != 200:
@@ -141,6 +144,8 @@ class SageMaker:
                 hosting = await self._controller.host_model(
                     request.model_name, request.url, again=again, wait_s=SLICE_S
                 )
+            except ControllerFailed as error:
+                return _defect(error)
             except ControllerAway:
                 hosting = Hosting(503, "the controller does not answer")
                 await asyncio.sleep(AWAY_S)
@@ -178,6 +183,8 @@ class SageMaker:
     async def _answered(self, call: Awaitable[Any]) -> Any:
         try:
             return await call
+        except ControllerFailed as error:
+            raise _refusal(_defect(error)) from None
         except ControllerAway:
             raise _refusal(Hosting(503, "the controller does not answer")) from None
 
@@ -197,6 +204,11 @@ def _name(exchange: Exchange) -> str:
 
 def _card(name: str, url: str) -> dict[str, str]:
     return {"modelName": name, "modelUrl": url}
+
+
+def _defect(error: ControllerFailed) -> Hosting:
+    log.error("the controller failed: %s", error)
+    return Hosting(500, "the controller failed; the gateway's log has its exception")
 
 
 def _refusal(hosting: Hosting) -> ApiError:

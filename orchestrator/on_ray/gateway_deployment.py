@@ -11,12 +11,13 @@ from typing import Any
 import msgspec.structs
 import ray
 from ray import serve
+from ray.exceptions import RayTaskError
 
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.gateway_places import GatewayPlace
 from orchestrator.fleet.hosting import Hosting
 from orchestrator.fleet.route_table import RouteTable
-from orchestrator.gateway.controller_client import ControllerAway
+from orchestrator.gateway.controller_client import ControllerAway, ControllerFailed
 from orchestrator.gateway.server import DRAIN_S, GatewayServer
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.on_ray.ray_nodes import CONTROLLER, HEAD, own_interpreter
@@ -85,6 +86,8 @@ class RemoteController:
             if self._actor is None:
                 self._actor = await self._found()
             return await asyncio.wait_for(getattr(self._actor, method).remote(*arguments), wait_s + REPLY_S)
+        except RayTaskError as error:  # it is of the cause's type, too
+            raise ControllerFailed(str(error)) from error
         except asyncio.TimeoutError:
             self._actor = None
             raise ControllerAway(f"it has not replied for {wait_s + REPLY_S:.0f} s") from None

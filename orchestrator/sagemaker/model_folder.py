@@ -20,10 +20,12 @@ from placements.lmi.settings import Setting, UnreadableSettings, read_environmen
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import DEFAULT_EMULATION
 from placements.spec.notation import is_path
+from placements.spec.parse import parse
 from placements.spec.problems import Problem, has_errors
 
 SPEC = "corewright.yaml"
 CONFIG = "config.json"
+VALIDATE = "corewright validate shows the problems"
 LMI_VARIABLES = ("OPTION_", "SERVING_", "HF_MODEL_ID", "HF_REVISION", "HF_TASK", "TENSOR_PARALLEL_DEGREE")
 HOLDS = f"put a {SPEC}, a {PROPERTIES} or a checkpoint with its {CONFIG} there"
 
@@ -47,12 +49,19 @@ class FolderSpec:
 
 
 def read_folder(
-    folder: Path, environment: Mapping[str, str], machine: Machine, name: str = "model", *, alone: Choice | None = None
+    folder: Path,
+    environment: Mapping[str, str],
+    machine: Machine,
+    name: str = "model",
+    *,
+    alone: Choice | None = None,
+    empty_hint: str = HOLDS,
 ) -> FolderSpec:
     """Returns what is in a folder: its `corewright.yaml`; else a model for each `serving.properties`, or for LMI's
     variables in the environment; else one for each checkpoint. ``name`` is that of a model in the folder itself.
     ``alone`` chooses the fields of a checkpoint that has the machine for itself; otherwise, and if it returns None,
-    each checkpoint gets the smallest degree, so that others fit beside it. Blocks. Raises Failed."""
+    each checkpoint gets the smallest degree, so that others fit beside it. ``empty_hint`` is the hint for a folder
+    without a model. Blocks. Raises Failed."""
     if (folder / SPEC).is_file():
         return _own_spec(folder)
     settings = _lmi_settings(environment)
@@ -71,7 +80,8 @@ def read_folder(
         {name: folder} if has_config else {each.parent.name: each.parent for each in folder.glob(f"*/{CONFIG}")}
     )
     if not checkpoints:
-        raise Failed("model-folder-empty", f"{folder} has no model", HOLDS)
+        what = f"{folder} has no model" if folder.is_dir() else f"the folder {folder} does not exist"
+        raise Failed("model-folder-empty", what, empty_hint)
     chosen = (
         alone({"source": str(next(iter(checkpoints.values())))}, machine) if alone and len(checkpoints) == 1 else None
     )
@@ -118,16 +128,16 @@ def _degrees(machine: Machine) -> tuple[int, ...]:
 def _own_spec(folder: Path) -> FolderSpec:
     path = folder / SPEC
     try:
-        spec = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise Failed("model-folder-unreadable", f"{path}: {error}", "corewright validate shows the problems") from None
-    models = spec.get("models") if isinstance(spec, dict) else None
-    if not isinstance(models, dict) or not all(isinstance(fields, dict) for fields in models.values()):
-        hint = "write models: {NAME: {source: ...}}; corewright validate shows the problems"
-        raise Failed("model-folder-unreadable", f"{path} has no models", hint)
-    for fields in (spec.get("defaults"), *models.values()):
-        if isinstance(fields, dict):
+        text = path.read_text()
+        errors = [problem for problem in parse(text, str(path), str(folder)).problems if problem.severity == "error"]
+        spec = None if errors else yaml.safe_load(text)
+        for fields in () if spec is None else (spec.get("defaults") or {}, *spec["models"].values()):
             _make_absolute(fields, folder)
+    except (OSError, ValueError, RuntimeError, yaml.YAMLError) as error:  # such as a home of an unknown user
+        raise Failed("model-folder-unreadable", f"{path}: {error}", VALIDATE) from None
+    if spec is None:
+        what = "; ".join(f"{problem.where}: {problem.what}" for problem in errors)
+        raise Failed("model-folder-unreadable", what, VALIDATE)
     return FolderSpec(spec)
 
 

@@ -50,6 +50,7 @@ class PlayedController:
         self.load_replies: list[Hosting] = []
         self.hosts: Callable[[str, str], Hosting] = lambda name, folder: self.load_replies.pop(0)
         self.away_for = 0  # loads
+        self.failure: Exception | None = None  # of loads and unloads
         self.reports: list[DemandReport] = []
         self.key_feed = KeyFeed(KeyFile(Path("/nonexistent/keys.json")))
         self.usage = KeyUsageExchange()
@@ -93,12 +94,16 @@ class PlayedController:
 
     async def host_model(self, name: str, folder: str, *, again: bool, wait_s: float) -> Hosting:
         self.loads.append((name, again))
+        if self.failure is not None:
+            raise self.failure
         if self.away_for:
             self.away_for -= 1
             raise ControllerAway("the controller is gone")
         return self.hosts(name, folder)
 
     async def unhost_model(self, name: str) -> Hosting:
+        if self.failure is not None:
+            raise self.failure
         if not self.answers:
             raise ControllerAway("the controller is gone")
         found = self.hosting.pop(name, None)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from orchestrator.api.hosted_models import HostedModels
 from orchestrator.fleet.hosting import Hosting
+from orchestrator.sagemaker.model_folder import text_of
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 
 EMPTY = "version: 1\nhosts: {emulate: inf2.48xlarge}\nmodels: {}\n"
@@ -204,6 +205,17 @@ def test_a_folder_that_cannot_be_served_changes_nothing(tmp_path: Path) -> None:
         missing = await endpoint.hosting.host_model("b", str(tmp_path / "nothing"), again=False, wait_s=WAIT_S)
         assert (missing.status, "nothing" in missing.message) == (400, True)
         assert endpoint.states == {}
+
+    on_endpoint(tmp_path, test)
+
+
+def test_a_refused_load_leaves_no_folder_to_a_later_model_of_its_name(tmp_path: Path) -> None:
+    async def test(endpoint: Endpoint) -> None:
+        await endpoint.load("wide", tp_degree=24)
+        assert (await endpoint.load("a", tp_degree=8)).status == 507
+        text = text_of({**yaml.safe_load(EMPTY), "models": {"a": {"engine": "echo", "managed_by": "sagemaker"}}})
+        await endpoint.hosting.apply(text, "spec.yaml", "/", by="test")
+        assert endpoint.hosting.hosted() == [("a", "echo")]
 
     on_endpoint(tmp_path, test)
 

@@ -31,8 +31,9 @@ def test_a_container_for_many_models_starts_without_any(tmp_path: Path, monkeypa
 
 def test_a_container_without_a_model_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
-    with pytest.raises(Failed, match="model-folder-empty"):
+    with pytest.raises(Failed, match="model-folder-empty") as failed:
         spec_file(tmp_path, False)
+    assert "--multi-model" in failed.value.problem.hint
 
 
 @pytest.fixture

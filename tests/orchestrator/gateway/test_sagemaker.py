@@ -17,6 +17,7 @@ from openapi_spec_validator import validate
 
 from orchestrator.access.keys import KeyFile
 from orchestrator.fleet.hosting import Hosting
+from orchestrator.gateway.controller_client import ControllerFailed
 from orchestrator.gateway.lmi import LmiAnswer, content_types, read_lmi
 from orchestrator.gateway.openai.answers import Choice
 from orchestrator.gateway.openai.openapi import openapi
@@ -163,6 +164,23 @@ def test_without_the_controller_no_model_is_listed_or_unloaded(gateway: LiveGate
     gateway.controller.answers = False
     for method, path in (("GET", "/models"), ("GET", "/models/a"), ("DELETE", "/models/a")):
         assert status(gateway.http.request(method, path)) == (503, "controller_away")
+
+
+def test_an_exception_of_the_controller_is_an_internal_error_at_once(
+    gateway: LiveGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, and the request is not repeated."""
+    gateway.controller.failure = ControllerFailed("KeyError: 'm'")
+    load = gateway.http.post("/models", json={"model_name": "a", "url": "/m"})
+    assert (status(load), gateway.controller.loads) == ((500, "model_failed"), [("a", False)])
+    assert status(gateway.http.delete("/models/a")) == (500, "model_failed")
+    assert "KeyError: 'm'" in caplog.text
+    assert "KeyError" not in load.text
+
+
+def test_a_deeply_nested_load_is_refused(gateway: LiveGateway) -> None:
+    answer = gateway.http.post("/models", content=b'{"x":' + b"[" * 200_000)
+    assert status(answer) == (400, None)
 
 
 @pytest.mark.parametrize("body", [{}, {"model_name": "a"}, {"model_name": 1, "url": "/m"}, []])

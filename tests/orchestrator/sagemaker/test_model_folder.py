@@ -105,7 +105,7 @@ def test_paths_of_an_own_spec_begin_in_its_folder(tmp_path: Path) -> None:
         "defaults": {"neff_cache": "./neff"},
         "models": {
             "chat": {
-                "server": {"command": ["./serve", "./argument"]},
+                "server": {"command": ["./serve", "./argument"], "slots": 4},
                 "engine_options": {"quantized_checkpoints_path": "./q", "other": "./o"},
                 "source": "./weights",
                 "draft": {"source": "./draft"},
@@ -120,12 +120,27 @@ def test_paths_of_an_own_spec_begin_in_its_folder(tmp_path: Path) -> None:
         "source": f"{tmp_path}/weights",
         "draft": {"source": f"{tmp_path}/draft"},
         "adapters": {"a": f"{tmp_path}/../a", "b": "o/b"},
-        "server": {"command": [f"{tmp_path}/serve", "./argument"]},
+        "server": {"command": [f"{tmp_path}/serve", "./argument"], "slots": 4},
         "engine_options": {"quantized_checkpoints_path": f"{tmp_path}/q", "other": "./o"},
     }
 
 
-@pytest.mark.parametrize("text", ["models: [a]", "{", "a: &a [*a]", "models: {a: 1}", "version: 1", "\udcff"])
+FAULTY = [
+    "models: [a]",
+    "{",
+    "a: &a [*a]",
+    "models: {a: 1}",
+    "version: 1",
+    "\udcff",
+    "models: {m: {source: ./x, d: 2026-99-99}}",
+    "models: {m: {source: ./x, engine_options: {d: 2026-99-99}}}",
+    "x: !!float a",
+    "defaults: [1]\nmodels: {m: {source: ./x}}",
+    "models: {m: {source: '~nosuchuser/x'}}",
+]
+
+
+@pytest.mark.parametrize("text", FAULTY)
 def test_an_own_spec_that_cannot_be_read_is_reported_with_its_path(text: str, tmp_path: Path) -> None:
     path = tmp_path / "corewright.yaml"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -136,7 +151,8 @@ def test_an_own_spec_that_cannot_be_read_is_reported_with_its_path(text: str, tm
 @pytest.mark.parametrize("place", ["empty", "missing"])
 def test_a_folder_without_a_model_is_reported(place: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(Failed, match="model-folder-empty"):
+    what = {"empty": "has no model", "missing": "does not exist"}[place]
+    with pytest.raises(Failed, match=f"model-folder-empty: .*{what}"):
         read_folder(tmp_path / place, {}, CPU)
 
 
