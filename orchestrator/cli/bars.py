@@ -40,7 +40,7 @@ class Bars:
 
     @property
     def drawn(self) -> bool:
-        """Whether there are bars on the terminal."""
+        """True while there are bars on the terminal."""
         return bool(self._tasks)
 
     def show(self, bars: Iterable[Bar]) -> None:

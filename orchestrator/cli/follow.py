@@ -66,7 +66,7 @@ def follow_to_end(
 def follow_rollout(
     client: AdminClient, revision: int, after: int, timeout_s: float | None, bars: Bars | None = None
 ) -> dict[str, Any]:
-    """Print events on stderr, and draw bars, until the rollout of ``revision`` ends. Returns its final state.
+    """Prints events on stderr, and draws bars, until the rollout of ``revision`` ends. Returns its final state.
 
     Raises Failed `rollout-late` at the timeout, `rollout-replaced` if another revision replaced it.
     """

@@ -69,6 +69,8 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line. Returns the exit code."""
+    if arguments == ["--version"]:
+        arguments = ["version"]
     command = application(*(arguments or _words_to_complete())[:1])
     try:
         code = command.main(arguments, prog_name="corewright", standalone_mode=False)

@@ -27,7 +27,7 @@ class SpeedMeasurement:
         self._record = SpeedRecord(path, corewright_version(), state.wall())
 
     def add(self, model: str, times: Mapping[str, Times]) -> None:
-        """Add the times of a report, by the version of the model. Times of unknown versions, of encoders, and of
+        """Adds the times of a report, by the version of the model. Times of unknown versions, of encoders, and of
         servers, whose shape is unknown, are dropped."""
         for version, own in times.items():
             revision = self._state.revision_of_version(model, version)
@@ -52,7 +52,7 @@ class SpeedMeasurement:
         return self._record.measured()
 
     async def round(self, *, last: bool = False) -> None:
-        """Write the file if it is due, or as the ``last`` time."""
+        """Writes the file if it is due, or as the ``last`` time."""
         now = self._state.wall()
         if self._record.changed and (last or not 0.0 <= now - self._record.written_at < WRITE_S):
             await self._state.in_thread(self._record.write, self._record.content(now))

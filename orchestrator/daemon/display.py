@@ -11,7 +11,7 @@ class Display(Protocol):
 
     @property
     def drawn(self) -> bool:
-        """Whether something is shown now, so that no line need tell what `up` waits for."""
+        """True while something is shown, in place of lines about what `up` waits for."""
 
     def show_status(self, status: Mapping[str, Any]) -> None:
         """Shows the status in place of the last one."""

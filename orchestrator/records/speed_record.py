@@ -75,7 +75,7 @@ class SpeedRecord:
         self._entries = merged(entry for entry in read if entry.day <= now // DAY_S + 1)
 
     def add(self, shape: Mapping[str, Any], times: Times, now: float) -> None:
-        """Add the times of requests on replicas of a shape, which have ended by ``now``."""
+        """Adds the times of requests on replicas of a shape, which have ended by ``now``."""
         entry = Entry(self._software, int(now // DAY_S), json.dumps(shape, sort_keys=True), times)
         own = self._entries.get(entry.key)
         if own is not None:
@@ -99,7 +99,7 @@ class SpeedRecord:
         return msgspec.json.encode(list(self._entries.values()))
 
     def write(self, content: bytes) -> None:
-        """Write the file. Blocks; a full disk loses it."""
+        """Writes the file. Blocks; a full disk loses it."""
         try:
             private_file.replace(self._path, content)
         except OSError as error:

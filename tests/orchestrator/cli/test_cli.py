@@ -82,8 +82,9 @@ def data(capsys: pytest.CaptureFixture[str]) -> Any:
 
 def test_version_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     """As text and as JSON."""
-    assert run(["version"]) == 0
-    assert capsys.readouterr().out == f"{corewright_version()}\n"
+    for command in (["version"], ["--version"]):
+        assert run(command) == 0
+        assert capsys.readouterr().out == f"{corewright_version()}\n"
     assert run(["version", "-o", "json"]) == 0
     assert data(capsys) == {"version": corewright_version()}
 
