@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from orchestrator.fleet.progress_text import fetch_text
+from orchestrator.fleet.progress_text import fetch_numbers
 
 SHOW_CURSOR = "\x1b[?25h"
+ALMOST = 0.99  # of a bar whose task takes longer than usual
 STARTING = ("pending", "fetching", "compiling", "loading")
 
 
 @dataclass(frozen=True)
 class Bar:
-    """The progress of one task. ``total`` and ``done`` have any unit; without a total the bar pulses."""
+    """The progress of one task. ``total`` and ``done`` have any unit; without a total the bar pulses.
+
+    ``left_s`` is the remaining time in seconds; None: as the progress so far predicts it, if there is a total.
+    """
 
     name: str
     text: str
     done: float = 0.0
     total: float | None = None
+    left_s: float | None = None
 
     @property
     def full(self) -> bool:
@@ -30,9 +36,10 @@ class Bar:
 class Bars:
     """The bars on one terminal; nothing is drawn while there are none. Thread-safe."""
 
-    def __init__(self, stream: TextIO, *, keep: bool = False) -> None:
+    def __init__(self, stream: TextIO, *, keep: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         """``keep``: the last bars stay on the terminal when they are closed."""
-        self._stream, self._keep = stream, keep
+        self._stream, self._keep, self._clock = stream, keep, clock
+        self._loading: dict[str, float] = {}  # when a status first showed that a replica loads
         self._lock = threading.Lock()
         self._progress: Any = None  # rich is imported with the first bar: most commands have none
         self._tasks: dict[str, Any] = {}
@@ -55,8 +62,9 @@ class Bars:
                 self._progress.remove_task(self._tasks.pop(name))
             for name, bar in shown.items():
                 if name not in self._tasks:
-                    self._tasks[name] = self._progress.add_task(name, total=None, text="")
-                self._progress.update(self._tasks[name], completed=bar.done, total=bar.total, text=bar.text)
+                    self._tasks[name] = self._progress.add_task(name, total=None, text="", left_s=None)
+                shown_now = {"completed": bar.done, "total": bar.total, "text": bar.text, "left_s": bar.left_s}
+                self._progress.update(self._tasks[name], **shown_now)
                 if bar.full:
                     self._progress.stop_task(self._tasks[name])
             if shown:
@@ -75,8 +83,16 @@ class Bars:
 
     def show_status(self, status: Mapping[str, Any]) -> None:
         """Draws a bar for each replica that starts."""
-        replicas = (replica for model in status["models"] for replica in model["replicas"])
-        self.show(_replica_bar(replica) for replica in replicas if replica["state"] in STARTING)
+        now, bars, loading = self._clock(), [], {}
+        for model in status["models"]:
+            usual_s = max((each["load_s"] or 0.0 for each in model["replicas"]), default=0.0)
+            for replica in model["replicas"]:
+                if replica["state"] == "loading":
+                    loading[replica["id"]] = self._loading.get(replica["id"], now)
+                if replica["state"] in STARTING:
+                    bars.append(_replica_bar(replica, now - loading.get(replica["id"], now), usual_s))
+        self._loading = loading
+        self.show(bars)
 
     def close(self) -> None:
         """Ends the drawing: lines may still be printed. Also shows the cursor, which a killed process left hidden."""
@@ -91,21 +107,34 @@ class Bars:
 
 def _progress(stream: TextIO, *, keep: bool) -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    class Times(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            left_s = task.time_remaining if task.fields["left_s"] is None else task.fields["left_s"]
+            return Text(f"{task.elapsed or 0:.0f} s" + (f", {left_s:.0f} s left" if left_s else ""))
 
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
+        BarColumn(bar_width=16),
+        Times(table_column=Column(no_wrap=True)),
         TextColumn("{task.fields[text]}", markup=False),
     )
     return Progress(*columns, console=Console(file=stream), transient=not keep, refresh_per_second=4)
 
 
-def _replica_bar(replica: Mapping[str, Any]) -> Bar:
-    """Returns the progress of a replica: the bytes of its fetch, else only its state."""
+def _replica_bar(replica: Mapping[str, Any], loading_s: float, usual_s: float) -> Bar:
+    """Returns the progress of a replica: the bytes of its fetch, or the time of its load over that of earlier loads of
+    its model, if there were any."""
     fetch, cores = replica.get("fetch"), replica.get("cores")
     if fetch:
-        return Bar(replica["id"], fetch_text(fetch), fetch["bytes"], fetch["total"])
-    return Bar(replica["id"], replica["state"] + (f" on {replica['host']} cores {cores}" if cores else ""))
+        text = f"{fetch['phase']} {fetch_numbers({**fetch, 'left_s': None})}"
+        return Bar(replica["id"], text, fetch["bytes"], fetch["total"], fetch["left_s"])
+    text = replica["state"] + (f" on {replica['host']} cores {cores}" if cores else "")
+    if replica["state"] != "loading" or not usual_s:
+        return Bar(replica["id"], text)
+    left_s = max(0.0, usual_s - loading_s)
+    return Bar(replica["id"], text, min(loading_s, ALMOST * usual_s), usual_s, left_s or None)

@@ -29,6 +29,12 @@ def hold_text(status: Mapping[str, Any]) -> str:
 
 def fetch_text(fetch: Mapping[str, Any]) -> str:
     """Returns a fetch's progress, such as "fetching s3://models/chat: 1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"."""
+    numbers = fetch_numbers(fetch)
+    return f"{fetch['phase']} {fetch['source']}" + (f": {numbers}" if numbers else "")
+
+
+def fetch_numbers(fetch: Mapping[str, Any]) -> str:
+    """Returns the numbers of a fetch's progress, such as "1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"."""
     parts = []
     if fetch["total"]:
         parts.append(f"{size_text(fetch['bytes'])} of {size_text(fetch['total'])}")
@@ -38,7 +44,7 @@ def fetch_text(fetch: Mapping[str, Any]) -> str:
         parts.append(f"{fetch['left_s']:.0f} s left")
     if fetch.get("trouble"):  # absent in fleets of earlier versions
         parts.append(fetch["trouble"])
-    return f"{fetch['phase']} {fetch['source']}" + (f": {', '.join(parts)}" if parts else "")
+    return ", ".join(parts)
 
 
 def tenths(fetch: Mapping[str, Any] | None) -> int | None:

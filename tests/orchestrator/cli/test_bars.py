@@ -38,7 +38,30 @@ def test_a_fetch_shows_its_rate_and_the_time_left() -> None:
     bars.close()
 
     assert "chat/0" in terminal.getvalue()
-    assert "fetching s3://models/chat: 3.0 GB of 4.0 GB, 500.0 MB/s, 2 s left" in terminal.getvalue()
+    assert "fetching 3.0 GB of 4.0 GB, 500.0 MB/s" in terminal.getvalue()
+    assert "2 s left" in terminal.getvalue()
+
+
+def test_a_load_shows_the_time_left_of_the_usual_one() -> None:
+    """That of an earlier start, or of another replica; a load that takes longer shows none."""
+    terminal, now = Terminal(), [100.0]
+    bars = Bars(terminal, clock=lambda: now[0])
+    status = status_of(replica("chat/0", "0-7", "loading", load_s=None), replica("chat/1", "8-15", load_s=30.0))
+    bars.show_status(status)
+    now[0] += 12.0
+    bars.show_status(status)
+    bars.close()
+    early = terminal.getvalue()
+    late = Terminal()
+    bars = Bars(late, clock=lambda: now[0])
+    bars.show_status(status)
+    now[0] += 31.0
+    bars.show_status(status)
+    bars.close()
+
+    assert "18 s left" in early
+    assert late.getvalue().rstrip().endswith(SHOW_CURSOR)
+    assert "-1 s left" not in late.getvalue()
 
 
 def test_only_replicas_that_start_have_a_bar() -> None:
