@@ -100,7 +100,9 @@ class RecordWriter:
         replica = None
         if view is not None:
             model, replica, host = view.model, view.id, view.host
-        log.log(logging.INFO if level == "info" else logging.WARNING, "%s: %s", replica or model or host, message)
+        about = replica or model or host
+        text = message if about is None else f"{about}: {message}"
+        log.log(logging.INFO if level == "info" else logging.WARNING, "%s", text)
         self.note(Event(level=level, reason=reason, message=message, model=model, replica=replica, host=host))
 
     def decision(self, action: Any, view: ReplicaView, reason: str) -> None:

@@ -191,6 +191,18 @@ def test_a_request_is_visible_once_it_is_written_and_a_note_at_once(tmp_path: Pa
     virtually(main)
 
 
+def test_an_event_is_logged_with_its_object_if_it_has_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        records = RecordWriter(Journal(tmp_path / "journal"))
+        records.event("warning", "RolloutComplete", "revision 1: every model matches the spec")
+        records.event("warning", "Unloaded", "by ada", model="m")
+        await records.durable()
+        records.journal.close()
+
+    asyncio.run(story())
+    assert caplog.messages == ["revision 1: every model matches the spec", "m: by ada"]
+
+
 def decision(replica: int, epoch: int) -> Decision:
     return Decision(
         action="start", model="m", replica=replica, epoch=epoch, host="h", cores=[0], version="v", reason="planned"
