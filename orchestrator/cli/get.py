@@ -23,7 +23,8 @@ from orchestrator.process.text_table import aligned, cells
 
 LATEST = 20  # events that are shown by default
 READ_S = 1.0  # between two readings of the status, without an event
-SELECTOR = re.compile(r"([\w.]+)(!?=)(.*)")
+SELECTOR = re.compile(r"([\w.]+)(!=|==?)(.*)")
+NEXT = re.compile(r",(?=[\w.]+!?=)")  # a comma within a text has no condition after it
 
 
 class Kind(str, Enum):
@@ -66,7 +67,7 @@ def get(
 ) -> None:
     """List models, replicas, hosts, revisions or events."""
     with bad_parameter("--selector"):
-        wanted = [_matcher(text) for text in selector or ()]
+        wanted = [matcher for text in selector or () for matcher in matchers(text)]
     client = the_fleet()
     with bad_parameter("--selector"):
         items = selected(_items(client, kind, name), wanted)
@@ -77,11 +78,17 @@ def get(
         _Printer(kind, items, output).follow(_changes(client, kind, name, wanted, items))
 
 
+def matchers(text: str) -> list[tuple[str, bool, str]]:
+    """Returns the conditions of a selector, which are separated by commas: field, whether equal, text. Raises
+    ValueError."""
+    return [_matcher(part) for part in NEXT.split(text)]
+
+
 def _matcher(text: str) -> tuple[str, bool, str]:
     match = SELECTOR.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is neither FIELD=TEXT nor FIELD!=TEXT")
-    return match[1], match[2] == "=", match[3]
+    return match[1], match[2] != "!=", match[3]
 
 
 def _items(client: AdminClient, kind: Kind, name: str | None) -> list[Item]:

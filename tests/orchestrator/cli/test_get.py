@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.get import Kind, ListFormat, _Printer
+from orchestrator.cli.get import Kind, ListFormat, _Printer, matchers
 from orchestrator.cli.listing import KINDS, selected
 from orchestrator.cli.state_colors import paint_state
 from orchestrator.cli.tables import MOST_HOSTS, MOST_REPLICAS, status_text
@@ -32,6 +32,22 @@ REPLICAS = [replica("chat/0", "0-7"), replica("chat/1", "8-15", "failed", pid=No
 def test_items_are_selected_by_the_text_of_their_fields(selector: Any, ids: list[str]) -> None:
     """A missing value is an empty text; all conditions must hold."""
     assert [item["id"] for item in selected(REPLICAS, selector)] == ids
+
+
+@pytest.mark.parametrize(
+    ("text", "conditions"),
+    [
+        ("state=ready", [("state", True, "ready")]),
+        ("state==ready", [("state", True, "ready")]),
+        ("state!=ready", [("state", False, "ready")]),
+        ("state=ready,model!=chat", [("state", True, "ready"), ("model", False, "chat")]),
+        ("cores=0-3,8", [("cores", True, "0-3,8")]),
+        ("a==,b=", [("a", True, ""), ("b", True, "")]),
+    ],
+)
+def test_a_selector_is_read_as_kubectl_reads_it(text: str, conditions: list[tuple[str, bool, str]]) -> None:
+    """But a comma without a condition after it belongs to the text."""
+    assert matchers(text) == conditions
 
 
 def test_an_unknown_field_is_an_error_with_the_known_ones() -> None:
