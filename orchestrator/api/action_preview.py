@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from orchestrator.api.fleet_operation import FleetOperation, missing_object
+from orchestrator.api.fleet_operation import FleetOperation
 from orchestrator.api.refused import Refused
 from orchestrator.rollout.changes import replica_changes
 from orchestrator.rollout.host_roll import refusal
@@ -21,7 +21,10 @@ class ActionPreview(FleetOperation):
     async def preview(self, action: Manual, target: str, count: int | None = None) -> dict[str, Any]:
         """Returns {index, revision, changes, placements, unplaced, strategies, refusal} as `plan` does. ``target`` is a
         model, or for a drain a host or a replica; ``count`` is that of `scale`."""
-        self._refuse_on_hold()
+        if action in ("restart", "drain"):
+            self._refuse_frozen(action)
+        else:
+            self._refuse_on_hold()
         state = self._state
         index, situation = state.records.state.index, state.situation()
         cause = None
@@ -64,12 +67,7 @@ class ActionPreview(FleetOperation):
 
     def _starts_of(self, action: Manual, target: str) -> frozenset[tuple[str, int]]:
         """Returns id and epoch of the replicas that get a new process. Raises Refused."""
-        if action == "restart":
-            views = self._state.replicas_of(self._model(target).name)
-        elif target in self._state.views:
-            views = [self._state.views[target]]
-        else:
-            raise missing_object("replica-unknown", target, sorted(self._state.views))
+        views = self._state.replicas_of(self._model(target).name) if action == "restart" else [self._view(target)]
         return frozenset((view.id, view.epoch) for view in views)
 
 

@@ -12,6 +12,7 @@ from orchestrator.api.refused import Refused
 from orchestrator.control.controller import Controller
 from orchestrator.fleet.effects import ClusterClient
 from orchestrator.fleet.replica_states import LEAVING
+from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal import JournalUnwritable
 from orchestrator.records.journal_records import R
 from orchestrator.state.rollout_progress import rollout_state
@@ -75,6 +76,15 @@ class FleetOperation:
             now = rollout_state(self._state)[0]
             what = f"the rollout is {now}, so a {verb} would replace nothing"
             raise Refused("rollout-paused", what, "run corewright rollout resume or rollout undo first")
+
+    def _view(self, target: str) -> ReplicaView:
+        """Returns the replica that a drain names. Raises Refused."""
+        view = self._state.views.get(target)
+        if view is None:
+            targets = ", ".join([host.name for host in self._state.hosts] + sorted(self._state.views))
+            what = f"there is no host or replica {target}"
+            raise Refused("target-unknown", what, f"hosts and replicas: {targets}", status=404)
+        return view
 
     def _refuse_changed(self, check_index: int | None) -> None:
         """Refuses a change if the fleet's index is no longer that of its preview."""

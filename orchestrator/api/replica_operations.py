@@ -105,11 +105,7 @@ class ReplicaOperations(RolloutOperations):
             self._state.records.event("info", "HostDraining", message, host=target)
             self._controller.wake_up()
             return self._host_status(target)
-        view = self._state.views.get(target)
-        if view is None:
-            targets = ", ".join([host.name for host in self._state.hosts] + sorted(self._state.views))
-            what = f"there is no host or replica {target}"
-            raise Refused("target-unknown", what, f"hosts and replicas: {targets}", status=404)
+        view = self._view(target)
         if deadline_s is not None:
             raise Refused("deadline-of-replica", f"{target} is not a host", "deadline_s is for hosts", status=422)
         await self._replace(view, by)

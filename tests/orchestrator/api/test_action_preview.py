@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.api.action_preview import Manual
 from orchestrator.api.refused import Refused
 from orchestrator.scaling.demand_report import DemandReport, LiveRequest
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
@@ -87,6 +88,31 @@ def test_a_drain_without_room_is_refused_in_the_preview(tmp_path: Path) -> None:
             assert "contiguous cores" in preview["refusal"]
             with pytest.raises(Refused, match="cannot be drained"):
                 await fleet.operator.drain("inf2.24xlarge/0", by="me")
+
+    virtually(story)
+
+
+@pytest.mark.parametrize(
+    ("action", "target", "problem"),
+    [("restart", "chat", "rollout-paused"), ("drain", "chat/0", "rollout-paused"), ("drain", "none", "target-unknown")],
+)
+def test_a_preview_is_refused_as_the_change_is(action: Manual, target: str, problem: str, tmp_path: Path) -> None:
+    """In a paused rollout nothing is replaced; an unknown target gets the names of hosts and replicas."""
+
+    async def story() -> None:
+        async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
+            await fleet.settled()
+            if problem == "rollout-paused":
+                await fleet.operator.apply(SPEC.replace("min: 1, max: 2", "min: 2, max: 2"), "s.yaml", "/", by="me")
+                await fleet.operator.pause(by="me")
+            operation = fleet.operator.restart if action == "restart" else fleet.operator.drain
+            refusals = []
+            for attempt in (fleet.operator.preview(action, target), operation(target, by="me")):
+                with pytest.raises(Refused) as refused:
+                    await attempt
+                refusals.append(refused.value.problem)
+            assert refusals[0] == refusals[1]
+            assert refusals[0].id == problem
 
     virtually(story)
 
