@@ -1,4 +1,4 @@
-// The admin API and the stream. The key is in this module's memory only: a reload asks for it again.
+// The admin API and the stream. The key is in this module's memory only: a reload requires it again.
 
 const ADMIN = "/admin/v1/";
 const SILENT_MS = 12_000; // without a ping, the stream counts as lost; the controller sends one every 5 s

@@ -30,7 +30,7 @@ function decoded(text) {
   try {
     return decodeURIComponent(text);
   } catch {
-    return text; // somebody has edited the address
+    return text; // the address was edited by hand
   }
 }
 
@@ -132,7 +132,7 @@ async function start() {
       reset();
       connected("live", false);
     },
-    onLoss: (text) => connected(`${text} Since ${clock(Date.now() / 1000)} the page shows the past; it reconnects.`, true),
+    onLoss: (text) => connected(`${text} Since ${clock(Date.now() / 1000)} the data is out of date; the page reconnects.`, true),
     onKey: askKey,
   });
 }

@@ -115,10 +115,10 @@ def test_everything_is_reached_by_keyboard(visit: Visit) -> None:
 
 
 def test_a_lost_controller_is_reported_and_found_again(admin: LiveAdmin, visit: Visit) -> None:
-    """The page says since when it shows the past."""
+    """The page shows since when its data is out of date."""
     page = visit()
     admin.close()
-    expect(page.locator("#connection")).to_contain_text("the page shows the past")
+    expect(page.locator("#connection")).to_contain_text("the data is out of date")
     restarted = LiveAdmin(admin.port)
     expect(page.locator("#connection")).to_have_text("live")
     restarted.close()
