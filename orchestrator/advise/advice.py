@@ -240,21 +240,21 @@ class _Comparison:
 
     def _check_objectives(self, model: SimModel) -> None:
         """Leaves a candidate out that is too slow without any load."""
-        asked = self.question
-        first, step = model.prefill_s((asked.prompt_tokens,)) * 1000, model.step_s * 1000
-        if asked.ttft_ms is not None and first > asked.ttft_ms:
+        question = self.question
+        first, step = model.prefill_s((question.prompt_tokens,)) * 1000, model.step_s * 1000
+        if question.ttft_ms is not None and first > question.ttft_ms:
             raise LeftOut("ttft", f"a prompt takes up to {first:.0f} ms without any load", first)
-        if asked.tpot_ms is not None and step > asked.tpot_ms:
+        if question.tpot_ms is not None and step > question.tpot_ms:
             raise LeftOut("tpot", f"a step takes up to {step:.1f} ms", step)
 
     def _capacity(self, candidate: Candidate, file: SpecFile, model: SimModel) -> float:
         """Returns the requests/s that one replica serves if its slots are never free."""
         if candidate.shape not in self.capacities:
-            asked, count = self.question, ROUNDS * model.slots
-            arrival = Arrival(0.0, asked.name, asked.prompt_tokens, asked.output_tokens)
+            question, count = self.question, ROUNDS * model.slots
+            arrival = Arrival(0.0, question.name, question.prompt_tokens, question.output_tokens)
             single = self._file(candidate, 1, 1)
-            outcome = simulate(self._scenario(single).scenario, [arrival] * count, Fixed({asked.name: 1}))
-            measured = outcome.measured[asked.name]
+            outcome = simulate(self._scenario(single).scenario, [arrival] * count, Fixed({question.name: 1}))
+            measured = outcome.measured[question.name]
             self.capacities[candidate.shape] = measured.answered / max(measured.latencies)
         return self.capacities[candidate.shape]
 
@@ -276,17 +276,17 @@ class _Comparison:
 
     def _run(self, candidate: Candidate, model: SimModel, per_host: int, replicas: int, rps: float) -> Measured:
         """Simulates the load on so many replicas."""
-        asked = self.question
+        question = self.question
         key = (*candidate.shape, replicas, rps)
         if key not in self.runs:
-            busy = rps * model.service_s(asked.prompt_tokens, asked.output_tokens)  # requests in slots
+            busy = rps * model.service_s(question.prompt_tokens, question.output_tokens)  # requests in slots
             seconds = min(MOST_REQUESTS, max(REQUESTS, TURNOVERS * busy)) / rps
-            lengths = Lengths.parse(f"{asked.prompt_tokens}:{asked.output_tokens}")
-            load = Workload("poisson", (asked.name,), rps, seconds, lengths=lengths)
+            lengths = Lengths.parse(f"{question.prompt_tokens}:{question.output_tokens}")
+            load = Workload("poisson", (question.name,), rps, seconds, lengths=lengths)
             file = self._file(candidate, replicas, math.ceil(replicas / per_host))
-            policy = Fixed({asked.name: replicas})
+            policy = Fixed({question.name: replicas})
             outcome = simulate(self._scenario(file).scenario, load, policy, since=WARM_UP * seconds)
-            self.runs[key] = outcome.measured[asked.name]
+            self.runs[key] = outcome.measured[question.name]
         return self.runs[key]
 
 

@@ -70,23 +70,25 @@ class Candidate:
 
     def spec(self, replicas: int, hosts: int) -> str:
         """Returns the text of the spec with so many replicas on so many hosts."""
-        asked = self.question
-        limits = {"ttft_ms": asked.ttft_ms, "tpot_ms": asked.tpot_ms}
+        question = self.question
+        limits = {"ttft_ms": question.ttft_ms, "tpot_ms": question.tpot_ms}
         objectives = {name: int(limit) if limit == int(limit) else limit for name, limit in limits.items() if limit}
         fields: dict[str, Any] = {
-            "source": asked.source,
-            "engine": None if asked.engine == "auto" else asked.engine,
+            "source": question.source,
+            "engine": None if question.engine == "auto" else question.engine,
             "tp_degree": self.tp_degree,
             "allow_head_padding": True if self.padded else None,
             "max_batch": self.max_batch,
-            "max_len": asked.slot,
+            "max_len": question.slot,
             "quantize": "int8" if self.quantized else None,
             "replicas": replicas,
             "objectives": objectives or None,
         }
         shown = {name: value for name, value in fields.items() if value is not None}
         host = {"instance": self.instance, **({"count": hosts} if hosts > 1 else {})}
-        return yaml.safe_dump({"version": 1, "hosts": host, "models": {asked.name: shown}}, sort_keys=False, width=1000)
+        return yaml.safe_dump(
+            {"version": 1, "hosts": host, "models": {question.name: shown}}, sort_keys=False, width=1000
+        )
 
 
 def candidates(question: Question, checkpoint: Checkpoint) -> Iterator[Candidate]:

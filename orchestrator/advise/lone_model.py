@@ -21,8 +21,8 @@ def advised(source: str, instance: str, max_len: int) -> dict[str, Any] | None:
     in no other way. Takes up to 3 s of one core."""
     output = min(OUTPUT_TOKENS, max(1, max_len // 4))
     prompt = min(PROMPT_TOKENS, max(1, max_len - output))
-    asked = Question(source, "auto", (instance,), prompt, output, max_len)
-    for question in (replace(asked, as_is=True), asked):
+    padded = Question(source, "auto", (instance,), prompt, output, max_len)
+    for question in (replace(padded, as_is=True), padded):
         try:
             lines = advise(question).lines
         except Failed:

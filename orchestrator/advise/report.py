@@ -17,12 +17,15 @@ HEADER = (
 
 def advice_data(advice: Advice) -> dict[str, Any]:
     """Returns the JSON of `advise -o json`."""
-    asked = advice.question
+    question = advice.question
     return {
-        "source": asked.source,
+        "source": question.source,
         "load": {
-            **{name: getattr(asked, name) for name in ("rps", "prompt_tokens", "output_tokens", "ttft_ms", "tpot_ms")},
-            "max_len": asked.slot,
+            **{
+                name: getattr(question, name)
+                for name in ("rps", "prompt_tokens", "output_tokens", "ttft_ms", "tpot_ms")
+            },
+            "max_len": question.slot,
         },
         "compared": advice.compared,
         "lines": [_line_data(line) for line in advice.lines],
@@ -60,15 +63,15 @@ def _line_data(line: Line) -> dict[str, Any]:
 
 def advice_text(advice: Advice) -> str:
     """Returns the report as text."""
-    asked = advice.question
-    load = f"{SHARE:.0%} of what a host can serve" if asked.rps is None else f"{asked.rps:g} requests/s"
-    limits = {"TTFT": asked.ttft_ms, "TPOT": asked.tpot_ms}
+    question = advice.question
+    load = f"{SHARE:.0%} of what a host can serve" if question.rps is None else f"{question.rps:g} requests/s"
+    limits = {"TTFT": question.ttft_ms, "TPOT": question.tpot_ms}
     wanted = [f"{name} {limit:g} ms" for name, limit in limits.items() if limit is not None]
     lines = [
-        f"{asked.name}: {load} of {asked.prompt_tokens} + {asked.output_tokens} tokens, in slots of {asked.slot}"
-        + (f"; {' and '.join(wanted)} for {WITHIN:.0%}" if wanted else "")
+        f"{question.name}: {load} of {question.prompt_tokens} + {question.output_tokens} tokens, "
+        f"in slots of {question.slot}" + (f"; {' and '.join(wanted)} for {WITHIN:.0%}" if wanted else "")
     ]
-    priced = bool(asked.prices)
+    priced = bool(question.prices)
     header = (*HEADER, "$/M TOKENS") if priced else HEADER
     lines += ["", columns(header, [_row(i, line, priced) for i, line in enumerate(advice.lines, 1)]), ""]
     lines.append("Times are as long as ERROR, the error of the estimated step, allows; docs/sizing.md has its sources.")

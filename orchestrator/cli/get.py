@@ -142,7 +142,7 @@ def _changes(
             with contextlib.suppress(ValueError):
                 yield from selected([event], wanted)
         return
-    after = client.get("status").get("index") or 0
+    after = next((event["seq"] for event in latest(client, 1)), 0)
     while True:
         page = client.get_with_retries("events", {"after": after, "limit": 1000, "wait_s": READ_S})
         after = page["next"]

@@ -12,7 +12,7 @@ import typer
 
 from orchestrator.cli.app import app
 from orchestrator.cli.client import AdminClient, FleetRefused, the_fleet
-from orchestrator.cli.follow import events_after
+from orchestrator.cli.follow import events_after, latest
 from orchestrator.cli.listing import EVENT, event_row, replica_row
 from orchestrator.cli.live_map import LEGEND, cells, host_line, letters
 from orchestrator.cli.output import Format, can_redraw, show, stdout, use_color
@@ -42,7 +42,7 @@ def top(
     client = the_fleet()
     status = client.get("status")
     load, read_at = _load(client), time.monotonic()
-    events = list(events_after(client, max(0, (status.get("index") or 0) - MOST_EVENTS), None))
+    events = latest(client, MOST_EVENTS)
     color = use_color(stdout())
     if once or not can_redraw(stdout()):
         show(None, Format.TABLE, screen(status, load, events, shutil.get_terminal_size().columns, None, color=color))

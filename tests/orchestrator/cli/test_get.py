@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +17,7 @@ from orchestrator.cli.get import Kind, ListFormat, _Printer, matchers
 from orchestrator.cli.listing import KINDS, selected
 from orchestrator.cli.state_colors import paint_state
 from orchestrator.cli.tables import MOST_HOSTS, MOST_REPLICAS, status_text
-from tests.orchestrator.fakefleet import STATUS, replica
+from tests.orchestrator.fakefleet import STATUS, TOKEN, LiveAdmin, replica
 
 REPLICAS = [replica("chat/0", "0-7"), replica("chat/1", "8-15", "failed", pid=None), replica("small/0", "16", live=0)]
 
@@ -147,3 +152,25 @@ def test_the_status_of_many_hosts_shows_those_with_a_problem() -> None:
 def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """No colors, whatever runs the tests."""
     monkeypatch.setenv("NO_COLOR", "1")
+
+
+def test_watch_prints_an_item_when_it_changes_until_ctrl_c(admin: LiveAdmin, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "COREWRIGHT_URL": admin.url,
+        "COREWRIGHT_TOKEN": TOKEN,
+        "COREWRIGHT_HOME": str(tmp_path),
+    }
+    command = [sys.executable, "-m", "orchestrator.cli.main", "get", "models", "chat", "--watch", "-o", "json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        states = [json.loads(process.stdout.readline())["state"]]
+        admin.fleet.told_status["models"][0]["state"] = "failed"
+        states.append(json.loads(process.stdout.readline())["state"])
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=30)
+        assert (states, process.returncode, rest, errors) == (["degraded", "failed"], 0, "", "")
+    finally:
+        process.kill()
+        process.wait()
