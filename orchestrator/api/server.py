@@ -25,7 +25,8 @@ from orchestrator.api.refused import Refused
 from orchestrator.api.routes import ROUTES, AdminRequest, AdminRoute
 from orchestrator.api.schemas import Reason, Refusal, SpecProblem, SpecText, UndoTarget
 from orchestrator.console.fleet_feed import FleetFeed
-from orchestrator.console.page import CONSOLE_PATH, answer_file, is_file, refuse_foreign
+from orchestrator.console.own_pages import OwnPages
+from orchestrator.console.page import CONSOLE_PATH, answer_file, is_file
 from orchestrator.console.playground import PLAYGROUND_PATH, Playground
 from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER, ControllerSettings
 from orchestrator.gateway.http.connection import HttpConnection
@@ -82,6 +83,7 @@ class AdminApi:
         self._request_shutdown = request_shutdown
         self._audit = Audit(home.audit)
         self._keys = KeyFile(home.keys)
+        self._pages = OwnPages.at(fleet.settings.console_url)
         self._feed = FleetFeed(fleet)
         self._playground = Playground(fleet.entrance)
         self._changing: set[asyncio.Task[None]] = set()
@@ -92,7 +94,7 @@ class AdminApi:
         Raises ApiError for an unauthorized client and for an unknown route.
         """
         request = exchange.request
-        refuse_foreign(request.headers)
+        self._pages.refuse_others(request.headers)
         if is_file(request.path):
             answer_file(exchange)
             return None

@@ -11,5 +11,5 @@ from orchestrator.cli.output import Format, show
 def console(output: FormatOption = Format.TABLE) -> None:
     """Show the address of the web console, and the key to log in with."""
     fleet = the_fleet()
-    url = f"{fleet.url}/console/"
+    url = fleet.record.console if fleet.record else f"{fleet.url}/console/"
     show({"url": url, "key": fleet.token}, output, f"console  {url}\nkey      {fleet.token}")

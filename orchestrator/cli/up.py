@@ -140,9 +140,10 @@ def _addresses(record: FleetRecord, file: SpecFile, settings: Settings) -> str:
         dashboard += f"   (log in with the token in {token})"
     names = [model.name for model in file.spec.models]
     more = _curl_needs(settings)
+    on_head = " on the head" if record.on_cluster and record.console_url is None else ""
     lines = [
         f"ready        {record.url}/v1   (models: {', '.join(names) or 'none'})",
-        f"console      {record.admin_url}/console/   (log in with the key of `corewright console`)",
+        f"console      {record.console}   (log in with the key of `corewright console`{on_head})",
         f"dashboard    {dashboard}",
         f"logs         {Home.from_environment().logs}",
         "",

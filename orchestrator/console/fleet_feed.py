@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from orchestrator.console.page import HEADERS
+from orchestrator.console.page import STREAMED
 from orchestrator.gateway.http.exchange import Exchange
 from workers.host.task_boundary import task_boundary
 
@@ -58,7 +58,7 @@ class FleetFeed:
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._read())
         try:
-            exchange.begin(200, (*HEADERS, (b"content-type", b"text/event-stream")), b": open\n\n")
+            exchange.begin(200, (*STREAMED, (b"content-type", b"text/event-stream")), b": open\n\n")
             seen = 0
             while allowed():
                 exchange.write(self._news(seen) or b": ping\n\n")  # an empty piece would end the answer

@@ -1,4 +1,4 @@
-"""The files of the console's page, and the checks that keep pages of other origins away from the controller.
+"""The files of the console's page.
 
 The files have no secrets, so they need no key. What they show comes from the admin API and from `/console/stream`,
 which do: a page sends the key that its user has entered as a bearer token, never as a cookie.
@@ -10,13 +10,11 @@ import mimetypes
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 
 from orchestrator.gateway.http.exchange import Exchange, Request
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.process.addresses import is_loopback
 from orchestrator.process.version import corewright_version
 from placements.facts.topology import TOPOLOGIES
 from placements.spec.json_schema import json_schema
@@ -50,29 +48,7 @@ HEADERS = tuple(
         "cache-control": "no-cache",
     }.items()
 )
-
-
-def refuse_foreign(headers: Mapping[bytes, bytes]) -> None:
-    """Raises ApiError for a request that a page of another origin, or of a name that was rebound to loopback, sent.
-
-    1. its Host is not a name of loopback -> 421
-    2. it has an Origin, and that is not the page that the Host serves -> 403
-    """
-    host = headers.get(b"host", b"").decode("latin-1").lower()
-    if host and not _is_loopback(host):  # 1
-        message = f"The controller is not {host[:200]!r}: use 127.0.0.1 or localhost, also through a tunnel."
-        raise ApiError(421, message, code="wrong_host")
-    origin = headers.get(b"origin")
-    if origin is not None and origin.decode("latin-1").lower() != f"http://{host}":  # 2
-        raise ApiError(403, "Pages of other origins are refused.", code="foreign_origin")
-
-
-def _is_loopback(host: str) -> bool:
-    """Returns whether a Host header, with or without a port, names loopback."""
-    try:
-        return is_loopback(urlsplit(f"//{host}").hostname or "")
-    except ValueError:
-        return False
+STREAMED = (*HEADERS, (b"x-accel-buffering", b"no"))  # a proxy is to pass each piece on at once
 
 
 def is_file(path: str) -> bool:
@@ -86,8 +62,8 @@ def answer_file(exchange: Exchange) -> None:
     if request.method not in ("GET", "HEAD"):
         message = f"{request.path} does not support {request.method}."
         raise ApiError(405, message, code="method_not_allowed", allow="GET")
-    if request.path == CONSOLE_PATH:  # its files have relative addresses
-        exchange.respond(308, b"", headers=(*HEADERS, (b"location", f"{CONSOLE_PATH}/".encode())))
+    if request.path == CONSOLE_PATH:  # its files have relative addresses, also below a path of a proxy
+        exchange.respond(308, b"", headers=(*HEADERS, (b"location", f"{CONSOLE_PATH.removeprefix('/')}/".encode())))
         return
     content, kind = _files()[request.path.removeprefix(f"{CONSOLE_PATH}/") or "index.html"]
     exchange.respond(200, [content], headers=HEADERS, content_type=kind)

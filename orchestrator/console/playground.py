@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from orchestrator.console.page import CONSOLE_PATH, HEADERS
+from orchestrator.console.page import CONSOLE_PATH, STREAMED
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai.errors import ApiError
 
@@ -50,7 +50,7 @@ class Playground:
                 session.post(entrance.url + CHAT, data=request.body, headers=headers, allow_redirects=False) as answer,
             ):
                 passed = [(name.encode(), answer.headers[name].encode()) for name in PASSED if name in answer.headers]
-                exchange.begin(answer.status, (*HEADERS, *passed))
+                exchange.begin(answer.status, (*STREAMED, *passed))
                 async for piece in answer.content.iter_any():
                     exchange.write(piece)
                 exchange.end()

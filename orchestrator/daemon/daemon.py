@@ -67,6 +67,7 @@ class UpOptions(FleetSettings, frozen=True, kw_only=True):
     """The options of one `up`."""
 
     gateway: GatewaySettings
+    admin_port: int | None = None  # of the admin API and the console; None: a free one
     dashboard: bool = True
     watch: bool = False  # apply the spec's file when it changes
 
@@ -140,6 +141,8 @@ class Daemon:
         self._end_previous(record)
         gateway = self.options.gateway
         check_port(gateway.host, gateway.port)
+        if self.options.admin_port is not None:
+            check_port("127.0.0.1", self.options.admin_port, "--admin-port")
         written: AuditLine | None = self._audit.begin("up", "up", self._audit_fields(), by=caller())
         previous = {number: signal.getsignal(number) for number in SIGNALS}
         self._listen_to_signals()
@@ -245,7 +248,7 @@ class Daemon:
         """Start Ray, then the controller with the replicas, then the gateway. Returns the fleet's record as written."""
         os.environ[FLEET_VARIABLE] = self._fleet
         os.environ["COREWRIGHT_HOME"] = str(self.home.path)
-        admin_port = free_port()
+        admin_port = self.options.admin_port or free_port()
         record = self._new_record(admin_port)
         self.home.write_record(record)  # before any process starts, so that the next `up` finds leftovers
         self._report("starting Ray")
@@ -282,6 +285,7 @@ class Daemon:
             pid=self._pid,
             started=started,
             version=corewright_version(),
+            console_url=self.options.console_url,
         )
 
     def _start_ray(self) -> dict[str, Any]:

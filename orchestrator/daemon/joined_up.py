@@ -301,6 +301,7 @@ class JoinedUp:
             started=0.0,
             version=corewright_version(),
             on_cluster=True,
+            console_url=self._options.console_url,
         )
         settings = ControllerSettings(
             fleet=fleet,
@@ -310,7 +311,7 @@ class JoinedUp:
             spec_file=spec.file,
             base_dir=spec.base_dir,
             token=token,
-            admin_port=0,
+            admin_port=self._options.admin_port or 0,
             cpus=cpus,
             record=record,
             emulated=tuple(sorted(emulated_types(spec.hosts))),

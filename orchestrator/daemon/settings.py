@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec.structs
 
@@ -144,6 +145,8 @@ def _several(rule: str, valid: str, read_item: Callable[[str], str], **option: A
 
 _ORIGIN = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?", re.ASCII)
 _ORIGINS = "origins such as https://chat.example, or *"
+_CONSOLE = re.compile(_ORIGIN.pattern + "(/[A-Za-z0-9._~-]+)*/console/?", re.ASCII)
+_CONSOLES = "a URL such as https://ops.example/console/"
 _MEMORY = "an absolute folder of a tmpfs"
 _PLACES = "absolute folders, s3://bucket/prefix and hub:ORG"
 
@@ -152,6 +155,15 @@ def _cors_origin(text: str) -> str:
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise ValueError(f"{_ORIGINS} (no path after the name)")
     return text
+
+
+def _console_url(value: Any) -> str:
+    """As browsers write it: in lower case before the path, and without the port of its scheme."""
+    if not _CONSOLE.fullmatch(_text(value)):
+        raise ValueError(_CONSOLES)
+    parts = urlsplit(value)
+    netloc = parts.netloc.lower().removesuffix({"http": ":80", "https": ":443"}[parts.scheme])
+    return f"{parts.scheme}://{netloc}{parts.path.rstrip('/')}/"
 
 
 def _place(text: str) -> str:
@@ -215,6 +227,20 @@ SETTINGS = (
         _several("origins", _ORIGINS, _cors_origin, metavar="ORIGIN"),
         "Origins to allow cross-origin requests from (CORS).",
         "--cors-origin",
+    ),
+    Setting(
+        "console_url",
+        Kind(_CONSOLES, _console_url, str, {"metavar": "URL"}),
+        None,
+        "Address of the web console for browsers, behind a proxy to the admin port.",
+        "--console-url",
+    ),
+    Setting(
+        "admin_port",
+        _whole(1, 65535),
+        None,
+        "Port of 127.0.0.1 for the admin API and the web console. Unset: a free one.",
+        "--admin-port",
     ),
     Setting("dashboard", SWITCH, True, "Start the Ray dashboard.", "--dashboard/--no-dashboard"),
     Setting(

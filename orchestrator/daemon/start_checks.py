@@ -19,10 +19,10 @@ def check_host_root() -> None:
         raise Failed("setting-wrong", message, hint)
 
 
-def check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int, option: str = "--port") -> None:
     """Raise Failed for a port in use. Binds without SO_REUSEPORT, with which a second fleet would share the port."""
     try:
         bind(host, port, shared=False).close()
     except OSError as error:
         what = f"{host}:{port} cannot be bound: {error.strerror}"
-        raise Failed("port-in-use", what, "choose another --port") from None
+        raise Failed("port-in-use", what, f"choose another {option}") from None

@@ -29,6 +29,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreSettings | None = None  # artifact store of each host; None: without a limit, in the home
     data_plane: Literal["unix", "tcp"] = "unix"  # tcp: between all hosts, emulated ones too
     gateways_on: str = HOSTS  # of a joined cluster, see `gateway_places`
+    console_url: str | None = None  # of the console behind a proxy; None: loopback only
 
 
 @actor_message  # a controller of another version hands them over
@@ -42,7 +43,7 @@ class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     spec_file: str
     base_dir: str
     token: str  # for the admin API, and between gateway and replicas
-    admin_port: int
+    admin_port: int  # 0, on a joined cluster: a free one, which it keeps if it restarts
     cpus: tuple[int, ...]  # of this machine, for planning
     instance: str | None  # of this machine, when it has Neuron devices
     devices: tuple[int, ...] | None = None  # n of its /dev/neuron<n>

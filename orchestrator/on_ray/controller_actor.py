@@ -10,6 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec.structs
 import ray
@@ -78,7 +79,7 @@ class ControllerActor:
         self._admin_port = settings.admin_port
         if settings.record is not None:
             self._lock = _lock(home)  # until this process ends
-            self._admin_port = free_port()
+            self._admin_port = _joined_port(settings)
             _write_record(home, settings.record, self._admin_port)
         clock = AwakeClock()
         store = settings.store or StoreSettings(root=str(home.store))
@@ -91,7 +92,7 @@ class ControllerActor:
             name=settings.name,
             emulated=emulated,
             gateways=gateways,
-            console=f"http://127.0.0.1:{self._admin_port}{CONSOLE_PATH}/",
+            console=settings.console_url or f"http://127.0.0.1:{self._admin_port}{CONSOLE_PATH}/",
         )
         restarted = settings.follows or bool(ray.get_runtime_context().was_current_actor_reconstructed)
         state = resume_fleet(settings, _records(settings, home), clock, restarted=restarted)
@@ -222,6 +223,24 @@ def _lock(home: Home) -> int:
     if lock is None:
         raise RuntimeError(f"another fleet has the home {home.path} on the head; set COREWRIGHT_HOME to another folder")
     return lock
+
+
+def _joined_port(settings: ControllerSettings) -> int:
+    """Returns the port of the admin API: that of the settings, else the last one, which links and tunnels name. If it
+    is taken, it is another one."""
+    from orchestrator.on_ray.fleet_on_cluster import record_of
+
+    port = settings.admin_port or _last_port(retried(partial(record_of, settings.name)))
+    if port is None:
+        return free_port()
+    chosen = free_port(port)
+    if chosen != port:
+        log.warning("port %d of the admin API is taken: it is %d now", port, chosen)
+    return chosen
+
+
+def _last_port(record: FleetRecord | None) -> int | None:
+    return None if record is None else urlsplit(record.admin_url).port
 
 
 def _write_record(home: Home, record: FleetRecord, admin_port: int) -> None:

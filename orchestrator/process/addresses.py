@@ -14,14 +14,16 @@ _HIGHEST = 29_999  # below the node ports of Kubernetes (30000 to 32767), which 
 _ATTEMPTS = 100
 
 
-def free_port() -> int:
-    """Returns a free TCP port of loopback, outside the kernel's ephemeral range if possible.
+def free_port(*preferred: int) -> int:
+    """Returns a free TCP port of loopback: the first of ``preferred``, or one outside the kernel's ephemeral range if
+    possible.
 
     A bind to port 0 gives an ephemeral port, and Ray's outgoing connections use hundreds of these while it starts.
     """
     ports = range(_LOWEST, max(_LOWEST, min(_first_ephemeral(), _HIGHEST + 1)))
-    for port in random.sample(ports, min(_ATTEMPTS, len(ports))):  # not security-relevant
+    for port in (*preferred, *random.sample(ports, min(_ATTEMPTS, len(ports)))):  # not security-relevant
         with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of its last server may linger
             probe.bind(("127.0.0.1", port))
             return port
     with socket.socket() as probe:

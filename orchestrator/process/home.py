@@ -46,6 +46,12 @@ class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
     listens: str = ""  # the address that the gateway listens on
     on_cluster: bool = False  # a Ray cluster that others started: the process is the controller, which may move
     boot: str = msgspec.field(default_factory=lifetime.boot)  # the boot id that ``started`` belongs to
+    console_url: str | None = None  # of the console behind a proxy
+
+    @property
+    def console(self) -> str:
+        """The address of the web console."""
+        return self.console_url or f"{self.admin_url}/console/"
 
     @property
     def nearby(self) -> str | None:

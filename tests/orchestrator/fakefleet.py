@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from orchestrator.api.refused import Refused
 from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.console.playground import Entrance
@@ -635,8 +637,9 @@ def bad_spec() -> Refused:
 class LiveAdmin:
     """The API of a ``FakeFleet`` on a free port, on an event loop in a thread of its own. ``close`` it."""
 
-    def __init__(self, port: int | None = None) -> None:
+    def __init__(self, port: int | None = None, console_url: str | None = None) -> None:
         self.fleet = FakeFleet(tempfile.mkdtemp(prefix="cwt-", dir="/tmp"))
+        self.fleet.settings = msgspec.structs.replace(self.fleet.settings, console_url=console_url)
         self.downs = 0
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"

@@ -1,6 +1,6 @@
 // The admin API and the stream. The key is in this module's memory only: a reload requires it again.
 
-const ADMIN = "/admin/v1/";
+const ADMIN = "../admin/v1/"; // a proxy may serve both below a path
 const SILENT_MS = 12_000; // without a ping, the stream counts as lost; the controller sends one every 5 s
 const RETRY_MS = 1000;
 

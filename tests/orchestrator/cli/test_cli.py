@@ -994,6 +994,28 @@ def test_a_setting_comes_from_option_environment_file_or_default(home: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("https://ops.example/console/", "https://ops.example/console/"),
+        ("https://Ops.Example:443/fleets/A/console", "https://ops.example/fleets/A/console/"),
+        ("http://head:80/console", "http://head/console/"),
+        ("http://head:8080/console", "http://head:8080/console/"),
+        ("https://[::1]:8443/console/", "https://[::1]:8443/console/"),
+        ("https://ops.example/", None),
+        ("https://me@ops.example/console/", None),
+        ("https://ops.example/console/?x", None),
+        ("https://ops.example/console/#cores", None),
+        ("ops.example/console/", None),
+        ("ftp://ops.example/console/", None),
+    ],
+)
+def test_the_consoles_address_is_as_browsers_write_it(given: str, read: str | None, home: Path) -> None:
+    """Since it is compared with the Host and the Origin that they send."""
+    settings = resolve({"console_url": given}, {"COREWRIGHT_HOME": str(home)})
+    assert (settings["console_url"], len(settings.problems)) == (read, int(read is None))
+
+
+@pytest.mark.parametrize(
     ("text", "id", "place"),
     [
         ("port: 0\n", "setting-wrong", ":1:1"),
@@ -1002,6 +1024,8 @@ def test_a_setting_comes_from_option_environment_file_or_default(home: Path) -> 
         ("# x\nwatch: maybe\n", "setting-wrong", ":2:1"),
         ("drain_s: -1\n", "setting-wrong", ":1:1"),
         ("drain_s: .nan\n", "setting-wrong", ":1:1"),
+        ("console_url: https://ops.example\n", "setting-wrong", ":1:1"),
+        ("admin_port: 65536\n", "setting-wrong", ":1:1"),
         ("dashbord: no\n", "setting-unknown", ":1:1"),
         ("home: /x\n", "setting-unknown", ":1:1"),
         ("port: 1\nport: 2\n", "duplicate-key", ":2:1"),

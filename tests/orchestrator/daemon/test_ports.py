@@ -50,6 +50,15 @@ def test_without_other_ports_the_kernel_chooses(
         assert listener.getsockname()[1] > 0
 
 
+def test_a_preferred_port_is_chosen_while_it_is_free() -> None:
+    """Also right after its last server, whose connections may linger."""
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as listener, socket.create_connection(("127.0.0.1", port)):
+        assert free_port(port) != port
+        listener.accept()[0].close()  # the server closes first
+    assert free_port(port) == port
+
+
 @pytest.mark.live
 def test_a_port_taken_while_ray_starts_is_reported() -> None:
     """With the gateway's own error; and nothing of the fleet is left."""

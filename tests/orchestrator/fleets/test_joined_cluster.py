@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.conftest import temporary_home
 
@@ -48,6 +50,29 @@ def cluster() -> Iterator[Any]:
             )
         yield nodes
         nodes.shutdown()
+
+
+def test_the_console_keeps_its_address_when_the_controller_restarts(cluster: Any) -> None:
+    """On the port of the settings or, without it, on the one that was free at the start: links and tunnels name it."""
+    with temporary_home() as home:
+        join = ("--ray-address", cluster.address, "--detach")
+        fleet = LiveFleet(SPEC.format(name="green"), home=home, arguments=join)
+        assert fleet.process.wait(120) == 0, fleet.output()
+        record = Home(home).read_record()
+        assert record is not None
+        assert (
+            f"console      {record.console}   (log in with the key of `corewright console` on the head)"
+            in fleet.output()
+        )
+        os.kill(record.pid, signal.SIGKILL)
+
+        def restarted() -> bool:
+            now = Home(home).read_record()
+            return now is not None and now.pid != record.pid and fleet.corewright("status").returncode == 0
+
+        until(restarted, 60, "the controller is back")
+        assert httpx.get(record.console).status_code == 200
+        assert fleet.corewright("down").returncode == 0
 
 
 def test_fleets_live_on_a_cluster_until_down(cluster: Any) -> None:
