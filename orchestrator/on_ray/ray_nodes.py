@@ -21,6 +21,7 @@ from orchestrator.fleet.effects import Loss
 from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
 from orchestrator.fleet.host_binding import Member
 from orchestrator.fleet.node_declaration import CORE_RESOURCE, INSTANCE_LABEL, core_resources
+from orchestrator.on_ray.grafana_board import name_board, write_board
 
 CONTROLLER = "controller"  # the name of the actor
 NODES_STOP_S = 2.5  # for all further nodes together: a second to stop cleanly, then they are killed
@@ -63,6 +64,7 @@ def start_ray(folder: Path, name: str, *, cores: int, cpus: int, dashboard: bool
     os.environ.pop("NEURON_RT_VISIBLE_CORES", None)  # the raylet misreads a range as one accelerator
     os.environ.pop("NEURON_RT_NUM_CORES", None)
     os.environ.pop("RAY_ADDRESS", None)
+    name_board()
     with _agent_on_a_free_port():
         context = ray.init(
             num_cpus=cpus,
@@ -78,6 +80,8 @@ def start_ray(folder: Path, name: str, *, cores: int, cpus: int, dashboard: bool
             _node_ip_address="127.0.0.1",
             _system_config=HEALTH_CHECKS,
         )
+    if dashboard:
+        write_board(Path(context.address_info["session_dir"]))
     return dict(context.address_info)
 
 

@@ -6,12 +6,14 @@ With UPDATE_SCREENSHOTS=1 the pictures of docs/ray-dashboard.md are taken anew; 
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
 from orchestrator.fleet.cluster_names import ray_name
+from orchestrator.on_ray.grafana_board import BOARD, UID
 from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
 from workers.serving.replica_metrics import METRICS
@@ -39,12 +42,50 @@ EXPORTED_S = 40.0  # Ray exports every 10 s
 CORES = {"assistant/0": "0-7", "helpdesk/0": "8-9", "helpdesk/1": "10-11", "storyteller/0": "12"}
 
 
+class Grafana:
+    """Plays Grafana and Prometheus: healthy, with the boards' names as pages. ``asked`` has the addresses of boards."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+        answers = {"/api/health": b'{"database": "ok"}', "/api/v1/query": b'{"status": "success"}'}
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                path = self.path.partition("?")[0]
+                if path.startswith("/d/"):
+                    asked.append(self.path)
+                self.send_response(200)
+                self.send_header("content-type", "application/json" if path in answers else "text/html")
+                self.end_headers()
+                self.wfile.write(answers.get(path, b"<!doctype html><p>a board"))
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[LiveFleet]:
-    with socket.socket() as other:  # as if another Ray had been there first; perhaps one is
+def grafana() -> Iterator[Grafana]:
+    played = Grafana()
+    yield played
+    played.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(grafana: Grafana) -> Iterator[LiveFleet]:
+    with socket.socket() as other, pytest.MonkeyPatch.context() as patch:  # as if another Ray had been there first
         with contextlib.suppress(OSError):
             other.bind(("0.0.0.0", AGENT_PORT))
             other.listen()
+        for name in ("RAY_GRAFANA_HOST", "RAY_PROMETHEUS_HOST"):
+            patch.setenv(name, grafana.url)
         live = LiveFleet(None, arguments=("--dashboard",), secure=True)
         try:
             yield live.wait_ready()
@@ -157,7 +198,7 @@ def test_the_serve_tab_shows_the_gateway_healthy(fleet: LiveFleet, page: Page, p
     """The gateway is a Serve application, and is healthy while it listens."""
     visit(page, fleet, "serve")
     expect(row_of(page, "HEALTHY")).to_contain_text("gateway")
-    expect(row_of(page, "RUNNING")).to_contain_text("gateway")
+    expect(row_of(page, "RUNNING")).to_contain_text("corewright-demo")
     page.screenshot(path=pictures / "ray-dashboard-serve.png")
 
 
@@ -238,6 +279,22 @@ def ray_command(fleet: LiveFleet, *arguments: str) -> subprocess.CompletedProces
     }
     ray = str(Path(sys.executable).with_name("ray"))
     return subprocess.run([ray, *arguments], env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_metrics_tab_embeds_the_replicas_board(fleet: LiveFleet, page: Page, grafana: Grafana) -> None:
+    """As its part for Ray Data, of this Ray's session; a Grafana of Ray's configuration has it in that file."""
+    visit(page, fleet, "metrics")
+    page.get_by_role("tab", name="Ray Data").click()
+    expect(page.frame_locator("iframe").locator("p")).to_have_text("a board")
+
+    def boards() -> list[str]:
+        return [path for path in grafana.asked if path.startswith(f"/d/{UID}/?")]
+
+    until(boards, PAGE_S, "the board is opened")
+    assert "var-SessionName=session_" in boards()[-1]
+    assert "var-datasource=Prometheus" in boards()[-1]
+    (provisioned,) = Home(fleet.home).ray.glob("session_2*/metrics/grafana/dashboards/data_grafana_dashboard.json")
+    assert provisioned.read_bytes() == BOARD.read_bytes()
 
 
 @pytest.mark.parametrize("how", ["its process", "ray kill-actor"])
