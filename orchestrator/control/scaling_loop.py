@@ -18,6 +18,7 @@ from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
 from orchestrator.scaling.demand_report import AUTOSCALE_S, Counts, DemandReport, DemandWindow, RoutingDecision
 from orchestrator.scaling.schedules import Bounds
+from orchestrator.state.expected_starts import expected_start_s
 from orchestrator.state.fleet_state import FleetState
 from placements.facts.engines import takes_cores
 from placements.facts.topology import Host
@@ -34,7 +35,6 @@ HELD_BACK_S = 600.0  # interval between two `HeldBack` events of a model
 KINDS = ("Woken", "ScaledUp", "ScaledDown", "ScaledToZero", "HeldBack")  # events about numbers of replicas
 PREFILL_SHARE = 0.2  # weight of the newest interval in the average prefill time
 UNKNOWN_PREFILL_S = 0.5  # assumed if none was measured, at most half of `ttft_ms`
-UNKNOWN_LOAD_S = 60.0  # assumed start time of a model if none was measured
 
 
 @dataclass
@@ -52,7 +52,6 @@ class _ModelHistory:
 
     why: str | None = None  # the last reason
     bounds: tuple[ModelSpec, Bounds] | None = None  # the last ones, with the model of their revision
-    load_s: float | None = None  # of its last start
     prefill_s: float | None = None  # from slot to first token; an exponential average
     first_ready_at: float | None = None  # since the model last had no replica
     routed_at: float = float("-inf")
@@ -184,13 +183,11 @@ class Scaler:
         return by_model
 
     def _update_history(self) -> None:
-        """Update start times and first readiness, which decisions need."""
+        """Update first readiness, which decisions need."""
         views_of = self._views()
         for model in self._state.current.spec.models:
             memory = self._known[model.name]
             views = views_of.get(model.name, [])
-            measured = [view.load_s for view in views if view.load_s is not None]
-            memory.load_s = max(measured, default=memory.load_s)
             ready = [view.since for view in views if view.state is State.READY]
             if ready and memory.first_ready_at is None:
                 memory.first_ready_at = min(ready)
@@ -348,7 +345,7 @@ class Scaler:
             min=held.min,
             max=held.max,
             priority=model.priority,
-            load_s=UNKNOWN_LOAD_S if memory.load_s is None else memory.load_s,
+            load_s=expected_start_s(state, model),
             objectives=Objectives(
                 _seconds(objectives.ttft_ms),
                 _seconds(objectives.tpot_ms),
@@ -407,9 +404,9 @@ class Scaler:
         return demand
 
     def load_times(self) -> dict[str, float]:
-        """Returns the measured duration of the last start of a replica by model, in seconds."""
-        times = {name: memory.load_s for name, memory in self._known.items()}
-        return {name: time for name, time in times.items() if time is not None}
+        """Returns the measured duration of a replica's start by model, in seconds."""
+        models = self._state.start_times.models
+        return {name: starts.expected_s for name, starts in models.items() if starts.expected_s is not None}
 
     def changes(self) -> dict[tuple[str, ...], int]:
         """Returns the number of scaling events by model and kind."""

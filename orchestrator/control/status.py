@@ -17,6 +17,7 @@ from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.preparation import Preparation
 from orchestrator.rollout.rollout_step import Step
+from orchestrator.state.expected_starts import expected_ready_at, expected_start_s
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.rollout_progress import leaving, rollout_state
 from orchestrator.state.unloaded import reason_for_clients, why_unloaded
@@ -139,6 +140,8 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         max_wait_s=model.max_wait_s,
         queue_order=model.queue_order,
         hold_s=model.scaling.hold_s,
+        start_s=round(expected_start_s(state, model), 1),
+        ready_at=expected_ready_at(state, model),
         loads_on_request=_loads_on_request(state, model),
         holds=state.holds(model),
         aliases=list(model.aliases),

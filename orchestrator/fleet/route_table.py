@@ -55,6 +55,8 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     max_wait_s: float | None = None  # a request's longest wait for its first token
     queue_order: Literal["fair", "deadline"] = "fair"
     hold_s: float = 300.0  # how long requests wait for a model that they start
+    start_s: float | None = None  # the expected duration of a replica's next start; None: unknown
+    ready_at: float | None = None  # when the first replica is expected, in seconds since the epoch, if one starts
     loads_on_request: bool  # `min: 0`: a request starts the model and waits for it
     holds: bool = False  # its one replica is being swapped, and requests wait for the new one
     aliases: list[str] = []  # other names of the model
@@ -70,6 +72,16 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
         if not self.alias_defaults:
             return {}
         return self.alias_defaults.get(name if name in self.aliases else name.rpartition(":")[0], {})
+
+    def ready_in_s(self, now: float) -> float | None:
+        """Returns the expected seconds from ``now``, in seconds since the epoch, until a request can begin; None:
+        unknown. A start that is late is expected to take as long again as it is late."""
+        if self.replicas or self.state is ModelState.FAILED:
+            return None
+        if self.ready_at is not None:
+            return abs(self.ready_at - now)
+        is_expected = self.loads_on_request or self.state is not ModelState.UNLOADED
+        return self.start_s if is_expected else None
 
     @property
     def reading(self) -> str:

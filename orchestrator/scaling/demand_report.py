@@ -86,6 +86,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     cold: bool  # no replica was ready at its arrival
     retries: int = 0
     affinity: str = ""  # session or prefix, if that decided the replica
+    expected_ms: float | None = None  # if cold: the wait for a replica that was expected at its arrival
 
     def as_header(self) -> bytes:
         """Returns the value of `x-corewright-decision`: `name=value` pairs."""
@@ -97,9 +98,20 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             f"start={'cold' if self.cold else 'warm'}",
             f"retries={self.retries}",
         ]
+        if self.expected_ms is not None:
+            pairs.append(f"expected_ms={self.expected_ms:.0f}")
         if self.affinity:
             pairs.append(f"affinity={self.affinity}")
         return "; ".join(pairs).encode()
+
+
+def undecided(waited_s: float, cold: bool, expected_s: float | None) -> bytes:
+    """Returns the value of `x-corewright-decision` of a request that has no replica: it still waits, or was refused.
+    ``expected_s``: the expected wait for a first replica, from now; None: unknown."""
+    pairs = [f"queue_ms={waited_s * 1000:.3f}", f"start={'cold' if cold else 'warm'}"]
+    if expected_s is not None:
+        pairs.append(f"expected_ms={expected_s * 1000:.0f}")
+    return "; ".join(pairs).encode()
 
 
 class ModelLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -11,22 +11,22 @@ from workers.messages.engine_protocol import LOADS_ARRIVING
 from workers.messages.replica_config import ReplicaConfig
 
 PROCESS_S = 5.0
-"""From the request for a process until it reads weights: 1 s for Ray to start it, 4 s to import torch and transformers
-(a killed replica serves a small model again after 5.7 s: docs/benchmarks.md)."""
+"""From the request for a process until it reads weights, until it was measured: 1 s for Ray to start it, 4 s to import
+torch and transformers."""
 PACE_S = 1.0  # observation time of a fetch before its remaining time is estimated
 SPAN_S = 10.0  # window of that estimate
 
 
-def lead_of(config: ReplicaConfig, load_s: float | None) -> float | None:
+def lead_of(config: ReplicaConfig, before_weights_s: float | None) -> float | None:
     """Returns how long before the end of its fetch a replica's process may be started, in seconds; None: not before.
 
     Its engine must be able to wait for missing files, and nothing else may read them: neither code of the checkpoint
-    nor compilation ahead. ``load_s`` is the duration of the model's last start, an upper bound: replicas do not report
-    how much of it precedes the weights.
+    nor compilation ahead. ``before_weights_s`` is the part of the model's last starts before they read weights; None:
+    it was not measured.
     """
     if config.engine not in LOADS_ARRIVING or config.trust_remote_code or compiles(config):
         return None
-    return PROCESS_S if load_s is None else min(PROCESS_S, load_s)
+    return PROCESS_S if before_weights_s is None else before_weights_s
 
 
 @dataclass

@@ -156,8 +156,7 @@ class StartPipeline:
         """Returns the event of an early start with ``config``, once, when little enough of the fetch is left."""
         if self._update or self._has_process:
             return None
-        load_times = [view.load_s for view in self._state.replicas_of(config.model) if view.load_s is not None]
-        lead_s = lead_of(config, min(load_times, default=None))
+        lead_s = lead_of(config, self._state.start_times.of(config.model).before_weights_s)
         left_s = self._remaining.estimate(status, self._state.clock())
         if lead_s is None or left_s is None or left_s >= lead_s:
             return None

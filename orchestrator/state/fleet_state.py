@@ -20,6 +20,7 @@ from orchestrator.fleet.reachability import Reachability
 from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.replica_views import ReplicaViews
 from orchestrator.fleet.snapshot import ReplicaView
+from orchestrator.fleet.start_times import StartTimes
 from orchestrator.records.journal_fold import failed_cores
 from orchestrator.records.journal_records import Cordoned, Replace, RolloutState, Target
 from orchestrator.revisions.resolved_revision import ResolvedRevision
@@ -79,6 +80,8 @@ class FleetState:
         for record in failed_cores(records.state):
             self.failed_cores.setdefault(record.host, {})[record.core] = FailedCore(record.cause)
         self.views = ReplicaViews()
+        self._start_times = StartTimes()
+        self._timed_changes = -1  # of the views, when their starts were last read
         self.configs: dict[str, ReplicaConfig] = {}  # of each replica
         self.epochs: dict[str, int] = dict(records.state.epochs)  # the last epoch of every replica that ever existed
         self.foreign_cores: dict[str, dict[int, CoreOwner]] = {host.name: {} for host in self.current.hosts}
@@ -107,6 +110,14 @@ class FleetState:
         self._numbers: dict[str, int] = {}
         self.progress: tuple[Any, float] = ((), clock())  # the last steps, and when they or a start last changed
         self.late: set[str] = set()  # models past their progress deadline that cannot be rolled back
+
+    @property
+    def start_times(self) -> StartTimes:
+        """How long the last starts of the models took."""
+        if self._timed_changes != self.views.changes:
+            self._timed_changes = self.views.changes
+            self._start_times = self._start_times.after(self.views.of_model, self.current.engines)
+        return self._start_times
 
     @property
     def hold(self) -> Problem | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+from orchestrator.dispatch.wait_prediction import retry_after_s
 
 LONGEST_MESSAGE = 1000  # a message may quote the client's input, which may be megabytes
 LONGEST_PARAM = 200
@@ -22,6 +25,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
         allow: str | None = None,
+        decision: bytes | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -31,15 +35,31 @@ class ApiError(Exception):
         self.param = None if param is None else param[:LONGEST_PARAM]
         self.retry_after_s = retry_after_s
         self.allow = allow  # the methods of the route
+        self.decision = decision  # the value of `x-corewright-decision`, if the client requested it
 
     def body(self) -> dict[str, Any]:
         """Returns the JSON value, `{"error": {...}}`."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
+    def explained(self, decision: bytes) -> ApiError:
+        """Returns the error for a client that requested the decision."""
+        return ApiError(
+            self.status,
+            self.message,
+            type=self.type,
+            code=self.code,
+            param=self.param,
+            retry_after_s=self.retry_after_s,
+            allow=self.allow,
+            decision=decision,
+        )
+
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.allow is not None:
             headers["Allow"] = self.allow
+        if self.decision is not None:
+            headers["x-corewright-decision"] = self.decision.decode()
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return headers
@@ -239,11 +259,14 @@ def deadline_exceeded(model: str, waited_s: float) -> ApiError:
     return ApiError(504, message, type="timeout_error", code="deadline_exceeded")
 
 
-def model_unavailable(model: str, state: str, reason: str | None) -> ApiError:
-    """No replica of the model can serve now."""
+def model_unavailable(model: str, state: str, reason: str | None, ready_in_s: float | None = None) -> ApiError:
+    """No replica of the model can serve now. ``ready_in_s``: when one is expected to; None: unknown."""
     code = "model_loading" if state == "loading" else "model_unavailable"
     message = f"The model {model!r} is {state}" + (f": {reason}" if reason else "") + "."
-    return _unavailable(message, code=code, retry_after_s=2 if state == "loading" else 10)
+    if ready_in_s is None:
+        return _unavailable(message, code=code, retry_after_s=2 if state == "loading" else 10)
+    message += f" It is expected to be ready in about {math.ceil(ready_in_s)} s."
+    return _unavailable(message, code=code, retry_after_s=retry_after_s(ready_in_s))
 
 
 def replica_lost(model: str) -> ApiError:

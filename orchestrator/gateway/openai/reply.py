@@ -14,7 +14,7 @@ from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.answers import AnswerWriter, Choice
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving.ticket import Ticket
-from orchestrator.scaling.demand_report import RoutingDecision
+from orchestrator.scaling.demand_report import RoutingDecision, undecided
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 
 if TYPE_CHECKING:
@@ -136,12 +136,22 @@ class Reply(msgspec.Struct, eq=False):
         if exchange.began:
             exchange.write(self._answer.keep_alive)
         else:
-            exchange.begin(200, self._stream_headers, self._answer.keep_alive)
+            exchange.begin(200, (*self._stream_headers, *self._wait_headers), self._answer.keep_alive)
         self.on_wait()
 
     @property
     def _stream_headers(self) -> tuple[tuple[bytes, bytes], ...]:
         return (b"content-type", self._answer.stream_type), (b"cache-control", b"no-cache")
+
+    @property
+    def _wait_headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        """The wait so far, and the expected one, in the head of a stream that waits."""
+        ticket = next(iter(self._open))
+        if not ticket.terms.explains:
+            return ()
+        waited_s = time.monotonic() - ticket.arrived_at
+        left_s = None if ticket.expected_s is None else max(0.0, ticket.expected_s - waited_s)
+        return ((b"x-corewright-decision", undecided(waited_s, ticket.cold, left_s)),)
 
     def _write(self, ticket: Ticket, now: float) -> None:
         exchange, answer = self.exchange, self._answer

@@ -22,7 +22,7 @@ from orchestrator.gateway.serving.replica_link_pool import ReplicaLinks
 from orchestrator.gateway.serving.scheduling_parameters import PLAIN, SchedulingParameters
 from orchestrator.gateway.serving.ticket import Sink, Ticket, ticket_for
 from orchestrator.gateway.telemetry.request_spans import TraceHandle
-from orchestrator.scaling.demand_report import Counts, DemandWindow, RoutingDecision
+from orchestrator.scaling.demand_report import Counts, DemandWindow, RoutingDecision, undecided
 from workers.messages.credentials import Credentials
 from workers.messages.requests import GenerateRequest
 
@@ -134,19 +134,21 @@ class ModelQueue:
         loads = routes.loads_on_request and state in (ModelState.UNLOADED, ModelState.LOADING)
         usable = self.links.usable
         if self._closed or not (usable or loads or routes.holds):  # 3
-            raise errors.model_unavailable(self.name, state.value, routes.reason)
+            ready_in_s = None if self._closed else self._ready_in_s()
+            error = errors.model_unavailable(self.name, state.value, routes.reason, ready_in_s)
+            raise self._explained(error, terms, cold=True)
         ticket = ticket_for(request, sink, self, terms)
         ticket.reading = routes.reading
         ticket.x_request_id = x_request_id or request.id
         if not usable:
-            ticket.cold = True
+            ticket.cold, ticket.expected_s = True, self._ready_in_s()
             ticket.held_since = ticket.arrived_at
         if trace is not None:
             ticket.trace = trace
             trace.queued()
         refusal = self.dispatcher.submit(ticket, terms.weight, ticket.arrived_at)  # 1, 2
         if refusal is not None:
-            raise self._error(refusal)
+            raise self._explained(self._error(refusal), terms, cold=ticket.cold)
         if loads and state is ModelState.UNLOADED:  # 2
             self._wake(self.name)
         return ticket
@@ -269,7 +271,7 @@ class ModelQueue:
 
     def refuse(self, ticket: Ticket, refusal: Refusal) -> None:
         ticket.stop_timer()
-        ticket.fail(self._error(refusal))
+        self._fail(ticket, self._error(refusal))
 
     def _waited(self, ticket: Ticket) -> None:
         ticket.timer = None
@@ -278,6 +280,8 @@ class ModelQueue:
     def _error(self, refusal: Refusal) -> ApiError:
         if isinstance(refusal, Full):
             next_place_s = self.dispatcher.next_place_s(refusal.waiting)
+            if not self.links.slots and (ready_in_s := self._ready_in_s()) is not None:
+                next_place_s = ready_in_s
             return errors.queue_full(self.name, str(refusal.cause), retry_after_s(next_place_s))
         if isinstance(refusal, Unreachable):
             return errors.deadline_unreachable(self.name, *refusal, retry_after_s(*refusal))
@@ -294,9 +298,25 @@ class ModelQueue:
         if routes.state is not ModelState.UNLOADED:
             failed = routes.state is ModelState.FAILED and routes.reason
             cause = f"it is not ready after {waited_s:.0f} s" + (f", {routes.reason}" if failed else "")
-            return errors.model_unavailable(self.name, "failed" if failed else "loading", cause)
+            state = "failed" if failed else "loading"
+            return errors.model_unavailable(self.name, state, cause, self._ready_in_s())
         cause = f"no replica was started in {waited_s:.0f} s" + (f", {routes.reason}" if routes.reason else "")
-        return errors.model_unavailable(self.name, routes.state.value, cause)
+        return errors.model_unavailable(self.name, routes.state.value, cause, self._ready_in_s())
+
+    def _ready_in_s(self) -> float | None:
+        """Returns the expected seconds until the model has a replica; None: unknown, or it has one."""
+        return self.routes.ready_in_s(time.time())
+
+    def _explained(
+        self, error: ApiError, terms: SchedulingParameters, *, cold: bool, waited_s: float = 0.0
+    ) -> ApiError:
+        """Returns the error, with the expected wait for a client that requests explanations."""
+        return error.explained(undecided(waited_s, cold, self._ready_in_s())) if terms.explains else error
+
+    def _fail(self, ticket: Ticket, error: ApiError) -> None:
+        """Fails a ticket that got no slot."""
+        waited_s = time.monotonic() - ticket.arrived_at
+        ticket.fail(self._explained(error, ticket.terms, cold=ticket.cold, waited_s=waited_s))
 
     # Callbacks of links
 
@@ -387,6 +407,7 @@ class ModelQueue:
             cold=ticket.cold,
             retries=ticket.retries,
             affinity=ticket.affinity,
+            expected_ms=None if ticket.expected_s is None else round(ticket.expected_s * 1000),
         )
         if self._sample is None:
             self._sample = ticket.decision
@@ -394,7 +415,7 @@ class ModelQueue:
     def _fail_waiting(self, error: ApiError) -> None:
         for ticket in self.dispatcher.clear(time.monotonic()):
             ticket.stop_timer()
-            ticket.fail(error)
+            self._fail(ticket, error)
 
 
 def _settings(routes: ModelRoutes) -> QueueSettings:

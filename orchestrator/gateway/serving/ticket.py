@@ -104,6 +104,7 @@ class Ticket(Entry):
     frame: bytes
     timer: asyncio.TimerHandle | None = None  # for the end of its wait
     cold: bool = False  # no replica was ready when it arrived
+    expected_s: float | None = None  # then: the wait for one that was expected
     decision: RoutingDecision | None = None  # if requested by the client or sampled
     retries: int = 0
     x_request_id: str = ""  # its id for the client and in the log; ``id`` is the replica's

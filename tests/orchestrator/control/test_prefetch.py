@@ -576,11 +576,11 @@ def test_the_remaining_time_is_estimated_from_network_traffic(
     ] == estimates
 
 
-def test_a_process_starts_ahead_by_at_most_its_last_start_time() -> None:
+def test_a_process_starts_ahead_by_its_measured_time_before_the_weights() -> None:
     """If that is known; an engine that does not wait for files never starts ahead."""
     assert lead_of(CONFIG, None) == PROCESS_S
     assert lead_of(CONFIG, 2.0) == 2.0
-    assert lead_of(CONFIG, 60.0) == PROCESS_S
+    assert lead_of(CONFIG, 9.0) == 9.0
     assert lead_of(msgspec.structs.replace(CONFIG, engine="transformers-neuronx"), 2.0) is None
 
 

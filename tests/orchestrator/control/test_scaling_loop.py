@@ -575,3 +575,33 @@ def test_a_growing_model_is_ready_and_one_with_a_failed_extra_replica_degraded(t
         assert fleet.model("low")["state"] == "degraded"
 
     play(tmp_path, PAIR, story)
+
+
+def test_gateways_learn_when_a_model_that_starts_will_be_ready(tmp_path: Path) -> None:
+    """Before its first start by the estimate for its engine, then by what its starts take."""
+
+    async def story(fleet: Played) -> None:
+        def route() -> tuple[float | None, float | None]:
+            (model,) = fleet.controller.routes().models
+            wall = fleet.controller.state.wall()
+            return model.start_s, None if model.ready_at is None else model.ready_at - wall
+
+        gateway = Demanding(fleet, {"m": 0.0})
+        await gateway.run(3)
+        estimate_s, none = route()
+        assert (estimate_s, none) == (6.0, None)
+        gateway.rates["m"] = 1.0
+        await gateway.run(2)
+        assert 3.0 <= (route()[1] or 0.0) <= 6.0
+        await gateway.run(40)
+        assert route() == (pytest.approx(20.0, abs=0.5), None)
+        gateway.rates["m"] = 0.0
+        await gateway.run(400)
+        assert counts(fleet) == {"m": 0}
+        gateway.rates["m"] = 1.0
+        await gateway.run(12)
+        start_s, left_s = route()
+        assert start_s == pytest.approx(20.0, abs=0.5)
+        assert 7.0 <= (left_s or 0.0) <= 12.0
+
+    play(tmp_path, SLEEPER, story, load_s=20.0)

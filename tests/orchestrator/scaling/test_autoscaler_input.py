@@ -113,7 +113,7 @@ def test_the_autoscaler_gets_the_wishes_and_the_state_of_each_model(tmp_path: Pa
         assert (a.worth_per_1000, a.load_s, a.target, a.ready, a.starting, a.reachable) == (2.5, 2.0, 1, 1, 0, 1)
         assert (a.override, a.first_ready_at, a.since) == (None, 2.0, 2.0)
         assert a.places == ((0, 0),)
-        assert (b.idle_s, b.ready, b.since, b.first_ready_at, b.load_s) == (30.0, 0, None, None, 60.0)
+        assert (b.idle_s, b.ready, b.since, b.first_ready_at, b.load_s) == (30.0, 0, None, None, 6.0)
         assert fixed.override == 1
         await fleet.operator.scale("a", 2, "tester")
         await report(fleet, 8, 9)

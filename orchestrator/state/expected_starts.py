@@ -1,0 +1,39 @@
+"""The expected times of a model's starts: measured on this fleet, else estimated for its engine."""
+
+from __future__ import annotations
+
+import math
+
+from orchestrator.fleet.replica_states import AHEAD, State
+from orchestrator.fleet.start_times import ready_at
+from orchestrator.state.fleet_state import FleetState
+from placements.resources.estimate import speed
+from placements.spec.schema import ModelSpec
+
+STEP_S = 10.0  # the expected end of a fetch changes with its rate: gateways learn it in such steps
+
+
+def expected_start_s(state: FleetState, model: ModelSpec) -> float:
+    """Returns the expected seconds of the next start of a replica, without fetching and compiling."""
+    measured = state.start_times.of(model.name).expected_s
+    if measured is not None:
+        return measured
+    current = state.current
+    topology = current.hosts[0].topology if current.hosts else None
+    return speed(model, current.checkpoints.get(model.name), current.engines[model.name], topology).load_s
+
+
+def expected_ready_at(state: FleetState, model: ModelSpec) -> float | None:
+    """Returns when the first replica of a model without ready ones is expected to be ready, in seconds since the epoch;
+    None: it has ready ones, or none that starts."""
+    views = state.replicas_of(model.name)
+    if any(view.state is State.READY for view in views):
+        return None
+    now, expected_s = state.clock(), expected_start_s(state, model)
+    times = [(at, view) for view in views if (at := ready_at(view, expected_s, now)) is not None]
+    if not times:
+        return None
+    at, first = min(times, key=lambda time: time[0])
+    wall = at - now + state.wall()
+    varies = first.state in AHEAD or first.fetch is not None
+    return math.ceil(wall / STEP_S) * STEP_S if varies else float(round(wall))
