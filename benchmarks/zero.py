@@ -147,7 +147,8 @@ def parked(rounds: int, gigabytes: float) -> dict[str, float]:
                 ours = time.perf_counter() - began
                 assert stream.done.wait(DEADLINE_S)
                 ratios.append(ours / theirs)
-                print(f"parked: read and prefill {theirs:.2f} s, first token after {ours:.2f} s", flush=True)
+                phases = fleet.status()["models"][0]["replicas"][0]["load_phases"]
+                print(f"parked: read and prefill {theirs:.2f} s, first token after {ours:.2f} s: {phases}", flush=True)
     return {"parked_over_read_and_prefill": statistics.median(ratios)}
 
 

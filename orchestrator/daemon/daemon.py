@@ -21,6 +21,7 @@ from orchestrator.access.audit_log import Audit, AuditLine, caller
 from orchestrator.access.tls import certified_name
 from orchestrator.daemon.controller_follower import CONTROLLER_RETRY_S, STATUS_WAIT_S, ControllerFollower
 from orchestrator.daemon.display import Display, NoDisplay
+from orchestrator.daemon.gateway_readiness import wait_for_gateway
 from orchestrator.daemon.narration import MOST_NAMED
 from orchestrator.daemon.own_ray import OwnRay
 from orchestrator.daemon.start_checks import check_host_root, check_port
@@ -179,6 +180,8 @@ class Daemon:
             record = self._start()
             with self._report.waiting(self._follower.narration.waited_for):
                 self._wait_ready()
+            with self._report.waiting(lambda: "the gateway to load the tokenizers"):
+                wait_for_gateway(record.url, self._raise_if_requested)
             self._audit_end(written, "ready")
             written = None
             mark(READY)

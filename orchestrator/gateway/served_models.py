@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec.structs
 
 from orchestrator.access.keys import ApiKey
-from orchestrator.fleet.route_table import RouteTable
+from orchestrator.fleet.route_table import ModelRoutes, RouteTable
 from orchestrator.gateway.admission.authenticator import allow_inference
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
 from orchestrator.gateway.openai import errors
@@ -53,6 +53,7 @@ class ServedModels:
         self._table: RouteTable | None = None
         self._routes_at = 0.0  # the last answer of the controller (monotonic)
         self._routes_known = asyncio.Event()
+        self._tokenizes = False  # the tokenizers of the first ready fleet have loaded
         self._files = files
         self._wakes: set[asyncio.Task[None]] = set()
 
@@ -132,6 +133,11 @@ class ServedModels:
         if not self._table.ready:
             late = [f"{model.name}: {model.state.value}" for model in self._table.models if not model.replicas]
             return "\n".join(["not ready", *late])
+        if not self._tokenizes:  # else the first requests would wait for seconds
+            late = [model.name for model in self._table.models if self._reads_late(model)]
+            if late:
+                return "\n".join(["not ready", *(f"{name}: its tokenizer is loading" for name in late)])
+            self._tokenizes = True  # a later model must not make the gateway leave its load balancer
         now = time.monotonic()
         cut_off = [f"{name}: unreachable" for name, queue in self.queues.items() if queue.links.cut_off(now)]
         return "\n".join(["not ready", *cut_off]) if cut_off else None
@@ -168,6 +174,9 @@ class ServedModels:
         if self._table.stopping:
             raise errors.model_unavailable(model, "stopping", None)
         return queue
+
+    def _reads_late(self, routes: ModelRoutes) -> bool:
+        return not routes.forwards and self._tokenizers.is_loading(routes)
 
     async def stop(self) -> None:
         await asyncio.gather(*[queue.links.stop() for queue in self.queues.values()])

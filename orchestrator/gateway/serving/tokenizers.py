@@ -45,6 +45,11 @@ class Tokenizers:
             self._loading[key] = task
         return task
 
+    def is_loading(self, routes: ModelRoutes) -> bool:
+        """Returns whether the model's tokenizer is being loaded; False once that has failed."""
+        task = self._loading.get(_key(routes))
+        return task is not None and not task.done()
+
     def loaded(self, routes: ModelRoutes) -> PromptTokenizer | None:
         """Returns the tokenizer; None until it is loaded."""
         key = _key(routes)

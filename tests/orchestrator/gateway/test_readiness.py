@@ -1,0 +1,95 @@
+"""A gateway is ready once it can tokenize for the models of the fleet that starts: no first request waits for that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from orchestrator.daemon.gateway_readiness import is_waiting, wait_for_gateway
+from orchestrator.fleet.route_table import ModelRoutes
+from orchestrator.gateway.serving import tokenizers
+from tests.fleet import until
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.served import Served
+from workers.messages.engine_protocol import EngineLoadError
+from workers.text.tokenizer import PromptTokenizer
+
+Make = Callable[..., Served]
+
+
+class SlowTokenizers:
+    """Loads end when a test says so."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.failure: EngineLoadError | None = None
+        self._load = tokenizers._load
+
+    def __call__(self, routes: ModelRoutes) -> PromptTokenizer:
+        assert self.may_end.wait(20)
+        if self.failure is not None:
+            raise self.failure
+        return self._load(routes)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowTokenizers]:
+    load = SlowTokenizers()
+    monkeypatch.setattr(tokenizers, "_load", load)
+    yield load
+    load.may_end.set()
+
+
+def test_a_gateway_is_not_ready_before_its_tokenizers(
+    slow: SlowTokenizers, fresh_gateway: LiveGateway, replica: Make
+) -> None:
+    """Although every replica is: the first request would wait for seconds."""
+    fresh_gateway.serve(routes("m", replica()))
+
+    assert "m: its tokenizer is loading" in fresh_gateway.http.get("/readyz").text
+    slow.may_end.set()
+    until(lambda: fresh_gateway.http.get("/readyz").status_code == 200, 10, "it is ready")
+
+
+def test_a_tokenizer_that_cannot_be_loaded_keeps_no_gateway_from_being_ready(
+    slow: SlowTokenizers, fresh_gateway: LiveGateway, replica: Make
+) -> None:
+    """The requests of its model get the cause; other models are served."""
+    slow.failure = EngineLoadError("bad-tokenizer", "it is damaged")
+    fresh_gateway.serve(routes("m", replica()))
+    slow.may_end.set()
+
+    until(lambda: fresh_gateway.http.get("/readyz").status_code == 200, 10, "it is ready")
+
+
+def test_the_tokenizer_of_a_later_model_leaves_a_gateway_ready(
+    slow: SlowTokenizers, fresh_gateway: LiveGateway, replica: Make
+) -> None:
+    """Otherwise a load balancer would take the gateway away from the other models."""
+    slow.may_end.set()
+    fresh_gateway.serve(routes("m", replica()))
+    until(lambda: fresh_gateway.http.get("/readyz").status_code == 200, 10, "it is ready")
+    slow.may_end.clear()
+    fresh_gateway.serve(routes("m", replica()), routes("n", replica(), engine="cpu", source="/models/n"))
+
+    assert fresh_gateway.http.get("/readyz").status_code == 200
+
+
+def test_a_fleet_that_starts_waits_for_its_gateways_tokenizers(
+    slow: SlowTokenizers, fresh_gateway: LiveGateway, replica: Make
+) -> None:
+    """`up` reports it as ready after that."""
+    fresh_gateway.serve(routes("m", replica()))
+    assert is_waiting(fresh_gateway.url)
+
+    wait_for_gateway(fresh_gateway.url, slow.may_end.set)
+
+    assert fresh_gateway.http.get("/readyz").status_code == 200
+
+
+def test_a_gateway_that_cannot_be_queried_is_not_waited_for() -> None:
+    """Such as one that accepts certificates only."""
+    assert not is_waiting("http://127.0.0.1:1")
+    assert not is_waiting("https://127.0.0.1:1")
