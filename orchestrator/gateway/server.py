@@ -89,6 +89,8 @@ class GatewayServer:
             raise
         finally:
             self._listener.close()
+            if self._loop is not None:
+                self._loop.close()
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()

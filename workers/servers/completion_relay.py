@@ -8,6 +8,7 @@ connection carries one request at a time; closing it cancels the request in the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -112,8 +113,12 @@ class CompletionRelay:
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(server.spec.slots)  # of the server: more would wait there, out of order
         self._adapters = LoadedAdapters(server.adapters, server.most_adapters, self._change_adapter)
-        threading.Thread(target=self._run_loop, name="server", daemon=True).start()
-        threading.Thread(target=self._watch_server, name="server-exit", daemon=True).start()
+        self._threads = (
+            threading.Thread(target=self._watch_server, name="server-exit", daemon=True),
+            threading.Thread(target=self._run_loop, name="server", daemon=True),
+        )
+        for thread in self._threads:
+            thread.start()
 
     @property
     def spec(self) -> EngineSpec:
@@ -134,7 +139,7 @@ class CompletionRelay:
             if request.id in self._live:
                 raise ValueError(f"request {request.id} is already running")
             self._live[request.id] = live
-        self._loop.call_soon_threadsafe(self._start, request.id)
+        self._call_soon(self._start, request.id)
 
     def _accepted(self, request: GenerateRequest) -> AcceptedRequest:
         if self._tokenizer is None:
@@ -150,11 +155,11 @@ class CompletionRelay:
 
     def taken(self, id: str, count: int) -> None:
         """Continue a forwarded answer after its gateway has read ``count`` bytes of it."""
-        self._loop.call_soon_threadsafe(self._taken, id, count)
+        self._call_soon(self._taken, id, count)
 
     def cancel(self, id: str) -> None:
         """End a request with a CANCELLED event. Unknown ids are ignored."""
-        self._loop.call_soon_threadsafe(self._cancel, id)
+        self._call_soon(self._cancel, id)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
         """Refuse new requests and wait up to ``timeout_s`` for the accepted ones. Returns whether all have ended."""
@@ -167,6 +172,11 @@ class CompletionRelay:
         with self._changed:
             self._closing = True
         self._server.stop()
+        watch, run = self._threads
+        watch.join()
+        self._call_soon(self._loop.stop)
+        if threading.current_thread() is not run:  # else ``emit`` calls this, and the thread ends after it
+            run.join()
 
     def set_adapters(self, folders: Mapping[str, str]) -> None:
         """Change the adapters. Requests that have begun keep theirs. Raises EngineLoadError if the server cannot load
@@ -231,13 +241,20 @@ class CompletionRelay:
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
-        scraping = self._loop.create_task(self._scrape())
-        self._loop.run_forever()
-        scraping.cancel()
+        self._loop.create_task(self._scrape())
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._end_tasks())
+        finally:
+            self._loop.close()
 
     def _watch_server(self) -> None:
         code = self._server.wait()
-        self._loop.call_soon_threadsafe(self._fail, f"the server has ended with exit code {code}")
+        self._call_soon(self._fail, f"the server has ended with exit code {code}")
+
+    def _call_soon(self, call: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # closed meanwhile: no request is left
+            self._loop.call_soon_threadsafe(call, *arguments)
 
     # On the loop's thread
 
@@ -271,6 +288,14 @@ class CompletionRelay:
                 live.task.cancel()
         with self._changed:
             self._changed.notify_all()
+
+    async def _end_tasks(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
 
     async def _scrape(self) -> None:
         """Read the server's metrics again and again. A server without them reports nothing."""

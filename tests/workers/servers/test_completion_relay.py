@@ -70,7 +70,8 @@ class FakeServer:
         self.go = asyncio.Event()  # awaited by answers that wait
         self.ended = threading.Event()  # the process is gone
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
         self._on_loop(self._start())
 
     def _on_loop(self, work: Any) -> Any:
@@ -130,6 +131,14 @@ class FakeServer:
             self._on_loop(self._runner.cleanup())
         self.ended.set()
 
+    def close(self) -> None:
+        """Stop, and end the event loop."""
+        self.ended.set()
+        self._on_loop(self._runner.cleanup())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
     def wait(self) -> int:
         self.ended.wait()
         return 137
@@ -167,7 +176,7 @@ class Received:
 def server(tmp_path: Path) -> Iterator[FakeServer]:
     server = FakeServer(tmp_path / "s")
     yield server
-    server.stop()
+    server.close()
 
 
 @pytest.fixture
@@ -427,10 +436,11 @@ def test_the_end_of_the_server_fails_the_replica(
         relay.submit(request("late"))
 
 
-def test_a_server_that_does_not_listen_any_more_has_failed(server: FakeServer, received: Received) -> None:
+def test_a_server_that_does_not_listen_any_more_has_failed(
+    server: FakeServer, relay: CompletionRelay, received: Received
+) -> None:
     """Before its processes are gone: its requests go to another replica at once."""
     server.path.unlink()
-    relay = CompletionRelay(known(server), ByteTokenizer(), received)
 
     relay.submit(request())
 
