@@ -13,7 +13,7 @@ process      the interpreter, Ray's worker and the replica's own code
 imports      the engine's packages
 weights      reading the model into memory
 engine       the rest of the engine's load: on Neuron also weights, compiled graphs and their start
-warm_up      one run of each bucket
+warm_up      one run of each bucket; on the CPU engine without `compile` of one token
 tokenizer    its files
 first_token  one real request, and the data plane
 """

@@ -49,7 +49,8 @@ class GenerateEngine(Protocol):
         ...
 
     def load(self) -> None:
-        """Read the weights and warm up every bucket. Raises ``EngineLoadError`` with the cause and a hint."""
+        """Read the weights and warm up every bucket that has code of its own. Raises ``EngineLoadError`` with the cause
+        and a hint."""
         ...
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
