@@ -14,6 +14,7 @@ from tests.closed import real_tnx as real_tnx
 from tests.closed.lane_record import pytest_runtest_call as pytest_runtest_call
 from tests.closed.lane_record import pytest_terminal_summary as pytest_terminal_summary
 from tests.doubles import neuron as neuron
+from tests.open_files import closes_files as closes_files
 from tests.s3 import s3_proxy as s3_proxy
 from tests.s3 import s3_server as s3_server
 

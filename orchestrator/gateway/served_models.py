@@ -180,6 +180,7 @@ class ServedModels:
 
     async def stop(self) -> None:
         await asyncio.gather(*[queue.links.stop() for queue in self.queues.values()])
+        self._tokenizers.retain(())  # ends their processes
 
     def _update(self, table: RouteTable) -> None:
         if self._table is not None and self._table.ready and not table.ready:
