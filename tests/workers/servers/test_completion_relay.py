@@ -436,17 +436,17 @@ def test_the_end_of_the_server_fails_the_replica(
         relay.submit(request("late"))
 
 
-def test_a_server_that_does_not_listen_any_more_has_failed(
-    server: FakeServer, relay: CompletionRelay, received: Received
-) -> None:
+def test_a_server_that_does_not_listen_any_more_has_failed(server: FakeServer, received: Received) -> None:
     """Before its processes are gone: its requests go to another replica at once."""
-    server.path.unlink()
+    server.path.unlink()  # before the relay has a connection
+    relay = CompletionRelay(known(server), ByteTokenizer(), received)
 
     relay.submit(request())
 
     assert received.end("a").finish is FinishReason.REFUSED
     with pytest.raises(RuntimeError, match="does not listen"):
         relay.run()
+    relay.close()
 
 
 def test_a_hung_server_shows_as_a_step_that_lasts(
