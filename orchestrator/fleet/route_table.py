@@ -80,8 +80,9 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if self.ready_at is not None:
             return abs(self.ready_at - now)
-        is_expected = self.loads_on_request or self.state is not ModelState.UNLOADED
-        return self.start_s if is_expected else None
+        if self.state is ModelState.UNLOADED and (self.reason is not None or not self.loads_on_request):
+            return None  # unloaded by hand, or held back for lack of cores
+        return self.start_s
 
     @property
     def reading(self) -> str:

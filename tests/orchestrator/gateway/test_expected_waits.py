@@ -113,6 +113,18 @@ def test_a_request_that_was_held_in_vain_learns_the_time_of_the_next_start(gatew
     assert response.headers["x-corewright-decision"].endswith("; start=cold; expected_ms=7000")
 
 
+def test_no_time_is_expected_for_a_model_that_gets_no_cores(gateway: LiveGateway) -> None:
+    """When it will get some is unknown."""
+    reason = "held back: no cores that serve less elsewhere"
+    table = routes("m", state=ModelState.UNLOADED, holds=True, reason=reason)
+    gateway.serve(msgspec.structs.replace(table, hold_s=0.2, start_s=7.0))
+
+    response = ask(gateway, **EXPLAIN)
+
+    assert response.headers["retry-after"] == "10"
+    assert "expected" not in response.text + response.headers["x-corewright-decision"]
+
+
 def test_a_refused_request_learns_the_expected_wait_if_it_requests_the_decision(gateway: LiveGateway) -> None:
     """Others get no header."""
     gateway.serve(loading(41.0))
