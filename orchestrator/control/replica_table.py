@@ -13,6 +13,7 @@ from orchestrator.fleet.route_table import remote_address
 from orchestrator.fleet.snapshot import SETTLED_S, ReplicaView
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.quarantine import on_failure
+from workers.compiling.prefetch import compiles
 from workers.host.start_phases import phases_of
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
 
@@ -132,11 +133,14 @@ class ReplicaTable:
             aside_s=before.aside(now) if early is None else before.aside_s,
             fetch=before.fetch if state is State.LOADING else None,
             early=early,
+            ahead_s=before.ahead_s + (now - before.since if before.state is State.COMPILING else 0.0),
         )
         if state not in STARTING and (preparation := self.preparing.pop(view.id, None)) is not None:
             preparation.cancel()
         if state is State.READY:  # only now the last failure is resolved
-            after = dataclasses.replace(after, served=True, log=(), reason=None)
+            needed = after.compile_s > 0 or after.ahead_s > 0
+            compiled = needed if compiles(self._state.configs[after.id]) else None
+            after = dataclasses.replace(after, served=True, log=(), reason=None, compiled=compiled)
             self._state.compiled_on.add((after.model, after.version, after.host))
             self._counters.loaded(after)
             self._state.records.event("info", "Ready", f"after {after.load_s or 0:.1f} s", view=after)

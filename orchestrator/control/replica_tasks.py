@@ -111,7 +111,7 @@ class ReplicaTasks:
             version=config.version,
             served=phase is not State.LOADING,
             load_s=status.load_s,
-            load_phases=status.load_phases,
+            load_phases={} if status.load_s is None else status.load_phases,
             compile_s=status.compile_s,
             heard=now,
             restarts=max(0, state.records.state.starts.get(f"{config.model}/{config.replica}", 1) - 1),
@@ -156,6 +156,7 @@ class ReplicaTasks:
             log=() if previous is None else previous.log,
             load_s=None if previous is None else previous.load_s,
             load_phases={} if previous is None else previous.load_phases,
+            compiled=None if previous is None else previous.compiled,
             heard=now,
             deadlines=state.deadlines(target.model),
         )

@@ -22,6 +22,7 @@ from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.rollout_progress import leaving, rollout_state
 from orchestrator.state.unloaded import reason_for_clients, why_unloaded
 from placements.spec.schema import ModelSpec
+from workers.host.start_phases import next_phase
 
 log = logging.getLogger(__name__)
 
@@ -301,6 +302,7 @@ def _model_status(
 ) -> dict[str, Any]:
     current, reason = _state_of(state, model)
     scale = state.records.state.scales.get(model.name)
+    usual = {phase for view in state.replicas_of(model.name) for phase in view.load_phases}
     return {
         "name": model.name,
         "kind": model.kind,
@@ -319,6 +321,8 @@ def _model_status(
                 "host": view.host,
                 "cores": None if view.cores is None else str(view.cores),
                 "state": view.state.value,
+                "since": round(state.wall() - state.clock() + view.since, 1),
+                "phase": next_phase(view.ended_phases, usual),
                 "pid": None if view.gone else view.pid,
                 "epoch": view.epoch,
                 "version": view.version,
@@ -330,6 +334,7 @@ def _model_status(
                 "load_s": view.load_s,
                 "load_phases": {phase: round(seconds, 3) for phase, seconds in view.load_phases.items()},
                 "compile_s": round(view.compile_s, 1),
+                "compiled": view.compiled,
                 "fetch": None if view.fetch is None else fetch_status(view.fetch),
                 "live": view.live,
                 "waiting": view.waiting,

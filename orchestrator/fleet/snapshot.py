@@ -14,7 +14,7 @@ from orchestrator.process.awake_clock import AGAIN_S
 from placements.facts.core_range import CoreRange
 from placements.spec.lifecycle import Deadlines
 from workers.artifacts.fetch.progress import FetchStatus
-from workers.messages.status import ReplicaStatus, ServerLoad
+from workers.messages.status import Phase, ReplicaStatus, ServerLoad
 
 FIRST_BACKOFF_S = 1.0
 SETTLED_S = 60.0  # a replica that dies sooner after readiness counts as failed again: crash loops need pauses
@@ -68,6 +68,9 @@ class ReplicaView:
     load_s: float | None = None  # from ``begun`` to its first generation, without ``aside_s``; of the last ready
     # start
     load_phases: Mapping[str, float] = field(default_factory=dict)  # seconds of it, by `start_phases.PHASES`
+    compiled: bool | None = None  # that start compiled something; None: its engine does not, or it is unknown
+    ended_phases: tuple[str, ...] = ()  # of the load in progress
+    ahead_s: float = 0.0  # compiling ahead in this start
     live: int = 0  # requests in slots
     waiting: int = 0  # accepted requests without a slot
     idle_s: float = 0.0  # since its last request ended; 0 while it has one
@@ -107,6 +110,7 @@ class ReplicaView:
             idle_s=status.idle_s,
             step_s=min(status.step_s, self.step_s + passed),
             compile_s=min(status.compile_s, self.compile_s + passed),
+            ended_phases=tuple(status.load_phases) if status.phase is Phase.LOADING else (),
             drafted=status.drafted,
             accepted=status.accepted,
             server=status.server,

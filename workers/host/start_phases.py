@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 PHASES = ("actor", "process", "imports", "weights", "engine", "warm_up", "tokenizer", "first_token")
 """In the order of a start.
@@ -49,6 +49,13 @@ def phases_of(load_s: float, reported: Mapping[str, float]) -> dict[str, float]:
     rest_s = load_s - sum(seconds for phase, seconds in reported.items() if phase != "process")
     process_s = max(0.0, min(reported.get("process", 0.0), rest_s))
     return {"actor": max(0.0, rest_s - process_s), **reported, "process": process_s}
+
+
+def next_phase(ended: Collection[str], usual: Collection[str]) -> str | None:
+    """Returns the phase that runs after the ``ended`` ones, or None if it is unknown. Engines have different phases:
+    the ``usual`` ones are those of the model's last start."""
+    later = PHASES[max((PHASES.index(phase) for phase in ended if phase in PHASES), default=-1) + 1 :]
+    return next((phase for phase in later if phase in usual), None) if ended else None
 
 
 START = StartPhases()

@@ -79,5 +79,6 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0  # produced, as of this reading
     server: ServerLoad | None = None  # of an engine that is a server, once it has been read
     load_s: float | None = None  # from the actor's start to its first real generation
-    load_phases: dict[str, float] = msgspec.field(default_factory=dict)  # seconds, by `start_phases.PHASES`
+    load_phases: dict[str, float] = msgspec.field(default_factory=dict)  # seconds, by `start_phases.PHASES`; those
+    # that have ended while it loads
     address: str = ""  # of its data plane for other hosts, `tls://host:port`; empty, or a path: only its socket

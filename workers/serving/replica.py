@@ -146,6 +146,8 @@ class Replica:
 
     def _reading(self) -> ReplicaStatus:
         status = msgspec.structs.replace(self._status, compile_s=compiled_artifacts.SPENT.seconds)
+        if status.phase is Phase.LOADING:
+            status = msgspec.structs.replace(status, load_phases=self._phases())
         if self._batcher is None:
             return status
         stats, now = self._batcher.stats, time.monotonic()
@@ -215,8 +217,10 @@ class Replica:
         host_facts.mark_log(2)  # later output is about serving
         START.end("first_token")
         load_s = round(time.monotonic() - self._began, 3)
-        phases = {"process": self._process_s, **START.seconds}
-        self._set(Phase.READY, load_s=load_s, load_phases=phases, address=self._plane.address)
+        self._set(Phase.READY, load_s=load_s, load_phases=self._phases(), address=self._plane.address)
+
+    def _phases(self) -> dict[str, float]:
+        return {"process": self._process_s, **START.seconds}
 
     def _probe(self) -> None:
         """Run one real request before any other. Raises EngineLoadError when it fails."""

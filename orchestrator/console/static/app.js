@@ -11,7 +11,7 @@ import * as plan from "./plan.js";
 import * as playground from "./playground.js";
 import * as plots from "./plots.js";
 import * as requests from "./requests.js";
-import { receive, refreshPlan, reset, state } from "./state.js";
+import { anyStarts, receive, refreshPlan, reset, state } from "./state.js";
 
 const VIEWS = { cores, models, plan, requests, events, playground, plots };
 const FIRST = "cores";
@@ -118,6 +118,7 @@ async function start() {
     });
   }
   draw();
+  setInterval(() => anyStarts() && draw(), 1000);
   state.facts = await (await fetch("facts.json")).json();
   restream(VIEWS[place().name].stream ?? "");
   await askKey(null);

@@ -2,9 +2,9 @@
 
 import { changeDialog } from "./changes.js";
 import { h } from "./dom.js";
-import { coresOf, count, gib, NONE, progress, seconds } from "./format.js";
+import { coresOf, count, gib, NONE, progress, seconds, share } from "./format.js";
 import { rayLinks } from "./ray_links.js";
-import { colourOf, hosts, letterOf, models, replicas, state } from "./state.js";
+import { colourOf, hosts, letterOf, models, replicas, state, usualLoad } from "./state.js";
 
 export const title = "Cores";
 
@@ -48,7 +48,9 @@ function cells(host) {
   return cores;
 }
 
-const stateText = (cell) => (cell.replica ? `${cell.replica.id}, ${progress(cell.replica)}` : cell.kind);
+/** The name of a core for screen readers, without times, which would change each second. */
+const stateText = ({ kind, replica }) => (replica ? `${replica.id}, ${replica.fetch ? progress(replica) : replica.state}` : kind);
+const progressOf = (replica) => progress(replica, usualLoad(replica.model));
 
 function legend() {
   const shown = models().map((model) =>
@@ -129,6 +131,7 @@ function coreButton(host, cell) {
   const chosen = selected?.host === host.name && selected.core === cell.core;
   const { replica } = cell;
   const memory = memoryOf(cell, host);
+  const done = replica && share(replica, usualLoad(replica.model));
   return h("button", {
     type: "button", "data-act": "core", "data-host": host.name, "data-core": String(cell.core),
     class: `core ${cell.kind} ${replica ? colourOf(replica.model.name) : ""}`, "aria-pressed": String(Boolean(chosen)),
@@ -137,16 +140,18 @@ function coreButton(host, cell) {
   h("span", { class: "core-number" }, String(cell.core)),
   h("span", { class: "core-holder" }, replica ? letterOf(replica.model.name) + replica.id.split("/").at(-1) : ""),
   h("span", { class: "core-mark" }, replica ? MARKS[replica.state] ?? "" : cell.kind === "quarantined" ? "×" : ""),
-  replica?.fetch?.total ? h("progress", { max: String(replica.fetch.total), value: String(replica.fetch.bytes),
-    "aria-label": "fetched" }) : memory && stack(memory));
+  done !== null && done !== undefined ? h("progress", { max: "1", value: done.toFixed(3),
+    "aria-label": replica.fetch ? "fetched" : "loaded" }) : memory && stack(memory));
 }
 
 const memoryOf = (cell, host) =>
   cell.replica && state.plan?.memory.find((need) => need.model === cell.replica.model.name && need.instance === host.instance);
 
+/** What the details of a core show, as lines. */
 function hint(host, cell, memory) {
-  const parts = [`core ${cell.core}: ${stateText(cell)}`, memory && `${gib(memory.total_gib)} of ${gib(memory.hbm_gib)}`];
-  return parts.filter(Boolean).join("\n");
+  const numbers = shown(coreNumbers(cell)).map(([name, value]) => `${name}: ${value}`);
+  const classes = memory ? memory.classes.filter((each) => each.gib > 0).map((each) => `  ${each.class}: ${gib(each.gib)}`) : [];
+  return [`Core ${cell.core}`, ...numbers, memory && memoryText(memory), ...classes].filter(Boolean).join("\n");
 }
 
 /** The memory of a core as a stack by class, on the scale of its HBM. */
@@ -161,10 +166,9 @@ function details(host, all) {
     cell ? coreDetails(host, cell) : hostDetails(host));
 }
 
-function pairs(rows) {
-  return h("dl", {}, rows.filter(([, value]) => value !== null && value !== undefined && value !== false)
-    .map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
-}
+const shown = (rows) => rows.filter(([, value]) => value !== null && value !== undefined && value !== false);
+
+const pairs = (rows) => h("dl", {}, shown(rows).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
 
 function hostDetails(host) {
   const ledger = state.plan?.hosts.find((each) => each.name === host.name);
@@ -185,32 +189,40 @@ function hostDetails(host) {
   ];
 }
 
+/** The numbers of a core as names and values; nothing for what it does not have. */
+function coreNumbers({ kind, cause, replica }) {
+  const placement = state.plan?.placements.find((each) => replica && `${each.model}/${each.replica}` === replica.id);
+  return [
+    ["state", replica ? progressOf(replica) : kind],
+    ["held by", cause && (cause.cause ?? `process ${cause.pid}: ${cause.command}`)],
+    ["replica", replica?.id],
+    ["cores", replica && `${replica.cores}, ${count(coresOf(replica.cores).length, "core")}`],
+    ["engine", replica?.engine],
+    ["threads", placement && count(placement.threads, "thread")],
+    ["requests", replica && `${replica.live} running, ${replica.waiting} waiting`],
+    ["process", replica?.pid],
+    ["starts", replica && `${replica.epoch}, ${replica.restarts} after a failure; the last took ${seconds(replica.load_s)}`],
+    ["reason", replica?.reason],
+  ];
+}
+
 function coreDetails(host, cell) {
   const { replica } = cell;
-  const placement = state.plan?.placements.find((each) => replica && `${each.model}/${each.replica}` === replica.id);
   const memory = memoryOf(cell, host);
   return [
     h("h3", {}, `Core ${cell.core}`),
-    pairs([
-      ["state", cell.replica ? progress(cell.replica) : cell.kind],
-      ["held by", cell.cause && (cell.cause.cause ?? `process ${cell.cause.pid}: ${cell.cause.command}`)],
-      ["replica", replica?.id],
-      ["cores", replica && `${replica.cores}, ${count(coresOf(replica.cores).length, "core")}`],
-      ["engine", replica?.engine],
-      ["threads", placement && count(placement.threads, "thread")],
-      ["requests", replica && `${replica.live} running, ${replica.waiting} waiting`],
-      ["process", replica?.pid],
-      ["starts", replica && `${replica.epoch}, ${replica.restarts} after a failure; the last took ${seconds(replica.load_s)}`],
-      ["reason", replica?.reason],
-    ]),
+    pairs(coreNumbers(cell)),
     memory ? memoryTable(memory) : replica && h("p", { class: "dim" }, `HBM: ${NONE}`),
     replica && rayLinks(replica.id),
   ];
 }
 
+const memoryText = (memory) =>
+  `HBM of this core: ${gib(memory.total_gib)} of ${gib(memory.usable_gib)} usable, ${gib(memory.hbm_gib)} in all`;
+
 function memoryTable(memory) {
   return h("table", { class: "memory" },
-    h("caption", {}, `HBM of this core: ${gib(memory.total_gib)} of ${gib(memory.usable_gib)} usable, ${gib(memory.hbm_gib)} in all`),
+    h("caption", {}, memoryText(memory)),
     h("tbody", {}, memory.classes.map((each) => each.gib > 0 && h("tr", {},
       h("th", { scope: "row" }, h("span", { class: `swatch c${CLASSES.indexOf(each.class)}`, "aria-hidden": "true" }), ` ${each.class}`),
       h("td", {}, gib(each.gib))))));

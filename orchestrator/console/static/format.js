@@ -30,11 +30,28 @@ export function coresOf(range) {
   return Array.from({ length: (last ?? first) - first + 1 }, (_, place) => first + place);
 }
 
-/** How far a fetch is, such as "fetching 40 %". */
-export function progress(replica) {
-  const fetch = replica.fetch;
-  if (!fetch) return replica.state;
-  const share = fetch.total ? ` ${Math.floor((100 * fetch.bytes) / fetch.total)} %` : "";
+const STARTING = ["pending", "fetching", "compiling", "loading"];
+const ALMOST = 0.99; // of a load that takes longer than the last one
+
+/** The share of a replica's start that is done, 0 to 1: of its fetch, or of its load by the time of the last one, as
+ *  `usual` has it. Null if it is unknown. */
+export function share(replica, usual) {
+  const { fetch, state } = replica;
+  if (fetch) return fetch.total ? fetch.bytes / fetch.total : null;
+  return state === "loading" && usual ? Math.min(ALMOST, elapsed(replica) / usual) : null;
+}
+
+const elapsed = (replica) => Math.max(0, Date.now() / 1000 - replica.since);
+
+/** How far a replica's start is, such as "fetching 40 %" or "loading: weights, 12.0 s left"; else its state. */
+export function progress(replica, usual) {
+  const { fetch, state, phase } = replica;
+  if (!fetch) {
+    if (!STARTING.includes(state)) return state;
+    const left = state === "loading" && usual ? usual - elapsed(replica) : 0;
+    return `${state}${phase ? `: ${phase.replace("_", " ")}` : ""}, ${left > 0 ? `${seconds(left)} left` : `for ${seconds(elapsed(replica))}`}`;
+  }
+  const percent = fetch.total ? ` ${Math.floor((100 * fetch.bytes) / fetch.total)} %` : "";
   const left = fetch.left_s === null ? "" : `, ${seconds(fetch.left_s)} left`;
-  return `${fetch.phase}${share}${left}`;
+  return `${fetch.phase}${percent}${left}`;
 }

@@ -6,7 +6,7 @@ import { openDialog } from "./dialog.js";
 import { h } from "./dom.js";
 import { clock, count, milliseconds, NONE, number, progress, seconds } from "./format.js";
 import { rayLinks } from "./ray_links.js";
-import { colourOf, letterOf, models, state } from "./state.js";
+import { colourOf, letterOf, models, state, usualLoad } from "./state.js";
 
 export const title = "Models";
 
@@ -60,7 +60,7 @@ function row(model) {
     h("td", { class: "number" }, number(load?.tokens_per_s)),
     h("td", { class: "number" }, load ? pair(load.ttft_p50_ms, load.ttft_p99_ms) : NONE),
     h("td", { class: "number" }, load ? pair(load.gap_p50_ms, load.gap_p99_ms) : NONE),
-    h("td", { class: "number" }, load ? load.cold : NONE),
+    h("td", { class: "number" }, load ? load.cold : NONE, lastLoad(model)),
     h("td", {}, cache(model)),
     h("td", {}, h("span", { class: "buttons" },
       model.scaling.max > 0 && button("scale", "Scale…"),
@@ -68,12 +68,27 @@ function row(model) {
       model.replicas.length > 0 && button("restart", "Restart…"))));
 }
 
-/** How full the KV caches are, as far as servers report it, and what is prepared for a new version. */
+/** The longest of the replicas' last starts, which is what a cold start costs. */
+function lastLoad(model) {
+  const longest = Math.max(0, ...model.replicas.map((each) => each.load_s ?? 0));
+  return longest > 0 && h("div", { class: "dim" }, `${seconds(longest)} to load`);
+}
+
+/** Of the replicas whose last start could have compiled, those that found everything in the NEFF cache. */
+function neffHits(model) {
+  const known = model.replicas.filter((each) => each.compiled !== null);
+  const hits = known.filter((each) => !each.compiled).length;
+  if (known.length === 0) return null;
+  return `NEFF ${hits === known.length ? "hit" : hits === 0 ? "compiled" : `hit by ${hits} of ${known.length}`}`;
+}
+
+/** What the last starts found in the NEFF cache, how full the KV caches are, as far as servers report it, and what is
+ *  prepared for a new version. */
 function cache(model) {
   const used = model.replicas.map((each) => each.server?.kv_usage).filter((each) => each !== undefined && each !== null);
-  const parts = [used.length > 0 && `KV ${Math.round(100 * Math.max(...used))} %`,
+  const parts = [neffHits(model), used.length > 0 && `KV ${Math.round(100 * Math.max(...used))} %`,
     ...model.preparing.map((each) => `${each.state} on ${each.host}`),
-    ...model.replicas.filter((each) => each.fetch).map((each) => `${each.id}: ${progress(each)}`),
+    ...model.replicas.filter((each) => each.fetch).map((each) => `${each.id}: ${progress(each, usualLoad(model))}`),
     ...model.replicas.filter((each) => each.compile_s > 0).map((each) => `${each.id}: compiled ${seconds(each.compile_s)}`)];
   const shown = parts.filter(Boolean);
   return shown.length ? shown.map((part) => h("div", {}, part)) : h("span", { class: "dim" }, NONE);
@@ -94,15 +109,24 @@ function replicaRow(model, replica) {
   const data = { type: "button", "data-model": model.name, "data-replica": replica.id };
   return h("tr", { "data-key": replica.id },
     h("th", { scope: "row" }, replica.id),
-    h("td", {}, h("span", { class: replica.state === "ready" ? "good" : replica.state === "failed" ? "bad" : "warn" }, progress(replica)),
+    h("td", {}, h("span", { class: replica.state === "ready" ? "good" : replica.state === "failed" ? "bad" : "warn" },
+      progress(replica, usualLoad(model))),
       replica.reason && h("div", { class: "dim" }, replica.reason)),
     h("td", {}, replica.host), h("td", {}, replica.cores ?? NONE),
     h("td", {}, `${replica.live} running, ${replica.waiting} waiting`), h("td", { class: "number" }, replica.pid ?? NONE),
-    h("td", {}, `${replica.epoch}, ${seconds(replica.load_s)}`),
+    h("td", {}, start(replica)),
     h("td", {}, h("span", { class: "buttons" },
       h("button", { ...data, "data-act": "log", "aria-label": `Log of ${replica.id}`, "data-number": number }, "Log"),
       h("button", { ...data, "data-act": "change", "data-change": "drain", "aria-label": `Drain ${replica.id}` }, "Drain…")),
     rayLinks(replica.id)));
+}
+
+/** The number of the replica's start, and the time of the last one with its longest phases. */
+function start(replica) {
+  const phases = Object.entries(replica.load_phases).filter(([, each]) => each >= 0.05).sort(([, a], [, b]) => b - a).slice(0, 3);
+  const text = phases.map(([name, each]) => `${name.replace("_", " ")} ${seconds(each)}`).join(", ");
+  return [`${replica.epoch}, ${seconds(replica.load_s)}`, replica.compiled && ", compiled",
+    text && h("div", { class: "dim" }, text)];
 }
 
 const LOG_CHARACTERS = 200_000; // that a dialog keeps

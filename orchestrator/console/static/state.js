@@ -20,6 +20,16 @@ export const models = () => state.fleet?.models.map((name) => state.models[name]
 export const hosts = () => state.fleet?.hosts.map((name) => state.hosts[name]).filter(Boolean) ?? [];
 export const replicas = () => models().flatMap((model) => model.replicas.map((replica) => ({ ...replica, model })));
 
+/** How long a replica of the model loads, in seconds, from its process on: the longest of the last starts; 0: unknown. */
+export function usualLoad(model) {
+  const before = ({ load_phases: { actor = 0, process = 0 } }) => actor + process;
+  return Math.max(0, ...model.replicas.map((each) => (each.load_s ?? 0) - before(each)));
+}
+
+/** Whether a replica starts, so that times on the page grow by themselves. */
+export const anyStarts = () => models().some((model) =>
+  model.replicas.some((each) => ["pending", "compiling", "loading"].includes(each.state)));
+
 /** The place of a model in the spec: its colour and its letter. */
 export const numberOf = (name) => state.fleet?.models.indexOf(name) ?? -1;
 

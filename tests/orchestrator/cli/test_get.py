@@ -56,7 +56,7 @@ def test_a_selector_is_read_as_kubectl_reads_it(text: str, conditions: list[tupl
 
 
 def test_an_unknown_field_is_an_error_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no item has a field 'stat'; they have compile_s, cores, .*state"):
+    with pytest.raises(ValueError, match=r"no item has a field 'stat'; they have compile_s, compiled, cores, .*state"):
         selected(REPLICAS, [("stat", True, "ready")])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -295,3 +297,49 @@ def test_the_log_of_a_replica_follows(admin: LiveAdmin, visit: Visit) -> None:
     expect(log).to_contain_text("one more line")
     page.keyboard.press("Escape")
     expect(log).to_be_hidden()
+
+
+def test_a_load_shows_its_phase_and_the_time_that_is_left(admin: LiveAdmin, visit: Visit) -> None:
+    """By the longest of the model's last loads; the page counts down without news of the fleet."""
+    starting = copy.deepcopy(admin.fleet.told_status)
+    starting["models"][0]["replicas"][0].update(state="loading", phase="weights", since=time.time())
+    starting["models"][0]["replicas"][1].update(load_s=101.5)  # 1.5 s of which are before its process
+    admin.fleet.told_status = starting
+    page = visit()
+    core = page.get_by_role("button", name="core 0, chat/0, loading")
+    expect(core.get_by_role("progressbar")).to_be_visible()
+    core.click()
+    details = page.get_by_role("region", name="Details of inf2.48xlarge/0")
+    expect(details).to_contain_text(re.compile(r"loading: weights, 9\d\.\d s left"))
+    before = details.inner_text()
+    expect(details).not_to_have_text(before, use_inner_text=True)
+
+
+def test_hover_shows_what_selection_shows(visit: Visit) -> None:
+    """As lines, in the same order."""
+    page = visit()
+    core = page.get_by_role("button", name="core 3, chat/0, ready")
+    core.click()
+    expect(page.get_by_text("threads", exact=True)).to_be_visible()  # the plan has come
+    details = page.get_by_role("region", name="Details of inf2.48xlarge/0")
+    title = core.get_attribute("title") or ""
+    for text in (*details.locator("dd").all_inner_texts(), *details.locator("tbody td").all_inner_texts()):
+        assert text in title
+    assert title.startswith("Core 3\nstate: ready\nreplica: chat/0\n")
+
+
+@pytest.mark.parametrize(("compiled", "shown"), [((False, False), "NEFF hit"), ((True, False), "NEFF hit by 1 of 2")])
+def test_the_models_view_shows_hits_of_the_neff_cache(
+    compiled: tuple[bool, bool], shown: str, admin: LiveAdmin, visit: Visit
+) -> None:
+    """And what a start costs, with its longest phases."""
+    for replica, has in zip(admin.fleet.told_status["models"][0]["replicas"], compiled, strict=True):
+        replica["compiled"] = has
+    page = visit()
+    page.get_by_role("link", name="Models").click()
+    row = page.get_by_role("region", name="Models", exact=True).get_by_role("row").filter(has_text="chat")
+    expect(row).to_contain_text(shown)
+    expect(row).to_contain_text("4.2 s to load")
+    expect(page.get_by_role("row").filter(has_text="chat/0")).to_contain_text(
+        "imports 2.0 s, process 1.1 s, weights 0.5 s"
+    )

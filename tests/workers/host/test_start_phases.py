@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.host.start_phases import PHASES, StartPhases, phases_of
+from workers.host.start_phases import PHASES, StartPhases, next_phase, phases_of
 
 
 def test_each_phase_lasts_from_the_end_of_the_one_before() -> None:
@@ -34,3 +34,21 @@ def test_the_phases_add_up_to_the_load_time(load_s: float, reported: Mapping[str
 
 def test_an_older_replica_reports_no_phases() -> None:
     assert phases_of(4.2, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("ended", "usual", "phase"),
+    [
+        (["process"], ["actor", "process", "imports", "engine"], "imports"),
+        (["process", "imports"], ["actor", "process", "imports", "engine"], "engine"),
+        (["process"], ["actor", "process", "engine"], "engine"),
+        (["process"], [], None),
+        ([], ["actor", "process"], None),
+        (["process", "of a later version"], ["process", "weights"], "weights"),
+        (["process", "first_token"], ["process", "weights"], None),
+    ],
+)
+def test_the_phase_that_runs_is_the_usual_one_after_the_ended_ones(
+    ended: list[str], usual: list[str], phase: str | None
+) -> None:
+    assert next_phase(ended, usual) == phase

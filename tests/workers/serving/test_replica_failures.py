@@ -20,7 +20,7 @@ from tests.workers.host.test_facts_reading import tool
 from tests.workers.tnx_runs import config
 from workers.artifacts.sources.listing import SourceError
 from workers.batching.batcher_stats import BatcherStats
-from workers.host import host_facts
+from workers.host import host_facts, start_phases
 from workers.host.core_claims import CoresTaken
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
@@ -77,8 +77,17 @@ def test_the_status_has_the_time_spent_on_compiling(batcher: object, monkeypatch
     monkeypatch.setattr(compiled_artifacts, "SPENT", spent)
     loading = replica(Phase.LOADING)
     loading._batcher = batcher  # type: ignore[assignment]
+    loading._process_s = 1.5
     with compiled_artifacts.SPENT.running():
         assert loading._reading().compile_s == 60.0
+
+
+def test_the_status_of_a_load_has_the_phases_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller finds the one that runs by them."""
+    monkeypatch.setattr(start_phases.START, "seconds", {"imports": 2.0})
+    loading = replica(Phase.LOADING)
+    loading._batcher, loading._process_s = None, 1.5
+    assert loading._reading().load_phases == {"process": 1.5, "imports": 2.0}
 
 
 def test_a_specific_error_of_an_engine_is_not_replaced(tmp_path: Path) -> None:
