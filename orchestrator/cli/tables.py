@@ -38,8 +38,9 @@ def event_line(event: Mapping[str, Any] | None, paint: Paint | None = None) -> s
 # `status`, `rollout status`
 
 
-def status_text(data: Mapping[str, Any], paint: Paint | None = None) -> str:
-    """Returns replicas, models and hosts, with notes on problems and on work in progress.
+def status_text(data: Mapping[str, Any], paint: Paint | None = None, console: str | None = None) -> str:
+    """Returns the fleet with the address of its ``console``, replicas, models and hosts, with notes on problems and on
+    work in progress.
 
     Of many replicas or hosts, those that are ready and healthy are only counted, so that the text fits a screen.
     """
@@ -61,6 +62,7 @@ def status_text(data: Mapping[str, Any], paint: Paint | None = None) -> str:
     host_notes = [note for host in data["hosts"] for note in _host_notes(host)]
     parts = [
         hold_text(data),
+        _heading(data, console),
         _replica_table(replicas, paint),
         columns(NUMBERS, [_numbers_row(model) for model in data["models"]]),
         _host_table(data["hosts"]),
@@ -70,6 +72,11 @@ def status_text(data: Mapping[str, Any], paint: Paint | None = None) -> str:
     if rollout and rollout["state"] != "complete":
         parts.append(rollout_line(rollout))
     return "\n\n".join(part for part in parts if part)
+
+
+def _heading(data: Mapping[str, Any], console: str | None) -> str:
+    ready = "ready" if data["ready"] else "not ready"
+    return f"{data['name']}: {ready}, revision {data['revision']}" + (f", console {console}" if console else "")
 
 
 def _replica_table(rows: Sequence[Row], paint: Paint | None) -> str:

@@ -32,8 +32,10 @@ LOG_LINES = 8
 @app.command()
 def status(output: FormatOption = Format.TABLE) -> None:
     """Show models, replicas and cores of the running fleet."""
-    data = the_fleet().get("status")
-    show(data, output, status_text(data, state_paint(stdout())))
+    client = the_fleet()
+    data = client.get("status")
+    console = None if client.record is None else client.record.console
+    show(data, output, status_text(data, state_paint(stdout()), console))
 
 
 @app.command()

@@ -102,9 +102,10 @@ def test_the_shown_plan_of_a_model_has_its_keys() -> None:
 def test_the_shown_status_table_is_that_of_the_shown_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`status` prints it so."""
+    """`status` prints it so, with the console of the shown record."""
+    record = msgspec.convert(example(CLI, "Files"), FleetRecord)
     monkeypatch.setattr(AdminClient, "get", lambda self, path, query=None: shown_status())
-    monkeypatch.setattr("orchestrator.cli.views.the_fleet", lambda: AdminClient("", "", None))
+    monkeypatch.setattr("orchestrator.cli.views.the_fleet", lambda: AdminClient("", "", record))
     assert cli.run(["status"]) == 0
     assert capsys.readouterr().out == status_block("corewright status")
 

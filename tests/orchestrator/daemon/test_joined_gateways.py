@@ -61,5 +61,5 @@ def test_up_fails_if_no_gateway_runs_and_names_those_that_do_not() -> None:
 
 def test_the_status_shows_each_gateway() -> None:
     shown = {"models": [], "hosts": [], "gateways": [gateway("a", "ready", "http://a:8080"), gateway("b", "failed")]}
-    text = status_text({**shown, "conditions": [], "rollout": None})
+    text = status_text({**shown, "name": "f", "ready": True, "revision": 1, "conditions": [], "rollout": None})
     assert "gateway of a: http://a:8080, ready, routes 2 s old\ngateway of b: b, failed" in text
