@@ -11,6 +11,7 @@ import typer
 
 import placements
 from orchestrator.cli.fleet_names import names_of
+from orchestrator.cli.grouped_help import GroupedHelp
 from orchestrator.cli.output import Format
 
 DEMO = Path(placements.__file__).parent / "examples" / "demo.yaml"
@@ -22,6 +23,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 app = typer.Typer(
     name="corewright",
+    cls=GroupedHelp,
     help="Serve several language models on AWS NeuronCores from one YAML file, behind one OpenAI-compatible API.",
     no_args_is_help=True,
     add_completion=False,
