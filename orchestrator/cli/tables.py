@@ -233,7 +233,7 @@ def description(kind: str, item: Mapping[str, Any], events: Sequence[Mapping[str
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             parts.append(_table(key, value))
         else:
-            name = "kind of model" if key == "kind" else key.replace("_", " ")  # the first kind is that of the item
+            name = "serves" if key == "kind" else key.replace("_", " ")  # the kind of the item is another one
             plain.append((name, _plain(key, value)))
     width = max(len(key) for key, _ in plain)
     parts.insert(0, "\n".join(f"{key.ljust(width)}  {value}" for key, value in plain))
