@@ -36,6 +36,7 @@ from workers.host.interpreter import Interpreter, Interpreters
 from workers.host.neuron_faults import fault_of
 from workers.host.orphans import end_orphans
 from workers.host.task_boundary import task_boundary
+from workers.host.warm_processes import WarmProcesses
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
@@ -90,6 +91,7 @@ class HostActor:
         self._devices = DeviceMonitor()
         self._endings = this_host.Endings()
         self._notices = NoticeWatch()
+        self._warm = WarmProcesses(self._home.sockets)
 
     @_long
     def fetch(self, waiter: str, wanted: WantedArtifact, wait_s: float) -> FetchedArtifact | Failure | FetchStatus:
@@ -159,6 +161,10 @@ class HostActor:
 
     def fault_in_log(self, path: str) -> Failure | None:
         return fault_of(None, this_host.last_words(Path(path)))
+
+    def warm_command(self, engine: str, python: str | None) -> str | None:
+        """Returns the command by which a replica's process becomes a fork of a warm one; see `WarmProcesses`."""
+        return self._warm.command(engine, python)
 
     def interpreter(self, python: str | None) -> Interpreter:
         return self._interpreters.ask(python)

@@ -162,15 +162,30 @@ class RayCluster:
         self._configs[name] = config
         self._creating.add(name)
         try:  # without a deadline: it may be registered whenever the head is back
-            self._actors[name] = await self._head.ask(partial(self._create, name, config, node), name, None)
+            create = partial(self._create, name, config, node, await self._python(config, node))
+            self._actors[name] = await self._head.ask(create, name, None)
         finally:
             self._creating.discard(name)
 
-    def _create(self, name: str, config: ReplicaConfig, node: RayNode) -> Any:
+    async def _python(self, config: ReplicaConfig, node: RayNode) -> str | None:
+        """Returns what runs the replica's process, as a shell reads it; None: the Python of its node."""
+        if not config.warm:
+            return config.python
+        try:
+            actor = await self._host_actors.of(node)
+            command: str | None = await self._clock.within(
+                actor.warm_command.remote(config.engine, config.python), NEAR_S
+            )
+        except (AttributeError, RayError, asyncio.TimeoutError) as error:  # the first: of another version
+            log.warning("%s starts as a fresh process: %s", config.model, str(error).partition("\n")[0])
+            return config.python
+        return command or config.python
+
+    def _create(self, name: str, config: ReplicaConfig, node: RayNode, python: str | None) -> Any:
         """Register the actor of a replica. Blocks while the head is away."""
         named = type(f"Replica[{config.model}]", (Replica,), {})  # the dashboard shows the class name
         shown = ray.remote(concurrency_groups={"ctl": 8})(named)
-        interpreter = {} if config.python is None else {"py_executable": config.python}
+        interpreter = {} if python is None else {"py_executable": python}
         environment = {**self._host_actors.environment(node), CONSOLE_VARIABLE: self._console}
         return shown.options(
             name=name,

@@ -57,6 +57,7 @@ def replica_config(
         credentials=None if fleet is None else fleet.replica,
         compiled=str(home.compiled),
         python=None if engine in SERVER_ENGINES else generation.spec.python_for(engine),
+        warm=generation.spec.is_warm(engine),
         server_python=generation.spec.python_for(engine) if engine in SERVER_ENGINES else None,
         server_launch=generation.spec.launch_of(engine) if engine in SERVER_ENGINES else [],
         start_s=model.deadlines.start_s + model.deadlines.compile_s if engine in SERVER_ENGINES else 0.0,

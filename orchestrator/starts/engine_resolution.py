@@ -79,7 +79,9 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
     if chosen in usable and (misread := _misread(usable[chosen], chosen, config.model, generation)):
         return misread
     python = spec.python_for(chosen) or config.python
-    return msgspec.structs.replace(config, engine=chosen, dtype=model.dtype_on(chosen), python=python)
+    return msgspec.structs.replace(
+        config, engine=chosen, dtype=model.dtype_on(chosen), python=python, warm=spec.is_warm(chosen)
+    )
 
 
 def _refusal(interpreter: Interpreter, engine: str, generation: ResolvedRevision) -> Failure | None:

@@ -27,6 +27,9 @@ class EngineSettings(Frozen):
     plugin: PluginRelease | None = None
     """The release of `vllm-neuron` that `vllm` plans for, in quotes. Unset: `"0.4"` on inf2 and trn1, the newest on
     trn2; none on emulated hosts, where vLLM runs on the CPU."""
+    warm: bool | None = None
+    """Keep a process on each host that has imported the engine's packages: each start forks it, and takes seconds
+    less. Unset: true for `cpu`, else false. See [warm processes](engines.md#warm-processes)."""
 
 
 class Server(Frozen):

@@ -486,6 +486,11 @@ class Spec(Frozen):
             return None
         return str(Path(self.base_dir) / Path(settings.python).expanduser())
 
+    def is_warm(self, engine: Engine) -> bool:
+        """Returns whether hosts keep a warm process of the engine."""
+        settings = self.engines.get(engine)
+        return engine == "cpu" if settings is None or settings.warm is None else settings.warm
+
     def launch_of(self, engine: Engine) -> list[str]:
         """Returns the command of an engine's server, whose program is resolved like the source; [] if it is unset."""
         settings = self.engines.get(engine)

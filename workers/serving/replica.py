@@ -24,7 +24,7 @@ from ray.util.metrics import Counter, Gauge
 
 import workers
 from workers.artifacts.store.artifact_uses import using
-from workers.host import host_facts, private_file
+from workers.host import fork_server, host_facts, private_file
 from workers.host.core_claims import CoreClaim
 from workers.host.lifetime import since_boot
 from workers.host.neuron_faults import after_serving
@@ -302,7 +302,7 @@ def check_environment(expected: dict[str, str]) -> None:
                 f"{name} is {actual!r}, not {value!r} as planned",
                 "check whether it is set on the Ray node",
             )
-    early = sorted(NEURON_MODULES & set(sys.modules))
+    early = sorted(NEURON_MODULES & set(sys.modules) - fork_server.imported)
     if early:
         raise EngineLoadError("environment-late", f"{', '.join(early)} was imported before the environment was checked")
 
