@@ -34,7 +34,7 @@ from workers.host.facts.reading import read_host_facts
 from workers.host.instance_metadata import NoticeWatch
 from workers.host.interpreter import Interpreter, Interpreters
 from workers.host.neuron_faults import fault_of
-from workers.host.orphans import end_orphans
+from workers.host.orphans import NODE_VARIABLE, end_orphans
 from workers.host.task_boundary import task_boundary
 from workers.host.warm_processes import WarmProcesses
 from workers.messages.metric_family import MetricFamily
@@ -91,7 +91,7 @@ class HostActor:
         self._devices = DeviceMonitor()
         self._endings = this_host.Endings()
         self._notices = NoticeWatch()
-        self._warm = WarmProcesses(self._home.sockets)
+        self._warm = WarmProcesses(self._home.sockets, {} if mark is None else {NODE_VARIABLE: mark})
 
     @_long
     def fetch(self, waiter: str, wanted: WantedArtifact, wait_s: float) -> FetchedArtifact | Failure | FetchStatus:

@@ -22,7 +22,7 @@ def end_idle_workers(raylet: int, older_s: float, mark: str | None) -> list[int]
     only for the return of the leases that were granted before (Ray 2.60). Ray starts other workers when it needs them.
     """
     ended = []
-    for worker in psutil.Process(raylet).children():
+    for worker in psutil.Process(raylet).children(recursive=True):  # some are forks of a warm process
         with contextlib.suppress(psutil.Error):  # it has ended
             if worker.cmdline()[:1] != [IDLE] or time.time() - worker.create_time() < older_s:
                 continue

@@ -1,8 +1,9 @@
-"""Starts a Ray worker as a fork of a warm process: ``python -I -S fork_client.py SOCKET SCRIPT ARGUMENTS...``.
+"""Starts a Ray worker as a fork of a warm process, or as a fresh process.
 
-Ray runs this in place of Python (`py_executable`). It hands its arguments, environment, folder and output to the
-`fork_server` at SOCKET and ends once the fork runs. If the server is gone, refuses or does not reply in time, it becomes
-a fresh Python process instead, as if there were no server. Imports little, since every start waits for it.
+Ray runs ``python -I -S fork_client.py SOCKET SCRIPT ARGUMENTS...`` in place of Python (`py_executable`). It hands its
+arguments, environment, folder and output to the `fork_server` at SOCKET and ends once the fork runs. If the server is
+gone, refuses or does not reply in time, it becomes a fresh Python process instead, as if there were no server. Every
+start waits for it, so it imports little.
 """
 
 import json
@@ -21,7 +22,7 @@ def main(path: str, arguments: list[str]) -> None:
         server.settimeout(DEADLINE_S)
         try:
             server.connect(path)
-            request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+            request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}  # noqa: PTH109 - pathlib takes 20 ms
             content = json.dumps(request).encode()
             socket.send_fds(server, [len(content).to_bytes(4, "big")], [0, 1, 2])
             server.sendall(content)

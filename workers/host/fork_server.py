@@ -1,4 +1,4 @@
-"""A warm process: it has imported an engine's packages, holds no cores and no model, and is forked for each start.
+"""A warm process: it has imported an engine's packages, has no cores and no model, and is forked for each start.
 
 `WarmProcesses` starts it; it ends with its standard input, a pipe of the host actor. `fork_client` is the other end.
 
@@ -26,38 +26,43 @@ import struct
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from workers.host import forked_process
 from workers.host.fork_client import FORKED, REFUSED, RUN
+from workers.host.host_facts import available_memory
 
-REQUEST_S = 5.0  # deadline of a client's request; it sends it at once
-GO_S = 5.0  # deadline of its permission, likewise
+REQUEST_S = 5.0  # deadline of each message of a client, which sends them at once
+MEMORY_CHECK_S = 10.0
 
+LEAST_BYTES = 2 << 30
+"""The available memory without which there is no warm process. One takes 0.4 GiB (measured with torch 2.13 and
+transformers 5.23), which its forks share."""
+
+LIBRARIES = (
+    "transformers.modeling_utils",  # with torch; models import all of these when they are loaded
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "llguidance",
+    "jsonschema",  # these are Ray's; Ray itself reads its environment when it is imported
+    "requests",
+    "workers.serving.backend",
+    "workers.serving.dataplane",
+)
 IMPORTS = {
-    "cpu": (
-        "workers.engines.cpu.engine",
-        "workers.engines.encoder.cpu",
-        "workers.serving.backend",
-        "workers.serving.dataplane",
-        "transformers.modeling_utils",  # these are imported when a model is loaded
-        "transformers.generation.utils",
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.auto.tokenization_auto",
-        "transformers.models.llama.modeling_llama",
-        "llguidance",
-        "jsonschema",  # these are Ray's; Ray itself reads its environment when it is imported
-        "requests",
-    )
+    "cpu": ("workers.engines.cpu.engine", "workers.engines.encoder.cpu", *LIBRARIES),
+    **dict.fromkeys(("nxd-inference", "optimum-neuron", "torch-neuronx", "transformers-neuronx"), LIBRARIES),
 }
-"""What a warm process imports for an engine. A start reports what is missing."""
+"""What a warm process imports for an engine; a start reports what is missing. No package of AWS: they start threads, or
+read the cores (docs/engines.md)."""
 
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Variables of the server. OpenMP reads the first one when torch is loaded; with one thread it has no effect. OpenBLAS
-would start threads when numpy is imported."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+"""Variables of the server. With the first one the imports start no threads. OpenMP reads the second one when torch is
+imported; with one thread it has no effect. With the last one torch does not import the packages of devices."""
 
-imported: frozenset[str] = frozenset()
-"""The modules that this process has from the warm one; empty in a fresh process."""
-
-READ_LATER = frozenset({"OMP_NUM_THREADS", "PWD", "OLDPWD", "SHLVL", "_"})
+READ_LATER = frozenset({"OMP_NUM_THREADS", "PWD", "OLDPWD", "SHLVL", "TOKENIZERS_PARALLELISM", "_"})
 READ_LATER_PREFIXES = ("COREWRIGHT_", "NEURON_", "RAY_")
 """Variables that none of the imports reads, or that a fork applies itself."""
 
@@ -73,38 +78,40 @@ class Request:
 
 
 def serve(listener: socket.socket, environment: Mapping[str, str]) -> list[str] | None:
-    """Forks a process for each request until standard input ends: returns None then, and in each fork its script with
-    arguments. ``environment`` is that in which the packages were imported."""
+    """Forks a process for each request until standard input ends or memory is short: returns None then, and in each
+    fork its script with arguments. ``environment`` is that in which the packages were imported."""
     waiting = select.poll()
     waiting.register(listener, select.POLLIN)
     waiting.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
     while True:
-        ready = dict(waiting.poll())
-        if sys.stdin.fileno() in ready:
+        ready = dict(waiting.poll(MEMORY_CHECK_S * 1000))
+        if sys.stdin.fileno() in ready or available_memory() < LEAST_BYTES:
             return None
+        if not ready:
+            continue
         client, _ = listener.accept()
-        with client, contextlib.suppress(OSError, ValueError):  # the client starts a fresh process
+        # After an error of one of these types, the client starts a fresh process.
+        with client, contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as received:
             client.settimeout(REQUEST_S)
-            request = _received(client)
-            try:
-                if (reason := refusal(request.environment, environment)) is not None:
-                    client.sendall(REFUSED + reason.encode())
-                elif os.fork() == 0:
-                    listener.close()
-                    added = {name: value for name, value in os.environ.items() if name not in environment}
-                    _become(request, client, added)
-                    return request.arguments
-            finally:
-                for descriptor in request.output:
-                    os.close(descriptor)
+            request = _received(client, received)
+            if (reason := refusal(request.environment, environment)) is not None:
+                client.sendall(REFUSED + reason.encode())
+            elif os.fork() == 0:
+                listener.close()
+                added = {name: value for name, value in os.environ.items() if name not in environment}
+                _become(request, client, added)
+                return request.arguments
 
 
-def _received(client: socket.socket) -> Request:
-    """Raises OSError or ValueError for a client of another user, or one that sends something else."""
+def _received(client: socket.socket, received: contextlib.ExitStack) -> Request:
+    """Raises OSError or ValueError for a client of another user, or one that sends something else. ``received`` closes
+    its descriptors."""
     _, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.getuid():
         raise PermissionError(f"a client of user {user}")
     length, descriptors, _, _ = socket.recv_fds(client, 4, 3)
+    for descriptor in descriptors:
+        received.callback(os.close, descriptor)
     content = b""
     while len(content) < int.from_bytes(length, "big"):
         if not (part := client.recv(1 << 16)):
@@ -115,7 +122,7 @@ def _received(client: socket.socket) -> Request:
 
 def refusal(requested: Mapping[str, str], own: Mapping[str, str]) -> str | None:
     """Returns which variable makes a fork differ from a fresh process with the ``requested`` environment, if any."""
-    for name in sorted(requested.keys() | own.keys() - READ_LATER):
+    for name in sorted((requested.keys() | own.keys()) - READ_LATER):
         default = own.get(name) if name in ENVIRONMENT else None
         if requested.get(name, default) != own.get(name) and not name.startswith(READ_LATER_PREFIXES):
             return f"the warm process has imported its packages with another {name}"
@@ -135,28 +142,20 @@ def _become(request: Request, client: socket.socket, added: Mapping[str, str]) -
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for target, descriptor in enumerate(request.output):
         os.dup2(descriptor, target)
-    os.environ.clear()
-    os.environ.update({**added, **request.environment})
     os.chdir(request.folder)
-    import numpy
-    import torch
-
-    numpy.random.seed()  # else each fork would draw the same numbers
-    if threads := request.environment.get("OMP_NUM_THREADS"):  # read when torch was loaded
-        torch.set_num_threads(int(threads))
+    forked_process.adjust({**added, **request.environment})
 
 
 def main(engine: str, descriptor: int) -> None:
     """Serves on a listening unix socket, and runs the script of a request in each fork."""
-    global imported
     environment = dict(os.environ)
     for module in IMPORTS[engine]:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    imported = frozenset(sys.modules)
+    forked_process.imported = frozenset(sys.modules)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the pages of all these objects
-    if len(os.listdir("/proc/self/task")) > 1:
+    if len([*Path("/proc/self/task").iterdir()]) > 1:
         sys.exit("The imports have started threads, which a fork would lose: replicas start as fresh processes.")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended forks
     arguments = serve(socket.socket(fileno=descriptor), environment)
@@ -167,5 +166,5 @@ def main(engine: str, descriptor: int) -> None:
 def run(arguments: list[str]) -> None:
     """Runs a script as Python does: ``arguments`` are those of a Python command without options but -u."""
     sys.argv = arguments[1:] if arguments[0] == "-u" else arguments
-    sys.path[0] = os.path.dirname(sys.argv[0])
+    sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -24,7 +24,7 @@ from ray.util.metrics import Counter, Gauge
 
 import workers
 from workers.artifacts.store.artifact_uses import using
-from workers.host import fork_server, host_facts, private_file
+from workers.host import forked_process, host_facts, private_file
 from workers.host.core_claims import CoreClaim
 from workers.host.lifetime import since_boot
 from workers.host.neuron_faults import after_serving
@@ -177,6 +177,7 @@ class Replica:
     def _load(self) -> None:
         config = self._config
         check_environment(config.env)
+        forked_process.use_threads()
         host_facts.pin_to(config.env.get("COREWRIGHT_CPUS"))
         for folder in config.fetched_folders().values():
             self._uses.enter_context(using(folder))
@@ -254,6 +255,7 @@ class Replica:
     def _run_batcher(self) -> None:
         batcher = self._batcher
         assert batcher is not None
+        forked_process.use_threads()
         metrics = StepMetrics(self._open_sink)
         threading.Thread(target=_refresh, args=(metrics, batcher), name="metrics", daemon=True).start()
         try:
@@ -302,7 +304,7 @@ def check_environment(expected: dict[str, str]) -> None:
                 f"{name} is {actual!r}, not {value!r} as planned",
                 "check whether it is set on the Ray node",
             )
-    early = sorted(NEURON_MODULES & set(sys.modules) - fork_server.imported)
+    early = sorted(NEURON_MODULES & set(sys.modules) - ({"torch"} & forked_process.imported))
     if early:
         raise EngineLoadError("environment-late", f"{', '.join(early)} was imported before the environment was checked")
 

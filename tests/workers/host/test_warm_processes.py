@@ -1,0 +1,346 @@
+"""Starts of replicas as forks of a warm process: the same as fresh processes, or fresh ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.fleet import until
+from workers.host import fork_client, fork_server
+from workers.host.fork_client import FORKED
+from workers.host.warm_processes import WarmProcesses
+
+DEADLINE_S = 60.0
+SERVER = """\
+from workers.host import fork_server
+fork_server.IMPORTS["cpu"] = ("json",)
+{before}
+fork_server.main("cpu", {descriptor})
+"""
+SCRIPT = """\
+import json, os, sys, time
+from pathlib import Path
+from workers.host import forked_process
+print(json.dumps({
+    "arguments": sys.argv, "environment": dict(os.environ), "folder": os.getcwd(), "pid": os.getpid(),
+    "group": os.getpgid(0), "path": sys.path[0], "is_fork": bool(forked_process.imported), "name": __name__,
+    "descriptors": [str(Path(f"/proc/self/fd/{each}").readlink()) for each in os.listdir("/proc/self/fd")[:-1]],
+}), flush=True)
+if "wait" in sys.argv:
+    time.sleep(600)
+"""
+
+
+class Server:
+    """A warm process that has imported little, with the socket of its clients."""
+
+    def __init__(self, folder: Path, before: str = "", environment: Mapping[str, str] | None = None) -> None:
+        self.path = folder / "s"
+        self.script = folder / "script.py"
+        self.script.write_text(SCRIPT)
+        self.environment = {**os.environ, **(environment or {}), "SECRET": "of the host"}
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self.path))
+            listener.listen()
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", SERVER.format(before=before, descriptor=listener.fileno())],
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                env={**self.environment, **fork_server.ENVIRONMENT},
+            )
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        """Starts a client, whose output is that of its process."""
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", fork_client.__file__, str(self.path), str(self.script), *arguments],
+            env={**self.environment, **environment},
+            cwd=self.script.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str, **environment: str) -> dict[str, Any]:
+        """Returns what the process of a client reports."""
+        with self.start(*arguments, **environment) as client:
+            assert client.stdout is not None
+            report: dict[str, Any] = json.loads(client.stdout.readline())
+        return report
+
+    def connect(self) -> socket.socket:
+        client = socket.socket(socket.AF_UNIX)
+        client.settimeout(DEADLINE_S)
+        client.connect(str(self.path))
+        return client
+
+    def forks(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+    def end(self) -> None:
+        with contextlib.suppress(psutil.Error):
+            for fork in self.forks():
+                fork.kill()
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    yield server
+    server.end()
+
+
+def test_a_fork_has_the_arguments_environment_folder_and_output_of_its_client(server: Server) -> None:
+    """As a fresh process of the same command."""
+    report = server.run("a", "b c", COREWRIGHT_MODEL="large", RAY_JOB_ID="7")
+
+    fresh = subprocess.run(
+        [sys.executable, str(server.script), "a", "b c"],
+        env={**server.environment, "COREWRIGHT_MODEL": "large", "RAY_JOB_ID": "7"},
+        cwd=server.script.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = json.loads(fresh.stdout)
+    same = ("arguments", "environment", "folder", "path", "name")
+    assert report["is_fork"]
+    assert {key: report[key] for key in same} == {key: expected[key] for key in same}
+
+
+def test_a_fork_has_no_other_descriptors(server: Server) -> None:
+    """Neither the socket of the server nor anything of another fork."""
+    with server.start("wait") as other:
+        report = server.run()
+        other.terminate()
+        for fork in server.forks():
+            fork.kill()
+
+    assert [each.partition(":")[0] for each in report["descriptors"]] == ["/dev/null", "pipe", "pipe"]
+
+
+def test_nothing_of_a_fork_reaches_the_next(server: Server) -> None:
+    """Such as the credentials of its model."""
+    server.run(COREWRIGHT_MODEL="a", NEURON_RT_VISIBLE_CORES="0-7", COREWRIGHT_KEY="x")
+    environment = server.run()["environment"]
+
+    assert not environment.keys() & {"COREWRIGHT_MODEL", "NEURON_RT_VISIBLE_CORES", "COREWRIGHT_KEY"}
+
+
+def test_a_fork_leads_a_process_group(server: Server) -> None:
+    """Ray kills the group of a worker that ends: the server's group would include all other replicas."""
+    report = server.run()
+
+    assert report["group"] == report["pid"]
+
+
+def test_an_ended_fork_leaves_nothing(server: Server) -> None:
+    """No zombie either: a process that waits for its pid would wait for ever."""
+    pid = server.run()["pid"]
+
+    until(lambda: not psutil.pid_exists(pid), DEADLINE_S, "the end of the fork")
+
+
+@pytest.mark.parametrize("name", ["HF_HOME", "LD_LIBRARY_PATH", "OMP_WAIT_POLICY", "PYTHONPATH", "TMPDIR"])
+def test_another_environment_of_the_imports_starts_a_fresh_process(server: Server, name: str) -> None:
+    """The packages have read it, or may have."""
+    with server.start(**{name: "/tmp"}) as client:
+        assert client.stdout is not None
+        assert client.stderr is not None
+        report = json.loads(client.stdout.readline())
+        reason = client.stderr.read()
+
+    assert not report["is_fork"]
+    assert reason == f"A fresh process is started: the warm process has imported its packages with another {name}.\n"
+
+
+def test_variables_that_are_read_later_do_not_matter() -> None:
+    """Those of the cores, of the threads and of Ray; and those that only the server has."""
+    own = {"PATH": "/bin", **fork_server.ENVIRONMENT}
+    requested = {"PATH": "/bin", "NEURON_RT_VISIBLE_CORES": "0-3", "OMP_NUM_THREADS": "8", "RAY_JOB_ID": "1"}
+
+    assert fork_server.refusal(requested, own) is None
+
+
+@pytest.mark.parametrize("stage", ["listening", "accepted", "requested", "half a reply"])
+def test_a_server_that_ends_in_a_takeover_gives_one_fresh_process(tmp_path: Path, stage: str) -> None:
+    """The client becomes it, whatever the server has done until its end, except a reply."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        command = [sys.executable, "-I", "-S", fork_client.__file__, str(tmp_path / "s"), str(script)]
+        client = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        if stage != "listening":
+            connection, _ = listener.accept()
+            if stage in ("requested", "half a reply"):
+                connection.recv(1 << 16)
+            connection.close()
+    output, _ = client.communicate(timeout=DEADLINE_S)
+
+    reports = [json.loads(line) for line in output.splitlines()]
+    assert [(report["is_fork"], report["pid"]) for report in reports] == [(False, client.pid)]
+
+
+def test_without_a_server_a_fresh_process_starts(server: Server) -> None:
+    """Its socket remains if it was killed."""
+    server.process.kill()
+    server.process.wait()
+
+    assert not server.run()["is_fork"]
+
+
+def test_a_client_that_gives_up_while_the_server_imports_is_no_second_process(tmp_path: Path) -> None:
+    """The fork that the server makes in the end finds its client gone."""
+    server = Server(tmp_path, before="import sys; sys.stdin.read(1)")
+    try:
+        client = server.start("wait")
+        until(lambda: psutil.Process(client.pid).net_connections("unix"), DEADLINE_S, "a connection")
+        client.kill()
+        client.wait()  # its output remains open, in its request
+        assert server.process.stdin is not None
+        server.process.stdin.write(b"\n")
+        server.process.stdin.flush()
+        assert server.run()["is_fork"]
+        until(lambda: not server.forks(), DEADLINE_S, "the end of the fork")
+        client.communicate()
+    finally:
+        server.end()
+
+
+@pytest.mark.parametrize("last", ["nothing", "half a request", "no permission"])
+def test_a_client_that_ends_in_a_takeover_leaves_no_process(server: Server, last: str) -> None:
+    """And the server goes on."""
+    with server.connect() as client:
+        request = {"arguments": [str(server.script), "wait"], "environment": server.environment, "folder": "/"}
+        content = json.dumps(request).encode()
+        if last != "nothing":
+            socket.send_fds(client, [len(content).to_bytes(4, "big")], [0, 1, 2])
+            client.sendall(content if last == "no permission" else content[:10])
+        if last == "no permission":
+            assert client.recv(1) == FORKED
+            assert len(server.forks()) == 1
+
+    until(lambda: not server.forks(), DEADLINE_S, "the end of the fork")
+    assert server.run()["is_fork"]
+
+
+def test_forks_outlive_the_server(server: Server) -> None:
+    """It ends with its host actor, replicas do not."""
+    with server.start("wait") as client:
+        assert client.stdout is not None
+        assert server.process.stdin is not None
+        pid = json.loads(client.stdout.readline())["pid"]
+        server.process.stdin.close()
+        assert server.process.wait(DEADLINE_S) == 0
+        is_running = psutil.pid_exists(pid)
+        os.kill(pid, signal.SIGKILL)
+
+    assert is_running
+
+
+def test_a_server_ends_where_memory_is_short(tmp_path: Path) -> None:
+    """By itself, when it checks the next time."""
+    server = Server(tmp_path, before="fork_server.available_memory = lambda: fork_server.LEAST_BYTES - 1")
+    try:
+        with server.connect():
+            assert server.process.wait(DEADLINE_S) == 0
+    finally:
+        server.end()
+
+
+def test_imports_that_start_threads_are_not_forked(tmp_path: Path) -> None:
+    """A fork would lose them, with what they hold."""
+    server = Server(
+        tmp_path, before="import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
+    try:
+        assert server.process.wait(DEADLINE_S) == 1
+        assert not server.run()["is_fork"]
+    finally:
+        server.end()
+
+
+def test_a_warm_process_that_ends_by_itself_is_not_started_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile replicas start as fresh processes."""
+    monkeypatch.setattr("workers.host.warm_processes.PROGRAM", "raise SystemExit(1)")
+    warm = WarmProcesses(tmp_path)
+    first = warm.command("cpu", None)
+    assert first is not None
+    until(lambda: warm.command("cpu", None) is None, DEADLINE_S, "the end of the process")
+
+    assert shlex.split(first)[:3] == [sys.executable, "-I", "-S"]
+
+
+def test_without_memory_no_warm_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.host.warm_processes.available_memory", lambda: fork_server.LEAST_BYTES - 1)
+
+    assert WarmProcesses(tmp_path).command("cpu", None) is None
+
+
+COMPUTES = """\
+import ctypes, json, os, sys, threading
+from workers.host import forked_process
+import numpy, torch
+threads = []
+openmp = next(line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line)
+def compute():
+    forked_process.use_threads()
+    threads.extend([torch.get_num_threads(), ctypes.CDLL(openmp).omp_get_max_threads()])
+thread = threading.Thread(target=compute)
+thread.start()
+thread.join()
+print(json.dumps({"threads": threads, "is_fork": "torch" in forked_process.imported, "random": float(torch.rand(1)),
+                  "numpy": float(numpy.random.rand())}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def cpu_reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two forks and a fresh process report, each with two threads for torch."""
+    folder = tmp_path_factory.mktemp("cpu")
+    script = folder / "script.py"
+    script.write_text(COMPUTES)
+    command = WarmProcesses(folder).command("cpu", None)
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    reports = []
+    for start in (command, command, sys.executable):
+        assert start is not None
+        run = [*shlex.split(start), str(script)]
+        ended = subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, text=True)
+        assert ended.stdout is not None
+        reports.append(json.loads(ended.stdout.readline()))
+        ended.communicate()
+    return reports
+
+
+def test_a_fork_of_the_cpu_engine_has_imported_torch(cpu_reports: list[dict[str, Any]]) -> None:
+    """The fresh process has not."""
+    assert [report["is_fork"] for report in cpu_reports] == [True, True, False]
+
+
+def test_torch_has_the_threads_of_a_fresh_process_in_each_thread_of_a_fork(cpu_reports: list[dict[str, Any]]) -> None:
+    """Also OpenMP, which has read OMP_NUM_THREADS in the warm process."""
+    assert [report["threads"] for report in cpu_reports] == [[2, 2]] * 3
+
+
+def test_forks_draw_different_random_numbers(cpu_reports: list[dict[str, Any]]) -> None:
+    """Of torch and of numpy."""
+    assert len({report["random"] for report in cpu_reports} | {report["numpy"] for report in cpu_reports}) == 6
