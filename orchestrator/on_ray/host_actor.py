@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
+import msgspec.json
 import msgspec.structs
 import ray
 
@@ -36,7 +37,7 @@ from workers.host.interpreter import Interpreter, Interpreters
 from workers.host.neuron_faults import fault_of
 from workers.host.orphans import NODE_VARIABLE, end_orphans
 from workers.host.task_boundary import task_boundary
-from workers.host.warm_processes import WarmProcesses
+from workers.host.warm_processes import Load, WarmProcesses
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
@@ -162,9 +163,12 @@ class HostActor:
     def fault_in_log(self, path: str) -> Failure | None:
         return fault_of(None, this_host.last_words(Path(path)))
 
-    def warm_command(self, engine: str, python: str | None) -> str | None:
-        """Returns the command by which a replica's process becomes a fork of a warm one; see `WarmProcesses`."""
-        return self._warm.command(engine, python)
+    def warm_command(self, start: str, config: ReplicaConfig, environment: dict[str, str]) -> str | None:
+        """Returns the command by which the process of a start becomes a fork of a warm process, which begins to load
+        the model now; see `WarmProcesses`. ``environment``: what Ray adds to this process's variables."""
+        is_safe = config.engine == "cpu"  # which reads no cores
+        load = Load(msgspec.json.encode(config).decode(), environment) if is_safe else None
+        return self._warm.command(start, config.engine, config.python, load)
 
     def interpreter(self, python: str | None) -> Interpreter:
         return self._interpreters.ask(python)

@@ -59,6 +59,7 @@ KEEP_S = 10.0  # deadline of the requests for machines
 REPORT_S = 0.5  # deadline of one host's notice, while a round waits for all
 LONG_S = 2.0  # one poll of a long operation
 FETCH_S = 0.5  # the same of a fetch, whose progress is reported
+JOB_VARIABLE = "RAY_JOB_ID"  # Ray sets it for each worker
 BY_SIGKILL = "was killed by SIGKILL"
 
 
@@ -162,31 +163,33 @@ class RayCluster:
         self._configs[name] = config
         self._creating.add(name)
         try:  # without a deadline: it may be registered whenever the head is back
-            create = partial(self._create, name, config, node, await self._python(config, node))
+            create = partial(self._create, name, config, node, await self._python(name, config, node))
             self._actors[name] = await self._head.ask(create, name, None)
         finally:
             self._creating.discard(name)
 
-    async def _python(self, config: ReplicaConfig, node: RayNode) -> str | None:
+    async def _python(self, name: str, config: ReplicaConfig, node: RayNode) -> str | None:
         """Returns what runs the replica's process, as a shell reads it; None: the Python of its node."""
         if not config.warm:
             return config.python
+        environment = {**self._environment(config, node), JOB_VARIABLE: ray.get_runtime_context().get_job_id()}
         try:
             actor = await self._host_actors.of(node)
-            command: str | None = await self._clock.within(
-                actor.warm_command.remote(config.engine, config.python), NEAR_S
-            )
+            reply = actor.warm_command.remote(name, config, environment)
+            command: str | None = await self._clock.within(reply, NEAR_S)
         except (AttributeError, RayError, asyncio.TimeoutError) as error:  # the first: of another version
-            log.warning("%s starts as a fresh process: %s", config.model, str(error).partition("\n")[0])
+            log.warning("%s starts as a fresh process: %s", name, str(error).partition("\n")[0])
             return config.python
         return command or config.python
+
+    def _environment(self, config: ReplicaConfig, node: RayNode) -> dict[str, str]:
+        return {**config.env, **self._host_actors.environment(node), CONSOLE_VARIABLE: self._console}
 
     def _create(self, name: str, config: ReplicaConfig, node: RayNode, python: str | None) -> Any:
         """Register the actor of a replica. Blocks while the head is away."""
         named = type(f"Replica[{config.model}]", (Replica,), {})  # the dashboard shows the class name
         shown = ray.remote(concurrency_groups={"ctl": 8})(named)
         interpreter = {} if python is None else {"py_executable": python}
-        environment = {**self._host_actors.environment(node), CONSOLE_VARIABLE: self._console}
         return shown.options(
             name=name,
             namespace=self._namespace,
@@ -196,7 +199,7 @@ class RayCluster:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            runtime_env={"env_vars": {**config.env, **environment}, **interpreter},
+            runtime_env={"env_vars": self._environment(config, node), **interpreter},
         ).remote(config)
 
     def add_hosts(self, names: Iterable[str], kept: frozenset[str] | None = None) -> None:

@@ -1,8 +1,8 @@
 """Starts a Ray worker as a fork of a warm process, or as a fresh process.
 
-Ray runs ``python -I -S fork_client.py SOCKET SCRIPT ARGUMENTS...`` in place of Python (`py_executable`). It hands its
-arguments, environment, folder and output to the `fork_server` at SOCKET and ends once the fork runs. If the server is
-gone, refuses or does not reply in time, it becomes a fresh Python process instead, as if there were no server. Every
+Ray runs ``python -I -S fork_client.py SOCKET START SCRIPT ARGUMENTS...`` in place of Python (`py_executable`). It hands
+its arguments, environment, folder and output to the `fork_server` at SOCKET and ends once the fork runs. If the server
+is gone, refuses or does not reply in time, it becomes a fresh Python process instead, as if there were no server. Every
 start waits for it, so it imports little.
 """
 
@@ -10,30 +10,37 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 DEADLINE_S = 20.0  # the server may still be importing, which a fresh process would do, too
 REFUSED, FORKED, RUN = b"n", b"y", b"r"
 
 
-def main(path: str, arguments: list[str]) -> None:
+def send(connection: socket.socket, message: Mapping[str, object], descriptors: Sequence[int] = ()) -> None:
+    """Sends a message with descriptors, after its length in 4 bytes. Raises OSError."""
+    content = json.dumps(message).encode()
+    socket.send_fds(connection, [len(content).to_bytes(4, "big")], descriptors)
+    connection.sendall(content)
+
+
+def main(path: str, start: str, arguments: list[str]) -> None:
     """Returns once a fork of the server runs the script. Does not return if a fresh process has to."""
+    environment, folder = dict(os.environ), os.getcwd()  # noqa: PTH109 - importing pathlib takes 20 ms
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(DEADLINE_S)
         try:
             server.connect(path)
-            request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}  # noqa: PTH109 - pathlib takes 20 ms
-            content = json.dumps(request).encode()
-            socket.send_fds(server, [len(content).to_bytes(4, "big")], [0, 1, 2])
-            server.sendall(content)
+            request = {"environment": environment, "start": start, "arguments": arguments, "folder": folder}
+            send(server, request, (0, 1, 2))
             reply = server.recv(1)
-            reason = "" if reply == FORKED else server.makefile().read() or "the warm process has ended"
+            if reply == FORKED:
+                # Not before: a fork that waits for this byte ends if this process has given up on it.
+                server.sendall(RUN)
+                return
+            reason = server.makefile().read() or "the warm process has ended"
         except OSError as error:
             reason = f"the warm process does not reply: {error}"
-        if not reason:
-            # Not before: a fork that waits for this byte ends if this process has given up on it.
-            server.sendall(RUN)
-            return
     start_fresh(reason, arguments)
 
 
@@ -43,4 +50,4 @@ def start_fresh(reason: str, arguments: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -37,6 +37,11 @@ class StartPhases:
         self.seconds = {**self.seconds, phase: self.seconds.get(phase, 0.0) + now - self._since}
         self._since = now
 
+    def waited(self, phase: str, since: float) -> None:
+        """Replaces what the thread of a head start has measured: since then, this start has waited for ``phase``."""
+        self._since, self.seconds = since, {}
+        self.end(phase)
+
 
 def phases_of(load_s: float, reported: Mapping[str, float]) -> dict[str, float]:
     """Returns the phases of a start of ``load_s`` seconds, as the controller measured it: the reported ones, and

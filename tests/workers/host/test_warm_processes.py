@@ -23,11 +23,16 @@ from workers.host.fork_client import FORKED
 from workers.host.warm_processes import WarmProcesses
 
 DEADLINE_S = 60.0
+START = "m/0.1"
 SERVER = """\
 from workers.host import fork_server
 fork_server.IMPORTS["cpu"] = ("json",)
+def load(what):
+    import os, threading
+    os.environ["LOADED"] = what + f" in {{os.getpid()}} with {{os.environ.get('COREWRIGHT_MODEL')}}"
+    return lambda: os.environ.update(WAITED="yes")
 {before}
-fork_server.main("cpu", {descriptor})
+fork_server.main("cpu", {descriptor}, load)
 """
 SCRIPT = """\
 import json, os, sys, time
@@ -64,7 +69,7 @@ class Server:
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Starts a client, whose output is that of its process."""
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", fork_client.__file__, str(self.path), str(self.script), *arguments],
+            [sys.executable, "-I", "-S", fork_client.__file__, str(self.path), START, str(self.script), *arguments],
             env={**self.environment, **environment},
             cwd=self.script.parent,
             stdin=subprocess.DEVNULL,
@@ -79,6 +84,12 @@ class Server:
             assert client.stdout is not None
             report: dict[str, Any] = json.loads(client.stdout.readline())
         return report
+
+    def load(self, what: str, **environment: str) -> None:
+        """Has a fork load ahead for the start of the next client."""
+        with self.connect() as client:
+            fork_client.send(client, {"environment": {**self.environment, **environment}, "start": START, "load": what})
+        until(self.forks, DEADLINE_S, "the fork")
 
     def connect(self) -> socket.socket:
         client = socket.socket(socket.AF_UNIX)
@@ -184,7 +195,7 @@ def test_a_server_that_ends_in_a_takeover_gives_one_fresh_process(tmp_path: Path
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "s"))
         listener.listen()
-        command = [sys.executable, "-I", "-S", fork_client.__file__, str(tmp_path / "s"), str(script)]
+        command = [sys.executable, "-I", "-S", fork_client.__file__, str(tmp_path / "s"), START, str(script)]
         client = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if stage != "listening":
             connection, _ = listener.accept()
@@ -227,17 +238,67 @@ def test_a_client_that_gives_up_while_the_server_imports_is_no_second_process(tm
 def test_a_client_that_ends_in_a_takeover_leaves_no_process(server: Server, last: str) -> None:
     """And the server goes on."""
     with server.connect() as client:
-        request = {"arguments": [str(server.script), "wait"], "environment": server.environment, "folder": "/"}
-        content = json.dumps(request).encode()
-        if last != "nothing":
-            socket.send_fds(client, [len(content).to_bytes(4, "big")], [0, 1, 2])
-            client.sendall(content if last == "no permission" else content[:10])
-        if last == "no permission":
+        request = {"environment": server.environment, "start": "", "arguments": [str(server.script)], "folder": "/"}
+        if last == "half a request":
+            socket.send_fds(client, [(1000).to_bytes(4, "big")], [0, 1, 2])
+            client.sendall(b"{")
+        elif last == "no permission":
+            fork_client.send(client, request, (0, 1, 2))
             assert client.recv(1) == FORKED
             assert len(server.forks()) == 1
 
     until(lambda: not server.forks(), DEADLINE_S, "the end of the fork")
     assert server.run()["is_fork"]
+
+
+def test_a_fork_that_has_loaded_ahead_becomes_the_process_of_its_start(server: Server) -> None:
+    """With the environment of its load, which nothing changes meanwhile."""
+    server.load("weights", COREWRIGHT_MODEL="a")
+    (fork,) = server.forks()
+    report = server.run(COREWRIGHT_MODEL="a")
+
+    assert report["pid"] == fork.pid
+    assert report["environment"]["LOADED"] == f"weights in {fork.pid} with a"
+    assert "WAITED" not in report["environment"]
+
+
+def test_a_fork_whose_start_has_another_environment_waits_for_its_load(server: Server) -> None:
+    """Its threads must not read variables while they change."""
+    server.load("weights", RAY_JOB_ID="1")
+    environment = server.run(RAY_JOB_ID="2")["environment"]
+
+    assert (environment["RAY_JOB_ID"], environment["WAITED"]) == ("2", "yes")
+
+
+def test_a_load_ahead_is_for_its_start_only(server: Server) -> None:
+    """Another start gets a fork of its own; the next one of the same name, too."""
+    server.load("weights")
+    (fork,) = server.forks()
+    pids = [server.run()["pid"] for _ in range(2)]
+
+    assert pids[0] == fork.pid
+    assert fork.pid != pids[1]
+
+
+def test_without_the_fork_that_loads_ahead_the_start_has_another(server: Server) -> None:
+    """It was killed."""
+    server.load("weights")
+    (fork,) = server.forks()
+    fork.kill()
+    until(lambda: not server.forks(), DEADLINE_S, "the end of the fork")
+    report = server.run()
+
+    assert report["is_fork"]
+    assert "LOADED" not in report["environment"]
+
+
+def test_a_fork_that_loads_ahead_ends_with_its_server(server: Server) -> None:
+    """Nothing else could give it a start."""
+    server.load("weights")
+    (fork,) = server.forks()
+    server.process.kill()
+
+    until(lambda: not fork.is_running(), DEADLINE_S, "the end of the fork")
 
 
 def test_forks_outlive_the_server(server: Server) -> None:
@@ -282,9 +343,9 @@ def test_a_warm_process_that_ends_by_itself_is_not_started_again_at_once(
     """Meanwhile replicas start as fresh processes."""
     monkeypatch.setattr("workers.host.warm_processes.PROGRAM", "raise SystemExit(1)")
     warm = WarmProcesses(tmp_path)
-    first = warm.command("cpu", None)
+    first = warm.command("m/0.1", "cpu", None)
     assert first is not None
-    until(lambda: warm.command("cpu", None) is None, DEADLINE_S, "the end of the process")
+    until(lambda: warm.command("m/0.1", "cpu", None) is None, DEADLINE_S, "the end of the process")
 
     assert shlex.split(first)[:3] == [sys.executable, "-I", "-S"]
 
@@ -292,7 +353,7 @@ def test_a_warm_process_that_ends_by_itself_is_not_started_again_at_once(
 def test_without_memory_no_warm_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.host.warm_processes.available_memory", lambda: fork_server.LEAST_BYTES - 1)
 
-    assert WarmProcesses(tmp_path).command("cpu", None) is None
+    assert WarmProcesses(tmp_path).command("m/0.1", "cpu", None) is None
 
 
 COMPUTES = """\
@@ -318,7 +379,7 @@ def cpu_reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     folder = tmp_path_factory.mktemp("cpu")
     script = folder / "script.py"
     script.write_text(COMPUTES)
-    command = WarmProcesses(folder).command("cpu", None)
+    command = WarmProcesses(folder).command("m/0.1", "cpu", None)
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     reports = []
     for start in (command, command, sys.executable):
