@@ -31,6 +31,7 @@ from orchestrator.control.replica_table import ReplicaTable
 from orchestrator.control.replica_tasks import ReplicaTasks
 from orchestrator.control.scaling_loop import Scaler
 from orchestrator.control.speed_measurement import SpeedMeasurement
+from orchestrator.control.stand_by import StandBy
 from orchestrator.control.status import Conditions, record_conditions, route_table, status
 from orchestrator.control.update_prefetch import UpdatePrefetch
 from orchestrator.fleet.effects import ClusterClient
@@ -97,6 +98,7 @@ class Controller:
         self.live_requests = LiveRequests(state.clock)
         self.upgrade = HostUpgrade(state, cluster)
         self.rolls = HostRolls(state, hosts, gateways)
+        self.standby = StandBy(state, cluster)
         self.requests = HostRequests(state, cluster, counters, gateways)
 
     # The loop
@@ -134,6 +136,7 @@ class Controller:
         self.load.round()
         self.upgrade.round()
         self.gateways.round()
+        self.standby.round()
         self.tasks.restart_followers()
         async with state.deciding:
             if state.hold is None:
@@ -198,6 +201,7 @@ class Controller:
         self.prefetch.stop()
         self.adapters.stop()
         self.requests.stop()
+        self.standby.stop()
         self.gateways.stop()
         self.upgrade.stop()
         ended = await asyncio.gather(
@@ -305,6 +309,7 @@ class Controller:
             self._was_ready,
             self._closing,
             self.gateways.draining(),
+            state.parked,
         )
         changed = inputs != self._published
         if changed:

@@ -301,6 +301,9 @@ def _model_status(
     scaling: dict[str, Any],
 ) -> dict[str, Any]:
     current, reason = _state_of(state, model)
+    parked, start_s = state.parked.get(model.name), expected_start_s(state, model)
+    if current is ModelState.UNLOADED and reason is None and parked is not None:
+        reason = parked.text(start_s)
     scale = state.records.state.scales.get(model.name)
     usual = {phase for view in state.replicas_of(model.name) for phase in view.load_phases}
     return {
@@ -308,6 +311,7 @@ def _model_status(
         "kind": model.kind,
         "state": current.value,
         "reason": reason,
+        "parked": None if parked is None else parked.as_dict(start_s),
         "wanted": state.counts.desired(model),
         "scaled": None if scale is None else {"count": 0 if scale.sleep else scale.count, "by": scale.by},
         "scaling": scaling,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -32,10 +33,12 @@ from workers.host.core_claims import held_cores
 from workers.host.device_metrics import DeviceMonitor
 from workers.host.facts.machine import owners
 from workers.host.facts.reading import read_host_facts
+from workers.host.fork_server import LEAST_BYTES
 from workers.host.instance_metadata import NoticeWatch
 from workers.host.interpreter import Interpreter, Interpreters
 from workers.host.neuron_faults import fault_of
 from workers.host.orphans import NODE_VARIABLE, end_orphans
+from workers.host.page_cache import CachedBytes, keep_cached
 from workers.host.task_boundary import task_boundary
 from workers.host.warm_processes import Load, WarmProcesses
 from workers.messages.metric_family import MetricFamily
@@ -169,6 +172,17 @@ class HostActor:
         is_safe = config.engine == "cpu"  # which reads no cores
         load = Load(msgspec.json.encode(config).decode(), environment) if is_safe else None
         return self._warm.command(start, config.engine, config.python, load)
+
+    @_long
+    def stand_by(self, engines: dict[str, str | None], folders: list[str]) -> dict[str, CachedBytes]:
+        """See `ClusterClient.stand_by`. A folder that cannot be read is left out."""
+        self._warm.keep(engines)
+        spare, cached = this_host.available_memory() - LEAST_BYTES, {}
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                cached[folder] = keep_cached(Path(folder), spare)
+                spare -= cached[folder].total - cached[folder].cached
+        return cached
 
     def interpreter(self, python: str | None) -> Interpreter:
         return self._interpreters.ask(python)

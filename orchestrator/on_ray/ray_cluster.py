@@ -35,6 +35,7 @@ from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArti
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.host.interpreter import Interpreter
+from workers.host.page_cache import CachedBytes
 from workers.host.task_boundary import task_boundary
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice, earliest
@@ -398,6 +399,22 @@ class RayCluster:
         self, places: Collection[GatewayPlace], replaced: GatewayPlace | None = None
     ) -> Mapping[str, str]:
         return {} if self._gateways is None else await self._gateways.run(places, replaced, self._head, self._clock)
+
+    async def stand_by(
+        self, host: str, engines: Mapping[str, str | None], folders: Collection[str]
+    ) -> Mapping[str, CachedBytes]:
+        node = self._nodes.living(host)
+        if node is None:
+            raise HostLost(f"the Ray node of {host} is gone")
+        try:
+            stand_by = getattr(await self._host_actors.of(node), "stand_by", None)
+            if stand_by is None:  # of another version
+                return {}
+            reply = stand_by.remote(dict(engines), list(folders))
+            cached: Mapping[str, CachedBytes] = await self._clock.within(reply, CALL_DEADLINE_S)
+        except (RayError, asyncio.TimeoutError) as error:
+            raise HostLost(f"the host actor of {host} does not reply") from error
+        return cached
 
     async def host_reports(self) -> Mapping[str, HostReport]:
         draining = await self._head.ask(draining_nodes, "draining nodes")

@@ -85,6 +85,7 @@ STATUS: dict[str, Any] = {
             "kind": "generate",
             "state": "degraded",
             "reason": "replica-died: killed",
+            "parked": None,
             "wanted": 2,
             "scaled": None,
             "scaling": {
@@ -119,6 +120,7 @@ STATUS: dict[str, Any] = {
             "kind": "generate",
             "state": "unloaded",
             "reason": None,
+            "parked": None,
             "wanted": 0,
             "scaled": {"count": 0, "by": "ada@wright"},
             "scaling": {"auto": True, "min": 1, "max": 1, "target": 1, "why": None, "demand": None},

@@ -36,6 +36,7 @@ from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArti
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
 from workers.host.lifetime import since_boot
+from workers.host.page_cache import CachedBytes
 from workers.messages.build import Build
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice
@@ -181,6 +182,8 @@ class FakeCluster:
         self.host_actor_problems: dict[str, str] = {}  # by machine
         self.gateway_problems: dict[str, str] = {}  # by machine
         self.notices: dict[str, Notice] = {}  # by host
+        self.standing_by: dict[str, tuple[dict[str, str | None], list[str]]] = {}  # by host: its engines and folders
+        self.cached = 2**30  # bytes of each parked folder, of 1 GiB
         self.nodes: dict[str, str] = {}  # by host, the id of its Ray node; by default "1"
         self.refuses_start: Exception | None = None
         self.unadoptable: dict[str, int] = {}
@@ -432,6 +435,14 @@ class FakeCluster:
             self.replaced.append(f"gateway {replaced.label}")
         return self.gateway_problems
 
+    async def stand_by(
+        self, host: str, engines: Mapping[str, str | None], folders: Collection[str]
+    ) -> Mapping[str, CachedBytes]:
+        if host in self.lost_now:
+            raise HostLost(host)
+        self.standing_by[host] = (dict(engines), list(folders))
+        return {folder: CachedBytes(self.cached, 2**30) for folder in folders}
+
     async def host_reports(self) -> Mapping[str, HostReport]:
         return {
             name: HostReport(self.nodes.get(name, "1"), self.notices.get(name))
@@ -532,6 +543,7 @@ class Played:
             self._beating.cancel()
         self.controller.hosts.stop()
         self.controller.prefetch.stop()
+        self.controller.standby.stop()
         for task in (*self.controller.tasks.running, self.controller.state.records._writing):  # a dead process has none
             if task is not None:
                 task.cancel()

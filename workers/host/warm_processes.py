@@ -83,6 +83,20 @@ class WarmProcesses:
             self._begin(warm, start, load)
         return shlex.join([python, "-I", "-S", fork_client.__file__, str(warm.path), start])
 
+    def keep(self, engines: Mapping[str, str | None]) -> None:
+        """Starts the processes of these engines, with the Python of each, and ends all others."""
+        wanted = {(engine, python or sys.executable) for engine, python in engines.items()}
+        with self._lock:
+            for key in self._processes.keys() - wanted:
+                self._end(self._processes.pop(key))
+        for engine, python in engines.items():
+            self.command("", engine, python)
+
+    def _end(self, warm: WarmProcess) -> None:
+        warm.path.unlink(missing_ok=True)
+        warm.process.kill()  # its forks continue
+        warm.process.communicate()
+
     def _begin(self, warm: WarmProcess, start: str, load: Load) -> None:
         """Has a fork load ahead. Without one, the start takes longer."""
         environment = {**self._own(), **self._marks, **load.environment}

@@ -30,7 +30,7 @@ Attributes = Mapping[str, "str | int | float | bool | Sequence[str]"]
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 FLUSH_S = 2.0
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_random = random.Random()
+# `random` itself gives each process its own numbers, also a fork; an instance of this module would not.
 
 
 class SpanId(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class SpanId(msgspec.Struct, frozen=True):
 
 def new_id(bits: int) -> int:
     """Returns a random nonzero id."""
-    return _random.getrandbits(bits) or 1
+    return random.getrandbits(bits) or 1
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):

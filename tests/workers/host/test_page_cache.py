@@ -1,0 +1,49 @@
+"""The files of models that may return stay in the page cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.fleet import until
+from workers.host.page_cache import CachedBytes, cached_bytes, keep_cached
+
+SIZE = 3 * 4096 + 10
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model whose files are written to disk and no longer in memory."""
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"w" * SIZE)
+    (weights.parent / "empty").touch()
+    with weights.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_bytes(weights.parent).cached:
+        pytest.skip("this filesystem keeps its files in memory")
+    return weights.parent
+
+
+def test_files_that_were_read_are_cached(folder: Path) -> None:
+    """All pages of them, the last one too."""
+    (folder / "model.safetensors").read_bytes()
+
+    assert cached_bytes(folder) == CachedBytes(SIZE, SIZE)
+
+
+def test_what_is_missing_is_read_again(folder: Path) -> None:
+    """In the background."""
+    assert keep_cached(folder, SIZE) == CachedBytes(0, SIZE)
+    until(lambda: cached_bytes(folder).cached == SIZE, DEADLINE_S, "the pages are read")
+
+
+def test_without_spare_memory_nothing_is_read(folder: Path) -> None:
+    """The pages would evict others."""
+    keep_cached(folder, SIZE - 1)
+
+    assert keep_cached(folder, 0) == CachedBytes(0, SIZE)
