@@ -76,7 +76,8 @@ def status_text(data: Mapping[str, Any], paint: Paint | None = None, console: st
 
 def _heading(data: Mapping[str, Any], console: str | None) -> str:
     ready = "ready" if data["ready"] else "not ready"
-    return f"{data['name']}: {ready}, revision {data.get('revision', '-')}" + (f", console {console}" if console else "")
+    address = f", console {console}" if console else ""
+    return f"{data['name']}: {ready}, revision {data.get('revision', '-')}{address}"
 
 
 def _replica_table(rows: Sequence[Row], paint: Paint | None) -> str:
