@@ -101,6 +101,7 @@ class Server:
         """``environment`` is that in which the packages were imported."""
         self._listener = listener
         self._environment = environment
+        self._added = {name: value for name, value in os.environ.items() if name not in environment}  # by the imports
         self._load = load
         self._ahead: dict[str, socket.socket] = {}  # to forks that load ahead, by start
 
@@ -117,7 +118,7 @@ class Server:
                 continue
             client, _ = self._listener.accept()
             # After an error of one of these types, the client starts a fresh process.
-            with client, contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as received:
+            with client, contextlib.suppress(OSError, TypeError, ValueError), contextlib.ExitStack() as received:
                 client.settimeout(REQUEST_S)
                 _check_user(client)
                 request = _received(client, received)
@@ -164,7 +165,7 @@ class Server:
         """Loads, and becomes the process of the start. Ends without one."""
         self._close()
         os.setpgid(0, 0)  # Ray kills the process group of a worker that ends
-        self._adjust(request)
+        forked_process.adjust({**self._added, **request.environment})
         wait = self._load(request.load)
         channel.settimeout(HANDOVER_S)
         with contextlib.ExitStack() as received:
@@ -173,7 +174,8 @@ class Server:
             channel.close()
             if _without_shell(start.environment) != _without_shell(request.environment):
                 wait()  # a thread must not read the environment meanwhile
-                self._adjust(start)
+                kept = {name: value for name, value in os.environ.items() if name not in request.environment}
+                forked_process.adjust({**kept, **start.environment})
             with socket.socket(fileno=os.dup(start.descriptors[-1])) as client:
                 client.settimeout(REQUEST_S)
                 return _become(start, client)
@@ -181,13 +183,8 @@ class Server:
     def _run(self, request: Request, client: socket.socket) -> list[str]:
         self._close()
         os.setpgid(0, 0)  # as above
-        self._adjust(request)
+        forked_process.adjust({**self._added, **request.environment})
         return _become(request, client)
-
-    def _adjust(self, request: Request) -> None:
-        """Applies the environment of a request, with the variables that the imports have set."""
-        added = {name: value for name, value in os.environ.items() if name not in self._environment}
-        forked_process.adjust({**added, **request.environment})
 
 
 def _check_user(client: socket.socket) -> None:
@@ -234,6 +231,9 @@ def _in_fork(become: Become, request: Request, connection: socket.socket) -> lis
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return become(request, connection)
+    except (OSError, ValueError) as error:  # of a connection whose other end has ended or is silent
+        print(f"A fork of the warm process ends without a start: {error!r}.", file=sys.stderr, flush=True)  # noqa: T201
+        os._exit(1)
     except BaseException:  # noqa: BLE001 - see above
         traceback.print_exc()
         os._exit(1)

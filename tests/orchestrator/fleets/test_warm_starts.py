@@ -1,0 +1,121 @@
+"""A running fleet whose replicas are forks of a warm process, which is killed, and models that return."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from orchestrator.cli.app import DEMO
+from placements.resources.host_memory import PROCESS_GIB
+from tests.fleet import LiveFleet, until
+from tests.orchestrator.clients import complete
+
+SPEC = f"""\
+version: 1
+name: warm
+hosts: {{emulate: inf2.48xlarge}}
+defaults: {{engine: cpu, source: {DEMO.parent / "models" / "tiny"}, max_len: 128}}
+models:
+  first: {{}}
+  second: {{tp_degree: 2}}
+  sleeper: {{replicas: {{min: 0, max: 1}}, scaling: {{idle_s: 1}}}}
+"""
+BACK_S = 60.0
+
+pytestmark = pytest.mark.live
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[LiveFleet]:
+    live = LiveFleet(SPEC)
+    try:
+        yield live.wait_ready()
+    finally:
+        live.clean()
+
+
+def warm_pid(fleet: LiveFleet) -> int:
+    """The warm process of the host."""
+    pids: list[int] = until(lambda: fleet.named_pids("fork_server"), BACK_S, "a warm process runs")
+    return pids[0]
+
+
+def is_fork(fleet: LiveFleet, id: str) -> bool:
+    return psutil.Process(fleet.replica(id)["pid"]).ppid() == warm_pid(fleet)
+
+
+def kill(fleet: LiveFleet, id: str) -> None:
+    """Kills the replica, and waits until its next start serves."""
+    before = fleet.replica(id)
+    os.kill(before["pid"], signal.SIGKILL)
+
+    def back() -> bool:
+        now = fleet.replica(id)
+        return bool(now["state"] == "ready" and now["epoch"] > before["epoch"])
+
+    until(back, BACK_S, f"{id} is back")
+
+
+def text(fleet: LiveFleet, model: str) -> Any:
+    return complete(fleet, model, "What is a NeuronCore?", max_tokens=8, temperature=0).json()["choices"][0]["text"]
+
+
+def pss_gib(pids: list[int]) -> float:
+    """The memory of these processes, of which shared pages count once."""
+    return sum(psutil.Process(pid).memory_full_info().pss for pid in pids) / 2**30
+
+
+def test_replicas_are_forks_and_share_the_memory_of_their_imports(fleet: LiveFleet) -> None:
+    """With the warm process they take less than the plan has for their processes alone."""
+    pids = [fleet.replica(id)["pid"] for id in ("first/0", "second/0")]
+
+    assert is_fork(fleet, "first/0")
+    assert is_fork(fleet, "second/0")
+    assert pss_gib([warm_pid(fleet), *pids]) < len(pids) * PROCESS_GIB
+
+
+def test_a_killed_replica_returns_as_another_fork(fleet: LiveFleet) -> None:
+    """The other replicas and the warm process are not affected, although Ray ends the dead one's process group."""
+    other, warm, answer = fleet.replica("second/0")["pid"], warm_pid(fleet), text(fleet, "first")
+    kill(fleet, "first/0")
+
+    assert is_fork(fleet, "first/0")
+    assert (fleet.replica("second/0")["pid"], warm_pid(fleet)) == (other, warm)
+    assert text(fleet, "first") == answer
+
+
+def test_an_unloaded_model_is_parked_and_returns(fleet: LiveFleet) -> None:
+    """The status shows the host, and that its files are in memory."""
+    answer = text(fleet, "sleeper")
+
+    def parked() -> Any:
+        (model,) = [model for model in fleet.status()["models"] if model["name"] == "sleeper"]
+        return model["parked"]
+
+    shown = until(parked, BACK_S, "the model is parked")
+    assert shown["host"] == "inf2.48xlarge/0"
+    assert shown["cached_gib"] == shown["gib"] > 0
+    assert text(fleet, "sleeper") == answer
+
+
+def test_without_a_warm_process_replicas_start_as_fresh_ones(fleet: LiveFleet) -> None:
+    """It was killed: its forks serve on, and another one is not started within a minute."""
+    warm, answer = warm_pid(fleet), text(fleet, "second")
+    os.kill(warm, signal.SIGKILL)
+    until(lambda: not psutil.pid_exists(warm) or fleet.named_pids("fork_server") == [], BACK_S, "it has ended")
+    kill(fleet, "second/0")
+
+    assert text(fleet, "first")
+    assert text(fleet, "second") == answer
+    assert psutil.Process(psutil.Process(fleet.replica("second/0")["pid"]).ppid()).name() == "raylet"
+
+
+def test_the_end_of_the_fleet_leaves_no_process(fleet: LiveFleet) -> None:
+    """Neither forks nor warm processes."""
+    assert fleet.stop() == 0
+    assert fleet.processes() == []
