@@ -15,15 +15,16 @@ from placements.resources.host_memory import PROCESS_GIB
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import complete
 
+TINY = DEMO.parent / "models" / "tiny"
 SPEC = f"""\
 version: 1
 name: warm
 hosts: {{emulate: inf2.48xlarge}}
-defaults: {{engine: cpu, source: {DEMO.parent / "models" / "tiny"}, max_len: 128}}
+defaults: {{engine: cpu, max_len: 128}}
 models:
-  first: {{}}
-  second: {{tp_degree: 2}}
-  sleeper: {{replicas: {{min: 0, max: 1}}, scaling: {{idle_s: 1}}}}
+  first: {{source: {TINY}}}
+  second: {{source: {TINY}, tp_degree: 2}}
+  sleeper: {{source: {TINY}, replicas: {{min: 0, max: 1}}, scaling: {{idle_s: 1}}}}
 """
 BACK_S = 60.0
 
@@ -62,7 +63,8 @@ def kill(fleet: LiveFleet, id: str) -> None:
 
 
 def text(fleet: LiveFleet, model: str) -> Any:
-    return complete(fleet, model, "What is a NeuronCore?", max_tokens=8, temperature=0).json()["choices"][0]["text"]
+    answer = complete(fleet, model, "What is a NeuronCore?", max_tokens=8, temperature=0, ignore_eos=True)
+    return answer.json()["choices"][0]["text"]
 
 
 def pss_gib(pids: list[int]) -> float:
