@@ -45,6 +45,11 @@ class WarmProcess:
     process: subprocess.Popen[bytes]
     started: float
 
+    @property
+    def is_usable(self) -> bool:
+        """False once it has ended, or a cleaner of temporary folders has removed its socket."""
+        return self.process.poll() is None and self.path.exists()
+
 
 class Load(msgspec.Struct, frozen=True):
     """What a fork loads ahead."""
@@ -72,12 +77,12 @@ class WarmProcesses:
         python = python or sys.executable
         with self._lock:
             warm = self._processes.get((engine, python))
-            if warm is None or warm.process.poll() is not None:
+            if warm is None or not warm.is_usable:
                 too_early = warm is not None and time.monotonic() < warm.started + RETRY_S
                 if engine not in IMPORTS or too_early or available_memory() < LEAST_BYTES:
                     return None
                 if warm is not None:
-                    warm.path.unlink(missing_ok=True)
+                    self._end(warm)
                 warm = self._processes[engine, python] = self._start(engine, python)
         if load is not None:
             self._begin(warm, start, load)
@@ -112,6 +117,7 @@ class WarmProcesses:
         self._starts += 1
         path = self._folder / f"warm-{self._starts}.{os.getpid()}"
         path.unlink(missing_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen(64)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -362,6 +363,23 @@ def test_a_warm_process_ends_once_no_engine_is_to_have_it(tmp_path: Path, monkey
     assert (len(ran), len(sockets)) == (1, 1)
     assert not ran[0].is_running()
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_warm_process_whose_socket_was_removed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a cleaner of temporary folders."""
+    monkeypatch.setattr("workers.host.warm_processes.PROGRAM", "import time; time.sleep(600)")
+    monkeypatch.setattr("workers.host.warm_processes.RETRY_S", 0.0)
+    warm = WarmProcesses(tmp_path / "sockets")
+    first = warm.command("m/0.1", "cpu", None)
+    shutil.rmtree(tmp_path / "sockets")
+    second = warm.command("m/0.1", "cpu", None)
+    (socket_path,) = (tmp_path / "sockets").iterdir()
+    warm.keep({})
+
+    assert first is not None
+    assert second is not None
+    assert second != first
+    assert str(socket_path) in second
 
 
 def test_without_memory_no_warm_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
