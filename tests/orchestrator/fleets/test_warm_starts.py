@@ -81,6 +81,14 @@ def test_replicas_are_forks_and_share_the_memory_of_their_imports(fleet: LiveFle
     assert pss_gib([warm_pid(fleet), *pids]) < len(pids) * PROCESS_GIB
 
 
+def test_replicas_have_loaded_before_ray_has_started_them(fleet: LiveFleet) -> None:
+    """So that their starts report no imports of their own, only the wait for their weights."""
+    phases = fleet.replica("first/0")["load_phases"]
+
+    assert "weights" in phases
+    assert not phases.keys() & {"imports", "warm_up"}
+
+
 def test_a_killed_replica_returns_as_another_fork(fleet: LiveFleet) -> None:
     """The other replicas and the warm process are not affected, although Ray ends the dead one's process group."""
     other, warm, answer = fleet.replica("second/0")["pid"], warm_pid(fleet), text(fleet, "first")

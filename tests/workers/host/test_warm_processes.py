@@ -21,6 +21,7 @@ import pytest
 from tests.fleet import until
 from workers.host import fork_client, fork_server
 from workers.host.fork_client import FORKED
+from workers.host.orphans import NODE_VARIABLE, is_orphan
 from workers.host.warm_processes import WarmProcesses
 
 DEADLINE_S = 60.0
@@ -380,6 +381,19 @@ def test_a_warm_process_whose_socket_was_removed_is_replaced(tmp_path: Path, mon
     assert second is not None
     assert second != first
     assert str(socket_path) in second
+
+
+def test_other_processes_see_the_mark_of_the_ray_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel shows the variables of the warm process for its forks: a later node of the machine ends those, too."""
+    monkeypatch.setattr("workers.host.warm_processes.PROGRAM", "import time; time.sleep(600)")
+    before = {*psutil.Process().children()}
+    warm = WarmProcesses(tmp_path, {NODE_VARIABLE: "fleet|machine|former"})
+    warm.keep({"cpu": None})
+    (process,) = {*psutil.Process().children()} - before
+    mark = process.environ()[NODE_VARIABLE]
+    warm.keep({})
+
+    assert is_orphan(mark, "fleet|machine|current")
 
 
 def test_without_memory_no_warm_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
