@@ -87,11 +87,12 @@ class Server:
             report: dict[str, Any] = json.loads(client.stdout.readline())
         return report
 
-    def load(self, what: str, **environment: str) -> None:
-        """Has a fork load ahead for the start of the next client."""
+    def load(self, what: str, start: str = START, **environment: str) -> None:
+        """Has a fork load ahead for a start, by default that of the next client."""
+        count = len(self.forks())
         with self.connect() as client:
-            fork_client.send(client, {"environment": {**self.environment, **environment}, "start": START, "load": what})
-        until(self.forks, DEADLINE_S, "the fork")
+            fork_client.send(client, {"environment": {**self.environment, **environment}, "start": start, "load": what})
+        until(lambda: len(self.forks()) > count, DEADLINE_S, "the fork")
 
     def connect(self) -> socket.socket:
         client = socket.socket(socket.AF_UNIX)
@@ -108,6 +109,10 @@ class Server:
                 fork.kill()
         self.process.kill()
         self.process.communicate()
+
+
+def running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture
@@ -240,12 +245,12 @@ def test_a_client_that_gives_up_while_the_server_imports_is_no_second_process(tm
 def test_a_client_that_ends_in_a_takeover_leaves_no_process(server: Server, last: str) -> None:
     """And the server goes on."""
     with server.connect() as client:
-        request = {"environment": server.environment, "start": "", "arguments": [str(server.script)], "folder": "/"}
+        request = {"environment": server.environment, "start": "", "arguments": [str(server.script), "wait"]}
         if last == "half a request":
             socket.send_fds(client, [(1000).to_bytes(4, "big")], [0, 1, 2])
             client.sendall(b"{")
         elif last == "no permission":
-            fork_client.send(client, request, (0, 1, 2))
+            fork_client.send(client, {**request, "folder": "/"}, (0, 1, 2))
             assert client.recv(1) == FORKED
             assert len(server.forks()) == 1
 
@@ -294,13 +299,16 @@ def test_without_the_fork_that_loads_ahead_the_start_has_another(server: Server)
     assert "LOADED" not in report["environment"]
 
 
-def test_a_fork_that_loads_ahead_ends_with_its_server(server: Server) -> None:
-    """Nothing else could give it a start."""
+def test_forks_that_load_ahead_end_with_their_server(server: Server) -> None:
+    """Nothing else could give them a start."""
     server.load("weights")
-    (fork,) = server.forks()
+    server.load("weights", start="m/1.1")
+    forks = server.forks()
     server.process.kill()
 
-    until(lambda: not fork.is_running(), DEADLINE_S, "the end of the fork")
+    assert len(forks) == 2
+    # Sooner than by themselves: none must hold the connection of another.
+    until(lambda: not any(map(running, forks)), fork_server.HANDOVER_S / 2, "the end of the forks")
 
 
 def test_forks_outlive_the_server(server: Server) -> None:
