@@ -41,7 +41,7 @@ def ask(gateway: LiveGateway, path: str = "/v1/completions", **headers: str) -> 
 
 @pytest.mark.parametrize("path", SHAPES)
 def test_the_retry_time_is_the_rest_of_the_running_start(gateway: LiveGateway, path: str) -> None:
-    """Of each API alike."""
+    """The same in each API."""
     gateway.serve(loading(41.0))
 
     response = ask(gateway, path)

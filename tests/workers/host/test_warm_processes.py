@@ -463,5 +463,5 @@ def test_torch_has_the_threads_of_a_fresh_process_in_each_thread_of_a_fork(cpu_r
 
 
 def test_forks_draw_different_random_numbers(cpu_reports: list[dict[str, Any]]) -> None:
-    """Of torch and of numpy."""
+    """From the default generators of torch and numpy."""
     assert len({report["random"] for report in cpu_reports} | {report["numpy"] for report in cpu_reports}) == 6
