@@ -67,8 +67,10 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_DEVI
 """Variables of the server. With the first one the imports start no threads. OpenMP reads the second one when torch is
 imported; with one thread it has no effect. With the last one torch does not import the packages of devices."""
 
-SHELL = frozenset({"PWD", "OLDPWD", "SHLVL", "_"})
-READ_LATER = SHELL | {"OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"}
+UNREAD = frozenset({"PWD", "OLDPWD", "SHLVL", "_", "PYTHONBREAKPOINT"})
+"""Variables of shells; and that of Ray's debugger, which Ray sets in each driver and, anew, in each worker."""
+
+READ_LATER = UNREAD | {"OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"}
 READ_LATER_PREFIXES = ("COREWRIGHT_", "NEURON_", "RAY_")
 """Variables that none of the imports reads, or that a fork applies itself."""
 
@@ -172,7 +174,7 @@ class Server:
             start = _received(channel, received)
             channel.sendall(FORKED)
             channel.close()
-            if _without_shell(start.environment) != _without_shell(request.environment):
+            if _without_unread(start.environment) != _without_unread(request.environment):
                 wait()  # a thread must not read the environment meanwhile
                 kept = {name: value for name, value in os.environ.items() if name not in request.environment}
                 forked_process.adjust({**kept, **start.environment})
@@ -222,8 +224,8 @@ def refusal(requested: Mapping[str, str], own: Mapping[str, str]) -> str | None:
     return None
 
 
-def _without_shell(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in SHELL}
+def _without_unread(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in UNREAD}
 
 
 def _in_fork(become: Become, request: Request, connection: socket.socket) -> list[str]:

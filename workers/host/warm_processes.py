@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 SEND_S = 1.0  # deadline of a message to a warm process, which the kernel keeps until it reads it
 RETRY_S = 60.0  # between two starts of one that ends by itself
 
-SET_BY_RAY = "PYTHONBREAKPOINT"  # in the environment of a running worker of Ray, such as this process
-
 PROGRAM = """\
 import sys
 from workers.host.fork_server import main
@@ -104,14 +102,11 @@ class WarmProcesses:
 
     def _begin(self, warm: WarmProcess, start: str, load: Load) -> None:
         """Has a fork load ahead. Without one, the start takes longer."""
-        environment = {**self._own(), **self._marks, **load.environment}
+        environment = {**os.environ, **self._marks, **load.environment}
         with socket.socket(socket.AF_UNIX) as server, contextlib.suppress(OSError):
             server.settimeout(SEND_S)
             server.connect(str(warm.path))
             fork_client.send(server, {"environment": environment, "start": start, "load": load.config})
-
-    def _own(self) -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if name != SET_BY_RAY}
 
     def _start(self, engine: str, python: str) -> WarmProcess:
         self._starts += 1
@@ -124,7 +119,7 @@ class WarmProcesses:
             process = subprocess.Popen(
                 [python, "-c", PROGRAM, engine, str(listener.fileno())],
                 stdin=subprocess.PIPE,  # its end ends the process
-                env={**self._own(), **self._marks, **ENVIRONMENT},
+                env={**os.environ, **self._marks, **ENVIRONMENT},
                 cwd="/",  # which -c puts before the packages
                 pass_fds=[listener.fileno()],
             )

@@ -187,9 +187,10 @@ def test_another_environment_of_the_imports_starts_a_fresh_process(server: Serve
 
 
 def test_variables_that_are_read_later_do_not_matter() -> None:
-    """Those of the cores, of the threads and of Ray; and those that only the server has."""
-    own = {"PATH": "/bin", **fork_server.ENVIRONMENT}
+    """Those of the cores, of the threads, of Ray and its debugger; and those that only the server has."""
+    own = {"PATH": "/bin", "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace", **fork_server.ENVIRONMENT}
     requested = {"PATH": "/bin", "NEURON_RT_VISIBLE_CORES": "0-3", "OMP_NUM_THREADS": "8", "RAY_JOB_ID": "1"}
+    requested["PYTHONBREAKPOINT"] = "ray.util.rpdb._driver_set_trace"  # where a driver has started Ray
 
     assert fork_server.refusal(requested, own) is None
 
