@@ -82,6 +82,12 @@ def test_fleets_live_on_a_cluster_until_down(cluster: Any) -> None:
     import ray
     from ray import serve
 
+    class Tenant:  # local, so that the cluster gets its code: Serve's workers have the path of whoever started Serve
+        """Something that another user of the cluster runs."""
+
+        def answer(self) -> str:
+            return "here"
+
     ray.init(address=cluster.address, namespace="theirs", log_to_driver=False)
     try:
         tenant = ray.remote(num_cpus=0)(Tenant).options(name="tenant", lifetime="detached").remote()
@@ -157,10 +163,3 @@ def served(fleet: LiveFleet, model: str) -> bool:
 def held(ray: Any) -> int:
     """Returns the number of machines whose first core is held."""
     return int(ray.cluster_resources().get("nc0", 0) - ray.available_resources().get("nc0", 0))
-
-
-class Tenant:
-    """Something that another user of the cluster runs."""
-
-    def answer(self) -> str:
-        return "here"
