@@ -143,6 +143,7 @@ class ReplicaTable:
             after = dataclasses.replace(after, served=True, log=(), reason=None, compiled=compiled)
             self._state.compiled_on.add((after.model, after.version, after.host))
             self._counters.loaded(after)
+            self._state.record_ready(after)
             self._state.records.event("info", "Ready", f"after {after.load_s or 0:.1f} s", view=after)
         elif state is State.FAILED:
             settled = before.state in (State.READY, State.DRAINING) and now - before.since >= SETTLED_S

@@ -405,8 +405,9 @@ class Scaler:
 
     def load_times(self) -> dict[str, float]:
         """Returns the measured duration of a replica's start by model, in seconds."""
-        models = self._state.start_times.models
-        return {name: starts.expected_s for name, starts in models.items() if starts.expected_s is not None}
+        names = (model.name for model in self._state.current.spec.models)
+        times = {name: self._state.start_times(name).expected_s for name in names}
+        return {name: expected_s for name, expected_s in times.items() if expected_s is not None}
 
     def changes(self) -> dict[tuple[str, ...], int]:
         """Returns the number of scaling events by model and kind."""

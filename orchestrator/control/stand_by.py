@@ -24,7 +24,10 @@ class StandBy:
     def __init__(self, state: FleetState, cluster: ClusterClient) -> None:
         self._state = state
         self._cluster = cluster
-        self._served: dict[str, ParkedModel] = {}  # where a replica of each model was ready last, and its files
+        self._served = {  # where a replica of each model was ready last, and its files
+            name: ParkedModel(last.host, tuple(last.folders), last.version)
+            for name, (last, *_) in state.records.state.ready_starts.items()
+        }
         self._updates: dict[str, asyncio.Task[None]] = {}  # by host
         self._due: dict[str, float] = {}  # by host, on the state's clock
 

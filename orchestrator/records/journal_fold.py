@@ -20,6 +20,7 @@ from orchestrator.records.journal_records import (
     JournalState,
     Pin,
     Quarantine,
+    ReadyStart,
     Replace,
     Revision,
     RolloutState,
@@ -30,6 +31,8 @@ from orchestrator.records.journal_records import (
 
 KEEP_REVISIONS = 50
 KEEP_PINS = 256  # of the latest versions
+KEEP_STARTS = 3  # of a model: one slow start does not count, and a lasting change counts after two
+KEEP_MODELS = 256  # with known starts: those of the latest starts
 KEEP_REPLICAS = 4096  # with known epochs: those of the latest starts
 
 
@@ -47,7 +50,7 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
     return msgspec.structs.replace(state, seq=record.seq, index=index, **_changes(state, record))
 
 
-_KEEP_INDEX = (Event, RolloutState, Target, Pin, HostUse)
+_KEEP_INDEX = (Event, RolloutState, Target, Pin, HostUse, ReadyStart)
 """The records after which an operator's plan stays valid."""
 
 
@@ -61,7 +64,7 @@ def _changes(state: JournalState, record: AnyRecord) -> dict[str, Any]:
         case Revision():
             revisions = _latest(state.revisions, record.number, record, KEEP_REVISIONS)
             held = state.held if record.cause == "rollback" else None  # all others are an operator's decision
-            begun: dict[str, Any] = {"starts": {}, "pins": {}} if record.cause == "up" else {}
+            begun: dict[str, Any] = {"starts": {}, "pins": {}, "ready_starts": {}} if record.cause == "up" else {}
             return {"revision": record.number, "revisions": revisions, "held": held, **begun}
         case Damage():
             return {"held": record.what}
@@ -84,6 +87,9 @@ def _changes(state: JournalState, record: AnyRecord) -> dict[str, Any]:
             return {"pins": _set(state.pins, record.key, record, absent=True)}
         case Pin():
             return {"pins": _latest(state.pins, record.key, record, KEEP_PINS)}
+        case ReadyStart(model=model):
+            kept = (record, *state.ready_starts.get(model, ()))[:KEEP_STARTS]
+            return {"ready_starts": _latest(state.ready_starts, model, kept, KEEP_MODELS)}
         case Replace():
             return {"replaces": _set(state.replaces, f"{record.model}/{record.replica}", record.epoch, absent=False)}
         case Quarantine(host=host, core=core, on=on):

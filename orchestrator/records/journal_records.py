@@ -150,6 +150,17 @@ class Decision(Record, frozen=True, kw_only=True):
     reason: str
 
 
+class ReadyStart(Record, frozen=True, kw_only=True):
+    """A start that ended in readiness: how long the model's next one may take, and where its files may be in memory."""
+
+    model: str
+    version: str
+    engine: str
+    host: str
+    folders: list[str]  # that it has read: weights, those of its draft and its adapters
+    phases: dict[str, float]  # its seconds by `start_phases.PHASES`, without fetching and compiling
+
+
 class Damage(Record, frozen=True, kw_only=True):
     """The file before this record is damaged and may have lost a newer revision, so the fleet is held until an operator
     applies a spec."""
@@ -194,6 +205,8 @@ class JournalState(msgspec.Struct, frozen=True, kw_only=True):
     epochs: Mapping[str, int] = msgspec.field(default_factory=dict)  # the highest one, by `model/n`
     pins: Mapping[str, Pin] = msgspec.field(default_factory=dict)  # by `Pin.key`, since this `up`
     starts: Mapping[str, int] = msgspec.field(default_factory=dict)  # by `model/n`, since this `up` or Forget
+    ready_starts: Mapping[str, tuple[ReadyStart, ...]] = msgspec.field(default_factory=dict)  # by model, since this
+    # `up`; the newest KEEP_STARTS, the last one first
     held: str | None = None  # the damage that holds the fleet; None: it is not held
 
     @property
@@ -223,6 +236,7 @@ AnyRecord = (
     | Pin
     | Quarantine
     | Decision
+    | ReadyStart
     | Damage
     | Event
     | Snapshot

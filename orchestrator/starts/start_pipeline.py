@@ -156,7 +156,7 @@ class StartPipeline:
         """Returns the event of an early start with ``config``, once, when little enough of the fetch is left."""
         if self._update or self._has_process:
             return None
-        lead_s = lead_of(config, self._state.start_times.of(config.model).before_weights_s)
+        lead_s = lead_of(config, self._state.start_times(config.model).before_weights_s)
         left_s = self._remaining.estimate(status, self._state.clock())
         if lead_s is None or left_s is None or left_s >= lead_s:
             return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from orchestrator.fleet.replica_states import AHEAD, State
-from orchestrator.fleet.start_times import ready_at
 from orchestrator.state.fleet_state import FleetState
+from orchestrator.state.start_times import ready_at
 from placements.resources.estimate import speed
 from placements.spec.schema import ModelSpec
 
@@ -15,7 +15,7 @@ STEP_S = 10.0  # the expected end of a fetch changes with its rate: gateways lea
 
 def expected_start_s(state: FleetState, model: ModelSpec) -> float:
     """Returns the expected seconds of the next start of a replica, without fetching and compiling."""
-    measured = state.start_times.of(model.name).expected_s
+    measured = state.start_times(model.name).expected_s
     if measured is not None:
         return measured
     current = state.current

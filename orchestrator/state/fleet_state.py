@@ -21,9 +21,8 @@ from orchestrator.fleet.reachability import Reachability
 from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.replica_views import ReplicaViews
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.fleet.start_times import StartTimes
 from orchestrator.records.journal_fold import failed_cores
-from orchestrator.records.journal_records import Cordoned, Replace, RolloutState, Target
+from orchestrator.records.journal_records import Cordoned, ReadyStart, Replace, RolloutState, Target
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from orchestrator.rollout.preparation import Key, Preparation, takes_long, upcoming_targets
 from orchestrator.rollout.relocation import Relocation, find_relocation
@@ -44,6 +43,7 @@ from orchestrator.state.host_uses import HostUses
 from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.replica_counts import ReplicaCounts
 from orchestrator.state.shared_compiles import SharedCompiles
+from orchestrator.state.start_times import StartTimes, phases_again
 from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.spec.lifecycle import Deadlines
@@ -81,8 +81,6 @@ class FleetState:
         for record in failed_cores(records.state):
             self.failed_cores.setdefault(record.host, {})[record.core] = FailedCore(record.cause)
         self.views = ReplicaViews()
-        self._start_times = StartTimes()
-        self._timed_changes = -1  # of the views, when their starts were last read
         self.configs: dict[str, ReplicaConfig] = {}  # of each replica
         self.epochs: dict[str, int] = dict(records.state.epochs)  # the last epoch of every replica that ever existed
         self.foreign_cores: dict[str, dict[int, CoreOwner]] = {host.name: {} for host in self.current.hosts}
@@ -113,13 +111,21 @@ class FleetState:
         self.progress: tuple[Any, float] = ((), clock())  # the last steps, and when they or a start last changed
         self.late: set[str] = set()  # models past their progress deadline that cannot be rolled back
 
-    @property
-    def start_times(self) -> StartTimes:
-        """How long the last starts of the models took."""
-        if self._timed_changes != self.views.changes:
-            self._timed_changes = self.views.changes
-            self._start_times = self._start_times.after(self.views.of_model, self.current.engines)
-        return self._start_times
+    def start_times(self, model: str) -> StartTimes:
+        """Returns how long the last starts of a model took."""
+        return StartTimes.of(self.records.state.ready_starts.get(model, ()), self.current.engines.get(model))
+
+    def record_ready(self, view: ReplicaView) -> None:
+        """Record the start of a replica that is ready now."""
+        start = ReadyStart(
+            model=view.model,
+            version=view.version,
+            engine=self.revision_of_version(view.model, view.version).engines.get(view.model, ""),
+            host=view.host,
+            folders=[source for _, source, _, _ in self.configs[view.id].sources()],
+            phases=phases_again(view),
+        )
+        self.records.note(start)
 
     @property
     def hold(self) -> Problem | None:

@@ -16,7 +16,7 @@ import msgspec.structs
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal import Journal, JournalUnwritable, as_stored
 from orchestrator.records.journal_fold import fold
-from orchestrator.records.journal_records import AnyRecord, Decision, Event, JournalState, R, Record
+from orchestrator.records.journal_records import AnyRecord, Decision, Event, JournalState, R, ReadyStart, Record
 
 log = logging.getLogger(__name__)
 
@@ -152,9 +152,9 @@ class RecordWriter:
 
 
 def _least_important(requests: Sequence[_Request]) -> _Request | None:
-    """Returns the oldest event, else the oldest decision that a later one of its replica replaces. Nothing else may be
-    lost: a controller that does not know the last epoch of a replica would use it again."""
-    event = next((request for request in requests if isinstance(request.record, Event)), None)
+    """Returns the oldest event or ready start, else the oldest decision that a later one of its replica replaces.
+    Nothing else may be lost: a controller that does not know the last epoch of a replica would use it again."""
+    event = next((request for request in requests if isinstance(request.record, (Event, ReadyStart))), None)
     if event is not None:
         return event
     replaced, later = None, set()

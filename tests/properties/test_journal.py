@@ -26,6 +26,7 @@ from orchestrator.records.journal_records import (
     Event,
     JournalState,
     Quarantine,
+    ReadyStart,
     Record,
     Replace,
     Revision,
@@ -79,6 +80,15 @@ RECORDS: list[st.SearchStrategy[Record]] = [
         cores=cores,
         version=texts,
         reason=texts,
+    ),
+    st.builds(
+        ReadyStart,
+        model=names,
+        version=texts,
+        engine=names,
+        host=names,
+        folders=st.lists(texts),
+        phases=st.dictionaries(names, st.floats(0, 99)),
     ),
     st.builds(
         Event,

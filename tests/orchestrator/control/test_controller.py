@@ -148,7 +148,7 @@ async def test_a_restarted_controller_adopts_the_live_replicas(tmp_path: Path) -
         await first.controller.wake("c")
         await first.until(lambda: first.replica("c/0").get("state") == "ready", "woken")
         before = first.controller.routes()
-    async with running(tmp_path, cluster) as second:
+    async with Played(tmp_path, cluster, SPEC, journal=first.journal, restarted=True) as second:
         await second.until(lambda: second.controller.status()["ready"], "adopted")
 
         assert len(cluster.started) == 4

@@ -41,6 +41,7 @@ async def test_the_files_of_an_unloaded_model_stay_in_memory(tmp_path: Path) -> 
     """And the status shows how much of them, and the expected time of a start."""
     cluster = FakeCluster()
     cluster.cached = 2**29
+    cluster.load_s = 4.0
     async with Played(tmp_path, cluster, SPEC) as fleet:
         await fleet.controller.wake("a")
         await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is ready")
@@ -51,7 +52,23 @@ async def test_the_files_of_an_unloaded_model_stay_in_memory(tmp_path: Path) -> 
         assert cluster.standing_by[HOST] == ({"cpu": None}, [folder])
         parked = fleet.model("a")["parked"]
         assert (parked["host"], parked["gib"], parked["cached_gib"]) == (HOST, 1.0, 0.5)
-        assert parked["start_s"] > 0
+        assert parked["start_s"] >= 4.0
+
+
+async def test_a_restarted_controller_knows_where_a_model_is_parked(tmp_path: Path) -> None:
+    """And its files stay in memory."""
+    cluster = FakeCluster()
+    async with Played(tmp_path, cluster, SPEC) as first:
+        await first.controller.wake("a")
+        await first.until(lambda: first.controller.state.ready("a") == 1, "a is ready")
+        await first.operator.unload("a", by="tester")
+        await first.until(lambda: first.model("a")["parked"], "a is parked")
+        shown, kept = first.model("a")["parked"], cluster.standing_by.pop(HOST)
+    async with Played(tmp_path, cluster, SPEC, journal=first.journal, restarted=True) as second:
+        await second.until(lambda: second.model("a")["parked"], "a is parked")
+
+        assert second.model("a")["parked"] == shown
+        assert cluster.standing_by[HOST] == kept
 
 
 async def test_a_model_that_runs_is_not_parked(tmp_path: Path) -> None:

@@ -2,93 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.fleet.start_times import OLD_S, StartTimes, ready_at
+from orchestrator.records.journal_records import ReadyStart
+from orchestrator.state.start_times import OLD_S, StartTimes, phases_again, ready_at
+from tests.orchestrator.fakes import FakeCluster, Played, play
 from workers.artifacts.fetch.progress import FetchStatus
+from workers.messages.status import Phase
 
-ENGINES = {"m": "cpu"}
+SPEC = "version: 1\nhosts: {emulate: inf2.24xlarge}\nmodels: {m: {engine: echo}}\n"
 WARM = {"actor": 0.5, "imports": 0.1, "weights": 1.0}
 
 
-def ready(since: float, phases: dict[str, float], epoch: int = 1, **fields: Any) -> ReplicaView:
+def ready(phases: dict[str, float], **fields: Any) -> ReplicaView:
     fields.setdefault("load_s", sum(phases.values()))
-    return ReplicaView("m", 0, epoch, "host", None, State.READY, since, load_phases=phases, **fields)
+    return ReplicaView("m", 0, 1, "host", None, State.READY, 9.0, load_phases=phases, **fields)
 
 
-def only(*views: ReplicaView) -> Callable[[str], list[ReplicaView]]:
-    return lambda model: list(views)
+def start(at: float, phases: dict[str, float]) -> ReadyStart:
+    return ReadyStart(at=at, model="m", version="v", engine="cpu", host="host", folders=[], phases=phases)
 
 
-def times(*views: ReplicaView) -> StartTimes:
-    known = StartTimes()
-    for view in views:
-        known = known.after(only(view), ENGINES)
-    return known
+def times(*newest_first: ReadyStart) -> StartTimes:
+    return StartTimes.of(newest_first, "cpu")
 
 
 def test_a_first_start_that_compiled_does_not_count_its_compilation() -> None:
     """The next start finds the compiled code."""
-    known = times(ready(90.0, {"actor": 1.0, "engine": 82.0}, compile_s=75.0))
-
-    assert known.of("m").expected_s == pytest.approx(8.0)
+    assert phases_again(ready({"actor": 1.0, "engine": 82.0}, compile_s=75.0)) == pytest.approx(
+        {"actor": 1.0, "engine": 7.0}
+    )
 
 
 def test_a_start_that_waited_for_its_fetch_does_not_count_the_wait() -> None:
     """The process reports the wait in the phase of the weights; the controller does not count it."""
-    known = times(ready(90.0, {"actor": 1.0, "weights": 40.0}, load_s=4.0))
-
-    assert known.of("m").phases == pytest.approx({"actor": 1.0, "weights": 3.0})
+    assert phases_again(ready({"actor": 1.0, "weights": 40.0}, load_s=4.0)) == pytest.approx(
+        {"actor": 1.0, "weights": 3.0}
+    )
 
 
 def test_a_slow_start_does_not_count_once_there_is_another() -> None:
     """A start on a busy machine, or with a cold page cache, says little about the next."""
     slow = {"actor": 0.5, "imports": 20.0, "weights": 9.0}
 
-    assert times(ready(10.0, slow), ready(99.0, WARM, 2)).of("m").expected_s == pytest.approx(1.6)
+    assert times(start(99.0, WARM), start(10.0, slow)).expected_s == pytest.approx(1.6)
 
 
 def test_slower_imports_count_after_two_starts() -> None:
     """The warm process is gone: the expectation follows."""
     cold = {**WARM, "imports": 4.0}
-    views = [ready(10.0 * epoch, phases, epoch) for epoch, phases in enumerate((WARM, WARM, cold, cold))]
 
-    assert times(*views[:3]).of("m").expected_s == pytest.approx(1.6)
-    assert times(*views).of("m").expected_s == pytest.approx(5.5)
+    assert times(start(30.0, cold), start(20.0, WARM), start(10.0, WARM)).expected_s == pytest.approx(1.6)
+    assert times(start(40.0, cold), start(30.0, cold), start(20.0, WARM)).expected_s == pytest.approx(5.5)
 
 
 def test_old_starts_are_forgotten_once_there_is_a_newer_one() -> None:
     """The newest start stays, however old it is."""
-    fast = ready(10.0, {"actor": 0.1})
-    late = ready(20.0 + OLD_S, WARM, 2)
+    fast, late = start(10.0, {"actor": 0.1}), start(20.0 + OLD_S, WARM)
 
-    assert times(fast).after(only(), ENGINES).of("m").expected_s == pytest.approx(0.1)
-    assert times(fast, late).of("m").expected_s == pytest.approx(1.6)
+    assert times(fast).expected_s == pytest.approx(0.1)
+    assert times(late, fast).expected_s == pytest.approx(1.6)
 
 
 def test_starts_on_another_engine_are_forgotten() -> None:
     """They tell nothing about the new engine."""
-    assert times(ready(10.0, WARM)).after(only(), {"m": "vllm"}).of("m").expected_s is None
-
-
-def test_a_start_is_measured_once() -> None:
-    """The controller reads the same replica in each round."""
-    view = ready(10.0, WARM)
-    known = times(view, view)
-
-    assert len(known.of("m").starts) == 1
-    assert known.after(only(view), ENGINES).of("m") is known.of("m")
+    assert StartTimes.of([start(10.0, WARM)], "vllm").expected_s is None
 
 
 def test_the_part_before_the_weights_is_known_from_the_phases() -> None:
     """A process may be started so long before its fetch ends."""
-    assert times(ready(10.0, WARM)).of("m").before_weights_s == pytest.approx(0.6)
-    assert times(ready(10.0, {}, load_s=7.0)).of("m").before_weights_s is None
+    assert times(start(10.0, WARM)).before_weights_s == pytest.approx(0.6)
+    assert times(start(10.0, {"engine": 7.0})).before_weights_s is None
+
+
+def test_a_restarted_controller_knows_how_long_a_start_takes(tmp_path: Path) -> None:
+    """As measured by the previous one, also of a model whose replica runs no more."""
+    cluster = FakeCluster()
+    cluster.loads = False
+
+    async def story(first: Played) -> None:
+        await first.until(lambda: cluster.started, "it starts")
+        await cluster.find("m/0").report(phase=Phase.READY, load_s=7.0, load_phases={"process": 7.0})
+        await first.settled()
+        expected = first.controller.scaler.load_times()["m"]
+        await first.kill()
+        await cluster.find("m/0").die("killed")
+        async with Played(tmp_path, cluster, SPEC, journal=first.journal, restarted=True) as second:
+            assert second.controller.scaler.load_times() == {"m": expected}
+
+    play(tmp_path, cluster, SPEC, story)
 
 
 def test_what_has_passed_of_a_start_counts() -> None:
