@@ -105,7 +105,7 @@ class FleetState:
         self._lost_former: set[str] = set()  # models that lost replicas of their former version
         self.relocation: Relocation | None = None  # in progress
         self._relocated_at = float("-inf")
-        self._unrelocatable: tuple[object, object] | None = None  # changes and missing replicas when none was found
+        self._unrelocatable: tuple[int, Situation] | None = None  # changes of views, and the rest, when none was found
         self._computed: tuple[int, Situation, Goal] | None = None  # changes of views, and what followed from them
         self._numbers: dict[str, int] = {}
         self.progress: tuple[Any, float] = ((), clock())  # the last steps, and when they or a start last changed
@@ -457,13 +457,12 @@ class FleetState:
             return True
         if self.frozen or self.in_canary or now - self._relocated_at < RELOCATION_S:
             return False
-        missing = tuple((unplaced.model, unplaced.replica) for unplaced in self.goal.plan.unplaced)
-        changes = self.views.changes
-        if not missing or (changes, missing) == self._unrelocatable:
+        changes, situation = self.views.changes, self.situation()
+        if not self.goal.plan.unplaced or (changes, situation) == self._unrelocatable:
             return False
-        relocation = await self.in_thread(find_relocation, self.situation(), self.goal)
+        relocation = await self.in_thread(find_relocation, situation, self.goal)
         if relocation is None:
-            self._unrelocatable = (changes, missing)
+            self._unrelocatable = changes, situation
             return False
         self.relocation, self._relocated_at = relocation, now
         message = f"it is moved to make room for {' and '.join(relocation.models)}"

@@ -74,6 +74,19 @@ async def test_nothing_moves_if_it_would_not_help(tmp_path: Path) -> None:
         await fleet.__aexit__()
 
 
+async def test_room_is_made_once_a_core_is_usable_again(tmp_path: Path) -> None:
+    """It was not possible before, and no replica has changed since."""
+    fleet = await scattered(tmp_path)
+    try:
+        await fleet.operator.cordon(HOST, "4", True, "tester")
+        await fleet.operator.scale("big", 1, "tester")
+        await fleet.until(lambda: fleet.controller.state._unrelocatable, "no relocation is possible")
+        await fleet.operator.cordon(HOST, "4", False, "tester")
+        await fleet.until(lambda: fleet.ready("big"), "the big one is ready")
+    finally:
+        await fleet.__aexit__()
+
+
 def view(model: str, replica: int, cores: str) -> ReplicaView:
     """A ready replica on the host of 24 cores."""
     return ReplicaView(model, replica, 1, "inf2.48xlarge/0", CoreRange.parse(cores), State.READY, 0.0, version="v")
