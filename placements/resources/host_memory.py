@@ -14,6 +14,13 @@ PROCESS_GIB = 1.0
 """A replica's process without a model. Importing torch and transformers takes 0.32 GiB (measured on CPU); the share of
 the Neuron runtime is not documented, so this is a conservative guess."""
 
+SCORE_FAMILIES = frozenset({"bloom", "gptj"})
+"""The families whose attention scores the CPU engine holds for all heads: transformers 5 has no fused attention for
+them. For the others it holds the mask, which is the same for all heads."""
+
+SCORE_BYTES = 16
+"""Of each score: its number in fp32 before and after the softmax, with its mask (13 to 16 were measured)."""
+
 VLLM_GIB = 1.2
 """The processes of vLLM beside the one with the model, its API server and EngineCore: 0.56 to 0.64 and 0.53 to 0.61
 GiB (measured with vLLM 0.32 on CPU)."""
@@ -64,7 +71,8 @@ def host_memory(
       Replicas on NeuronX Distributed map the shards that were saved when the model was compiled: 1.4 GB were measured
       for 12 GB of them, and the rest is page cache, which may be as large as the checkpoint.
     - Serving on Neuron: the process, and the embeddings if the engine may be transformers-neuronx, which embeds on the
-      host unless ``on_device_embedding`` is set. On the host's CPUs: the process, weights and KV cache.
+      host unless ``on_device_embedding`` is set. On the host's CPUs: the process, weights, KV cache, and what the
+      longest prompt needs while it is processed, which a load does not try.
     - vLLM has two more processes, VLLM_GIB; with its later plugin also a process for each further core.
     - Compiling: COMPILER_GIB for each of the ``compilers_at_once``, and COMPILE_WORKER_GIB at least. On NeuronX
       Distributed, which holds the shards of all cores beside the checkpoint before it saves them, at least as much as
@@ -79,6 +87,8 @@ def host_memory(
         alone = model.model_copy(update={"tp_degree": 1, "group_query_attention": None})
         length = model.length(checkpoint)
         sizes = sum(each.parameters * width + kv_cache(alone, each, engine, length) for each in held)
+        if model.kind == "generate":
+            sizes += max(_longest_prompt(model, each, length, width) for each in held)
         serving = loading = PROCESS_GIB + sizes / GIB  # tensors are mapped from the files and converted one by one
     else:
         on_host = engine == "auto" or (engine == "transformers-neuronx" and not embeds_on_device(model, checkpoint))
@@ -96,6 +106,18 @@ def host_memory(
     on_cpu = CPU_COMPILE_GIB if engine == "cpu" and model.engine_options.get("compile") is True else 0.0
     compiling = on_cpu if engine in HOST_ENGINES else _compile(model, checkpoint, engine, held)
     return HostMemory(min(serving, loading), loading, compiling)
+
+
+def _longest_prompt(model: ModelSpec, checkpoint: Checkpoint, length: int, width: int) -> int:
+    """Returns the bytes that the CPU engine needs for a prefill of as many tokens as it ever processes at once, for one
+    layer: the numbers of the feed-forward layer and of the residual stream in fp32, and the attention's scores or mask.
+    The peaks of 14 shapes were 0.5 to 1.0 of it, with experts 1.5 (tests/placements/test_host_memory.py)."""
+    longest = max(model.buckets.prefill, default=length)
+    chunk = model.engine_options.get("prefill_chunk")
+    chunk = min(longest, chunk) if isinstance(chunk, int) else longest
+    numbers = longest * (3 * checkpoint.ffn + 6 * checkpoint.hidden)
+    score = SCORE_BYTES * checkpoint.heads if checkpoint.model_type in SCORE_FAMILIES else 1 + width
+    return 4 * numbers + chunk * longest * score
 
 
 def _compile(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, held: tuple[Checkpoint, ...]) -> float:

@@ -24,6 +24,8 @@ from placements.resources.memory import GIB
 from tests.placements.fleets import LLAMA_2_7B, model
 from tests.placements.test_memory import LLAMA_31_8B, LLAMA_31_70B, OPT_13B
 
+PROCESS_SPARE_GIB = 0.5  # of PROCESS_GIB, beside the imports
+
 
 def test_loading_needs_the_whole_checkpoint() -> None:
     """For any degree, and every engine on Neuron."""
@@ -72,11 +74,51 @@ def test_serving_keeps_the_embedding_of_transformers_neuronx() -> None:
 
 
 def test_the_cpu_engine_serves_from_the_hosts_memory() -> None:
-    """Weights and cache in fp32, undivided."""
+    """Weights, cache and the longest prompt in fp32, undivided."""
     need = host_memory(model("m", 8, max_batch=2, max_len=1024), LLAMA_2_7B, "cpu")
     kv = 2 * 32 * 32 * 128 * 1024 * 2 * 4
-    assert (need.load, need.compile) == (pytest.approx(PROCESS_GIB + (6_738_415_616 * 4 + kv) / GIB), 0)
+    prompt = 4 * 1024 * (3 * 11008 + 6 * 4096) + 5 * 1024**2
+    assert (need.load, need.compile) == (pytest.approx(PROCESS_GIB + (6_738_415_616 * 4 + kv + prompt) / GIB), 0)
     assert need.serving == need.load
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "length", "hidden", "ffn", "heads", "measured"),
+    [
+        ("llama", "bf16", 2048, 2048, 8192, 32, 0.22),
+        ("llama", "bf16", 2048, 8192, 4096, 32, 0.33),
+        ("llama", "fp32", 2048, 8192, 4096, 32, 0.48),
+        ("llama", "bf16", 8192, 1024, 4096, 8, 0.37),
+        ("llama", "fp32", 8192, 512, 1024, 8, 0.47),
+        ("llama", "bf16", 16384, 512, 1024, 8, 0.93),
+        ("gpt2", "bf16", 2048, 8192, 2048, 16, 0.30),
+        ("opt", "bf16", 2048, 8192, 2048, 32, 0.26),
+        ("qwen3", "bf16", 2048, 6144, 4096, 32, 0.28),
+        ("mixtral", "fp32", 1024, 4096, 4096, 16, 0.22),
+        ("gptj", "bf16", 2048, 4096, 2048, 16, 0.84),
+        ("gptj", "fp32", 2048, 4096, 2048, 16, 0.96),
+        ("bloom", "bf16", 2048, 1024, 4096, 16, 0.91),
+        ("bloom", "fp32", 2048, 1024, 4096, 16, 1.09),
+    ],
+)
+def test_the_longest_prompt_of_the_cpu_engine_is_counted(
+    family: str, dtype: str, length: int, hidden: int, ffn: int, heads: int, measured: float
+) -> None:
+    """``measured``: by how much the peak of a prefill exceeded the memory after the load and the KV cache that the
+    prompt filled, in GiB (two layers; torch 2.13, transformers 5.23)."""
+    shape = Checkpoint(family, heads, heads, 0, hidden, ffn, 64, 0, None, True, 0)
+    counted = host_memory(model("m", max_len=length, dtype=dtype), shape, "cpu").serving - PROCESS_GIB
+    assert counted - PROCESS_SPARE_GIB < measured < counted + PROCESS_SPARE_GIB
+
+
+def test_chunks_of_a_prompt_need_fewer_scores() -> None:
+    """Those of a chunk with the whole prompt, at a time."""
+    shape = Checkpoint("bloom", 16, 16, 0, 1024, 4096, 64, 0, None, True, 0)
+    whole, chunked = (
+        host_memory(model("m", engine="cpu", max_len=2048, engine_options=options), shape).serving
+        for options in ({}, {"prefill_chunk": 128})
+    )
+    assert whole - chunked == pytest.approx(16 * (16 * 2048 * (2048 - 128)) / GIB)
 
 
 def test_echo_needs_only_its_process() -> None:
