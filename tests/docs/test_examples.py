@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
+from orchestrator.cli.init import spec_for
 from orchestrator.revisions.spec_file import examine, start_problems
 from placements.explain.core_map import core_map
 from placements.facts.checkpoints import FAMILIES
@@ -42,6 +44,13 @@ def test_the_readmes_core_map_is_the_demos(tmp_path: Path) -> None:
     assert file.spec is not None
     drawn = core_map(plan(file.spec, file.hosts, file.checkpoints), file.hosts)
     assert drawn in blocks(README)[1].text
+
+
+def test_the_readmes_spec_is_what_init_writes() -> None:
+    """Except for the path of the models."""
+    (shown,) = [block for block in blocks(README) if block.language == "yaml"]
+    written = spec_for(None, "fleet.yaml").replace(str(EXAMPLES), ".")
+    assert yaml.safe_load(shown.text) == yaml.safe_load(written)
 
 
 def test_the_readme_counts_the_families() -> None:
