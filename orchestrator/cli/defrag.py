@@ -17,6 +17,7 @@ from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
 from placements.spec.parse import parse
 from placements.spec.problems import Problem, has_errors
+from placements.spec.schema import Spec
 
 
 def make_defrag(file: SpecFile | None, fleet: AdminClient | None, cores: int) -> PlanResult:
@@ -26,28 +27,28 @@ def make_defrag(file: SpecFile | None, fleet: AdminClient | None, cores: int) ->
             raise Failed("no-fleet", "no fleet is running", "pass a spec: corewright plan --defrag N SPEC")
         return _without_fleet(file, cores)
     if file is None:
-        spec = fleet.get("spec")
-        source = (spec["text"], spec["file"], spec["base_dir"])
-        parsed = parse(*source).spec
-        hosts = hosts_for(parsed, this_machine()) if parsed is not None else ()
+        current = fleet.get("spec")
+        source = (current["text"], current["file"], current["base_dir"])
+        spec = parse(*source).spec
+        hosts = hosts_for(spec, this_machine()) if spec is not None else ()
     else:
-        source, hosts = text_of(file), file.hosts
+        source, spec, hosts = text_of(file), file.spec, file.hosts
     try:
         data = fleet.post_spec("plan", source, defrag=cores)
     except FleetRefused as refused:
         if not refused.problems:
             raise
         data = _empty(refused.problems, cores)
-    return _result(data, hosts)
+    return _result(data, hosts, spec)
 
 
 def _without_fleet(file: SpecFile, cores: int) -> PlanResult:
     if file.spec is None or has_errors(file.problems):
-        return _result(_empty(file.problems, cores), file.hosts)
+        return _result(_empty(file.problems, cores), file.hosts, None)
     running = [placement.running for placement in plan(file.spec, file.hosts, file.checkpoints).placements]
     data = {"index": None, "revision": None, **defragmentation(file.spec, file.hosts, file.checkpoints, running, cores)}
     data["problems"] = [*(problem.as_dict() for problem in file.problems), *data["problems"]]
-    return _result(data, file.hosts)
+    return _result(data, file.hosts, file.spec)
 
 
 def _empty(problems: Sequence[Problem], cores: int) -> dict[str, Any]:
@@ -64,19 +65,19 @@ def _empty(problems: Sequence[Problem], cores: int) -> dict[str, Any]:
     }
 
 
-def _result(data: dict[str, Any], hosts: Sequence[Host]) -> PlanResult:
+def _result(data: dict[str, Any], hosts: Sequence[Host], spec: Spec | None) -> PlanResult:
     failed = data["window"] is None
-    return PlanResult(data, "" if failed else _table(data, hosts), problems_of(data), failed, bool(data["moves"]))
+    return PlanResult(data, "" if failed else _table(data, hosts, spec), problems_of(data), failed, bool(data["moves"]))
 
 
-def _table(data: dict[str, Any], hosts: Sequence[Host]) -> str:
+def _table(data: dict[str, Any], hosts: Sequence[Host], spec: Spec | None) -> str:
     """Returns the window's host after the moves, the moves, and their duration."""
     window = data["window"]
     hosts_shown = [host for host in hosts if host.name == window["host"]]
     on_host = {**data, "placements": [item for item in data["placements"] if item["host"] == window["host"]]}
     on_host["hosts"] = [host for host in data["hosts"] if host["name"] == window["host"]]
     moves = data["moves"]
-    parts = [picture(on_host, hosts_shown, (window["host"], CoreRange.parse(window["cores"])))]
+    parts = [picture(on_host, hosts_shown, spec, (window["host"], CoreRange.parse(window["cores"])))]
     parts.append("\n".join(move_lines(moves)))
     count = counted(data["cores"], "core")
     where = f"{window['host']} {cores_text(window['cores'])}"

@@ -68,7 +68,7 @@ def make_plan(
 
 
 def _result(data: dict[str, Any], file: SpecFile, brief: bool) -> PlanResult:
-    table = plan_table(data, file.hosts, brief=brief, name=file.name, resting=_resting(data, file.spec))
+    table = plan_table(data, file, brief=brief)
     return PlanResult(data, table, problems_of(data), plan_fails(data), plan_changes(data))
 
 
@@ -121,23 +121,15 @@ def _empty(problems: Sequence[Problem]) -> dict[str, Any]:
     return {"index": None, "revision": None, **{name: entries if name == "problems" else [] for name in lists}}
 
 
-def plan_table(
-    data: dict[str, Any],
-    hosts: Sequence[Host],
-    *,
-    brief: bool = False,
-    name: str = "SPEC",
-    resting: Sequence[str] = (),
-) -> str:
+def plan_table(data: dict[str, Any], file: SpecFile, *, brief: bool = False) -> str:
     """Returns the core map, the replicas, the changes of each model, the resources, and the number of changes.
 
-    ``name`` is the file's, ``resting`` are the models without a planned replica. Keys that a fleet of another version
-    does not send are left out.
+    Keys that a fleet of another version does not send are left out.
     """
     if has_errors(problems_of(data)):
         return ""
-    parts = [picture(data, hosts), _replicas(data), "\n".join(_added(data))]
-    if resting:
+    parts = [picture(data, file.hosts, file.spec), _replicas(data), "\n".join(_added(data))]
+    if resting := _resting(data, file.spec):
         parts.append(f"no replicas until the first request (min: 0): {', '.join(resting)}")
     parts += [f"unplaced: {problem['what']}" for problem in _missing(data)]
     parts += ["\n".join(lines) for lines in map(model_lines, data["models"]) if lines]
@@ -147,7 +139,7 @@ def plan_table(
     parts.append(_count(data))
     if data["unplaced"]:
         models = dict.fromkeys(missing["model"] for missing in data["unplaced"])
-        parts.append("\n".join(f"what would help: corewright explain {model} {name}" for model in models))
+        parts.append("\n".join(f"what would help: corewright explain {model} {file.name}" for model in models))
     if data["index"] is not None:
         parts.append(f"check index: {data['index']}")
     if data["unplaced"] and plan_fails(data):
@@ -155,7 +147,9 @@ def plan_table(
     return "\n\n".join(part.rstrip("\n") for part in parts if part)
 
 
-def picture(data: dict[str, Any], hosts: Sequence[Host], window: tuple[str, CoreRange] | None = None) -> str:
+def picture(
+    data: dict[str, Any], hosts: Sequence[Host], spec: Spec | None, window: tuple[str, CoreRange] | None = None
+) -> str:
     """Returns the core map; empty if the plan has other hosts than ``hosts``."""
     placements = tuple(_placement(item) for item in data["placements"])
     if not {placement.host for placement in placements} <= {host.name for host in hosts}:
@@ -165,7 +159,7 @@ def picture(data: dict[str, Any], hosts: Sequence[Host], window: tuple[str, Core
         {name: _cores(host[key]) for name, host in by_name.items() if host[key]} for key in ("quarantined", "cordoned")
     ]
     shown = [host for host in hosts if not by_name or host.name in by_name]
-    return core_map(Plan(placements), shown, *signs, window=window, color=use_color(stdout()))
+    return core_map(Plan(placements), shown, *signs, spec=spec, window=window, color=use_color(stdout()))
 
 
 def _cores(texts: Sequence[str]) -> frozenset[int]:

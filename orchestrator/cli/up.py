@@ -129,7 +129,8 @@ def first_map(file: SpecFile, placed: Plan) -> str:
     """Returns the core map of the hosts that the first plan keeps."""
     assert file.spec is not None
     used = {placement.host for placement in placed.placements}
-    return core_map(placed, kept_hosts(host_groups(file.spec, file.hosts), used), color=use_color(stdout()))
+    hosts = kept_hosts(host_groups(file.spec, file.hosts), used)
+    return core_map(placed, hosts, spec=file.spec, color=use_color(stdout()))
 
 
 def _addresses(record: FleetRecord, file: SpecFile, settings: Settings) -> str:

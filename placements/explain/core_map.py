@@ -10,6 +10,7 @@ from placements.facts.core_range import CoreRange, ranges
 from placements.facts.plural import counted, plural
 from placements.facts.topology import Host
 from placements.planner.plan import Placement, Plan
+from placements.spec.schema import Spec
 
 WIDTH = 80  # columns; the default of terminals
 DRAWN_APART = 4  # up to this many hosts, each host has its own picture
@@ -41,8 +42,9 @@ class _Pen:
     color: bool
 
     @classmethod
-    def of(cls, plan: Plan, color: bool) -> _Pen:
-        models = list(dict.fromkeys(placement.model for placement in plan.placements))
+    def of(cls, spec: Spec | None, plan: Plan, color: bool) -> _Pen:
+        in_spec = [model.name for model in spec.models] if spec is not None else []
+        models = dict.fromkeys([*in_spec, *(placement.model for placement in plan.placements)])
         letters = {model: _LETTERS[i] if i < len(_LETTERS) else _MANY for i, model in enumerate(models)}
         return cls(letters, color)
 
@@ -86,17 +88,19 @@ def core_map(
     quarantined: Mapping[str, frozenset[int]] | None = None,
     cordoned: Mapping[str, frozenset[int]] | None = None,
     *,
+    spec: Spec | None = None,
     window: tuple[str, CoreRange] | None = None,
     color: bool = False,
 ) -> str:
     """Returns a picture of each host: its devices and links, with two columns for each core.
 
     A core shows the letter of its model and the last base-36 digit of its replica number, or a sign that the legend
-    explains. ``window`` is a host and the range on it to mark. With more than four hosts, hosts that differ only in
-    replica numbers share a picture, empty hosts share a line, and at most twelve pictures are drawn. The text is at
-    most 80 columns wide. ``color`` adds ANSI codes, one colour for each model.
+    explains. Letters follow the order of the models in ``spec``, those without replicas included, and without a spec
+    that of the placements. ``window`` is a host and the range on it to mark. With more than four hosts, hosts that
+    differ only in replica numbers share a picture, empty hosts share a line, and at most twelve pictures are drawn.
+    The text is at most 80 columns wide. ``color`` adds ANSI codes, one colour for each model.
     """
-    pen = _Pen.of(plan, color)
+    pen = _Pen.of(spec, plan, color)
     on_host: dict[str, list[Placement]] = {}
     for placement in plan.placements:
         on_host.setdefault(placement.host, []).append(placement)

@@ -42,7 +42,7 @@ def test_the_readmes_core_map_is_the_demos(tmp_path: Path) -> None:
     """As it is printed on a machine with two CPUs."""
     file = examine((EXAMPLES / "demo.yaml").read_text(), "demo.yaml", str(EXAMPLES), LAPTOP)
     assert file.spec is not None
-    drawn = core_map(plan(file.spec, file.hosts, file.checkpoints), file.hosts)
+    drawn = core_map(plan(file.spec, file.hosts, file.checkpoints), file.hosts, spec=file.spec)
     assert drawn in blocks(README)[1].text
 
 

@@ -147,6 +147,13 @@ def test_more_models_than_letters_share_a_star() -> None:
     assert "* m59/0" in map_of(hosts, *placements)
 
 
+def test_letters_are_those_of_the_spec() -> None:
+    """Also if a model before has no replica; models that the spec no longer has follow."""
+    machine, spec = host("inf2.xlarge"), Spec(models=(model("resting"), model("a")))
+    placements = [*placed(machine, "0", name="removed"), *placed(machine, "1")]
+    assert "         C0B0\n" in core_map(Plan(tuple(placements)), [machine], spec=spec)
+
+
 def test_each_model_has_its_own_colour() -> None:
     """For all its replicas; without its codes the coloured map is the plain one."""
     machine = host()
