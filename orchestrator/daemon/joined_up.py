@@ -30,6 +30,7 @@ from orchestrator.daemon.controller_follower import ControllerFollower
 from orchestrator.daemon.daemon import SIGNALS, UpOptions, report_if_possible, watched
 from orchestrator.daemon.display import Display, NoDisplay
 from orchestrator.daemon.fleet_upgrade import FleetUpgrade, refuse_version
+from orchestrator.daemon.gateway_readiness import wait_for_gateway
 from orchestrator.daemon.head_loss import head_loss_warning
 from orchestrator.daemon.joined_gateways import are_starting, client_url, loopback_warning, not_started
 from orchestrator.fleet.controller_settings import ControllerSettings, FleetSettings
@@ -183,10 +184,7 @@ class JoinedUp:
         self._report("starting the gateways")
         with self._report.waiting(lambda: "the gateways"):
             self._wait_for_gateways()
-        with self._report.waiting(self._follower.narration.waited_for):
-            self._follower.ready.wait()
-            record = self._record()
-        on_ready(record)
+        on_ready(self._wait_ready())
 
     def _in_background(self, work: Callable[[], None]) -> None:
         """Run ``work`` in a thread. If it raises, this `up` ends."""
@@ -340,6 +338,14 @@ class JoinedUp:
             time.sleep(RECORD_POLL_S)
         for cause in not_started(gateways, self._options.gateways_on, str(self._home.logs / "gateway.log")):
             self._report(f"the gateway does not run on {cause}")
+
+    def _wait_ready(self) -> FleetRecord:
+        with self._report.waiting(self._follower.narration.waited_for):
+            self._follower.ready.wait()
+            record = self._record()
+        with self._report.waiting(lambda: "the gateway to load the tokenizers"):
+            wait_for_gateway(record.url, lambda: None)
+        return record
 
     def _record(self) -> FleetRecord:
         from orchestrator.on_ray.fleet_on_cluster import record_of

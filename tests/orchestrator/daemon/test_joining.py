@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from orchestrator.cli.main import run
 from orchestrator.daemon import fleet_upgrade as fleet_upgrade_module
+from orchestrator.daemon import joined_up
 from orchestrator.daemon.cluster_reach import Sides, reach, refuse_versions, refused
 from orchestrator.daemon.cluster_survey import survey
 from orchestrator.daemon.controller_follower import ControllerFollower
@@ -205,6 +206,19 @@ def test_a_running_fleet_that_rejects_the_spec_keeps_its_own(up: JoinedUp, monke
     problem = Problem("plan-does-not-fit", "error", "fleet.yaml", "too large", "less")
     monkeypatch.setattr(up._follower, "ask", lambda call: {"error": problem, "problems": ()})
     assert refusal(up._apply) == "adopt-rejected"
+
+
+def test_up_waits_for_the_tokenizers_of_the_gateway_that_it_reports(
+    up: JoinedUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the replicas are ready, as with a Ray of its own."""
+    awaited: list[str] = []
+    monkeypatch.setattr(up, "_record", lambda: SimpleNamespace(url="http://head:8080"))
+    monkeypatch.setattr(joined_up, "wait_for_gateway", lambda url, between: awaited.append(url))
+    up._follower.ready.set()
+
+    assert up._wait_ready().url == "http://head:8080"
+    assert awaited == ["http://head:8080"]
 
 
 @pytest.fixture
