@@ -10,7 +10,7 @@ import { colourOf, letterOf, models, state, usualLoad } from "./state.js";
 
 export const title = "Models";
 
-const COLUMNS = ["Model", "State", "Replicas", "Queue", "Running", "Tokens/s", "TTFT p50 / p99", "Between tokens p50 / p99",
+const COLUMNS = ["Model", "State", "Replicas", "Queue", "Running", "Tokens/s", "TTFT p50\u00a0/\u00a0p99", "Between tokens p50\u00a0/\u00a0p99",
   "Cold starts", "Cache", ""];
 
 export function on(type, act, target) {
@@ -62,7 +62,7 @@ function row(model) {
     h("td", { class: "number" }, load ? pair(load.gap_p50_ms, load.gap_p99_ms) : NONE),
     h("td", { class: "number" }, load ? load.cold : NONE, lastLoad(model)),
     h("td", {}, cache(model)),
-    h("td", {}, h("span", { class: "buttons" },
+    h("td", {}, h("span", { class: "buttons pairs" },
       model.scaling.max > 0 && button("scale", "Scale…"),
       model.wanted === 0 ? button("load", "Load…") : button("unload", "Unload…"),
       model.replicas.length > 0 && button("restart", "Restart…"))));

@@ -56,6 +56,15 @@ def test_no_view_has_a_serious_problem(width: int, height: int, scheme: str, vis
     assert found == {name: [] for name in (*VIEWS, "dialog")}
 
 
+def test_the_table_of_models_fits_a_narrow_desktop(visit: Visit) -> None:
+    """All buttons are in sight, so that only phones scroll it sideways."""
+    page = visit(1180, 640)
+    page.get_by_role("link", name="Models").click()
+    table = page.get_by_role("region", name="Models", exact=True)
+    table.wait_for()
+    assert table.evaluate("table => table.scrollWidth - table.clientWidth") == 0
+
+
 def hundred_hosts(home: Path) -> dict[str, Any]:
     """The status of a real controller with a hundred hosts and twelve models, on a fake cluster. Some of its replicas
     then load, drain or have failed; one host is lost."""
