@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.process.text_table import columns
+from orchestrator.process.text_table import columns, three_digits
 from placements.explain.core_map import host_names
 
 PROMPT = 512  # tokens of the prompt whose prefill is shown
 MOST = 50  # replicas or groups of hosts that are shown
+UNKNOWN_NOTE = "unknown: an order of magnitude, until a fleet measures the speed; see docs/sizing.md"
 _SHORT = {
     "weights, sharded": "SHARDED",
     "weights, replicated": "REPLICATED",
@@ -63,10 +64,13 @@ def _speeds(speeds: Sequence[Mapping[str, Any]]) -> str:
         prompt = speed["prefill_base_ms"] + PROMPT * speed["prefill_token_ms"]
         prompt += PROMPT**2 * speed["prefill_square_ns"] / 1e6
         sure = "" if not error else "unknown" if error >= 1 else f"+-{error:.0%}"
-        step, rate = f"{speed['step_ms']:.3g} ms", f"{speed['tokens_per_s']:.3g}"
-        rows.append((speed["model"], step, sure, rate, f"{prompt:.3g} ms", speed["source"]))
+        step, rate = f"{three_digits(speed['step_ms'])} ms", three_digits(speed["tokens_per_s"])
+        rows.append((speed["model"], step, sure, rate, f"{three_digits(prompt)} ms", speed["source"]))
     header = ("MODEL", "STEP", "ERROR", "TOKENS/S", f"PROMPT OF {PROMPT}", "SOURCE")
-    return "Speed of a replica\n" + columns(header, rows) if rows else ""
+    if not rows:
+        return ""
+    note = f"\n{UNKNOWN_NOTE}" if any(row[2] == "unknown" for row in rows) else ""
+    return "Speed of a replica\n" + columns(header, rows) + note
 
 
 def _type(need: Mapping[str, Any]) -> str:

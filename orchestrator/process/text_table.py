@@ -8,6 +8,11 @@ Paint = Callable[[str, str], str]
 """Returns a cell, given its column's header and its text, with ANSI codes or without."""
 
 
+def three_digits(value: float) -> str:
+    """Returns a number with three significant digits and no exponent, like "3620" or "0.5"."""
+    return f"{float(f'{value:.3g}'):.15g}"
+
+
 def cells(row: Iterable[object]) -> list[str]:
     """Returns the text of each cell of a row; None is a dash."""
     return ["-" if cell is None else str(cell) for cell in row]

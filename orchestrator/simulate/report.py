@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.bench.statistics import Summary
-from orchestrator.process.text_table import columns
+from orchestrator.process.text_table import columns, three_digits
 from orchestrator.simulate.from_spec import TTFT_S, SpecScenario
 from orchestrator.simulate.run import Outcome
 from orchestrator.simulate.simulated_model import SimModel
@@ -200,13 +200,13 @@ def _speeds(run: dict[str, Any]) -> str:
             lines.append(
                 f"  {model['model']}: batch of {speed['batch']} inputs at most "
                 f"{_terms(speed)}, "
-                f"load {speed['load_s']:.3g} s; {speed['source']}"
+                f"load {three_digits(speed['load_s'])} s; {speed['source']}"
             )
             continue
         lines.append(
-            f"  {model['model']}: step {speed['step_ms']:.3g} ms{sure}, "
+            f"  {model['model']}: step {three_digits(speed['step_ms'])} ms{sure}, "
             f"prefill {_terms(speed)}{rough}, "
-            f"load {speed['load_s']:.3g} s; {speed['source']}"
+            f"load {three_digits(speed['load_s'])} s; {speed['source']}"
         )
     default = f"ttft {TTFT_S * 1000:g} ms"
     lines.append(f"The default objective of models without objectives is {default}.")
@@ -216,5 +216,5 @@ def _speeds(run: dict[str, Any]) -> str:
 def _terms(speed: dict[str, Any]) -> str:
     """Returns the time of a prefill as a sum; a term of 0 is left out, but not the first two."""
     square = speed["prefill_square_ns"]
-    line = f"{speed['prefill_base_ms']:.3g} ms + {speed['prefill_token_ms']:.3g} ms/token"
-    return f"{line} + {square:.3g} ns/token^2" if square else line
+    line = f"{three_digits(speed['prefill_base_ms'])} ms + {three_digits(speed['prefill_token_ms'])} ms/token"
+    return f"{line} + {three_digits(square)} ns/token^2" if square else line
