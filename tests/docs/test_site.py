@@ -42,6 +42,13 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(pages_of(nav())) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
+def test_the_index_links_to_every_page_of_the_navigation() -> None:
+    """Decisions are listed on a page of their own."""
+    linked = set(re.findall(r"\]\(([^)#]+\.md)", (DOCS / "index.md").read_text()))
+    decisions = {page for page in pages_of(nav()) if re.match(r"decisions/\d", page)}
+    assert linked == set(pages_of(nav())) - decisions - {"index.md"}
+
+
 def test_a_link_out_of_the_docs_leads_to_the_repository() -> None:
     """To a file or a folder, with its anchor. Links between pages and to other sites stay."""
     page = "[a](../../Makefile#b), [c](../../tests), [d](../api.md), [e](https://example.org/f)"
