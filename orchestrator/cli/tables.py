@@ -224,7 +224,7 @@ def rollout_text(rollout: Mapping[str, Any], paint: Paint | None = None) -> str:
 
 def description(kind: str, item: Mapping[str, Any], events: Sequence[Mapping[str, Any]], log: Mapping[str, Any]) -> str:
     """Returns the values of an item, then its tables, its events, and the end of its log."""
-    plain: list[tuple[str, str]] = [("kind", kind)]
+    plain: list[tuple[str, str]] = [("object", kind)]
     parts: list[str] = []
     for key, value in item.items():
         if key == "log":
@@ -234,8 +234,7 @@ def description(kind: str, item: Mapping[str, Any], events: Sequence[Mapping[str
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             parts.append(_table(key, value))
         else:
-            name = "serves" if key == "kind" else key.replace("_", " ")  # the kind of the item is another one
-            plain.append((name, _plain(key, value)))
+            plain.append((key.replace("_", " "), _plain(key, value)))
     width = max(len(key) for key, _ in plain)
     parts.insert(0, "\n".join(f"{key.ljust(width)}  {value}" for key, value in plain))
     if events:
