@@ -84,7 +84,7 @@ def autoscale(history: History, fleet: FleetNow, now: float) -> Targets:
        lower priority, or those of an equal priority beyond its min. Replicas that then have no cores are dropped.
     5. From the highest priority to the lowest, and in each by the gain per core: each model may grow by step_cores,
        onto free cores, onto those of lower priority, or onto those of equal priority that serve less there:
-       gain x (H - load) / H > 2.5 x loss. At most two replicas are removed for that.
+       gain x (H - load) / H > 2.5 x loss. At most four replicas are removed for that.
 
     All targets together never use more cores than the hosts have.
     """
@@ -112,7 +112,7 @@ class _Seat:
         self.last = course.last
         self.asked_at = course.asked_at
         self.unserved_s = course.unserved_s(now)
-        self.forecast = course.forecast()
+        self.forecast = history.forecast(model.name)
         slack_s, tpot = self._slack_s(), model.objectives.tpot_s is not None
         self.worth = (
             EncoderCapacity(self.forecast, slack_s)

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from orchestrator.scaling.estimate_weights import PRIOR, EstimateWeights, Likelihoods, likelihoods
+from orchestrator.scaling.spells import Spells
+
 SPANS_S = (30.0, 120.0, 600.0, 3600.0)
 """Time constants of the exponential averages of the arrivals: a burst, a busy period, the last minutes, the hour."""
 
@@ -19,6 +22,8 @@ PRIOR_WORK_S = 0.05  # likewise, seconds of an encoder's engine for a request, o
 WINDOW_S = 30.0  # arrivals are counted in windows of this length to measure burstiness
 WINDOWS = 24  # windows with arrivals that are remembered
 OUTLIERS = 6  # one window in so many is dropped, the largest first: the edge of a busy period is not a burst
+AHEAD = 2  # windows between a prediction and the window that it is judged by: a replica serves after its load
+LEAST_EXPECTED = 0.5  # arrivals: an empty window judges no estimates that all expected less
 PRIOR_DISPERSION = 4.0  # assumed variance over mean of these counts; Poisson arrivals have 1
 PRIOR_WINDOWS = 4  # weight of that prior, in windows
 GIVEN_UP_S = 60.0  # after so long without a request, the clients of a model without replicas are assumed gone
@@ -55,6 +60,9 @@ class Course:
     inputs: float = 0.0  # of these
     work_s: float = 0.0
     window: tuple[float, int] = (0.0, 0)  # seconds and arrivals of the current window
+    spells: Spells = field(default_factory=Spells)
+    predicted: tuple[Forecast, ...] = ()  # at the ends of the last windows
+    judged: Likelihoods | None = None  # the earliest of these, by the window that has just ended
     misses: tuple[float, ...] = ()  # per window: squared difference from the expected count, over the count
     asked_at: float | None = None  # the last time with an arriving, waiting or running request
     unserved_since: float | None = None  # arrival of the first unserved request; None: there is none
@@ -70,8 +78,9 @@ class Course:
         )
         keep = math.exp(-seconds / SERVICE_SPAN_S)
         busy = load.arrived or load.waiting or load.live or load.ended
-        return replace(
-            self._counted(seconds, load.arrived),
+        length, count = self.window[0] + seconds, self.window[1] + load.arrived
+        course = replace(
+            self._counted(length, count),
             at=now,
             rates=rates,
             peak=max(self.peak * math.exp(-seconds / PEAK_SPAN_S), rates[1]),
@@ -80,10 +89,13 @@ class Course:
             encoded=self.encoded * keep + load.encoded,
             inputs=self.inputs * keep + load.inputs,
             work_s=self.work_s * keep + load.work_s,
+            spells=self.spells.after(now, seconds, load.arrived),
             asked_at=now if busy else self.asked_at,
             unserved_since=self._unserved_since(now, load),
+            judged=None,
             last=load,
         )
+        return course if length < WINDOW_S else course._predict(length, count)
 
     def _unserved_since(self, now: float, load: Load) -> float | None:
         """A request may leave because of its client or `hold_s`; the wait then continues with the next one."""
@@ -95,9 +107,8 @@ class Course:
         given_up = self.asked_at is None or now - self.asked_at > GIVEN_UP_S
         return None if given_up else self.unserved_since
 
-    def _counted(self, seconds: float, arrived: int) -> Course:
-        """Returns the course with these seconds in the current window; a full window records the forecast's error."""
-        length, count = self.window[0] + seconds, self.window[1] + arrived
+    def _counted(self, length: float, count: int) -> Course:
+        """Returns the course with this window; a full one records the forecast's error."""
         if length < WINDOW_S:
             return replace(self, window=(length, count))
         expected = self.rates[0] * length
@@ -105,6 +116,16 @@ class Course:
             return replace(self, window=(0.0, 0))
         miss = (count - expected) ** 2 / max(count, expected)
         return replace(self, window=(0.0, 0), misses=(*self.misses[1 - WINDOWS :], miss))
+
+    def _predict(self, length: float, count: int) -> Course:
+        """Returns the course after a full window, which judges an earlier forecast, with the present one."""
+        predicted = (*self.predicted, self.forecast())
+        if len(predicted) <= AHEAD + 1:
+            return replace(self, predicted=predicted)
+        first = predicted[0]
+        expected = [rate * length for rate in first.rates]
+        judged = likelihoods(count, expected, first.dispersion) if count or max(expected) > LEAST_EXPECTED else None
+        return replace(self, predicted=predicted[1:], judged=judged)
 
     def unserved_s(self, now: float) -> float:
         """Returns for how long requests have arrived without one being served; 0.0 if there are none."""
@@ -129,7 +150,8 @@ class Course:
                 variance = dispersion * max(rate, estimates[-1]) / min(span, observed_s)
                 rate = estimates[-1] + square * difference / (square + variance) if difference else rate
             estimates.append(rate)
-        estimates.insert(0, max(self.peak, *estimates[:2]))
+        estimates.insert(0, self.spells.rate(self.at))
+        estimates.insert(0, max(self.peak, *estimates[1:3]))
         return Forecast(
             tuple(reversed(estimates)),
             service,
@@ -152,7 +174,8 @@ class Course:
 class Forecast:
     """The expected demand of one model.
 
-    ``rates`` are alternative estimates of the arrivals per second: one for each of SPANS_S, and the peak.
+    ``rates`` are alternative estimates of the arrivals per second: one for each of SPANS_S, that of the spells, and the
+    peak. ``weights`` are the fractions with which they count.
     ``service_s`` is the time that a request holds a slot; ``dispersion`` is the variance over the mean of the arrivals
     in WINDOW_S. Of an encoder, ``work_s`` is the time of the engine that a request needs in full batches, and
     ``input_s`` that of one input, None if it was never measured.
@@ -165,6 +188,7 @@ class Forecast:
     live: int
     work_s: float = PRIOR_WORK_S
     input_s: float | None = None
+    weights: tuple[float, ...] = PRIOR
 
 
 @dataclass(frozen=True)
@@ -172,6 +196,7 @@ class History:
     """The demand of all models so far. Immutable: `after` returns the next one."""
 
     courses: Mapping[str, Course] = field(default_factory=lambda: MappingProxyType({}))
+    learned: EstimateWeights = field(default_factory=EstimateWeights)
 
     def after(self, now: float, loads: Mapping[str, Load]) -> History:
         """Returns the history with the loads until ``now``, in seconds of a monotonic clock.
@@ -182,12 +207,18 @@ class History:
             name: self.courses.get(name, Course(began=now - load.seconds, at=now)).after(now, load)
             for name, load in loads.items()
         }
-        return History(MappingProxyType({**self.courses, **courses}))
+        judged = [course.judged for course in courses.values() if course.judged is not None]
+        return History(MappingProxyType({**self.courses, **courses}), self.learned.after(judged))
 
     def without(self, name: str) -> History:
         """Returns the history without this model."""
-        return History(MappingProxyType({model: course for model, course in self.courses.items() if model != name}))
+        kept = {model: course for model, course in self.courses.items() if model != name}
+        return replace(self, courses=MappingProxyType(kept))
 
     def course(self, name: str) -> Course:
         """Returns the demand of a model; zero if it was never reported."""
         return self.courses.get(name, Course(began=0.0, at=0.0))
+
+    def forecast(self, name: str) -> Forecast:
+        """Returns the forecast of a model, with the learned weights."""
+        return replace(self.course(name).forecast(), weights=self.learned.weights)

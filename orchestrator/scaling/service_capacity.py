@@ -19,8 +19,7 @@ class Rules:
     reload: float = 4.0  # load times for which the loss of an idle replica counts, as it can be loaded again
     residency: float = 2.0  # minimum lifetime of a replica, in load times
     warm_up_s: float = 30.0  # time until the measurements of a new replica count
-    removals_per_decision: int = 2  # replicas removed for others of their priority in one decision
-    weights: tuple[float, ...] = (0.3, 0.2, 0.1, 0.32, 0.08)  # of the estimates in `Forecast.rates`
+    removals_per_decision: int = 4  # replicas removed for others of their priority in one decision
     least_served: float = 2.0  # requests that one more replica must serve in time within the horizon
     waiting_weight: float = 0.1  # of a request that waits for the first replica
     starved_s: float = 60.0  # after this wait without a replica, a model comes before second replicas of others
@@ -48,7 +47,7 @@ class ServiceCapacity:
         self._slack_s = RULES.slack_s if slack_s is None else slack_s
         self._z = peakedness(forecast.dispersion)
         self._slack_s *= RULES.patience
-        self._all = sum(weight * rate for weight, rate in zip(RULES.weights, forecast.rates, strict=True))
+        self._all = sum(weight * rate for weight, rate in zip(forecast.weights, forecast.rates, strict=True))
         self._cache: dict[int, float] = {}
 
     def of(self, replicas: int) -> float:
@@ -59,7 +58,7 @@ class ServiceCapacity:
         if capacity is None:
             capacity = self._cache[replicas] = sum(
                 weight * self._served(rate, self._slots * replicas)
-                for weight, rate in zip(RULES.weights, self._forecast.rates, strict=True)
+                for weight, rate in zip(self._forecast.weights, self._forecast.rates, strict=True)
                 if rate > 0.0
             )
         return capacity
