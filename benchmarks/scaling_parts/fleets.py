@@ -9,8 +9,9 @@ TTFT_S = 5.0  # the objective of every model
 MAX_WAIT_S = 60.0  # a request whose first token will not come in this time is refused
 
 # The phases of a start, as `benchmarks.zero --only parked` prints them: the CPU engine with 2 GB of weights in the page
-# cache; medians of three starts. What grows with the weights is per GB. No Neuron device was available: there, compiled
-# graphs have to be loaded, too.
+# cache, in fresh processes (`engines.cpu.warm: false`); medians of three starts. What grows with the weights is per GB.
+# The models stand for those of Neuron engines: there warm processes are off by default, so that a start pays for its
+# imports, and compiled graphs have to be loaded, too; no device was available to measure that.
 FIXED_S = {"actor": 0.03, "process": 1.35, "imports": 4.46, "tokenizer": 0.01}
 PER_GB_S = {"weights": 0.225, "warm_up": 0.17, "first_token": 0.26}
 

@@ -84,7 +84,7 @@ def autoscale(history: History, fleet: FleetNow, now: float) -> Targets:
        lower priority, or those of an equal priority beyond its min. Replicas that then have no cores are dropped.
     5. From the highest priority to the lowest, and in each by the gain per core: each model may grow by step_cores,
        onto free cores, onto those of lower priority, or onto those of equal priority that serve less there:
-       gain x (H - load) / H > 2.5 x loss. At most four replicas are removed for that.
+       gain x (H - load) / H > 3 x loss. At most four replicas are removed for that.
 
     All targets together never use more cores than the hosts have.
     """

@@ -15,7 +15,7 @@ class Rules:
 
     horizon_s: float = 150.0  # H: the time over which the requests of a replica count
     horizon_loads: float = 3.0  # minimum of H, in load times
-    reluctance: float = 2.5  # how much more a new replica must serve than the one it replaces
+    reluctance: float = 3.0  # how much more a new replica must serve than the one it replaces
     reload: float = 4.0  # load times for which the loss of an idle replica counts, as it can be loaded again
     residency: float = 2.0  # minimum lifetime of a replica, in load times
     warm_up_s: float = 30.0  # time until the measurements of a new replica count

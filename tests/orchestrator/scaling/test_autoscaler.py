@@ -295,7 +295,7 @@ def test_a_replica_that_loads_fast_stays_for_its_warm_up() -> None:
     assert decide(history, old, chat("code", target=2)).counts == {"chat": 0, "code": 3}
 
 
-def test_cores_move_for_more_than_two_and_a_half_times_their_value() -> None:
+def test_cores_move_for_more_than_three_times_their_value() -> None:
     """A model that would serve slightly more on another's cores does not get them."""
     models = (chat(target=1), chat("code", target=2))
     assert decide(busy({"chat": 0.4, "code": 1.0}), *models).counts == {"chat": 1, "code": 2}
