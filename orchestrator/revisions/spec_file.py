@@ -75,7 +75,7 @@ def load(path: str, allowed: SourcePolicy = ANYTHING, *, folders: Folders = "loa
 
 
 def _unreadable(name: str, base_dir: str, what: str, hint: str) -> SpecFile:
-    problem = Problem("spec-unreadable", "error", f"{name}:1:1", what, hint)
+    problem = Problem("spec-unreadable", "error", "", what, hint)
     return SpecFile("", name, base_dir, None, this_machine(), (), {}, (problem,))
 
 

@@ -13,9 +13,8 @@ from workers.messages.engine_protocol import EngineLoadError
 def read_config(path: Path) -> dict[str, Any]:
     """Returns the config.json of the checkpoint in ``path``. Raises ``EngineLoadError`` where it cannot be read."""
     if not path.is_dir():
-        raise EngineLoadError(
-            "model-not-found", f"there is no directory {path}", "`source` must name a local checkpoint"
-        )
+        hint = "a path in `source` must name the folder of a checkpoint"
+        raise EngineLoadError("model-not-found", f"there is no directory {path}", hint)
     try:
         foreign_files.check_folder(path)
     except OSError as error:
