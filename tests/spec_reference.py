@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from placements.facts.checkpoints import FAMILIES
-from placements.facts.engines import NXD_FAMILIES, NXD_VERSIONS, OPTIMUM_FAMILIES, OPTIMUM_NAMES, PACKAGES, serves
+from placements.facts.engines import NXD_FAMILIES, NXD_VERSIONS, OPTIMUM_FAMILIES, PACKAGES, serves
 from placements.facts.topology import DEGREES, LNC_CHOICES, TOPOLOGIES, Topology
 from placements.rules.options.option import Option
 from placements.rules.options.owned import FIELDS, UNSERVED
@@ -22,6 +22,7 @@ _BLOCK = re.compile(
     re.DOTALL,
 )
 _SECTION = re.compile(r"\bSee ([A-Z][a-z]+)\.")
+OPTIMUM_NAMES = {"tnx": "0.0.28", "nxd": "0.4"}  # by what Optimum Neuron is built on
 _Schema = Mapping[str, Any]
 
 

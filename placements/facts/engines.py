@@ -15,7 +15,6 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 NAMED_ENGINES: tuple[Engine, ...] = tuple(engine for engine in ENGINES if engine != "auto")
-DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 BYTES: Mapping[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -151,8 +150,6 @@ TNX_DRAFTING = tuple(name for name, family in tnx_families.FAMILIES.items() if f
 
 OptimumEra = Literal["tnx", "nxd"]
 """Optimum Neuron over transformers-neuronx, or with its own backend on NeuronX Distributed."""
-
-OPTIMUM_NAMES: Mapping[OptimumEra, str] = {"tnx": "0.0.28", "nxd": "0.4"}
 
 OPTIMUM_FAMILIES: Mapping[OptimumEra, tuple[str, ...]] = {
     "tnx": ("bloom", "gpt2", "llama", "mistral", "mixtral", "opt", "qwen2"),

@@ -125,18 +125,6 @@ def step_bytes(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> tupl
     return weights, checkpoint.layers * model.max_batch * model.length(checkpoint) * row
 
 
-def step_flops(model: ModelSpec, checkpoint: Checkpoint, context: int) -> float:
-    """Returns the FLOPs of a decoding step of all slots, on all cores together, with ``context`` cached positions."""
-    matrices, position = token_flops(model, checkpoint)
-    return model.max_batch * (matrices + position * context + _head_flops(checkpoint))
-
-
-def prefill_flops(model: ModelSpec, checkpoint: Checkpoint, tokens: int) -> float:
-    """Returns the FLOPs of a prompt of ``tokens``, on all cores together; the head computes the last token only."""
-    matrices, position = token_flops(model, checkpoint)
-    return tokens * (matrices + position * tokens) + _head_flops(checkpoint)
-
-
 def token_flops(model: ModelSpec, checkpoint: Checkpoint) -> tuple[float, float]:
     """Returns the FLOPs of a token in all layers, on all cores together: 2 for each parameter of a matrix, all experts
     and the copies of KV heads included, and 4 for each element of the queries, for each cached position."""
@@ -146,22 +134,6 @@ def token_flops(model: ModelSpec, checkpoint: Checkpoint) -> tuple[float, float]
     kv_heads = checkpoint.kv_heads if gathered else padded_kv_heads(checkpoint, tp, strategy)
     projections = groups.attention / checkpoint.heads * heads + groups.kv / checkpoint.kv_heads * kv_heads
     return 2 * (projections + groups.feed_forward), 4 * checkpoint.layers * heads * checkpoint.head_dim
-
-
-def step_collective_bytes(model: ModelSpec, checkpoint: Checkpoint, width: int) -> int:
-    """Returns the bytes of each core in the collectives of a decoding step, with ``width`` bytes for a number.
-
-    In each layer the cores sum up the rows of all slots after the attention and after the feed-forward. Heads that
-    all-gather-heads divides among cores are gathered: keys and values of one head on each.
-    """
-    tp = model.tp_degree
-    divides_heads = tp > checkpoint.kv_heads and gathers_heads(checkpoint, tp, model.group_query_attention)
-    numbers = 2 * (checkpoint.hidden + (checkpoint.head_dim if divides_heads else 0))
-    return checkpoint.layers * model.max_batch * numbers * width if tp > 1 else 0
-
-
-def _head_flops(checkpoint: Checkpoint) -> int:
-    return 2 * checkpoint.vocab * (checkpoint.embedding_dim or checkpoint.hidden)
 
 
 def _on_neuron(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, topology: Topology, width: float) -> Speed:

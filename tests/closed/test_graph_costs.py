@@ -12,8 +12,9 @@ import pytest
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import BYTES
-from placements.resources.estimate import prefill_flops, step_collective_bytes, step_flops
-from placements.resources.memory import GIB, estimate
+from placements.resources.estimate import token_flops
+from placements.resources.memory import GIB, estimate, gathers_heads
+from placements.spec.schema import ModelSpec
 from tests.closed.graph_costs import costs_of
 from tests.closed.test_tnx import opened
 from tests.doubles import Neuron
@@ -61,6 +62,34 @@ def test_the_bytes_of_a_step_are_those_of_the_plan(
     rows = prompts[0].parameters[0][0][2]
     counted = sum(flops) + (LAYERS - 1) * flops[0] * (len(flops) - 1)  # a graph of one layer, and of the head
     assert counted * tp_degree == pytest.approx(rows * prefill_flops(spec, facts, 64), rel=0.02)
+
+
+def step_flops(model: ModelSpec, checkpoint: Checkpoint, context: int) -> float:
+    """Returns the FLOPs of a decoding step of all slots, on all cores together, with ``context`` cached positions."""
+    matrices, position = token_flops(model, checkpoint)
+    return model.max_batch * (matrices + position * context + _head_flops(checkpoint))
+
+
+def prefill_flops(model: ModelSpec, checkpoint: Checkpoint, tokens: int) -> float:
+    """Returns the FLOPs of a prompt of ``tokens``, on all cores together; the head computes the last token only."""
+    matrices, position = token_flops(model, checkpoint)
+    return tokens * (matrices + position * tokens) + _head_flops(checkpoint)
+
+
+def step_collective_bytes(model: ModelSpec, checkpoint: Checkpoint, width: int) -> int:
+    """Returns the bytes of each core in the collectives of a decoding step, with ``width`` bytes for a number.
+
+    In each layer the cores sum up the rows of all slots after the attention and after the feed-forward. Heads that
+    all-gather-heads divides among cores are gathered: keys and values of one head on each.
+    """
+    tp = model.tp_degree
+    divides_heads = tp > checkpoint.kv_heads and gathers_heads(checkpoint, tp, model.group_query_attention)
+    numbers = 2 * (checkpoint.hidden + (checkpoint.head_dim if divides_heads else 0))
+    return checkpoint.layers * model.max_batch * numbers * width if tp > 1 else 0
+
+
+def _head_flops(checkpoint: Checkpoint) -> int:
+    return 2 * checkpoint.vocab * (checkpoint.embedding_dim or checkpoint.hidden)
 
 
 def _programs() -> list[Any]:

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from orchestrator.rollout.changes import Tag, tag_of
 from placements.facts.checkpoints import FAMILIES
 from placements.facts.encoders import EMBEDDING_DECODERS, ENCODERS
-from placements.facts.engines import DTYPES, ENGINE_OPTIONS, ENGINES, Engine
+from placements.facts.engines import ENGINE_OPTIONS, ENGINES, Dtype, Engine
 from placements.spec.engine_settings import EngineSettings, Server
 from placements.spec.lifecycle import Deadlines, Strategy, Update
 from placements.spec.request_defaults import RequestDefaults
@@ -111,7 +111,7 @@ def test_every_engine_dtype_strategy_and_thread_policy_is_described() -> None:
     documented = field_rows()
     assert tuple(words(documented["group_query_attention"][1])) == get_args(GroupQueryAttention)
     assert tuple(words(documented["engine"][1])) == ENGINES
-    assert tuple(words(documented["dtype"][1])) == DTYPES
+    assert tuple(words(documented["dtype"][1])) == get_args(Dtype)
     assert tuple(words(documented["update.strategy"][1])) == get_args(Strategy)
     policies = next(kind for kind in get_args(ModelSpec.model_fields["threads"].annotation) if get_args(kind))
     assert tuple(words(documented["threads"][1])) == get_args(policies)
