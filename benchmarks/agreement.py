@@ -1,4 +1,4 @@
-"""Whether `corewright bench serving` measures what guidellm measures, on the same server in the same run.
+"""Checks whether `corewright bench serving` measures what guidellm measures, on the same server in the same run.
 
     .venv/bin/python -m benchmarks.agreement
 

@@ -80,7 +80,7 @@ class Contract:
         return record["signature"] if "signature" in record else _from_params(record["params"])
 
     def has(self, dotted: str, version: str | None = None) -> bool:
-        """Whether that version has it, itself or from a base."""
+        """Returns whether that version has it, itself or from a base."""
         try:
             self._lookup(dotted, version or self.primary)
         except LookupError:

@@ -113,7 +113,7 @@ class HubServer:
         return sum(request.sent for request in self.asked)
 
     def take(self, counts: dict[str, int], name: str) -> bool:
-        """Whether one more of the faults is due."""
+        """Returns whether one more of the faults is due."""
         with self._lock:
             left = counts.get(name, 0)
             counts[name] = max(0, left - 1)

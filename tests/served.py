@@ -83,7 +83,7 @@ class Served:
 
     @property
     def in_step(self) -> bool:
-        """Whether the engine works on a step."""
+        """Returns whether the engine works on a step."""
         return self.batcher.stats.step_started_at is not None
 
     @property

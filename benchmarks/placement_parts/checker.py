@@ -1,4 +1,4 @@
-"""Whether a layout is valid. Shares no code with the planner: rules and tables are written down anew."""
+"""Checks whether a layout is valid. Shares no code with the planner: rules and tables are written down anew."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def _unpinned(sizes: Sequence[int], pinned: Sequence[Replica]) -> list[int]:
 
 
 def _packs(machines: Sequence[Machine], sizes: Sequence[int], pinned: Sequence[Replica]) -> bool:
-    """Whether largest first finds room for all beside the pins."""
+    """Returns whether largest first finds room for all beside the pins."""
     place = FirstFit(machines, tuple(ARRIVING))
     number = {machine.name: i for i, machine in enumerate(machines)}
     for replica in pinned:

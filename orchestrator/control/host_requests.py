@@ -33,7 +33,7 @@ class HostRequests:
         self._cluster = cluster
         self._gateways = gateways
         self._counters = counters
-        self._kept: frozenset[str] = frozenset()  # as the cluster last was told
+        self._kept: frozenset[str] = frozenset()  # the last set that the cluster received
         self._keep_at = float("-inf")
         self._keeping: asyncio.Task[None] | None = None
         self._check_at = float("-inf")

@@ -23,7 +23,7 @@ class LiveRequests:
         self._watched_until = float("-inf")
         self._open: dict[str, tuple[float, list[LiveRequest]]] = {}  # by gateway
         self._ended: deque[LiveRequest] = deque(maxlen=ENDED)
-        self._cancelled: dict[str, set[str]] = {}  # by gateway, to be told with the reply to its next report
+        self._cancelled: dict[str, set[str]] = {}  # by gateway; sent with the reply to its next report
 
     @property
     def watched(self) -> bool:

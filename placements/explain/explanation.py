@@ -58,12 +58,12 @@ class Explanation:
 
     @property
     def fits(self) -> bool:
-        """Whether the model has its ``min`` replicas, or one replica if it is scaled to zero."""
+        """Returns whether the model has its ``min`` replicas, or one replica if it is scaled to zero."""
         return len(self.places) >= (min(self.required, self.wanted) or self.wanted) and not self.broken
 
     @property
     def broken(self) -> bool:
-        """Whether the model's part of the spec has errors, so that none of its replicas are placed."""
+        """Returns whether the model's part of the spec has errors, so that none of its replicas are placed."""
         return not self.places and bool(self.failed)
 
     def as_dict(self) -> dict[str, Any]:

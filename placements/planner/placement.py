@@ -69,7 +69,7 @@ class Unplaced:
 
     @property
     def required(self) -> bool:
-        """Whether the model has fewer than ``min`` replicas without it."""
+        """Returns whether the model has fewer than ``min`` replicas without it."""
         return has_errors(self.problems)
 
     def as_dict(self) -> dict[str, Any]:

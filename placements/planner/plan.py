@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def complete(self) -> bool:
-        """Whether every model has its ``min`` replicas and no problem is an error (exit code 0 or 2 of `plan`)."""
+        """Returns whether all models have their ``min`` replicas and no problem is an error: exit code 0 or 2."""
         return not has_errors(self.problems) and not any(unplaced.required for unplaced in self.unplaced)
 
     def with_problems(self, problems: Iterable[Problem]) -> Plan:

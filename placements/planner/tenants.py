@@ -52,7 +52,7 @@ class Demand(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether it needs only cores of a suitable host."""
+        """Returns whether it needs only cores of a suitable host."""
         return not (self.memory or self.insists or self.most)
 
 

@@ -61,5 +61,5 @@ class Server(Frozen):
 
     @property
     def uses_model(self) -> bool:
-        """Whether it needs the folder of a checkpoint."""
+        """Returns whether it needs the folder of a checkpoint."""
         return any("model" in placeholders(text) for text in self.texts.values())

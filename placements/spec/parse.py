@@ -40,7 +40,7 @@ class Parsed:
 
     @property
     def ok(self) -> bool:
-        """Whether there is a spec without errors."""
+        """Returns whether there is a spec without errors."""
         return self.spec is not None and not has_errors(self.problems)
 
 

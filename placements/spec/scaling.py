@@ -47,7 +47,7 @@ class Scaling(Frozen):
 
     wanted = "a mapping, like {idle_s: 600}"
     auto: bool = True
-    """Whether the number of replicas follows the load, between `replicas.min` and `replicas.max`. With false, `min`
+    """Makes the number of replicas follow the load, between `replicas.min` and `replicas.max`. With false, `min`
     replicas run; the first request still starts a model with `min: 0`."""
     idle_s: Seconds[Annotated[float, Field(ge=0, le=31_536_000)]] = 600.0
     """Seconds without an inference request after which a model with `min: 0` scales to zero, counted from when its

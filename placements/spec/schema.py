@@ -344,7 +344,7 @@ class ModelSpec(Frozen):
 
     @property
     def has_source(self) -> bool:
-        """Whether its replicas read a checkpoint: not on echo, nor with a server whose command has no `{model}`."""
+        """Returns whether its replicas read a checkpoint: not on echo, nor with a server command without `{model}`."""
         return self.engine != "echo" and (self.engine != "server" or self.server is None or self.server.uses_model)
 
     @property

@@ -83,7 +83,7 @@ HERE = table("here")
 
 
 def is_accepted(fields: str) -> bool:
-    """Whether a model on the engine `cpu` may have these fields."""
+    """Returns whether a model on the engine `cpu` may have these fields."""
     read = parse(f"models: {{m: {{source: ./m, engine: cpu, {fields}}}}}\n".encode(), "spec.yaml", "/")
     if read.spec is None or read.problems:
         return False

@@ -206,7 +206,7 @@ class LiveGateway:
 
     @property
     def waits(self) -> bool:
-        """Whether it is a spare, which does not listen."""
+        """Returns whether it is a spare, which does not listen."""
         return self._server._server is None
 
     @property

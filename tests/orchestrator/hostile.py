@@ -124,7 +124,7 @@ class Wire:
         return data
 
     def at_end(self) -> bool:
-        """Whether the other side closes, and says nothing more."""
+        """Returns whether the other side closes, and says nothing more."""
         try:
             return self.rest() == b""
         except Closed:

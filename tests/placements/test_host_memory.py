@@ -38,7 +38,7 @@ def test_loading_needs_the_whole_checkpoint() -> None:
 
 
 def test_vllm_has_two_more_processes() -> None:
-    """Whether it loads or serves."""
+    """Returns whether it loads or serves."""
     engines: tuple[Engine, ...] = ("nxd-inference", "vllm")
     alone, vllm = (host_memory(model("m", 8), LLAMA_31_8B, engine) for engine in engines)
     assert (vllm.load - alone.load, vllm.serving - alone.serving) == pytest.approx((VLLM_GIB, VLLM_GIB))

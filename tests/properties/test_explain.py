@@ -114,7 +114,7 @@ def counts(drawn: Plan) -> Counter[str]:
 
 
 def sound(placements: tuple[Placement, ...], hosts: tuple[Host, ...], blocked: Mapping[str, frozenset[int]]) -> bool:
-    """Whether nobody shares a core or lies where nobody may."""
+    """Returns whether nobody shares a core or lies where nobody may."""
     taken = Counter((placement.host, core) for placement in placements for core in placement.cores or ())
     cores = {host.name: set(range(host.cores)) - host.reserved_cores for host in hosts}
     ran = {(name, core) for name, item in blocked.items() for core in item}

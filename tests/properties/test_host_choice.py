@@ -62,7 +62,7 @@ def sizes(spec: Spec) -> list[int]:
 
 
 def holds(items: Sequence[int], counts: Sequence[tuple[str, int]]) -> bool:
-    """Whether these hosts have room: the largest item first, into the smallest block that has as much left."""
+    """Returns whether these hosts have room: the largest item first, into the smallest block that has as much left."""
     left = [block for kind, count in counts for _ in range(count) for block in BLOCKS[kind]]
     for item in sorted(items, reverse=True):
         room = min((block for block in left if block >= item), default=None)

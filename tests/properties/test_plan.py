@@ -328,7 +328,7 @@ def load_gib(case: Case, model: ModelSpec) -> float:
 
 
 def suits(case: Case, model: ModelSpec, host: Host) -> bool:
-    """Whether the model may lie on an empty one of such a host."""
+    """Returns whether the model may lie on an empty one of such a host."""
     assert host.topology is not None
     known = case.checkpoints.get(model.name)
     if model.tp_degree > host.cores or model.tp_degree not in (*DEGREES[family(host)], *model.allow_degrees):

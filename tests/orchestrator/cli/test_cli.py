@@ -894,7 +894,7 @@ def test_the_json_of_a_waiting_apply_has_the_rollouts_end(
 
 
 def waiting(call: tuple[Any, ...]) -> bool:
-    """Whether this is a question that waits for an answer."""
+    """Returns whether this is a question that waits for an answer."""
     return (call[0] == "events" and call[3] > 0) or (call[0] == "logs" and call[4] > 0)
 
 

@@ -252,7 +252,7 @@ class Chaos:
         return f"freeze {victim['id']}.{victim['epoch']}, {victim['state']}, pid {victim['pid']}"
 
     def _thaw(self, pid: int) -> bool:
-        """Whether it was still there."""
+        """Returns whether it was still there."""
         started = self._frozen.pop(pid)
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)

@@ -192,14 +192,14 @@ def listeners(port: int) -> int:
 
 
 def all_stand_by(fleet: LiveFleet, gateways: int) -> bool:
-    """Whether so many listen, and one more has started and does nothing."""
+    """Returns whether so many listen, and one more has started and does nothing."""
     listening = gateway_pids(fleet)
     spare = [pid for pid in fleet.named_pids("ServeReplica:") if pid not in listening]
     return len(listening) == gateways and len(spare) == 1 and psutil.Process(spare[0]).cpu_percent(0.5) < 10
 
 
 def answers(port: int) -> bool:
-    """Whether a request gets its tokens now."""
+    """Returns whether a request gets its tokens now."""
     try:
         return ask(port, completion(), deadline_s=5).status == 200
     except (OSError, Closed):

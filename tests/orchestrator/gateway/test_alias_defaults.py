@@ -160,7 +160,7 @@ def test_the_temperature_replaces_lmis_greedy_default(
     ],
 )
 def test_a_chat_with_a_system_prompt_keeps_it_alone(place: Place, path: str, own: dict[str, Any]) -> None:
-    """Whether its API calls it system, developer or instructions."""
+    """Its API may call it system, developer or instructions."""
     place.ask(path, **own)
 
     assert "Be brief." not in place.prompt

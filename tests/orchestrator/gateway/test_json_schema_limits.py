@@ -99,5 +99,5 @@ def test_descriptive_keys_of_a_schema_do_not_count() -> None:
     ],
 )
 def test_a_schema_within_the_limits_is_unchanged(schema: Any) -> None:
-    """Whether it can be followed is said by the replica."""
+    """The replica reports whether it can be followed."""
     assert json.loads(schema_text(schema, "tools")) == schema

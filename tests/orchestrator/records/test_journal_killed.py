@@ -49,7 +49,7 @@ MOST_STEPS = 30
 
 
 def _killed_at(path: Path, step: int) -> bool:
-    """Whether it was killed before that file operation of its first compaction; False when it has fewer."""
+    """Returns whether it was killed before that file operation of its first compaction; False when it has fewer."""
     process = subprocess.run([sys.executable, "-c", KILLED, str(path), str(step)], check=False, capture_output=True)
     if process.returncode == 0:
         assert process.stdout == b"compacted\n"

@@ -175,7 +175,7 @@ def test_a_static_batch_has_one_position(checkpoint: Checkpoints) -> None:
 
 
 def equals_the_cpu_engine(kind: type[TransformersNeuronxEngine], source: Path, **fields: Any) -> bool:
-    """Whether it answers as the CPU engine; one that raises does not."""
+    """Returns whether it answers as the CPU engine; one that raises does not."""
     engine = kind(config(source, **fields), source)
     family = json.loads((source / "config.json").read_text())["model_type"]
     requests = requests_for(family)

@@ -72,7 +72,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def is_another(first: Mapping[str, Any], second: Mapping[str, Any], root: Path) -> bool:
-    """Whether the second finds nothing where the first has finished."""
+    """Returns whether the second finds nothing where the first has finished."""
     with entry(root, first) as artifacts:
         artifacts.finish()
     with entry(root, first) as again:

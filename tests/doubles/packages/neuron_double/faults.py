@@ -51,7 +51,7 @@ def forget() -> None:
 
 
 def _one_more(written: int, index: int, times: int | None) -> bool:
-    """Whether it has struck less than ``times`` times; then it counts one more, for all processes."""
+    """Returns whether it has struck less than ``times`` times; then it counts one more, for all processes."""
     if times is None:
         return True
     with (state() / f"faults.{written}.{index}").open("a+") as file:

@@ -92,7 +92,7 @@ class Runtime:
 
     @property
     def claimed(self) -> bool:
-        """Whether it holds cores already."""
+        """Returns whether it holds cores already."""
         return self._cores is not None
 
     def load_collectives(self, tp: int) -> None:

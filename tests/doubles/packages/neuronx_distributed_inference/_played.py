@@ -24,7 +24,7 @@ def contract() -> Any:
 
 
 def has(dotted: str) -> bool:
-    """Whether the version that is played has that module's member."""
+    """Returns whether the version that is played has that module's member."""
     return bool(contract().has(f"{PACKAGE}.{dotted}", version()))
 
 
