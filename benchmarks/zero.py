@@ -67,7 +67,8 @@ began = time.perf_counter()
 engine = CpuEngine(Path(sys.argv[1]), slots=int(sys.argv[2]), max_len=int(sys.argv[3]), threads=1, dtype=sys.argv[4])
 engine.load()
 batcher = Batcher(engine, load_tokenizer("cpu", sys.argv[1]), lambda events: None)
-batcher.submit(GenerateRequest(id="first", prompt_ids=[1], max_tokens=2, temperature=0.0, ignore_eos=True))
+tokens = int(sys.argv[5])
+batcher.submit(GenerateRequest(id="first", prompt_ids=[1], max_tokens=tokens, temperature=0.0, ignore_eos=True))
 while batcher.step():
     pass
 print(time.perf_counter() - began)
@@ -79,9 +80,11 @@ TARGETS = {
 }
 
 
-def bare_script(source: Path, slots: int = 4, max_len: int = 512, dtype: str = "fp32") -> tuple[float, float]:
+def bare_script(
+    source: Path, slots: int = 4, max_len: int = 512, dtype: str = "fp32", tokens: int = 2
+) -> tuple[float, float]:
     """Returns the seconds of the whole process, and those after its imports."""
-    command = [sys.executable, "-c", BARE, str(source), str(slots), str(max_len), dtype]
+    command = [sys.executable, "-c", BARE, str(source), str(slots), str(max_len), dtype, str(tokens)]
     began = time.perf_counter()
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     return time.perf_counter() - began, float(done.stdout.split()[-1])
@@ -135,12 +138,13 @@ def parked(rounds: int, gigabytes: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="cwz-", dir="/tmp") as folder:
         source = Path(folder) / "large"
         write_model(source, gigabytes)
-        bare_script(source, 1, 64, "bf16")
+        bare_script(source, 1, 64, "bf16", 1)
         ratios = []
         with running(PARKED.format(source=source, idle_s=IDLE_S)) as fleet:
+            assert complete(fleet, "large", "Once", max_tokens=1).status_code == 200
             for _ in range(rounds):
                 until(lambda: fleet.status()["models"][0]["state"] == "unloaded", DEADLINE_S, "the model is unloaded")
-                _, theirs = bare_script(source, 1, 64, "bf16")
+                _, theirs = bare_script(source, 1, 64, "bf16", 1)
                 began = time.perf_counter()
                 stream = Streamed(fleet, "large", "Once", 2)
                 assert stream.begun.wait(DEADLINE_S)

@@ -206,4 +206,5 @@ def test_a_first_generation_that_fails_is_told() -> None:
     replica._batcher = SimpleNamespace(spec=SimpleNamespace(vocab_size=8, width=0), submit=lambda request: None)
     replica._probed = SimpleNamespace(wait=lambda deadline: True)  # type: ignore[assignment]
     replica._probe_error = "NaN"
+    replica._steps = SimpleNamespace(join=lambda deadline: None)  # type: ignore[assignment]
     assert load_error(replica._probe) == "probe-failed"

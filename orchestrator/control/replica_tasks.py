@@ -138,7 +138,9 @@ class ReplicaTasks:
         config = revision.in_its_build(config, state.settings.build)
         # a path without the model's name: socket paths are limited, and names may be long
         socket = str(self._home.sockets / f"{state.model_number(target.model)}-{target.replica}.{epoch}")
-        config = msgspec.structs.replace(config, epoch=epoch, socket=socket)
+        parked = state.parked.get(target.model)
+        proven = parked is not None and (parked.host, parked.version) == (target.host, target.version)
+        config = msgspec.structs.replace(config, epoch=epoch, socket=socket, proven=proven)
         view = ReplicaView(
             model=target.model,
             replica=target.replica,

@@ -19,6 +19,7 @@ import ray
 from orchestrator.fleet.host_greeting import HostGreeting
 from orchestrator.on_ray.idle_workers import end_idle_workers
 from orchestrator.on_ray.own_greeting import greeting
+from orchestrator.on_ray.spare_workers import SpareWorkers
 from orchestrator.process.home import Home
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
@@ -40,7 +41,7 @@ from workers.host.neuron_faults import fault_of
 from workers.host.orphans import NODE_VARIABLE, end_orphans
 from workers.host.page_cache import CachedBytes, keep_cached
 from workers.host.task_boundary import task_boundary
-from workers.host.warm_processes import Load, WarmProcesses
+from workers.host.warm_processes import WarmProcesses
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
@@ -96,6 +97,7 @@ class HostActor:
         self._endings = this_host.Endings()
         self._notices = NoticeWatch()
         self._warm = WarmProcesses(self._home.sockets, {} if mark is None else {NODE_VARIABLE: mark})
+        self._spare_workers = SpareWorkers(self._warm.running)
 
     @_long
     def fetch(self, waiter: str, wanted: WantedArtifact, wait_s: float) -> FetchedArtifact | Failure | FetchStatus:
@@ -166,17 +168,19 @@ class HostActor:
     def fault_in_log(self, path: str) -> Failure | None:
         return fault_of(None, this_host.last_words(Path(path)))
 
-    def warm_command(self, start: str, config: ReplicaConfig, environment: dict[str, str]) -> str | None:
-        """Returns the command by which the process of a start becomes a fork of a warm process, which begins to load
-        the model now; see `WarmProcesses`. ``environment``: what Ray adds to this process's variables."""
-        is_safe = config.engine == "cpu"  # which reads no cores
-        load = Load(msgspec.json.encode(config).decode(), environment) if is_safe else None
-        return self._warm.command(start, config.engine, config.python, load)
+    def warm_command(self, engine: str, python: str | None, variables: dict[str, str]) -> str | None:
+        """See `WarmProcesses.command`."""
+        return self._warm.command(engine, python, variables)
 
     @_long
-    def stand_by(self, engines: dict[str, str | None], folders: list[str]) -> dict[str, CachedBytes]:
-        """See `ClusterClient.stand_by`. A folder that cannot be read is left out."""
+    def stand_by(
+        self, engines: dict[str, str | None], folders: list[str], job: str | None, variables: dict[str, str]
+    ) -> dict[str, CachedBytes]:
+        """See `ClusterClient.stand_by`. A folder that cannot be read is left out. ``job`` and ``variables``: see
+        `SpareWorkers`; None for none."""
         self._warm.keep(engines)
+        if job is not None:
+            self._spare_workers.keep(job, variables)
         spare, cached = this_host.available_memory() - LEAST_BYTES, {}
         for folder in folders:
             with contextlib.suppress(OSError):

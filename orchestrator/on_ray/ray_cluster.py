@@ -60,7 +60,6 @@ KEEP_S = 10.0  # deadline of the requests for machines
 REPORT_S = 0.5  # deadline of one host's notice, while a round waits for all
 LONG_S = 2.0  # one poll of a long operation
 FETCH_S = 0.5  # the same of a fetch, whose progress is reported
-JOB_VARIABLE = "RAY_JOB_ID"  # Ray sets it for each worker
 BY_SIGKILL = "was killed by SIGKILL"
 
 
@@ -164,33 +163,39 @@ class RayCluster:
         self._configs[name] = config
         self._creating.add(name)
         try:  # without a deadline: it may be registered whenever the head is back
-            create = partial(self._create, name, config, node, await self._python(name, config, node))
+            create = partial(self._create, name, config, node, await self._runtime_env(name, config, node))
             self._actors[name] = await self._head.ask(create, name, None)
         finally:
             self._creating.discard(name)
 
-    async def _python(self, name: str, config: ReplicaConfig, node: RayNode) -> str | None:
-        """Returns what runs the replica's process, as a shell reads it; None: the Python of its node."""
+    async def _runtime_env(self, name: str, config: ReplicaConfig, node: RayNode) -> dict[str, Any]:
+        """Returns the variables and the interpreter of a replica's process. All forks of a warm process get the same,
+        so that a spare worker of Ray can become any replica; they set their own variables themselves."""
+        shared = self._shared_variables(node)
+        if (command := await self._warm_command(name, config, node)) is not None:
+            return {"env_vars": shared, "py_executable": command}
+        interpreter = {} if config.python is None else {"py_executable": config.python}
+        return {"env_vars": {**config.env, **shared}, **interpreter}
+
+    async def _warm_command(self, name: str, config: ReplicaConfig, node: RayNode) -> str | None:
         if not config.warm:
-            return config.python
-        environment = {**self._environment(config, node), JOB_VARIABLE: ray.get_runtime_context().get_job_id()}
+            return None
         try:
             actor = await self._host_actors.of(node)
-            reply = actor.warm_command.remote(name, config, environment)
+            reply = actor.warm_command.remote(config.engine, config.python, config.env)
             command: str | None = await self._clock.within(reply, NEAR_S)
         except (AttributeError, RayError, asyncio.TimeoutError) as error:  # the first: of another version
             log.warning("%s starts as a fresh process: %s", name, str(error).partition("\n")[0])
-            return config.python
-        return command or config.python
+            return None
+        return command
 
-    def _environment(self, config: ReplicaConfig, node: RayNode) -> dict[str, str]:
-        return {**config.env, **self._host_actors.environment(node), CONSOLE_VARIABLE: self._console}
+    def _shared_variables(self, node: RayNode) -> dict[str, str]:
+        return {**self._host_actors.environment(node), CONSOLE_VARIABLE: self._console}
 
-    def _create(self, name: str, config: ReplicaConfig, node: RayNode, python: str | None) -> Any:
+    def _create(self, name: str, config: ReplicaConfig, node: RayNode, runtime_env: dict[str, Any]) -> Any:
         """Register the actor of a replica. Blocks while the head is away."""
         named = type(f"Replica[{config.model}]", (Replica,), {})  # the dashboard shows the class name
         shown = ray.remote(concurrency_groups={"ctl": 8})(named)
-        interpreter = {} if python is None else {"py_executable": python}
         return shown.options(
             name=name,
             namespace=self._namespace,
@@ -200,7 +205,7 @@ class RayCluster:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            runtime_env={"env_vars": self._environment(config, node), **interpreter},
+            runtime_env=runtime_env,
         ).remote(config)
 
     def add_hosts(self, names: Iterable[str], kept: frozenset[str] | None = None) -> None:
@@ -410,7 +415,8 @@ class RayCluster:
             stand_by = getattr(await self._host_actors.of(node), "stand_by", None)
             if stand_by is None:  # of another version
                 return {}
-            reply = stand_by.remote(dict(engines), list(folders))
+            job = None if self._is_joined else ray.get_runtime_context().get_job_id()
+            reply = stand_by.remote(dict(engines), list(folders), job, self._shared_variables(node))
             cached: Mapping[str, CachedBytes] = await self._clock.within(reply, CALL_DEADLINE_S)
         except (RayError, asyncio.TimeoutError) as error:
             raise HostLost(f"the host actor of {host} does not reply") from error

@@ -1,6 +1,6 @@
 """Starts a Ray worker as a fork of a warm process, or as a fresh process.
 
-Ray runs ``python -I -S fork_client.py SOCKET START SCRIPT ARGUMENTS...`` in place of Python (`py_executable`). It hands
+Ray runs ``python -I -S fork_client.py SOCKET SCRIPT ARGUMENTS...`` in place of Python (`py_executable`). It hands
 its arguments, environment, folder and output to the `fork_server` at SOCKET and ends once the fork runs. If the server
 is gone, refuses or does not reply in time, it becomes a fresh Python process instead, as if there were no server. Every
 start waits for it, so it imports little.
@@ -24,15 +24,23 @@ def send(connection: socket.socket, message: Mapping[str, object], descriptors: 
     connection.sendall(content)
 
 
-def main(path: str, start: str, arguments: list[str]) -> None:
+def check_peer(connection: socket.socket) -> None:
+    """Raises PermissionError if the other end of a unix socket is a process of another user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    user = int.from_bytes(credentials[4:8], sys.byteorder)  # after the pid, before the group
+    if user != os.getuid():
+        raise PermissionError(f"the other end belongs to user {user}")
+
+
+def main(path: str, arguments: list[str]) -> None:
     """Returns once a fork of the server runs the script. Does not return if a fresh process has to."""
     environment, folder = dict(os.environ), os.getcwd()  # noqa: PTH109 - importing pathlib takes 20 ms
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(DEADLINE_S)
         try:
             server.connect(path)
-            request = {"environment": environment, "start": start, "arguments": arguments, "folder": folder}
-            send(server, request, (0, 1, 2))
+            check_peer(server)  # it gets the environment
+            send(server, {"environment": environment, "arguments": arguments, "folder": folder}, (0, 1, 2))
             reply = server.recv(1)
             if reply == FORKED:
                 # Not before: a fork that waits for this byte ends if this process has given up on it.
@@ -50,4 +58,4 @@ def start_fresh(reason: str, arguments: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(sys.argv[1], sys.argv[2:])

@@ -11,11 +11,11 @@ PHASES = ("actor", "process", "imports", "weights", "engine", "warm_up", "tokeni
 actor        from the decision until Ray has started a process
 process      the interpreter, Ray's worker and the replica's own code
 imports      the engine's packages
-weights      reading the model into memory
+weights      reading the model into memory; the CPU engine maps it, and the first request reads it
 engine       the rest of the engine's load: on Neuron also weights, compiled graphs and their start
-warm_up      one run of each bucket; on the CPU engine without `compile` of one token
+warm_up      one run of each bucket
 tokenizer    its files
-first_token  one real request, and the data plane
+first_token  one real request, unless the model returns to where it has served, and the data plane
 """
 
 
@@ -36,11 +36,6 @@ class StartPhases:
         now = self._clock()
         self.seconds = {**self.seconds, phase: self.seconds.get(phase, 0.0) + now - self._since}
         self._since = now
-
-    def waited(self, phase: str, since: float) -> None:
-        """Replaces what the thread of a head start has measured: since then, this start has waited for ``phase``."""
-        self._since, self.seconds = since, {}
-        self.end(phase)
 
 
 def phases_of(load_s: float, reported: Mapping[str, float]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shlex
@@ -16,44 +15,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-import msgspec
-
 from workers.host import fork_client
-from workers.host.fork_server import ENVIRONMENT, IMPORTS, LEAST_BYTES
+from workers.host.fork_server import ENVIRONMENT, IMPORTS, LEAST_BYTES, refusal
 from workers.host.host_facts import available_memory
 
 log = logging.getLogger(__name__)
 
-SEND_S = 1.0  # deadline of a message to a warm process, which the kernel keeps until it reads it
 RETRY_S = 60.0  # between two starts of one that ends by itself
 
-PROGRAM = """\
-import sys
-from workers.host.fork_server import main
-from workers.serving.head_start import begin
-main(sys.argv[1], int(sys.argv[2]), begin)
-"""
+PROGRAM = "import sys; from workers.host.fork_server import main; main(sys.argv[1], int(sys.argv[2]))"
 
 
 @dataclass
 class WarmProcess:
-    """A running `fork_server`, and the path of its socket."""
+    """A running `fork_server`, the path of its socket, and what to run as a Python that is its fork."""
 
     path: Path
     process: subprocess.Popen[bytes]
+    command: str  # as a shell reads it
     started: float
 
     @property
     def is_usable(self) -> bool:
         """False once it has ended, or a cleaner of temporary folders has removed its socket."""
         return self.process.poll() is None and self.path.exists()
-
-
-class Load(msgspec.Struct, frozen=True):
-    """What a fork loads ahead."""
-
-    config: str  # a ReplicaConfig as JSON
-    environment: dict[str, str]  # the variables of its process that this one does not have
 
 
 class WarmProcesses:
@@ -68,23 +53,19 @@ class WarmProcesses:
         self._starts = 0
         self._processes: dict[tuple[str, str], WarmProcess] = {}
 
-    def command(self, start: str, engine: str, python: str | None, load: Load | None = None) -> str | None:
-        """Returns what to run in place of ``python`` (None: this interpreter) for a ``start`` of that name, as a shell
-        reads it, and starts the warm process if needed. None: a fresh process is to be started. ``load``: a fork begins
-        to load it now."""
-        python = python or sys.executable
-        with self._lock:
-            warm = self._processes.get((engine, python))
-            if warm is None or not warm.is_usable:
-                too_early = warm is not None and time.monotonic() < warm.started + RETRY_S
-                if engine not in IMPORTS or too_early or available_memory() < LEAST_BYTES:
-                    return None
-                if warm is not None:
-                    self._end(warm)
-                warm = self._processes[engine, python] = self._start(engine, python)
-        if load is not None:
-            self._begin(warm, start, load)
-        return shlex.join([python, "-I", "-S", fork_client.__file__, str(warm.path), start])
+    def command(self, engine: str, python: str | None, variables: Mapping[str, str]) -> str | None:
+        """Returns what to run in place of ``python`` (None: this interpreter), as a shell reads it, and starts the warm
+        process if needed. None: a fresh process is to be started. ``variables``: those that its process will set."""
+        own = {**os.environ, **self._marks}
+        reason = refusal({**own, **variables}, {**own, **ENVIRONMENT})
+        if reason is None:
+            with self._lock:
+                warm = self._warm(engine, python or sys.executable)
+            if isinstance(warm, WarmProcess):
+                return warm.command
+            reason = warm
+        log.info("a replica on the engine %s starts as a fresh process: %s", engine, reason)
+        return None
 
     def keep(self, engines: Mapping[str, str | None]) -> None:
         """Starts the processes of these engines, with the Python of each, and ends all others."""
@@ -92,21 +73,38 @@ class WarmProcesses:
         with self._lock:
             for key in self._processes.keys() - wanted:
                 self._end(self._processes.pop(key))
-        for engine, python in engines.items():
-            self.command("", engine, python)
+            for engine, python in wanted:
+                self._warm(engine, python)
+
+    def running(self) -> dict[str, int]:
+        """Returns their pids by command."""
+        with self._lock:
+            return {warm.command: warm.process.pid for warm in self._processes.values() if warm.is_usable}
+
+    def _warm(self, engine: str, python: str) -> WarmProcess | str:
+        """Returns the process, which is started if needed, or why there is none."""
+        key = engine, python
+        warm = self._processes.get(key)
+        if warm is not None and warm.is_usable:
+            return warm
+        if engine not in IMPORTS:
+            return "the engine has no warm process"
+        if warm is not None and time.monotonic() < warm.started + RETRY_S:
+            return f"its warm process has ended, and another one is started {RETRY_S:.0f} s after its start"
+        if available_memory() < LEAST_BYTES:
+            return f"less than {LEAST_BYTES / 2**30:.0f} GiB of memory are available"
+        if warm is not None:
+            self._end(warm)
+        try:
+            started = self._processes[key] = self._start(engine, python)
+        except OSError as error:
+            return f"its warm process cannot be started: {error}"
+        return started
 
     def _end(self, warm: WarmProcess) -> None:
         warm.path.unlink(missing_ok=True)
         warm.process.kill()  # its forks continue
         warm.process.communicate()
-
-    def _begin(self, warm: WarmProcess, start: str, load: Load) -> None:
-        """Has a fork load ahead. Without one, the start takes longer."""
-        environment = {**os.environ, **self._marks, **load.environment}
-        with socket.socket(socket.AF_UNIX) as server, contextlib.suppress(OSError):
-            server.settimeout(SEND_S)
-            server.connect(str(warm.path))
-            fork_client.send(server, {"environment": environment, "start": start, "load": load.config})
 
     def _start(self, engine: str, python: str) -> WarmProcess:
         self._starts += 1
@@ -124,4 +122,5 @@ class WarmProcesses:
                 pass_fds=[listener.fileno()],
             )
         log.info("a warm process of the engine %s is started: pid %d", engine, process.pid)
-        return WarmProcess(path, process, time.monotonic())
+        command = shlex.join([python, "-I", "-S", fork_client.__file__, str(path)])
+        return WarmProcess(path, process, command, time.monotonic())

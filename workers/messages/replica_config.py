@@ -97,6 +97,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     neff_cache: str | None = None  # where all hosts share compiled artifacts: a folder, or s3://...
     python: str | None = None  # the interpreter of its process; None: that of the Ray node
     warm: bool = False  # its process may be a fork of the host's warm process
+    proven: bool = False  # this version has served on this host: its first request is a client's, without a trial
     server_python: str | None = None  # the interpreter of its server, such as vLLM's; None: that of its process
     server_launch: list[str] = []  # the command of vLLM's server; empty: `vllm serve` of its interpreter
     start_s: float = 0.0  # the deadline of a start, with its compiles; 0: the server's own time limits

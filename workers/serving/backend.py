@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol
 
 from placements.facts.engines import SERVER_ENGINES
 from workers.batching.batcher import Batcher
 from workers.batching.batcher_stats import BatcherStats
 from workers.batching.encode_batcher import EncodeBatcher
+from workers.engines.open_engine import open_encoder, open_engine
 from workers.host.core_claims import CoreClaim
 from workers.host.start_phases import START
-from workers.messages.encoder_protocol import EncodeEngine
-from workers.messages.engine_protocol import EngineSpec, GenerateEngine
+from workers.messages.engine_protocol import EngineSpec
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import GenerateRequest, TokenEvent
-from workers.serving.head_start import loaded
 from workers.text.tokenizer import load_tokenizer
 
 
@@ -50,10 +49,14 @@ def open_backend(config: ReplicaConfig, claim: CoreClaim | None, emit: Callable[
 
         server = start_vllm(config, held)
         return CompletionRelay(server, load_tokenizer(config.engine, config.source), emit)
-    engine = loaded(config)
-    START.end("engine")
     if config.kind != "generate":
-        return EncodeBatcher(cast(EncodeEngine, engine), emit, config.max_wait_s)
+        encoder = open_encoder(config)
+        encoder.load()
+        START.end("engine")
+        return EncodeBatcher(encoder, emit, config.max_wait_s)
+    engine = open_engine(config)
+    engine.load()
+    START.end("engine")
     tokenizer = load_tokenizer(config.engine, config.source)
     START.end("tokenizer")
-    return Batcher(cast(GenerateEngine, engine), tokenizer, emit)
+    return Batcher(engine, tokenizer, emit)

@@ -49,6 +49,7 @@ CONSOLE_VARIABLE = "COREWRIGHT_CONSOLE"  # the address of the fleet's web consol
 PROBE_ID = "probe"
 PROBE_TOKENS = 2  # one from the prefill, one from a decode
 PROBE_DEADLINE_S = 60.0
+CAUSE_S = 1.0
 # They claim cores, or read the environment, at import or soon after.
 NEURON_MODULES = frozenset(
     {
@@ -76,6 +77,7 @@ class Replica:
 
     def __init__(self, config: ReplicaConfig) -> None:
         self._config = config
+        forked_process.set_variables(config.env)
         _show_log(Path(config.log), f"replica-{config.model}-{config.replica}.log", config.host)
         _redirect_output(Path(config.log))
         host_facts.log_sigterm()
@@ -93,6 +95,7 @@ class Replica:
         self._uses = contextlib.ExitStack()  # keeps its artifacts from being evicted while this process lives
         self._probed = threading.Event()
         self._probe_error: str | None = None
+        self._steps = threading.Thread(target=self._run_batcher, name="batcher", daemon=True)
         threading.Thread(target=self._live, name="load", daemon=True).start()
 
     def __repr__(self) -> str:
@@ -184,9 +187,9 @@ class Replica:
         if config.claims is not None and config.cores:
             self._claim = CoreClaim(Path(config.claims), config.cores)
         self._batcher = open_backend(config, self._claim, self._emit)
-        threading.Thread(target=self._run_batcher, name="batcher", daemon=True).start()
+        self._steps.start()
         threading.Thread(target=self._batcher.warm_guides, name="guides", daemon=True).start()
-        if config.server is None:  # else `start_server` has sent a request
+        if config.server is None and not config.proven:  # `start_server` has sent a request
             self._probe()
         spec = self._batcher.spec
         sink = open_sink("corewright-replica", {"service.instance.id": f"{config.model}/{config.replica}"})
@@ -239,6 +242,7 @@ class Replica:
         ):  # a freeze of the machine counts as one second
             raise EngineLoadError("probe-failed", f"the first request did not finish within {PROBE_DEADLINE_S:.0f} s")
         if self._probe_error is not None:
+            self._steps.join(CAUSE_S)  # if the engine has failed, this thread has the cause
             raise EngineLoadError("probe-failed", f"the first request failed: {self._probe_error}")
 
     def _emit(self, events: list[TokenEvent]) -> None:

@@ -25,7 +25,7 @@ from workers.host.core_claims import CoreClaim, held_cores
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
-from workers.serving import generate_once, head_start
+from workers.serving import backend, generate_once
 from workers.serving.generate_once import End, Job, Piece, Reply, Trouble
 from workers.text.tokenizer import TemplateInput, load_tokenizer
 
@@ -346,7 +346,7 @@ def config(**changes: Any) -> ReplicaConfig:
 def replies_of(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list[Reply]:
     """All that the process tells when it opens that engine."""
     replies: list[Reply] = []
-    monkeypatch.setattr(head_start, "open_engine", lambda config: engine)
+    monkeypatch.setattr(backend, "open_engine", lambda config: engine)
     generate_once.run(Job(config=config(), prompt="Hi", raw=True, **job), replies.append)
     return replies
 

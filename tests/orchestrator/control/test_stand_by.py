@@ -79,3 +79,17 @@ async def test_a_model_that_runs_is_not_parked(tmp_path: Path) -> None:
         await fleet.until(lambda: HOST in cluster.standing_by, "the host is kept ready")
 
         assert fleet.model("b")["parked"] is None
+
+
+async def test_only_a_model_that_returns_to_its_host_serves_without_a_trial(tmp_path: Path) -> None:
+    """There its version has served."""
+    cluster = FakeCluster()
+    async with Played(tmp_path, cluster, SPEC) as fleet:
+        await fleet.controller.wake("a")
+        await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is ready")
+        await fleet.operator.unload("a", by="tester")
+        await fleet.until(lambda: fleet.model("a")["parked"], "a is parked")
+        await fleet.operator.load("a", by="tester")
+        await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is back")
+
+        assert [config.proven for config in cluster.configs("a")] == [False, True]

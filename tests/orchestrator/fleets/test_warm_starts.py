@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from orchestrator.cli.app import DEMO
+from orchestrator.on_ray.idle_workers import IDLE
 from placements.resources.host_memory import PROCESS_GIB
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import complete
@@ -44,6 +45,11 @@ def warm_pid(fleet: LiveFleet) -> int:
     """The warm process of the host."""
     pids: list[int] = until(lambda: fleet.named_pids("fork_server"), BACK_S, "a warm process runs")
     return pids[0]
+
+
+def spares(warm: int) -> list[int]:
+    """The forks that are Ray's workers without work."""
+    return [fork.pid for fork in psutil.Process(warm).children() if fork.cmdline()[:1] == [IDLE]]
 
 
 def is_fork(fleet: LiveFleet, id: str) -> bool:
@@ -81,19 +87,14 @@ def test_replicas_are_forks_and_share_the_memory_of_their_imports(fleet: LiveFle
     assert pss_gib([warm_pid(fleet), *pids]) < len(pids) * PROCESS_GIB
 
 
-def test_replicas_have_loaded_before_ray_has_started_them(fleet: LiveFleet) -> None:
-    """So that their starts report no imports of their own, only the wait for their weights."""
-    phases = fleet.replica("first/0")["load_phases"]
-
-    assert "weights" in phases
-    assert not phases.keys() & {"imports", "warm_up"}
-
-
-def test_a_killed_replica_returns_as_another_fork(fleet: LiveFleet) -> None:
-    """The other replicas and the warm process are not affected, although Ray ends the dead one's process group."""
+def test_a_killed_replica_returns_in_a_worker_that_has_waited(fleet: LiveFleet) -> None:
+    """As a fork. The other replicas and the warm process are not affected, although Ray
+    ends the dead one's process group."""
     other, warm, answer = fleet.replica("second/0")["pid"], warm_pid(fleet), text(fleet, "first")
+    spare = until(lambda: spares(warm), BACK_S, "a worker waits")
     kill(fleet, "first/0")
 
+    assert fleet.replica("first/0")["pid"] in spare
     assert is_fork(fleet, "first/0")
     assert (fleet.replica("second/0")["pid"], warm_pid(fleet)) == (other, warm)
     assert text(fleet, "first") == answer

@@ -25,16 +25,11 @@ from workers.host.orphans import NODE_VARIABLE, is_orphan
 from workers.host.warm_processes import WarmProcesses
 
 DEADLINE_S = 60.0
-START = "m/0.1"
 SERVER = """\
 from workers.host import fork_server
 fork_server.IMPORTS["cpu"] = ("json",)
-def load(what):
-    import os, threading
-    os.environ["LOADED"] = what + f" in {{os.getpid()}} with {{os.environ.get('COREWRIGHT_MODEL')}}"
-    return lambda: os.environ.update(WAITED="yes")
 {before}
-fork_server.main("cpu", {descriptor}, load)
+fork_server.main("cpu", {descriptor})
 """
 SCRIPT = """\
 import json, os, sys, time
@@ -71,7 +66,7 @@ class Server:
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Starts a client, whose output is that of its process."""
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", fork_client.__file__, str(self.path), START, str(self.script), *arguments],
+            [sys.executable, "-I", "-S", fork_client.__file__, str(self.path), str(self.script), *arguments],
             env={**self.environment, **environment},
             cwd=self.script.parent,
             stdin=subprocess.DEVNULL,
@@ -86,13 +81,6 @@ class Server:
             assert client.stdout is not None
             report: dict[str, Any] = json.loads(client.stdout.readline())
         return report
-
-    def load(self, what: str, start: str = START, **environment: str) -> None:
-        """Has a fork load ahead for a start, by default that of the next client."""
-        count = len(self.forks())
-        with self.connect() as client:
-            fork_client.send(client, {"environment": {**self.environment, **environment}, "start": start, "load": what})
-        until(lambda: len(self.forks()) > count, DEADLINE_S, "the fork")
 
     def connect(self) -> socket.socket:
         client = socket.socket(socket.AF_UNIX)
@@ -109,10 +97,6 @@ class Server:
                 fork.kill()
         self.process.kill()
         self.process.communicate()
-
-
-def running(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture
@@ -195,6 +179,39 @@ def test_variables_that_are_read_later_do_not_matter() -> None:
     assert fork_server.refusal(requested, own) is None
 
 
+def test_a_replica_that_sets_a_variable_of_the_imports_starts_as_a_fresh_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray has started the fork by then; others are set in it."""
+    monkeypatch.setattr("workers.host.warm_processes.PROGRAM", "import time; time.sleep(600)")
+    warm = WarmProcesses(tmp_path)
+    commands = [warm.command("cpu", None, {name: "0-3"}) for name in ("HF_HOME", "NEURON_RT_VISIBLE_CORES")]
+    warm.keep({})
+
+    assert [command is not None for command in commands] == [False, True]
+
+
+def test_no_environment_is_handed_to_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may have bound the path of the socket."""
+    client, server = socket.socketpair()
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    with client, server, pytest.raises(PermissionError, match="belongs to user"):
+        fork_client.check_peer(client)
+
+
+def test_an_interpreter_that_does_not_exist_is_no_error_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replicas report it; the processes of other engines are kept."""
+    monkeypatch.setattr("workers.host.warm_processes.PROGRAM", "import time; time.sleep(600)")
+    warm = WarmProcesses(tmp_path)
+    warm.keep({"nxd-inference": "/nonexistent/python", "cpu": None})
+    running = warm.running()
+    warm.keep({})
+
+    assert [shlex.split(command)[0] for command in running] == [sys.executable]
+
+
 @pytest.mark.parametrize("stage", ["listening", "accepted", "requested", "half a reply"])
 def test_a_server_that_ends_in_a_takeover_gives_one_fresh_process(tmp_path: Path, stage: str) -> None:
     """The client becomes it, whatever the server has done until its end, except a reply."""
@@ -203,7 +220,7 @@ def test_a_server_that_ends_in_a_takeover_gives_one_fresh_process(tmp_path: Path
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "s"))
         listener.listen()
-        command = [sys.executable, "-I", "-S", fork_client.__file__, str(tmp_path / "s"), START, str(script)]
+        command = [sys.executable, "-I", "-S", fork_client.__file__, str(tmp_path / "s"), str(script)]
         client = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if stage != "listening":
             connection, _ = listener.accept()
@@ -246,7 +263,7 @@ def test_a_client_that_gives_up_while_the_server_imports_is_no_second_process(tm
 def test_a_client_that_ends_in_a_takeover_leaves_no_process(server: Server, last: str) -> None:
     """And the server goes on."""
     with server.connect() as client:
-        request = {"environment": server.environment, "start": "", "arguments": [str(server.script), "wait"]}
+        request = {"environment": server.environment, "arguments": [str(server.script), "wait"]}
         if last == "half a request":
             socket.send_fds(client, [(1000).to_bytes(4, "big")], [0, 1, 2])
             client.sendall(b"{")
@@ -257,59 +274,6 @@ def test_a_client_that_ends_in_a_takeover_leaves_no_process(server: Server, last
 
     until(lambda: not server.forks(), DEADLINE_S, "the end of the fork")
     assert server.run()["is_fork"]
-
-
-def test_a_fork_that_has_loaded_ahead_becomes_the_process_of_its_start(server: Server) -> None:
-    """With the environment of its load, which nothing changes meanwhile."""
-    server.load("weights", COREWRIGHT_MODEL="a")
-    (fork,) = server.forks()
-    report = server.run(COREWRIGHT_MODEL="a")
-
-    assert report["pid"] == fork.pid
-    assert report["environment"]["LOADED"] == f"weights in {fork.pid} with a"
-    assert "WAITED" not in report["environment"]
-
-
-def test_a_fork_whose_start_has_another_environment_waits_for_its_load(server: Server) -> None:
-    """Its threads must not read variables while they change."""
-    server.load("weights", RAY_JOB_ID="1")
-    environment = server.run(RAY_JOB_ID="2")["environment"]
-
-    assert (environment["RAY_JOB_ID"], environment["WAITED"]) == ("2", "yes")
-
-
-def test_a_load_ahead_is_for_its_start_only(server: Server) -> None:
-    """Another start gets a fork of its own; the next one of the same name, too."""
-    server.load("weights")
-    (fork,) = server.forks()
-    pids = [server.run()["pid"] for _ in range(2)]
-
-    assert pids[0] == fork.pid
-    assert fork.pid != pids[1]
-
-
-def test_without_the_fork_that_loads_ahead_the_start_has_another(server: Server) -> None:
-    """It was killed."""
-    server.load("weights")
-    (fork,) = server.forks()
-    fork.kill()
-    until(lambda: not server.forks(), DEADLINE_S, "the end of the fork")
-    report = server.run()
-
-    assert report["is_fork"]
-    assert "LOADED" not in report["environment"]
-
-
-def test_forks_that_load_ahead_end_with_their_server(server: Server) -> None:
-    """Nothing else could give them a start."""
-    server.load("weights")
-    server.load("weights", start="m/1.1")
-    forks = server.forks()
-    server.process.kill()
-
-    assert len(forks) == 2
-    # Sooner than by themselves: none must hold the connection of another.
-    until(lambda: not any(map(running, forks)), fork_server.HANDOVER_S / 2, "the end of the forks")
 
 
 def test_forks_outlive_the_server(server: Server) -> None:
@@ -354,9 +318,9 @@ def test_a_warm_process_that_ends_by_itself_is_not_started_again_at_once(
     """Meanwhile replicas start as fresh processes."""
     monkeypatch.setattr("workers.host.warm_processes.PROGRAM", "raise SystemExit(1)")
     warm = WarmProcesses(tmp_path)
-    first = warm.command("m/0.1", "cpu", None)
+    first = warm.command("cpu", None, {})
     assert first is not None
-    until(lambda: warm.command("m/0.1", "cpu", None) is None, DEADLINE_S, "the end of the process")
+    until(lambda: warm.command("cpu", None, {}) is None, DEADLINE_S, "the end of the process")
 
     assert shlex.split(first)[:3] == [sys.executable, "-I", "-S"]
 
@@ -380,9 +344,9 @@ def test_a_warm_process_whose_socket_was_removed_is_replaced(tmp_path: Path, mon
     monkeypatch.setattr("workers.host.warm_processes.PROGRAM", "import time; time.sleep(600)")
     monkeypatch.setattr("workers.host.warm_processes.RETRY_S", 0.0)
     warm = WarmProcesses(tmp_path / "sockets")
-    first = warm.command("m/0.1", "cpu", None)
+    first = warm.command("cpu", None, {})
     shutil.rmtree(tmp_path / "sockets")
-    second = warm.command("m/0.1", "cpu", None)
+    second = warm.command("cpu", None, {})
     (socket_path,) = (tmp_path / "sockets").iterdir()
     warm.keep({})
 
@@ -408,7 +372,7 @@ def test_other_processes_see_the_mark_of_the_ray_node(tmp_path: Path, monkeypatc
 def test_without_memory_no_warm_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.host.warm_processes.available_memory", lambda: fork_server.LEAST_BYTES - 1)
 
-    assert WarmProcesses(tmp_path).command("m/0.1", "cpu", None) is None
+    assert WarmProcesses(tmp_path).command("cpu", None, {}) is None
 
 
 COMPUTES = """\
@@ -444,7 +408,7 @@ def cpu_reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
             return line
 
     warm = WarmProcesses(folder)
-    command = warm.command("m/0.1", "cpu", None)
+    command = warm.command("cpu", None, {})
     assert command is not None
     # On a busy machine the imports may take longer than a client waits.
     until(lambda: report(command)["is_fork"], DEADLINE_S, "the warm process has imported the engine")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from workers.batching.batcher_stats import BatcherStats
 from workers.host import host_facts, start_phases
 from workers.host.core_claims import CoresTaken
 from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
 from workers.neff_cache import compiled_artifacts
 from workers.serving.failures import failure_of
@@ -42,6 +44,7 @@ def replica(phase: Phase, failure: Failure | None = None) -> Replica:
     replica._changed = threading.Condition()
     replica._status = ReplicaStatus(version=1, phase=phase, pid=1, started=0.0, failure=failure)
     replica._batcher = None
+    replica._began = time.monotonic()
     return replica
 
 
@@ -169,12 +172,33 @@ def test_a_log_has_no_progress_bars(checkpoint: Callable[[str], Path]) -> None:
     assert "Loading" not in done.stdout + done.stderr
 
 
-def test_the_first_cause_of_a_failure_stays() -> None:
-    """A failed step also ends the first generation, which then fails for that reason."""
-    first = Failure("engine-failed", "RuntimeError: boom")
-    failing = replica(Phase.FAILED, first)
-    failing._fail(Failure("probe-failed", "no answer"))
-    assert failing._status.failure == first
+def test_a_trial_that_an_engine_ends_fails_for_the_engines_reason(tmp_path: Path) -> None:
+    """Which a step reports after it has ended its requests, on another thread."""
+
+    class Broken:
+        spec = SimpleNamespace(vocab_size=8, width=0)
+
+        def submit(self, request: GenerateRequest) -> None:
+            failing._emit([TokenEvent(id=request.id, finish=FinishReason.ERROR, error="RuntimeError: boom")])
+
+        def run(self, after_step: object) -> None:
+            assert failing._probed.wait(10)
+            raise MemoryError
+
+        stats = BatcherStats(4, 0, 0, 0, 9, 9, None, 1.0, False, None)
+
+    failing = replica(Phase.LOADING)
+    failing._config = config(tmp_path, log=str(tmp_path / "none.log"))
+    failing._batcher, failing._plane = Broken(), None  # type: ignore[assignment]
+    failing._probed, failing._probe_error = threading.Event(), None
+    failing._steps = threading.Thread(target=failing._run_batcher)
+    failing._steps.start()
+    with pytest.raises(EngineLoadError, match="boom") as error:
+        failing._probe()
+    failing._fail(Failure(error.value.id, error.value.what))
+
+    assert failing._status.failure is not None
+    assert failing._status.failure.id == "out-of-memory"
 
 
 # Starts a replica without Ray, waits until it is ready or has failed, and prints its status.
