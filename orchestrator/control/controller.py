@@ -136,13 +136,13 @@ class Controller:
         self.load.round()
         self.upgrade.round()
         self.gateways.round()
-        self.standby.round()
         self.tasks.restart_followers()
         async with state.deciding:
             if state.hold is None:
                 await self._decide()
             else:
                 await state.update_goal()
+        self.standby.round()
         await state.records.durable()
         await self.publish()
         await self.speeds.round()

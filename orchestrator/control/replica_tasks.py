@@ -36,7 +36,6 @@ from orchestrator.state.fleet_state import FleetState
 from placements.facts.core_range import CoreRange
 from placements.facts.engines import PACKAGES
 from workers.artifacts.fetch.artifact_fetcher import wanted_by
-from workers.host.lifetime import since_boot
 from workers.host.neuron_faults import after_serving
 from workers.host.task_boundary import task_boundary
 from workers.messages.replica_config import ReplicaConfig
@@ -94,6 +93,7 @@ class ReplicaTasks:
         state, now = self._state, self._state.clock()
         config, status = survivor.config, survivor.status
         phase = {Phase.READY: State.READY, Phase.DRAINING: State.DRAINING}.get(status.phase, State.LOADING)
+        phases = {name: seconds for name, seconds in status.load_phases.items() if name != "process"}  # not in load_s
         view = ReplicaView(
             model=config.model,
             replica=config.replica,
@@ -102,7 +102,7 @@ class ReplicaTasks:
             cores=CoreRange(config.cores[0], config.cores[-1]) if config.cores else None,
             state=phase,
             since=now,
-            begun=now - max(0.0, since_boot() - status.started),
+            begun=now - status.age_s,
             requested=True,
             pid=status.pid,
             started=status.started,
@@ -111,7 +111,7 @@ class ReplicaTasks:
             version=config.version,
             served=phase is not State.LOADING,
             load_s=status.load_s,
-            load_phases={} if status.load_s is None else status.load_phases,
+            load_phases={} if status.load_s is None else phases,
             compile_s=status.compile_s,
             heard=now,
             restarts=max(0, state.records.state.starts.get(f"{config.model}/{config.replica}", 1) - 1),

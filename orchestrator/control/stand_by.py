@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from typing import cast
 
-from orchestrator.fleet.effects import ClusterClient, HostLost
+from orchestrator.fleet.effects import ClusterClient
 from orchestrator.fleet.parked_model import ParkedModel
-from orchestrator.fleet.replica_states import State
 from orchestrator.state.fleet_state import FleetState
+from placements.facts.engines import Engine
 from workers.host.page_cache import CachedBytes
 from workers.host.task_boundary import task_boundary
 
@@ -24,57 +25,58 @@ class StandBy:
     def __init__(self, state: FleetState, cluster: ClusterClient) -> None:
         self._state = state
         self._cluster = cluster
-        self._served = {  # where a replica of each model was ready last, and its files
-            name: ParkedModel(last.host, tuple(last.folders), last.version)
-            for name, (last, *_) in state.records.state.ready_starts.items()
-        }
+        self._reports: dict[ParkedModel, CachedBytes] = {}  # how much of it its host has in memory
         self._updates: dict[str, asyncio.Task[None]] = {}  # by host
         self._due: dict[str, float] = {}  # by host, on the state's clock
 
     def round(self) -> None:
-        """Note what replicas serve, and update the hosts that are due."""
+        """Note which models are parked where, and update the hosts that are due."""
         state, now = self._state, self._state.clock()
-        for view in state.views.values():
-            config = state.configs.get(view.id)
-            if view.state is State.READY and config is not None:
-                folders = tuple(source for _, source, _, _ in config.sources())
-                self._served[view.model] = ParkedModel(view.host, folders, view.version)
+        living = {host.name for host in state.living_hosts}
         present = {view.model for view in state.views.values()}
-        versions = state.current.versions
-        known = state.parked
-        state.parked = {
-            name: parked
-            for name, parked in self._served.items()
-            if name not in present and parked.folders and parked.version == versions.get(name)
+        versions, known = state.current.versions, state.parked
+        served = {name: last for name, (last, *_) in state.records.state.ready_starts.items()}
+        parked = {
+            name: ParkedModel(last.host, tuple(last.folders), last.version)
+            for name, last in served.items()
+            if name not in present and last.folders and last.version == versions.get(name) and last.host in living
         }
-        for name, parked in state.parked.items():
-            if name not in known:
-                self._due.pop(parked.host, None)  # with this model, now
-        for host in state.living_hosts:
-            if self._due.get(host.name, now) <= now and host.name not in self._updates:
-                self._due[host.name] = now + PERIOD_S
-                self._updates[host.name] = asyncio.get_running_loop().create_task(self._update(host.name))
+        self._reports = {model: self._reports[model] for model in parked.values() if model in self._reports}
+        state.parked = {
+            name: dataclasses.replace(model, cached=self._reports.get(model)) for name, model in parked.items()
+        }
+        for name in parked.keys() - known.keys():
+            self._due.pop(parked[name].host, None)  # with this model, now
+        for host in living:
+            if self._due.get(host, now) <= now and host not in self._updates:
+                self._due[host] = now + PERIOD_S
+                self._updates[host] = asyncio.get_running_loop().create_task(self._update(host))
 
     async def _update(self, host: str) -> None:
+        try:
+            await self._refresh(host)
+        finally:
+            del self._updates[host]
+
+    async def _refresh(self, host: str) -> None:
+        with task_boundary(log, "%s is not kept ready for starts; this is retried", host, level=logging.WARNING):
+            # Those that started last are the last, and have precedence.
+            parked = [model for model in self._state.parked.values() if model.host == host]
+            folders = dict.fromkeys(folder for model in reversed(parked) for folder in model.folders)
+            cached = await self._cluster.stand_by(host, self._warm_engines(), list(folders))
+            for model in parked:
+                parts = [cached[folder] for folder in model.folders if folder in cached]
+                if len(parts) == len(model.folders):
+                    total = CachedBytes(sum(part.cached for part in parts), sum(part.total for part in parts))
+                    self._reports[dataclasses.replace(model, cached=None)] = total
+
+    def _warm_engines(self) -> dict[str, str | None]:
+        """Returns the Python of each engine that is to have a warm process. With `engine: auto`, hosts decide about
+        the engine: running replicas have it."""
         state, current = self._state, self._state.current
         engines = {current.engines[model.name] for model in current.spec.models}
-        warm: dict[str, str | None] = {
-            engine: current.spec.python_for(engine) for engine in engines if current.spec.is_warm(engine)
-        }
-        parked = {name: model for name, model in state.parked.items() if model.host == host}
-        folders = sorted({folder for model in parked.values() for folder in model.folders})
-        with task_boundary(log, "%s is not kept ready for starts; this is retried", host, level=logging.WARNING):
-            try:
-                cached = await self._cluster.stand_by(host, warm, folders)
-            except HostLost:
-                cached = {}
-            finally:
-                del self._updates[host]
-            for name, model in parked.items():
-                parts = [cached.get(folder, CachedBytes(0, 0)) for folder in model.folders]
-                total = CachedBytes(sum(part.cached for part in parts), sum(part.total for part in parts))
-                if self._served.get(name) == model:
-                    self._served[name] = dataclasses.replace(model, cached=total)
+        engines |= {cast(Engine, state.configs[id].engine) for id in state.views if id in state.configs}
+        return {engine: current.spec.python_for(engine) for engine in sorted(engines) if current.spec.is_warm(engine)}
 
     def stop(self) -> None:
         """Stop the updates."""

@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 RECENT = 1000
 ORPHANS_S = 10.0  # for replicas of the machine's former Ray node to end
+READ_S = 5.0  # for parked models, in one round
 TOOLS_PERIOD_S = 10.0  # between two runs of the Neuron tools, which take seconds
 
 M = TypeVar("M", bound=Callable[..., object])
@@ -176,16 +177,18 @@ class HostActor:
     def stand_by(
         self, engines: dict[str, str | None], folders: list[str], job: str | None, variables: dict[str, str]
     ) -> dict[str, CachedBytes]:
-        """See `ClusterClient.stand_by`. A folder that cannot be read is left out. ``job`` and ``variables``: see
+        """See `ClusterClient.stand_by`. A folder that cannot be read is left out, and the first ones have precedence
+        where memory is short. ``job`` and ``variables``: see
         `SpareWorkers`; None for none."""
         self._warm.keep(engines)
         if job is not None:
             self._spare_workers.keep(job, variables)
-        spare, cached = this_host.available_memory() - LEAST_BYTES, {}
+        spare, until, cached = this_host.available_memory() - LEAST_BYTES, time.monotonic() + READ_S, {}
         for folder in folders:
             with contextlib.suppress(OSError):
-                cached[folder] = keep_cached(Path(folder), spare)
-                spare -= cached[folder].total - cached[folder].cached
+                cached[folder] = keep_cached(Path(folder), spare, until)
+                if cached[folder].total <= spare:
+                    spare -= cached[folder].total
         return cached
 
     def interpreter(self, python: str | None) -> Interpreter:

@@ -419,7 +419,7 @@ class RayCluster:
             reply = stand_by.remote(dict(engines), list(folders), job, self._shared_variables(node))
             cached: Mapping[str, CachedBytes] = await self._clock.within(reply, CALL_DEADLINE_S)
         except (RayError, asyncio.TimeoutError) as error:
-            raise HostLost(f"the host actor of {host} does not reply") from error
+            raise HostLost(f"the host actor of {host} does not keep it ready: {error}") from error
         return cached
 
     async def host_reports(self) -> Mapping[str, HostReport]:

@@ -184,6 +184,7 @@ class FakeCluster:
         self.notices: dict[str, Notice] = {}  # by host
         self.standing_by: dict[str, tuple[dict[str, str | None], list[str]]] = {}  # by host: its engines and folders
         self.cached = 2**30  # bytes of each parked folder, of 1 GiB
+        self.reports_cached = True  # by `stand_by`
         self.nodes: dict[str, str] = {}  # by host, the id of its Ray node; by default "1"
         self.refuses_start: Exception | None = None
         self.unadoptable: dict[str, int] = {}
@@ -441,7 +442,7 @@ class FakeCluster:
         if host in self.lost_now:
             raise HostLost(host)
         self.standing_by[host] = (dict(engines), list(folders))
-        return {folder: CachedBytes(self.cached, 2**30) for folder in folders}
+        return {folder: CachedBytes(self.cached, 2**30) for folder in folders if self.reports_cached}
 
     async def host_reports(self) -> Mapping[str, HostReport]:
         return {

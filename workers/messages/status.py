@@ -65,6 +65,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     started: float  # the process's start, by `lifetime.process_start`
     failure: Failure | None = None
+    age_s: float = 0.0  # since its actor's start, as of this reading; the process may have waited as a worker before
     live: int = 0  # requests in slots, as of this reading
     waiting: int = 0  # requests accepted and not in a slot yet
     idle_s: float = 0.0  # since the last request ended, or since it was ready; 0 with a request

@@ -148,7 +148,8 @@ class Replica:
         return None
 
     def _reading(self) -> ReplicaStatus:
-        status = msgspec.structs.replace(self._status, compile_s=compiled_artifacts.SPENT.seconds)
+        age_s, compile_s = time.monotonic() - self._began, compiled_artifacts.SPENT.seconds
+        status = msgspec.structs.replace(self._status, age_s=age_s, compile_s=compile_s)
         if status.phase is Phase.LOADING:
             status = msgspec.structs.replace(status, load_phases=self._phases())
         if self._batcher is None:

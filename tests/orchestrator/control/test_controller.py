@@ -158,6 +158,20 @@ async def test_a_restarted_controller_adopts_the_live_replicas(tmp_path: Path) -
         assert cluster.started[-1].epoch == 2
 
 
+async def test_the_age_of_an_adopted_start_does_not_depend_on_the_clock_of_its_machine(tmp_path: Path) -> None:
+    """Which may have booted long after that of the controller."""
+    cluster = FakeCluster()
+    cluster.loads = False
+    async with running(tmp_path, cluster) as first:
+        await first.until(lambda: "a/0.1" in cluster.replicas, "a start")
+        await cluster.replicas["a/0.1"].report(started=-1e6, age_s=5.0)
+    async with Played(tmp_path, cluster, SPEC, journal=first.journal, restarted=True) as second:
+        await second.until(lambda: second.replica("a/0").get("state") == "loading", "adopted")
+        state = second.controller.state
+
+        assert 5.0 <= state.clock() - state.views["a/0"].begun < 100.0
+
+
 async def test_shutdown_drains_and_stops_every_replica(tmp_path: Path) -> None:
     """Nothing is started meanwhile, and nothing is left."""
     async with running(tmp_path) as fleet:

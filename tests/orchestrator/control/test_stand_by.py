@@ -93,3 +93,32 @@ async def test_only_a_model_that_returns_to_its_host_serves_without_a_trial(tmp_
         await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is back")
 
         assert [config.proven for config in cluster.configs("a")] == [False, True]
+
+
+async def test_what_a_lost_host_had_in_memory_is_not_parked(tmp_path: Path) -> None:
+    """A return starts elsewhere, and reads everything."""
+    cluster = FakeCluster()
+    async with Played(tmp_path, cluster, SPEC) as fleet:
+        await fleet.controller.wake("a")
+        await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is ready")
+        await fleet.operator.unload("a", by="tester")
+        await fleet.until(lambda: fleet.model("a")["parked"], "a is parked")
+        cluster.lost_now.add(HOST)
+
+        await fleet.until(lambda: fleet.model("a")["parked"] is None, "it is not parked any more")
+
+
+async def test_a_host_that_does_not_report_leaves_what_it_last_had(tmp_path: Path) -> None:
+    """As when its actor is of another version."""
+    cluster = FakeCluster()
+    async with Played(tmp_path, cluster, SPEC) as fleet:
+        await fleet.controller.wake("a")
+        await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is ready")
+        await fleet.operator.unload("a", by="tester")
+        await fleet.until(lambda: fleet.model("a")["parked"], "a is parked")
+        shown = fleet.model("a")["parked"]
+        cluster.reports_cached = False
+        await fleet.controller.standby._refresh(HOST)
+        fleet.controller.standby.round()
+
+        assert fleet.model("a")["parked"] == shown
