@@ -19,7 +19,7 @@ from orchestrator.fleet.hosting import Hosting
 from orchestrator.fleet.replica_states import State
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.resolved_revision import ResolvedRevision
-from orchestrator.sagemaker.model_folder import Fields, read_folder, text_of
+from orchestrator.sagemaker.model_folder import SPEC, Fields, read_folder, text_of
 from orchestrator.state.rollout_progress import failure_of
 from placements.facts.machine import Machine
 from placements.facts.plural import counted
@@ -185,5 +185,9 @@ def model_fields(folder: Path, machine: Machine) -> Fields:
     if len(spec.models) != 1:
         what = f"{folder} has {counted(len(spec.models), 'model')}, and SageMaker loads one at a time"
         raise Failed("model-folder-unreadable", what, "put each model into an archive of its own")
+    dropped = sorted(spec.spec.keys() - {"version", "name", "defaults", "models"})
+    if dropped and (folder / SPEC).is_file():
+        what = f"{folder} sets {' and '.join(dropped)} of its own, which belong to the endpoint"
+        raise Failed("model-folder-unreadable", what, f"remove them from its {SPEC}")
     (fields,) = spec.models.values()
     return {"update": UPDATE, **fields, "managed_by": MANAGER}

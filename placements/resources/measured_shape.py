@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ def shape_of(model: ModelSpec, checkpoint: Checkpoint | None, engine: Engine, ho
         "dtype": model.dtype_on(engine),
         "quantize": model.quantize,
         "quantize_kv": model.quantize_kv,
+        "draft": None if model.draft is None else f"{model.draft.source}, {model.draft.k} tokens",
+        "engine_options": json.dumps(model.engine_options, sort_keys=True) if model.engine_options else None,
     }
 
 

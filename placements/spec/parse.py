@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from placements.facts.encoders import DEFAULT_BATCH, KINDS
-from placements.facts.engines import NAMED_ENGINES, Engine
+from placements.facts.engines import NAMED_ENGINES, UNWARMED_ENGINES, Engine
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.spec.engine_settings import EngineSettings
 from placements.spec.field_type import MAPPING, TEXT, keys_at, type_at
@@ -192,6 +192,9 @@ class _Reader:
                 settings = self._validated(EngineSettings, fields, path, broken)
                 if settings is not None:
                     settings_by_engine[name] = settings
+                if settings is not None and settings.warm and name in UNWARMED_ENGINES:
+                    what = f"engines.{name}.warm has no effect: replicas of {name} import no engine's packages"
+                    self._report("setting-unsupported", (*path, "warm"), what, "remove it")
             elif fields is not BROKEN:
                 self._wrong_type(path, f"engines.{name}")
                 broken.add("engines")

@@ -322,6 +322,12 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         ("defaults: {source: ./a}\n" + MODELS, "unknown-key", "1:12", '"source" is not a known key of defaults'),
         ("defaults: {engine: tnx}\n" + MODELS, "unknown-value", "1:12", 'engine is "tnx"'),
         ("defaults: {replicas: {min: x}}\n" + MODELS, "wrong-type", "1:23", 'replicas.min is "x"'),
+        (
+            "version: 1\nengines: {vllm: {warm: true}, cpu: {warm: true}}\nmodels: {}\n",
+            "setting-unsupported",
+            "2:18",
+            "engines.vllm.warm has no effect",
+        ),
     ],
 )
 def test_each_error_is_reported_once_at_its_place(text: str | bytes, id: str, where: str, part: str) -> None:

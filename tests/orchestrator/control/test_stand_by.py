@@ -23,7 +23,7 @@ models:
     [
         ("", {"cpu": None}),
         ("engines: {cpu: {warm: false}}", {}),
-        ("engines: {echo: {warm: true}}", {"cpu": None, "echo": None}),
+        ("engines: {nxd-inference: {warm: true}}", {"cpu": None}),
     ],
 )
 async def test_a_host_keeps_a_warm_process_of_each_engine_that_is_to_have_one(

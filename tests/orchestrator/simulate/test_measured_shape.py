@@ -32,6 +32,8 @@ SPEC = (
         ({"dtype": "fp16"}, "dtype bf16 instead of fp16"),
         ({"quantize": "int8"}, "quantize none instead of int8"),
         ({"quantize_kv": "fp8"}, "quantize_kv none instead of fp8"),
+        ({"draft": {"source": "./small", "k": 2}}, "draft none instead of ./small, 2 tokens"),
+        ({"engine_options": {"flash_decoding": True}}, 'engine_options none instead of {"flash_decoding": true}'),
         ({"priority": 3, "replicas": 2, "max_queue": 9}, ""),
     ],
 )
