@@ -42,7 +42,7 @@ class SpareWorkers:
     def __init__(self, warm: Callable[[], Mapping[str, int]]) -> None:
         """``warm`` returns the pids of the warm processes by the commands of their forks."""
         self._warm = warm
-        self._requested: dict[int, float] = {}  # when one was requested last, by the pid of its warm process
+        self._requested: dict[int, float] = {}  # until when one may be starting, by the pid of its warm process
         self._job, self._variables = "", dict[str, str]()
         self._thread = threading.Thread(target=self._run, name="spare workers", daemon=True)
 
@@ -61,7 +61,9 @@ class SpareWorkers:
     def _look(self) -> None:
         for command, pid in self._warm().items():
             now = time.monotonic()
-            if now >= self._requested.get(pid, now) and not has_spare(pid):
+            if has_spare(pid):
+                self._requested.pop(pid, None)
+            elif now >= self._requested.get(pid, now):
                 self._requested[pid] = now + START_S
                 prestart(self._job, {"env_vars": self._variables, "py_executable": command})
 
