@@ -18,6 +18,14 @@ models:
 """
 
 
+async def park(fleet: Played) -> None:
+    """Loads and unloads a model."""
+    await fleet.controller.wake("a")
+    await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is ready")
+    await fleet.operator.unload("a", by="tester")
+    await fleet.until(lambda: fleet.model("a")["parked"], "a is parked")
+
+
 @pytest.mark.parametrize(
     ("engines", "kept"),
     [
@@ -59,10 +67,7 @@ async def test_a_restarted_controller_knows_where_a_model_is_parked(tmp_path: Pa
     """And its files stay in memory."""
     cluster = FakeCluster()
     async with Played(tmp_path, cluster, SPEC) as first:
-        await first.controller.wake("a")
-        await first.until(lambda: first.controller.state.ready("a") == 1, "a is ready")
-        await first.operator.unload("a", by="tester")
-        await first.until(lambda: first.model("a")["parked"], "a is parked")
+        await park(first)
         shown, kept = first.model("a")["parked"], cluster.standing_by.pop(HOST)
     async with Played(tmp_path, cluster, SPEC, journal=first.journal, restarted=True) as second:
         await second.until(lambda: second.model("a")["parked"], "a is parked")
@@ -85,10 +90,7 @@ async def test_only_a_model_that_returns_to_its_host_serves_without_a_trial(tmp_
     """There its version has served."""
     cluster = FakeCluster()
     async with Played(tmp_path, cluster, SPEC) as fleet:
-        await fleet.controller.wake("a")
-        await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is ready")
-        await fleet.operator.unload("a", by="tester")
-        await fleet.until(lambda: fleet.model("a")["parked"], "a is parked")
+        await park(fleet)
         await fleet.operator.load("a", by="tester")
         await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is back")
 
@@ -99,10 +101,7 @@ async def test_what_a_lost_host_had_in_memory_is_not_parked(tmp_path: Path) -> N
     """A return starts elsewhere, and reads everything."""
     cluster = FakeCluster()
     async with Played(tmp_path, cluster, SPEC) as fleet:
-        await fleet.controller.wake("a")
-        await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is ready")
-        await fleet.operator.unload("a", by="tester")
-        await fleet.until(lambda: fleet.model("a")["parked"], "a is parked")
+        await park(fleet)
         cluster.lost_now.add(HOST)
 
         await fleet.until(lambda: fleet.model("a")["parked"] is None, "it is not parked any more")
@@ -112,10 +111,7 @@ async def test_a_host_that_does_not_report_leaves_what_it_last_had(tmp_path: Pat
     """As when its actor is of another version."""
     cluster = FakeCluster()
     async with Played(tmp_path, cluster, SPEC) as fleet:
-        await fleet.controller.wake("a")
-        await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is ready")
-        await fleet.operator.unload("a", by="tester")
-        await fleet.until(lambda: fleet.model("a")["parked"], "a is parked")
+        await park(fleet)
         shown = fleet.model("a")["parked"]
         cluster.reports_cached = False
         await fleet.controller.standby._refresh(HOST)
