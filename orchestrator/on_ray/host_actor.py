@@ -178,8 +178,7 @@ class HostActor:
         self, engines: dict[str, str | None], folders: list[str], job: str | None, variables: dict[str, str]
     ) -> dict[str, CachedBytes]:
         """See `ClusterClient.stand_by`. A folder that cannot be read is left out, and the first ones have precedence
-        where memory is short. ``job`` and ``variables``: see
-        `SpareWorkers`; None for none."""
+        where memory is short. ``job`` and ``variables``: of `SpareWorkers`; no job for none."""
         self._warm.keep(engines)
         if job is not None:
             self._spare_workers.keep(job, variables)

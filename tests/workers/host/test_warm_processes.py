@@ -192,7 +192,7 @@ def test_a_replica_that_sets_a_variable_of_the_imports_starts_as_a_fresh_process
 
 
 def test_no_environment_is_handed_to_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who may have bound the path of the socket."""
+    """Another user may have bound the path of the socket."""
     client, server = socket.socketpair()
     monkeypatch.setattr("os.getuid", lambda: 12345)
     with client, server, pytest.raises(PermissionError, match="belongs to user"):
