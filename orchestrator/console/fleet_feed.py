@@ -60,7 +60,7 @@ class FleetFeed:
         try:
             exchange.begin(200, (*STREAMED, (b"content-type", b"text/event-stream")), b": open\n\n")
             seen = 0
-            while allowed():
+            while allowed() and not exchange.ended:  # before Python 3.12, `wait_for` can swallow a cancellation
                 exchange.write(self._news(seen) or b": ping\n\n")  # an empty piece would end the answer
                 seen = self._version
                 await self._wait(seen)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from orchestrator.daemon.settings import SETTINGS
 from orchestrator.gateway.telemetry.exposition import page as page_of
 from tests.docs.test_links import test_a_command_in_a_page_is_one_that_can_be_given as check_commands
 from tests.docs.test_links import test_every_relative_link_resolves as check_links
+from tests.orchestrator.fakes import virtually
 from tests.orchestrator.played_page import played_families
 from tests.orchestrator.promql import Page, Selector, grouped, selectors
 from workers.messages.metric_family import MetricFamily
@@ -40,7 +41,7 @@ Played = tuple[list[MetricFamily], Page]
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     """All families of a fleet that is played, and their page."""
-    families = asyncio.run(played_families(tmp_path_factory.mktemp("played")))
+    families = virtually(partial(played_families, tmp_path_factory.mktemp("played")))
     return families, Page.read(page_of(families)[0].decode())
 
 

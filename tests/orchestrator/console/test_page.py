@@ -23,11 +23,12 @@ from tests.orchestrator.fakefleet import TOKEN, FakeFleet, LiveAdmin, event
 
 STATIC = Path(module.__file__).parent / "static"
 KEY = {"authorization": f"Bearer {TOKEN}"}
+DEADLINE_S = 60.0  # also on a loaded machine
 
 
 @pytest.fixture
 def http(admin: LiveAdmin) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=admin.url, timeout=20) as client:
+    with httpx.Client(base_url=admin.url, timeout=DEADLINE_S) as client:
         yield client
 
 
@@ -163,20 +164,24 @@ async def test_a_page_after_others_gets_everything() -> None:
     for _ in range(2):
         page = Written()
         stream = asyncio.ensure_future(feed.stream(page, lambda: True))  # type: ignore[arg-type]
-        await until_async(partial(page.has, b"event: state"), 10, "the page has the state")
+        await until_async(partial(page.has, b"event: state"), DEADLINE_S, "the page has the state")
         assert b"" not in page.pieces
         stream.cancel()
-        await until_async(lambda: not feed.reads, 10, "nothing is read any more")
+        await until_async(lambda: not feed.reads, DEADLINE_S, "nothing is read any more")
 
 
-async def test_the_stream_of_a_revoked_key_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the next piece, which is at most a ping later."""
+@pytest.mark.parametrize("reason", ["the key is revoked", "the page is gone"])
+async def test_a_stream_without_a_key_or_a_page_ends(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the next piece, which is at most a ping later; also if the cancellation by a page that has gone is lost."""
     monkeypatch.setattr(fleet_feed, "PING_S", 0.05)
     feed, page, keys = FleetFeed(FakeFleet()), Written(), ["the key"]
     stream = asyncio.ensure_future(feed.stream(page, lambda: bool(keys)))  # type: ignore[arg-type]
-    await until_async(partial(page.has, b"event: state"), 10, "the page has the state")
+    await until_async(partial(page.has, b"event: state"), DEADLINE_S, "the page has the state")
     assert not page.ended
-    keys.clear()
-    await asyncio.wait_for(stream, 10)
+    if reason == "the page is gone":
+        page.ended = True
+    else:
+        keys.clear()
+    await asyncio.wait_for(stream, DEADLINE_S)
     assert page.ended
-    await until_async(lambda: not feed.reads, 10, "nothing is read any more")
+    await until_async(lambda: not feed.reads, DEADLINE_S, "nothing is read any more")
