@@ -46,12 +46,16 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
         return record.state if record.seq > state.seq else state
     if record.seq <= state.seq:
         return state
-    index = state.index if isinstance(record, _KEEP_INDEX) else record.seq
+    index = state.index if _keeps_plans(record) else record.seq
     return msgspec.structs.replace(state, seq=record.seq, index=index, **_changes(state, record))
 
 
-_KEEP_INDEX = (Event, RolloutState, Target, Pin, HostUse, ReadyStart)
-"""The records after which an operator's plan stays valid."""
+def _keeps_plans(record: AnyRecord) -> bool:
+    """Returns whether an operator's plan stays valid: it does at a rollout's end, and not when an operator pauses,
+    resumes or promotes the rollout."""
+    if isinstance(record, RolloutState):
+        return record.state not in ("paused", "progressing")
+    return isinstance(record, (Event, Target, Pin, HostUse, ReadyStart))
 
 
 def _changes(state: JournalState, record: AnyRecord) -> dict[str, Any]:

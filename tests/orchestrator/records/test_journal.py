@@ -192,6 +192,7 @@ def test_the_index_changes_only_with_changes_of_the_fleet() -> None:
     assert (state.index, state.seq) == (1, 3)
     assert state.outcomes[1].state == "complete"
     assert folded(revision(1), event("a"), scale("m", 1)).index == 3
+    assert folded(revision(1), RolloutState(revision=1, state="paused", reason="by ada")).index == 2
 
 
 def test_a_state_is_a_value() -> None:
