@@ -37,7 +37,7 @@ from orchestrator.gateway.openai.protocol import Chat, TokenizeChatRequest
 from orchestrator.gateway.openai.tokenize import detokenized, tokenized
 from orchestrator.gateway.received_files import ReceivedFiles
 from orchestrator.gateway.request_log import RequestLog
-from orchestrator.gateway.responses.chat_request import read_responses, renamed
+from orchestrator.gateway.responses.chat_request import read_responses
 from orchestrator.gateway.sagemaker import SageMaker
 from orchestrator.gateway.sagemaker_routes import CONTAINER_ROUTES
 from orchestrator.gateway.served_models import ServedModels
@@ -368,10 +368,12 @@ class Gateway:
 
     def messages(self, exchange: Exchange) -> Awaitable[None] | None:
         body = read_messages(_json_of(exchange))
+        exchange.names = body.names
         return self._generation.start(exchange, body, self._queue_of_chat(exchange, body), 1)
 
     def responses(self, exchange: Exchange) -> Awaitable[None] | None:
         body = read_responses(_json_of(exchange))
+        exchange.names = body.names
         return self._generation.start(exchange, body, self._queue_of_chat(exchange, body), 1)
 
     def count_tokens(self, exchange: Exchange) -> Awaitable[None] | None:
@@ -414,6 +416,7 @@ class Gateway:
         if exchange.request.path != INVOCATIONS:
             return self._routes[exchange.request.path][1](exchange)
         body = read_lmi(_json_of(exchange))
+        exchange.names = body.names
         queue = self.served.queue(exchange.key, body.model)
         if queue.routes.forwards:
             raise errors.not_forwarded(queue.name, INVOCATIONS)
@@ -441,8 +444,6 @@ def error_body_for(error: ApiError, exchange: Exchange) -> dict[str, Any]:
     request = exchange.request
     if request.path in OF_ANTHROPIC or (request.path.startswith(MODELS) and is_anthropics(request)):
         return anthropic_error(error, exchange.id)
-    if request.path == RESPONSES and error.code is not None:  # without one, the reader has named it
-        error.param = renamed(error.param)
     return error.body()
 
 

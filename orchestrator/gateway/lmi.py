@@ -5,7 +5,8 @@ By the page "LMI handlers Inference API Schema" of DJL Serving 0.28, and its cod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -14,7 +15,7 @@ from msgspec import Meta
 from orchestrator.gateway.http.exchange import JSON
 from orchestrator.gateway.openai import body_reader
 from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, Choice
-from orchestrator.gateway.openai.errors import ApiError, invalid
+from orchestrator.gateway.openai.errors import ApiError, invalid, renamed
 from orchestrator.gateway.openai.protocol import CompletionRequest
 from workers.messages.requests import FinishReason, TokenEvent
 
@@ -55,22 +56,6 @@ class LmiRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool = False
 
 
-class LmiCompletion(CompletionRequest, kw_only=True):
-    """The completion that a request of LMI asks for."""
-
-    sent: LmiRequest
-
-    @property
-    def default_tokens(self) -> int | None:
-        return NEW_TOKENS
-
-    @property
-    def leaves_temperature(self) -> bool:
-        """The request may sample, and does not say at which temperature."""
-        return self.sent.parameters.do_sample is not False and self.sent.parameters.temperature is None
-
-
-_decoder = msgspec.json.Decoder(LmiRequest)
 _PARAMS = {
     "max_new_tokens": "max_tokens",
     "stop_sequences": "stop",
@@ -85,6 +70,27 @@ _PARAMS = {
     "stop_token_ids": "stop_token_ids",
     "skip_special_tokens": "skip_special_tokens",
 }
+
+
+class LmiCompletion(CompletionRequest, kw_only=True):
+    """The completion that a request of LMI asks for."""
+
+    sent: LmiRequest
+    names: ClassVar[Mapping[str, str]] = MappingProxyType(  # of the fields of completions
+        {"prompt": "inputs", "n": "inputs", **{ours: theirs for theirs, ours in _PARAMS.items()}}
+    )
+
+    @property
+    def default_tokens(self) -> int | None:
+        return NEW_TOKENS
+
+    @property
+    def leaves_temperature(self) -> bool:
+        """The request may sample, and does not say at which temperature."""
+        return self.sent.parameters.do_sample is not False and self.sent.parameters.temperature is None
+
+
+_decoder = msgspec.json.Decoder(LmiRequest)
 
 
 def content_types(header: bytes) -> frozenset[bytes]:
@@ -133,12 +139,8 @@ def read_lmi(body: bytes) -> LmiCompletion:
     fields["logprobs"] = 0 if parameters.details else None
     completion = {name: value for name, value in fields.items() if value is not None}
     encoded = _encode({"model": sent.model, "prompt": sent.inputs, "stream": sent.stream, **completion})
-    try:
+    with renamed(LmiCompletion.names):
         read = body_reader.read_completion(encoded)
-    except ApiError as error:
-        renamed = {ours: theirs for theirs, ours in _PARAMS.items()}
-        error.param = renamed.get(error.param or "", error.param)
-        raise
     return LmiCompletion(sent=sent, **{name: getattr(read, name) for name in read.__struct_fields__})
 
 

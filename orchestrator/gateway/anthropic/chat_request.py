@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -25,7 +25,7 @@ from orchestrator.gateway.anthropic.protocol import (
     ToolUseBlock,
 )
 from orchestrator.gateway.openai import body_reader
-from orchestrator.gateway.openai.errors import invalid
+from orchestrator.gateway.openai.errors import invalid, renamed
 from orchestrator.gateway.openai.protocol import (
     ChatMessage,
     ChatRequest,
@@ -60,6 +60,9 @@ class MessagesChat(ChatRequest, kw_only=True):
     has room for: the answer then ends there."""
 
     most_tokens: int
+    names: ClassVar[Mapping[str, str]] = MappingProxyType(  # of the fields of chats
+        {"stop": "stop_sequences", "response_format": "output_config.format"}
+    )
 
     @property
     def default_tokens(self) -> int | None:
@@ -69,20 +72,20 @@ class MessagesChat(ChatRequest, kw_only=True):
 def read_messages(body: bytes) -> MessagesChat:
     """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
     request = body_reader.decode(_messages_decoder, body, REPLACEMENTS)
-    return body_reader.checked_chat(
-        MessagesChat(
-            **_prompt_of(request),
-            most_tokens=request.max_tokens,
-            **_calling_of(request),
-            response_format=_format_of(request),
-            stop=request.stop_sequences,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            stream=request.stream,
-            priority=request.priority,
-        )
+    chat = MessagesChat(
+        **_prompt_of(request),
+        most_tokens=request.max_tokens,
+        **_calling_of(request),
+        response_format=_format_of(request),
+        stop=request.stop_sequences,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stream=request.stream,
+        priority=request.priority,
     )
+    with renamed(MessagesChat.names):
+        return body_reader.checked_chat(chat)
 
 
 def read_count_tokens(body: bytes) -> TokenizeChatRequest:

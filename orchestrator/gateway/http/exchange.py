@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import http
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -50,6 +51,7 @@ class Exchange(msgspec.Struct, eq=False):
     note: Any = None  # the handler's data for log and metrics
     code: str | None = None  # of the error that it ended with
     grant: Grant | None = None  # the key's reservation, to be settled at the end
+    names: Mapping[str, str] = MappingProxyType({})  # the client's names of OpenAI's fields, for errors
     _extra: Headers = ()
     _chunked: bool = False
 
@@ -78,6 +80,7 @@ class Exchange(msgspec.Struct, eq=False):
 
     def fail(self, error: ApiError) -> None:
         """Answers with an error."""
+        error.rename(self.names)
         headers = [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
         self.code = error.code or str(error.status)
         self.respond(error.status, _encode(self.connection.server.body_of(error, self)), headers=headers)

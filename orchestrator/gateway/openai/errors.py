@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from orchestrator.dispatch.wait_prediction import retry_after_s
@@ -41,6 +44,14 @@ class ApiError(Exception):
         """Returns the JSON value, `{"error": {...}}`."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Names the field as the client has sent it. ``names``: of OpenAI's fields, in the client's API."""
+        field = self.param
+        if field is not None and field in names:
+            self.param = names[field]
+            pattern = rf"\b{field}\b" if "_" in field else rf"^{field}\b|\b{field}(?=[:\[])"  # others are also words
+            self.message = re.sub(pattern, self.param, self.message, count=1)
+
     def explained(self, decision: bytes) -> ApiError:
         """Returns the error for a client that requested the decision."""
         return ApiError(
@@ -63,6 +74,16 @@ class ApiError(Exception):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return headers
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of the block name the fields that the client has sent."""
+    try:
+        yield
+    except ApiError as error:
+        error.rename(names)
+        raise
 
 
 def _too_many(message: str, *, code: str, retry_after_s: int) -> ApiError:

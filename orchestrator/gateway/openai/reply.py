@@ -236,6 +236,7 @@ class Reply(msgspec.Struct, eq=False):
         self._end_all()
         if self.exchange.began:
             self.exchange.code = error.code
+            error.rename(self.exchange.names)
             self.exchange.end(self._answer.failure(error))
         else:
             self.exchange.fail(error)

@@ -13,7 +13,7 @@ from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, WAITING, Ch
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.toolcalls.events import CallBegin, Content, Event
 from orchestrator.gateway.responses.answer_types import ResponseFailure
-from orchestrator.gateway.responses.chat_request import ResponsesChat, renamed
+from orchestrator.gateway.responses.chat_request import ResponsesChat
 from orchestrator.gateway.responses.protocol import ResponsesRequest
 from workers.messages.requests import FinishReason, TokenEvent
 
@@ -81,7 +81,7 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
         """Returns the last events of a stream that failed after its start. Before `response.created` there is no
         response that could have failed."""
         if not self._number:
-            fields = {"code": error.code, "message": error.message, "param": renamed(error.param)}
+            fields = {"code": error.code, "message": error.message, "param": error.param}
             return self._event("error", fields)
         ends = [*self._end("incomplete")]
         failed = {**self._response("failed", self._items), "error": ResponseFailure("server_error", error.message)}

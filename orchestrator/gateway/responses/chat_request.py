@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 import msgspec
 
 from orchestrator.gateway.openai import body_reader
-from orchestrator.gateway.openai.errors import ApiError, invalid
+from orchestrator.gateway.openai.errors import ApiError, invalid, renamed
 from orchestrator.gateway.openai.protocol import (
     ChatMessage,
     ChatRequest,
@@ -43,15 +44,15 @@ REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of other APIs, and
     }
 )
 _KEPT = ("previous_response_id", "conversation", "prompt")
-_PARAMS: Mapping[str, str] = MappingProxyType(  # of chats, and their names here
-    {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
-)
 
 
 class ResponsesChat(ChatRequest, kw_only=True):
     """The chat that a Responses request asks for."""
 
     request: ResponsesRequest
+    names: ClassVar[Mapping[str, str]] = MappingProxyType(  # of the fields of chats
+        {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+    )
 
 
 def read_responses(body: bytes) -> ResponsesChat:
@@ -79,16 +80,8 @@ def read_responses(body: bytes) -> ResponsesChat:
         priority=request.priority,
         request=request,
     )
-    try:
+    with renamed(ResponsesChat.names):
         return body_reader.checked_chat(chat)
-    except ApiError as error:
-        error.param = renamed(error.param)
-        raise
-
-
-def renamed(param: str | None) -> str | None:
-    """Returns the name that a parameter of chats has here."""
-    return None if param is None else _PARAMS.get(param, param)
 
 
 def _unsupported(name: str, instead: str) -> ApiError:

@@ -243,7 +243,11 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tool_choice": {"type": "any"}}, "tool_choice requires tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "'x' is not one of the tools"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}, "tools": TOOLS}, "cannot be combined"),
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": {}}}, "tools": TOOLS},
+        "t_config.format cannot",
+    ),
+    ({"stop_sequences": ["x" * 20_000]}, "the characters of stop_sequences: 20000"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,6 +92,7 @@ def test_calls_and_outputs_go_back_to_the_model(place: Place) -> None:
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"input": [{"role": "user", "content": "Hi"}] * 5000}, "input"),
         ({"input": []}, "input"),
     ],
 )
@@ -98,7 +100,9 @@ def test_an_unsupported_field_is_named_in_the_error(place: Place, fields: dict[s
     """By its name in this API; `store: true` and nulls are accepted."""
     response = ask(place, **fields)
 
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert not re.search(r"response_format|^messages", error["message"])
     assert ask(place, store=True).json()["store"] is False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -446,6 +447,10 @@ def test_a_stream_is_lines_whose_last_has_the_whole_text(
     ("body", "param"),
     [
         ({"parameters": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"parameters": {"max_new_tokens": 100_000}}, "max_new_tokens"),
+        ({"parameters": {"stop_sequences": "a" * 20_000}}, "stop_sequences"),
+        ({"inputs": "long " * 5000}, "inputs"),
+        ({"inputs": ["a"] * 3000}, "inputs"),
         ({"parameters": {"top_p": 2}}, "top_p"),
         ({"parameters": {"num_beams": 2}}, "num_beams"),
         ({"inputs": ""}, "inputs"),
@@ -459,7 +464,9 @@ def test_a_wrong_parameter_is_named_as_lmi_names_it(
 ) -> None:
     gateway.serve(routes("a", served))
     answer = lmi(gateway, **body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert not re.search(r"\bmax_tokens\b|\bstop\b|^prompt", error["message"])
 
 
 def lines(gateway: LiveGateway, body: str, accept: str = "*/*") -> Any:
