@@ -86,8 +86,11 @@ def _parsed(model: str, fields: Any, name: str) -> MeasuredSpeed:
         if key not in FIELDS and key != "requests":
             what = f"{name}: {model}.{key} is not a speed; the speeds are {', '.join(FIELDS)}"
             raise Failed("speeds-wrong", what, _HINT)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise Failed("speeds-wrong", f"{name}: {model}.{key} is not a number >= 0: {value!r}", _HINT)
+        above = key == "step_ms"  # a step takes time; the others may be 0
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+        if not is_number or (above and value == 0):
+            what = f"{name}: {model}.{key} is not a number {'>' if above else '>='} 0: {value!r}"
+            raise Failed("speeds-wrong", what, _HINT)
         values[key] = float(value)
     requests = values.pop("requests", None)
     return MeasuredSpeed(model, values, None if requests is None else int(requests), shape)

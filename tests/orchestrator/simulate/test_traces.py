@@ -213,6 +213,7 @@ def test_speeds_replace_estimates() -> None:
         "[]",
         '{"a": 1}',
         '{"a": {"step_ms": "1"}}',
+        '{"a": {"step_ms": 0}}',
         '{"a": {"load_s": -1}}',
         '{"a": {"step_m": 3}}',
         '{"a": {"shape": 3}}',
