@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,24 +17,14 @@ from workers.batching.guidance import Guides
 from workers.batching.request_checks import check_request
 from workers.batching.request_slots import RequestSlots
 from workers.batching.sampling import start_sampling
+from workers.batching.step_loop import BatcherClosed, StepLoop
 from workers.messages.engine_protocol import BlockEngine, EngineSpec, GenerateEngine
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.text.detokenizer import AnswerText
 from workers.text.tokenizer import Tokenizer
 
 
-class BatcherClosed(RuntimeError):
-    """The batcher accepts no more requests: it is draining, closed, or its engine failed. Not the client's fault."""
-
-
-def refuse_when_closed(failed: str | None, closing: bool, draining: bool) -> None:
-    """Raises BatcherClosed for a batcher in one of these states."""
-    reason = failed or (closing and "the replica is closing") or (draining and "the replica is draining")
-    if reason:
-        raise BatcherClosed(reason)
-
-
-class Batcher:
+class Batcher(StepLoop[AcceptedRequest]):
     """Drives one engine for many requests.
 
     Any thread may ``submit``, ``cancel``, ``drain``, ``close`` and read ``stats``; one thread calls ``run`` (or, in
@@ -69,29 +58,17 @@ class Batcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``engine`` is loaded. ``emit`` is called without any lock held; an exception of it ends the batcher."""
+        super().__init__(emit, clock)
         self._engine = engine
         self._spec = engine.spec
         self._tokenizer = tokenizer
-        self._emit = emit
-        self._clock = clock
         self._engine_steps = steps_of(engine, tokenizer.token_bytes)
         self._guides = Guides(tokenizer, self._spec.vocab_size, self._spec.eos_token_ids)
-        self._changed = threading.Condition()  # guards all below
         shared = cast(BlockEngine, engine).prefixes if self._spec.shares_blocks else None
-        self._slots = RequestSlots(self._spec, shared)
+        self._slots = RequestSlots(self._spec, shared)  # guarded by ``_changed``, like all below
         self._waiting: deque[AcceptedRequest] = deque()
-        self._accepted: dict[str, AcceptedRequest] = {}
-        self._cancelled: set[str] = set()
-        self._draining = False
-        self._closing = False
-        self._failed: str | None = None
-        self._stepping = False
         self._just_prefilled = False
         self._prefilling = 0
-        self._steps = 0
-        self._tokens = 0
-        self._step_started_at: float | None = None
-        self._last_step_at: float | None = None
 
     def submit(self, request: GenerateRequest) -> None:
         """Accept a request. Raises ValueError for one that can never run, and ``BatcherClosed``."""
@@ -100,37 +77,8 @@ class Batcher:
         check_request(request, self._spec)
         accepted = self._start(request)
         with self._changed:
-            refuse_when_closed(self._failed, self._closing, self._draining)
-            if request.id in self._accepted:
-                raise ValueError(f"request {request.id} is already running")
-            self._accepted[request.id] = accepted
+            self._accept(request.id, accepted)
             self._waiting.append(accepted)
-            self._changed.notify_all()
-
-    def cancel(self, id: str) -> None:
-        """End a request before the next step, with a CANCELLED event. Unknown ids are ignored."""
-        with self._changed:
-            if id in self._accepted:
-                self._cancelled.add(id)
-                self._changed.notify_all()
-
-    def taken(self, id: str, count: int) -> None:
-        """Forwarded answers have limits; tokens have none."""
-
-    def drain(self, timeout_s: float = 0.0) -> bool:
-        """Refuse new requests and wait up to ``timeout_s`` for the accepted ones. Returns whether all have ended.
-
-        May be called again to wait longer. Call it from another thread than the one that runs the steps.
-        """
-        with self._changed:
-            self._draining = True
-            return self._changed.wait_for(lambda: not self._accepted and not self._stepping, timeout_s)
-
-    def close(self) -> None:
-        """Refuse new requests and end all others with an ERROR event in the next step, after which ``run`` returns."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
 
     def warm_guides(self) -> None:
         """Load the vocabulary for guided decoding ahead of time: seconds for a large one. Any thread may call this."""
@@ -239,6 +187,7 @@ class Batcher:
         self._accepted.clear()
         self._waiting.clear()
         self._cancelled.clear()
+        self._prefilling = 0
         return events
 
     def _admit(self) -> list[tuple[int, AcceptedRequest]]:
@@ -287,24 +236,3 @@ class Batcher:
             self._step_started_at = None
             self._last_step_at = self._clock()
         return events
-
-    def _fail(self, reason: str) -> list[TokenEvent]:
-        with self._changed:
-            self._failed = reason
-            self._prefilling = 0
-            self._step_started_at = None
-            return self._end_all(reason)
-
-    def _send(self, events: list[TokenEvent]) -> None:
-        """Emit the events before ``drain`` can return, since its caller may end the process."""
-        try:
-            if events:
-                self._emit(events)
-        except Exception as error:
-            self._fail(f"events cannot be sent: {type(error).__name__}: {error}")
-            raise
-        finally:
-            with self._changed:
-                self._stepping = False
-                if not self._accepted:
-                    self._changed.notify_all()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workers.batching.batcher import refuse_when_closed
 from workers.batching.batcher_stats import BatcherStats
 from workers.batching.encode_queue import SLOTS_PER_ROW, EncodeQueue, Place, shares
+from workers.batching.step_loop import StepLoop, refuse_when_closed
 from workers.messages.encoder_protocol import EncodeEngine
 from workers.messages.engine_protocol import EngineSpec
 from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
@@ -27,7 +26,7 @@ class _Answer:
     batches_s: float = 0.0
 
 
-class EncodeBatcher:
+class EncodeBatcher(StepLoop[_Answer]):
     """Drives one encoder. See `Batcher` for the threads that may call its methods; the same contract holds.
 
     A batch starts when it is full, or ``max_wait_s`` after the arrival of the request that has waited longest.
@@ -41,23 +40,11 @@ class EncodeBatcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``engine`` is loaded. ``emit`` is called without any lock held; an exception of it ends the batcher."""
+        super().__init__(emit, clock)
         self._engine = engine
-        self._emit = emit
         self._max_wait_s = max_wait_s
-        self._clock = clock
         self._limits = engine.spec
-        self._changed = threading.Condition()  # guards all below
-        self._queue = EncodeQueue(engine.spec)
-        self._answers: dict[str, _Answer] = {}
-        self._cancelled: set[str] = set()
-        self._draining = False
-        self._closing = False
-        self._failed: str | None = None
-        self._stepping = False
-        self._steps = 0
-        self._tokens = 0
-        self._step_started_at: float | None = None
-        self._last_step_at: float | None = None
+        self._queue = EncodeQueue(engine.spec)  # guarded by ``_changed``
 
     @property
     def spec(self) -> EngineSpec:
@@ -79,7 +66,7 @@ class EncodeBatcher:
         with self._changed:
             return BatcherStats(
                 slots=self.spec.slots,
-                live=len(self._answers),
+                live=len(self._accepted),
                 waiting=0,
                 prefilling=0,
                 steps=self._steps,
@@ -94,13 +81,9 @@ class EncodeBatcher:
         """Accept a request. Raises ValueError for one that can never run, and ``BatcherClosed``."""
         self._check(request)
         with self._changed:
-            refuse_when_closed(self._failed, self._closing, self._draining)
-            if request.id in self._answers:
-                raise ValueError(f"request {request.id} is already running")
             count = len(request.inputs)
-            self._answers[request.id] = _Answer([None] * count, count)
+            self._accept(request.id, _Answer([None] * count, count))
             self._queue.add(request.id, request.inputs, self._clock())
-            self._changed.notify_all()
 
     def _check(self, request: GenerateRequest) -> None:
         if not request.inputs:
@@ -115,29 +98,6 @@ class EncodeBatcher:
             most = MAX_ANSWER_BYTES // (4 * self._limits.width)
             raise ValueError(f"the request has {len(request.inputs)} inputs, the limit is {most}")
 
-    def cancel(self, id: str) -> None:
-        """End a request before the next batch, with a CANCELLED event. Unknown ids are ignored."""
-        with self._changed:
-            if id in self._answers:
-                self._cancelled.add(id)
-                self._changed.notify_all()
-
-    def taken(self, id: str, count: int) -> None:
-        """Forwarded answers have limits; vectors have none."""
-
-    def drain(self, timeout_s: float = 0.0) -> bool:
-        """See `Batcher.drain`."""
-        with self._changed:
-            self._draining = True
-            self._changed.notify_all()  # nothing more can fill a batch
-            return self._changed.wait_for(lambda: not self._answers and not self._stepping, timeout_s)
-
-    def close(self) -> None:
-        """See `Batcher.close`."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-
     def warm_guides(self) -> None:
         """An encoder has none."""
 
@@ -147,7 +107,7 @@ class EncodeBatcher:
             with self._changed:
                 while (wait_s := self._wait_s()) is None or wait_s > 0:
                     self._changed.wait(wait_s)
-                if self._closing and not self._answers:
+                if self._closing and not self._accepted:
                     return
             self.step()
             after_step()
@@ -190,10 +150,10 @@ class EncodeBatcher:
         """Keeps the rows of a batch. Returns the events of the requests that are complete."""
         complete: list[tuple[str, _Answer]] = []
         with self._changed:
-            for request in {place.request for place in batch} & self._answers.keys():
-                self._answers[request].batches_s += seconds
+            for request in {place.request for place in batch} & self._accepted.keys():
+                self._accepted[request].batches_s += seconds
             for place, row, share in zip(batch, rows, shares(self._limits, batch), strict=True):
-                answer = self._answers.get(place.request)
+                answer = self._accepted.get(place.request)
                 if answer is None:
                     continue
                 answer.rows[place.index] = row
@@ -201,7 +161,7 @@ class EncodeBatcher:
                 answer.missing -= 1
                 if not answer.missing:
                     complete.append((place.request, answer))
-                    del self._answers[place.request]
+                    del self._accepted[place.request]
                     self._cancelled.discard(place.request)
             self._queue.charge(batch, seconds)
             self._steps += 1
@@ -214,37 +174,17 @@ class EncodeBatcher:
         events = []
         for request in self._cancelled:
             self._queue.remove(request)
-            del self._answers[request]
+            del self._accepted[request]
             events.append(TokenEvent(id=request, finish=FinishReason.CANCELLED))
         self._cancelled.clear()
         return events
 
     def _end_all(self, error: str) -> list[TokenEvent]:
-        events = [TokenEvent(id=request, finish=FinishReason.ERROR, error=error) for request in self._answers]
-        self._answers.clear()
+        events = [TokenEvent(id=request, finish=FinishReason.ERROR, error=error) for request in self._accepted]
+        self._accepted.clear()
         self._cancelled.clear()
         self._queue = EncodeQueue(self._limits)
         return events
-
-    def _fail(self, reason: str) -> list[TokenEvent]:
-        with self._changed:
-            self._failed = reason
-            self._step_started_at = None
-            return self._end_all(reason)
-
-    def _send(self, events: list[TokenEvent]) -> None:
-        """Emit the events before ``drain`` can return, since its caller may end the process."""
-        try:
-            if events:
-                self._emit(events)
-        except Exception as error:
-            self._fail(f"events cannot be sent: {type(error).__name__}: {error}")
-            raise
-        finally:
-            with self._changed:
-                self._stepping = False
-                if not self._answers:
-                    self._changed.notify_all()
 
 
 def _events(request: str, answer: _Answer) -> list[TokenEvent]:

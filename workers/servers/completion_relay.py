@@ -21,9 +21,9 @@ import msgspec
 import uvloop
 
 from workers.batching.accepted_request import AcceptedRequest
-from workers.batching.batcher import refuse_when_closed
 from workers.batching.batcher_stats import BatcherStats
 from workers.batching.request_checks import check_request
+from workers.batching.step_loop import refuse_when_closed
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import ServerLoad

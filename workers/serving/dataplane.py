@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
-from workers.batching.batcher import BatcherClosed
+from workers.batching.step_loop import BatcherClosed
 from workers.messages.credentials import Credentials, server_context
 from workers.messages.link_watch import REPLICA_S, watch_link
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
 
 from orchestrator.gateway.telemetry.request_spans import RequestTracing
-from workers.batching.batcher import BatcherClosed
+from workers.batching.step_loop import BatcherClosed
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.serving.spans import ReplicaTracing, SpanId, SpanSink, is_enabled, open_sink
 

@@ -71,7 +71,7 @@ class RealBatcher:
         arrival = self.arrivals.pop(0)
         self.now = arrival.at
         inputs = [EncodeInput([1] * length) for length in self.model.inputs(arrival.prompt_tokens)]
-        number = str(len(self.ends) + len(self.batcher._answers))
+        number = str(len(self.ends) + len(self.batcher._accepted))
         self.batcher.submit(GenerateRequest(id=number, prompt_ids=[], max_tokens=1, inputs=inputs))
 
     def _emit(self, events: list[TokenEvent]) -> None:

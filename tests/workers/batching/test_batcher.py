@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from workers.batching.batcher import Batcher, BatcherClosed
+from workers.batching.batcher import Batcher
+from workers.batching.step_loop import BatcherClosed
 from workers.engines.echo import EchoEngine, echo_tokens
 from workers.messages.engine_protocol import EngineSpec
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.batching.batcher import BatcherClosed
 from workers.batching.encode_batcher import EncodeBatcher
 from workers.batching.encode_queue import MAX_PADDING, EncodeQueue
+from workers.batching.step_loop import BatcherClosed
 from workers.messages.encoder_protocol import EncodeInput, EncoderSpec
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 

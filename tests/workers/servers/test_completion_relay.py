@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from tests.fleet import until
-from workers.batching.batcher import BatcherClosed
+from workers.batching.step_loop import BatcherClosed
 from workers.engines.echo import EOS_ID, VOCAB_SIZE, echo_tokens
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.requests import FinishReason, Forwarded, GenerateRequest, TokenEvent
