@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ _SYSTEM_ROLES = frozenset({"system", "developer"})
 
 def apply_to_prompt(body: Chat, defaults: Defaults) -> None:
     """Sets the fields of a chat's prompt that it does not have. A chat with a system message keeps it as it is."""
-    if SYSTEM in defaults and not any(message.role in _SYSTEM_ROLES for message in body.messages):
+    if _adds_system(body.messages, defaults):
         body.messages = [ChatMessage("system", defaults[SYSTEM]), *body.messages]
     if body.chat_template_kwargs is None:
         body.chat_template_kwargs = defaults.get("chat_template_kwargs")
@@ -51,7 +51,7 @@ def with_defaults(body: bytes, defaults: Defaults) -> bytes:
         return body
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     chat = msgspec.json.decode(body, type=_Forwarded)
-    if SYSTEM in defaults and not any(message.role in _SYSTEM_ROLES for message in chat.messages):
+    if _adds_system(chat.messages, defaults):
         system = {"role": "system", "content": defaults[SYSTEM]}
         messages = msgspec.json.decode(fields["messages"], type=list[msgspec.Raw])
         fields["messages"] = msgspec.Raw(msgspec.json.encode([system, *messages]))
@@ -67,6 +67,10 @@ _NULL = b"null"
 
 class _Sent(msgspec.Struct):
     role: str
+
+
+def _adds_system(messages: Sequence[ChatMessage | _Sent], defaults: Defaults) -> bool:
+    return SYSTEM in defaults and not any(message.role in _SYSTEM_ROLES for message in messages)
 
 
 class _Forwarded(msgspec.Struct):

@@ -19,7 +19,7 @@ from placements.lmi.importing import LmiModel, import_lmi
 from placements.lmi.settings import Setting, UnreadableSettings, read_environment
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import DEFAULT_EMULATION
-from placements.spec.notation import is_path
+from placements.spec.notation import is_path, resolved
 from placements.spec.parse import parse
 from placements.spec.problems import Problem, has_errors
 
@@ -133,7 +133,7 @@ def _own_spec(folder: Path) -> FolderSpec:
         spec = None if errors else yaml.safe_load(text)
         for fields in () if spec is None else (spec.get("defaults") or {}, *spec["models"].values()):
             _make_absolute(fields, folder)
-    except (OSError, ValueError, RuntimeError, yaml.YAMLError) as error:  # such as a home of an unknown user
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise Failed("model-folder-unreadable", f"{path}: {error}", VALIDATE) from None
     if spec is None:
         what = "; ".join(f"{problem.where}: {problem.what}" for problem in errors)
@@ -147,7 +147,7 @@ def _make_absolute(fields: Fields, folder: Path) -> None:
     def resolve(place: Any, keys: Iterable[Any]) -> None:
         for key in keys:
             if isinstance(value := place[key], str) and is_path(value):
-                place[key] = str(folder / Path(value).expanduser())
+                place[key] = resolved(value, folder)
 
     resolve(fields, fields.keys() & {"source", "neff_cache"})
     for mapping, keys in (("draft", {"source"}), ("engine_options", {"quantized_checkpoints_path"})):

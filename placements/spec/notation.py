@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from zoneinfo import ZoneInfo
 
@@ -101,6 +102,11 @@ def _source(value: str) -> str:
 def is_path(source: str) -> bool:
     """Returns whether the source is written as a folder of the host."""
     return source.startswith(_PATH_STARTS) or source in (".", "..")
+
+
+def resolved(path: str, folder: str | Path) -> str:
+    """Returns a path in a folder, absolute if ``folder`` is. `~` is expanded, and homes of other users are not."""
+    return str(Path(folder) / (Path(path).expanduser() if path.startswith("~/") or path == "~" else path))
 
 
 def name_from(source: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StrictInt, Tag, model_validator
@@ -34,6 +33,7 @@ from placements.spec.notation import (
     choice,
     in_words,
     is_path,
+    resolved,
     source_kind,
 )
 from placements.spec.request_defaults import RequestDefaults
@@ -405,8 +405,7 @@ class ModelSpec(Frozen):
         return options
 
     def _resolved(self, path: str) -> str:
-        expanded = Path(path).expanduser() if path.startswith("~/") or path == "~" else Path(path)
-        return str(Path(self.base_dir) / expanded)
+        return resolved(path, self.base_dir)
 
     @property
     def started_with(self) -> tuple[object, ...]:
@@ -484,7 +483,7 @@ class Spec(Frozen):
         settings = self.engines.get(engine)
         if settings is None or settings.python is None:
             return None
-        return str(Path(self.base_dir) / Path(settings.python).expanduser())
+        return resolved(settings.python, self.base_dir)
 
     def is_warm(self, engine: Engine) -> bool:
         """Returns whether hosts keep a warm process of the engine."""
@@ -497,7 +496,7 @@ class Spec(Frozen):
         program, *arguments = settings.command if settings is not None and settings.command else ("",)
         if not program:
             return []
-        return [str(Path(self.base_dir) / Path(program).expanduser()) if is_path(program) else program, *arguments]
+        return [resolved(program, self.base_dir) if is_path(program) else program, *arguments]
 
     def model(self, name: str) -> ModelSpec | None:
         """Returns the model with a name, or None."""

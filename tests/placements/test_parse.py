@@ -754,9 +754,11 @@ def test_keys_of_other_tools_are_read_as_intended(fields: str, field: str, value
 
 
 def test_settings_of_engines_are_read_by_engine() -> None:
-    """A misspelt engine counts as what it was meant to be; a relative interpreter begins at the spec file."""
+    """A misspelt engine counts as what it was meant to be; a relative interpreter begins at the spec file, also one
+    that looks like another user's home."""
     text = (
-        "engines:\n  transformers_neuronx: {python: envs/tnx/bin/python}\n  cpu: {python: /usr/bin/python3}\n" + MODELS
+        "engines:\n  transformers_neuronx: {python: envs/tnx/bin/python}\n  cpu: {python: /usr/bin/python3}\n"
+        "  vllm: {python: ~nosuchuser/python}\n" + MODELS
     )
     parsed = parse(text, "f.yaml", "/specs")
     assert parsed.spec is not None
@@ -764,6 +766,7 @@ def test_settings_of_engines_are_read_by_engine() -> None:
     assert (problem.id, problem.where) == ("unknown-key", "f.yaml:2:3")
     assert problem.hint == 'did you mean "transformers-neuronx"?'
     assert parsed.spec.python_for("transformers-neuronx") == "/specs/envs/tnx/bin/python"
+    assert parsed.spec.python_for("vllm") == "/specs/~nosuchuser/python"
     assert (parsed.spec.python_for("cpu"), parsed.spec.python_for("nxd-inference")) == ("/usr/bin/python3", None)
 
 

@@ -116,7 +116,7 @@ class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
 
 
 Reply = Checked | Predicted | Working | Built | Trouble
-Tell = Callable[[Reply], None]
+Report = Callable[[Reply], None]
 
 
 def check(config: ReplicaConfig) -> Checked:
@@ -144,7 +144,7 @@ def predict(config: ReplicaConfig, read: bool = False) -> Predicted:
     return Predicted(engine=config.engine, wanted=[_wanted(config, unit) for unit in _buildables(config, read)])
 
 
-def compile_all(config: ReplicaConfig, tell: Tell, push: bool = False, make: bool = True) -> Built:
+def compile_all(config: ReplicaConfig, report: Report, push: bool = False, make: bool = True) -> Built:
     """Provides all artifacts that need no device: missing ones are fetched from the ``neff_cache``, else compiled.
 
     ``make`` False: compiles nothing, since the weights are not here; missing artifacts raise weights-missing. An
@@ -160,19 +160,19 @@ def compile_all(config: ReplicaConfig, tell: Tell, push: bool = False, make: boo
         if unit.make is None and not unit.kept:
             raise _needs_device(config, unit)
         if unit.kept:
-            _provide(config, unit if make else replace(unit, make=_no_weights(unit)), tell, push, done)
+            _provide(config, unit if make else replace(unit, make=_no_weights(unit)), report, push, done)
     wanted = [_wanted(config, unit) for unit in units]
     return Built(wanted=wanted, seconds=round(time.monotonic() - began, 3), **done)
 
 
-def _provide(config: ReplicaConfig, unit: Buildable, tell: Tell, push: bool, outcome: dict[str, list[Any]]) -> None:
+def _provide(config: ReplicaConfig, unit: Buildable, report: Report, push: bool, outcome: dict[str, list[Any]]) -> None:
     """Provides one set, and adds the outcome to ``outcome``, by fields of ``Built``."""
     assert config.compiled is not None
     path = peek(Path(config.compiled), unit.manifest).path
     key = path.name
 
     def working(phase: Any, done: int = 0, total: int = 0) -> None:
-        tell(Working(key=key, role=unit.role, phase=phase, done=done, total=total))
+        report(Working(key=key, role=unit.role, phase=phase, done=done, total=total))
 
     if file_lock.is_locked(path.with_name(f"{key}.lock")):
         working("waiting")
@@ -267,7 +267,7 @@ def _wanted(config: ReplicaConfig, unit: Buildable) -> Wanted:
     )
 
 
-def run(command: str, order: Order, tell: Tell) -> bool:
+def run(command: str, order: Order, report: Report) -> bool:
     """Runs a command and reports its result; False: it failed. Reports errors of the model and the machine.
 
     The config's sources are not evicted meanwhile.
@@ -278,24 +278,24 @@ def run(command: str, order: Order, tell: Tell) -> bool:
             for folder in filter(None, (config.source, config.draft_source, *config.adapters.values())):
                 uses.enter_context(using(folder))
             if command == "check":
-                tell(check(config))
+                report(check(config))
             elif command == "predict":
-                tell(predict(config, order.read))
+                report(predict(config, order.read))
             else:
-                tell(compile_all(config, tell, order.push, order.make))
+                report(compile_all(config, report, order.push, order.make))
             return True
     except (EngineLoadError, SourceError) as error:
         failure = Failure(error.id, error.what, error.hint)
-        tell(Trouble(_with_known_fault(failure, error, config.log) if error.id in VAGUE else failure))
+        report(Trouble(_with_known_fault(failure, error, config.log) if error.id in VAGUE else failure))
     except Exception as error:
         log.exception("%s of %s failed", command, config.model)
         if is_out_of_memory(error):
             want = out_of_memory(error, f"compiling {config.model}")
-            tell(Trouble(Failure(want.id, want.what, want.hint)))
+            report(Trouble(Failure(want.id, want.what, want.hint)))
         else:
             message = f"{command} of {config.model}: {type(error).__name__}: {error}"
             id = "start-failed" if command == "check" else "compile-failed"
-            tell(Trouble(_with_known_fault(Failure(id, message, f"the log is {config.log}"), error, config.log)))
+            report(Trouble(_with_known_fault(Failure(id, message, f"the log is {config.log}"), error, config.log)))
     return False
 
 

@@ -136,7 +136,6 @@ FAULTY = [
     "models: {m: {source: ./x, engine_options: {d: 2026-99-99}}}",
     "x: !!float a",
     "defaults: [1]\nmodels: {m: {source: ./x}}",
-    "models: {m: {source: '~nosuchuser/x'}}",
 ]
 
 
