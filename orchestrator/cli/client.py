@@ -84,7 +84,7 @@ class AdminClient:
         if body is not None:
             headers["Content-Type"] = "application/json"
         try:
-            connection.request(method, f"{ADMIN_PATH}/{path}", body, headers)
+            connection.request(method, f"{parts.path}{ADMIN_PATH}/{path}", body, headers)
             response = connection.getresponse()
             content = response.read()
         except (OSError, http.client.HTTPException) as error:

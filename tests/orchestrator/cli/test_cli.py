@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -1096,6 +1097,22 @@ def test_config_view_has_no_fleet_if_none_runs(capsys: pytest.CaptureFixture[str
     answer = data(capsys)
     assert answer["fleet"] is None
     assert [value["name"] for value in answer["shell"]] == [setting.name for setting in SETTINGS]
+
+
+def test_commands_reach_a_fleet_below_a_proxys_path(
+    fleet: LiveAdmin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path of COREWRIGHT_URL comes before that of the admin API; the proxy removes it."""
+    send = HTTPConnection.request
+
+    def proxied(self: HTTPConnection, method: str, path: str, *rest: Any) -> None:
+        assert path.startswith("/fleets/two/admin/")
+        send(self, method, path.removeprefix("/fleets/two"), *rest)
+
+    monkeypatch.setattr(HTTPConnection, "request", proxied)
+    monkeypatch.setenv("COREWRIGHT_URL", f"{fleet.url}/fleets/two/")
+    assert run(["status", "-o", "json"]) == 0
+    assert data(capsys)["name"] == "two"
 
 
 def test_down_waits_for_the_daemon_to_end(fleet: LiveAdmin, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
