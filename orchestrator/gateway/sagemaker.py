@@ -19,7 +19,7 @@ from orchestrator.fleet.hosting import Hosting
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient, ControllerFailed
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.http_server import Handler
-from orchestrator.gateway.lmi import INVOCATIONS, LINES, content_types, joined_lines
+from orchestrator.gateway.lmi import INVOCATIONS, TO_JSON, content_types
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.served_models import ServedModels
@@ -96,8 +96,8 @@ class SageMaker:
 
     def _invoke(self, exchange: Exchange, model: str | None) -> Awaitable[None] | None:
         request = exchange.request
-        if LINES in content_types(request.headers.get(b"content-type", b"")):
-            request.body, request.headers[b"content-type"] = joined_lines(request.body), JSON
+        for kind in content_types(request.headers.get(b"content-type", b"")) & TO_JSON.keys():
+            request.body, request.headers[b"content-type"] = TO_JSON[kind](request.body), JSON
         try:
             body = msgspec.json.decode(request.body, type=Json)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
