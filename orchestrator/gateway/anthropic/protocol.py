@@ -106,6 +106,17 @@ class Thinking(msgspec.Struct):
     type: Literal["disabled", "adaptive"]
 
 
+class ClearThinking(msgspec.Struct):
+    """Accepted without effect: thinking never reaches the model. Other edits, such as of tool results, are refused."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Ignored = None
+
+
+class ContextManagement(msgspec.Struct, forbid_unknown_fields=True):
+    edits: list[ClearThinking] | None = None
+
+
 class OutputFormat(msgspec.Struct):
     type: Literal["json_schema"]
     schema: dict[str, Any]
@@ -125,6 +136,7 @@ class PromptFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tools: Annotated[list[ClientTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
+    context_management: ContextManagement | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older place of `output_config.format`
     cache_control: Ignored = None

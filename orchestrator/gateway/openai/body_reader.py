@@ -182,6 +182,7 @@ def read_forwarded(body: bytes) -> ForwardedFields:
 _BOUNDED = (
     *("tools", "response_format", "chat_template_kwargs", "logit_bias", "stop", "stop_token_ids"),
     *("functions", "function_call", "output_config", "output_format", "stop_sequences"),
+    "context_management",
 )
 _BOUNDED_ITEMS = ("stop", "stop_token_ids", "logit_bias")
 _REQUESTS = (

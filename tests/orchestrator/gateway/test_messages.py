@@ -156,12 +156,15 @@ def test_each_stop_reason_is_reported(place: Place) -> None:
 
 
 def test_the_system_prompt_is_a_text_or_blocks(place: Place) -> None:
-    """Hints about caching are ignored."""
+    """Hints about caching are ignored, and there is no thinking to be cleared."""
     hint = {"cache_control": {"type": "ephemeral"}}
     blocks = [{"type": "text", "text": "Be ", **hint}, {"type": "text", "text": "brief."}]
 
     assert place.prompt_of(system="Be brief.") == "system: Be brief.\nuser: Hi\nassistant:"
-    assert place.prompt_of(system=blocks, **hint) == "system: Be brief.\nuser: Hi\nassistant:"
+    clearing = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert (
+        place.prompt_of(system=blocks, **hint, context_management=clearing) == "system: Be brief.\nuser: Hi\nassistant:"
+    )
 
 
 def test_calls_and_results_go_back_to_the_model(place: Place) -> None:
@@ -237,6 +240,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": []}]}, "messages: none has text, a tool use or a tool result"),
     ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type: Invalid enum value 'enabled'"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
+    ({"context_management": {"edit": []}}, "Unrecognized request argument supplied: edit"),
     ({"mcp_servers": []}, "Unrecognized request argument supplied: mcp_servers"),
     ({"stop": "x"}, "stop; here: stop_sequences"),
     ({"temperature": 3}, "temperature: 3 is out of range"),
