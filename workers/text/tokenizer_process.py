@@ -148,7 +148,7 @@ class TokenizerProcess:
     def _load(self) -> dict[str, Any]:
         """Start the loader. Raises EngineLoadError."""
         try:
-            self._loader = _nursery().fork(START_S)
+            self._loader = nursery().fork(START_S)
             reply = self._loader.ask(pickle.dumps((self._path, self._lower_case)), LOAD_S)
         except _Late:
             message = f"the tokenizer in {self._path} was not loaded within {LOAD_S:.0f} s"
@@ -228,8 +228,9 @@ _nursing = threading.Lock()
 _the_nursery: _Peer | None = None
 
 
-def _nursery() -> _Peer:
-    """Returns this process's nursery, starting it first where it does not run. Raises OSError."""
+def nursery() -> _Peer:
+    """Returns this process's nursery, starting it first where it does not run, without waiting for its imports. Raises
+    OSError."""
     global _the_nursery
     with _nursing:
         if _the_nursery is None or _the_nursery.ended():
@@ -238,7 +239,7 @@ def _nursery() -> _Peer:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "workers.text.tokenizer_process", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
-                    env=environment({"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}),
+                    env=environment({"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}),
                     cwd="/",
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
@@ -335,6 +336,7 @@ def _allocated() -> int:
 
 def main(descriptor: int) -> None:
     """Run a nursery."""
+    sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not use it, but transformers imports it: 3 s
     import transformers.tokenization_utils_fast  # noqa: F401 - what the loaders would each import
     from transformers import AutoTokenizer  # noqa: F401
 
