@@ -24,12 +24,6 @@ def adjust(environment: Mapping[str, str]) -> None:
         sys.modules["torch"].seed()
 
 
-def set_variables(variables: Mapping[str, str]) -> None:
-    """Sets those of a replica in a fork, which Ray has started for any of them. A fresh process has them from Ray."""
-    if imported:
-        os.environ.update(variables)
-
-
 def use_threads() -> None:
     """Applies OMP_NUM_THREADS in a fork. To be called in each thread that computes: OpenMP has read the variable when
     torch was imported, and ``set_num_threads`` changes OpenMP's number for the calling thread only."""

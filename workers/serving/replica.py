@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar, cast
@@ -77,7 +77,6 @@ class Replica:
 
     def __init__(self, config: ReplicaConfig) -> None:
         self._config = config
-        forked_process.set_variables(config.env)
         _show_log(Path(config.log), f"replica-{config.model}-{config.replica}.log", config.host)
         _redirect_output(Path(config.log))
         host_facts.log_sigterm()
@@ -180,7 +179,7 @@ class Replica:
 
     def _load(self) -> None:
         config = self._config
-        check_environment(config.env)
+        set_environment(config.env)
         forked_process.use_threads()
         host_facts.pin_to(config.env.get("COREWRIGHT_CPUS"))
         for folder in config.fetched_folders().values():
@@ -294,24 +293,16 @@ def _refresh(metrics: StepMetrics, batcher: Backend) -> None:
         time.sleep(REFRESH_S)
 
 
-def check_environment(expected: dict[str, str]) -> None:
-    """Raises EngineLoadError when the process does not have its planned environment.
-
-    Engines read these variables at import; a wrong value would claim another model's cores, or all of them.
-    """
-    for name in NEVER_SET:  # Ray cannot unset a variable for an actor; nothing has read it yet
-        os.environ.pop(name, None)
-    for name, value in expected.items():
-        actual = os.environ.get(name)
-        if actual != value:
-            raise EngineLoadError(
-                "environment-differs",
-                f"{name} is {actual!r}, not {value!r} as planned",
-                "check whether it is set on the Ray node",
-            )
+def set_environment(planned: Mapping[str, str]) -> None:
+    """Sets the planned variables: Ray has started a fork of a warm process, or the fresh process in place of a refused
+    fork, for any replica. Raises EngineLoadError if an engine has been imported: engines read these variables at
+    import, and would use another model's cores, or all of them."""
     early = sorted(NEURON_MODULES & set(sys.modules) - ({"torch"} & forked_process.imported))
     if early:
-        raise EngineLoadError("environment-late", f"{', '.join(early)} was imported before the environment was checked")
+        raise EngineLoadError("environment-late", f"{', '.join(early)} was imported before the environment was set")
+    for name in NEVER_SET:  # Ray cannot unset a variable for an actor
+        os.environ.pop(name, None)
+    os.environ.update(planned)
 
 
 def _show_log(path: Path, name: str, host: str) -> None:

@@ -39,8 +39,16 @@ def set_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_replica_removes_variables_for_models_over_several_hosts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines read them at import."""
     monkeypatch.setattr(replica, "NEURON_MODULES", frozenset())  # torch is already imported in this process
-    replica.check_environment({})
+    replica.set_environment({})
     assert name not in os.environ
+
+
+def test_a_replica_has_the_variables_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may have been started for any replica."""
+    monkeypatch.setattr(replica, "NEURON_MODULES", frozenset())
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-7")
+    replica.set_environment({"NEURON_RT_VISIBLE_CORES": "8-15"})
+    assert os.environ["NEURON_RT_VISIBLE_CORES"] == "8-15"
 
 
 def test_the_process_of_generate_starts_without_them(tmp_path: Path) -> None:
