@@ -184,7 +184,7 @@ def up(rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         theirs = bare_ray_s() + bare_script(TINY)[0]
         began = time.perf_counter()
-        fleet = LiveFleet(None)
+        fleet = LiveFleet(None, spare=True, arguments=("--dashboard",))
         try:
             fleet.wait_ready(DEADLINE_S)
             ours = time.perf_counter() - began
@@ -197,7 +197,7 @@ def up(rounds: int) -> dict[str, float]:
 
 def bare_ray_s() -> float:
     """Seconds until a head node without a dashboard is connected to, in a process of its own."""
-    code = "import ray, time; ray.init(include_dashboard=False, log_to_driver=False); ray.shutdown()"
+    code = "import ray, time; ray.init(log_to_driver=False); ray.shutdown()"
     with tempfile.TemporaryDirectory(prefix="cwz-", dir="/tmp") as folder:
         began = time.perf_counter()
         subprocess.run(

@@ -99,7 +99,7 @@ def run_up(
     home = Home.from_environment()
     options = settings.fill(
         UpOptions,
-        gateway=settings.fill(GatewaySettings),
+        gateway=settings.fill(GatewaySettings, tokenizers=any(model.engine != "echo" for model in file.spec.models)),
         store=store_settings(settings, home.store),
         config=settings.as_dicts(),
     )
@@ -112,7 +112,8 @@ def run_up(
                 announce, detach=detach
             )
         spec, instance = (file.text, file.name, file.base_dir), file.machine.instance
-        return Daemon(home, options, spec, file.spec.name, file.hosts, instance, report, display).run(announce)
+        warm = file.warm_engines
+        return Daemon(home, options, spec, file.spec.name, file.hosts, instance, report, display, warm).run(announce)
 
 
 @contextlib.contextmanager

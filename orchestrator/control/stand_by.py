@@ -76,7 +76,7 @@ class StandBy:
         state, current = self._state, self._state.current
         engines = {current.engines[model.name] for model in current.spec.models}
         engines |= {cast(Engine, state.configs[id].engine) for id in state.views if id in state.configs}
-        return {engine: current.spec.python_for(engine) for engine in sorted(engines) if current.spec.is_warm(engine)}
+        return current.spec.warm_engines(engines)
 
     def stop(self) -> None:
         """Stop the updates."""

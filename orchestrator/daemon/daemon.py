@@ -10,7 +10,7 @@ import queue
 import secrets
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
 from types import FrameType
 from typing import Any
@@ -37,6 +37,7 @@ from placements.facts.topology import Host
 from placements.spec.problems import render
 from workers.host import host_facts as this_host
 from workers.host.task_boundary import task_boundary
+from workers.host.warm_processes import HANDED_OVER, WarmProcesses
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class Daemon:
     instance: str | None
     report: InitVar[Callable[[str], None]]  # receives each progress line
     display: Display = field(default_factory=NoDisplay)
+    warm: Mapping[str, str | None] = field(default_factory=dict)  # the Python of each engine with a warm process
 
     def __post_init__(self, report: Callable[[str], None]) -> None:
         self._audit = Audit(self.home.audit)
@@ -187,6 +189,8 @@ class Daemon:
             mark(READY)
             with contextlib.suppress(OSError):  # as in `report_if_possible`
                 on_ready(record)
+            if self.options.gateway.gateway_spare:
+                self._in_background(self._start_spare_gateway)
             if self.options.watch:
                 self._in_background(functools.partial(self._follower.watch, self.spec, self._audit))
             request = self._requests.get()
@@ -254,6 +258,8 @@ class Daemon:
         admin_port = self.options.admin_port or free_port()
         record = self._new_record(admin_port)
         self.home.write_record(record)  # before any process starts, so that the next `up` finds leftovers
+        if len(self.hosts) == 1:
+            self._start_warm_processes()
         self._report("starting Ray")
         with self._report.waiting(lambda: "Ray"):
             addresses = self._start_ray()
@@ -271,6 +277,13 @@ class Daemon:
         with self._report.waiting(lambda: ", ".join(("the gateway", *self._follower.narration.unready[:MOST_NAMED]))):
             self._start_gateway()
         return record
+
+    def _start_warm_processes(self) -> None:
+        """Start those of the only host already, whose actor takes them over: they import while Ray starts."""
+        with (self.home.logs / "daemon.log").open("ab") as output:
+            self._warm = WarmProcesses(self.home.sockets, output=output.fileno())
+            self._warm.keep(self.warm)
+        os.environ[HANDED_OVER] = self._warm.handed_over()
 
     def _new_record(self, admin_port: int) -> FleetRecord:
         gateway = self.options.gateway
@@ -343,6 +356,12 @@ class Daemon:
             log.exception("the gateway does not start")
             hint = f"see {self.home.logs / 'gateway.log'}"
             raise Failed("gateway-not-started", f"the gateway does not start: {error}", hint) from None
+
+    def _start_spare_gateway(self) -> None:
+        from orchestrator.on_ray import gateway_deployment
+
+        with task_boundary(log, "no gateway stands by for one that dies"):
+            gateway_deployment.start_spare_gateway(self.options.gateway, self.name)
 
     def _in_background(self, work: Callable[[], None]) -> None:
         """Run ``work``, which calls Ray and returns after the shutdown has begun. If it raises, the fleet ends."""

@@ -19,7 +19,7 @@ from orchestrator.gateway.app import Gateway
 from orchestrator.gateway.controller_client import ControllerClient
 from orchestrator.gateway.http.connection import HttpConnection
 from orchestrator.gateway.http.listener import bind
-from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.gateway.settings import DRAIN_S, GatewaySettings
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,6 @@ BACKLOG = 4096
 START_DEADLINE_S = 20.0
 CHECK_DEADLINE_S = 2.0
 STOP_GRACE_S = 2.0  # for running answers of a fleet that ends
-DRAIN_S = 20.0  # for those of a gateway that another one replaces
 IDLE_S = 2.0  # for the next requests on its idle connections
 SWEEP_S = 0.25
 HANDSHAKE_S = 10.0

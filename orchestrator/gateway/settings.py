@@ -9,6 +9,8 @@ import msgspec
 from orchestrator.process.home import WILDCARDS
 from workers.messages.actor_message import actor_message
 
+DRAIN_S = 20.0  # for the answers of a gateway that another one replaces
+
 
 @actor_message  # a controller of another version hands them over
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +24,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     fleet: str = ""  # the fleet's id
     gateways: int = 1  # processes that share the port
     gateway_spare: bool = True  # one more, which replaces a dead gateway at once
+    tokenizers: bool = True  # a model needs one: the process that loads them starts with the gateway
 
     insecure: bool = False  # serve without keys, on any address
     tls_cert: str | None = None  # PEM files

@@ -41,7 +41,7 @@ from workers.host.neuron_faults import fault_of
 from workers.host.orphans import NODE_VARIABLE, end_orphans
 from workers.host.page_cache import CachedBytes, keep_cached
 from workers.host.task_boundary import task_boundary
-from workers.host.warm_processes import WarmProcesses
+from workers.host.warm_processes import HANDED_OVER, WarmProcesses
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
@@ -98,7 +98,8 @@ class HostActor:
         self._endings = this_host.Endings()
         self._notices = NoticeWatch()
         self._warm = WarmProcesses(self._home.sockets, {} if mark is None else {NODE_VARIABLE: mark})
-        self._spare_workers = SpareWorkers(self._warm.running)
+        self._warm.adopt(os.environ.get(HANDED_OVER, "[]"))
+        self._spare_workers = SpareWorkers(self._warm.quiet)
 
     @_long
     def fetch(self, waiter: str, wanted: WantedArtifact, wait_s: float) -> FetchedArtifact | Failure | FetchStatus:

@@ -26,6 +26,7 @@ from orchestrator.on_ray.grafana_board import name_board, write_board
 CONTROLLER = "controller"  # the name of the actor
 NODES_STOP_S = 2.5  # for all further nodes together: a second to stop cleanly, then they are killed
 OBJECT_STORE_BYTES = 100 * 2**20  # tokens use sockets: Ray's store is almost empty
+STARTS = 8  # of workers at once, at least; Ray's limit is the number of CPUs, and one that waits for others counts, too
 HOST_LABEL = "corewright-host"  # of a Ray node: the host that it represents; default: its address
 IDLE_TERMINATION = 4  # Ray's number of this cause of a node's death
 HEAD_RESOURCE = "node:__internal_head__"
@@ -65,7 +66,7 @@ def start_ray(folder: Path, name: str, *, cores: int, cpus: int, dashboard: bool
     os.environ.pop("NEURON_RT_NUM_CORES", None)
     os.environ.pop("RAY_ADDRESS", None)
     name_board()
-    with _agent_on_a_free_port():
+    with _node_parameters(dashboard_agent_listen_port=0, include_log_monitor=False):  # not arguments of `init`
         context = ray.init(
             num_cpus=cpus,
             resources=core_resources(cores),
@@ -78,7 +79,7 @@ def start_ray(folder: Path, name: str, *, cores: int, cpus: int, dashboard: bool
             logging_level="error",
             _temp_dir=str(folder),
             _node_ip_address="127.0.0.1",
-            _system_config=HEALTH_CHECKS,
+            _system_config={**HEALTH_CHECKS, "worker_maximum_startup_concurrency": max(cpus, STARTS)},
         )
     if dashboard:
         write_board(Path(context.address_info["session_dir"]))
@@ -96,19 +97,20 @@ def join_ray(address: str, name: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _agent_on_a_free_port() -> Iterator[None]:
-    """Make ``ray.init``, which has no argument for it, start the node's dashboard agent on a free port.
+def _node_parameters(**parameters: Any) -> Iterator[None]:
+    """Make ``ray.init`` start a node with these parameters.
 
-    At the fixed default, 52365, the agent of a machine's second Ray has no port and is never registered: the dashboard
-    then shows no logs, "Agent for node id ... doesn't exist" (Ray 2.60).
+    At the fixed default port, 52365, the dashboard agent of a machine's second Ray has no port and is never registered:
+    the dashboard then shows no logs, "Agent for node id ... doesn't exist" (Ray 2.60). The log monitor only sends the
+    output of workers to drivers, which ``log_to_driver`` turns off: it takes 2 % of a CPU and 70 MB.
     """
-    parameters = ray._private.parameter
-    plain = parameters.RayParams
-    parameters.RayParams = functools.partial(plain, dashboard_agent_listen_port=0)
+    module = ray._private.parameter
+    plain = module.RayParams
+    module.RayParams = functools.partial(plain, **parameters)
     try:
         yield
     finally:
-        parameters.RayParams = plain
+        module.RayParams = plain
 
 
 def add_node(index: int, *, cores: int, cpus: int) -> Any:

@@ -40,7 +40,8 @@ class SpareWorkers:
     """Those of one Ray node, looked after by a thread."""
 
     def __init__(self, warm: Callable[[], Mapping[str, int]]) -> None:
-        """``warm`` returns the pids of the warm processes by the commands of their forks."""
+        """``warm`` returns the pids of the warm processes without a start in progress, by the commands of their
+        forks."""
         self._warm = warm
         self._requested: dict[int, float] = {}  # until when one may be starting, by the pid of its warm process
         self._job, self._variables = "", dict[str, str]()

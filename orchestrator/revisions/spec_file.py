@@ -13,6 +13,7 @@ from orchestrator.access.source_policy import SourcePolicy
 from orchestrator.revisions.checkpoint_reader import CheckpointFacts, is_hub_source, read_facts, source_parts
 from orchestrator.revisions.precompiled_checkpoint import precompiled_problems
 from placements.facts.checkpoints import Checkpoint
+from placements.facts.engines import resolve
 from placements.facts.machine import Machine
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import hosts_for
@@ -44,6 +45,13 @@ class SpecFile:
     checkpoints: Mapping[str, Checkpoint]
     problems: tuple[Problem, ...]  # of the file, the spec and its checkpoints
     drafts: Mapping[str, Checkpoint] = field(default_factory=lambda: MappingProxyType({}))  # those of drafts, by model
+
+    @property
+    def warm_engines(self) -> dict[str, str | None]:
+        """The engines that have a warm process on the first host, with the Python of each, of a spec without errors."""
+        if self.spec is None:
+            return {}
+        return self.spec.warm_engines({resolve(model.engine, self.hosts[0], model.kind) for model in self.spec.models})
 
 
 def this_machine() -> Machine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal
 
@@ -489,6 +489,10 @@ class Spec(Frozen):
         """Returns whether hosts keep a warm process of the engine."""
         settings = self.engines.get(engine)
         return engine == "cpu" if settings is None or settings.warm is None else settings.warm
+
+    def warm_engines(self, engines: Iterable[Engine]) -> dict[str, str | None]:
+        """Returns those of the engines of which hosts keep a warm process, with the Python of each."""
+        return {engine: self.python_for(engine) for engine in sorted(engines) if self.is_warm(engine)}
 
     def launch_of(self, engine: Engine) -> list[str]:
         """Returns the command of an engine's server, whose program is resolved like the source; [] if it is unset."""

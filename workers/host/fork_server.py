@@ -67,7 +67,7 @@ READ_LATER = frozenset(
         "OMP_NUM_THREADS",
         "TOKENIZERS_PARALLELISM",
         *("PWD", "OLDPWD", "SHLVL", "_"),  # of shells
-        "PYTHONBREAKPOINT",  # Ray sets it in each driver and, anew, in each worker
+        *("PYTHONBREAKPOINT", "SPT_NOENV"),  # Ray sets the first in each driver and, anew, both in each worker
     }
 )
 READ_LATER_PREFIXES = ("COREWRIGHT_", "NEURON_", "RAY_")
@@ -157,6 +157,7 @@ def _become(environment: Mapping[str, str], request: Request, client: socket.soc
 def main(engine: str, descriptor: int) -> None:
     """Serves on a listening unix socket, and runs the script of a request in each fork."""
     environment = dict(os.environ)
+    Path("/proc/self/oom_score_adj").write_text("1000")  # forks inherit it, as Ray's workers do
     for module in IMPORTS[engine]:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)

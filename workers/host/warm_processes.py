@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import shlex
@@ -15,12 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import psutil
+
 from workers.host import fork_client
 from workers.host.fork_server import ENVIRONMENT, IMPORTS, LEAST_BYTES, refusal
 from workers.host.host_facts import available_memory
 
 log = logging.getLogger(__name__)
 
+HANDED_OVER = "COREWRIGHT_WARM_PROCESSES"
+"""The variable with the processes that `up` has started for its only host, while Ray was starting."""
+
+QUIET_S = 3.0  # for the starts that are in progress, before Ray starts a spare worker
 RETRY_S = 60.0  # between two starts of one that ends by itself
 
 PROGRAM = "import sys; from workers.host.fork_server import main; main(sys.argv[1], int(sys.argv[2]))"
@@ -31,27 +39,48 @@ class WarmProcess:
     """A running `fork_server`, the path of its socket, and what to run as a Python that is its fork."""
 
     path: Path
-    process: subprocess.Popen[bytes]
+    process: psutil.Process
     command: str  # as a shell reads it
     started: float
+    last_start: float  # its own, or that of the last replica that asked for the command
 
     @property
     def is_usable(self) -> bool:
         """False once it has ended, or a cleaner of temporary folders has removed its socket."""
-        return self.process.poll() is None and self.path.exists()
+        try:
+            self.process.wait(0)
+        except psutil.TimeoutExpired:
+            return self.path.exists()
+        return False
 
 
 class WarmProcesses:
     """One process for each engine and interpreter that starts ask for. Thread-safe."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str] = MappingProxyType({}), output: int | None = None
+    ) -> None:
         """``folder`` is for their sockets, and only this user can enter it. ``environment``: further variables, which
-        other processes read of a fork, too, since the kernel shows those of its parent."""
+        other processes read of a fork, too, since the kernel shows those of its parent. ``output``: a descriptor; None:
+        as this process's."""
         self._folder = folder
+        self._output = output
         self._marks = environment
         self._lock = threading.Lock()
         self._starts = 0
         self._processes: dict[tuple[str, str], WarmProcess] = {}
+
+    def handed_over(self) -> str:
+        """Returns what `adopt` needs. This process does not use them any more, but they end with it."""
+        for warm in self._processes.values():
+            threading.Thread(target=warm.process.wait, daemon=True).start()  # else an ended one would stay as a zombie
+        return json.dumps([[*key, str(warm.path), warm.process.pid] for key, warm in self._processes.items()])
+
+    def adopt(self, handed_over: str) -> None:
+        """Takes over those that another process of this host has handed over and that have not ended."""
+        for engine, python, path, pid in json.loads(handed_over):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._processes[engine, python] = _warm_process(Path(path), psutil.Process(pid), python)
 
     def command(self, engine: str, python: str | None, variables: Mapping[str, str]) -> str | None:
         """Returns what to run in place of ``python`` (None: this interpreter), as a shell reads it, and starts the warm
@@ -61,8 +90,9 @@ class WarmProcesses:
         if reason is None:
             with self._lock:
                 warm = self._warm(engine, python or sys.executable)
-            if isinstance(warm, WarmProcess):
-                return warm.command
+                if isinstance(warm, WarmProcess):
+                    warm.last_start = time.monotonic()
+                    return warm.command
             reason = warm
         log.info("a replica on the engine %s starts as a fresh process: %s", engine, reason)
         return None
@@ -76,10 +106,11 @@ class WarmProcesses:
             for engine, python in wanted:
                 self._warm(engine, python)
 
-    def running(self) -> dict[str, int]:
-        """Returns their pids by command."""
+    def quiet(self) -> dict[str, int]:
+        """Returns the pids by command of those of which no replica's start asked for ``QUIET_S``."""
         with self._lock:
-            return {warm.command: warm.process.pid for warm in self._processes.values() if warm.is_usable}
+            quiet = [warm for warm in self._processes.values() if time.monotonic() >= warm.last_start + QUIET_S]
+            return {warm.command: warm.process.pid for warm in quiet if warm.is_usable}
 
     def _warm(self, engine: str, python: str) -> WarmProcess | str:
         """Returns the process, which is started if needed, or why there is none."""
@@ -103,8 +134,9 @@ class WarmProcesses:
 
     def _end(self, warm: WarmProcess) -> None:
         warm.path.unlink(missing_ok=True)
-        warm.process.kill()  # its forks continue
-        warm.process.communicate()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            warm.process.kill()  # its forks continue
+        warm.process.wait()
 
     def _start(self, engine: str, python: str) -> WarmProcess:
         self._starts += 1
@@ -114,13 +146,20 @@ class WarmProcesses:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen(64)
-            process = subprocess.Popen(
+            process = psutil.Popen(
                 [python, "-c", PROGRAM, engine, str(listener.fileno())],
                 stdin=subprocess.PIPE,  # its end ends the process
+                stdout=self._output,
+                stderr=self._output,
+                start_new_session=True,  # so that Ctrl+C does not end it
                 env={**os.environ, **self._marks, **ENVIRONMENT},
                 cwd="/",  # which -c puts before the packages
                 pass_fds=[listener.fileno()],
             )
         log.info("a warm process of the engine %s is started: pid %d", engine, process.pid)
-        command = shlex.join([python, "-I", "-S", fork_client.__file__, str(path)])
-        return WarmProcess(path, process, command, time.monotonic())
+        return _warm_process(path, process, python)
+
+
+def _warm_process(path: Path, process: psutil.Process, python: str) -> WarmProcess:
+    command, now = shlex.join([python, "-I", "-S", fork_client.__file__, str(path)]), time.monotonic()
+    return WarmProcess(path, process, command, now, now)

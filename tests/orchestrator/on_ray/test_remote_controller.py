@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from orchestrator.gateway.controller_client import ControllerAway, ControllerFailed
-from orchestrator.on_ray.gateway_deployment import RemoteController
+from orchestrator.on_ray.remote_controller import RemoteController
 
 
 def raised_by(error: Exception) -> ControllerAway:

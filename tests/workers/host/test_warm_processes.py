@@ -205,11 +205,66 @@ def test_an_interpreter_that_does_not_exist_is_no_error_of_others(
     """Its replicas report it; the processes of other engines are kept."""
     monkeypatch.setattr("workers.host.warm_processes.PROGRAM", "import time; time.sleep(600)")
     warm = WarmProcesses(tmp_path)
+    monkeypatch.setattr("workers.host.warm_processes.QUIET_S", 0.0)
     warm.keep({"nxd-inference": "/nonexistent/python", "cpu": None})
-    running = warm.running()
+    quiet = warm.quiet()
     warm.keep({})
 
-    assert [shlex.split(command)[0] for command in running] == [sys.executable]
+    assert [shlex.split(command)[0] for command in quiet] == [sys.executable]
+
+
+def test_no_spare_worker_competes_with_a_start_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a small machine it would take a second longer."""
+    monkeypatch.setattr("workers.host.warm_processes.PROGRAM", "import time; time.sleep(600)")
+    warm, counts = WarmProcesses(tmp_path), []
+    warm.keep({"cpu": None})
+    for quiet_s in (0.0, 600.0):
+        monkeypatch.setattr("workers.host.warm_processes.QUIET_S", quiet_s)
+        warm.command("cpu", None, {})
+        counts.append(len(warm.quiet()))
+    warm.keep({})
+
+    assert counts == [1, 0]
+
+
+def sleeping_child() -> psutil.Process:
+    (process,) = (each for each in psutil.Process().children() if "time.sleep(600)" in " ".join(each.cmdline()))
+    return process
+
+
+@pytest.fixture
+def handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, WarmProcesses]]:
+    """The command of a process that was started by another object, and the one that has taken it over."""
+    monkeypatch.setattr("workers.host.warm_processes.PROGRAM", "import time; time.sleep(600)")
+    monkeypatch.setattr("workers.host.warm_processes.RETRY_S", 0.0)
+    starter, adopter = WarmProcesses(tmp_path / "starter"), WarmProcesses(tmp_path / "adopter")
+    command = starter.command("cpu", None, {})
+    assert command is not None
+    adopter.adopt(starter.handed_over())
+    yield command, adopter
+    adopter.keep({})
+
+
+def test_a_process_that_was_handed_over_is_used(handed_over: tuple[str, WarmProcesses]) -> None:
+    """`up` starts it before Ray."""
+    command, adopter = handed_over
+    assert adopter.command("cpu", None, {}) == command
+
+
+def test_one_that_was_handed_over_is_replaced_when_it_has_ended(handed_over: tuple[str, WarmProcesses]) -> None:
+    """Its parent is another process."""
+    command, adopter = handed_over
+    process = sleeping_child()
+    process.kill()
+    until(lambda: adopter.command("cpu", None, {}) != command, DEADLINE_S, "another one")
+
+
+def test_no_process_is_left_of_one_that_was_handed_over(handed_over: tuple[str, WarmProcesses]) -> None:
+    """Nor its socket."""
+    process = sleeping_child()
+    _, adopter = handed_over
+    adopter.keep({})
+    assert not process.is_running()
 
 
 @pytest.mark.parametrize("stage", ["listening", "accepted", "requested", "half a reply"])
