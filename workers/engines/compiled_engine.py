@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,22 @@ from workers.messages.engine_protocol import DeviceSampling
 
 
 class CompiledEngine(LoadableEngine):
-    """Its model is released on ``close``, with what is not kept."""
+    """Its model is released on ``close``."""
 
-    _scratch: Path | None = None
     _model: Any = None
     _slot_sampling: list[DeviceSampling]
+
+    def load(self) -> None:
+        """Compile unless compiled before, load, and run every bucket once.
+
+        Raises ``EngineLoadError``, and exceptions of the package and the runtime.
+        """
+        with tempfile.TemporaryDirectory(prefix="corewright-compiled-") as scratch:
+            self._load(Path(scratch))
+
+    @abstractmethod
+    def _load(self, scratch: Path) -> None:
+        """Loads as ``load``. ``scratch`` is for what is not kept: a replica is killed later, and removes nothing."""
 
     def sample_by(self, slots: Sequence[int], sampling: Sequence[DeviceSampling]) -> None:
         """See ``SamplingEngine.sample_by``."""
@@ -28,12 +39,3 @@ class CompiledEngine(LoadableEngine):
         """Release the model. The cores are free when the process exits."""
         self._spec = None
         self._model = None
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
-
-    def _scratch_folder(self) -> Path:
-        """Returns a folder that is removed on ``close``."""
-        if self._scratch is None:
-            self._scratch = Path(tempfile.mkdtemp(prefix="corewright-compiled-"))
-        return self._scratch

@@ -230,6 +230,7 @@ def test_a_restarted_controller_goes_on_where_it_was(tmp_path: Path, at: str) ->
                 await second.operator.continue_roll("tester")
                 assert len((second.controller.status()["maintenance"] or {"hosts": []})["hosts"]) == left
             await second.settled()
+        journal.close()
 
     async def live() -> None:
         async with Played(tmp_path, cluster, ROOMY, journal=Journal(tmp_path / "journal")) as played:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -321,13 +322,16 @@ def test_0_0_28_answers_as_the_cpu_engine_and_keeps_its_graphs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A gpt2 in static batches. The next start compiles nothing, and the weights are not kept."""
+    """A gpt2 in static batches. The next start compiles nothing, and the weights are not kept, nor anything outside the
+    folder of artifacts once the model is loaded."""
     play(monkeypatch, "0.0.28")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     compiler = importlib.import_module("neuron_double.compiler")
     counts = []
     for _ in range(2):
         engine = open_engine(config_of(sources(family), tmp_path / "compiled"))
         engine.load()
+        assert not list(tmp_path.glob("corewright-*"))
         assert engine.spec.continuous is (family == "llama")
         assert wrong(sources(family), arrivals(), expected(family), served(engine, arrivals())) == []
         engine.close()

@@ -92,16 +92,12 @@ class NxdEngine(CompiledEngine):
     """
 
     def __init__(self, settings: Settings, compiled: Path | None) -> None:
-        """``compiled`` is the folder of kept artifacts; None: they are removed on ``close``. Nothing is read yet."""
+        """``compiled`` is the folder of kept artifacts; None: they are not kept. Nothing is read yet."""
         self._settings = settings
         self._compiled = compiled
         self._slot_sampling: list[DeviceSampling] = []
 
-    def load(self) -> None:
-        """Compile unless compiled before, load, and run every bucket once.
-
-        Raises ``EngineLoadError``, and exceptions of the package and the runtime.
-        """
+    def _load(self, scratch: Path) -> None:
         settings = self._settings = precompiled.with_sharding(self._settings)
         sizes = lengths(settings)
         source = read_config(Path(settings.source))
@@ -118,7 +114,7 @@ class NxdEngine(CompiledEngine):
             self._model = kind(settings.source, precompiled.config_of(model, config))
             self._model.load(settings.source)
         else:
-            folder = self._compiled_folder(package)
+            folder = self._compiled_folder(package, scratch)
             # Not by the neuron_config.json there: the package cannot read a kv_quant_config that it wrote.
             self._model = kind(folder, config)
             self._model.load(folder)
@@ -168,17 +164,17 @@ class NxdEngine(CompiledEngine):
         accepted, following = fused[0].reshape(len(slots), -1).tolist(), fused[3].reshape(-1).tolist()
         return [row[: after - position] for row, after, position in zip(accepted, following, positions, strict=True)]
 
-    def _compiled_folder(self, package: Package) -> str:
+    def _compiled_folder(self, package: Package, scratch: Path) -> str:
         """Returns the folder of the compiled model, compiling it if needed."""
         settings = self._settings
         manifest = nxd_artifacts.manifest(settings, package, self._compiled)
-        with entry(self._compiled or self._scratch_folder(), manifest) as artifacts:
+        with entry(self._compiled or scratch, manifest) as artifacts:
             if not artifacts.complete:
                 nxd_artifacts.compile_in_subprocess(settings, artifacts)
                 artifacts.finish(settings.source)
         folder = artifacts.path / nxd_artifacts.MODEL  # complete entries stay, so others may load it as well
         if settings.presharded:
-            folder = precompiled.link_shards(folder, Path(settings.source), self._scratch_folder())
+            folder = precompiled.link_shards(folder, Path(settings.source), scratch)
         return str(folder)
 
     def _prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], width: int = 0) -> Any:

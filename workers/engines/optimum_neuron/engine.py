@@ -85,16 +85,12 @@ class OptimumEngine(CompiledEngine):
     """Implements ``GenerateEngine``; ``SamplingEngine`` with ``sampling: device``."""
 
     def __init__(self, settings: Settings, compiled: Path | None) -> None:
-        """``compiled`` is the folder of kept artifacts; None: they are removed on ``close``. Nothing is read yet."""
+        """``compiled`` is the folder of kept artifacts; None: they are not kept. Nothing is read yet."""
         self._settings = settings
         self._compiled = compiled
         self._slot_sampling: list[DeviceSampling] = []
 
-    def load(self) -> None:
-        """Export unless exported before, load, and run each graph once.
-
-        Raises ``EngineLoadError``, and exceptions of the package and the runtime.
-        """
+    def _load(self, scratch: Path) -> None:
         settings = self._settings
         source = read_config(Path(settings.source))
         eos = eos_token_ids(Path(settings.source), source)
@@ -105,7 +101,7 @@ class OptimumEngine(CompiledEngine):
         folder = settings.source
         if not _is_compiled(settings, package):
             export_config(package, settings)  # only to check it: in the compiling process it would be a failed compile
-            folder = self._exported(package)
+            folder = self._exported(package, scratch)
         self._model = package.model_class.from_pretrained(folder)
         neuron = self._model.neuron_config
         self._slot_sampling = [DeviceSampling()] * settings.slots
@@ -145,12 +141,11 @@ class OptimumEngine(CompiledEngine):
         output = self._run(every, [[token] for token, _ in filled], [[position] for _, position in filled])
         return self._picked(output, slots)
 
-    def _exported(self, package: Package) -> str:
+    def _exported(self, package: Package, scratch: Path) -> str:
         """Returns the folder of the exported model, exporting it if needed."""
         settings = self._settings
-        root = self._compiled or self._scratch_folder()
         manifest, _ = artifacts.manifest(settings, package, self._compiled, read=True)
-        with entry(root, manifest) as exported:
+        with entry(self._compiled or scratch, manifest) as exported:
             if not exported.complete:
                 artifacts.compile_in_subprocess(settings, exported)
                 exported.finish(settings.source)

@@ -91,7 +91,6 @@ class FirstOptimumEngine(LoadableEngine):
         """``compiled`` is the folder of kept artifacts; None: they are not kept. Nothing is read yet."""
         self._settings = settings
         self._compiled = compiled
-        self._scratch = Path(tempfile.gettempdir())
         self._rows: ContinuousRows | LockStepRows | None = None
 
     def load(self) -> None:
@@ -104,9 +103,11 @@ class FirstOptimumEngine(LoadableEngine):
         is_compiled = _checked(settings, package)
         package_contract.log_drift("optimum-neuron", log)
         config = read_config(source)
-        self._scratch = Path(tempfile.mkdtemp(prefix="corewright-optimum-"))
-        kind = package.model_class
-        model = kind.from_pretrained(str(source)) if is_compiled else self._exported(kind, _manifest(settings, package))
+        if is_compiled:
+            model = package.model_class.from_pretrained(str(source))
+        else:
+            with tempfile.TemporaryDirectory(prefix="corewright-optimum-") as scratch:
+                model = self._exported(package.model_class, _manifest(settings, package), Path(scratch))
         continuous = bool(model.continuous_batching)
         rows = ContinuousRows if continuous else LockStepRows
         self._rows = rows(_Stepped(model), settings.slots, settings.max_len)
@@ -135,8 +136,6 @@ class FirstOptimumEngine(LoadableEngine):
     def close(self) -> None:
         """Release the model. The cores are free when the process exits."""
         self._spec = self._rows = None
-        if self._scratch.name.startswith("corewright-optimum-"):
-            shutil.rmtree(self._scratch, ignore_errors=True)
 
     @property
     def _loaded(self) -> ContinuousRows | LockStepRows:
@@ -144,12 +143,12 @@ class FirstOptimumEngine(LoadableEngine):
             raise RuntimeError("the engine is not loaded")
         return self._rows
 
-    def _exported(self, kind: Any, manifest: Mapping[str, Any]) -> Any:
+    def _exported(self, kind: Any, manifest: Mapping[str, Any], scratch: Path) -> Any:
         """Returns the model on its cores, exported or with the graphs of an earlier export."""
-        source, root = Path(self._settings.source), self._compiled or self._scratch
-        with entry(root, manifest) as artifacts:
+        source = Path(self._settings.source)
+        with entry(self._compiled or scratch, manifest) as artifacts:
             if artifacts.complete:
-                return kind.from_pretrained(str(self._joined(artifacts.path / MODEL, source)))
+                return kind.from_pretrained(str(_joined(scratch / "joined", artifacts.path / MODEL, source)))
             session = CompileSession(manifest, source, self._compiled)
             with session.compiling(), compiling(f"{source} with Optimum Neuron, except graphs in its cache", WHERE):
                 model = kind.from_pretrained(
@@ -160,28 +159,27 @@ class FirstOptimumEngine(LoadableEngine):
                     num_cores=self._settings.tp_degree,
                     auto_cast_type=self._settings.dtype,
                 )
-            self._save(model, artifacts)
+            self._save(model, artifacts, scratch / "no-checkpoint")
             session.record_compiled(artifacts.path / MODEL / "compiled")
             return model
 
-    def _save(self, model: Any, artifacts: Entry) -> None:
+    def _save(self, model: Any, artifacts: Entry, empty: Path) -> None:
         """Save the settings and the graphs. The package would copy the checkpoint of a local folder, too, which here
         every start links instead."""
-        empty = self._scratch / "no-checkpoint"
-        empty.mkdir(exist_ok=True)
+        empty.mkdir()
         model.checkpoint_dir = str(empty)
         model.save_pretrained(str(artifacts.path / MODEL))
         shutil.rmtree(artifacts.path / MODEL / "checkpoint")
         artifacts.finish(self._settings.source)
 
-    def _joined(self, saved: Path, source: Path) -> Path:
-        """Returns a folder that looks as if ``saved`` had been saved with the checkpoint in ``source``."""
-        folder = self._scratch / "joined"
-        folder.mkdir()
-        for path in saved.iterdir():
-            (folder / path.name).symlink_to(path.resolve())
-        (folder / "checkpoint").symlink_to(source.resolve())
-        return folder
+
+def _joined(folder: Path, saved: Path, source: Path) -> Path:
+    """Makes a folder that looks as if ``saved`` had been saved with the checkpoint in ``source``."""
+    folder.mkdir()
+    for path in saved.iterdir():
+        (folder / path.name).symlink_to(path.resolve())
+    (folder / "checkpoint").symlink_to(source.resolve())
+    return folder
 
 
 class _Stepped:
