@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import msgspec.structs
@@ -194,8 +194,7 @@ class RayCluster:
 
     def _create(self, name: str, config: ReplicaConfig, node: RayNode, runtime_env: dict[str, Any]) -> Any:
         """Register the actor of a replica. Blocks while the head is away."""
-        named = type(f"Replica[{config.model}]", (Replica,), {})  # the dashboard shows the class name
-        shown = ray.remote(concurrency_groups={"ctl": 8})(named)
+        shown = _actor_class(config.model)
         return shown.options(
             name=name,
             namespace=self._namespace,
@@ -498,3 +497,9 @@ class RayCluster:
             self._actors[name], self._configs[name] = actor, survivor.config
             self._answered.add(name)
         return [survivor for survivor, _ in survivors], lost
+
+
+@cache  # Ray stores each class once
+def _actor_class(model: str) -> Any:
+    """Returns the class of a model's replicas, whose name the dashboard shows."""
+    return ray.remote(concurrency_groups={"ctl": 8})(type(f"Replica[{model}]", (Replica,), {}))

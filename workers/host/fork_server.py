@@ -48,15 +48,21 @@ LIBRARIES = (
     "llguidance",
     "jsonschema",  # these are Ray's; Ray itself reads its environment when it is imported
     "requests",
+    "pydantic.v1",
+    "starlette.datastructures",
     "workers.serving.backend",
     "workers.serving.dataplane",
 )
 IMPORTS = {
-    "cpu": ("workers.engines.cpu.engine", "workers.engines.encoder.cpu", *LIBRARIES),
+    "cpu": ("workers.engines.cpu.engine", "workers.engines.encoder.cpu", *LIBRARIES, "workers.engines.cpu.checkpoint"),
     **dict.fromkeys(("nxd-inference", "optimum-neuron", "torch-neuronx", "transformers-neuronx"), LIBRARIES),
 }
 """What a warm process imports for an engine; a start reports what is missing. No package of AWS: they start threads, or
-read the cores (docs/engines.md)."""
+read the cores (docs/engines.md). A module's function ``prepare_forks`` does what else each fork would do."""
+
+IMPORTS_OF_FORKS = ("workers.serving.replica", "ray._common.pydantic_compat", "ray._private.arrow_serialization")
+"""What a fork imports before it runs a script: Ray, which reads the fork's environment, and what Ray would import when
+the worker becomes a replica."""
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Variables of the server. With the first one the imports start no threads. OpenMP reads the second one when torch is
@@ -158,9 +164,11 @@ def main(engine: str, descriptor: int) -> None:
     """Serves on a listening unix socket, and runs the script of a request in each fork."""
     environment = dict(os.environ)
     Path("/proc/self/oom_score_adj").write_text("1000")  # forks inherit it, as Ray's workers do
-    for module in IMPORTS[engine]:
+    for name in IMPORTS[engine]:
         with contextlib.suppress(ImportError):
-            importlib.import_module(module)
+            prepare = getattr(importlib.import_module(name), "prepare_forks", None)
+            if prepare is not None:
+                prepare()
     forked_process.imported = frozenset(sys.modules)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the pages of all these objects
@@ -173,7 +181,10 @@ def main(engine: str, descriptor: int) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Runs a script as Python does: ``arguments`` are those of a Python command without options but -u."""
+    """Runs a script as Python does, after ``IMPORTS_OF_FORKS``: a worker of Ray may have the time. ``arguments`` are
+    those of a Python command without options but -u."""
+    for name in IMPORTS_OF_FORKS:
+        importlib.import_module(name)
     sys.argv = arguments[1:] if arguments[0] == "-u" else arguments
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

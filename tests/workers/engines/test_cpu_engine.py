@@ -17,7 +17,7 @@ import pytest
 from tests.checkpoints import EOS_ID, FAMILIES, MAX_POSITIONS, VOCAB_SIZE, WINDOW, byte_level_tokenizer, set_eos
 from tests.tiers import everyday
 from workers.batching.batcher import Batcher
-from workers.engines.cpu.checkpoint import load_model
+from workers.engines.cpu.checkpoint import load_model, prepare_forks
 from workers.engines.cpu.engine import CpuEngine
 from workers.engines.engine_setup import TORCH_DTYPES
 from workers.engines.speculative import SpeculativeEngine
@@ -650,3 +650,12 @@ def test_bloom_has_no_maximum_position(checkpoint: Checkpoints) -> None:
     engine = CpuEngine(checkpoint("bloom"), slots=1, max_len=2 * MAX_POSITIONS, prefill_buckets=[16], threads=1)
     engine.load()
     assert engine.spec.max_len == 2 * MAX_POSITIONS
+
+
+def test_forks_have_the_table_of_the_names_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each would compile a thousand regular expressions in its load."""
+    conversions = pytest.importorskip("transformers.conversion_mapping", reason="new in transformers 5")
+    monkeypatch.setattr(conversions, "_checkpoint_conversion_mapping_cache", None)
+    prepare_forks()
+
+    assert conversions._checkpoint_conversion_mapping_cache

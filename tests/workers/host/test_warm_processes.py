@@ -28,6 +28,7 @@ DEADLINE_S = 60.0
 SERVER = """\
 from workers.host import fork_server
 fork_server.IMPORTS["cpu"] = ("json",)
+fork_server.IMPORTS_OF_FORKS = ()
 {before}
 fork_server.main("cpu", {descriptor})
 """
@@ -351,6 +352,16 @@ def test_a_server_ends_where_memory_is_short(tmp_path: Path) -> None:
     try:
         with server.connect():
             assert server.process.wait(DEADLINE_S) == 0
+    finally:
+        server.end()
+
+
+def test_a_worker_that_waits_has_imported_what_its_replica_needs(tmp_path: Path) -> None:
+    """Before it runs Ray's script."""
+    server = Server(tmp_path, before='fork_server.IMPORTS_OF_FORKS = ("workers.host.forked_process", "wave")')
+    server.script.write_text("import sys; print('\"wave\"' if 'wave' in sys.modules else 0, flush=True)")
+    try:
+        assert server.run() == "wave"
     finally:
         server.end()
 

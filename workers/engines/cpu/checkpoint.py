@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -105,6 +106,15 @@ def check_weights(files: Sequence[Path], pickled: bool) -> None:
 
     check = check_pickles if pickled else check_safetensors
     check(here())
+
+
+def prepare_forks() -> None:
+    """Have transformers 5 build its table for the names of weights, a thousand regular expressions, which takes 0.1 s
+    in the first load of a process."""
+    with contextlib.suppress(ImportError):  # older ones have none
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("")
 
 
 def load_model(
