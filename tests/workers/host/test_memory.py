@@ -48,6 +48,7 @@ resource.setrlimit(getattr(resource, limit), (psutil.Process().memory_info().vms
 engine = CpuEngine(Path(path), slots=slots, max_len=512, threads=1)
 try:
     engine.load()
+    engine.prefill([0], [[1]])
 except EngineLoadError as error:
     print(json.dumps([error.id, error.what, error.hint]))
 else:
@@ -88,14 +89,15 @@ def test_the_error_has_the_numbers() -> None:
     [(1, 256 * MIB, "loaded"), (1024, 256 * MIB, "out-of-memory"), (1, -256 * MIB, "out-of-memory")],
     ids=["enough", "no room for the KV cache", "no room for anything"],
 )
-def test_under_a_real_limit_a_load_fails_with_the_cause(
+def test_under_a_real_limit_a_start_fails_with_the_cause(
     checkpoint: Callable[[str], Path], slots: int, spare: int, id: str
 ) -> None:
-    """RLIMIT_AS in a process of its own: 1024 slots of 512 tokens need 512 MiB of KV cache."""
+    """RLIMIT_AS in a process of its own: 1024 slots of 512 tokens need 512 MiB of KV cache, which the first token
+    allocates."""
     outcome, what, _ = run_limited(checkpoint("llama"), slots, spare)
     assert outcome == id
     if id == "out-of-memory":
-        assert f"{slots} slots of 512 tokens in fp32" in what
+        assert f"{slots} slots of 512 tokens" in what
         assert "of address space (rlimit)" in what
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from workers.host.memory_limits import is_out_of_memory, out_of_memory
+
 if TYPE_CHECKING:
     import torch
     from transformers.cache_utils import Cache
@@ -62,7 +64,12 @@ def slot_cache(reach: Reach, layers: int, slots: int, room: int) -> Cache:
             return self._read(self.stored_keys), self._read(self.stored_values)
 
         def _room_for(self, states: torch.Tensor) -> torch.Tensor:
-            return states.new_zeros((slots, states.shape[1], room, states.shape[3]))
+            try:
+                return states.new_zeros((slots, states.shape[1], room, states.shape[3]))
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise out_of_memory(error, f"the KV cache for {slots} slots of {room} tokens") from error
 
         def _fill(self, stored: torch.Tensor, states: torch.Tensor) -> None:
             if reach.block is not None:
