@@ -22,6 +22,7 @@ import psutil
 from workers.host import fork_client
 from workers.host.fork_server import ENVIRONMENT, IMPORTS, LEAST_BYTES, refusal
 from workers.host.host_facts import available_memory
+from workers.host.lifetime import is_alive, process_start
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +75,15 @@ class WarmProcesses:
         """Returns what `adopt` needs. This process does not use them any more, but they end with it."""
         for warm in self._processes.values():
             threading.Thread(target=warm.process.wait, daemon=True).start()  # else an ended one would stay as a zombie
-        return json.dumps([[*key, str(warm.path), warm.process.pid] for key, warm in self._processes.items()])
+        processes = ((key, str(warm.path), warm.process.pid) for key, warm in self._processes.items())
+        return json.dumps([[*key, path, pid, process_start(pid) or 0.0] for key, path, pid in processes])
 
     def adopt(self, handed_over: str) -> None:
         """Takes over those that another process of this host has handed over and that have not ended."""
-        for engine, python, path, pid in json.loads(handed_over):
+        for engine, python, path, pid, started in json.loads(handed_over):
             with contextlib.suppress(psutil.NoSuchProcess):
-                self._processes[engine, python] = _warm_process(Path(path), psutil.Process(pid), python)
+                if is_alive(pid, started):  # its pid may be another process's
+                    self._processes[engine, python] = _warm_process(Path(path), psutil.Process(pid), python)
 
     def command(self, engine: str, python: str | None, variables: Mapping[str, str]) -> str | None:
         """Returns what to run in place of ``python`` (None: this interpreter), as a shell reads it, and starts the warm

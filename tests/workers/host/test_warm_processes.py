@@ -228,42 +228,59 @@ def test_no_spare_worker_competes_with_a_start_in_progress(tmp_path: Path, monke
     assert counts == [1, 0]
 
 
-def sleeping_child() -> psutil.Process:
-    (process,) = (each for each in psutil.Process().children() if "time.sleep(600)" in " ".join(each.cmdline()))
-    return process
+STARTER = """\
+import sys
+from pathlib import Path
+from workers.host import warm_processes
+warm_processes.PROGRAM = "import time; time.sleep(600)"
+warm = warm_processes.WarmProcesses(Path(sys.argv[1]))
+print(warm.command("cpu", None, {}), warm.handed_over(), sep="\\n", flush=True)
+sys.stdin.read()
+"""
+Handed = tuple[str, psutil.Process, WarmProcesses]
 
 
 @pytest.fixture
-def handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, WarmProcesses]]:
-    """The command of a process that was started by another object, and the one that has taken it over."""
+def handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Handed]:
+    """The command of a warm process, the process, which another one has started, and the object that took it over."""
     monkeypatch.setattr("workers.host.warm_processes.PROGRAM", "import time; time.sleep(600)")
     monkeypatch.setattr("workers.host.warm_processes.RETRY_S", 0.0)
-    starter, adopter = WarmProcesses(tmp_path / "starter"), WarmProcesses(tmp_path / "adopter")
-    command = starter.command("cpu", None, {})
-    assert command is not None
-    adopter.adopt(starter.handed_over())
-    yield command, adopter
-    adopter.keep({})
+    command = [sys.executable, "-c", STARTER, str(tmp_path / "starter")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        of_forks, told = (starter.stdout.readline().rstrip() for _ in range(2))
+        adopter = WarmProcesses(tmp_path / "adopter")
+        adopter.adopt(told)
+        (process,) = psutil.Process(starter.pid).children()
+        yield of_forks, process, adopter
+        adopter.keep({})
 
 
-def test_a_process_that_was_handed_over_is_used(handed_over: tuple[str, WarmProcesses]) -> None:
+def test_a_process_that_was_handed_over_is_used(handed_over: Handed) -> None:
     """`up` starts it before Ray."""
-    command, adopter = handed_over
+    command, _, adopter = handed_over
     assert adopter.command("cpu", None, {}) == command
 
 
-def test_one_that_was_handed_over_is_replaced_when_it_has_ended(handed_over: tuple[str, WarmProcesses]) -> None:
+def test_another_process_with_the_pid_of_one_that_was_handed_over_is_not_taken_for_it(tmp_path: Path) -> None:
+    """A restarted host actor reads of it again, and would kill it in the end."""
+    socket_path = tmp_path / "s"
+    socket_path.touch()
+    warm = WarmProcesses(tmp_path)
+    warm.adopt(json.dumps([["cpu", sys.executable, str(socket_path), os.getpid(), 0.0]]))
+    warm.keep({})  # this test would end
+
+
+def test_one_that_was_handed_over_is_replaced_when_it_has_ended(handed_over: Handed) -> None:
     """Its parent is another process."""
-    command, adopter = handed_over
-    process = sleeping_child()
+    command, process, adopter = handed_over
     process.kill()
     until(lambda: adopter.command("cpu", None, {}) != command, DEADLINE_S, "another one")
 
 
-def test_no_process_is_left_of_one_that_was_handed_over(handed_over: tuple[str, WarmProcesses]) -> None:
-    """Nor its socket."""
-    process = sleeping_child()
-    _, adopter = handed_over
+def test_no_process_is_left_of_one_that_was_handed_over(handed_over: Handed) -> None:
+    """No zombie either."""
+    _, process, adopter = handed_over
     adopter.keep({})
     assert not process.is_running()
 
