@@ -11,7 +11,8 @@ demo's model and generates two tokens.
 - *parked*: a model with ``min: 0`` and weights of 2 GB was unloaded after its idle time; from a request to the first
   token, over a process that has imported the engine, and then reads the same weights, which are in the page cache, and
   generates one token.
-- *up*: ``corewright demo`` until it is ready, over a bare Ray head node and one bare script, one after the other.
+- *up*: ``corewright demo`` until it is ready, over a bare Ray head node and one bare script, one after the other; both
+  with Ray's dashboard.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def up(rounds: int) -> dict[str, float]:
 
 
 def bare_ray_s() -> float:
-    """Seconds until a head node without a dashboard is connected to, in a process of its own."""
+    """Seconds until a head node with its dashboard is connected to, in a process of its own."""
     code = "import ray, time; ray.init(log_to_driver=False); ray.shutdown()"
     with tempfile.TemporaryDirectory(prefix="cwz-", dir="/tmp") as folder:
         began = time.perf_counter()

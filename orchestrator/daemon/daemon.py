@@ -281,9 +281,9 @@ class Daemon:
     def _start_warm_processes(self) -> None:
         """Start those of the only host already, whose actor takes them over: they import while Ray starts."""
         with (self.home.logs / "daemon.log").open("ab") as output:
-            self._warm = WarmProcesses(self.home.sockets, output=output.fileno())
-            self._warm.keep(self.warm)
-        os.environ[HANDED_OVER] = self._warm.handed_over()
+            processes = WarmProcesses(self.home.sockets, output=output.fileno())
+            processes.keep(self.warm)
+        os.environ[HANDED_OVER] = processes.handed_over()
 
     def _new_record(self, admin_port: int) -> FleetRecord:
         gateway = self.options.gateway

@@ -26,7 +26,7 @@ from orchestrator.on_ray.grafana_board import name_board, write_board
 CONTROLLER = "controller"  # the name of the actor
 NODES_STOP_S = 2.5  # for all further nodes together: a second to stop cleanly, then they are killed
 OBJECT_STORE_BYTES = 100 * 2**20  # tokens use sockets: Ray's store is almost empty
-STARTS = 8  # of workers at once, at least; Ray's limit is the number of CPUs, and one that waits for others counts, too
+STARTS = 8  # of workers at once, at least: the demo has as many; Ray's limit is the CPUs, and waiting ones count, too
 HOST_LABEL = "corewright-host"  # of a Ray node: the host that it represents; default: its address
 IDLE_TERMINATION = 4  # Ray's number of this cause of a node's death
 HEAD_RESOURCE = "node:__internal_head__"

@@ -48,7 +48,7 @@ class SpecFile:
 
     @property
     def warm_engines(self) -> dict[str, str | None]:
-        """The engines that have a warm process on the first host, with the Python of each, of a spec without errors."""
+        """The engines that have a warm process on the first host, with the Python of each."""
         if self.spec is None:
             return {}
         return self.spec.warm_engines({resolve(model.engine, self.hosts[0], model.kind) for model in self.spec.models})

@@ -1,6 +1,6 @@
 """A warm process: it has imported an engine's packages, has no cores and no model, and is forked for each start.
 
-`WarmProcesses` starts it; it ends with its standard input, a pipe of the host actor. `fork_client` is the other end.
+`WarmProcesses` starts it; it ends with its standard input, a pipe of its parent. `fork_client` is the other end.
 
 1. A request is refused if its environment differs from the server's in a variable that may have been read during the
    imports: the packages would behave differently from those of a fresh process.
@@ -163,7 +163,8 @@ def _become(environment: Mapping[str, str], request: Request, client: socket.soc
 def main(engine: str, descriptor: int) -> None:
     """Serves on a listening unix socket, and runs the script of a request in each fork."""
     environment = dict(os.environ)
-    Path("/proc/self/oom_score_adj").write_text("1000")  # forks inherit it, as Ray's workers do
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        Path("/proc/self/oom_score_adj").write_text("1000")  # as Ray does for its workers; forks inherit it
     for name in IMPORTS[engine]:
         with contextlib.suppress(ImportError):
             prepare = getattr(importlib.import_module(name), "prepare_forks", None)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -16,8 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-
-import psutil
 
 from workers.host import fork_client
 from workers.host.fork_server import ENVIRONMENT, IMPORTS, LEAST_BYTES, refusal
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 HANDED_OVER = "COREWRIGHT_WARM_PROCESSES"
 """The variable with the processes that `up` has started for its only host, while Ray was starting."""
 
-QUIET_S = 3.0  # for the starts that are in progress, before Ray starts a spare worker
+QUIET_S = 3.0  # for the starts in progress, before Ray starts a spare worker; four at once take 3 s on two CPUs
 RETRY_S = 60.0  # between two starts of one that ends by itself
 
 PROGRAM = "import sys; from workers.host.fork_server import main; main(sys.argv[1], int(sys.argv[2]))"
@@ -40,19 +39,27 @@ class WarmProcess:
     """A running `fork_server`, the path of its socket, and what to run as a Python that is its fork."""
 
     path: Path
-    process: psutil.Process
+    pid: int
+    born: float  # by `lifetime.process_start`
     command: str  # as a shell reads it
-    started: float
+    started: float  # or taken over, on the monotonic clock
     last_start: float  # its own, or that of the last replica that asked for the command
+    child: subprocess.Popen[bytes] | None  # None: of another process
 
     @property
     def is_usable(self) -> bool:
         """False once it has ended, or a cleaner of temporary folders has removed its socket."""
-        try:
-            self.process.wait(0)
-        except psutil.TimeoutExpired:
-            return self.path.exists()
-        return False
+        return is_alive(self.pid, self.born) and self.path.exists()
+
+    def end(self) -> None:
+        """Its forks continue."""
+        self.path.unlink(missing_ok=True)
+        if self.child is not None:
+            self.child.kill()
+            self.child.communicate()
+        elif is_alive(self.pid, self.born):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class WarmProcesses:
@@ -74,16 +81,15 @@ class WarmProcesses:
     def handed_over(self) -> str:
         """Returns what `adopt` needs. This process does not use them any more, but they end with it."""
         for warm in self._processes.values():
-            threading.Thread(target=warm.process.wait, daemon=True).start()  # else an ended one would stay as a zombie
-        processes = ((key, str(warm.path), warm.process.pid) for key, warm in self._processes.items())
-        return json.dumps([[*key, path, pid, process_start(pid) or 0.0] for key, path, pid in processes])
+            if warm.child is not None:  # its thread keeps the pipe open, and an ended one does not stay as a zombie
+                threading.Thread(target=warm.child.wait, daemon=True).start()
+        return json.dumps([[*key, str(warm.path), warm.pid, warm.born] for key, warm in self._processes.items()])
 
     def adopt(self, handed_over: str) -> None:
         """Takes over those that another process of this host has handed over and that have not ended."""
-        for engine, python, path, pid, started in json.loads(handed_over):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if is_alive(pid, started):  # its pid may be another process's
-                    self._processes[engine, python] = _warm_process(Path(path), psutil.Process(pid), python)
+        for engine, python, path, pid, born in json.loads(handed_over):
+            if is_alive(pid, born):  # its pid may be another process's
+                self._processes[engine, python] = _warm_process(python, Path(path), pid, born)
 
     def command(self, engine: str, python: str | None, variables: Mapping[str, str]) -> str | None:
         """Returns what to run in place of ``python`` (None: this interpreter), as a shell reads it, and starts the warm
@@ -105,7 +111,7 @@ class WarmProcesses:
         wanted = {(engine, python or sys.executable) for engine, python in engines.items()}
         with self._lock:
             for key in self._processes.keys() - wanted:
-                self._end(self._processes.pop(key))
+                self._processes.pop(key).end()
             for engine, python in wanted:
                 self._warm(engine, python)
 
@@ -113,7 +119,7 @@ class WarmProcesses:
         """Returns the pids by command of those of which no replica's start asked for ``QUIET_S``."""
         with self._lock:
             quiet = [warm for warm in self._processes.values() if time.monotonic() >= warm.last_start + QUIET_S]
-            return {warm.command: warm.process.pid for warm in quiet if warm.is_usable}
+            return {warm.command: warm.pid for warm in quiet if warm.is_usable}
 
     def _warm(self, engine: str, python: str) -> WarmProcess | str:
         """Returns the process, which is started if needed, or why there is none."""
@@ -128,18 +134,12 @@ class WarmProcesses:
         if available_memory() < LEAST_BYTES:
             return f"less than {LEAST_BYTES / 2**30:.0f} GiB of memory are available"
         if warm is not None:
-            self._end(warm)
+            warm.end()
         try:
             started = self._processes[key] = self._start(engine, python)
         except OSError as error:
             return f"its warm process cannot be started: {error}"
         return started
-
-    def _end(self, warm: WarmProcess) -> None:
-        warm.path.unlink(missing_ok=True)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            warm.process.kill()  # its forks continue
-        warm.process.wait()
 
     def _start(self, engine: str, python: str) -> WarmProcess:
         self._starts += 1
@@ -149,7 +149,7 @@ class WarmProcesses:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen(64)
-            process = psutil.Popen(
+            process = subprocess.Popen(
                 [python, "-c", PROGRAM, engine, str(listener.fileno())],
                 stdin=subprocess.PIPE,  # its end ends the process
                 stdout=self._output,
@@ -160,9 +160,11 @@ class WarmProcesses:
                 pass_fds=[listener.fileno()],
             )
         log.info("a warm process of the engine %s is started: pid %d", engine, process.pid)
-        return _warm_process(path, process, python)
+        return _warm_process(python, path, process.pid, process_start(process.pid) or 0.0, process)
 
 
-def _warm_process(path: Path, process: psutil.Process, python: str) -> WarmProcess:
+def _warm_process(
+    python: str, path: Path, pid: int, born: float, child: subprocess.Popen[bytes] | None = None
+) -> WarmProcess:
     command, now = shlex.join([python, "-I", "-S", fork_client.__file__, str(path)]), time.monotonic()
-    return WarmProcess(path, process, command, now, now)
+    return WarmProcess(path, pid, born, command, now, now, child)

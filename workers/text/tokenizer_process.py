@@ -53,6 +53,11 @@ START_S = 60.0  # for the nursery to import transformers, 2 s on an idle machine
 FORK_S = 10.0
 CALL_S = 5.0  # for a call; a chat is rendered within a millisecond
 CALL_S_PER_BYTE = 10.0 / 2**20  # in addition, for a long text: 1 s for a MB on an idle machine
+VARIABLES = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",  # numpy would start threads, which forks lose
+    "TRANSFORMERS_VERBOSITY": "error",  # no warning that torch is missing
+}
 MEMORY_BYTES = 4 * 2**30  # that a loader or a worker may allocate on top of the nursery's
 REPLY_BYTES = 2**28
 IDLE_WORKERS = 2  # kept for the next call
@@ -239,7 +244,7 @@ def nursery() -> _Peer:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "workers.text.tokenizer_process", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
-                    env=environment({"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}),
+                    env=environment(VARIABLES),
                     cwd="/",
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,

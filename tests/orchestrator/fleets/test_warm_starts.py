@@ -12,6 +12,7 @@ import pytest
 
 from orchestrator.cli.app import DEMO
 from orchestrator.on_ray.idle_workers import IDLE
+from orchestrator.process.home import Home
 from placements.resources.host_memory import PROCESS_GIB
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import complete
@@ -78,6 +79,12 @@ def pss_gib(pids: list[int]) -> float:
     return sum(psutil.Process(pid).memory_full_info().pss for pid in pids) / 2**30
 
 
+def test_the_host_uses_the_warm_process_that_up_has_started(fleet: LiveFleet) -> None:
+    """There is no other one."""
+    (warm,) = fleet.named_pids("fork_server")
+    assert "corewright" in " ".join(psutil.Process(psutil.Process(warm).ppid()).cmdline())
+
+
 def test_replicas_are_forks_and_share_the_memory_of_their_imports(fleet: LiveFleet) -> None:
     """With the warm process they take less than the plan has for their processes alone."""
     pids = [fleet.replica(id)["pid"] for id in ("first/0", "second/0")]
@@ -112,6 +119,21 @@ def test_an_unloaded_model_is_parked_and_returns(fleet: LiveFleet) -> None:
     assert shown["host"] == "inf2.48xlarge/0"
     assert shown["cached_gib"] == shown["gib"] > 0
     assert text(fleet, "sleeper") == answer
+
+
+def test_a_replica_whose_fork_is_refused_serves_as_a_fresh_process(fleet: LiveFleet) -> None:
+    """Ray has prepared a worker for any replica by then. Here nobody listens on the socket."""
+    (path,) = Home(fleet.home).sockets.glob("warm-*")
+    answer, aside = text(fleet, "first"), path.with_name("aside")
+    path.rename(aside)
+    path.touch()
+    for pid in spares(warm_pid(fleet)):
+        os.kill(pid, signal.SIGKILL)
+    kill(fleet, "first/0")
+    served, is_forked = text(fleet, "first"), is_fork(fleet, "first/0")
+    aside.rename(path)
+
+    assert (served, is_forked) == (answer, False)
 
 
 def test_without_a_warm_process_replicas_start_as_fresh_ones(fleet: LiveFleet) -> None:

@@ -97,7 +97,7 @@ def test_under_a_real_limit_a_start_fails_with_the_cause(
     outcome, what, _ = run_limited(checkpoint("llama"), slots, spare)
     assert outcome == id
     if id == "out-of-memory":
-        assert f"{slots} slots of 512 tokens" in what
+        assert f"{slots} slots of 512 tokens in fp32" in what
         assert "of address space (rlimit)" in what
 
 

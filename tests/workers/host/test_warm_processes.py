@@ -248,11 +248,11 @@ def handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Han
     command = [sys.executable, "-c", STARTER, str(tmp_path / "starter")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None
-        of_forks, told = (starter.stdout.readline().rstrip() for _ in range(2))
+        fork_command, processes = (starter.stdout.readline().rstrip() for _ in range(2))
         adopter = WarmProcesses(tmp_path / "adopter")
-        adopter.adopt(told)
+        adopter.adopt(processes)
         (process,) = psutil.Process(starter.pid).children()
-        yield of_forks, process, adopter
+        yield fork_command, process, adopter
         adopter.keep({})
 
 
@@ -267,22 +267,30 @@ def test_another_process_with_the_pid_of_one_that_was_handed_over_is_not_taken_f
     socket_path = tmp_path / "s"
     socket_path.touch()
     warm = WarmProcesses(tmp_path)
-    warm.adopt(json.dumps([["cpu", sys.executable, str(socket_path), os.getpid(), 0.0]]))
-    warm.keep({})  # this test would end
+    with subprocess.Popen(["sleep", "600"]) as other:
+        warm.adopt(json.dumps([["cpu", sys.executable, str(socket_path), other.pid, 0.0]]))
+        warm.keep({})
+        ended = other.poll()
+        other.terminate()  # by its own signal
+    assert (ended, other.returncode) == (None, -signal.SIGTERM)
 
 
 def test_one_that_was_handed_over_is_replaced_when_it_has_ended(handed_over: Handed) -> None:
     """Its parent is another process."""
     command, process, adopter = handed_over
     process.kill()
-    until(lambda: adopter.command("cpu", None, {}) != command, DEADLINE_S, "another one")
+    until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, DEADLINE_S, "its end")
+    assert adopter.command("cpu", None, {}) not in (command, None)
 
 
 def test_no_process_is_left_of_one_that_was_handed_over(handed_over: Handed) -> None:
-    """No zombie either."""
+    """No zombie either: its parent waits for it."""
     _, process, adopter = handed_over
+    parent = process.parent()
     adopter.keep({})
-    assert not process.is_running()
+    assert parent is not None
+    until(lambda: not process.is_running(), DEADLINE_S, "its end")
+    assert (parent.is_running(), parent.children()) == (True, [])
 
 
 @pytest.mark.parametrize("stage", ["listening", "accepted", "requested", "half a reply"])
@@ -381,6 +389,12 @@ def test_a_worker_that_waits_has_imported_what_its_replica_needs(tmp_path: Path)
         assert server.run() == "wave"
     finally:
         server.end()
+
+
+def test_a_fork_is_ended_before_the_fleets_own_processes_where_memory_is_short(server: Server) -> None:
+    """Like Ray's other workers, to the kernel."""
+    server.script.write_text("print(open('/proc/self/oom_score_adj').read(), flush=True)")
+    assert server.run() == 1000
 
 
 def test_imports_that_start_threads_are_not_forked(tmp_path: Path) -> None:

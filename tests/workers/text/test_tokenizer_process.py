@@ -249,7 +249,7 @@ def test_a_tokenizer_process_returns_the_results_of_the_tokenizer(tmp_path: Path
 
 @pytest.mark.usefixtures("patient")
 def test_no_tokenizer_process_has_torch(tmp_path: Path) -> None:
-    """Its import takes longer than all else, and 200 MB for each gateway."""
+    """Its import takes longer than all else that they do before their first call."""
     tokenizer = load_apart("cpu", str(_good(tmp_path)))
     tokenizer.encode("Zwölf")
     maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in processes()]
@@ -258,6 +258,7 @@ def test_no_tokenizer_process_has_torch(tmp_path: Path) -> None:
     assert not any("libtorch" in mapped for mapped in maps)
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_call_after_a_killed_process_uses_another(tmp_path: Path) -> None:
     """After the end of a worker, of a loader with its workers, or of the nursery with all of them."""
     tokenizer = load_apart("cpu", str(_good(tmp_path)))

@@ -135,8 +135,11 @@ class CpuEngine(LoadableEngine):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            activity = f"{self.source} with {self.slots} slots of {self.max_len} tokens in {self.dtype}"
-            raise out_of_memory(error, activity) from error
+            raise out_of_memory(error, self._size) from error
+
+    @property
+    def _size(self) -> str:
+        return f"{self.source} with {self.slots} slots of {self.max_len} tokens in {self.dtype}"
 
     def buildable(self) -> Buildable:
         """Returns the engine's compile unit, without torch and weights. Raises EngineLoadError."""
@@ -211,7 +214,7 @@ class CpuEngine(LoadableEngine):
         if family.alibi:
             give_alibi(self._base, self._reach, self.max_len)
         room = self.max_len + (1 if self.compile else 0)  # where idle slots of a graph write
-        self._cache = slot_cache(self._reach, model.config.num_hidden_layers, self.slots, room)
+        self._cache = slot_cache(self._reach, model.config.num_hidden_layers, self.slots, room, self._size)
         START.end("weights")
         self._spec = EngineSpec(
             slots=self.slots,

@@ -38,8 +38,9 @@ class Reach:
         self.cells.clear()
 
 
-def slot_cache(reach: Reach, layers: int, slots: int, room: int) -> Cache:
-    """Returns a transformers Cache of ``layers`` slot layers that all use ``reach``.
+def slot_cache(reach: Reach, layers: int, slots: int, room: int, purpose: str) -> Cache:
+    """Returns a transformers Cache of ``layers`` slot layers that all use ``reach``. ``purpose`` is for the error where
+    there is no memory for it.
 
     The class is local since its base class is imported lazily. Keys and values are ``[slots, heads, room, head_dim]``,
     allocated at the first write, when heads and head_dim are known.
@@ -69,7 +70,7 @@ def slot_cache(reach: Reach, layers: int, slots: int, room: int) -> Cache:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                raise out_of_memory(error, f"the KV cache for {slots} slots of {room} tokens") from error
+                raise out_of_memory(error, purpose) from error
 
         def _fill(self, stored: torch.Tensor, states: torch.Tensor) -> None:
             if reach.block is not None:
