@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.fleet.core_allocation import core_rows
 from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
@@ -20,8 +19,9 @@ from orchestrator.scaling.demand_report import AUTOSCALE_S, Counts, DemandReport
 from orchestrator.scaling.schedules import Bounds
 from orchestrator.state.expected_starts import expected_start_s
 from orchestrator.state.fleet_state import FleetState
-from placements.facts.engines import takes_cores
 from placements.facts.topology import Host
+from placements.planner.capacity import Need, needs
+from placements.planner.host_pool import HostPool
 from placements.planner.spec_hosts import prices
 from placements.resources.measured_times import Times
 from placements.spec.schema import ModelSpec
@@ -293,21 +293,17 @@ class Scaler:
     def fleet_now(self) -> FleetNow:
         """Returns the autoscaler's input: live hosts, usable cores, and replicas that are not stopping."""
         state = self._state
-        hosts = self._hosts()
-        rows, blocked = core_rows(hosts, prices(state.current.spec, state.hosts), state.blocked())
-        numbers = {host.name: i for i, host in enumerate(hosts)}
+        spec = state.current.spec
+        pool = HostPool(self._hosts(), state.blocked(), prices(spec, state.hosts))
+        need_of = needs(spec, pool, state.current.checkpoints)
         views = self._views()
         expected = Counter(placement.model for placement in state.uses.expected)
         placed = Counter(target.model for target in state.goal.targets) | expected
         models = (
-            self._model_now(model, views.get(model.name, []), placed[model.name], numbers)
-            for model in state.current.spec.models
+            self._model_now(model, views.get(model.name, []), placed[model.name], need_of.get(model.name), pool.numbers)
+            for model in spec.models
         )
-        return FleetNow(
-            models=tuple(models),
-            hosts=rows,
-            blocked=blocked,
-        )
+        return FleetNow(tuple(models), pool)
 
     def _hosts(self) -> tuple[Host, ...]:
         """Returns the live hosts, and those that can be added, whose replicas start later."""
@@ -322,25 +318,28 @@ class Scaler:
         return tuple(host for host in state.hosts if host in living or host in more)
 
     def _model_now(
-        self, model: ModelSpec, every: Iterable[ReplicaView], placed: int, hosts: Mapping[str, int]
+        self,
+        model: ModelSpec,
+        every: Iterable[ReplicaView],
+        placed: int,
+        need: Need | None,
+        hosts: Mapping[str, int],
     ) -> ModelNow:
-        """``placed``: replicas in the last plan; ``hosts``: the numbers of live hosts, by name."""
+        """``placed``: replicas in the last plan; ``need``: of each replica, None if the model uses no cores; ``hosts``:
+        the numbers of live hosts, by name."""
         state, memory = self._state, self._known[model.name]
         every = list(every)
         views = [view for view in every if _is_counted(view) and view.host in hosts]
         given_up = sum(view.state is State.FAILED and not _is_counted(view) for view in every)
         ready = sum(view.state is State.READY for view in views)
         held, desired = state.counts.bounds(model), state.counts.desired(model)
-        in_cores = any(
-            takes_cores(state.current.engines[model.name], host) for host in state.hosts if host.name in hosts
-        )
         objectives = model.objectives
         own = ((view.host, view.cores.first) for view in views if view.cores is not None)
         encodes = model.kind != "generate"
         batch_wait_s = model.max_wait_ms / 1000 if encodes else 0.0
         return ModelNow(
             name=model.name,
-            cores=model.tp_degree if in_cores else 0,
+            need=need,
             slots=model.max_batch,
             min=held.min,
             max=held.max,

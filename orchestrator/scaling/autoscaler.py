@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from orchestrator.fleet.core_allocation import CoreAllocation, Owner, Place
 from orchestrator.scaling.forecast import History, Load
 from orchestrator.scaling.service_capacity import RULES, EncoderCapacity, ServiceCapacity
 from placements.facts.plural import counted
+from placements.planner.capacity import Capacity, Need, Place, Window
+from placements.planner.host_pool import HostPool
+from placements.planner.tenants import Tenant
 
 __all__ = ["FleetNow", "History", "Load", "ModelNow", "Objectives", "Targets", "autoscale"]
 
@@ -34,7 +36,7 @@ class ModelNow:
     """The state of a model. Times are in seconds, of the same clock as ``now``."""
 
     name: str
-    cores: int  # per replica; 0 if it uses none
+    need: Need | None  # of each replica; None if it uses no cores
     slots: int  # per replica
     min: int  # at this time, with the schedules
     max: int  # at this time, with the schedules
@@ -51,18 +53,22 @@ class ModelNow:
     reachable: int | None = None  # replicas that the planner could place last
     worth_per_1000: float | None = None  # of requests that are answered in time, in the currency of the prices
     first_ready_at: float | None = None  # when it first had a ready replica again: the idle clock starts then
-    places: tuple[Place, ...] = ()  # host and first core of its replicas, lowest index first, as far as known
+    places: tuple[Place, ...] = ()  # of its replicas, lowest index first, as far as known
     prefill_s: float = 0.5  # of one prompt: the part of ttft_s that is not queueing
     encodes: bool = False  # it is an encoder, whose engine works for all requests in its slots at once
+
+    @property
+    def cores(self) -> int:
+        """The cores of each replica."""
+        return 0 if self.need is None else self.need.demand.size
 
 
 @dataclass(frozen=True)
 class FleetNow:
-    """The models, and the cores that they share."""
+    """The models, and the hosts whose cores they share."""
 
     models: tuple[ModelNow, ...]
-    hosts: tuple[tuple[int, float], ...]  # usable cores, and the price of one core per hour
-    blocked: tuple[frozenset[int], ...] = ()  # unusable core numbers of each host
+    pool: HostPool  # with the price of one core per hour
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def autoscale(history: History, fleet: FleetNow, now: float) -> Targets:
        onto free cores, onto those of lower priority, or onto those of equal priority that serve less there:
        gain x (H - load) / H > 3 x loss. At most four replicas are removed for that.
 
-    All targets together never use more cores than the hosts have.
+    Cores are counted by the planner's board (`Capacity`): a replica counts as possible only where `plan` places it.
     """
     table = _Table(history, fleet, now)
     table.drop_idle()
@@ -106,7 +112,7 @@ class _Seat:
         self.low = max(0, min(model.min, model.max) if override is None else min(override, model.max))
         self.high = max(self.low, model.max if override is None else self.low)
         self.count = min(max(model.target, self.low), self.high)
-        self.places: list[Place | None] = []  # of the replicas that have cores
+        self.placed: list[Tenant | None] = []  # the replicas that have cores; None for one that uses none
         self.reason: str | None = None
         course = history.course(model.name)
         self.last = course.last
@@ -174,8 +180,8 @@ class _Seat:
 class _Offer:
     """Contiguous cores that become free if some replicas are removed."""
 
-    rank: tuple[bool, float, int, Place]  # last if a model would fall below its min; then least loss first
-    place: Place
+    rank: tuple[bool, float, int, bool, Place]  # last if a model would fall below its min; then least loss first
+    window: Window
     removals: Mapping[str, int]  # replicas to remove, by model
     loss: float  # requests per second that models of the same or a higher priority lose
     equal: int  # removals of these models
@@ -189,11 +195,12 @@ class _Table:
         self.now = now
         self.seats = {model.name: _Seat(model, history, now) for model in fleet.models}
         self.classes = sorted({model.priority for model in fleet.models}, reverse=True)
-        self.allocation = CoreAllocation(fleet.hosts, fleet.blocked)
-        self.total = sum(cores for cores, _ in fleet.hosts)
-        self.costs = any(price > 0.0 for _, price in fleet.hosts)
-        self._offers_cache: dict[tuple[int, int, bool], list[_Offer]] = {}  # until a replica is added or removed
-        self.promised = 0  # cores for min that the planner has yet to place
+        self.names = [model.name for model in fleet.models]
+        pins = [pin for model in fleet.models if model.need is not None for pin in model.need.pins]
+        self.capacity = Capacity(fleet.pool, pins)
+        self.costs = any(price > 0.0 for price in fleet.pool.prices)
+        self._offers_cache: dict[tuple[object, ...], list[_Offer]] = {}  # until a replica is added or removed
+        self.promised: list[tuple[frozenset[int], int]] = []  # kinds of host and cores for min that moves would free
         self.removed = 0  # replicas that are removed for others that serve more on their cores
 
     # 2.
@@ -228,9 +235,9 @@ class _Table:
             return
         for seat in self.seats.values():
             model, places = seat.model, seat.model.places
-            if seat.count <= seat.low or not seat.resident or len(places) != seat.count:
+            if seat.count <= seat.low or not seat.resident or len(places) != seat.count or not places:
                 continue
-            cost = self.allocation.price(places[-1]) * model.cores
+            cost = self.capacity.pool.prices[places[-1][0]] * model.cores
             if cost <= 0.0:
                 continue
             if model.worth_per_1000 is None:
@@ -257,40 +264,38 @@ class _Table:
         """Assigns cores to each replica and drops those without."""
         ranked = sorted(self.seats.values(), key=lambda seat: (-seat.model.priority, seat.model.name))
         for seat in ranked:
-            for nth, place in enumerate(seat.model.places[: seat.count]):
-                if len(seat.places) == nth and self.allocation.take((seat.model.name, nth), seat.model.cores, place):
-                    seat.places.append(place)
-        self._settle_rest([seat for seat in ranked if len(seat.places) < seat.low], least=True)
-        self._settle_rest([seat for seat in ranked if len(seat.places) < seat.count], least=False)
-        self._drop_unplaced(ranked)
+            for place in seat.model.places[: seat.count]:
+                tenant = self._tenant(seat)
+                if tenant is None or not self.capacity.hold(tenant, place):
+                    break
+                seat.placed.append(tenant)
+        self._settle_rest([seat for seat in ranked if len(seat.placed) < seat.low], least=True)
+        self._settle_rest([seat for seat in ranked if len(seat.placed) < seat.count], least=False)
+        for seat in ranked:
+            self._drop_unplaced(seat)
 
     def _settle_rest(self, seats: list[_Seat], *, least: bool) -> None:
         """Assigns cores to replicas that have none, the largest first within a priority."""
         for seat in sorted(seats, key=lambda seat: (-seat.model.priority, -seat.model.cores, seat.model.name)):
-            while len(seat.places) < (seat.low if least else seat.count):
-                place = self._free_place(seat, least=least)
-                if place is None and least:
-                    offer = self._vacate(seat, least=True)
-                    place = None if offer is None else offer.place
-                if place is None and seat.model.cores:
+            while len(seat.placed) < (seat.low if least else seat.count):
+                if not (self._add(seat, least=least) or (least and self._vacate(seat, least=True) is not None)):
                     break
-                self._add(seat, place)
 
-    def _drop_unplaced(self, ranked: list[_Seat]) -> None:
+    def _drop_unplaced(self, seat: _Seat) -> None:
         """Drops replicas without cores: those beyond min, and those of min if the hosts do not have enough cores."""
-        free = self.total - sum(seat.model.cores * len(seat.places) for seat in self.seats.values())
-        for seat in ranked:
-            missing = seat.count - len(seat.places)
-            if missing <= 0:
-                continue
-            cores = max(1, seat.model.cores)
-            # the planner may find room for the replicas of min
-            retained = min(max(0, seat.low - len(seat.places)), free // cores)
-            free -= retained * cores
-            self.promised += retained * seat.model.cores
-            if retained < missing:
-                seat.count = len(seat.places) + retained
-                seat.reason = f"no {cores} contiguous free cores for {counted(missing - retained, 'replica')}"
+        missing = seat.count - len(seat.placed)
+        if missing <= 0:
+            return
+        need, cores = seat.model.need, max(1, seat.model.cores)
+        kinds = frozenset[int]() if need is None or need.pins else need.demand.kinds
+        free = self.capacity.free(kinds) - sum(other for of, other in self.promised if of & kinds)
+        # the planner may find room for the replicas of min by moving others
+        retained = min(max(0, seat.low - len(seat.placed)), max(0, free) // cores)
+        if retained:
+            self.promised.append((kinds, retained * cores))
+        if retained < missing:
+            seat.count = len(seat.placed) + retained
+            seat.reason = f"no {cores} contiguous free cores for {counted(missing - retained, 'replica')}"
 
     # 5.
     def grow(self) -> None:
@@ -308,7 +313,7 @@ class _Table:
     def _bid(self, seat: _Seat) -> float:
         """Returns what one more core would serve for the rest of the horizon; 0.0 if the model must not grow."""
         model = seat.model
-        if seat.count >= seat.high or seat.count < model.target or len(seat.places) < seat.count:
+        if seat.count >= seat.high or seat.count < model.target or len(seat.placed) < seat.count:
             return 0.0
         if seat.changed >= seat.step:
             return 0.0
@@ -344,20 +349,15 @@ class _Table:
     def _grow(self, seat: _Seat) -> None:
         model, before = seat.model, seat.count
         gain = seat.gain()
-        place = self._free_place(seat, least=False)
         where = f"on {model.cores} free cores"
-        if place is None and model.cores:
+        if not self._add(seat, least=False):
             offer = self._vacate(seat, least=False)
             if offer is None:
                 if seat.reason is None:
                     seat.reason = f"held back: no cores that serve less elsewhere; {self._demand(seat)}"
                 return
-            place, where = (
-                offer.place,
-                f"on the cores of {counted(sum(offer.removals.values()), 'replica')} that served less",
-            )
-        self._add(seat, place)
-        seat.count = len(seat.places)
+            where = f"on the cores of {counted(sum(offer.removals.values()), 'replica')} that served less"
+        seat.count = len(seat.placed)
         effect = f"one more replica serves {gain:.2f} more requests per second"
         if before == 0 and seat.last.waiting:
             effect = "started for waiting requests"
@@ -377,33 +377,48 @@ class _Table:
 
     # Room
 
-    def _add(self, seat: _Seat, place: Place | None) -> None:
-        if place is not None:
-            self.allocation.take((seat.model.name, len(seat.places)), seat.model.cores, place)
-        seat.places.append(place)
-        self._offers_cache.clear()
-
-    def _free_place(self, seat: _Seat, *, least: bool) -> Place | None:
-        """Returns free cores; cores with a price only for min, or if the replica is worth it."""
-        model = seat.model
-        if not model.cores or self.allocation.free - model.cores < self.promised:
+    def _tenant(self, seat: _Seat) -> Tenant | None:
+        """Returns the next replica of a model, without a place; None if it uses no cores."""
+        model, nth = seat.model, len(seat.placed)
+        if model.need is None:
             return None
-        most = math.inf if least else self._worth(seat, seat.gain()) / model.cores
-        return self.allocation.room(model.cores, most=most)
+        order, grade = self.names.index(model.name), (-model.priority, nth >= seat.low, nth >= len(model.places))
+        return Tenant(order, nth, model.cores, grade, model.need.demand)
+
+    def _add(self, seat: _Seat, *, least: bool) -> bool:
+        """Adds a replica on free cores; on cores with a price only for min, or if the replica is worth it."""
+        need, tenant = seat.model.need, self._tenant(seat)
+        if need is not None and tenant is not None:
+            own = [placed for placed in seat.placed if placed is not None]
+            if not self.capacity.place(tenant, need, own, most=self._most(seat, least=least)):
+                return False
+            if not self._keeps_promises():
+                self.capacity.remove(tenant)
+                return False
+        seat.placed.append(tenant)
+        self._offers_cache.clear()
+        return True
+
+    def _most(self, seat: _Seat, *, least: bool) -> float:
+        """Returns the highest price per core and hour that one more replica is worth."""
+        return math.inf if least else self._worth(seat, seat.gain()) / max(1, seat.model.cores)
+
+    def _keeps_promises(self) -> bool:
+        return all(self.capacity.free(kinds) >= self._promised_on(kinds) for kinds, _ in self.promised)
+
+    def _promised_on(self, kinds: frozenset[int]) -> int:
+        return sum(cores for others, cores in self.promised if others <= kinds)
 
     def _vacate(self, seat: _Seat, *, least: bool) -> _Offer | None:
-        """Removes other replicas where they serve the least and returns their cores; None if none can be removed."""
-        model = seat.model
-        if not model.cores:
+        """Adds a replica in place of others, where they serve the least; returns None if none can be removed."""
+        model, tenant = seat.model, self._tenant(seat)
+        if model.need is None or tenant is None:
             return None
         worth = self._served(seat) / seat.horizon_s
-        most = math.inf if least else self._worth(seat, seat.gain()) / model.cores
+        most = self._most(seat, least=least)
         starved = self._starved(seat)
-        for offer in self._offers(model.cores, model.priority, least=least):
-            if model.name in offer.removals or self.allocation.price(offer.place) > most:
-                continue
-            freed = sum(self.seats[name].model.cores * count for name, count in offer.removals.items())
-            if self.allocation.free + freed - model.cores < self.promised:
+        for offer in self._offers(seat, least=least):
+            if model.name in offer.removals or self.capacity.pool.prices[offer.window.place[0]] > most:
                 continue
             if offer.rank[0] and not least and seat.count and seat.worth.fits(seat.count):
                 continue  # its load fits without it: no other model falls below its min for that
@@ -416,34 +431,54 @@ class _Table:
                     if starved or len(self.classes) > 1:
                         continue
                     return None  # the remaining offers cost more
-            self.removed += offer.equal
-            for name, count in offer.removals.items():
-                self._remove(self.seats[name], count, f"its cores serve more requests for {model.name}")
-            return offer
+            if self._accept(offer, seat, tenant):
+                return offer
         return None
 
-    def _offers(self, cores: int, priority: int, *, least: bool) -> list[_Offer]:
-        """Returns the offers for a replica of that size and priority, the least costly first."""
-        offers = self._offers_cache.get((cores, priority, least))
+    def _accept(self, offer: _Offer, seat: _Seat, tenant: Tenant) -> bool:
+        """Removes the replicas of an offer and puts the tenant there, unless cores that are promised would be used."""
+        freed = [placed for name, count in offer.removals.items() for placed in self.seats[name].placed[-count:]]
+        mark = self.capacity.mark()
+        for placed in freed:
+            if placed is not None:
+                self.capacity.remove(placed)
+        if not self.capacity.put(tenant, offer.window) or not self._keeps_promises():
+            self.capacity.undo_to(mark)
+            return False
+        for name, count in offer.removals.items():
+            other = self.seats[name]
+            del other.placed[-count:]
+            other.count = len(other.placed)
+            other.reason = f"its cores serve more requests for {seat.model.name}; {self._demand(other)}"
+        self.removed += offer.equal
+        seat.placed.append(tenant)
+        self._offers_cache.clear()
+        return True
+
+    def _offers(self, seat: _Seat, *, least: bool) -> list[_Offer]:
+        """Returns the offers for one more replica of a model, the least costly first."""
+        need, priority = seat.model.need, seat.model.priority
+        assert need is not None
+        plain = need.demand.plain and not need.pins
+        key = (need.demand.size, need.demand.kinds, "" if plain else seat.model.name, priority, least)
+        offers = self._offers_cache.get(key)
         if offers is None:
             allowed = {name: self._removable(priority, other, least=least) for name, other in self.seats.items()}
-            windows = (
-                self._offer(place, owners, allowed, priority) for place, owners in self.allocation.windows(cores)
-            )
-            offers = sorted((offer for offer in windows if offer is not None), key=lambda offer: offer.rank)
-            self._offers_cache[cores, priority, least] = offers
+            own = [placed for placed in seat.placed if placed is not None]
+            every = (self._offer(window, allowed, priority) for window in self.capacity.windows(need, own))
+            offers = sorted((offer for offer in every if offer is not None), key=lambda offer: offer.rank)
+            self._offers_cache[key] = offers
         return offers
 
-    def _offer(
-        self, place: Place, owners: tuple[Owner, ...], allowed: Mapping[str, int], priority: int
-    ) -> _Offer | None:
+    def _offer(self, window: Window, allowed: Mapping[str, int], priority: int) -> _Offer | None:
         removals: dict[str, int] = {}
-        for name, nth in owners:
-            count = len(self.seats[name].places) - nth
+        for tenant in window.tenants:
+            name = self.names[tenant.model]
+            count = len(self.seats[name].placed) - tenant.replica
             if count > allowed[name]:
                 return None
             removals[name] = max(removals.get(name, 0), count)
-        if sum(removals.values()) != len(owners):
+        if sum(removals.values()) != len(window.tenants):
             return None  # the planner keeps the replicas with the lowest indexes
         loss = lower = 0.0
         equal, keeps_one, short = 0, True, False
@@ -451,12 +486,13 @@ class _Table:
             seat = self.seats[name]
             if seat.model.priority < priority:
                 lower += seat.loss(count)
-                short = short or len(seat.places) - count < seat.low
+                short = short or len(seat.placed) - count < seat.low
                 continue
             loss += seat.loss(count)
             equal += count
             keeps_one = keeps_one and seat.count > count
-        return _Offer((short, loss + 1e-3 * lower, len(owners), place), place, removals, loss, equal, keeps_one)
+        rank = (short, loss + 1e-3 * lower, len(window.tenants), window.off_grid, window.place)
+        return _Offer(rank, window, removals, loss, equal, keeps_one)
 
     def _abandons(self, offer: _Offer) -> bool:
         """Returns whether a model with waiting requests would lose its last replica to a second replica of another."""
@@ -469,11 +505,11 @@ class _Table:
 
     def _removable(self, priority: int, other: _Seat, *, least: bool) -> int:
         """Returns how many replicas of a model can be removed for one of that priority."""
-        beyond = max(0, len(other.places) - other.low)
+        beyond = max(0, len(other.placed) - other.low)
         if other.model.override is not None and other.model.priority >= priority:
             return 0
         if other.model.priority < priority:
-            return len(other.places)
+            return len(other.placed)
         if other.model.priority > priority:
             return min(beyond, 1) if other.resident and other.changed == 0 and other.spare() else 0
         if least:
@@ -481,15 +517,6 @@ class _Table:
         if other.changed > 0 or not other.resident:
             return 0
         return beyond
-
-    def _remove(self, seat: _Seat, count: int, why: str) -> None:
-        for _ in range(count):
-            place = seat.places.pop()
-            if place is not None:
-                self.allocation.leave((seat.model.name, len(seat.places)), seat.model.cores, place)
-        self._offers_cache.clear()
-        seat.count = len(seat.places)
-        seat.reason = f"{why}; {self._demand(seat)}"
 
     def targets(self) -> Targets:
         counts, reasons = {}, {}

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from orchestrator.fleet.core_allocation import core_rows
 from orchestrator.scaling.autoscaler import FleetNow, ModelNow
 from orchestrator.scaling.demand_report import Counts
 from orchestrator.scaling.forecast import Load
@@ -18,6 +17,8 @@ from orchestrator.simulate.simulated_queue import Measured, SimulatedQueue
 from orchestrator.simulate.simulated_replica import SimReplica
 from orchestrator.simulate.simulated_request import Arrival
 from orchestrator.simulate.virtual_clock import Clock
+from placements.planner.capacity import needs
+from placements.planner.host_pool import HostPool
 from placements.planner.spec_hosts import prices
 
 GRACE_S = 3600.0
@@ -107,8 +108,8 @@ class _Run:
         self.targets: dict[str, int] = {}
         self.decisions: list[Decision] | None = [] if record else None
         self._first_ready: dict[str, float | None] = dict.fromkeys(self.queues, None)
-        self._hosts, self._blocked = core_rows(scenario.hosts, prices(scenario.spec, scenario.hosts))
-        self._host_numbers = {host.name: i for i, host in enumerate(scenario.hosts)}
+        self._pool = HostPool(scenario.hosts, {}, prices(scenario.spec, scenario.hosts))
+        self._needs = needs(scenario.spec, self._pool, scenario.checkpoints)
         self._by_request: set[str] = set()  # models without scaling that a request has started
         self._last_tick = 0.0
         self._woken = False
@@ -187,11 +188,10 @@ class _Run:
             self.fleet.apply(self.targets)
 
     def _fleet_now(self) -> FleetNow:
-        counts, places = self.fleet.counts(), self.fleet.places(self._host_numbers)
+        counts, places = self.fleet.counts(), self.fleet.places(self._pool.numbers)
         return FleetNow(
             tuple(self._model_now(model, *counts[model.name], places[model.name]) for model in self.scenario.models),
-            self._hosts,
-            self._blocked,
+            self._pool,
         )
 
     def _model_now(
@@ -203,7 +203,7 @@ class _Run:
             self._first_ready[name] = None
         return ModelNow(
             name=name,
-            cores=model.cores,
+            need=self._needs.get(name),
             slots=model.slots,
             min=low,
             max=high,

@@ -10,7 +10,6 @@ from operator import attrgetter, itemgetter
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
-from placements.facts.engines import needs_neuron, takes_cores
 from placements.planner.free_cores import FreeCores, bits
 from placements.planner.host_pool import HostPool
 from placements.planner.locality import prefer_holders
@@ -19,8 +18,8 @@ from placements.planner.pins import assign
 from placements.planner.placement import Move, Placement, Running, Unplaced
 from placements.planner.refine import move_fewer, serve_more
 from placements.planner.refusals import Refusal, Refusals
-from placements.planner.replica_demand import demands
-from placements.planner.tenants import NEVER, Demand, Grade, Space, Tenant
+from placements.planner.replica_demand import coreless_kinds, demands
+from placements.planner.tenants import Demand, Grade, Tenant
 from placements.resources.threads import threads
 from placements.spec.notation import Pin
 from placements.spec.problems import Problem
@@ -78,12 +77,7 @@ class Draft:
         self._coreless_hosts = [self._hosts_without_cores(model) for model in spec.models]
 
     def _hosts_without_cores(self, model: ModelSpec) -> list[int]:
-        """Hosts where the model runs without cores. If there are any, the model uses cores nowhere."""
-        kinds = [
-            kind
-            for kind, host in enumerate(self._ground.kinds.hosts)
-            if not takes_cores(model.engine, host) and (host.topology or not needs_neuron(model.engine))
-        ]
+        kinds = coreless_kinds(model, self._ground.kinds.hosts)
         return [i for i, kind in enumerate(self._ground.kinds.of) if kind in kinds] if kinds else []
 
     # 1.
@@ -129,19 +123,12 @@ class Draft:
         used_pins = set(used.values()) - {None}
         to_pin = [i for i in range(len(pins)) if i not in used_pins]
         if len(to_pin) > pinned - len(used_pins):  # an older revision may still serve on the first pins
-            to_pin.sort(key=lambda i: not self._is_open(pins[i]))
+            to_pin.sort(key=lambda i: not self._ground.is_open(pins[i]))
         missing = to_pin[: pinned - len(used_pins)]
         if len(missing) < len(to_pin):
             self._idle_pins.extend(pins[i] for i in to_pin[len(missing) :])
         if len(used) < count:
             self._add_missing(model, order, count, used, missing)
-
-    def _is_open(self, pin: Pin) -> bool:
-        """Returns whether one of the pin's hosts has none of its cores blocked."""
-        ground, mask = self._ground, bits(pin.cores)
-        return any(
-            ground.allowed[host] & mask == mask for name, host in ground.numbers.items() if pin.host in (None, name)
-        )
 
     def _on_pins(self, pins: Sequence[Pin], running: Sequence[Running]) -> tuple[dict[int, Running], Sequence[Running]]:
         """Returns the replicas on pins, by pin, and the others. Pins with a host come before pins without one."""
@@ -238,15 +225,7 @@ class Draft:
                 self._idle_pins.append(item.pin)  # its cores may come free, so other replicas avoid them
 
     def _pin_hosts(self, item: PinnedItem) -> list[int]:
-        """Returns the hosts of a pin: the host that it names, or all hosts whose cores can hold it."""
-        pin, ground = item.pin, self._ground
-        if pin.host is not None:
-            return [ground.numbers[pin.host]] if pin.host in ground.numbers else []
-        kinds = item.tenant.demand.kinds or range(len(ground.kinds.hosts))
-        hosts = [
-            host for host, kind in enumerate(ground.kinds.of) if kind in kinds and pin.cores.last < ground.cores[host]
-        ]
-        return [host for host in hosts if ground.grid(host).legal(len(pin.cores)) >> pin.cores.first & 1]
+        return self._ground.pin_hosts(item.pin, item.tenant.demand.kinds)
 
     def _admits_pin(self, item: PinnedItem, name: str) -> bool:
         """Returns whether the host has the memory for the replica, and spread allows it there."""
@@ -366,24 +345,11 @@ class Draft:
         for tenant in self._tenants:
             if tenant.fixed:
                 fixed[tenant.host] |= tenant.mask
-        idle = [self._idle_mask(host.name) if self._idle_pins else 0 for host in ground.hosts]
-        spaces = []
-        for i, host in enumerate(ground.hosts):
-            allowed = ground.allowed[i]
-            memory = NEVER if host.memory_gib is None else host.memory_gib
-            cpus = NEVER if host.emulated else len(host.usable_cpus)
-            spaces.append(Space(ground.kinds.of[i], ground.grid(i, fixed[i]), allowed, allowed, idle[i], memory, cpus))
+        spaces = [ground.space(i, fixed[i], ground.pin_mask(i, self._idle_pins)) for i in range(len(ground.hosts))]
         packer = Packer(spaces, self._moves)
         for tenant in self._tenants:
             packer.settle(tenant)
         return packer
-
-    def _idle_mask(self, host: str) -> int:
-        mask = 0
-        for pin in self._idle_pins:
-            if pin.host is None or pin.host == host:
-                mask |= bits(pin.cores)
-        return mask
 
     # The result
 

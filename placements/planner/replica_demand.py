@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import may_run, resolve, takes_cores
+from placements.facts.engines import may_run, needs_neuron, resolve, takes_cores
 from placements.facts.topology import Host, Topology, degree
 from placements.planner.tenants import Demand
 from placements.resources.host_memory import host_memory
@@ -24,15 +24,15 @@ class Kinds:
     of: tuple[int, ...]  # the kind of each host
 
 
-def kinds_of(hosts: Sequence[Host]) -> Kinds:
-    """Returns the kinds in the order of their first hosts."""
+def kinds_of(hosts: Sequence[Host], prices: Sequence[float] = ()) -> Kinds:
+    """Returns the kinds in the order of their first hosts. ``prices``: of each host; (): equal."""
     numbers: dict[tuple[object, ...], int] = {}
     first: list[Host] = []
     of: list[int] = []
-    for host in hosts:
+    for host, price in zip(hosts, prices or (0.0,) * len(hosts), strict=True):
         topology = host.topology
         name = None if topology is None else (topology.instance, topology.lnc)
-        key = (name, host.emulated, len(host.cpus), host.reserve_vcpus, host.memory_gib is None)
+        key = (name, host.emulated, len(host.cpus), host.reserve_vcpus, host.memory_gib is None, price)
         number = numbers.get(key)
         if number is None:
             number = numbers[key] = len(first)
@@ -51,6 +51,15 @@ def demands(spec: Spec, kinds: Sequence[Host], checkpoints: Mapping[str, Checkpo
         _demand(order, model, kinds, checkpoints.get(model.name), counts_cpus, spec)
         for order, model in enumerate(spec.models)
     )
+
+
+def coreless_kinds(model: ModelSpec, kinds: Sequence[Host]) -> list[int]:
+    """Returns the kinds of host where the model runs without cores. If there are any, it uses cores nowhere."""
+    return [
+        kind
+        for kind, host in enumerate(kinds)
+        if not takes_cores(model.engine, host) and (host.topology or not needs_neuron(model.engine))
+    ]
 
 
 def has_degree(model: ModelSpec, topology: Topology) -> bool:

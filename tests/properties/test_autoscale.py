@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.fleet.core_allocation import CoreAllocation
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
+from placements.planner.capacity import Capacity
+from placements.planner.tenants import Tenant
+from tests.orchestrator.scaling.pools import need_of, pool_of
 
 NOW = 10_000.0
 NAMES = ("a", "b", "c", "d")
@@ -26,7 +28,7 @@ def models(draw: st.DrawFn, name: str, priorities: int = 3, sizes: tuple[int, ..
     target = draw(st.integers(0, 8))
     return ModelNow(
         name=name,
-        cores=draw(st.sampled_from(sizes)),
+        need=need_of(draw(st.sampled_from(sizes))),
         slots=draw(st.sampled_from((1, 4, 8))),
         min=low,
         max=high,
@@ -49,15 +51,17 @@ def fleets(draw: st.DrawFn) -> FleetNow:
     names = NAMES[: draw(st.integers(1, 4))]
     loads = tuple(draw(models(name)) for name in names)
     hosts = tuple(draw(st.lists(st.tuples(st.sampled_from((0, 8, 24)), st.sampled_from((0.0, 0.0, 1.5))), max_size=3)))
-    floor = CoreAllocation(hosts)
+    capacity = Capacity(pool_of(*hosts))
     placed = []
-    for model in loads:  # some know where they lie
+    for order, model in enumerate(loads):  # some know where they lie
         known: list[tuple[int, int]] = []
-        while draw(st.booleans()) and len(known) < model.target and (place := floor.room(model.cores, most=9.0)):
-            floor.take((model.name, len(known)), model.cores, place)
-            known.append(place)
+        while draw(st.booleans()) and len(known) < model.target and model.need is not None:
+            tenant = Tenant(order, len(known), model.cores, (0, True, True), model.need.demand)
+            if not capacity.place(tenant, model.need, (), most=9.0):
+                break
+            known.append((tenant.host, tenant.first))
         placed.append(replace(model, places=tuple(known)))
-    return FleetNow(tuple(placed), hosts)
+    return FleetNow(tuple(placed), pool_of(*hosts))
 
 
 @st.composite
@@ -88,7 +92,7 @@ def used(fleet: FleetNow, targets: Targets) -> int:
 @given(histories(), fleets())
 def test_targets_never_take_more_cores_than_there_are(history: History, fleet: FleetNow) -> None:
     """For any history and fleet, over-committed ones among them."""
-    assert used(fleet, autoscale(history, fleet, NOW)) <= sum(cores for cores, _ in fleet.hosts)
+    assert used(fleet, autoscale(history, fleet, NOW)) <= sum(fleet.pool.cores)
 
 
 @_FEW
@@ -102,7 +106,7 @@ def test_targets_are_within_min_and_max_or_cut(history: History, fleet: FleetNow
         assert targets.counts[model.name] <= high
         if targets.counts[model.name] < low:
             others = used(fleet, targets)
-            assert others + model.cores > sum(cores for cores, _ in fleet.hosts) or targets.reasons[model.name]
+            assert others + model.cores > sum(fleet.pool.cores) or targets.reasons[model.name]
 
 
 @_FEW
@@ -127,7 +131,7 @@ def test_every_change_has_a_reason(history: History, fleet: FleetNow) -> None:
 def test_no_model_falls_below_min_while_an_equal_is_above_its_own(history: History, data: st.DataObject) -> None:
     """Where every replica has the same size, a model without its min gets it from any of its priority beyond theirs."""
     loads = tuple(replace(data.draw(models(name, sizes=(8,))), override=None) for name in NAMES)
-    fleet = FleetNow(loads, ((24, 0.0), (24, 0.0)))
+    fleet = FleetNow(loads, pool_of((24, 0.0), (24, 0.0)))
     counts = autoscale(history, fleet, NOW).counts
     for model in loads:
         if counts[model.name] < model.min:
@@ -142,7 +146,7 @@ def test_no_model_falls_below_min_while_an_equal_is_above_its_own(history: Histo
 def test_a_higher_priority_never_lowers_a_model_s_own_target(history: History, data: st.DataObject) -> None:
     """Monotone in priority, where every replica has the same size."""
     loads = tuple(data.draw(models(name, sizes=(8,))) for name in NAMES)
-    hosts = ((24, 0.0), (24, 0.0))
+    hosts = pool_of((24, 0.0), (24, 0.0))
     raised = (replace(loads[0], priority=loads[0].priority + data.draw(st.integers(1, 3))), *loads[1:])
     before = autoscale(history, FleetNow(loads, hosts), NOW).counts["a"]
     assert autoscale(history, FleetNow(raised, hosts), NOW).counts["a"] >= before
@@ -168,7 +172,7 @@ def play(fleet: FleetNow, rates: Mapping[str, float], seconds: float) -> list[di
             first = min((at + model.load_s for at in mine), default=None)
             known = replace(model, target=len(mine), ready=ready, starting=len(mine) - ready, since=since)
             state.append(replace(known, first_ready_at=first if ready else None))
-        decided = autoscale(history, FleetNow(tuple(state), fleet.hosts), now).counts
+        decided = autoscale(history, FleetNow(tuple(state), fleet.pool), now).counts
         for name, count in decided.items():
             mine = began[name]
             began[name] = mine[:count] + [now] * (count - len(mine))
@@ -184,7 +188,9 @@ def test_an_hour_of_constant_load_reaches_a_fixed_point(rates: list[float], data
     states = []
     for name in NAMES:
         cores = data.draw(st.sampled_from((2, 4, 8)))
-        states.append(ModelNow(name=name, cores=cores, slots=4, min=0, max=8, load_s=40.0, target=1, idle_s=1e9))
-    seen = play(FleetNow(tuple(states), ((24, 0.0), (24, 0.0))), dict(zip(NAMES, rates, strict=True)), 3600.0)
+        states.append(
+            ModelNow(name=name, need=need_of(cores), slots=4, min=0, max=8, load_s=40.0, target=1, idle_s=1e9)
+        )
+    seen = play(FleetNow(tuple(states), pool_of((24, 0.0), (24, 0.0))), dict(zip(NAMES, rates, strict=True)), 3600.0)
     changes = sum(a != b for a, b in itertools.pairwise(seen[240:]))
     assert changes == 0

@@ -12,15 +12,20 @@ import pytest
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
 from orchestrator.scaling.queueing_model import delayed, occupied
 from orchestrator.scaling.service_capacity import ServiceCapacity
+from placements.facts.topology import TOPOLOGIES, Host
+from placements.planner.capacity import Need
+from placements.planner.host_pool import HostPool
+from placements.planner.tenants import Demand
+from tests.orchestrator.scaling.pools import need_of, pool_of
 
 HOST = (24, 0.0)
 
 
-def chat(name: str = "chat", **fields: object) -> ModelNow:
-    """A model of 8 cores and 4 slots that has served for long."""
+def chat(name: str = "chat", cores: int = 8, **fields: object) -> ModelNow:
+    """A model of 4 slots that has served for long."""
     known = ModelNow(
         name=name,
-        cores=8,
+        need=need_of(cores),
         slots=4,
         min=0,
         max=8,
@@ -49,7 +54,7 @@ def busy(
 
 
 def decide(history: History, *models: ModelNow, now: float = 1000.0, hosts: int = 1) -> Targets:
-    return autoscale(history, FleetNow(models, (HOST,) * hosts), now)
+    return autoscale(history, FleetNow(models, pool_of(*(HOST,) * hosts)), now)
 
 
 def test_a_model_without_enough_slots_grows_by_one_replica_with_a_reason() -> None:
@@ -197,7 +202,7 @@ def test_priced_cores_are_used_only_if_they_pay_off() -> None:
     """A replica on a priced host starts only if its requests are worth it, and is removed first."""
     history = busy({"chat": 1.0})
     places = ((0, 0), (0, 8), (0, 16))
-    hosts = (HOST, (24, 2.0))
+    hosts = pool_of(HOST, (24, 2.0))
     full = chat(target=3, places=places)
     load = busy({"chat": 2.5})
 
@@ -329,7 +334,7 @@ def test_after_a_minute_of_waiting_a_first_replica_precedes_second_replicas() ->
     model = chat(target=0)
     assert decide(waited(59.0), model, chat("code", target=3), now=605.0).counts == {"chat": 0, "code": 3}
     assert decide(waited(61.0), model, chat("code", target=3), now=605.0).counts == {"chat": 1, "code": 2}
-    alone = autoscale(waited(61.0), FleetNow((model, chat("code", target=1)), ((8, 0.0),)), 605.0)
+    alone = autoscale(waited(61.0), FleetNow((model, chat("code", target=1)), pool_of((8, 0.0))), 605.0)
     assert alone.counts == {"chat": 0, "code": 1}
 
 
@@ -348,7 +353,7 @@ PLACES = ((0, 0), (0, 8), (0, 16))
 
 def on_paid(history: History, model: ModelNow) -> int:
     """With a second host that costs."""
-    return autoscale(history, FleetNow((model,), (HOST, (24, 2.0))), 1000.0).counts["chat"]
+    return autoscale(history, FleetNow((model,), pool_of(HOST, (24, 2.0))), 1000.0).counts["chat"]
 
 
 def test_without_a_worth_priced_cores_are_used_only_while_the_load_needs_them() -> None:
@@ -498,7 +503,7 @@ def test_priced_cores_of_others_are_taken_only_if_they_pay_off() -> None:
 
     def counts(worth: float) -> Mapping[str, int]:
         models = (replace(vip, worth_per_1000=worth), replace(bulk, min=1))
-        return autoscale(busy({"vip": 3.0}), FleetNow(models, (HOST, (8, 2.0))), 1000.0).counts
+        return autoscale(busy({"vip": 3.0}), FleetNow(models, pool_of(HOST, (8, 2.0))), 1000.0).counts
 
     assert counts(1.0) == {"vip": 3, "bulk": 1}
     assert counts(500.0) == {"vip": 4, "bulk": 0}
@@ -536,7 +541,7 @@ def test_cores_reserved_for_a_min_are_not_combined_with_those_of_a_lower_priorit
 def test_unusable_cores_are_not_room() -> None:
     """Nor together with neighbouring cores of other models."""
     idle = chat(target=1, places=((0, 0),))
-    fleet = FleetNow((idle, chat("large", target=0, cores=16)), ((16, 0.0),), (frozenset(range(8, 16)),))
+    fleet = FleetNow((idle, chat("large", target=0, cores=16)), pool_of((16, 0.0), blocked=(frozenset(range(8, 16)),)))
     assert autoscale(busy({"chat": 0.0, "large": 3.0}), fleet, 1000.0).counts == {"chat": 1, "large": 0}
 
 
@@ -564,3 +569,19 @@ def test_the_loss_of_an_idle_model_is_limited_by_its_load_time() -> None:
     assert decide(idle, fast, other).counts == {"chat": 0, "code": 3}
     assert decide(idle, slow, other).counts == {"chat": 1, "code": 2}
     assert decide(live, fast, other).counts == {"chat": 1, "code": 2}
+
+
+def test_a_start_may_be_anywhere_that_the_hardware_allows() -> None:
+    """Of 24 cores only 2 to 9 are free: eight cores of inf2 may begin at each even one."""
+    small = [chat(f"small-{i}", 2, target=1, min=1, max=1, places=((0, i),)) for i in (0, *range(10, 24, 2))]
+    assert decide(busy({"chat": 1.0}), chat(target=0), *small).counts["chat"] == 1
+
+
+def test_free_cores_where_a_model_cannot_run_are_not_counted() -> None:
+    """Four cores are no degree of trn1, however many it has: cores of the other model on inf2 are taken instead."""
+    hosts = (Host(name, TOPOLOGIES[name], (), emulated=True) for name in ("inf2.24xlarge", "trn1.32xlarge"))
+    pool = HostPool(tuple(hosts), {})
+    bulk = chat("bulk", 4, target=3, min=1, max=3, places=((0, 0), (0, 4), (0, 8)))
+    waiting = replace(chat("chat", 4, target=0), need=Need(Demand(0, 4, frozenset({pool.kinds.of[0]}))))
+    counts = autoscale(waited(61.0), FleetNow((bulk, waiting), pool), 605.0).counts
+    assert counts == {"bulk": 2, "chat": 1}
