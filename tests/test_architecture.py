@@ -179,7 +179,7 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.starts",
         "orchestrator.state",
     },
-    "orchestrator.console": {"orchestrator.gateway", "orchestrator.process"},
+    "orchestrator.console": {"orchestrator.fleet", "orchestrator.gateway", "orchestrator.process"},
     "orchestrator.api": {
         "orchestrator.access",
         "orchestrator.console",

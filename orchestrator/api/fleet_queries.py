@@ -10,6 +10,7 @@ from typing import Any
 from orchestrator.api.fleet_operation import FleetOperation, missing_object
 from orchestrator.api.refused import Refused
 from orchestrator.console.playground import Entrance
+from orchestrator.fleet.fleet_status import FleetStatus
 from orchestrator.fleet.replica_states import LEAVING
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.process.home import Home
@@ -31,7 +32,7 @@ class FleetQueries(FleetOperation):
 
     _dashboard_url = ""
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> FleetStatus:
         return self._controller.status()
 
     async def events(self, after: int, limit: int, wait_s: float, model: str | None) -> dict[str, Any]:

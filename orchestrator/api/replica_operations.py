@@ -7,6 +7,7 @@ from typing import Any
 from orchestrator.api.fleet_operation import exclusive, missing_object
 from orchestrator.api.refused import Refused
 from orchestrator.api.rollout_operations import RolloutOperations
+from orchestrator.fleet.fleet_status import HostInFleet
 from orchestrator.records.journal_records import Cordon, Departure, Scale
 from orchestrator.rollout.host_roll import refusal
 from orchestrator.state.quarantine import clear
@@ -63,7 +64,7 @@ class ReplicaOperations(RolloutOperations):
         return {"model": model, "scaled": 0, "wanted": 0}
 
     @exclusive
-    async def cordon(self, host: str, cores: str | None, on: bool, by: str) -> dict[str, Any]:
+    async def cordon(self, host: str, cores: str | None, on: bool, by: str) -> HostInFleet:
         """Excludes the host, or these of its cores, from new placements; ``on`` false removes the cordon."""
         chosen = self._cores_of(host, cores)
         if chosen is not None and not on and self._state.records.state.cordons.get(host) == "whole":
@@ -86,7 +87,7 @@ class ReplicaOperations(RolloutOperations):
     @exclusive
     async def drain(
         self, target: str, by: str, deadline_s: float | None = None, check_index: int | None = None
-    ) -> dict[str, Any]:
+    ) -> HostInFleet | dict[str, Any]:
         """Moves the replicas of a host elsewhere and cordons it; or replaces one replica, given by its id.
 
         With ``deadline_s`` it is empty by then: replicas without another place stop.
@@ -133,6 +134,5 @@ class ReplicaOperations(RolloutOperations):
             raise Refused("bad-range", what, "corewright get hosts lists the hosts", status=422)
         return list(chosen)
 
-    def _host_status(self, name: str) -> dict[str, Any]:
-        status: dict[str, Any] = next(host for host in self._controller.status()["hosts"] if host["name"] == name)
-        return status
+    def _host_status(self, name: str) -> HostInFleet:
+        return next(host for host in self._controller.status().hosts if host.name == name)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from orchestrator.api.fleet_operation import FleetOperation, exclusive
 from orchestrator.api.refused import Refused
 from orchestrator.control.status import rollout
+from orchestrator.fleet.fleet_status import RolloutReport
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal_records import Replace, Revision, RolloutState
 from orchestrator.rollout.changes import Action
@@ -19,13 +22,13 @@ ROLLOUT_STATUS = "corewright rollout status shows the rollout"
 class RolloutOperations(FleetOperation):
     """The revisions of a fleet, and the rollout of the newest one."""
 
-    def rollout(self) -> dict[str, Any]:
-        """Returns {revision, state, reason, since, models: [{model, strategy, wanted, updated, ready, old, state}]}."""
+    def rollout(self) -> RolloutReport:
+        """Returns the progress of the newest revision."""
         try:
             undone = self._previous_revision()
         except Refused:
             undone = None
-        return {**rollout(self._state), "undo": undone}
+        return RolloutReport(**msgspec.structs.asdict(rollout(self._state)), undo=undone)
 
     def revisions(self) -> dict[str, Any]:
         """Returns {revisions: [{revision, at, by, cause, of, state, changes}]}, newest first."""
@@ -97,7 +100,7 @@ class RolloutOperations(FleetOperation):
         return earlier[0].number
 
     @exclusive
-    async def pause(self, by: str) -> dict[str, Any]:
+    async def pause(self, by: str) -> RolloutReport:
         self._refuse_on_hold()
         now, _ = rollout_state(self._state)
         if now not in ("progressing", "canary"):
@@ -105,7 +108,7 @@ class RolloutOperations(FleetOperation):
         return await self._set_rollout("paused", f"by {by}", "RolloutPaused")
 
     @exclusive
-    async def resume(self, by: str) -> dict[str, Any]:
+    async def resume(self, by: str) -> RolloutReport:
         self._refuse_on_hold()
         now, _ = rollout_state(self._state)
         if now not in ("paused", "failed"):
@@ -114,14 +117,14 @@ class RolloutOperations(FleetOperation):
         return await self._set_rollout("progressing", f"resumed by {by}", "RolloutResumed")
 
     @exclusive
-    async def promote(self, by: str) -> dict[str, Any]:
+    async def promote(self, by: str) -> RolloutReport:
         """Ends the canary: the rollout continues with every replica."""
         self._refuse_on_hold()
         if not self._state.in_canary:
             raise Refused("no-canary", "there is no canary", "start one: corewright apply --canary SHARE SPEC")
         return await self._set_rollout("progressing", f"promoted by {by}", "CanaryPromoted", promoted=True)
 
-    async def _set_rollout(self, rollout_state: Any, reason: str, event: str, promoted: bool = False) -> dict[str, Any]:
+    async def _set_rollout(self, rollout_state: Any, reason: str, event: str, promoted: bool = False) -> RolloutReport:
         number = self._state.current.number
         await self._write(RolloutState(revision=number, state=rollout_state, reason=reason, promoted=promoted))
         self._state.restart_progress()
@@ -132,7 +135,7 @@ class RolloutOperations(FleetOperation):
         return self.rollout()
 
     @exclusive
-    async def restart(self, model: str, by: str, check_index: int | None = None) -> dict[str, Any]:
+    async def restart(self, model: str, by: str, check_index: int | None = None) -> RolloutReport:
         """Replaces every replica of a model with a new process, as an update would."""
         self._refuse_changed(check_index)
         self._model(model)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from orchestrator.fleet.fleet_status import FleetStatus, ReplicaInFleet
 from orchestrator.fleet.progress_text import fetch_numbers
+from orchestrator.fleet.replica_states import STARTING, State
 
 SHOW_CURSOR = "\x1b[?25h"
 ALMOST = 0.99  # of a bar whose task takes longer than usual
-STARTING = ("pending", "fetching", "compiling", "loading")
 
 
 @dataclass(frozen=True)
@@ -81,18 +82,22 @@ class Bars:
                 self._stream.write(line + "\n")
                 self._stream.flush()
 
-    def show_status(self, status: Mapping[str, Any]) -> None:
+    def show_status(self, status: FleetStatus) -> None:
         """Draws a bar for each replica that starts."""
         now, bars, loading = self._clock(), [], {}
-        for model in status["models"]:
-            usual_s = max((each["load_s"] or 0.0 for each in model["replicas"]), default=0.0)
-            for replica in model["replicas"]:
-                if replica["state"] == "loading":
-                    loading[replica["id"]] = self._loading.get(replica["id"], now)
-                if replica["state"] in STARTING:
-                    bars.append(_replica_bar(replica, now - loading.get(replica["id"], now), usual_s))
+        for model in status.models:
+            usual_s = max((replica.load_s or 0.0 for replica in model.replicas), default=0.0)
+            for replica in model.replicas:
+                if replica.state is State.LOADING:
+                    loading[replica.id] = self._loading.get(replica.id, now)
+                if replica.state in STARTING:
+                    bars.append(_replica_bar(replica, now - loading.get(replica.id, now), usual_s))
         self._loading = loading
         self.show(bars)
+
+    def clear(self) -> None:
+        """Removes the bars until the next ones."""
+        self.show(())
 
     def close(self) -> None:
         """Ends the drawing: lines may still be printed. Also shows the cursor, which a killed process left hidden."""
@@ -126,15 +131,15 @@ def _progress(stream: TextIO, *, keep: bool) -> Any:
     return Progress(*columns, console=Console(file=stream), transient=not keep, refresh_per_second=4)
 
 
-def _replica_bar(replica: Mapping[str, Any], loading_s: float, usual_s: float) -> Bar:
+def _replica_bar(replica: ReplicaInFleet, loading_s: float, usual_s: float) -> Bar:
     """Returns the progress of a replica: the bytes of its fetch, or the time of its load over that of earlier loads of
     its model, if there were any."""
-    fetch, cores = replica.get("fetch"), replica.get("cores")
-    if fetch:
-        text = f"{fetch['phase']} {fetch_numbers({**fetch, 'left_s': None})}"
-        return Bar(replica["id"], text, fetch["bytes"], fetch["total"], fetch["left_s"])
-    text = replica["state"] + (f" on {replica['host']} cores {cores}" if cores else "")
-    if replica["state"] != "loading" or not usual_s:
-        return Bar(replica["id"], text)
+    fetch = replica.fetch
+    if fetch is not None:
+        text = f"{fetch.phase} {fetch_numbers(fetch, left=False)}"
+        return Bar(replica.id, text, fetch.bytes, fetch.total, fetch.left_s)
+    text = replica.state.value + (f" on {replica.host} cores {replica.cores}" if replica.cores else "")
+    if replica.state is not State.LOADING or not usual_s:
+        return Bar(replica.id, text)
     left_s = max(0.0, usual_s - loading_s)
-    return Bar(replica["id"], text, min(loading_s, ALMOST * usual_s), usual_s, left_s or None)
+    return Bar(replica.id, text, min(loading_s, ALMOST * usual_s), usual_s, left_s or None)

@@ -26,6 +26,7 @@ from orchestrator.cli.cache_contents import (
 )
 from orchestrator.cli.output import Format, can_redraw, complain, fields_of, say, show, stderr
 from orchestrator.daemon.settings import store_here
+from orchestrator.fleet.fleet_status import FetchProgress
 from orchestrator.fleet.progress_text import fetch_numbers, fetch_text, size_text
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
@@ -222,12 +223,11 @@ def _fetch_reports(label: str) -> Iterator[Callable[[str], Progress]]:
     def report() -> None:
         while not ended.wait(PROGRESS_S if bars is None else BARS_S):
             if fetches and (status := fetches[-1].status()).phase not in ("done", "failed"):
-                progress: dict[str, Any] = {"phase": status.phase, "source": status.source, "trouble": status.trouble}
-                progress |= {"bytes": status.done, "total": status.total, "bytes_per_s": status.rate}
+                progress = FetchProgress.of(status)
                 if bars is None:
-                    say(f"{label}: {fetch_text({**progress, 'left_s': status.left_s})}")
+                    say(f"{label}: {fetch_text(progress)}")
                 else:
-                    text = f"{status.phase} {fetch_numbers({**progress, 'left_s': None})}"
+                    text = f"{status.phase} {fetch_numbers(progress, left=False)}"
                     bars.show([Bar(label, text, status.done, status.total or None, status.left_s)])
 
     reporter = threading.Thread(target=report, name="warm", daemon=True)

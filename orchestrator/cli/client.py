@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
+import msgspec
+
 from orchestrator.access.audit_log import caller
 from orchestrator.cli.output import say
 from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER
+from orchestrator.fleet.fleet_status import FleetStatus
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home, daemon_alive
+from orchestrator.process.version import corewright_version
 from placements.spec.problems import Problem
 
 T = TypeVar("T")
@@ -46,6 +50,10 @@ class AdminClient:
         parameters = {key: value for key, value in (query or {}).items() if value is not None}
         deadline_s += float(parameters.get("wait_s", 0.0))
         return self._request("GET", f"{path}?{urlencode(parameters)}" if parameters else path, None, deadline_s)
+
+    def status(self, deadline_s: float = DEADLINE_S) -> FleetStatus:
+        """Returns the status of the fleet. Raises Failed."""
+        return typed(self.get("status", deadline_s=deadline_s), FleetStatus)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, deadline_s: float = DEADLINE_S) -> Any:
         """Returns the JSON reply to a POST. Raises Failed."""
@@ -101,6 +109,15 @@ class AdminClient:
         if response.status >= 400:
             raise _refusal(f"{method} {path}: {response.status}", answer, response.reason)
         return answer
+
+
+def typed(answer: Any, kind: type[T]) -> T:
+    """Returns an answer of the admin API as a value. Raises Failed if the fleet's version has another form of it."""
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        message = f"the fleet does not answer as corewright {corewright_version()} does: {error}"
+        raise Failed("fleet-refused", message, "use the version of corewright that the fleet runs") from None
 
 
 def _refusal(request: str, answer: Any, reason: str) -> Failed:

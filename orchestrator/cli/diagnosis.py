@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.cli.engine_list import EngineEntry, on_machine
+from orchestrator.fleet.fleet_status import ReplicaInFleet
 from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, runs_on
 from placements.facts.neuron_releases import sdk_of
@@ -27,23 +28,13 @@ MOST_LINES = 3  # differences of one engine in a problem
 
 
 @dataclass(frozen=True)
-class ReplicaReading:
-    """A replica of the running fleet, as `status` reports it."""
-
-    id: str
-    pid: int | None
-    cores: str | None
-    state: str
-
-
-@dataclass(frozen=True)
 class FleetReading:
     """The running fleet, as `status` reports it."""
 
     name: str
     url: str
     emulated: bool  # its cores are locks, which no Neuron tool shows
-    replicas: tuple[ReplicaReading, ...]
+    replicas: tuple[ReplicaInFleet, ...]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import importlib.metadata
 import platform
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -22,7 +22,6 @@ from orchestrator.cli.diagnosis import (
     FleetReading,
     InterpreterReading,
     Readings,
-    ReplicaReading,
     Report,
     interpreter_problems,
     report,
@@ -133,14 +132,12 @@ def _fleet() -> FleetReading | None:
     client = find_fleet()
     if client is None:
         return None
-    status: dict[str, Any] = client.get("status")
+    status = client.status()
     return FleetReading(
-        name=status["name"],
+        name=status.name,
         url=client.url if client.record is None else client.record.url,
-        emulated=any(host["emulated"] for host in status["hosts"]),
-        replicas=msgspec.convert(
-            [replica for model in status["models"] for replica in model["replicas"]], tuple[ReplicaReading, ...]
-        ),
+        emulated=any(host.emulated for host in status.hosts),
+        replicas=tuple(status.replicas),
     )
 
 

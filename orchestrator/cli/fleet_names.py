@@ -36,7 +36,7 @@ def _names(kinds: tuple[str, ...]) -> list[str]:
     if client is None:
         return []
     try:
-        status = client.get("status", deadline_s=DEADLINE_S)
+        status = client.status(DEADLINE_S)
     except Failed:
         return []
     return [name for kind in kinds if kind in LISTED for name in items_by_name(status, kind)]

@@ -6,15 +6,18 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+
+from msgspec.structs import replace
 
 from orchestrator.cli.app import FAILED, INTERRUPTED
 from orchestrator.cli.bars import Bars
-from orchestrator.cli.client import AdminClient
+from orchestrator.cli.client import AdminClient, typed
+from orchestrator.cli.listing import EventRow, RevisionRow
 from orchestrator.cli.output import can_redraw, say, stderr
 from orchestrator.cli.state_colors import state_paint
 from orchestrator.cli.tables import event_line, rollout_line
 from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
+from orchestrator.fleet.fleet_status import FleetStatus, RolloutReport
 from orchestrator.process.failure import Failed
 
 PAGE = 1000
@@ -24,34 +27,34 @@ SUCCEEDED = ("complete", "canary")  # a serving canary waits for `promote` or `u
 ENDED = (*SUCCEEDED, "failed", "rolled_back")
 
 
-def events_after(client: AdminClient, after: int, model: str | None) -> Iterator[dict[str, Any]]:
+def events_after(client: AdminClient, after: int, model: str | None) -> Iterator[EventRow]:
     """Yields the present events after that number, oldest first."""
     while True:
         page = client.get("events", {"after": after, "limit": PAGE, "model": model})
-        yield from page["events"]
+        yield from typed(page["events"], list[EventRow])
         if len(page["events"]) < PAGE:
             return
         after = page["next"]
 
 
-def latest(client: AdminClient, most: int, model: str | None = None) -> list[dict[str, Any]]:
+def latest(client: AdminClient, most: int, model: str | None = None) -> list[EventRow]:
     """Returns the last ``most`` events, oldest first."""
     return list(deque(events_after(client, 0, model), maxlen=most))
 
 
-def coming(client: AdminClient, after: int, model: str | None) -> Iterator[dict[str, Any]]:
+def coming(client: AdminClient, after: int, model: str | None) -> Iterator[EventRow]:
     """Yields events after that number as they come, without end."""
     while True:
         page = client.get_with_retries(
             "events", {"after": after, "limit": PAGE, "model": model, "wait_s": LONGEST_WAIT_S}
         )
-        yield from page["events"]
+        yield from typed(page["events"], list[EventRow])
         after = page["next"]
 
 
 def follow_to_end(
     client: AdminClient, revision: int, after: int, timeout_s: float | None
-) -> tuple[dict[str, Any] | None, int]:
+) -> tuple[RolloutReport | None, int]:
     """As ``follow_rollout``, with the exit code. After Ctrl-C the state is None."""
     bars = Bars(stderr()) if can_redraw(stderr()) else None
     try:
@@ -60,12 +63,12 @@ def follow_to_end(
     except KeyboardInterrupt:
         say("stopped waiting; the rollout continues: see `corewright rollout status`")
         return None, INTERRUPTED
-    return final, 0 if final["state"] in SUCCEEDED else FAILED
+    return final, 0 if final.state in SUCCEEDED else FAILED
 
 
 def follow_rollout(
     client: AdminClient, revision: int, after: int, timeout_s: float | None, bars: Bars | None = None
-) -> dict[str, Any]:
+) -> RolloutReport:
     """Prints events on stderr, and draws bars, until the rollout of ``revision`` ends. Returns its final state.
 
     Raises Failed `rollout-late` at the timeout, `rollout-replaced` if another revision replaced it.
@@ -74,23 +77,23 @@ def follow_rollout(
     report, step_s = (say, STEP_S) if bars is None else (bars.say, BARS_S)
     while True:
         if bars is not None:
-            bars.show_status(client.get_with_retries("status"))
-        rollout: dict[str, Any] = client.get_with_retries("rollout")
-        ours, ended = rollout["revision"] == revision, rollout["state"] in ENDED
+            bars.show_status(typed(client.get_with_retries("status"), FleetStatus))
+        rollout = typed(client.get_with_retries("rollout"), RolloutReport)
+        ours, ended = rollout.revision == revision, rollout.state in ENDED
         remaining_s = step_s if deadline is None else min(step_s, deadline - time.monotonic())
         wait_s = 0.0 if ended or not ours else max(0.0, remaining_s)
         page = client.get_with_retries("events", {"after": after, "limit": PAGE, "wait_s": wait_s})
         after = page["next"]
-        for event in page["events"]:
+        for event in typed(page["events"], list[EventRow]):
             report(event_line(event, state_paint(stderr())))
         if ours and ended:
             return rollout
         if not ours:
-            cause = f"replaced by revision {rollout['revision']}"
-            record = client.get_with_retries(f"revisions/{revision}")
-            if record["state"] in ENDED:  # rolled back by the controller; ``rollout`` has the models of the other one
-                reason = "; ".join(part for part in (record.get("reason"), cause) if part)
-                return {**rollout, "revision": revision, "state": record["state"], "reason": reason, "models": []}
+            cause = f"replaced by revision {rollout.revision}"
+            record = typed(client.get_with_retries(f"revisions/{revision}"), RevisionRow)
+            if record.state in ENDED:  # rolled back by the controller; ``rollout`` has the models of the other one
+                reason = "; ".join(part for part in (record.reason, cause) if part)
+                return replace(rollout, revision=revision, state=record.state, reason=reason, models=[])
             raise Failed("rollout-replaced", f"revision {revision}: {cause}", "see `corewright rollout history`")
         if remaining_s <= 0:
             message = f"after {timeout_s:g} s {rollout_line(rollout)}"

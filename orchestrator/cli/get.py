@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from orchestrator.cli.app import app, bad_parameter
-from orchestrator.cli.client import AdminClient, the_fleet
+from orchestrator.cli.client import AdminClient, the_fleet, typed
 from orchestrator.cli.fleet_names import names_to_get
 from orchestrator.cli.follow import coming, latest
-from orchestrator.cli.listing import KINDS, Item, listing, selected
+from orchestrator.cli.listing import TABLES, RevisionRow, Row, selected
 from orchestrator.cli.output import Format, show, stdout
 from orchestrator.cli.state_colors import state_paint
+from orchestrator.fleet.fleet_status import FleetStatus
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import aligned, cells
 
@@ -41,6 +43,15 @@ class ListFormat(str, Enum):
     NAME = "name"
     JSON = "json"
     YAML = "yaml"
+
+
+class _RevisionText(RevisionRow, frozen=True):
+    """One revision with its spec and its plan."""
+
+    text: str
+    file: str
+    base_dir: str
+    plan: Any
 
 
 @app.command()
@@ -91,13 +102,15 @@ def _matcher(text: str) -> tuple[str, bool, str]:
     return match[1], match[2] != "!=", match[3]
 
 
-def _items(client: AdminClient, kind: Kind, name: str | None) -> list[Item]:
+def _items(client: AdminClient, kind: Kind, name: str | None) -> list[Any]:
     """Returns the items of a kind, or the one of that name. Raises Failed if there is none."""
     if kind is Kind.EVENTS:
         return list(latest(client, LATEST, name))
     if kind is Kind.REVISIONS:
-        return client.get("revisions")["revisions"] if name is None else [client.get(f"revisions/{_number(name)}")]
-    by_name = items_by_name(client.get("status"), kind.value)
+        if name is not None:
+            return [typed(client.get(f"revisions/{_number(name)}"), _RevisionText)]
+        return typed(client.get("revisions")["revisions"], list[RevisionRow])
+    by_name = items_by_name(client.status(), kind.value)
     if name is None:
         return list(by_name.values())
     if name not in by_name:
@@ -111,38 +124,38 @@ def _number(name: str) -> str:
     return name
 
 
-def items_by_name(status: Mapping[str, Any], kind: str) -> dict[str, dict[str, Any]]:
+def items_by_name(status: FleetStatus, kind: str) -> dict[str, Any]:
     """Returns the models, replicas or hosts of a status by name or id."""
-    if kind == "replicas":
-        return {replica["id"]: replica for model in status["models"] for replica in model["replicas"]}
-    return {item["name"]: item for item in status[kind]}
+    items: dict[str, Sequence[Any]] = {"models": status.models, "replicas": status.replicas, "hosts": status.hosts}
+    return {TABLES[kind].key(item): item for item in items[kind]}
 
 
 def not_in_fleet(name: str, names: Sequence[str]) -> Failed:
     return Failed("not-in-fleet", f"the fleet has no {name!r}", f"it has {', '.join(names)}" if names else "")
 
 
-def _show(kind: Kind, items: Sequence[Item], output: ListFormat, name: str | None) -> None:
+def _show(kind: Kind, items: Sequence[Any], output: ListFormat, name: str | None) -> None:
+    table = TABLES[kind.value]
     if output is ListFormat.NAME:
-        text = "\n".join(str(item[KINDS[kind.value].key]) for item in items)
+        text = "\n".join(str(table.key(item)) for item in items)
     else:
-        text = listing(kind.value, items, state_paint(stdout()), wide=output is ListFormat.WIDE)
+        text = table.text(items, state_paint(stdout()), wide=output is ListFormat.WIDE)
         if kind is Kind.REVISIONS and name is not None:
-            text += "\n\n" + items[0]["text"]
+            text += "\n\n" + items[0].text
     plain = output not in (ListFormat.JSON, ListFormat.YAML)
     show({kind.value: list(items)}, Format.TABLE if plain else Format(output.value), text)
 
 
 def _changes(
-    client: AdminClient, kind: Kind, name: str | None, wanted: Sequence[tuple[str, bool, str]], items: Sequence[Item]
-) -> Iterator[Item]:
+    client: AdminClient, kind: Kind, name: str | None, wanted: Sequence[tuple[str, bool, str]], items: Sequence[Any]
+) -> Iterator[Any]:
     """Yields the items again and again: events as they come, the others with each event, or after READ_S."""
     if kind is Kind.EVENTS:
-        for event in coming(client, items[-1]["seq"] if items else 0, name):
+        for event in coming(client, items[-1].seq if items else 0, name):
             with contextlib.suppress(ValueError):
                 yield from selected([event], wanted)
         return
-    after = next((event["seq"] for event in latest(client, 1)), 0)
+    after = next((event.seq for event in latest(client, 1)), 0)
     while True:
         page = client.get_with_retries("events", {"after": after, "limit": 1000, "wait_s": READ_S})
         after = page["next"]
@@ -153,33 +166,33 @@ def _changes(
 class _Printer:
     """Prints items, and then only those of which something else is shown than before."""
 
-    def __init__(self, kind: Kind, items: Sequence[Item], output: ListFormat) -> None:
-        self._kind, self._output = KINDS[kind.value], output
+    def __init__(self, kind: Kind, items: Sequence[Any], output: ListFormat) -> None:
+        self._table, self._output = TABLES[kind.value], output
         self._wide = output is ListFormat.WIDE
         self._printed: dict[Any, object] = {}
-        header = self._kind.columns(self._wide)
-        lines = [header, *(cells(self._kind.cells(item, self._wide)) for item in items)]
+        header = self._table.header(wide=self._wide)
+        lines = [header, *(cells(self._table.row(item, wide=self._wide)) for item in items)]
         self._widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
         if output in (ListFormat.TABLE, ListFormat.WIDE):
             self._print(aligned(header, header, self._widths))
         self.follow(items)
 
-    def follow(self, items: Iterator[Item] | Sequence[Item]) -> None:
+    def follow(self, items: Iterator[Any] | Sequence[Any]) -> None:
         for item in items:
-            key, row = item[self._kind.key], self._kind.cells(item, self._wide)
+            key, row = self._table.key(item), self._table.row(item, wide=self._wide)
             if self._printed.get(key) != row:
                 self._printed[key] = row
                 self._item(item, row)
 
-    def _item(self, item: Item, row: Sequence[object]) -> None:
+    def _item(self, item: Any, row: Row) -> None:
         if self._output is ListFormat.NAME:
-            self._print(str(item[self._kind.key]))
+            self._print(str(self._table.key(item)))
         elif self._output is ListFormat.JSON:
-            self._print(json.dumps(item))
+            self._print(json.dumps(msgspec.to_builtins(item)))
         elif self._output is ListFormat.YAML:
             show([item], Format.YAML, "")
         else:
-            header = self._kind.columns(self._wide)
+            header = self._table.header(wide=self._wide)
             self._print(aligned(header, cells(row), self._widths, state_paint(stdout())))
 
     def _print(self, line: str) -> None:

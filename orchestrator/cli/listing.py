@@ -1,16 +1,82 @@
-"""The rows of models, replicas, hosts, revisions and events. Keys that an older fleet does not send show as `-`."""
+"""The columns of models, replicas, hosts, revisions and events, for every table of the command line."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import msgspec
+
+from orchestrator.fleet.fleet_status import HostInFleet, ModelInFleet, ReplicaInFleet
 from orchestrator.process.text_table import Paint, columns
 
+T = TypeVar("T")
 Row = tuple[object, ...]
-Item = Mapping[str, Any]
+
+
+class EventRow(msgspec.Struct, frozen=True):
+    """An event of the journal, as the admin API returns it."""
+
+    seq: int
+    at: float
+    level: str
+    reason: str
+    message: str
+    model: str | None
+    replica: str | None
+    host: str | None
+
+
+class RevisionRow(msgspec.Struct, frozen=True):
+    """A revision of the journal, as the admin API returns it."""
+
+    revision: int
+    at: float
+    by: str
+    cause: str
+    of: int | None
+    state: str
+    reason: str
+    changes: str
+
+
+@dataclass(frozen=True)
+class Column(Generic[T]):
+    """One column: its title, and its value of an item. ``wide``: only of `-o wide`."""
+
+    title: str
+    value: Callable[[T], object]
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Table(Generic[T]):
+    """The columns of one kind of items; ``key`` names an item."""
+
+    key: Callable[[T], Any]
+    columns: tuple[Column[T], ...]
+
+    def shown(self, wide: bool) -> tuple[Column[T], ...]:
+        """Returns the columns of `get`, or those of `get -o wide`."""
+        return tuple(column for column in self.columns if wide or not column.wide)
+
+    def first(self, count: int) -> Table[T]:
+        """Returns the table with its first columns."""
+        return Table(self.key, self.columns[:count])
+
+    def header(self, *, wide: bool = False) -> tuple[str, ...]:
+        """Returns the titles."""
+        return tuple(column.title for column in self.shown(wide))
+
+    def row(self, item: T, *, wide: bool = False) -> Row:
+        """Returns the values of an item."""
+        return tuple(column.value(item) for column in self.shown(wide))
+
+    def text(self, items: Iterable[T], paint: Paint | None = None, *, wide: bool = False) -> str:
+        """Returns the items as text."""
+        return columns(self.header(wide=wide), [self.row(item, wide=wide) for item in items], paint)
 
 
 def clock(seconds: float | None) -> str | None:
@@ -18,110 +84,124 @@ def clock(seconds: float | None) -> str | None:
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def cores_text(cores: Any) -> str | None:
-    """ "all", or a list of ranges: 0-3,8. None for none."""
-    return ",".join(map(str, cores)) or None if isinstance(cores, list) else cores or None
+def cores_text(cores: str | Sequence[object]) -> str | None:
+    """Returns "all", or ranges: 0-3,8. None for none."""
+    return (cores if isinstance(cores, str) else ",".join(map(str, cores))) or None
 
 
-def _model_row(model: Item) -> Row:
-    ready = sum(replica["state"] == "ready" for replica in model["replicas"])
-    return model["name"], model["state"], f"{ready}/{model['wanted']}", model.get("version"), model["reason"]
+def arrivals_per_s(model: ModelInFleet) -> float | None:
+    """Returns the requests per second for a model; None if it is unknown."""
+    return None if model.scaling.demand is None else model.scaling.demand.arrivals_per_s
 
 
-def _wide_model_row(model: Item) -> Row:
-    scaling = model.get("scaling") or {}
-    demand = scaling.get("demand") or {}
-    return model.get("kind"), *(demand.get(key) for key in ("arrivals_per_s", "waiting", "live")), scaling.get("why")
+def waiting(model: ModelInFleet) -> int | None:
+    """Returns the waiting requests for a model; None if they are unknown."""
+    return None if model.scaling.demand is None else model.scaling.demand.waiting
 
 
-def replica_row(replica: Item) -> Row:
-    plain = ("id", "state", "cores", "host", "pid", "restarts", "version", "live", "waiting")
-    return tuple(replica.get(key) for key in plain)
+def live(model: ModelInFleet) -> int | None:
+    """Returns the requests for a model in slots; None if they are unknown."""
+    return None if model.scaling.demand is None else model.scaling.demand.live
 
 
-def _wide_replica_row(replica: Item) -> Row:
-    return tuple(replica.get(key) for key in ("engine", "epoch", "load_s", "compile_s", "log_file", "reason"))
+def _cause(revision: RevisionRow) -> str:
+    return revision.cause if revision.of is None else f"{revision.cause} of {revision.of}"
 
 
-def host_row(host: Item) -> Row:
-    free_cordoned = host.get("free_cordoned")  # None from older fleets, which count them as free
-    counts = (*(host[key] for key in ("cores", "leased", "free")), free_cordoned, host["quarantined"], host["reserved"])
-    state = "lost" if host.get("lost") else "starting" if host.get("starting") else "ready"
-    return (host["name"], state, *counts, cores_text(host.get("cordoned")))
+def _leases(host: HostInFleet) -> str | None:
+    return ", ".join(f"{lease.replica} on {lease.cores}" for lease in host.leases) or None
 
 
-def _wide_host_row(host: Item) -> Row:
-    leases = ", ".join(f"{lease['replica']} on {lease['cores']}" for lease in host.get("leases") or ())
-    return host.get("instance"), "yes" if host.get("emulated") else "no", leases or None
-
-
-def _revision_row(revision: Item) -> Row:
-    of = revision.get("of")
-    cause = revision["cause"] if of is None else f"{revision['cause']} of {of}"
-    changes = revision.get("changes")
-    changes = len(changes) if isinstance(changes, list) else changes
-    return revision["revision"], clock(revision["at"]), revision["by"], cause, revision["state"], changes
-
-
-def event_row(event: Item) -> Row:
-    about = event.get("replica") or event.get("model") or event.get("host")
-    return event["seq"], clock(event["at"]), event["level"], event["reason"], about, event["message"]
-
-
-def _nothing(item: Item) -> Row:
-    return ()
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of items: the key of their name, their columns, and the further columns of `-o wide`."""
-
-    key: str
-    header: tuple[str, ...]
-    row: Callable[[Item], Row]
-    wide_header: tuple[str, ...] = ()
-    wide_row: Callable[[Item], Row] = _nothing
-
-    def columns(self, wide: bool) -> tuple[str, ...]:
-        return self.header + (self.wide_header if wide else ())
-
-    def cells(self, item: Item, wide: bool) -> Row:
-        return (*self.row(item), *(self.wide_row(item) if wide else ()))
-
-
-REPLICA = ("REPLICA", "STATE", "CORES", "HOST", "PID", "RESTARTS", "VERSION", "LIVE", "WAITING")
-HOST = ("HOST", "STATE", "CORES", "LEASED", "FREE", "CORDONED", "QUARANTINED", "RESERVED", "CORDON")
-EVENT = ("SEQ", "AT", "LEVEL", "REASON", "ABOUT", "MESSAGE")
-KINDS: Mapping[str, Kind] = {
-    "models": Kind(
-        "name",
-        ("MODEL", "STATE", "READY", "VERSION", "REASON"),
-        _model_row,
-        ("KIND", "ARRIVALS/S", "WAITING", "LIVE", "WHY"),
-        _wide_model_row,
+MODELS: Table[ModelInFleet] = Table(
+    lambda model: model.name,
+    (
+        Column("MODEL", lambda model: model.name),
+        Column("STATE", lambda model: model.state.value),
+        Column("READY", lambda model: f"{model.ready}/{model.wanted}"),
+        Column("VERSION", lambda model: model.version),
+        Column("REASON", lambda model: model.reason),
+        Column("KIND", lambda model: model.kind, wide=True),
+        Column("ARRIVALS/S", arrivals_per_s, wide=True),
+        Column("WAITING", waiting, wide=True),
+        Column("LIVE", live, wide=True),
+        Column("WHY", lambda model: model.scaling.why, wide=True),
     ),
-    "replicas": Kind(
-        "id", REPLICA, replica_row, ("ENGINE", "EPOCH", "LOAD_S", "COMPILE_S", "LOG", "REASON"), _wide_replica_row
+)
+REPLICAS: Table[ReplicaInFleet] = Table(
+    lambda replica: replica.id,
+    (
+        Column("REPLICA", lambda replica: replica.id),
+        Column("STATE", lambda replica: replica.state.value),
+        Column("CORES", lambda replica: replica.cores),
+        Column("HOST", lambda replica: replica.host),
+        Column("PID", lambda replica: replica.pid),
+        Column("RESTARTS", lambda replica: replica.restarts),
+        Column("VERSION", lambda replica: replica.version),
+        Column("LIVE", lambda replica: replica.live),
+        Column("WAITING", lambda replica: replica.waiting),
+        Column("ENGINE", lambda replica: replica.engine, wide=True),
+        Column("EPOCH", lambda replica: replica.epoch, wide=True),
+        Column("LOAD_S", lambda replica: replica.load_s, wide=True),
+        Column("COMPILE_S", lambda replica: replica.compile_s, wide=True),
+        Column("LOG", lambda replica: replica.log_file, wide=True),
+        Column("REASON", lambda replica: replica.reason, wide=True),
     ),
-    "hosts": Kind("name", HOST, host_row, ("INSTANCE", "EMULATED", "REPLICAS"), _wide_host_row),
-    "revisions": Kind("revision", ("REVISION", "AT", "BY", "CAUSE", "STATE", "CHANGES"), _revision_row),
-    "events": Kind("seq", EVENT, event_row),
+)
+HOSTS: Table[HostInFleet] = Table(
+    lambda host: host.name,
+    (
+        Column("HOST", lambda host: host.name),
+        Column("STATE", lambda host: host.state),
+        Column("CORES", lambda host: host.cores),
+        Column("LEASED", lambda host: host.leased),
+        Column("FREE", lambda host: host.free),
+        Column("CORDONED", lambda host: host.free_cordoned),
+        Column("QUARANTINED", lambda host: host.quarantined),
+        Column("RESERVED", lambda host: host.reserved),
+        Column("CORDON", lambda host: cores_text(host.cordoned)),
+        Column("INSTANCE", lambda host: host.instance, wide=True),
+        Column("EMULATED", lambda host: "yes" if host.emulated else "no", wide=True),
+        Column("REPLICAS", _leases, wide=True),
+    ),
+)
+REVISIONS: Table[RevisionRow] = Table(
+    lambda revision: revision.revision,
+    (
+        Column("REVISION", lambda revision: revision.revision),
+        Column("AT", lambda revision: clock(revision.at)),
+        Column("BY", lambda revision: revision.by),
+        Column("CAUSE", _cause),
+        Column("STATE", lambda revision: revision.state),
+        Column("CHANGES", lambda revision: revision.changes),
+    ),
+)
+EVENTS: Table[EventRow] = Table(
+    lambda event: event.seq,
+    (
+        Column("SEQ", lambda event: event.seq),
+        Column("AT", lambda event: clock(event.at)),
+        Column("LEVEL", lambda event: event.level),
+        Column("REASON", lambda event: event.reason),
+        Column("ABOUT", lambda event: event.replica or event.model or event.host),
+        Column("MESSAGE", lambda event: event.message),
+    ),
+)
+TABLES: Mapping[str, Table[Any]] = {
+    "models": MODELS,
+    "replicas": REPLICAS,
+    "hosts": HOSTS,
+    "revisions": REVISIONS,
+    "events": EVENTS,
 }
 
 
-def listing(kind: str, items: Iterable[Item], paint: Paint | None = None, *, wide: bool = False) -> str:
-    """Returns the table of `get`."""
-    shown = KINDS[kind]
-    return columns(shown.columns(wide), [shown.cells(item, wide) for item in items], paint)
-
-
-def selected(items: Iterable[Item], selector: Sequence[tuple[str, bool, str]]) -> list[Item]:
+def selected(items: Iterable[T], selector: Sequence[tuple[str, bool, str]]) -> list[T]:
     """Returns the items whose fields match: each of ``selector`` is a field, whether it must be equal, and the text.
 
     Raises ValueError for a field that no item has.
     """
     every = list(items)
-    fields = [_fields(item) for item in every]
+    fields = [_fields(msgspec.to_builtins(item)) for item in every]
     known = sorted({name for own in fields for name in own})
     for name, _, _ in selector:
         if every and name not in known:
@@ -130,7 +210,7 @@ def selected(items: Iterable[Item], selector: Sequence[tuple[str, bool, str]]) -
     return [item for item, matched in zip(every, matches, strict=True) if matched]
 
 
-def _fields(item: Item) -> dict[str, str]:
+def _fields(item: Mapping[str, Any]) -> dict[str, str]:
     """Returns the plain fields of an item as text; those of a replica include its model."""
     model = {"model": item["id"].rpartition("/")[0]} if "id" in item else {}
     return model | {key: _text(value) for key, value in item.items() if not isinstance(value, (dict, list))}

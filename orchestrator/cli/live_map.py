@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
 
+from orchestrator.fleet.fleet_status import HostInFleet
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES
 
@@ -22,20 +22,19 @@ def letters(models: Iterable[str]) -> dict[str, str]:
     return {name: LETTERS[i] if i < len(LETTERS) else MANY for i, name in enumerate(models)}
 
 
-def cells(host: Mapping[str, Any], replica_states: Mapping[str, str], letter_of: Mapping[str, str]) -> list[str]:
+def cells(host: HostInFleet, ready: Container[str], letter_of: Mapping[str, str]) -> list[str]:
     """Returns one character for each core of a host of the status: the letter of its model, which is a capital if
-    the replica is ready, or a sign of LEGEND."""
-    drawn = [LOST if host.get("lost") else FREE] * host["cores"]
-    if host.get("cordoned") == "all":
-        drawn = [CORDONED] * host["cores"]
+    the replica is ``ready``, or a sign of LEGEND."""
+    drawn = [LOST if host.lost else FREE] * host.cores
+    if isinstance(host.cordoned, str):
+        drawn = [CORDONED] * host.cores
     else:
-        _mark(drawn, host.get("cordoned") or (), CORDONED)
-    _mark(drawn, host.get("reserved_cores") or (), RESERVED)
-    _mark(drawn, [str(held["core"]) for held in host.get("quarantine") or ()], QUARANTINED)
-    for lease in host.get("leases") or ():
-        letter = letter_of.get(lease["replica"].rpartition("/")[0], MANY)
-        ready = replica_states.get(lease["replica"]) == "ready"
-        _mark(drawn, [lease["cores"]], letter if ready else letter.lower())
+        _mark(drawn, host.cordoned, CORDONED)
+    _mark(drawn, host.reserved_cores, RESERVED)
+    _mark(drawn, [str(held.core) for held in host.quarantine], QUARANTINED)
+    for lease in host.leases:
+        letter = letter_of.get(lease.replica.rpartition("/")[0], MANY)
+        _mark(drawn, [lease.cores], letter if lease.replica in ready else letter.lower())
     return drawn
 
 
@@ -46,11 +45,11 @@ def _mark(drawn: list[str], ranges: Iterable[str], sign: str) -> None:
                 drawn[core] = sign
 
 
-def host_line(host: Mapping[str, Any], drawn: Sequence[str], width: int, color: bool) -> str:
+def host_line(host: HostInFleet, drawn: Sequence[str], width: int, color: bool) -> str:
     """Returns the cores in groups of one device, without the groups where they are wider than ``width``."""
-    topology = TOPOLOGIES.get(host.get("instance") or "")
-    devices = topology.devices if topology is not None and host["cores"] % topology.devices == 0 else 1
-    per = max(1, host["cores"] // devices)
+    topology = TOPOLOGIES.get(host.instance or "")
+    devices = topology.devices if topology is not None and host.cores % topology.devices == 0 else 1
+    per = max(1, host.cores // devices)
     gap = " " if len(drawn) + devices <= width else ""
     groups = (drawn[first : first + per] for first in range(0, len(drawn), per))
     return gap.join("".join(_painted(cell, len(list(run)), color) for cell, run in groupby(group)) for group in groups)

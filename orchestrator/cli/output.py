@@ -11,6 +11,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
+
 from orchestrator.process.failure import Failed
 from placements.spec.problems import Problem, render
 
@@ -106,6 +108,7 @@ def confirmed(question: str, yes: bool) -> bool:
 
 def show(data: Any, format: Format, table: str, problems: Sequence[Problem] = ()) -> None:
     """Print data to stdout; ``table`` is its human-readable form, with ``problems`` on stderr."""
+    data = msgspec.to_builtins(data)
     if format is Format.TABLE:
         complain(problems)
     if format is Format.JSON:

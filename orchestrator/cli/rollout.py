@@ -8,12 +8,13 @@ import typer
 
 from orchestrator.cli.app import FormatOption, ModelArgument, TimeoutOption, WaitOption, YesOption, group
 from orchestrator.cli.apply import preview, show_applied
-from orchestrator.cli.client import PLAN_DEADLINE_S, the_fleet
+from orchestrator.cli.client import PLAN_DEADLINE_S, AdminClient, the_fleet, typed
 from orchestrator.cli.follow import follow_to_end
-from orchestrator.cli.listing import listing
+from orchestrator.cli.listing import REVISIONS, RevisionRow
 from orchestrator.cli.output import Format, show, stdout
 from orchestrator.cli.state_colors import state_paint
 from orchestrator.cli.tables import rollout_text
+from orchestrator.fleet.fleet_status import RolloutReport
 
 rollout = group("rollout", "Show and control the rollout of the newest revision.")
 
@@ -22,12 +23,12 @@ rollout = group("rollout", "Show and control the rollout of the newest revision.
 def status(wait: WaitOption = False, timeout: TimeoutOption = None, output: FormatOption = Format.TABLE) -> None:
     """Show the progress of the newest revision."""
     client = the_fleet()
-    state, code = client.get("rollout"), 0
+    state, code = _rollout(client), 0
+    current: RolloutReport | None = state
     if wait:
-        index = client.get("status").get("index") or 0
-        state, code = follow_to_end(client, state["revision"], index, timeout)
-    if state is not None:
-        show(state, output, rollout_text(state, state_paint(stdout())))
+        current, code = follow_to_end(client, state.revision, client.status().index, timeout)
+    if current is not None:
+        show(current, output, rollout_text(current, state_paint(stdout())))
     raise typer.Exit(code)
 
 
@@ -35,7 +36,7 @@ def status(wait: WaitOption = False, timeout: TimeoutOption = None, output: Form
 def history(output: FormatOption = Format.TABLE) -> None:
     """List revisions, newest first."""
     data = the_fleet().get("revisions")
-    show(data, output, listing("revisions", data["revisions"], state_paint(stdout())))
+    show(data, output, REVISIONS.text(typed(data["revisions"], list[RevisionRow]), state_paint(stdout())))
 
 
 @rollout.command("undo")
@@ -48,7 +49,7 @@ def undo(
 ) -> None:
     """Roll back to an earlier revision."""
     client = the_fleet()
-    to = to or client.get("rollout").get("undo")
+    to = to or _rollout(client).undo
     if to is not None:
         revision = client.get(f"revisions/{to}")
         if output is Format.TABLE:
@@ -58,8 +59,12 @@ def undo(
     raise typer.Exit(show_applied(client, reply, output, [], wait=False, timeout=None))
 
 
-def _show(reply: dict[str, Any], output: Format) -> None:
-    show(reply, output, rollout_text(reply, state_paint(stdout())))
+def _rollout(client: AdminClient) -> RolloutReport:
+    return typed(client.get("rollout"), RolloutReport)
+
+
+def _show(reply: Any, output: Format) -> None:
+    show(reply, output, rollout_text(typed(reply, RolloutReport), state_paint(stdout())))
 
 
 @rollout.command("pause")
@@ -78,10 +83,10 @@ def resume(output: FormatOption = Format.TABLE) -> None:
 def promote(output: FormatOption = Format.TABLE) -> None:
     """Promote the canary: update all remaining replicas."""
     client = the_fleet()
-    state = client.get("rollout")
-    if output is Format.TABLE and state.get("canary") is not None:
-        old = [f"{model['model']}: {model['old']} old to replace" for model in state["models"] if model["old"]]
-        canary = f"the canary of revision {state['revision']}, which gets {state['canary']:.0%} of the requests"
+    state = _rollout(client)
+    if output is Format.TABLE and state.canary is not None:
+        old = [f"{model.model}: {model.old} old to replace" for model in state.models if model.old]
+        canary = f"the canary of revision {state.revision}, which gets {state.canary:.0%} of the requests"
         show(None, output, "\n".join([f"promoting {canary}", *old, ""]))
     _show(client.post("rollout/promote"), output)
 

@@ -1,44 +1,76 @@
-"""The state of the fleet as tables. Keys that a fleet of another version does not send show as `-`."""
+"""The state of the fleet as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from orchestrator.cli.listing import (
-    EVENT,
-    HOST,
-    REPLICA,
+    EVENTS,
+    REPLICAS,
+    Column,
+    EventRow,
     Row,
+    Table,
+    arrivals_per_s,
     clock,
     cores_text,
-    event_row,
-    host_row,
-    listing,
-    replica_row,
+    live,
+    waiting,
 )
-from orchestrator.fleet.progress_text import fetch_text, hold_text
+from orchestrator.fleet.fleet_status import (
+    FleetStatus,
+    GatewayInFleet,
+    HostInFleet,
+    ModelInFleet,
+    PreparationStatus,
+    ReplicaInFleet,
+    RolloutStatus,
+)
+from orchestrator.fleet.progress_text import fetch_text
 from orchestrator.process.text_table import Paint, aligned, cells, columns
 
 TIMES = ("at", "since", "until")
 EVENT_WIDTHS = (6, 19, 7, 18, 16, 0)
 MOST_REPLICAS = 12  # shown each; of more, only those that are not ready
 MOST_HOSTS = 4  # likewise
-NUMBERS = ("MODEL", "READY", "WANTED", "ARRIVALS/S", "WAITING", "LIVE", "WHY")
+
+
+def _why(model: ModelInFleet) -> str | None:
+    """Returns the reason of the last change of the number of replicas."""
+    return model.scaling.why if model.scaled is None else f"scaled by {model.scaled.by}"
+
+
+NUMBERS: Table[ModelInFleet] = Table(
+    lambda model: model.name,
+    (
+        Column("MODEL", lambda model: model.name),
+        Column("READY", lambda model: model.ready),
+        Column("WANTED", lambda model: model.wanted),
+        Column("ARRIVALS/S", arrivals_per_s),
+        Column("WAITING", waiting),
+        Column("LIVE", live),
+        Column("WHY", _why),
+    ),
+)
+IN_STATUS = REPLICAS.first(6)
 
 
 # `events`
 
 
-def event_line(event: Mapping[str, Any] | None, paint: Paint | None = None) -> str:
+def event_line(event: EventRow | None, paint: Paint | None = None) -> str:
     """Returns one line of followed events; for None the header."""
-    return aligned(EVENT, cells(EVENT if event is None else event_row(event)), EVENT_WIDTHS, paint)
+    header = EVENTS.header()
+    return aligned(header, cells(header if event is None else EVENTS.row(event)), EVENT_WIDTHS, paint)
 
 
 # `status`, `rollout status`
 
 
-def status_text(data: Mapping[str, Any], paint: Paint | None = None, console: str | None = None) -> str:
+def status_text(data: FleetStatus, paint: Paint | None = None, console: str | None = None) -> str:
     """Returns the fleet with the address of its ``console``, replicas, models and hosts, with notes on problems and on
     work in progress.
 
@@ -46,102 +78,92 @@ def status_text(data: Mapping[str, Any], paint: Paint | None = None, console: st
     """
     replicas: list[Row] = []
     notes: list[str] = []
-    for model in data["models"]:
-        for replica in model["replicas"]:
-            replicas.append(replica_row(replica)[:6])
-            if replica.get("fetch"):
-                notes.append(f"{replica['id']}: {fetch_text(replica['fetch'])}")
-            if replica["reason"]:
+    for model in data.models:
+        for replica in model.replicas:
+            replicas.append(IN_STATUS.row(replica))
+            if replica.fetch is not None:
+                notes.append(f"{replica.id}: {fetch_text(replica.fetch)}")
+            if replica.reason:
                 notes += _replica_notes(replica)
-        for preparation in model.get("preparing") or ():
-            notes += _preparing_notes(model, preparation, data["hosts"])
-        if not model["replicas"]:
-            replicas.append((model["name"], model["state"], None, None, None, None))
-            if model["reason"]:
-                notes.append(f"{model['name']}: {model['reason']}")
-    host_notes = [note for host in data["hosts"] for note in _host_notes(host)]
+        for preparation in model.preparing:
+            notes += _preparing_notes(model, preparation, data.hosts)
+        if not model.replicas:
+            replicas.append((model.name, model.state.value, None, None, None, None))
+            if model.reason:
+                notes.append(f"{model.name}: {model.reason}")
+    notes += [*_maintenance(data), *_versions(data), *map(_gateway_note, data.gateways)]
+    notes += [note for host in data.hosts for note in _host_notes(host)]
     parts = [
-        hold_text(data),
+        data.hold,
         _heading(data, console),
         _replica_table(replicas, paint),
-        columns(NUMBERS, [_numbers_row(model) for model in data["models"]]),
-        _host_table(data["hosts"]),
-        "\n".join([*notes, *_maintenance(data), *_versions(data), *_gateways(data), *host_notes]),
+        NUMBERS.text(data.models),
+        _host_table(data.hosts),
+        "\n".join(notes),
     ]
-    rollout = data.get("rollout")
-    if rollout and rollout["state"] != "complete":
-        parts.append(rollout_line(rollout))
+    if data.rollout.state != "complete":
+        parts.append(rollout_line(data.rollout))
     return "\n\n".join(part for part in parts if part)
 
 
-def _heading(data: Mapping[str, Any], console: str | None) -> str:
-    ready = "ready" if data["ready"] else "not ready"
+def _heading(data: FleetStatus, console: str | None) -> str:
+    ready = "ready" if data.ready else "not ready"
     address = f", console {console}" if console else ""
-    return f"{data['name']}: {ready}, revision {data.get('revision', '-')}{address}"
+    return f"{data.name}: {ready}, revision {data.revision}{address}"
 
 
 def _replica_table(rows: Sequence[Row], paint: Paint | None) -> str:
     """Returns a row for each replica; of more than MOST_REPLICAS, for each that is not ready."""
+    header = IN_STATUS.header()
     if len(rows) <= MOST_REPLICAS:
-        return columns(REPLICA[:6], rows, paint)
+        return columns(header, rows, paint)
     ready = sum(row[1] == "ready" for row in rows)
     others = [row for row in rows if row[1] not in ("ready", "unloaded")]
     shown = others[:MOST_REPLICAS]
     counts = f"{ready} of {len(rows)} replicas are ready"
     more = f", {len(others) - len(shown)} more are not" if len(others) > len(shown) else ""
     line = f"{counts}{more}; `corewright get replicas` lists all"
-    return f"{columns(REPLICA[:6], shown, paint)}\n{line}" if shown else line
+    return f"{columns(header, shown, paint)}\n{line}" if shown else line
 
 
-def _host_table(hosts: Sequence[Mapping[str, Any]]) -> str:
+def _host_table(hosts: Sequence[HostInFleet]) -> str:
     """Returns a row for each host; of more than MOST_HOSTS, for each that has a problem, and one for the others."""
-    header = (HOST[0], *HOST[2:7])
-    rows = [(row[0], *row[2:7]) for row in map(host_row, hosts)]
-    if len(rows) <= MOST_HOSTS:
-        return columns(header, rows)
-    healthy = [row for row, host in zip(rows, hosts, strict=True) if not _host_notes(host)]
-    shown = [row for row in rows if row not in healthy][:MOST_HOSTS]
-    others = [row for row in rows if row not in shown]
-    sums: list[object] = [sum(int(str(row[i] or 0)) for row in others) for i in range(1, len(header))]
-    return columns(header, [*shown, (f"{len(others)} {'more' if shown else 'hosts'}", *sums)])
+    header = ("HOST", "CORES", "LEASED", "FREE", "CORDONED", "QUARANTINED")
+    if len(hosts) <= MOST_HOSTS:
+        return columns(header, [(host.name, *_core_counts(host)) for host in hosts])
+    shown = [host for host in hosts if _host_notes(host)][:MOST_HOSTS]
+    others = [host for host in hosts if host not in shown]
+    sums = [sum(counts) for counts in zip(*map(_core_counts, others), strict=True)]
+    rows = [(host.name, *_core_counts(host)) for host in shown]
+    return columns(header, [*rows, (f"{len(others)} {'more' if shown else 'hosts'}", *sums)])
 
 
-def _numbers_row(model: Mapping[str, Any]) -> Row:
-    """Returns a model's ready and wanted replicas, its demand, and the reason of the last scaling."""
-    scaling = model.get("scaling") or {}
-    demand = scaling.get("demand") or {}
-    ready = sum(replica["state"] == "ready" for replica in model["replicas"])
-    scaled = model.get("scaled")
-    why = f"scaled by {scaled['by']}" if scaled else scaling.get("why")
-    numbers = (demand.get(key) for key in ("arrivals_per_s", "waiting", "live"))
-    return (model["name"], ready, model["wanted"], *numbers, why)
+def _core_counts(host: HostInFleet) -> tuple[int, ...]:
+    return host.cores, host.leased, host.free, host.free_cordoned, host.quarantined
 
 
-def _replica_notes(replica: Mapping[str, Any]) -> list[str]:
-    notes = [f"{replica['id']}: {replica['reason']}"]
-    if replica["pause_s"]:
-        notes.append(f"    {replica['failures']} failed starts; next attempt after {replica['pause_s']:.0f} s")
-    if replica.get("stopped"):
-        model = replica["id"].rpartition("/")[0]
-        notes.append(f"    no further attempts until an apply, or `corewright rollout restart {model}`")
-    return notes + [f"    | {line}" for line in replica["log"]]
+def _replica_notes(replica: ReplicaInFleet) -> list[str]:
+    notes = [f"{replica.id}: {replica.reason}"]
+    if replica.pause_s:
+        notes.append(f"    {replica.failures} failed starts; next attempt after {replica.pause_s:.0f} s")
+    if replica.stopped:
+        notes.append(f"    no further attempts until an apply, or `corewright rollout restart {replica.model}`")
+    return notes + [f"    | {line}" for line in replica.log]
 
 
-def _preparing_notes(
-    model: Mapping[str, Any], preparation: Mapping[str, Any], hosts: Iterable[Mapping[str, Any]]
-) -> list[str]:
+def _preparing_notes(model: ModelInFleet, preparation: PreparationStatus, hosts: Iterable[HostInFleet]) -> list[str]:
     """Returns what an update waits for while the old replicas serve."""
-    state, host = preparation["state"], preparation["host"]
-    notes = [f"{model['name']}: preparing the new version on {host} ({state}); the old replicas keep serving"]
-    if preparation["reason"]:
-        notes.append(f"    {preparation['failures']} failed attempts: {preparation['reason']}")
-    fetches = [fetch for host in hosts if host["name"] == preparation["host"] for fetch in host.get("fetches") or ()]
+    state, place = preparation.state, preparation.host
+    notes = [f"{model.name}: preparing the new version on {place} ({state}); the old replicas keep serving"]
+    if preparation.reason:
+        notes.append(f"    {preparation.failures} failed attempts: {preparation.reason}")
+    fetches = [fetch for host in hosts if host.name == place for fetch in host.fetches]
     return notes + [f"    {fetch_text(fetch)}" for fetch in fetches]
 
 
-def _versions(data: Mapping[str, Any]) -> list[str]:
+def _versions(data: FleetStatus) -> list[str]:
     """Returns the versions of corewright, while they differ."""
-    versions = data.get("versions")
+    versions = data.versions
     if not versions:
         return []
     kinds = {"host_actors": "host actor of ", "gateways": "gateway of ", "replicas": ""}
@@ -150,47 +172,34 @@ def _versions(data: Mapping[str, Any]) -> list[str]:
     return [line] if versions["problem"] is None else [line, f"upgrade: {versions['problem']}"]
 
 
-def _maintenance(data: Mapping[str, Any]) -> list[str]:
-    roll = data.get("maintenance")
-    return [] if roll is None else [roll_line(roll)]
+def _maintenance(data: FleetStatus) -> list[str]:
+    return [] if data.maintenance is None else [roll_line(data.maintenance)]
 
 
-def _gateways(data: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each gateway of a joined cluster."""
-    return [
-        f"gateway of {gateway['host'] or gateway['machine']}: "
-        + ", ".join(
-            part
-            for part in (
-                gateway["address"] or gateway["machine"],
-                gateway["state"],
-                gateway["reason"],
-                None if gateway["routes_age_s"] is None else f"routes {gateway['routes_age_s']:.0f} s old",
-            )
-            if part
-        )
-        for gateway in data.get("gateways") or ()
-    ]
+def _gateway_note(gateway: GatewayInFleet) -> str:
+    age = None if gateway.routes_age_s is None else f"routes {gateway.routes_age_s:.0f} s old"
+    parts = (gateway.address or gateway.machine, gateway.state, gateway.reason, age)
+    return f"gateway of {gateway.host or gateway.machine}: {', '.join(part for part in parts if part)}"
 
 
-def _host_notes(host: Mapping[str, Any]) -> list[str]:
-    notes = [f"{host['name']}: lost"] if host.get("lost") else []
-    if (starting := host.get("starting")) is not None:
-        why = f": {starting['reason']}" if starting["reason"] else ""
-        notes.append(f"{host['name']}: a machine is requested since {clock(starting['since'])}{why}")
-    cordoned = cores_text(host.get("cordoned"))
+def _host_notes(host: HostInFleet) -> list[str]:
+    notes = [f"{host.name}: lost"] if host.lost else []
+    if host.starting is not None:
+        why = f": {host.starting.reason}" if host.starting.reason else ""
+        notes.append(f"{host.name}: a machine is requested since {clock(host.starting.since)}{why}")
+    cordoned = cores_text(host.cordoned)
     if cordoned:
-        notes.append(f"{host['name']}: cordoned" + ("" if cordoned == "all" else f": cores {cordoned}"))
-    if (leaving := host.get("leaving")) is not None:
-        until = "" if leaving["until"] is None else f", it ends at {clock(leaving['until'])}"
-        notes.append(f"{host['name']}: leaving: {leaving['cause']}{until}")
-    for held in host.get("quarantine") or ():
-        if held.get("cause"):
-            notes.append(f"{host['name']}: core {held['core']} gets no replica: {held['cause']}")
+        notes.append(f"{host.name}: cordoned" + ("" if cordoned == "all" else f": cores {cordoned}"))
+    if host.leaving is not None:
+        until = "" if host.leaving.until is None else f", it ends at {clock(host.leaving.until)}"
+        notes.append(f"{host.name}: leaving: {host.leaving.cause}{until}")
+    for held in host.quarantine:
+        if held.cause:
+            notes.append(f"{host.name}: core {held.core} gets no replica: {held.cause}")
             continue
-        command = f" ({held['command']})" if held.get("command") else ""
-        owner = f"pid {held['pid']}{command}" if held.get("pid") is not None else "an unknown process"
-        notes.append(f"{host['name']}: core {held['core']} is held by {owner}")
+        command = f" ({held.command})" if held.command else ""
+        owner = f"pid {held.pid}{command}" if held.pid is not None else "an unknown process"
+        notes.append(f"{host.name}: core {held.core} is held by {owner}")
     return notes
 
 
@@ -205,16 +214,18 @@ def roll_line(roll: Mapping[str, Any]) -> str:
     return f"maintenance of {host}: {doing}{why}" + (f"; then {', '.join(rest)}" if rest else "")
 
 
-def rollout_line(rollout: Mapping[str, Any]) -> str:
+def rollout_line(rollout: RolloutStatus) -> str:
     """Returns the state of a rollout and its reason in one line."""
-    reason = f": {rollout['reason']}" if rollout.get("reason") else ""
-    return f"revision {rollout['revision']}: {rollout['state'].replace('_', ' ')}{reason}"
+    reason = f": {rollout.reason}" if rollout.reason else ""
+    return f"revision {rollout.revision}: {rollout.state.replace('_', ' ')}{reason}"
 
 
-def rollout_text(rollout: Mapping[str, Any], paint: Paint | None = None) -> str:
+def rollout_text(rollout: RolloutStatus, paint: Paint | None = None) -> str:
     """Returns the line of the rollout, and a row for each model."""
-    keys = ("model", "state", "strategy", "wanted", "updated", "ready", "old")
-    rows = [tuple(model.get(key) for key in keys) for model in rollout["models"]]
+    rows = [
+        (model.model, model.state, model.strategy, model.wanted, model.updated, model.ready, model.old)
+        for model in rollout.models
+    ]
     table = columns(("MODEL", "STATE", "STRATEGY", "WANTED", "UPDATED", "READY", "OLD"), rows, paint)
     return rollout_line(rollout) + ("\n\n" + table if rows else "")
 
@@ -222,15 +233,20 @@ def rollout_text(rollout: Mapping[str, Any], paint: Paint | None = None) -> str:
 # `describe`
 
 
-def description(kind: str, item: Mapping[str, Any], events: Sequence[Mapping[str, Any]], log: Mapping[str, Any]) -> str:
+def description(
+    kind: str,
+    item: ModelInFleet | ReplicaInFleet | HostInFleet,
+    events: Sequence[EventRow],
+    log: Mapping[str, Any],
+) -> str:
     """Returns the values of an item, then its tables, its events, and the end of its log."""
     plain: list[tuple[str, str]] = [("object", kind)]
     parts: list[str] = []
-    for key, value in item.items():
+    for key, value in msgspec.to_builtins(item).items():
         if key == "log":
             continue
-        if key == "replicas":
-            parts.append(listing("replicas", value) if value else "no replicas")
+        if isinstance(item, ModelInFleet) and key == "replicas":
+            parts.append(REPLICAS.text(item.replicas) if value else "no replicas")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             parts.append(_table(key, value))
         else:
@@ -238,7 +254,7 @@ def description(kind: str, item: Mapping[str, Any], events: Sequence[Mapping[str
     width = max(len(key) for key, _ in plain)
     parts.insert(0, "\n".join(f"{key.ljust(width)}  {value}" for key, value in plain))
     if events:
-        parts.append(listing("events", events))
+        parts.append(EVENTS.text(events))
     if log["lines"]:
         parts.append("\n".join([f"log of {log['replica']}:", *(f"    | {line}" for line in log["lines"])]))
     return "\n\n".join(parts)

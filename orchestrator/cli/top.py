@@ -6,28 +6,29 @@ import contextlib
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from orchestrator.cli.app import app
 from orchestrator.cli.client import AdminClient, FleetRefused, the_fleet
 from orchestrator.cli.follow import events_after, latest
-from orchestrator.cli.listing import EVENT, event_row, replica_row
+from orchestrator.cli.listing import EVENTS, REPLICAS, EventRow, arrivals_per_s, live, waiting
 from orchestrator.cli.live_map import LEGEND, cells, host_line, letters
 from orchestrator.cli.output import Format, can_redraw, show, stdout, use_color
 from orchestrator.cli.state_colors import paint_state
 from orchestrator.cli.tables import rollout_line
-from orchestrator.fleet.progress_text import fetch_text, hold_text
+from orchestrator.fleet.fleet_status import FleetStatus, ModelInFleet, ReplicaInFleet
+from orchestrator.fleet.progress_text import fetch_text
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import Paint, columns
 
 MODELS = ("", "MODEL", "STATE", "READY", "WAITING", "LIVE", "ARRIVALS/S", "TOKENS/S", "TTFT_MS", "WHY")
 FIGURES = ("tokens_per_s", "ttft_p50_ms", "ttft_p99_ms")  # of the load, which has a new sample every SAMPLE_S
 SAMPLE_S = 10.0
-REPLICAS = ("REPLICA", "STATE", "CORES", "HOST", "PROGRESS")
+STARTING = REPLICAS.first(4)  # columns of replicas that are not ready, before PROGRESS
 MOST_UNREADY = 8
-EVENTS = 5
+LAST_EVENTS = 5
 MOST_EVENTS = 200  # that are kept
 
 
@@ -40,7 +41,7 @@ def top(
 ) -> None:
     """Show cores, models, queues and events of the running fleet, live. Ctrl-C ends it."""
     client = the_fleet()
-    status = client.get("status")
+    status, unreachable = client.status(), ""
     load, read_at = _load(client), time.monotonic()
     events = latest(client, MOST_EVENTS)
     color = use_color(stdout())
@@ -55,20 +56,22 @@ def top(
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             size = console.size
-            text = Text.from_ansi(screen(status, load, events, size.width, size.height, color=color))
+            text = Text.from_ansi(
+                screen(status, load, events, size.width, size.height, color=color, unreachable=unreachable)
+            )
             text.no_wrap = True
             live.update(text, refresh=True)
             time.sleep(interval)
             try:
-                status = client.get("status")
+                status, unreachable = client.status(), ""
                 if time.monotonic() - read_at >= SAMPLE_S:
                     load, read_at = _load(client), time.monotonic()
-                after = events[-1]["seq"] if events else 0
+                after = events[-1].seq if events else 0
                 events = [*events, *events_after(client, after, None)][-MOST_EVENTS:]
             except Failed as failed:
                 if failed.problem.id != "fleet-unreachable":
                     raise
-                status = {**status, "unreachable": failed.problem.what}
+                unreachable = failed.problem.what
 
 
 Load = Mapping[str, Mapping[str, float | None]]
@@ -84,79 +87,82 @@ def _load(client: AdminClient) -> Load:
 
 
 def screen(
-    status: Mapping[str, Any],
+    status: FleetStatus,
     load: Load,
-    events: Sequence[Mapping[str, Any]],
+    events: Sequence[EventRow],
     width: int,
     height: int | None,
     *,
     color: bool,
+    unreachable: str = "",
 ) -> str:
     """Returns the screen: the fleet, its cores, its models, replicas that are not ready, and the last events.
 
     ``height`` limits the number of lines: hosts that do not fit are counted. None: all hosts are shown.
+    ``unreachable``: why there is no newer status.
     """
     paint = paint_state if color else None
-    letter_of = letters(model["name"] for model in status["models"])
-    head = [_heading(status), ""]
-    rest = ["", columns(MODELS, [_model_row(model, letter_of, load) for model in status["models"]], paint)]
-    unready = [replica for model in status["models"] for replica in model["replicas"] if replica["state"] != "ready"]
+    letter_of = letters(model.name for model in status.models)
+    head = [_heading(status, unreachable), ""]
+    rest = ["", columns(MODELS, [_model_row(model, letter_of, load) for model in status.models], paint)]
+    unready = [replica for replica in status.replicas if not replica.ready]
     if unready:
         rest += ["", _unready(unready, paint)]
     if events:
-        rest += ["", columns(EVENT, [event_row(event) for event in events[-EVENTS:]], paint)]
+        rest += ["", EVENTS.text(events[-LAST_EVENTS:], paint)]
     rest = "\n".join(rest).split("\n")
     room = None if height is None else max(1, height - len(head) - len(rest) - 1)
     return "\n".join([*head, *_hosts(status, letter_of, width, room, color=color), *rest])
 
 
-def _heading(status: Mapping[str, Any]) -> str:
-    hosts, rollout = status["hosts"], status.get("rollout")
-    leased, cores = sum(host["leased"] for host in hosts), sum(host["cores"] for host in hosts)
-    parts = [f"{status['name']}: {'ready' if status['ready'] else 'not ready'}", f"{leased} of {cores} cores in use"]
-    if rollout:
-        parts.append(rollout_line(rollout))
-    parts += [text for text in (hold_text(status), status.get("unreachable")) if text]
+def _heading(status: FleetStatus, unreachable: str) -> str:
+    leased, cores = sum(host.leased for host in status.hosts), sum(host.cores for host in status.hosts)
+    parts = [f"{status.name}: {'ready' if status.ready else 'not ready'}", f"{leased} of {cores} cores in use"]
+    parts += [text for text in (rollout_line(status.rollout), status.hold, unreachable) if text]
     return ", ".join(parts)
 
 
 def _hosts(
-    status: Mapping[str, Any], letter_of: Mapping[str, str], width: int, room: int | None, *, color: bool
+    status: FleetStatus, letter_of: Mapping[str, str], width: int, room: int | None, *, color: bool
 ) -> list[str]:
     """Returns a line for each host, at most ``room`` with the legend."""
-    hosts = status["hosts"]
-    states = {replica["id"]: replica["state"] for model in status["models"] for replica in model["replicas"]}
+    hosts = status.hosts
+    ready = {replica.id for replica in status.replicas if replica.ready}
     shown = hosts if room is None or len(hosts) < room else hosts[: max(1, room - 2)]
-    name_width = max((len(host["name"]) for host in shown), default=0)
+    name_width = max((len(host.name) for host in shown), default=0)
     lines = [
-        f"{host['name'].ljust(name_width)}  "
-        + host_line(host, cells(host, states, letter_of), width - name_width - 2, color)
+        f"{host.name.ljust(name_width)}  "
+        + host_line(host, cells(host, ready, letter_of), width - name_width - 2, color)
         for host in shown
     ]
     if len(shown) < len(hosts):
         others = hosts[len(shown) :]
-        leased, cores = sum(host["leased"] for host in others), sum(host["cores"] for host in others)
+        leased, cores = sum(host.leased for host in others), sum(host.cores for host in others)
         lines.append(f"and {len(others)} more hosts: {leased} of {cores} cores in use")
     return [*lines, LEGEND]
 
 
-def _model_row(model: Mapping[str, Any], letter_of: Mapping[str, str], load: Load) -> tuple[object, ...]:
-    scaling = model.get("scaling") or {}
-    demand = scaling.get("demand") or {}
-    ready = sum(replica["state"] == "ready" for replica in model["replicas"])
-    numbers = (demand.get(key) for key in ("waiting", "live", "arrivals_per_s"))
-    name = model["name"]
-    tokens, typical, slow = (load.get(name, {}).get(key) for key in FIGURES)
-    ttft = None if typical is None or slow is None else f"{typical:.0f}/{slow:.0f}"
-    tokens = None if tokens is None else round(tokens, 1)
-    count = f"{ready}/{model['wanted']}"
-    return (letter_of[name], name, model["state"], count, *numbers, tokens, ttft, scaling.get("why"))
+def _model_row(model: ModelInFleet, letter_of: Mapping[str, str], load: Load) -> tuple[object, ...]:
+    tokens, typical, slow = (load.get(model.name, {}).get(key) for key in FIGURES)
+    return (
+        letter_of[model.name],
+        model.name,
+        model.state.value,
+        f"{model.ready}/{model.wanted}",
+        waiting(model),
+        live(model),
+        arrivals_per_s(model),
+        None if tokens is None else round(tokens, 1),
+        None if typical is None or slow is None else f"{typical:.0f}/{slow:.0f}",
+        model.scaling.why,
+    )
 
 
-def _unready(replicas: Sequence[Mapping[str, Any]], paint: Paint | None) -> str:
+def _unready(replicas: Sequence[ReplicaInFleet], paint: Paint | None) -> str:
     rows = [
-        (*replica_row(replica)[:4], fetch_text(replica["fetch"]) if replica.get("fetch") else replica["reason"])
+        (*STARTING.row(replica), replica.reason if replica.fetch is None else fetch_text(replica.fetch))
         for replica in replicas[:MOST_UNREADY]
     ]
     more = len(replicas) - len(rows)
-    return columns(REPLICAS, rows, paint) + (f"\nand {more} more that are not ready" if more else "")
+    text = columns((*STARTING.header(), "PROGRESS"), rows, paint)
+    return text + (f"\nand {more} more that are not ready" if more else "")

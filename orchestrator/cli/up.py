@@ -88,7 +88,7 @@ def run_up(
         return FAILED
 
     def announce(record: FleetRecord) -> None:
-        display.show_status({"models": ()})  # until the next one, so that it does not overwrite this
+        display.clear()  # until the next status, so that it does not overwrite this
         report("")
         show(
             None,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from orchestrator.cli.app import FAILED, FollowOption, FormatOption, ModelArgument, app, group
@@ -14,12 +14,13 @@ from orchestrator.cli.client import FleetRefused, find_fleet, the_fleet
 from orchestrator.cli.fleet_names import names_of
 from orchestrator.cli.follow import coming, events_after, latest
 from orchestrator.cli.get import LATEST, items_by_name, not_in_fleet
-from orchestrator.cli.listing import listing
+from orchestrator.cli.listing import EVENTS, EventRow
 from orchestrator.cli.output import Format, complain, show, stdout
 from orchestrator.cli.state_colors import state_paint
 from orchestrator.cli.tables import description, event_line, settings_text, status_text
 from orchestrator.daemon.settings import resolve
 from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
+from orchestrator.fleet.fleet_status import FleetStatus
 from orchestrator.process.failure import Failed
 from placements.spec.problems import has_errors
 
@@ -33,7 +34,7 @@ LOG_LINES = 8
 def status(output: FormatOption = Format.TABLE) -> None:
     """Show models, replicas and cores of the running fleet."""
     client = the_fleet()
-    data = client.get("status")
+    data = client.status()
     console = None if client.record is None else client.record.console
     show(data, output, status_text(data, state_paint(stdout()), console))
 
@@ -52,7 +53,7 @@ def describe(
 ) -> None:
     """Show the details of a model, replica or host. Includes conditions, failures, log and recent events."""
     client = the_fleet()
-    status = client.get("status")
+    status = client.status()
     for kind in ("models", "replicas", "hosts"):
         by_name = items_by_name(status, kind)
         if name in by_name:
@@ -61,7 +62,9 @@ def describe(
         raise not_in_fleet(name, [key for kind in ("models", "hosts") for key in items_by_name(status, kind)])
     word = kind.removesuffix("s")
     model = None if kind == "hosts" else name.rpartition("/")[0] if kind == "replicas" else name
-    events = [event for event in events_after(client, 0, model) if kind == "models" or event.get(word) == name]
+    events = list(events_after(client, 0, model))
+    if kind != "models":
+        events = [event for event in events if name in (event.replica, event.host)]
     events = events[-DESCRIBE_EVENTS:]
     log: dict[str, Any] = {"replica": None, "lines": []}
     if model is not None:
@@ -72,10 +75,10 @@ def describe(
     show(data, output, description(word, by_name[name], events, log))
 
 
-def _replica_of_interest(status: Mapping[str, Any], model: str, name: str) -> int | None:
+def _replica_of_interest(status: FleetStatus, model: str, name: str) -> int | None:
     """Returns the number of the named replica, or of the first replica of the model that has a problem."""
     ids = [name] if name != model else []
-    ids += [r["id"] for m in status["models"] if m["name"] == model for r in m["replicas"] if r["reason"]]
+    ids += [replica.id for replica in status.replicas if replica.model == model and replica.reason]
     return int(ids[0].rpartition("/")[2]) if ids else None
 
 
@@ -101,21 +104,21 @@ def events(
     client = the_fleet()
     shown = latest(client, LATEST, model) if since is None else list(events_after(client, since, model))
     if not follow:
-        show({"events": shown}, output, listing("events", shown, state_paint(stdout())))
+        show({"events": shown}, output, EVENTS.text(shown, state_paint(stdout())))
         return
     with contextlib.suppress(KeyboardInterrupt):
         if output is Format.TABLE:
             show(None, output, event_line(None))
         for event in shown:
             _show_event(event, output)
-        for event in coming(client, shown[-1]["seq"] if shown else since or 0, model):
+        for event in coming(client, shown[-1].seq if shown else since or 0, model):
             _show_event(event, output)
 
 
-def _show_event(event: dict[str, Any], output: Format) -> None:
+def _show_event(event: EventRow, output: Format) -> None:
     """Print one line, so that a program can read the stream; in YAML a list of one."""
     if output is Format.JSON:
-        show(None, Format.TABLE, json.dumps(event))
+        show(None, Format.TABLE, json.dumps(msgspec.to_builtins(event)))
     elif output is Format.YAML:
         show([event], output, "")
     else:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import asdict
 
 from orchestrator.console.page import STREAMED
+from orchestrator.fleet.fleet_status import FleetStatus
 from orchestrator.gateway.http.exchange import Exchange
 from workers.host.task_boundary import task_boundary
 
@@ -21,7 +23,6 @@ READ_S = 1.0  # shortest interval between two readings of the status
 PING_S = 5.0  # a page that receives nothing for some of these reconnects
 RECENT = 500  # events that a new page gets
 PAGE = 1000  # events of one query
-NAMED = ("models", "hosts")  # parts of the status that are sent by name, each only when it has changed
 
 _encode = msgspec.json.encode
 
@@ -29,7 +30,7 @@ _encode = msgspec.json.encode
 class ConsoleFleet(Protocol):
     """What the feed reads of a fleet."""
 
-    def status(self) -> dict[str, Any]: ...
+    def status(self) -> FleetStatus: ...
 
     def live(self, *, with_requests: bool) -> dict[str, Any]: ...
 
@@ -106,11 +107,11 @@ class FleetFeed:
                 with task_boundary(log, "the console's reading failed; it is repeated"):
                     wait_s = max(0.0, read_at + READ_S - time.monotonic())
                     more = await self._fleet.events(after, PAGE, wait_s, None)
-                    after, now, status = more["next"], time.monotonic(), None
+                    after, now, parts = more["next"], time.monotonic(), None
                     if now >= read_at + READ_S:
                         live = self._fleet.live(with_requests=self._watchers > 0)
-                        status, read_at = {**self._fleet.status(), "live": live}, now
-                    await self._keep(status, more["events"])
+                        parts, read_at = parts_of(self._fleet.status(), live), now
+                    await self._keep(parts, more["events"])
                     continue
                 await asyncio.sleep(READ_S)
         finally:
@@ -118,17 +119,17 @@ class FleetFeed:
             self._parts.clear()
             self._events.clear()
 
-    async def _keep(self, status: Mapping[str, Any] | None, events: list[dict[str, Any]]) -> None:
+    async def _keep(self, parts: Mapping[tuple[str, str], Any] | None, events: list[dict[str, Any]]) -> None:
+        """``parts``: of a new reading; None: there is none."""
         version = self._version + 1
         changed = bool(events)
         self._events.extend((version, _encode(event)) for event in events)
-        parts = {} if status is None else parts_of(status)
-        for key, part in parts.items():
+        for key, part in ({} if parts is None else parts).items():
             content = _encode(part)
             if self._parts.get(key, (0, b""))[1] != content:
                 self._parts[key] = version, content
                 changed = True
-        if status is not None:  # what the fleet no longer has is not in the names of ``fleet``, and pages drop it
+        if parts is not None:  # what the fleet no longer has is not in the names of ``fleet``, and pages drop it
             self._parts = {key: part for key, part in self._parts.items() if key in parts}
         if changed:
             self._version = version
@@ -136,11 +137,12 @@ class FleetFeed:
                 self._changed.notify_all()
 
 
-def parts_of(status: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """Returns the parts of a status by kind and name. ``fleet`` is all that has no name of its own, with the names of
+def parts_of(status: FleetStatus, live: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    """Returns the parts of a reading by kind and name. ``fleet`` is all that has no name of its own, with the names of
     models and hosts in their order; what is ``live`` has parts without a name."""
-    rest = {key: value for key, value in status.items() if key not in (*NAMED, "live")}
-    names = {kind: [item["name"] for item in status[kind]] for kind in NAMED}
-    parts: dict[tuple[str, str], Any] = {("fleet", ""): {**rest, **names}}
-    parts.update({(kind, ""): part for kind, part in status["live"].items()})
-    return {**parts, **{(kind, item["name"]): item for kind in NAMED for item in status[kind]}}
+    models, hosts = [model.name for model in status.models], [host.name for host in status.hosts]
+    parts: dict[tuple[str, str], Any] = {("fleet", ""): {**asdict(status), "models": models, "hosts": hosts}}
+    parts.update({(kind, ""): part for kind, part in live.items()})
+    parts.update({("models", model.name): model for model in status.models})
+    parts.update({("hosts", host.name): host for host in status.hosts})
+    return parts

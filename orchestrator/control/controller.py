@@ -35,6 +35,7 @@ from orchestrator.control.stand_by import StandBy
 from orchestrator.control.status import Conditions, record_conditions, route_table, status
 from orchestrator.control.update_prefetch import UpdatePrefetch
 from orchestrator.fleet.effects import ClusterClient
+from orchestrator.fleet.fleet_status import FleetStatus
 from orchestrator.fleet.leaving_host import replicas_to_end
 from orchestrator.fleet.replica_states import Signal, State
 from orchestrator.fleet.route_table import RouteTable
@@ -352,8 +353,8 @@ class Controller:
         draining = self.gateways.draining()
         return route_table(self.state, ready=self._was_ready, closing=self._closing, draining=draining)
 
-    def status(self) -> dict[str, Any]:
-        """Returns what `corewright status` shows; docs/cli.md documents its JSON form."""
+    def status(self) -> FleetStatus:
+        """Returns the status of the fleet."""
         return status(
             self.state,
             self._conditions,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from orchestrator.fleet.fleet_status import FleetStatus, HostInFleet, ModelInFleet
 from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
 from workers.messages.metric_family import Histogram, MetricFamily, Point, by_label, gauge
@@ -14,13 +14,6 @@ from workers.serving.replica_metrics import METRICS
 
 LOAD_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0, 3600.0, 7200.0)
 ROUND_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-CORE_STATES = {  # each with the key of the status that counts it
-    "leased": "leased",
-    "free": "free",
-    "cordoned": "free_cordoned",
-    "quarantined": "quarantined",
-    "reserved": "reserved",
-}
 DECISIONS = ("place", "retry", "drain", "stop", "fail", "release", "forget")
 ROLLOUT_STATES = ("progressing", "paused", "canary", "complete", "failed", "rolled_back")
 ENDED = ("complete", "failed", "rolled_back")
@@ -57,14 +50,30 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
 }
 
 
-MODEL_GAUGES = (  # name, key of the model's scaling or condition, and help
-    ("replicas_wanted", "wanted", "Replicas that the model should have."),
-    ("target_replicas", "target", "Replicas that the autoscaler targets, regardless of manual scaling."),
-    ("replicas_min", "min", "Lower limit of replicas that applies now."),
-    ("replicas_max", "max", "Upper limit of replicas that applies now."),
-    ("model_available", "Available", "Whether the model has its min replicas, or as many as are desired."),
-    ("model_placed", "Placed", "Whether every desired replica is placed."),
-    ("model_reachable", "Reachable", "Whether every gateway is connected to every ready replica of the model."),
+MODEL_GAUGES: tuple[tuple[str, Callable[[ModelInFleet], float], str], ...] = (  # name, value and help
+    ("replicas_wanted", lambda model: model.wanted, "Replicas that the model should have."),
+    (
+        "target_replicas",
+        lambda model: model.scaling.target,
+        "Replicas that the autoscaler targets, regardless of manual scaling.",
+    ),
+    ("replicas_min", lambda model: model.scaling.min, "Lower limit of replicas that applies now."),
+    ("replicas_max", lambda model: model.scaling.max, "Upper limit of replicas that applies now."),
+    (
+        "model_available",
+        lambda model: model.holds("Available"),
+        "Whether the model has its min replicas, or as many as are desired.",
+    ),
+    (
+        "model_placed",
+        lambda model: model.holds("Placed"),
+        "Whether every desired replica is placed.",
+    ),
+    (
+        "model_reachable",
+        lambda model: model.holds("Reachable"),
+        "Whether every gateway is connected to every ready replica of the model.",
+    ),
 )
 
 
@@ -150,58 +159,55 @@ class ControllerCounters:
             )
 
 
-def fleet_families(status: Mapping[str, Any], views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFamily]:
+def fleet_families(status: FleetStatus, views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFamily]:
     """Returns gauges of the fleet's ``status`` and of its replicas; ``now`` is on the clock of their times."""
-    yield gauge("corewright_ready", "Whether every model has reached its min replicas.", status["ready"])
-    yield gauge("corewright_journal_revision", "The number of the current revision of the spec.", status["revision"])
-    yield from _hosts(status["hosts"])
-    yield from _models(status["models"])
+    yield gauge("corewright_ready", "Whether every model has reached its min replicas.", status.ready)
+    yield gauge("corewright_journal_revision", "The number of the current revision of the spec.", status.revision)
+    yield from _hosts(status.hosts)
+    yield from _models(status.models)
     yield from _replicas(views, now)
-    rollout = status["rollout"]
-    states = {(condition,): float(condition == rollout["state"]) for condition in ROLLOUT_STATES}
+    rollout = status.rollout
+    states = {(condition,): float(condition == rollout.state) for condition in ROLLOUT_STATES}
     yield by_label("corewright_rollout_state", "gauge", "1 for the state of the current rollout.", ("state",), states)
     since = "When the current rollout entered its state, in seconds since the epoch."
-    yield gauge("corewright_rollout_since_timestamp_seconds", since, rollout["since"])
-    conditions = {(condition["type"],): float(condition["status"]) for condition in status["conditions"]}
+    yield gauge("corewright_rollout_since_timestamp_seconds", since, rollout.since)
+    conditions = {(condition.type,): float(condition.status) for condition in status.conditions}
     holds = "Whether a condition of the fleet holds."
     yield by_label("corewright_condition", "gauge", holds, ("type",), conditions)
 
 
-def _hosts(hosts: Sequence[Mapping[str, Any]]) -> Iterable[MetricFamily]:
-    starting = {(host["name"],): float(host["starting"] is not None) for host in hosts}
+def _hosts(hosts: Sequence[HostInFleet]) -> Iterable[MetricFamily]:
+    starting = {(host.name,): float(host.starting is not None) for host in hosts}
     requested = "Whether the host's machine is requested and has not joined."
     yield by_label("corewright_host_starting", "gauge", requested, ("host",), starting)
-    hosts = [host for host in hosts if host["starting"] is None]
-    cores = {(host["name"], state): host[key] for host in hosts for state, key in CORE_STATES.items()}
+    hosts = [host for host in hosts if host.starting is None]
+    cores = {(host.name, state): count for host in hosts for state, count in host.cores_by_state.items()}
     labels = ("host", "state")
     yield by_label("corewright_cores", "gauge", "NeuronCores by state; together all of the host.", labels, cores)
-    total = {(host["name"],): host["cores"] for host in hosts}
+    total = {(host.name,): host.cores for host in hosts}
     yield by_label("corewright_host_cores", "gauge", "NeuronCores of the host.", ("host",), total)
-    up = {(host["name"],): float(not host["lost"]) for host in hosts}
+    up = {(host.name,): float(not host.lost) for host in hosts}
     yield by_label("corewright_host_up", "gauge", "Whether the host's Ray node is alive.", ("host",), up)
 
 
-def _models(models: Sequence[Mapping[str, Any]]) -> Iterable[MetricFamily]:
+def _models(models: Sequence[ModelInFleet]) -> Iterable[MetricFamily]:
     """Yields the replicas of each model, the bounds and targets of the autoscaler, and the demand at all gateways."""
-    values: dict[tuple[str, ...], dict[str, Any]] = {}
-    for model in models:
-        conditions = {condition["type"]: condition["status"] for condition in model["conditions"]}
-        values[(model["name"],)] = {"wanted": model["wanted"], **model["scaling"], **conditions}
-    for name, key, help in MODEL_GAUGES:
-        points = {labels: row[key] for labels, row in values.items()}
+    for name, value_of, help in MODEL_GAUGES:
+        points = {(model.name,): float(value_of(model)) for model in models}
         yield by_label(f"corewright_{name}", "gauge", help, ("model",), points)
     counted = {
-        (model["name"], state.value): sum(replica["state"] == state.value for replica in model["replicas"])
+        (model.name, state.value): sum(replica.state is state for replica in model.replicas)
         for model in models
         for state in State
     }
     yield by_label("corewright_replicas", "gauge", "Replicas by state.", ("model", "state"), counted)
-    demand = {model["name"]: row for model in models if (row := model["scaling"]["demand"]) is not None}
+    demand = {model.name: row for model in models if (row := model.scaling.demand) is not None}
     text = "Requests for inference that arrive each second at all gateways, averaged over half a minute."
-    rates = {(name,): row["arrivals_per_s"] for name, row in demand.items()}
+    rates = {(name,): row.arrivals_per_s for name, row in demand.items()}
     yield by_label("corewright_demand_arrivals_per_second", "gauge", text, ("model",), rates)
     text = "Requests at all gateways now: waiting for a slot, or live in one."
-    requests = {(name, state): row[state] for name, row in demand.items() for state in ("waiting", "live")}
+    requests = {(name, "waiting"): row.waiting for name, row in demand.items()}
+    requests |= {(name, "live"): row.live for name, row in demand.items()}
     yield by_label("corewright_demand_requests", "gauge", text, ("model", "state"), requests)
 
 

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from orchestrator.fleet.effects import ClusterClient
+from orchestrator.fleet.fleet_status import GatewayInFleet
 from orchestrator.fleet.gateway_places import GatewayPlace, wanted_gateways
 from orchestrator.fleet.key_usage import KeyUsageExchange
 from orchestrator.scaling.demand_report import DemandReply, DemandReport
@@ -145,7 +145,7 @@ class Gateways:
         reports = [heard.report for heard in self._heard.values() if heard.report.place in labels]
         return sum(model.waiting + model.live for report in reports for model in report.models)
 
-    def status(self) -> list[dict[str, Any]]:
+    def status(self) -> list[GatewayInFleet]:
         """Returns the gateways of a joined cluster for `status`: one entry for each machine where one should be."""
         draining = self.draining()
         reports: dict[str, DemandReport] = {}
@@ -162,7 +162,7 @@ class Gateways:
 
 def _status(
     label: str, host: str | None, report: DemandReport | None, problems: Mapping[str, str], draining: list[str]
-) -> dict[str, Any]:
+) -> GatewayInFleet:
     serves = report is not None and bool(report.address)
     if serves and label in draining:
         state, reason = "draining", None
@@ -170,12 +170,12 @@ def _status(
         state, reason = ("ready", None) if not report.unready else ("not ready", report.unready)
     else:
         state, reason = "starting" if label not in problems else "failed", problems.get(label)
-    return {
-        "machine": label,
-        "host": host,
-        "address": report.address if report is not None and serves else None,
-        "state": state,
-        "reason": reason,
-        "version": None if report is None else report.version or None,
-        "routes_age_s": None if report is None else report.routes_age_s,
-    }
+    return GatewayInFleet(
+        machine=label,
+        host=host,
+        address=report.address if report is not None and serves else None,
+        state=state,
+        reason=reason,
+        version=None if report is None else report.version or None,
+        routes_age_s=None if report is None else report.routes_age_s,
+    )

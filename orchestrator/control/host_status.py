@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from orchestrator.fleet.effects import CoreOwner, FailedCore
+from orchestrator.fleet.fleet_status import (
+    AnnouncedEnd,
+    CoreLease,
+    FetchProgress,
+    HostInFleet,
+    QuarantinedCore,
+    StartingHost,
+)
 from orchestrator.state.fleet_state import FleetState
 from placements.facts.core_range import ranges
 from placements.facts.topology import Host
-from workers.artifacts.fetch.progress import FetchStatus
 
 log = logging.getLogger(__name__)
 
 
-def host_statuses(state: FleetState) -> list[dict[str, Any]]:
+def host_statuses(state: FleetState) -> list[HostInFleet]:
     """Returns the hosts that the fleet uses."""
     kept = state.kept
     return [_host_status(state, host) for host in state.hosts if host.name in kept]
 
 
-def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
+def _host_status(state: FleetState, host: Host) -> HostInFleet:
     leases = {
         view.id: view.cores for view in state.views.of_host(host.name) if view.cores is not None and not view.gone
     }
@@ -37,51 +43,40 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
     departure = state.records.state.departures.get(host.name)
     free_cordoned = free if cordoned == "whole" else free & cordoned
     use = state.uses.waiting().get(host.name)
-    starting = None if use is None else {"since": round(use.at, 3), "reason": state.uses.why_waiting(host.name)}
-    return {
-        "name": host.name,
-        "instance": None if host.topology is None else host.topology.instance,
-        "emulated": host.emulated,
-        "lost": host.name in state.lost and starting is None,
-        "starting": starting,
-        "cores": host.cores,
-        "leased": leased,
-        "free": len(free - free_cordoned),
-        "free_cordoned": len(free_cordoned),
-        "quarantined": len(quarantined),
-        "reserved": len(reserved),
-        "reserved_cores": ranges(reserved),
-        "balanced": balanced,
-        "cordoned": "all" if cordoned == "whole" else ranges(cordoned),
-        "draining": host.name in state.drained(),
-        "leaving": None if departure is None else {"cause": departure.cause, "until": departure.until},
-        "quarantine": [{"core": core, **_quarantine_cause(why)} for core, why in sorted(withheld.items())],
-        "fetches": _fetches_on(state, host.name),
-        "leases": [{"replica": id, "cores": str(cores)} for id, cores in sorted(leases.items())],
-    }
+    starting = None
+    if use is not None:
+        starting = StartingHost(since=round(use.at, 3), reason=state.uses.why_waiting(host.name))
+    return HostInFleet(
+        name=host.name,
+        instance=None if host.topology is None else host.topology.instance,
+        emulated=host.emulated,
+        lost=host.name in state.lost and starting is None,
+        starting=starting,
+        cores=host.cores,
+        leased=leased,
+        free=len(free - free_cordoned),
+        free_cordoned=len(free_cordoned),
+        quarantined=len(quarantined),
+        reserved=len(reserved),
+        reserved_cores=ranges(reserved),
+        balanced=balanced,
+        cordoned="all" if cordoned == "whole" else ranges(cordoned),
+        draining=host.name in state.drained(),
+        leaving=None if departure is None else AnnouncedEnd(cause=departure.cause, until=departure.until),
+        quarantine=[_quarantined(core, why) for core, why in sorted(withheld.items())],
+        fetches=_fetches_on(state, host.name),
+        leases=[CoreLease(replica=id, cores=str(cores)) for id, cores in sorted(leases.items())],
+    )
 
 
-def _fetches_on(state: FleetState, host: str) -> list[dict[str, Any]]:
+def _fetches_on(state: FleetState, host: str) -> list[FetchProgress]:
     """Returns the progress of the host's fetches. Those of a source may be shared, and are shown once."""
     fetches = [view.fetch for view in state.views.of_host(host) if view.fetch is not None]
     fetches += [status for (_, _, name), status in state.fetches.items() if name == host]
-    return [fetch_status(status) for status in {status.source: status for status in fetches}.values()]
+    return [FetchProgress.of(status) for status in {status.source: status for status in fetches}.values()]
 
 
-def fetch_status(status: FetchStatus) -> dict[str, Any]:
-    """Returns the progress of a fetch; unknown values are None."""
-    return {
-        "source": status.source,
-        "phase": status.phase,
-        "bytes": status.done,
-        "total": status.total or None,
-        "bytes_per_s": round(status.rate) if status.rate else None,
-        "left_s": None if status.left_s is None else round(status.left_s, 1),
-        "trouble": status.trouble or None,
-    }
-
-
-def _quarantine_cause(why: CoreOwner | FailedCore) -> dict[str, Any]:
+def _quarantined(core: int, why: CoreOwner | FailedCore) -> QuarantinedCore:
     if isinstance(why, CoreOwner):
-        return {"pid": why.pid, "command": why.command, "cause": None}
-    return {"pid": None, "command": None, "cause": why.cause}
+        return QuarantinedCore(core=core, pid=why.pid, command=why.command, cause=None)
+    return QuarantinedCore(core=core, pid=None, command=None, cause=why.cause)

@@ -10,8 +10,10 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from msgspec import UNSET
+
+from orchestrator.fleet.fleet_status import DemandStatus, ScalingStatus
 from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
@@ -376,31 +378,29 @@ class Scaler:
 
     # Status
 
-    def status(self, model: ModelSpec) -> dict[str, Any]:
+    def status(self, model: ModelSpec) -> ScalingStatus:
         """Returns the scaling status of a model: target, reason, bounds and demand."""
         held = self._state.counts.bounds(model)
         memory = self._known[model.name]
-        return {
-            "auto": model.scaling.auto,
-            "min": held.min,
-            "max": held.max,
-            "target": self._state.counts.target(model),
-            "why": memory.why,
-            "demand": self._demand(model),
-        }
+        return ScalingStatus(
+            auto=model.scaling.auto,
+            min=held.min,
+            max=held.max,
+            target=self._state.counts.target(model),
+            why=memory.why,
+            demand=self._demand(model),
+        )
 
-    def _demand(self, model: ModelSpec) -> dict[str, Any] | None:
+    def _demand(self, model: ModelSpec) -> DemandStatus | None:
         if not self.active:
             return None
         latest, forecast = self._latest(model.name), self._history.course(model.name).forecast()
-        demand: dict[str, Any] = {
-            "arrivals_per_s": round(forecast.rates[0], 3),
-            "waiting": sum(window.waiting for window in latest),
-            "live": sum(window.live for window in latest),
-        }
-        if forecast.input_s is not None:
-            demand["items_per_s_of_replica"] = round(1 / forecast.input_s, 1)
-        return demand
+        return DemandStatus(
+            arrivals_per_s=round(forecast.rates[0], 3),
+            waiting=sum(window.waiting for window in latest),
+            live=sum(window.live for window in latest),
+            items_per_s_of_replica=UNSET if forecast.input_s is None else round(1 / forecast.input_s, 1),
+        )
 
     def load_times(self) -> dict[str, float]:
         """Returns the measured duration of a replica's start by model, in seconds."""

@@ -7,10 +7,23 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec.structs
-
 from orchestrator.control.host_rolls import roll_status
-from orchestrator.control.host_status import fetch_status, host_statuses
+from orchestrator.control.host_status import host_statuses
+from orchestrator.fleet.fleet_status import (
+    ConditionStatus,
+    FetchProgress,
+    FleetStatus,
+    GatewayInFleet,
+    HostInFleet,
+    ManualScale,
+    ModelInFleet,
+    ModelRollout,
+    PreparationStatus,
+    ReplicaInFleet,
+    RolloutStatus,
+    ScalingStatus,
+    SpeculationStatus,
+)
 from orchestrator.fleet.progress_text import problem_text
 from orchestrator.fleet.replica_states import ModelState, State, model_state
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
@@ -43,15 +56,15 @@ class Conditions:
         self._wall = wall
         self._since: dict[tuple[str, str], tuple[bool, float]] = {}
 
-    def report(self, about: str, conditions_now: Iterable[Condition]) -> list[dict[str, Any]]:
-        """Returns the conditions in the status's form, which is that of Kubernetes."""
+    def report(self, subject: str, conditions_now: Iterable[Condition]) -> list[ConditionStatus]:
+        """Returns the conditions of the fleet or of a model, each with the time since which it holds."""
         conditions = []
         for condition in conditions_now:
-            key = about, condition.type
+            key = subject, condition.type
             previous = self._since.get(key)
             if previous is None or previous[0] is not condition.status:
                 previous = self._since[key] = condition.status, round(self._wall(), 3)
-            conditions.append({**condition._asdict(), "since": previous[1]})
+            conditions.append(ConditionStatus(**condition._asdict(), since=previous[1]))
         return conditions
 
 
@@ -166,27 +179,27 @@ def status(
     *,
     ready: bool,
     log_of: Callable[[str, int], Path],
-    scaling_of: Callable[[ModelSpec], dict[str, Any]],
-    gateways: list[dict[str, Any]],
+    scaling_of: Callable[[ModelSpec], ScalingStatus],
+    gateways: list[GatewayInFleet],
     versions: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Returns what `corewright status` shows; docs/cli.md documents its JSON form."""
+) -> FleetStatus:
+    """Returns the status of the fleet."""
     hosts = host_statuses(state)
-    return {
-        "name": state.current.spec.name,
-        "ready": ready,
-        "revision": state.current.number,
-        "index": state.records.state.index,
-        "rollout": rollout(state),
-        "conditions": conditions.report("fleet", _fleet_conditions(state, ready, hosts)),
-        "models": [
+    return FleetStatus(
+        name=state.current.spec.name,
+        ready=ready,
+        revision=state.current.number,
+        index=state.records.state.index,
+        rollout=rollout(state),
+        conditions=conditions.report("fleet", _fleet_conditions(state, ready, hosts)),
+        models=[
             _model_status(state, model, conditions, log_of, scaling_of(model)) for model in state.current.spec.models
         ],
-        "hosts": hosts,
-        "gateways": gateways,
-        "maintenance": roll_status(state.records.state.roll),
-        "versions": versions,
-    }
+        hosts=hosts,
+        gateways=gateways,
+        maintenance=roll_status(state.records.state.roll),
+        versions=versions,
+    )
 
 
 def record_conditions(state: FleetState, conditions: Conditions, *, ready: bool) -> None:
@@ -197,53 +210,43 @@ def record_conditions(state: FleetState, conditions: Conditions, *, ready: bool)
         conditions.report(model.name, _model_conditions(state, model))
 
 
-def rollout(state: FleetState) -> dict[str, Any]:
+def rollout(state: FleetState) -> RolloutStatus:
     """Returns the progress of the current revision's rollout."""
     progress, reason = rollout_state(state)
     outcome = state.outcome
-    return {
-        "revision": state.current.number,
-        "state": progress,
-        "reason": reason,
-        "since": round(outcome.at if outcome is not None else state.current.revision.at, 3),
-        "canary": state.current.revision.canary if state.in_canary else None,
-        "models": [_model_rollout(state, model, progress) for model in state.current.spec.models]
-        + [_model_row(name, progress, old=old) for name, old in leaving(state).items()],
-    }
+    gone = [
+        ModelRollout(model=name, strategy=None, wanted=0, updated=0, ready=0, old=old, state=progress)
+        for name, old in leaving(state).items()
+    ]
+    return RolloutStatus(
+        revision=state.current.number,
+        state=progress,
+        reason=reason,
+        since=round(outcome.at if outcome is not None else state.current.revision.at, 3),
+        canary=state.current.revision.canary if state.in_canary else None,
+        models=[_model_rollout(state, model, progress) for model in state.current.spec.models] + gone,
+    )
 
 
-def _model_rollout(state: FleetState, model: ModelSpec, progress: str) -> dict[str, Any]:
+def _model_rollout(state: FleetState, model: ModelSpec, progress: str) -> ModelRollout:
     step = state.goal.steps.get(model.name, Step())
     way = state.strategies.get(model.name)
     if progress == "complete" or state.settled(model):
         progress = "complete"
     elif progress == "canary" and not step.old and not step.lost:
         progress = "progressing"  # it is not part of the canary, and is repaired
-    strategy = None if way is None else way.strategy
-    return _model_row(model.name, progress, strategy, state.counts.desired(model), step.alive, step.ready, step.old)
+    return ModelRollout(
+        model=model.name,
+        strategy=None if way is None else way.strategy,
+        wanted=state.counts.desired(model),
+        updated=step.alive,
+        ready=step.ready,
+        old=step.old,
+        state=progress,
+    )
 
 
-def _model_row(
-    name: str,
-    progress: str,
-    strategy: str | None = None,
-    desired: int = 0,
-    updated: int = 0,
-    ready: int = 0,
-    old: int = 0,
-) -> dict[str, Any]:
-    return {
-        "model": name,
-        "strategy": strategy,
-        "wanted": desired,
-        "updated": updated,
-        "ready": ready,
-        "old": old,
-        "state": progress,
-    }
-
-
-def _fleet_conditions(state: FleetState, ready: bool, hosts: list[dict[str, Any]]) -> Iterable[Condition]:
+def _fleet_conditions(state: FleetState, ready: bool, hosts: list[HostInFleet]) -> Iterable[Condition]:
     yield Condition(
         "Ready", ready, "Served" if ready else "Loading", "every model has reached its min replicas" if ready else ""
     )
@@ -257,9 +260,9 @@ def _fleet_conditions(state: FleetState, ready: bool, hosts: list[dict[str, Any]
     hold = state.hold
     intact, why = hold is None, "" if hold is None else problem_text(hold)
     yield Condition("JournalIntact", intact, "Intact" if intact else "ActionsHeld", why)
-    wrong = [host["name"] for host in hosts if not host["balanced"]]
+    wrong = [host.name for host in hosts if not host.balanced]
     yield Condition("CoresAddUp", not wrong, "Wrong" if wrong else "Counted", ", ".join(wrong))
-    lost = [host["name"] for host in hosts if host["lost"]]
+    lost = [host.name for host in hosts if host.lost]
     yield Condition("HostsAlive", not lost, "HostLost" if lost else "Alive", ", ".join(lost))
 
 
@@ -298,58 +301,62 @@ def _model_status(
     model: ModelSpec,
     conditions: Conditions,
     log_of: Callable[[str, int], Path],
-    scaling: dict[str, Any],
-) -> dict[str, Any]:
+    scaling: ScalingStatus,
+) -> ModelInFleet:
     current, reason = _state_of(state, model)
     parked, start_s = state.parked.get(model.name), expected_start_s(state, model)
     if current is ModelState.UNLOADED and reason is None and parked is not None:
         reason = parked.text(start_s)
     scale = state.records.state.scales.get(model.name)
     usual = {phase for view in state.replicas_of(model.name) for phase in view.load_phases}
-    return {
-        "name": model.name,
-        "kind": model.kind,
-        "state": current.value,
-        "reason": reason,
-        "parked": None if parked is None else parked.as_dict(start_s),
-        "wanted": state.counts.desired(model),
-        "scaled": None if scale is None else {"count": 0 if scale.sleep else scale.count, "by": scale.by},
-        "scaling": scaling,
-        "version": state.current.versions[model.name],
-        "preparing": [_preparing(state, preparation) for preparation in _preparations(state, model)],
-        "conditions": conditions.report(model.name, _model_conditions(state, model)),
-        "replicas": [
-            {
-                "id": view.id,
-                "engine": state.configs[view.id].engine if view.id in state.configs else None,
-                "host": view.host,
-                "cores": None if view.cores is None else str(view.cores),
-                "state": view.state.value,
-                "since": round(state.wall() - state.clock() + view.since, 1),
-                "phase": next_phase(view.ended_phases, usual),
-                "pid": None if view.gone else view.pid,
-                "epoch": view.epoch,
-                "version": view.version,
-                "restarts": view.restarts,
-                "reason": view.reason,
-                "failures": view.failures,
-                "pause_s": view.pause_s if view.state is State.FAILED and not view.stopped else None,
-                "stopped": view.stopped and view.state is State.FAILED,
-                "load_s": view.load_s,
-                "load_phases": {phase: round(seconds, 3) for phase, seconds in view.load_phases.items()},
-                "compile_s": round(view.compile_s, 1),
-                "compiled": view.compiled,
-                "fetch": None if view.fetch is None else fetch_status(view.fetch),
-                "live": view.live,
-                "waiting": view.waiting,
-                "speculation": _speculation(view),
-                "server": None if view.server is None else msgspec.structs.asdict(view.server),
-                "log": list(view.log),
-                "log_file": str(log_of(view.model, view.replica)),
-            }
-            for view in state.replicas_of(model.name)
-        ],
-    }
+    return ModelInFleet(
+        name=model.name,
+        kind=model.kind,
+        state=current,
+        reason=reason,
+        parked=None if parked is None else parked.status(start_s),
+        wanted=state.counts.desired(model),
+        scaled=None if scale is None else ManualScale(count=0 if scale.sleep else scale.count, by=scale.by),
+        scaling=scaling,
+        version=state.current.versions[model.name],
+        preparing=[_preparing(state, preparation) for preparation in _preparations(state, model)],
+        conditions=conditions.report(model.name, _model_conditions(state, model)),
+        replicas=[_replica_status(state, view, usual, log_of) for view in state.replicas_of(model.name)],
+    )
+
+
+def _replica_status(
+    state: FleetState, view: ReplicaView, usual: set[str], log_of: Callable[[str, int], Path]
+) -> ReplicaInFleet:
+    """``usual``: the phases of earlier loads of the model."""
+    return ReplicaInFleet(
+        id=view.id,
+        engine=state.configs[view.id].engine if view.id in state.configs else None,
+        host=view.host,
+        cores=None if view.cores is None else str(view.cores),
+        state=view.state,
+        since=round(state.wall() - state.clock() + view.since, 1),
+        phase=next_phase(view.ended_phases, usual),
+        pid=None if view.gone else view.pid,
+        epoch=view.epoch,
+        version=view.version,
+        restarts=view.restarts,
+        reason=view.reason,
+        failures=view.failures,
+        pause_s=view.pause_s if view.state is State.FAILED and not view.stopped else None,
+        stopped=view.stopped and view.state is State.FAILED,
+        load_s=view.load_s,
+        load_phases={phase: round(seconds, 3) for phase, seconds in view.load_phases.items()},
+        compile_s=round(view.compile_s, 1),
+        compiled=view.compiled,
+        fetch=None if view.fetch is None else FetchProgress.of(view.fetch),
+        live=view.live,
+        waiting=view.waiting,
+        speculation=_speculation(view),
+        server=view.server,
+        log=list(view.log),
+        log_file=str(log_of(view.model, view.replica)),
+    )
 
 
 def _preparations(state: FleetState, model: ModelSpec) -> list[Preparation]:
@@ -362,14 +369,14 @@ def _preparations(state: FleetState, model: ModelSpec) -> list[Preparation]:
     return list(preparations.values())
 
 
-def _preparing(state: FleetState, preparation: Preparation) -> dict[str, Any]:
-    return {
-        "host": preparation.host,
-        "version": preparation.version,
-        "state": state.preparing.get(preparation.key) or ("failed" if preparation.failures else "waiting"),
-        "failures": preparation.failures,
-        "reason": preparation.reason,
-    }
+def _preparing(state: FleetState, preparation: Preparation) -> PreparationStatus:
+    return PreparationStatus(
+        host=preparation.host,
+        version=preparation.version,
+        state=state.preparing.get(preparation.key) or ("failed" if preparation.failures else "waiting"),
+        failures=preparation.failures,
+        reason=preparation.reason,
+    )
 
 
 def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | None]:
@@ -399,12 +406,8 @@ def _due(state: FleetState, model: ModelSpec) -> int:
     return min(state.counts.desired(model), max(1, state.counts.required(model)))
 
 
-def _speculation(view: ReplicaView) -> dict[str, float] | None:
-    """Returns the numbers of drafted and accepted tokens; None without speculation."""
+def _speculation(view: ReplicaView) -> SpeculationStatus | None:
     if not view.drafted:
         return None
-    return {
-        "drafted": view.drafted,
-        "accepted": view.accepted,
-        "acceptance": round(view.accepted / view.drafted, 3),
-    }
+    acceptance = round(view.accepted / view.drafted, 3)
+    return SpeculationStatus(drafted=view.drafted, accepted=view.accepted, acceptance=acceptance)

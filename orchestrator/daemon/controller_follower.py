@@ -83,7 +83,7 @@ class ControllerFollower:
             for line in self.narration.news(status):
                 self.report(line)
             self._display.show_status(status)
-            if status["ready"]:
+            if status.ready:
                 self.ready.set()
 
     def report(self, line: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
+
+from orchestrator.fleet.fleet_status import FleetStatus
 
 
 class Display(Protocol):
@@ -13,8 +14,11 @@ class Display(Protocol):
     def drawn(self) -> bool:
         """True while something is shown, in place of lines about what `up` waits for."""
 
-    def show_status(self, status: Mapping[str, Any]) -> None:
+    def show_status(self, status: FleetStatus) -> None:
         """Shows the status in place of the last one."""
+
+    def clear(self) -> None:
+        """Removes what is shown until the next status."""
 
     def close(self) -> None:
         """Removes what is shown; later statuses are ignored."""
@@ -25,7 +29,10 @@ class NoDisplay:
 
     drawn = False
 
-    def show_status(self, status: Mapping[str, Any]) -> None:
+    def show_status(self, status: FleetStatus) -> None:
+        pass
+
+    def clear(self) -> None:
         pass
 
     def close(self) -> None:

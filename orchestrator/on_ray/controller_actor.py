@@ -23,9 +23,9 @@ from orchestrator.api.refused import Refused
 from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.console.page import CONSOLE_PATH
 from orchestrator.control.controller import Controller
-from orchestrator.control.controller_metrics import CORE_STATES
 from orchestrator.fleet.cluster_names import ray_name
 from orchestrator.fleet.controller_settings import ControllerSettings
+from orchestrator.fleet.fleet_status import FleetStatus
 from orchestrator.fleet.hosting import Hosting
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.gateway.settings import GatewaySettings
@@ -117,15 +117,15 @@ class ControllerActor:
         gauge = Gauge("corewright_cores", "NeuronCores by host and state.", ("host", "state"))
         await self._controller.settled()
         while True:
-            for host in self._controller.status()["hosts"]:
-                for state, key in CORE_STATES.items():
-                    gauge.set(host[key], {"host": host["name"], "state": state})
+            for host in self._controller.status().hosts:
+                for state, count in host.cores_by_state.items():
+                    gauge.set(count, {"host": host.name, "state": state})
             await asyncio.sleep(REFRESH_S)
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
         return await self._controller.next_routes(seen, timeout_s)
 
-    async def status(self, seen: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
+    async def status(self, seen: int, timeout_s: float) -> tuple[int, FleetStatus]:
         for task in (self._running, self._admin, self._metrics, self._beating):
             if task.done():
                 task.result()  # raises its error: a fleet without its loop must not look alive

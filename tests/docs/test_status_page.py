@@ -49,7 +49,8 @@ def told_by_a_controller(tmp_path: Path) -> dict[str, Any]:
             await played.settled()
             report = DemandReport(gateway="g", number=1, seconds=1.0, models=[DemandWindow(model="a")])
             await played.controller.demand(report)
-            return played.controller.status()
+            status: dict[str, Any] = msgspec.to_builtins(played.controller.status())
+            return status
 
     return virtually(play)
 
@@ -104,7 +105,7 @@ def test_the_shown_status_table_is_that_of_the_shown_json(
 ) -> None:
     """`status` prints it so, with the console of the shown record."""
     record = msgspec.convert(example(CLI, "Files"), FleetRecord)
-    monkeypatch.setattr(AdminClient, "get", lambda self, path, query=None: shown_status())
+    monkeypatch.setattr(AdminClient, "get", lambda self, path, query=None, deadline_s=0.0: shown_status())
     monkeypatch.setattr("orchestrator.cli.views.the_fleet", lambda: AdminClient("", "", record))
     assert cli.run(["status"]) == 0
     assert capsys.readouterr().out == status_block("corewright status")

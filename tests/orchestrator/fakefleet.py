@@ -19,6 +19,7 @@ from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.console.playground import Entrance
 from orchestrator.daemon.settings import resolve
 from orchestrator.fleet.controller_settings import ControllerSettings
+from orchestrator.fleet.fleet_status import FleetStatus
 from orchestrator.process.addresses import free_port
 from placements.spec.problems import Problem
 from tests.fleet import until
@@ -157,6 +158,13 @@ STATUS: dict[str, Any] = {
     "maintenance": None,
     "versions": None,
 }
+
+
+def status_of(status: dict[str, Any], rollout: dict[str, Any] | None = None) -> FleetStatus:
+    """Returns the typed status; ``rollout`` replaces its own."""
+    return msgspec.convert({**status, "rollout": rollout or ROLLOUT}, FleetStatus)
+
+
 PLACED = [("chat", 0, "0-7", 61), ("chat", 1, "8-15", 61), ("small", 0, "16", 7)]
 
 
@@ -456,8 +464,8 @@ class FakeFleet:
         if self.refusal is not None:
             raise self.refusal
 
-    def status(self) -> dict[str, Any]:
-        return {**self.told_status, "rollout": {k: v for k, v in self.rollouts[0].items() if k != "undo"}}
+    def status(self) -> FleetStatus:
+        return status_of(self.told_status, self.rollouts[0])
 
     async def propose(self, text: str, file: str, base_dir: str, defrag: int | None = None) -> dict[str, Any]:
         self._asked("propose", text, file, base_dir, *([] if defrag is None else [defrag]))

@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec import to_builtins as builtin
+
 from orchestrator.api.operator import Operator
 from orchestrator.control.controller import Controller
 from orchestrator.fleet.controller_settings import ControllerSettings
@@ -571,24 +573,24 @@ class Played:
 
     def is_settled(self) -> bool:
         status = self.controller.status()
-        states = [[replica["state"] for replica in model["replicas"]] for model in status["models"]]
-        wished = [["ready"] * model["wanted"] for model in status["models"]]
-        return bool(status["rollout"]["state"] == "complete" and states == wished)
+        states = [[replica.state for replica in model.replicas] for model in status.models]
+        wished = [["ready"] * model.wanted for model in status.models]
+        return bool(status.rollout.state == "complete" and states == wished)
 
     async def apply(self, spec: str, **options: Any) -> dict[str, Any]:
         return await self.operator.apply(spec, "spec.yaml", str(self.home), by="tester", **options)
 
     def replica(self, id: str) -> dict[str, Any]:
-        models = self.controller.status()["models"]
-        row: dict[str, Any] = next((r for model in models for r in model["replicas"] if r["id"] == id), {})
+        """Returns a replica of the status as JSON; {} if there is none of that id."""
+        row: dict[str, Any] = next((builtin(r) for r in self.controller.status().replicas if r.id == id), {})
         return row
 
     def model(self, name: str) -> dict[str, Any]:
-        row: dict[str, Any] = next(m for m in self.controller.status()["models"] if m["name"] == name)
+        row: dict[str, Any] = next(builtin(m) for m in self.controller.status().models if m.name == name)
         return row
 
     def host(self, index: int = 0) -> dict[str, Any]:
-        row: dict[str, Any] = self.controller.status()["hosts"][index]
+        row: dict[str, Any] = builtin(self.controller.status().hosts[index])
         return row
 
     def ready(self, name: str) -> list[dict[str, Any]]:

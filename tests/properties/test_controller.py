@@ -122,9 +122,8 @@ class World:
     def check(self) -> None:
         """What holds at every moment."""
         assert self.cluster.violations == []
-        for host in self.played.controller.status()["hosts"]:
-            states = ("leased", "free", "free_cordoned", "quarantined", "reserved")
-            assert sum(host[state] for state in states) == host["cores"], host
+        for host in self.played.controller.status().hosts:
+            assert sum(host.cores_by_state.values()) == host.cores, host
         noted = {
             (failed_core.host, failed_core.core): failed_core.at for failed_core in failed_cores(self.journal.state())
         }
@@ -144,7 +143,7 @@ class World:
         self.cluster.lost_now.clear()
         for host in range(HOSTS):
             await self._cordon(host, None, False)
-        if self.played.operator.rollout()["state"] in ("paused", "failed"):
+        if self.played.operator.rollout().state in ("paused", "failed"):
             await self.played.operator.resume("tester")
         if self.played.controller.state.in_canary:
             await self.played.operator.promote("tester")

@@ -96,10 +96,9 @@ class World:
 
     def check_status(self) -> None:
         """The cores of each host add up, as the status counts them."""
-        for host in self.played.controller.status()["hosts"]:
-            states = ("leased", "free", "free_cordoned", "quarantined", "reserved")
-            assert host["balanced"], host
-            assert sum(host[name] for name in states) == host["cores"], host
+        for host in self.played.controller.status().hosts:
+            assert host.balanced, host
+            assert sum(host.cores_by_state.values()) == host.cores, host
 
     async def settle(self) -> None:
         """Everything is repaired; soon nothing is left to do, and each process is one that the plan has."""
@@ -111,7 +110,7 @@ class World:
         for host in self.played.controller.state.records.state.cordons:
             await self.played.operator.cordon(host, None, False, "tester")
         state = self.played.controller.state
-        if self.played.operator.rollout()["state"] in ("paused", "failed"):
+        if self.played.operator.rollout().state in ("paused", "failed"):
             await self.played.operator.resume("tester")
         for _ in range(60):
             await asyncio.sleep(120.0)

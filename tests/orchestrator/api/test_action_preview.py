@@ -27,10 +27,10 @@ CHANGES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 ]
 
 
-def held(fleet: Played) -> dict[str, tuple[str, str]]:
+def held(fleet: Played) -> dict[str, tuple[str, str | None]]:
     """Host and cores of each replica that serves."""
-    replicas = [replica for model in fleet.controller.status()["models"] for replica in model["replicas"]]
-    return {each["id"]: (each["host"], each["cores"]) for each in replicas if each["state"] == "ready"}
+    replicas = fleet.controller.status().replicas
+    return {replica.id: (replica.host, replica.cores) for replica in replicas if replica.ready}
 
 
 @pytest.mark.parametrize(("asked", "verb", "fields"), CHANGES, ids=lambda value: str(value))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
@@ -120,7 +121,7 @@ def test_a_route_passes_what_its_operation_takes(route: AdminRoute) -> None:
 
 
 def test_a_get_returns_the_fleets_response_unchanged(admin: LiveAdmin, http: httpx.Client) -> None:
-    assert http.get("status").json() == admin.fleet.status()
+    assert http.get("status").json() == msgspec.to_builtins(admin.fleet.status())
     assert http.get("rollout").json() == admin.fleet.rollout()
     assert http.get("revisions").json() == admin.fleet.revisions()
     assert http.get("revisions/2").json()["text"] == SPEC
@@ -311,7 +312,7 @@ def test_the_fake_fleet_returns_the_keys_of_a_real_one(tmp_path: Path) -> None:
             "events": await fleet.events(0, 10, 0.0, None),
             "logs": await fleet.logs("chat", None, None, 0.0),
             "drain": await fleet.drain("chat/0", "me"),
-            "status": fleet.status(),
+            "status": msgspec.to_builtins(fleet.status()),
         }
         replies["revision"]["plan"] = replies["apply"]["plan"] = replies["plan"]["placements"] = (
             None  # environments in them
@@ -319,7 +320,8 @@ def test_the_fake_fleet_returns_the_keys_of_a_real_one(tmp_path: Path) -> None:
         for model in replies["status"]["models"]:
             for each in model["replicas"]:
                 each["load_phases"] = None  # those that a start has had
-        return replies
+        plain: dict[str, Any] = msgspec.to_builtins(replies)
+        return plain
 
     async def real() -> dict[str, Any]:
         cluster = FakeCluster()

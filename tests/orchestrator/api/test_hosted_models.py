@@ -42,8 +42,8 @@ class Endpoint:
     @property
     def states(self) -> dict[str, list[str]]:
         """The states of the replicas by model."""
-        models = self.played.controller.status()["models"]
-        return {model["name"]: [replica["state"] for replica in model["replicas"]] for model in models}
+        models = self.played.controller.status().models
+        return {model.name: [replica.state for replica in model.replicas] for model in models}
 
     @property
     def names(self) -> list[str]:

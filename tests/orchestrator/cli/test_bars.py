@@ -6,7 +6,8 @@ import io
 from typing import Any
 
 from orchestrator.cli.bars import SHOW_CURSOR, Bar, Bars
-from tests.orchestrator.fakefleet import STATUS, replica
+from orchestrator.fleet.fleet_status import FleetStatus
+from tests.orchestrator.fakefleet import STATUS, replica, status_of
 
 
 class Terminal(io.StringIO):
@@ -16,8 +17,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def status_of(*replicas: dict[str, Any]) -> dict[str, Any]:
-    return {**STATUS, "models": [{**STATUS["models"][0], "replicas": list(replicas)}]}
+def showing(*replicas: dict[str, Any]) -> FleetStatus:
+    return status_of({**STATUS, "models": [{**STATUS["models"][0], "replicas": list(replicas)}]})
 
 
 FETCH = {
@@ -34,7 +35,7 @@ FETCH = {
 def test_a_fetch_shows_its_rate_and_the_time_left() -> None:
     terminal = Terminal()
     bars = Bars(terminal)
-    bars.show_status(status_of(replica("chat/0", "0-7", "fetching", fetch=FETCH)))
+    bars.show_status(showing(replica("chat/0", "0-7", "fetching", fetch=FETCH)))
     bars.close()
 
     assert "chat/0" in terminal.getvalue()
@@ -46,7 +47,7 @@ def test_a_load_shows_the_time_left_of_the_usual_one() -> None:
     """That of an earlier start, or of another replica; a load that takes longer shows none."""
     terminal, now = Terminal(), [100.0]
     bars = Bars(terminal, clock=lambda: now[0])
-    status = status_of(replica("chat/0", "0-7", "loading", load_s=None), replica("chat/1", "8-15", load_s=30.0))
+    status = showing(replica("chat/0", "0-7", "loading", load_s=None), replica("chat/1", "8-15", load_s=30.0))
     bars.show_status(status)
     now[0] += 12.0
     bars.show_status(status)
@@ -66,9 +67,9 @@ def test_a_load_shows_the_time_left_of_the_usual_one() -> None:
 
 def test_only_replicas_that_start_have_a_bar() -> None:
     bars = Bars(Terminal())
-    bars.show_status(status_of(replica("chat/0", "0-7"), replica("chat/1", "8-15", "loading")))
+    bars.show_status(showing(replica("chat/0", "0-7"), replica("chat/1", "8-15", "loading")))
     drawn = bars.drawn
-    bars.show_status(status_of(replica("chat/0", "0-7"), replica("chat/1", "8-15")))
+    bars.show_status(showing(replica("chat/0", "0-7"), replica("chat/1", "8-15")))
 
     assert (drawn, bars.drawn) == (True, False)
 

@@ -588,20 +588,15 @@ def test_an_unknown_name_is_an_error_with_the_known_names(
     assert "it has" in stderr
 
 
-def test_a_fleet_of_another_version_is_shown(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
-    """Keys that it does not send are dashes."""
-    status = fleet.fleet.told_status
-    for key in ("index", "revision", "conditions"):
-        del status[key]
-    for model in status["models"]:
-        del model["conditions"], model["version"]
-        for replica in model["replicas"]:
-            del replica["version"], replica["load_s"], replica["compile_s"], replica["live"], replica["waiting"]
-    for host in status["hosts"]:
-        del host["cordoned"], host["lost"], host["quarantine"]
-    for command in ("status", "get models", "get replicas", "get hosts", "describe chat", "describe inf2.48xlarge/0"):
-        assert run(command.split()) == 0
-    assert "-" in capsys.readouterr().out
+def test_a_fleet_whose_status_has_another_form_is_an_error(
+    fleet: LiveAdmin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names the field and this version."""
+    monkeypatch.setattr(fleet.fleet, "status", lambda: {**fleet.fleet.told_status, "ready": "yes"})
+    assert run(["status"]) == 1
+    stderr = capsys.readouterr().err
+    assert "fleet-refused" in stderr
+    assert f"corewright {corewright_version()} does: Expected `bool`, got `str` - at `$.ready`" in stderr
 
 
 # apply, plan, diff

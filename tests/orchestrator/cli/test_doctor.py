@@ -12,15 +12,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import convert
 
 from orchestrator.cli import doctor as doctor_command
 from orchestrator.cli import main as cli
-from orchestrator.cli.diagnosis import FleetReading, InterpreterReading, Readings, ReplicaReading, Report, report
+from orchestrator.cli.diagnosis import FleetReading, InterpreterReading, Readings, Report, report
 from orchestrator.cli.doctor import text
+from orchestrator.fleet.fleet_status import ReplicaInFleet
 from placements.facts.vllm import release_for
 from tests.doubles import Neuron
 from tests.doubles.machine import Machine, build_machine, make_interpreter
-from tests.orchestrator.fakefleet import LiveAdmin
+from tests.orchestrator.fakefleet import LiveAdmin, replica
 from tests.readable import is_readable
 from workers.engines import package_contract
 from workers.engines.package_contract import Drift
@@ -74,7 +76,9 @@ WELL = Readings(
     spec="fleet.yaml",
 )
 HOLDER = NeuronProcess(pid=71, devices=(2, 3), cores=(4, 5, 6, 7), command="python serve.py", runtime_version="2.22")
-FLEET = FleetReading("chat", "http://127.0.0.1:8080", False, (ReplicaReading("chat/0", 71, "4-7", "ready"),))
+FLEET = FleetReading(
+    "chat", "http://127.0.0.1:8080", False, (convert(replica("chat/0", "4-7", pid=71), ReplicaInFleet),)
+)
 
 
 def problems_of(**changes: Any) -> list[tuple[str, str, str]]:

@@ -7,17 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import convert
 
 from orchestrator.cli.get import Kind, ListFormat, _Printer, matchers
-from orchestrator.cli.listing import KINDS, selected
+from orchestrator.cli.listing import selected
 from orchestrator.cli.state_colors import paint_state
 from orchestrator.cli.tables import MOST_HOSTS, MOST_REPLICAS, status_text
-from tests.orchestrator.fakefleet import STATUS, TOKEN, LiveAdmin, replica
+from orchestrator.fleet.fleet_status import FleetStatus, ReplicaInFleet
+from tests.orchestrator.fakefleet import STATUS, TOKEN, LiveAdmin, replica, status_of
 
 REPLICAS = [replica("chat/0", "0-7"), replica("chat/1", "8-15", "failed", pid=None), replica("small/0", "16", live=0)]
 
@@ -64,8 +65,8 @@ def test_without_items_every_selector_selects_nothing() -> None:
     assert selected([], [("stat", True, "ready")]) == []
 
 
-def changed(**values: Any) -> Mapping[str, Any]:
-    return {**REPLICAS[0], **values}
+def changed(**values: Any) -> ReplicaInFleet:
+    return convert({**REPLICAS[0], **values}, ReplicaInFleet)
 
 
 FOLLOWED = [changed(), changed(epoch=2), changed(state="draining"), changed(state="draining"), changed()]
@@ -111,21 +112,14 @@ def test_only_states_are_colored(column: str, cell: str, shown: str) -> None:
     assert paint_state(column, cell) == shown
 
 
-def test_every_kind_has_as_many_cells_as_columns() -> None:
-    for name in ("models", "hosts"):
-        for item in STATUS[name]:
-            assert len(KINDS[name].cells(item, wide=True)) == len(KINDS[name].columns(wide=True))
-    for item in REPLICAS:
-        assert len(KINDS["replicas"].cells(item, wide=True)) == len(KINDS["replicas"].columns(wide=True))
-
-
-def fleet_of(replicas: int, unready: int, hosts: int) -> dict[str, Any]:
+def fleet_of(replicas: int, unready: int, hosts: int) -> FleetStatus:
     """A status with so many replicas of one model, of which ``unready`` are loading, on so many hosts."""
     states = ["loading"] * unready + ["ready"] * (replicas - unready)
     own = [replica(f"chat/{i}", "0", state) for i, state in enumerate(states)]
     machines = [{**STATUS["hosts"][0], "name": f"inf2.48xlarge/{i}"} for i in range(hosts)]
     healthy = [{**machine, "cordoned": [], "quarantine": []} for machine in machines[1:]]
-    return {**STATUS, "models": [{**STATUS["models"][0], "replicas": own}], "hosts": [machines[0], *healthy]}
+    model = {**STATUS["models"][0], "replicas": own}
+    return status_of({**STATUS, "models": [model], "hosts": [machines[0], *healthy]})
 
 
 @pytest.mark.parametrize(("replicas", "unready", "rows"), [(12, 2, 12), (500, 2, 2), (500, 0, 0), (500, 40, 12)])

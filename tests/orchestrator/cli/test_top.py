@@ -11,34 +11,37 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+from msgspec import convert
+from msgspec.structs import replace
 
+from orchestrator.cli.listing import EventRow
 from orchestrator.cli.live_map import cells, host_line, letters
 from orchestrator.cli.top import screen
-from tests.orchestrator.fakefleet import EVENTS, ROLLOUT, STATUS, TOKEN, LiveAdmin
+from orchestrator.fleet.fleet_status import HostInFleet
+from tests.orchestrator.fakefleet import EVENTS, STATUS, TOKEN, LiveAdmin, status_of
 
-HOST: dict[str, Any] = STATUS["hosts"][0]
-STATES = {"chat/0": "ready", "chat/1": "failed"}
+HOST = convert(STATUS["hosts"][0], HostInFleet)
+READY = {"chat/0"}
 DEADLINE_S = 30.0
 
 
 def test_a_core_shows_its_model_or_why_it_has_none() -> None:
     """Capitals are ready replicas; a lease hides every other sign."""
-    drawn = "".join(cells({**HOST, "reserved_cores": ["16-17"]}, STATES, letters(["chat", "small"])))
+    drawn = "".join(cells(replace(HOST, reserved_cores=["16-17"]), READY, letters(["chat", "small"])))
 
     assert drawn == "AAAAAAAA" + "aaaaaaaa" + "##" + ".." + "///" + "!"
 
 
 def test_a_host_without_devices_has_no_cells() -> None:
     """Also while it is cordoned."""
-    assert cells({**HOST, "cores": 0, "leases": [], "quarantine": [], "cordoned": "all"}, {}, {}) == []
+    assert cells(replace(HOST, cores=0, leases=[], quarantine=[], cordoned="all"), {}, {}) == []
 
 
 @pytest.mark.parametrize(("width", "groups"), [(80, 12), (35, 1)])
 def test_devices_are_apart_where_there_is_room(width: int, groups: int) -> None:
-    line = host_line(HOST, cells(HOST, STATES, {"chat": "A"}), width, color=False)
+    line = host_line(HOST, cells(HOST, READY, {"chat": "A"}), width, color=False)
 
     assert len(line.split()) == groups
 
@@ -47,8 +50,10 @@ def test_devices_are_apart_where_there_is_room(width: int, groups: int) -> None:
 @pytest.mark.parametrize("height", [20, 24, 50])
 def test_the_screen_fits_the_terminal(hosts: int, height: int) -> None:
     """Hosts that do not fit are counted."""
-    status = {**STATUS, "rollout": ROLLOUT, "hosts": [{**HOST, "name": f"inf2.48xlarge/{i}"} for i in range(hosts)]}
-    lines = screen(status, {}, EVENTS, 80, height, color=False).splitlines()
+    machines = [replace(HOST, name=f"inf2.48xlarge/{i}") for i in range(hosts)]
+    status = replace(status_of(STATUS), hosts=machines)
+    events = convert(EVENTS, list[EventRow])
+    lines = screen(status, {}, events, 80, height, color=False).splitlines()
 
     drawn = sum(line.startswith("inf2.48xlarge/") for line in lines)
     assert len(lines) <= height

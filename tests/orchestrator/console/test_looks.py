@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
@@ -74,7 +75,8 @@ def hundred_hosts(home: Path) -> dict[str, Any]:
     async def story() -> dict[str, Any]:
         async with Played(home, FakeCluster(), spec) as fleet:
             await fleet.settled()
-            return fleet.controller.status()
+            status: dict[str, Any] = msgspec.to_builtins(fleet.controller.status())
+            return status
 
     with ThreadPoolExecutor(1) as thread:  # Playwright has an event loop in this one
         status: dict[str, Any] = thread.submit(virtually, story).result()

@@ -100,8 +100,8 @@ def test_a_changed_adapter_is_fetched_to_all_hosts_first(cluster: FakeCluster, t
         await played.apply(spec("support: s3://lora/other"))
         await played.until(lambda: "AdaptersFailed" in played.happened(), "it fails", 60.0)
         assert folders(cluster) == [{"support": folder("support")}] * 2
-        assert played.controller.status()["rollout"]["state"] == "progressing"
-        assert "2 with other adapters" in played.controller.status()["rollout"]["reason"]
+        assert played.controller.status().rollout.state == "progressing"
+        assert "2 with other adapters" in played.controller.status().rollout.reason
         del cluster.unfetchable["s3://lora/other"]
         await played.settled()
         assert folders(cluster) == [{"support": folder("other")}] * 2

@@ -53,7 +53,7 @@ def test_up_replaces_the_replicas_of_another_build_while_the_model_serves(tmp_pa
     """As a new revision of the same spec; another `apply` of the spec would change nothing."""
 
     async def story(played: Played, cluster: FakeCluster) -> None:
-        assert played.controller.status()["versions"] == {
+        assert played.controller.status().versions == {
             "controller": "0.1.0",
             "host_actors": {},
             "gateways": {},
@@ -65,7 +65,7 @@ def test_up_replaces_the_replicas_of_another_build_while_the_model_serves(tmp_pa
         while len(cluster.started) < 4 or not await is_settled(played):
             assert played.ready("a"), "the model serves"
             await asyncio.sleep(0.05)
-        assert played.controller.status()["versions"] is None
+        assert played.controller.status().versions is None
         assert [config.python for config in cluster.started] == [None] * 4, "each in its controller's interpreter"
         assert not (await up(played))["changed"]
 
@@ -73,7 +73,7 @@ def test_up_replaces_the_replicas_of_another_build_while_the_model_serves(tmp_pa
 
 
 async def is_settled(played: Played) -> bool:
-    return bool(played.controller.status()["rollout"]["state"] == "complete" and len(played.ready("a")) == 2)
+    return bool(played.controller.status().rollout.state == "complete" and len(played.ready("a")) == 2)
 
 
 def test_replicas_of_the_old_build_stay_if_the_new_one_fails(tmp_path: Path) -> None:

@@ -29,14 +29,14 @@ def running(home: Path, cluster: FakeCluster | None = None) -> Played:
 async def test_every_min_replica_is_started_on_its_cores(tmp_path: Path) -> None:
     """The fleet becomes ready with each replica on the planned cores, and `min: 0` starts nothing."""
     async with running(tmp_path) as fleet:
-        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+        await fleet.until(lambda: fleet.controller.status().ready, "ready")
 
         assert {(c.model, c.replica, c.env["NEURON_RT_VISIBLE_CORES"]) for c in fleet.cluster.started} == {
             ("a", 0, "0-7"),
             ("b", 0, "8-9"),
             ("b", 1, "10-11"),
         }
-        assert [model["state"] for model in fleet.controller.status()["models"]] == ["ready", "ready", "unloaded"]
+        assert [model.state for model in fleet.controller.status().models] == ["ready", "ready", "unloaded"]
 
 
 async def test_leased_free_and_quarantined_cores_are_all_cores(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ async def test_leased_free_and_quarantined_cores_are_all_cores(tmp_path: Path) -
     cluster.held = {23: 4711}
     async with running(tmp_path, cluster) as fleet:
         await fleet.until(lambda: fleet.host()["quarantined"] == 1, "the strange core is seen")
-        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+        await fleet.until(lambda: fleet.controller.status().ready, "ready")
 
         host = fleet.host()
         assert (host["leased"], host["free"], host["quarantined"]) == (12, 11, 1)
@@ -55,7 +55,7 @@ async def test_leased_free_and_quarantined_cores_are_all_cores(tmp_path: Path) -
 async def test_a_dead_replica_restarts_on_the_same_cores_with_the_next_epoch(tmp_path: Path) -> None:
     """The death of its process is confirmed first; the others are not affected."""
     async with running(tmp_path) as fleet:
-        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+        await fleet.until(lambda: fleet.controller.status().ready, "ready")
 
         await fleet.cluster.replicas["b/1.1"].die("killed by signal 9")
         await fleet.until(lambda: fleet.replica("b/1")["restarts"] == 1, "started again")
@@ -71,7 +71,7 @@ async def test_a_dead_replica_restarts_on_the_same_cores_with_the_next_epoch(tmp
 async def test_requests_wait_for_a_replica_that_died_in_service(tmp_path: Path) -> None:
     """A model whose only replica died is loading, not failed: the gateway keeps requests that can still be answered."""
     async with running(tmp_path) as fleet:
-        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+        await fleet.until(lambda: fleet.controller.status().ready, "ready")
         states: list[str] = []
 
         def died() -> bool:
@@ -101,14 +101,14 @@ async def test_a_replica_that_cannot_start_shows_its_cause_and_its_last_log_line
         failed = fleet.replica("a/0")
         assert failed["reason"] == "weights-missing: no safetensors (convert it)"
         assert failed["log"] == ["the end of a-0.log"]
-        assert [model["state"] for model in fleet.controller.status()["models"]] == ["failed", "ready", "unloaded"]
-        assert not fleet.controller.status()["ready"]
+        assert [model.state for model in fleet.controller.status().models] == ["failed", "ready", "unloaded"]
+        assert not fleet.controller.status().ready
 
 
 async def test_a_failed_replica_has_no_requests(tmp_path: Path) -> None:
     """Its last report of slots and queue no longer applies."""
     async with running(tmp_path) as fleet:
-        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+        await fleet.until(lambda: fleet.controller.status().ready, "ready")
         await fleet.cluster.find("a/0").report(live=3, waiting=1, version=5)
         await fleet.until(lambda: fleet.replica("a/0")["live"] == 3, "it works")
         failure = Failure("device-failed", "it is broken", reaction=Reaction.STOP)
@@ -131,7 +131,7 @@ async def test_a_start_that_ray_rejects_is_a_failure_with_its_cause(tmp_path: Pa
 async def test_a_model_with_min_0_is_started_by_the_first_request(tmp_path: Path) -> None:
     """`wake` starts one replica; a second call changes nothing."""
     async with running(tmp_path) as fleet:
-        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+        await fleet.until(lambda: fleet.controller.status().ready, "ready")
         await fleet.controller.wake("c")
         await fleet.controller.wake("c")
         await fleet.until(lambda: fleet.replica("c/0").get("state") == "ready", "woken")
@@ -144,12 +144,12 @@ async def test_a_restarted_controller_adopts_the_live_replicas(tmp_path: Path) -
     """Nothing is restarted, the routes are the same, and the next start has the next epoch."""
     cluster = FakeCluster()
     async with running(tmp_path, cluster) as first:
-        await first.until(lambda: first.controller.status()["ready"], "ready")
+        await first.until(lambda: first.controller.status().ready, "ready")
         await first.controller.wake("c")
         await first.until(lambda: first.replica("c/0").get("state") == "ready", "woken")
         before = first.controller.routes()
     async with Played(tmp_path, cluster, SPEC, journal=first.journal, restarted=True) as second:
-        await second.until(lambda: second.controller.status()["ready"], "adopted")
+        await second.until(lambda: second.controller.status().ready, "adopted")
 
         assert len(cluster.started) == 4
         assert second.controller.routes() == before
@@ -175,7 +175,7 @@ async def test_the_age_of_an_adopted_start_does_not_depend_on_the_clock_of_its_m
 async def test_shutdown_drains_and_stops_every_replica(tmp_path: Path) -> None:
     """Nothing is started meanwhile, and nothing is left."""
     async with running(tmp_path) as fleet:
-        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+        await fleet.until(lambda: fleet.controller.status().ready, "ready")
 
         await fleet.controller.shutdown(1.0)
 
@@ -194,9 +194,9 @@ async def test_a_core_of_a_foreign_process_is_not_assigned_to_a_replica(tmp_path
 
         assert {tuple(c.cores) for c in cluster.configs("b")} == {(10, 11), (12, 13)}
         assert cluster.configs("a") == []
-        model = fleet.controller.status()["models"][0]
-        assert model["state"] == "failed"
-        assert "3" in model["reason"]
+        model = fleet.controller.status().models[0]
+        assert model.state == "failed"
+        assert "3" in (model.reason or "")
         cluster.held = {}
         await fleet.until(lambda: fleet.replica("a/0").get("state") == "ready", "placed when the core is free")
 
@@ -204,7 +204,7 @@ async def test_a_core_of_a_foreign_process_is_not_assigned_to_a_replica(tmp_path
 async def test_reports_of_an_old_epoch_are_ignored(tmp_path: Path) -> None:
     """A late report of a replaced start does not change the state of its successor."""
     async with running(tmp_path) as fleet:
-        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+        await fleet.until(lambda: fleet.controller.status().ready, "ready")
         cluster = fleet.cluster
         old = cluster.replicas["b/0.1"]
         cluster.late = asyncio.Event()
@@ -242,7 +242,7 @@ async def test_the_cause_and_the_log_stay_until_the_replica_is_ready(tmp_path: P
 async def test_no_routes_are_published_before_the_live_replicas_are_adopted(tmp_path: Path) -> None:
     """A restarted controller publishes nothing rather than wrong routes."""
     async with running(tmp_path) as first:
-        await first.until(lambda: first.controller.status()["ready"], "ready")
+        await first.until(lambda: first.controller.status().ready, "ready")
         cluster = first.cluster
     fresh = running(tmp_path, cluster)
     change = asyncio.create_task(fresh.controller.change(0, 0.01))
@@ -262,6 +262,6 @@ async def test_an_unresponsive_replica_is_restarted_with_the_next_epoch(tmp_path
     cluster = FakeCluster()
     cluster.unadoptable = {"a/0": 4}
     async with running(tmp_path, cluster) as fleet:
-        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+        await fleet.until(lambda: fleet.controller.status().ready, "ready")
 
         assert [config.epoch for config in cluster.configs("a")] == [5]

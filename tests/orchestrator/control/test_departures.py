@@ -75,8 +75,9 @@ def test_replicas_move_all_at_once_before_their_host_ends(tmp_path: Path, cause:
             least = min(least, len(played.ready("a")))
             assert now(played) - began < 60.0
         assert (least, len(played.ready("a"))) == (3, 3)
-        host = next(host for host in played.controller.status()["hosts"] if host["name"] == home)
-        assert (host["cordoned"], host["draining"], host["leaving"]["cause"]) == ("all", True, cause)
+        host = next(host for host in played.controller.status().hosts if host.name == home)
+        assert host.leaving is not None
+        assert (host.cordoned, host.draining, host.leaving.cause) == ("all", True, cause)
         assert "HostLeaving" in played.happened()
         assert "NotMoved" not in played.happened()
 
@@ -126,8 +127,8 @@ def test_a_notice_without_a_deadline_moves_replicas_one_by_one(tmp_path: Path) -
         assert refused.value.problem.id == "host-leaving"
         played.cluster.notices.clear()
         await played.until(lambda: "HostStays" in played.happened(), "over", 10.0)
-        host = next(host for host in played.controller.status()["hosts"] if host["name"] == home)
-        assert (host["cordoned"], host["leaving"]) == ([], None)
+        host = next(host for host in played.controller.status().hosts if host.name == home)
+        assert (host.cordoned, host.leaving) == ([], None)
 
     play(tmp_path, ROOMY, story, load_s=5.0)
 

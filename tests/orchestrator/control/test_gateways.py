@@ -88,7 +88,7 @@ async def reported(played: Played, *hosts: str, seconds: float = 0.0, **fields: 
 
 
 def states(played: Played) -> dict[str, str]:
-    return {gateway["host"]: gateway["state"] for gateway in played.controller.status()["gateways"]}
+    return {str(gateway.host): gateway.state for gateway in played.controller.status().gateways}
 
 
 def test_gateways_follow_the_hosts(tmp_path: Path) -> None:
@@ -152,12 +152,12 @@ def test_gateways_of_another_version_are_replaced_machine_after_machine(tmp_path
             await reported(played, HOSTS[0], version="0.1.0")
             await reported(played, HOSTS[1], version="0.0.9")
         assert 1 <= cluster.replaced.count(f"gateway {second}") <= 2, "it is retried each half minute"
-        versions = played.controller.status()["versions"]
+        versions = played.controller.status().versions
         assert versions["gateways"] == {second: "0.0.9"}
         assert versions["problem"] == f"the gateway on {second} does not start: it fails"
         cluster.gateway_problems = {}
         await reported(played, *HOSTS, version="0.1.0")
-        assert played.controller.status()["versions"] is None
+        assert played.controller.status().versions is None
         cluster.replaced.clear()
         await reported(played, *HOSTS, seconds=40.0, version="0.1.0")
         assert not cluster.replaced
@@ -184,15 +184,15 @@ def test_an_upgrade_stops_at_a_host_whose_new_actor_does_not_start(tmp_path: Pat
         cluster.host_actor_problems = {first: "it has no interpreter"}
         await reported(played, *HOSTS, seconds=40.0, version="0.0.9")
         assert cluster.replaced == [f"host {first}"] * 2, "it is retried each half minute"
-        versions = played.controller.status()["versions"]
+        versions = played.controller.status().versions
         assert versions["host_actors"] == {first: "0.0.9", second: "0.0.9"}
         assert versions["problem"] == f"the host actor on {first} does not start: it has no interpreter"
         cluster.host_actor_problems.clear()
         played.controller.retry_upgrade()
-        assert played.controller.status()["versions"]["problem"] is None
+        assert played.controller.status().versions["problem"] is None
         await reported(played, *HOSTS, seconds=5.0, version="0.0.9")
         assert cluster.replaced[2:5] == [f"host {first}", f"host {second}", f"gateway {first}"]
-        versions = played.controller.status()["versions"]
+        versions = played.controller.status().versions
         assert (versions["host_actors"], versions["problem"]) == ({}, None)
 
     play(tmp_path, story, build=Build("0.1.0", "/opt/new/bin/python"))

@@ -51,7 +51,7 @@ def play(tmp_path: Path, text: str, story: Callable[[Played], Coroutine[Any, Any
 
 
 def hosts(played: Played) -> dict[str, str]:
-    return {host["name"]: "starting" if host["starting"] else "ready" for host in played.controller.status()["hosts"]}
+    return {host.name: "starting" if host.starting else "ready" for host in played.controller.status().hosts}
 
 
 async def scale(played: Played, count: int | None) -> None:
@@ -143,12 +143,13 @@ def test_the_status_says_why_a_replica_waits(tmp_path: Path) -> None:
     async def story(played: Played) -> None:
         await played.until(lambda: hosts(played).get(FIRST) == "starting", "requested", 5.0)
         await asyncio.sleep(2.0)
-        model, (host,) = played.model("a"), played.controller.status()["hosts"]
+        model, (host,) = played.model("a"), played.controller.status().hosts
         assert (model["state"], model["reason"]) == (
             "loading",
             f"it waits for the requested machine of {FIRST} (no capacity)",
         )
-        assert (host["lost"], host["starting"]["reason"]) == (False, "no capacity")
+        assert host.starting is not None
+        assert (host.lost, host.starting.reason) == (False, "no capacity")
         await asyncio.sleep(3600.0)
         assert [kind for kind in played.happened() if kind.startswith("Host")] == ["HostRequested", "HostNotStarted"]
 

@@ -54,14 +54,14 @@ async def emptied(played: Played, least: dict[str, int]) -> list[str]:
         status = played.controller.status()
         for model, number in least.items():
             assert len(played.ready(model)) >= number
-        if status["maintenance"] is None:
+        if status.maintenance is None:
             return [event.host or "" for event in played.journal.events() if event.reason == "Uncordoned"]
         await asyncio.sleep(0.2)
     raise AssertionError(f"the maintenance does not end: {status}")
 
 
 def phase(played: Played) -> str | None:
-    roll = played.controller.status()["maintenance"]
+    roll = played.controller.status().maintenance
     return None if roll is None else roll["phase"]
 
 
@@ -69,7 +69,7 @@ def test_every_host_is_emptied_in_turn_while_all_replicas_serve(tmp_path: Path) 
     async def story(played: Played) -> None:
         await played.operator.roll_hosts([], "none", None, "tester")
         assert await emptied(played, {"a": 3, "b": 1}) == HOSTS
-        assert [host["cordoned"] for host in played.controller.status()["hosts"]] == [[], []]
+        assert [host.cordoned for host in played.controller.status().hosts] == [[], []]
         assert played.happened().count("HostDraining") == 2
         assert "MaintenanceOver" in played.happened()
 
@@ -91,7 +91,7 @@ def test_a_host_waits_for_the_operator(tmp_path: Path) -> None:
         await played.operator.continue_roll("tester")
         assert played.host(1)["cordoned"] == []
         await played.until(lambda: phase(played) == "waiting", "the next one is empty", 200)
-        assert played.controller.status()["maintenance"]["hosts"] == HOSTS[:1]
+        assert played.controller.status().maintenance["hosts"] == HOSTS[:1]
         await played.operator.stop_roll("tester")
         assert (phase(played), played.host(0)["cordoned"]) == (None, [])
         with pytest.raises(Refused) as refused:
@@ -190,7 +190,7 @@ def test_room_that_is_lost_meanwhile_delays_the_next_host(tmp_path: Path) -> Non
         await played.until(lambda: played.host(0)["lost"], "lost", 10)
         await played.operator.continue_roll("tester")
         await played.until(lambda: "MaintenanceWaits" in played.happened(), "it waits", 100)
-        assert "b/0 needs" in played.controller.status()["maintenance"]["refusal"]
+        assert "b/0 needs" in played.controller.status().maintenance["refusal"]
         played.cluster.lost_now.clear()
         await played.until(lambda: phase(played) == "waiting", "the next one is empty", 200)
 
@@ -228,7 +228,7 @@ def test_a_restarted_controller_goes_on_where_it_was(tmp_path: Path, at: str) ->
             for left in (1, 0):
                 await second.until(lambda: phase(second) == "waiting", "empty", 200)
                 await second.operator.continue_roll("tester")
-                assert len((second.controller.status()["maintenance"] or {"hosts": []})["hosts"]) == left
+                assert len((second.controller.status().maintenance or {"hosts": []})["hosts"]) == left
             await second.settled()
         journal.close()
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from orchestrator.api.refused import Refused
-from orchestrator.fleet.progress_text import hold_text
 from orchestrator.fleet.replica_states import State
 from orchestrator.records.journal import Journal, JournalUnwritable
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
@@ -104,7 +103,7 @@ def test_a_hold_is_an_error_event_and_a_condition(tmp_path: Path) -> None:
 
     async def story(played: Played) -> None:
         events = {event.reason: event for event in played.journal.events() if event.level == "error"}
-        text = hold_text(played.controller.status())
+        text = played.controller.status().hold
         assert events["JournalDamaged"].message.startswith("journal-damaged: bytes ")
         assert events["ActionsHeld"].message == text
         assert text.startswith("journal-damaged: ")
@@ -121,7 +120,7 @@ def test_applying_the_lost_spec_ends_the_hold_and_drains_nothing(tmp_path: Path)
         await played.settled()
         assert (answer["changed"], answer["revision"]) == (True, 3)
         assert idle(played.cluster)
-        assert hold_text(played.controller.status()) == ""
+        assert played.controller.status().hold == ""
         victim = played.ready("a")[0]["id"]
         await played.cluster.find(victim).die("killed")
         await played.until(lambda: played.replica(victim)["restarts"], "it is started again", LONG_S)
@@ -152,14 +151,14 @@ def test_a_hold_outlives_the_controllers_next_restart(tmp_path: Path) -> None:
             await second.controller.settled()
             await passes(second, LONG_S)
             assert idle(second.cluster)
-            assert hold_text(second.controller.status())
+            assert second.controller.status().hold
             assert sum(event.reason == "JournalDamaged" for event in journal.events()) == 1
             await second.apply(TWO)
         journal.close()
         journal = Journal(tmp_path / "journal")
         async with Played(tmp_path, played.cluster, ONE, journal=journal, restarted=True) as third:
             await third.settled()
-            assert hold_text(third.controller.status()) == ""
+            assert third.controller.status().hold == ""
             assert idle(third.cluster)
         journal.close()
 
@@ -197,7 +196,7 @@ def test_the_next_up_ends_the_hold(tmp_path: Path) -> None:
     """It reports the damage, and holds nothing."""
 
     async def story(played: Played) -> None:
-        assert hold_text(played.controller.status()) == ""
+        assert played.controller.status().hold == ""
         assert any(event.reason == "JournalDamaged" for event in played.journal.events())
         await played.settled()
         assert len(played.ready("a")) == 2

@@ -9,13 +9,16 @@ from typing import Any
 
 import msgspec.structs
 import pytest
+from msgspec import convert, to_builtins
+from msgspec.structs import replace
 
 from orchestrator.cli.tables import status_text
 from orchestrator.daemon.narration import progress
+from orchestrator.fleet.fleet_status import FetchProgress, ReplicaInFleet
 from orchestrator.fleet.progress_text import fetch_text
 from orchestrator.starts.early_start import PROCESS_S, RemainingTime, lead_of
 from tests.orchestrator.elsewhere import forbid_remote_sources
-from tests.orchestrator.fakefleet import STATUS
+from tests.orchestrator.fakefleet import STATUS, replica, status_of
 from tests.orchestrator.fakes import FakeCluster, Played, play
 from tests.stubs import stub_checkpoint
 from tests.workers.artifacts.test_artifact_fetcher import CONFIG
@@ -587,9 +590,9 @@ def test_a_process_starts_ahead_by_its_measured_time_before_the_weights() -> Non
 # In words
 
 
-def fetch(**changes: Any) -> dict[str, Any]:
+def fetch(**changes: Any) -> FetchProgress:
     plain = {"source": "s3://models/one", "phase": "fetching", "bytes": 0, "total": None}
-    return {**plain, "bytes_per_s": None, "left_s": None, "trouble": None, **changes}
+    return convert({**plain, "bytes_per_s": None, "left_s": None, "trouble": None, **changes}, FetchProgress)
 
 
 def test_a_fetch_is_described_with_the_known_figures() -> None:
@@ -602,9 +605,9 @@ def test_a_fetch_is_described_with_the_known_figures() -> None:
 
 def test_up_reports_a_fetch_by_phases_and_tenths() -> None:
     """A line each second would hide other events."""
-    plain = {"id": "m/0", "state": "fetching", "cores": "0-7", "reason": None}
+    plain = convert(replica("m/0", "0-7", "fetching"), ReplicaInFleet)
     steps = [("listing", 100), ("fetching", 100), ("fetching", 150), ("fetching", 200), ("verifying", 200)]
-    lines = [progress({**plain, "fetch": fetch(phase=phase, bytes=done, total=1000)}) for phase, done in steps]
+    lines = [progress(replace(plain, fetch=fetch(phase=phase, bytes=done, total=1000))) for phase, done in steps]
     assert [news for news, _ in lines] == [
         "m/0 fetching on cores 0-7 listing 1",
         "m/0 fetching on cores 0-7 fetching 1",
@@ -613,18 +616,19 @@ def test_up_reports_a_fetch_by_phases_and_tenths() -> None:
         "m/0 fetching on cores 0-7 verifying 2",
     ]
     away = fetch(phase="listing", trouble="no answer for 3 s")
-    assert progress({**plain, "fetch": away})[0] != progress({**plain, "fetch": fetch(phase="listing")})[0]
+    assert progress(replace(plain, fetch=away))[0] != progress(replace(plain, fetch=fetch(phase="listing")))[0]
     assert lines[1][1] == "m/0 fetching s3://models/one: 100 bytes of 1.0 kB"
-    assert progress({**plain, "fetch": None})[1] == "m/0 fetching on cores 0-7"
+    assert progress(plain)[1] == "m/0 fetching on cores 0-7"
 
 
 def test_the_status_shows_what_an_update_waits_for() -> None:
     """With its cause and the progress of the fetch."""
     status = copy.deepcopy(STATUS)
-    status["models"][0]["replicas"][1]["fetch"] = fetch()
-    status["models"][0]["preparing"] = [{"host": HOST, "state": "failed", "failures": 2, "reason": "s3-denied: no"}]
-    status["hosts"][0]["fetches"] = [fetch(bytes=1, total=2)]
-    text = status_text(status)
+    waits = {"host": HOST, "version": "7d40", "state": "failed", "failures": 2, "reason": "s3-denied: no"}
+    status["models"][0]["replicas"][1]["fetch"] = to_builtins(fetch())
+    status["models"][0]["preparing"] = [waits]
+    status["hosts"][0]["fetches"] = [to_builtins(fetch(bytes=1, total=2))]
+    text = status_text(status_of(status))
     assert "chat/1: fetching s3://models/one\n" in text
     assert f"chat: preparing the new version on {HOST} (failed); the old replicas keep serving\n" in text
     assert "    2 failed attempts: s3-denied: no\n    fetching s3://models/one: 1 bytes of 2 bytes" in text

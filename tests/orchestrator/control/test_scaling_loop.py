@@ -487,7 +487,7 @@ def test_a_rollout_does_not_wait_for_replicas_of_the_autoscaler(tmp_path: Path) 
         assert counts(fleet)["low"] == 3
         await fleet.operator.resume("tester")
         await gateway.run(300)
-        assert fleet.operator.rollout()["state"] == "complete"
+        assert fleet.operator.rollout().state == "complete"
         assert len(fleet.ready("low")) == counts(fleet)["low"] == 3
 
     play(tmp_path, PAIR, story)
@@ -541,8 +541,8 @@ def test_no_demand_causes_a_double_claim_or_breaks_a_min_of_equal_priority(
                 await gateway.run(1)
                 assert fleet.cluster.violations == []
                 check_classes(fleet)
-        for host in fleet.controller.status()["hosts"]:
-            assert host["leased"] + host["free"] == host["cores"]
+        for host in fleet.controller.status().hosts:
+            assert host.leased + host.free == host.cores
 
     with tempfile.TemporaryDirectory() as home:
         play(Path(home), HEAD + "".join(lines), story, load_s)

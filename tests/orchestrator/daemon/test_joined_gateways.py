@@ -11,6 +11,7 @@ from orchestrator.daemon.joined_gateways import are_starting, client_url, loopba
 from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.failure import Failed
+from tests.orchestrator.fakefleet import STATUS, status_of
 
 MACHINES = [
     ClusterMachine(GatewayPlace("head", "n0"), "10.0.0.1", is_head=True),
@@ -21,7 +22,7 @@ MACHINES = [
 
 def gateway(machine: str, state: str, address: str | None = None, reason: str | None = None) -> dict[str, Any]:
     known = {"machine": machine, "host": None, "address": address, "state": state, "reason": reason}
-    return {**known, "routes_age_s": 1.5 if address else None}
+    return {**known, "version": None, "routes_age_s": 1.5 if address else None}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,6 @@ def test_up_fails_if_no_gateway_runs_and_names_those_that_do_not() -> None:
 
 
 def test_the_status_shows_each_gateway() -> None:
-    shown = {"models": [], "hosts": [], "gateways": [gateway("a", "ready", "http://a:8080"), gateway("b", "failed")]}
-    text = status_text({**shown, "name": "f", "ready": True, "revision": 1, "conditions": [], "rollout": None})
+    gateways = [gateway("a", "ready", "http://a:8080"), gateway("b", "failed")]
+    text = status_text(status_of({**STATUS, "gateways": gateways}))
     assert "gateway of a: http://a:8080, ready, routes 2 s old\ngateway of b: b, failed" in text

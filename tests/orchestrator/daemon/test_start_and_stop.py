@@ -12,17 +12,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from orchestrator.cli import doctor as doctor_command
 from orchestrator.cli.main import run
 from orchestrator.daemon.daemon import Daemon, UpOptions
 from orchestrator.daemon.settings import SETTINGS
+from orchestrator.fleet.fleet_status import FleetStatus
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import free_port
 from orchestrator.process.home import FLEET_VARIABLE, FleetRecord, Home
 from orchestrator.process.waiting_notice import WaitingNotice
 from tests.fleet import until
-from tests.orchestrator.fakefleet import LiveAdmin
+from tests.orchestrator.fakefleet import STATUS, LiveAdmin, replica, status_of
 from workers.host import host_facts as this_host
 from workers.host.interpreter import Interpreter, probe
 
@@ -123,7 +125,7 @@ def test_a_command_with_its_own_output_has_no_wait_messages() -> None:
 class Started(Daemon):
     """A daemon that starts no process; its controller's status is ``status``."""
 
-    status: dict[str, Any]
+    status: FleetStatus
     progress: Path  # a file, since the fleet lives in a child
 
     @property
@@ -139,7 +141,7 @@ class Started(Daemon):
     def _start_gateway(self) -> None:
         until(lambda: "a/0 loading on cores 0-1" in self.told, 10, "the replica's progress")
         until(lambda: self._follower.narration.unready == ["a/0 (loading)", "b (failed)"], 10, "what is waited for")
-        self.status = {"models": [], "ready": True}
+        self.status = replace(status_of(STATUS), models=[], ready=True)
 
     def _ask(self, call: Any) -> Any:
         threading.Event().wait(0.01)
@@ -158,10 +160,9 @@ def daemon(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start
 
     made = Started(Home(home), UpOptions(gateway=gateway), ("", "f", "/"), "demo", (), None, write)
     made.progress = progress
-    replica = {"id": "a/0", "state": "loading", "cores": "0-1", "fetch": None, "reason": None}
-    waiting = {"name": "b", "state": "failed", "wanted": 1, "reason": "no room", "preparing": [], "replicas": []}
-    first = {**waiting, "name": "a", "replicas": [replica]}
-    made.status = {"models": [first, waiting], "ready": False}
+    waiting = {**STATUS["models"][1], "name": "b", "state": "failed", "wanted": 1, "reason": "no room"}
+    first = {**waiting, "name": "a", "replicas": [replica("a/0", "0-1", "loading")]}
+    made.status = status_of({**STATUS, "models": [first, waiting], "ready": False})
     return made
 
 

@@ -88,7 +88,7 @@ def test_the_loop_continues_while_a_sync_blocks(tmp_path: Path, blocked: Callabl
             scaled = asyncio.ensure_future(played.operator.scale("m", 1, "tester"))
             await entered(disk)
             assert [len(model.replicas) for model in played.controller.routes().models] == [1]
-            assert played.controller.status()["ready"]
+            assert played.controller.status().ready
             assert await played.controller.metrics()
             assert not scaled.done()
             disk.resume()

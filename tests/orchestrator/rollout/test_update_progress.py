@@ -24,7 +24,7 @@ def test_a_rollout_without_progress_fails_at_its_deadline(tmp_path: Path) -> Non
         await played.until(lambda: played.replica("a/1").get("state") == "loading", "it starts")
         await played.operator.cordon("inf2.48xlarge/0", None, True, "tester")
         await played.cluster.find("a/1").die("killed")
-        await played.until(lambda: played.controller.status()["revision"] == 3, "rolled back", 120)
+        await played.until(lambda: played.controller.status().revision == 3, "rolled back", 120)
         await played.settled()
         assert len(played.ready("a")) == 1
         assert "no progress for 6" in next(e.message for e in played.journal.events() if e.reason == "RolloutFailed")
@@ -40,7 +40,7 @@ def test_a_start_that_compiles_for_long_is_not_rolled_back(tmp_path: Path) -> No
         played.cluster.load_s = 3000.0
         await played.apply(spec(a_batch=8, a=patient))
         await played.settled(3100.0)
-        assert played.controller.status()["revision"] == 2
+        assert played.controller.status().revision == 2
         assert played.replica("a/1")["load_s"] == 3000.0
 
     play(tmp_path, spec(a=patient), story, tick_s=5.0, load_s=5.0)
@@ -57,7 +57,7 @@ def test_compiling_is_not_part_of_the_start(tmp_path: Path) -> None:
             await asyncio.sleep(100.0)
             await played.cluster.find("a/1").report(compile_s=float(compile_s))
         await played.settled(3400.0)
-        assert played.controller.status()["revision"] == 2
+        assert played.controller.status().revision == 2
         assert played.replica("a/1")["failures"] == 0
 
     play(tmp_path, spec(), story, tick_s=5.0, load_s=5.0)
@@ -71,7 +71,7 @@ def test_a_start_that_exceeds_its_deadline_is_rolled_back(tmp_path: Path) -> Non
         played.cluster.loads = False
         began = asyncio.get_running_loop().time()
         await played.apply(spec(a_batch=8, a=patient))
-        await played.until(lambda: played.controller.status()["revision"] == 3, "rolled back", 3700)
+        await played.until(lambda: played.controller.status().revision == 3, "rolled back", 3700)
         assert 3600.0 < asyncio.get_running_loop().time() - began < 3610.0
         await played.settled()
         assert len(played.ready("a")) == 1
@@ -91,7 +91,7 @@ def test_the_start_of_an_unchanged_model_does_not_extend_the_deadline(tmp_path: 
         await played.cluster.find("a/1").die("killed")
         played.cluster.load_s = 800.0
         await played.cluster.find("b/0").die("killed")
-        await played.until(lambda: played.controller.status()["revision"] == 3, "rolled back", 120)
+        await played.until(lambda: played.controller.status().revision == 3, "rolled back", 120)
         assert played.replica("b/0")["state"] == "loading"
 
     play(tmp_path, spec(a=quick), story, load_s=5.0)

@@ -85,7 +85,7 @@ def test_with_free_cores_the_new_replica_is_ready_before_the_old_one_stops(tmp_p
         (replica,) = played.ready("a")
         assert replica["version"] != before
         assert replica["restarts"] == 0
-        assert played.controller.status()["revision"] == 2
+        assert played.controller.status().revision == 2
 
     play(tmp_path, spec(), story, load_s=30.0)
 
@@ -148,23 +148,23 @@ def test_the_header_of_a_rollout_and_its_table_agree(tmp_path: Path) -> None:
 
         def consistent() -> bool:
             rollout = played.operator.rollout()
-            rows = {row["model"]: row for row in rollout["models"]}
-            headers.add(rollout["state"])
-            assert {row["state"] for row in rows.values()} <= {"complete", rollout["state"]}, rollout
-            assert all(row["updated"] + row["old"] >= row["ready"] for row in rows.values())
+            rows = {row.model: row for row in rollout.models}
+            headers.add(rollout.state)
+            assert {row.state for row in rows.values()} <= {"complete", rollout.state}, rollout
+            assert all(row.updated + row.old >= row.ready for row in rows.values())
             for name, row in rows.items():
-                if row["state"] == "progressing":
-                    progress = f"{name}: {row['ready']} of {row['wanted']} ready, {row['old']} old"
-                    assert progress in rollout["reason"], rollout
+                if row.state == "progressing":
+                    progress = f"{name}: {row.ready} of {row.wanted} ready, {row.old} old"
+                    assert progress in rollout.reason, rollout
             return played.is_settled()
 
         await played.apply(spec(b_batch=8, b_replicas=3))
         await watched(played, "b", consistent)
         await played.operator.restart("b", "tester")
-        assert [row["updated"] for row in played.operator.rollout()["models"]] == [1, 0]
+        assert [row.updated for row in played.operator.rollout().models] == [1, 0]
         await watched(played, "b", consistent)
         await played.apply(spec(b_batch=4, b_replicas=3), canary=0.5)
-        await watched(played, "b", lambda: consistent() or played.operator.rollout()["state"] == "canary")
+        await watched(played, "b", lambda: consistent() or played.operator.rollout().state == "canary")
         await played.operator.pause("tester")
         consistent()
         await played.operator.resume("tester")
@@ -172,8 +172,8 @@ def test_the_header_of_a_rollout_and_its_table_agree(tmp_path: Path) -> None:
         await watched(played, "b", consistent)
         without = "\n".join(line for line in spec(b_batch=4, b_replicas=3).splitlines() if "b:" not in line)
         await played.apply(without)
-        rows = played.operator.rollout()["models"]
-        assert [(row["model"], row["wanted"], row["old"]) for row in rows] == [("a", 1, 0), ("b", 0, 3)]
+        rows = played.operator.rollout().models
+        assert [(row.model, row.wanted, row.old) for row in rows] == [("a", 1, 0), ("b", 0, 3)]
         await watched(played, "a", consistent)
         assert headers == {"progressing", "complete", "canary", "paused"}
 
@@ -235,7 +235,7 @@ def test_requests_are_held_until_a_failed_swap_is_rolled_back(tmp_path: Path, st
             route = next(m for m in played.controller.routes().models if m.name == "a")
             unheld += not route.replicas and not route.holds
             failed += route.state is ModelState.FAILED
-            return played.controller.status()["revision"] == 3 and played.is_settled()
+            return played.controller.status().revision == 3 and played.is_settled()
 
         assert min(await watched(played, "a", settled)) == 0
         assert (unheld, failed > 0) == (0, True)
@@ -275,7 +275,7 @@ def test_without_a_rollback_no_request_is_held_for_a_failed_swap(tmp_path: Path)
         text = spec(a_batch=8, a=pinned)
         played.cluster.broken[await version_of(played, text, "a")] = Failure("out-of-memory", "no HBM")
         await played.apply(text)
-        await played.until(lambda: played.operator.rollout()["state"] == "failed", "failed", 600)
+        await played.until(lambda: played.operator.rollout().state == "failed", "failed", 600)
         assert not next(m for m in played.controller.routes().models if m.name == "a").holds
 
     play(tmp_path, spec(a=pinned), story, load_s=2.0)
@@ -290,7 +290,7 @@ def test_a_plan_shows_a_long_outage(tmp_path: Path) -> None:
         (change,) = [model for model in proposal["models"] if model["model"] == "a"]
         assert change["strategy"] == "in_place"
         assert 300.0 <= change["outage_s"] <= 305.0
-        assert played.controller.status()["revision"] == 1
+        assert played.controller.status().revision == 1
 
     play(tmp_path, spec(a=pinned), story, load_s=300.0)
 
@@ -323,7 +323,7 @@ def test_a_broken_version_is_rolled_back_while_the_old_one_serves(tmp_path: Path
         result = await played.operator._read(spec(a_batch=8), "spec.yaml", str(tmp_path), by="x", cause="apply")
         played.cluster.broken[result[1].versions["a"]] = broken
         await played.apply(spec(a_batch=8))
-        counts = await watched(played, "a", lambda: played.controller.status()["revision"] == 3 and played.is_settled())
+        counts = await watched(played, "a", lambda: played.controller.status().revision == 3 and played.is_settled())
         assert min(counts) == 1
         assert {key: played.replica("a/0")[key] for key in ("pid", "epoch", "version")} == {
             key: good[key] for key in ("pid", "epoch", "version")
@@ -347,7 +347,7 @@ def test_without_rollback_a_failed_update_stops(tmp_path: Path) -> None:
         _, generation = await played.operator._read(spec(a_batch=8, a=off), "s", str(tmp_path), by="", cause="apply")
         played.cluster.broken[generation.versions["a"]] = Failure("x", "broken")
         await played.apply(spec(a_batch=8, a=off))
-        await played.until(lambda: played.operator.rollout()["state"] == "failed", "failed", 600)
+        await played.until(lambda: played.operator.rollout().state == "failed", "failed", 600)
         assert len(played.ready("a")) == 1
         await played.operator.undo(None, "tester")
         await played.settled()
@@ -371,7 +371,7 @@ def test_pause_stops_an_update_between_two_replicas_and_resume_continues(tmp_pat
         for _ in range(100):
             await played.controller.change(10**9, 1.0)
         assert 1 <= updated() <= 2
-        assert played.operator.rollout()["state"] == "paused"
+        assert played.operator.rollout().state == "paused"
         await played.operator.resume("tester")
         await played.settled()
         assert updated() == 4
@@ -384,7 +384,7 @@ def test_a_canary_gets_its_share_until_it_is_promoted(tmp_path: Path) -> None:
 
     async def story(played: Played) -> None:
         await played.apply(spec(b_batch=8), canary=0.25)
-        await played.until(lambda: played.operator.rollout()["state"] == "canary", "canary", 100)
+        await played.until(lambda: played.operator.rollout().state == "canary", "canary", 100)
         route = next(model for model in played.controller.routes().models if model.name == "b")
         assert (route.canary, len(route.canaries), len(route.replicas)) == (0.25, 1, 3)
         await played.operator.promote("tester")
@@ -399,7 +399,7 @@ def test_the_same_text_is_not_a_new_revision(tmp_path: Path) -> None:
     """Applying the running spec changes nothing, so that a script may apply at each run."""
 
     async def story(played: Played) -> None:
-        index = played.controller.status()["index"]
+        index = played.controller.status().index
         result = await played.apply(spec())
         assert (result["changed"], result["revision"], result["index"]) == (False, 1, index)
 
@@ -415,9 +415,9 @@ def test_an_outdated_index_rejects_the_apply(tmp_path: Path) -> None:
         with pytest.raises(Refused) as refused:
             await played.apply(spec(a_batch=8), check_index=index)
         assert refused.value.problem.id == "index-changed"
-        assert played.controller.status()["revision"] == 1
-        await played.apply(spec(a_batch=8), check_index=played.controller.status()["index"])
-        assert played.controller.status()["revision"] == 2
+        assert played.controller.status().revision == 1
+        await played.apply(spec(a_batch=8), check_index=played.controller.status().index)
+        assert played.controller.status().revision == 2
 
     play(tmp_path, spec(), story)
 
@@ -456,8 +456,8 @@ def test_a_drained_host_is_emptied_after_its_replicas_start_elsewhere(tmp_path: 
             played, "a", lambda: all(r["host"] != home for m in ("a", "b") for r in played.model(m)["replicas"])
         )
         assert min(counts) >= 1
-        host = next(h for h in played.controller.status()["hosts"] if h["name"] == home)
-        assert (host["leased"], host["cordoned"], host["draining"]) == (0, "all", True)
+        host = next(h for h in played.controller.status().hosts if h.name == home)
+        assert (host.leased, host.cordoned, host.draining) == (0, "all", True)
 
     play(tmp_path, two, story, load_s=5.0)
 
@@ -479,7 +479,7 @@ models:
         await played.cluster.lose("inf2.48xlarge/0")
         await played.until(lambda: [r["host"] for r in played.ready("high")] == ["inf2.48xlarge/1"], "high", 60)
         status = played.controller.status()
-        assert [host["lost"] for host in status["hosts"]] == [True, False]
+        assert [host.lost for host in status.hosts] == [True, False]
         assert played.ready("low") == []
         assert "HostLost" in played.happened()
         played.cluster.lost_now.clear()
@@ -640,8 +640,8 @@ def test_the_rollback_setting_of_the_failing_model_counts(tmp_path: Path) -> Non
         text = spec(a_batch=8, a=off, b_batch=8)
         played.cluster.broken[await version_of(played, text, "a")] = Failure("x", "broken")
         await played.apply(text)
-        await played.until(lambda: played.operator.rollout()["state"] == "failed", "failed", 600)
-        assert played.controller.status()["revision"] == 2
+        await played.until(lambda: played.operator.rollout().state == "failed", "failed", 600)
+        assert played.controller.status().revision == 2
 
     play(tmp_path, spec(a=off), story, load_s=2.0)
 
@@ -654,7 +654,7 @@ def test_a_failed_rollout_continues_when_its_cause_is_fixed_and_it_is_resumed(tm
         text = spec(a_batch=8, a=off)
         played.cluster.broken[await version_of(played, text, "a")] = Failure("x", "broken")
         await played.apply(text)
-        await played.until(lambda: played.operator.rollout()["state"] == "failed", "failed", 600)
+        await played.until(lambda: played.operator.rollout().state == "failed", "failed", 600)
         played.cluster.broken.clear()
         await played.operator.resume("tester")
         await played.settled()
@@ -687,14 +687,14 @@ def test_a_canary_that_dies_after_an_hour_restarts_as_a_canary(tmp_path: Path) -
 
     async def story(played: Played) -> None:
         await played.apply(spec(b_batch=8), canary=0.25)
-        await played.until(lambda: played.operator.rollout()["state"] == "canary", "canary", 100)
+        await played.until(lambda: played.operator.rollout().state == "canary", "canary", 100)
         for _ in range(60):
             await played.controller.change(10**9, 60.0)
         new = played.controller.state.current.versions["b"]
         (canary,) = [r.config for r in played.cluster.living() if r.config.version == new]
         await played.cluster.find(f"b/{canary.replica}").die("killed")
         await played.until(lambda: played.replica(f"b/{canary.replica}")["state"] != "ready", "it died")
-        await played.until(lambda: played.operator.rollout()["state"] == "canary", "canary", 100)
+        await played.until(lambda: played.operator.rollout().state == "canary", "canary", 100)
         assert "RolledBack" not in played.happened()
 
     play(tmp_path, spec(), story, load_s=5.0)
@@ -761,7 +761,7 @@ def test_manual_scaling_applies_to_one_fleet_only(tmp_path: Path) -> None:
             await played.operator.cordon("inf2.48xlarge/0", "23", True, "tester")
         async with Played(tmp_path, FakeCluster(), spec(), journal=journal, fleet="next") as played:
             await played.settled()
-            assert played.controller.status()["ready"]
+            assert played.controller.status().ready
             assert len(played.ready("a")) == 1
             assert played.host()["cordoned"] == ["23"]
 
@@ -786,7 +786,7 @@ def test_with_a_full_disk_repairs_go_on_and_verbs_are_refused(tmp_path: Path) ->
             with pytest.raises(Refused) as refused:
                 await played.apply(spec(a_batch=8))
             assert (refused.value.problem.id, refused.value.status) == ("journal-unwritable", 507)
-            conditions = {c["type"]: c["status"] for c in played.controller.status()["conditions"]}
+            conditions = {c.type: c.status for c in played.controller.status().conditions}
             assert conditions["JournalWritable"] is False
             journal.append = append  # type: ignore[method-assign]
             await played.apply(spec(a_batch=8))
@@ -901,7 +901,7 @@ def test_a_canary_with_another_tokenizer_is_rejected(tmp_path: Path) -> None:
             await played.apply(TOKENIZED.format(source="two", tp=2, replicas=2, more=""), canary=0.5)
         assert refused.value.problem.id == "canary-impossible"
         await played.apply(TOKENIZED.format(source="same", tp=2, replicas=2, more=""), canary=0.5)
-        await played.until(lambda: played.operator.rollout()["state"] == "canary", "canary", 100)
+        await played.until(lambda: played.operator.rollout().state == "canary", "canary", 100)
         (model,) = played.controller.routes().models
         assert (len(model.replicas), len(model.canaries)) == (3, 1)
 
@@ -916,7 +916,7 @@ async def canary_beside(played: Played, text: str, model: str) -> tuple[str, str
     before = played.controller.state.current.versions[model]
     await played.operator.cordon(f"{FLEET}/0", None, True, "tester")
     await played.apply(text, canary=0.25)
-    await played.until(lambda: played.operator.rollout()["state"] == "canary", "canary", 600)
+    await played.until(lambda: played.operator.rollout().state == "canary", "canary", 600)
     await played.operator.cordon(f"{FLEET}/0", None, False, "tester")
     after = played.controller.state.current.versions[model]
     places = {(replica["host"], replica["version"]) for replica in played.ready(model)}
@@ -953,7 +953,7 @@ def test_old_replicas_that_a_canary_loses_with_their_host_restart_elsewhere(tmp_
             await played.until(lambda: versions_ready(played, "b") == {old: 2, new: 1}, "again", 60)
         async with Played(tmp_path, cluster, TWO, journal=journal) as played:
             await played.until(lambda: versions_ready(played, "b") == {old: 2, new: 1}, "adopted", 60)
-            assert played.operator.rollout()["state"] == "canary"
+            assert played.operator.rollout().state == "canary"
             await played.operator.promote("tester")
             await played.until(lambda: versions_ready(played, "b") == {new: 2}, "promoted", 600)
         assert cluster.violations == []
@@ -976,8 +976,8 @@ def test_a_canary_whose_old_version_finds_no_place_serves_alone_with_a_report(tm
             await played.controller.change(10**9, 60.0)
         assert versions_ready(played, "b") == {new: 1}
         rollout = played.operator.rollout()
-        assert rollout["state"] == "canary"
-        assert "b: 1 of the former version is missing" in rollout["reason"]
+        assert rollout.state == "canary"
+        assert "b: 1 of the former version is missing" in rollout.reason
         await played.operator.undo(None, "tester")
         await played.until(lambda: versions_ready(played, "b") == {old: 1}, "undone", 600)
 
@@ -995,7 +995,7 @@ def test_a_failed_update_restores_lost_replicas_in_the_working_version(tmp_path:
         old = played.controller.state.current.versions["b"]
         played.cluster.broken[await version_of(played, text, "b")] = Failure("x", "broken")
         await played.apply(text)
-        await played.until(lambda: played.operator.rollout()["state"] == "failed", "failed", 600)
+        await played.until(lambda: played.operator.rollout().state == "failed", "failed", 600)
         await played.cluster.lose(played.ready("b")[0]["host"])
         await played.until(lambda: len(played.ready("b")) < 2, "lost", 60)
         await played.until(lambda: versions_ready(played, "b") == {old: 2}, "restored", 600)
