@@ -1,19 +1,22 @@
 """Claims emulated NeuronCores for a process, with one locked file per core.
 
 The kernel releases the locks of a process that ends, as the Neuron driver does with real cores. A taken core raises the
-message of the Neuron runtime, so that both are handled alike.
+message of the Neuron runtime, so that both are handled alike. A guard file is locked by each process that claims cores
+or reads their owners: a lock and the name of its owner appear together, never with the core's former owner.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from placements.facts.core_range import runs
 from workers.host import file_lock
 
-LOOK_S = 0.1  # `held_cores` holds a lock for microseconds
+GUARD_FILE = "claims.lock"
+MAX_GUARD_S = 1.0  # it is held for microseconds; a process that was stopped meanwhile must not stop all others
 POLL_S = 0.001
 
 
@@ -47,19 +50,20 @@ class CoreClaim:
         self._files: list[int] = []
         folder.mkdir(parents=True, exist_ok=True)
         taken: dict[int, int | None] = {}
-        for core in self.cores:
-            descriptor = file_lock.opened(_lock_file(folder, core))
-            if file_lock.lock_within(descriptor, 0.0 if taken else LOOK_S, POLL_S):
-                self._files.append(descriptor)
-            else:
-                taken[core] = _owner(descriptor)
-                os.close(descriptor)
-        if taken:
-            self.release()
-            raise CoresTaken(self.cores, taken)
-        for descriptor in self._files:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        with _guard(folder):
+            for core in self.cores:
+                descriptor = file_lock.opened(_lock_file(folder, core))
+                if file_lock.try_lock(descriptor):
+                    self._files.append(descriptor)
+                else:
+                    taken[core] = _owner(descriptor)
+                    os.close(descriptor)
+            if taken:
+                self.release()
+                raise CoresTaken(self.cores, taken)
+            for descriptor in self._files:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -75,14 +79,26 @@ class CoreClaim:
 def held_cores(folder: Path) -> dict[int, int | None]:
     """Returns the held cores of ``folder`` with their owners' pids."""
     held: dict[int, int | None] = {}
-    for path in sorted(folder.glob("nc*.lock")):
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if not file_lock.try_lock(descriptor, shared=True):
-                held[int(path.stem.removeprefix("nc"))] = _owner(descriptor)
-        finally:
-            os.close(descriptor)
+    paths = sorted(folder.glob("nc*.lock"))
+    with _guard(folder) if paths else contextlib.nullcontext():
+        for path in paths:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if not file_lock.try_lock(descriptor, shared=True):
+                    held[int(path.stem.removeprefix("nc"))] = _owner(descriptor)
+            finally:
+                os.close(descriptor)
     return held
+
+
+@contextlib.contextmanager
+def _guard(folder: Path) -> Iterator[None]:
+    descriptor = file_lock.opened(folder / GUARD_FILE)
+    try:
+        file_lock.lock_within(descriptor, MAX_GUARD_S, POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _lock_file(folder: Path, core: int) -> Path:

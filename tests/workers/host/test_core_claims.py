@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,35 @@ def test_the_cores_of_a_killed_process_are_free(tmp_path: Path) -> None:
     assert held_cores(tmp_path) == {}
 
 
+def test_a_claimed_core_never_shows_its_former_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that comes between the lock and the name of the owner waits for both."""
+    (tmp_path / "nc3.lock").write_text("999999")
+    seen: list[dict[int, int | None]] = []
+    reader = threading.Thread(target=lambda: seen.append(held_cores(tmp_path)))
+    begun = threading.Event()
+    glob = Path.glob
+
+    def noticed(path: Path, pattern: str) -> Iterator[Path]:
+        begun.set()
+        return glob(path, pattern)
+
+    def write(descriptor: int, text: bytes, offset: int) -> int:
+        reader.start()
+        assert begun.wait(10.0)
+        return pwrite(descriptor, text, offset)
+
+    pwrite = os.pwrite
+    monkeypatch.setattr(Path, "glob", noticed)
+    monkeypatch.setattr("workers.host.core_claims.os.pwrite", write)
+    claim = CoreClaim(tmp_path, [3])
+    reader.join()
+    claim.release()
+
+    assert seen == [{3: os.getpid()}]
+
+
 def test_a_claim_waits_for_a_check_of_its_cores(tmp_path: Path) -> None:
-    """`held_cores` holds each lock for microseconds."""
+    """`held_cores` holds the guard for microseconds."""
     stopped = threading.Event()
 
     def check() -> None:
