@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -24,11 +25,9 @@ class RolloutOperations(FleetOperation):
 
     def rollout(self) -> RolloutReport:
         """Returns the progress of the newest revision."""
-        try:
-            undone = self._previous_revision()
-        except Refused:
-            undone = None
-        return RolloutReport(**msgspec.structs.asdict(rollout(self._state)), undo=undone)
+        failed, previous = self._earlier_revisions()
+        undo = previous[0] if previous else None
+        return RolloutReport(**msgspec.structs.asdict(rollout(self._state)), undo=undo, undo_skips=failed)
 
     def revisions(self) -> dict[str, Any]:
         """Returns {revisions: [{revision, at, by, cause, of, state, changes}]}, newest first."""
@@ -77,27 +76,32 @@ class RolloutOperations(FleetOperation):
         }
 
     def _previous_revision(self) -> int:
-        """Returns the newest earlier revision of this fleet with another text: the newest complete one, else the newest
-        that did not fail."""
-        journal = self._state.records.state
-        earlier = [
-            revision
-            for number, revision in sorted(journal.revisions.items(), reverse=True)
-            if number < self._state.current.number
-            and revision.fleet == self.settings.fleet
-            and revision.text != self._state.current.revision.text
-        ]
-        outcomes = {revision.number: journal.outcomes.get(revision.number) for revision in earlier}
-        ends = {number: outcome.state if outcome is not None else "" for number, outcome in outcomes.items()}
-        for revision in earlier:
-            if ends[revision.number] == "complete":
-                return revision.number
-        earlier = [revision for revision in earlier if ends[revision.number] not in ("failed", "rolled_back")]
-        if not earlier:
+        """Returns the revision that was current before the last apply, or the newest one before it that did not fail.
+        Raises Refused."""
+        _, previous = self._earlier_revisions()
+        if not previous:
             what = f"no revision before {self._state.current.number} differs from it and did not fail"
             hint = "choose one of corewright rollout history: corewright rollout undo --to REVISION"
             raise Refused("nothing-to-undo", what, hint)
-        return earlier[0].number
+        return previous[0]
+
+    def _earlier_revisions(self) -> tuple[list[int], list[int]]:
+        """Returns the earlier revisions of this fleet with another text, newest first: the failed ones before the first
+        that did not fail, and those from it on."""
+        journal, current = self._state.records.state, self._state.current
+        earlier = [
+            number
+            for number, revision in sorted(journal.revisions.items(), reverse=True)
+            if number < current.number
+            and revision.fleet == self.settings.fleet
+            and revision.text != current.revision.text
+        ]
+        failed = list(itertools.takewhile(self._has_failed, earlier))
+        return failed, [number for number in earlier[len(failed) :] if not self._has_failed(number)]
+
+    def _has_failed(self, number: int) -> bool:
+        outcome = self._state.records.state.outcomes.get(number)
+        return outcome is not None and outcome.state in ("failed", "rolled_back")
 
     @exclusive
     async def pause(self, by: str) -> RolloutReport:

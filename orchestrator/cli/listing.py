@@ -105,7 +105,8 @@ def live(model: ModelInFleet) -> int | None:
 
 
 def _cause(revision: RevisionRow) -> str:
-    return revision.cause if revision.of is None else f"{revision.cause} of {revision.of}"
+    back = {"undo": "back to", "rollback": "rolled back to"}
+    return revision.cause if revision.of is None else f"{back.get(revision.cause, revision.cause)} {revision.of}"
 
 
 def _leases(host: HostInFleet) -> str | None:

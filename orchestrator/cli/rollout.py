@@ -49,11 +49,14 @@ def undo(
 ) -> None:
     """Roll back to an earlier revision."""
     client = the_fleet()
-    to = to or _rollout(client).undo
+    report = _rollout(client)
+    skipped = [] if to is not None else report.undo_skips
+    to = to or report.undo
     if to is not None:
         revision = client.get(f"revisions/{to}")
         if output is Format.TABLE:
-            show(None, output, f"applying revision {to} again")
+            failed = f" (skipping {', '.join(map(str, skipped))}: failed)" if skipped else ""
+            show(None, output, f"going back to revision {to}{failed}")
         preview(client, (revision["text"], revision["file"], revision["base_dir"]), output, yes)
     reply = client.post("rollout/undo", {"to": to}, PLAN_DEADLINE_S)
     raise typer.Exit(show_applied(client, reply, output, [], wait=False, timeout=None))

@@ -96,7 +96,7 @@ def status_text(data: FleetStatus, paint: Paint | None = None, console: str | No
     parts = [
         data.hold,
         _heading(data, console),
-        _replica_table(replicas, paint),
+        _replica_table(replicas, len(data.replicas), paint),
         NUMBERS.text(data.models),
         _host_table(data.hosts),
         "\n".join(notes),
@@ -112,15 +112,16 @@ def _heading(data: FleetStatus, console: str | None) -> str:
     return f"{data.name}: {ready}, revision {data.revision}{address}"
 
 
-def _replica_table(rows: Sequence[Row], paint: Paint | None) -> str:
-    """Returns a row for each replica; of more than MOST_REPLICAS, for each that is not ready."""
+def _replica_table(rows: Sequence[Row], replicas: int, paint: Paint | None) -> str:
+    """Returns a row for each replica, and for each model without one; of more than MOST_REPLICAS, for those that are
+    neither ready nor unloaded."""
     header = IN_STATUS.header()
     if len(rows) <= MOST_REPLICAS:
         return columns(header, rows, paint)
     ready = sum(row[1] == "ready" for row in rows)
     others = [row for row in rows if row[1] not in ("ready", "unloaded")]
     shown = others[:MOST_REPLICAS]
-    counts = f"{ready} of {len(rows)} replicas are ready"
+    counts = f"{ready} of {replicas} replicas are ready"
     more = f", {len(others) - len(shown)} more are not" if len(others) > len(shown) else ""
     line = f"{counts}{more}; `corewright get replicas` lists all"
     return f"{columns(header, shown, paint)}\n{line}" if shown else line

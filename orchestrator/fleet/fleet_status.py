@@ -295,6 +295,7 @@ class RolloutReport(RolloutStatus, frozen=True, kw_only=True):
     """The answer of GET /admin/v1/rollout."""
 
     undo: int | None  # the revision that `rollout undo` applies; None: there is none
+    undo_skips: list[int]  # later ones that it does not return to, since they failed
 
 
 class FleetStatus(Fields, frozen=True, kw_only=True):

@@ -344,6 +344,7 @@ ROLLOUT: dict[str, Any] = {
         {"model": "small", "strategy": None, "wanted": 0, "updated": 0, "ready": 0, "old": 0, "state": "complete"},
     ],
     "undo": 2,
+    "undo_skips": [],
 }
 REVISIONS = [
     {

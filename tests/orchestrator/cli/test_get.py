@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from msgspec import convert
+from msgspec.structs import replace
 
 from orchestrator.cli.get import Kind, ListFormat, _Printer, matchers
 from orchestrator.cli.listing import selected
 from orchestrator.cli.state_colors import paint_state
 from orchestrator.cli.tables import MOST_HOSTS, MOST_REPLICAS, status_text
-from orchestrator.fleet.fleet_status import FleetStatus, ReplicaInFleet
+from orchestrator.fleet.fleet_status import FleetStatus, ModelInFleet, ReplicaInFleet
 from tests.orchestrator.fakefleet import STATUS, TOKEN, LiveAdmin, replica, status_of
 
 REPLICAS = [replica("chat/0", "0-7"), replica("chat/1", "8-15", "failed", pid=None), replica("small/0", "16", live=0)]
@@ -130,6 +131,15 @@ def test_the_status_of_many_replicas_shows_those_that_are_not_ready(replicas: in
     assert len(lines) == rows
     if replicas > MOST_REPLICAS:
         assert f"{replicas - unready} of {replicas} replicas are ready" in text
+
+
+def test_the_count_of_replicas_leaves_out_models_without_one() -> None:
+    """19 ready replicas and 7 unloaded models are 19 of 19."""
+    status = fleet_of(19, 0, 1)
+    idle = convert(STATUS["models"][1], ModelInFleet)
+    text = status_text(replace(status, models=[*status.models, *(replace(idle, name=f"m{i}") for i in range(7))]))
+
+    assert "19 of 19 replicas are ready" in text
 
 
 def test_the_status_of_many_hosts_shows_those_with_a_problem() -> None:

@@ -580,8 +580,45 @@ def test_undo_never_returns_to_a_revision_that_failed(tmp_path: Path) -> None:
         assert refused.value.problem.id == "nothing-to-undo"
         await played.apply(spec(a_batch=2))
         await played.settled()
+        report = played.operator.rollout()
+        assert (report.undo, report.undo_skips) == (3, [])
         await played.operator.undo(None, "tester")
         assert played.controller.state.current.revision.text == spec()
+
+    play(tmp_path, spec(), story, load_s=2.0)
+
+
+def test_undo_of_a_canary_returns_to_what_served_before_it(tmp_path: Path) -> None:
+    """Although that revision had not completed; an older complete one is not what the operator means."""
+
+    async def story(played: Played) -> None:
+        await played.apply(spec(a_batch=2))
+        await played.settled()
+        await played.apply(spec(a_batch=8))
+        await played.until(lambda: bool(played.operator.rollout().models[0].ready), "its first replica", 60)
+        await played.apply(spec(a_batch=16), canary=0.5)
+        report = played.operator.rollout()
+        assert (report.canary, report.undo, report.undo_skips) == (0.5, 3, [])
+        await played.operator.undo(None, "tester")
+        assert played.controller.state.current.revision.text == spec(a_batch=8)
+
+    play(tmp_path, spec(), story, load_s=20.0)
+
+
+def test_undo_names_the_failed_revisions_that_it_skips(tmp_path: Path) -> None:
+    """The newest one first: 3 failed without a rollback, so 4 goes back to 2."""
+
+    broken = spec(a_batch=8, a=", update: {rollback: false}")
+
+    async def story(played: Played) -> None:
+        await played.apply(spec(a_batch=2))
+        await played.settled()
+        played.cluster.broken[await version_of(played, broken, "a")] = Failure("weights-broken", "truncated")
+        await played.apply(broken)
+        await played.until(lambda: played.operator.rollout().state == "failed", "failed", 3700)
+        await played.apply(spec(a_batch=16))
+        report = played.operator.rollout()
+        assert (report.undo, report.undo_skips) == (2, [3])
 
     play(tmp_path, spec(), story, load_s=2.0)
 
