@@ -88,7 +88,6 @@ class HostActor:
         self._store = store.open()
         self._fetcher = ArtifactFetcher(self._store)
         self._fetches: SingleFlight[FetchedArtifact] = SingleFlight()
-        self._compiler = CompileService()
         self._counted: tuple[str, ...] = ()  # flights whose bytes were reported
         self._owners: dict[int, tuple[int | None, str | None]] = {}  # pid and command by core, from the Neuron tools
         self._reads = False
@@ -99,6 +98,7 @@ class HostActor:
         self._notices = NoticeWatch()
         self._warm = WarmProcesses(self._home.sockets, {} if mark is None else {NODE_VARIABLE: mark})
         self._warm.adopt(os.environ.get(HANDED_OVER, "[]"))
+        self._compiler = CompileService(warm_command=self._warm.command)
         self._spare_workers = SpareWorkers(self._warm.quiet)
 
     @_long

@@ -25,7 +25,7 @@ from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
 from workers.engines.checkpoint_check import check_checkpoint
 from workers.engines.open_engine import hide_progress_bars
-from workers.host import file_lock, host_facts
+from workers.host import file_lock, forked_process, host_facts
 from workers.host.json_process import answering
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.neuron_faults import VAGUE, fault_of
@@ -311,7 +311,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("usage: python -m workers.compiling.build check|predict|compile < JSON\n")
         return 2
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    if order.parent:
+    if order.parent and not forked_process.imported:  # a fork ends with its client
         end_with(order.parent)
     for name in NEVER_SET:
         os.environ.pop(name, None)

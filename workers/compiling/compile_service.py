@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.fetch.single_flight import End, SingleFlight, Work
@@ -30,15 +30,18 @@ class CompileService:
         turns: MemoryGate | None = None,
         looks: int | None = None,
         need: Callable[[ReplicaConfig], float] = need_gib,
+        warm_command: Callable[[str, str | None, Mapping[str, str]], str | None] = lambda *_: None,
     ) -> None:
         """``turns``: limits concurrent compiles; None: by this host's memory. ``looks``: maximum concurrent checks and
-        predictions; None: by its CPUs. ``need``: memory of one compile, in GiB."""
+        predictions; None: by its CPUs. ``need``: memory of one compile, in GiB. ``warm_command``: as
+        `WarmProcesses.command`; a check then takes as long as the import of its engine's packages less."""
         self._compiles: SingleFlight[Built | Failure] = SingleFlight()
         self._foresights: SingleFlight[prefetch.Foreseen] = SingleFlight()
         self._checks: SingleFlight[Checked | Failure] = SingleFlight()
         self._turns = turns or MemoryGate()
         self._looks = threading.BoundedSemaphore(looks or looks_at_once(len(host_facts.usable_cpus())))
         self._need = need
+        self._warm_command = warm_command
 
     def compile(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Built | Failure | FetchStatus:
         """Compiles missing artifacts; FetchStatus: still running after ``wait_s``. See `SingleFlight.join`."""
@@ -61,14 +64,16 @@ class CompileService:
         look = self._limited(prefetch.check, config)
         return self._checks.join(waiter, prefetch.build_key(config), config.model, look, wait_s)
 
-    def _limited(self, look: Callable[[ReplicaConfig, threading.Event], End], config: ReplicaConfig) -> Work[End]:
+    def _limited(
+        self, look: Callable[[ReplicaConfig, threading.Event, str | None], End], config: ReplicaConfig
+    ) -> Work[End]:
         """Returns the job of a check or a prediction, which waits until few others run."""
 
         def work(_: Progress, stop: threading.Event) -> End:
             with self._looks:
                 if stop.is_set():
                     raise Stopped(f"stopped before {config.model} was examined")
-                return look(config, stop)
+                return look(config, stop, self._warm_command(config.engine, config.python, config.env))
 
         return work
 

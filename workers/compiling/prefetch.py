@@ -46,11 +46,11 @@ def build_key(config: ReplicaConfig) -> str:
     return blake2s(json.dumps(plain, sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
-def check(config: ReplicaConfig, stop: threading.Event | None = None) -> Checked | Failure:
+def check(config: ReplicaConfig, stop: threading.Event | None = None, warm: str | None = None) -> Checked | Failure:
     """Checks whether a start of ``config`` could load its files; see `build.check`. Blocks while the engine's package
-    is imported. Raises Stopped soon after ``stop`` is set."""
+    is imported; ``warm`` as in `json_process.start`. Raises Stopped soon after ``stop`` is set."""
     try:
-        for reply in answers("check", config, stop or threading.Event(), FORESEE_S):
+        for reply in answers("check", config, stop or threading.Event(), FORESEE_S, warm=warm):
             if isinstance(reply, Checked):
                 return reply
             if isinstance(reply, Trouble):
@@ -61,11 +61,11 @@ def check(config: ReplicaConfig, stop: threading.Event | None = None) -> Checked
     return Failure("start-failed", message, f"its log is {config.log}")
 
 
-def foresee(config: ReplicaConfig, stop: threading.Event | None = None) -> Foreseen:
-    """Predicts what would be missing. Blocks while the engine's package is imported and a remote cache answers. Raises
-    Stopped soon after ``stop`` is set."""
+def foresee(config: ReplicaConfig, stop: threading.Event | None = None, warm: str | None = None) -> Foreseen:
+    """Predicts what would be missing. Blocks while the engine's package is imported and a remote cache answers;
+    ``warm`` as in `json_process.start`. Raises Stopped soon after ``stop`` is set."""
     try:
-        replies = list(answers("predict", config, stop or threading.Event(), FORESEE_S))
+        replies = list(answers("predict", config, stop or threading.Event(), FORESEE_S, warm=warm))
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
         return Foreseen(trouble=f"{type(error).__name__}: {error}")
     missing, trouble = [], "" if replies else "the process that predicts ended without a result"
@@ -119,12 +119,16 @@ def answers(
     *,
     push: bool = False,
     make: bool = True,
+    warm: str | None = None,
 ) -> Iterator[Reply]:
-    """Yields the output of `workers.compiling.build` in a process of its own; ``push``, ``make``: as in ``Order``.
-    Blocks. Raises Stopped soon after ``stop`` is set, and OSError if the process cannot be started."""
+    """Yields the output of `workers.compiling.build` in a process of its own; ``push``, ``make``: as in ``Order``,
+    ``warm``: as in `json_process.start`.
+
+    Blocks. Raises Stopped soon after ``stop`` is set, and OSError if the process cannot be started.
+    """
     config = msgspec.structs.replace(config, token="", credentials=None)
     order = Order(config=config, parent=os.getpid(), push=push, make=make)
-    with _process(command, config) as process:
+    with _process(command, config, warm) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         watch = threading.Thread(target=_end_when, args=(process, stop, limit_s), name="build", daemon=True)
@@ -140,10 +144,9 @@ def answers(
 
 
 @contextlib.contextmanager
-def _process(command: str, config: ReplicaConfig) -> Iterator[subprocess.Popen[bytes]]:
-    process = json_process.start(
-        ("workers.compiling.build", command), python=config.python, env=config.env, log_file=config.log
-    )
+def _process(command: str, config: ReplicaConfig, warm: str | None) -> Iterator[subprocess.Popen[bytes]]:
+    arguments = ("workers.compiling.build", command)
+    process = json_process.start(arguments, python=config.python, env=config.env, log_file=config.log, warm=warm)
     started = host_facts.process_start(process.pid)
     try:
         yield process

@@ -23,6 +23,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ class Request:
     arguments: list[str]  # a script and its arguments, possibly after options of Python
     folder: str
     descriptors: tuple[int, ...]  # to use as 0, 1 and 2
+    attached: bool = False  # the fork ends with its client, and the client with the fork
 
 
 def serve(listener: socket.socket, environment: Mapping[str, str]) -> list[str] | None:
@@ -151,6 +153,9 @@ def _become(environment: Mapping[str, str], request: Request, client: socket.soc
             os._exit(0)
         for target, descriptor in enumerate(request.descriptors):
             os.dup2(descriptor, target)
+        if request.attached:
+            client.settimeout(None)
+            threading.Thread(target=_end_with, args=(client.dup(),), name="attached", daemon=True).start()
         return request.arguments
     except (OSError, ValueError) as error:  # of a connection whose other end has ended or is silent
         print(f"A fork of the warm process ends without a start: {error!r}.", file=sys.stderr, flush=True)  # noqa: T201
@@ -158,6 +163,13 @@ def _become(environment: Mapping[str, str], request: Request, client: socket.soc
     except BaseException:  # noqa: BLE001 - see above
         traceback.print_exc()
         os._exit(1)
+
+
+def _end_with(client: socket.socket) -> None:
+    """Ends this fork with its client, which sends nothing. The connection stays open until the fork ends."""
+    with contextlib.suppress(OSError):
+        client.recv(1)
+    os._exit(1)
 
 
 def main(engine: str, descriptor: int) -> None:

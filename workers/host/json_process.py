@@ -7,8 +7,10 @@ standard error, which is its log.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +19,15 @@ from pathlib import Path
 import msgspec
 
 from workers.host import host_facts, private_file
+from workers.host.fork_client import ATTACHED
 from workers.messages.replica_config import NEVER_SET
 
 
 def start(
-    arguments: Sequence[str], *, python: str | None, env: Mapping[str, str], log_file: str
+    arguments: Sequence[str], *, python: str | None, env: Mapping[str, str], log_file: str, warm: str | None = None
 ) -> subprocess.Popen[bytes]:
     """Starts ``python -m ARGUMENTS`` with pipes for the request and the replies; ``python`` None: this interpreter.
+    ``warm``: the command of a warm process (`WarmProcesses.command`), of which it is a fork then.
 
     It runs in its own session: Ctrl-C on the terminal reaches only the parent, which ends it. Raises OSError.
     """
@@ -31,9 +35,13 @@ def start(
     with contextlib.suppress(OSError):  # no log yet
         host_facts.cut_log(Path(log_file))
     log = private_file.open_to_append(Path(log_file))
+    command = [python or sys.executable, "-m", *arguments]
+    script = importlib.util.find_spec(arguments[0])
+    if warm is not None and script is not None and script.origin is not None:
+        command = [*shlex.split(warm), ATTACHED, script.origin, *arguments[1:]]
     try:
         return subprocess.Popen(
-            [python or sys.executable, "-m", *arguments],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -41,7 +41,9 @@ class Played:
         self._ends: set[str] = set()
         self._changed = threading.Condition()
 
-    def foresee(self, replica_config: ReplicaConfig, stop: threading.Event | None = None) -> Foreseen:
+    def foresee(
+        self, replica_config: ReplicaConfig, stop: threading.Event | None = None, warm: str | None = None
+    ) -> Foreseen:
         self._work(replica_config.model)
         return Foreseen(missing=[replica_config.model])
 

@@ -39,7 +39,8 @@ from workers.host import forked_process
 print(json.dumps({
     "arguments": sys.argv, "environment": dict(os.environ), "folder": os.getcwd(), "pid": os.getpid(),
     "group": os.getpgid(0), "path": sys.path[0], "is_fork": bool(forked_process.imported), "name": __name__,
-    "descriptors": [str(Path(f"/proc/self/fd/{each}").readlink()) for each in os.listdir("/proc/self/fd")[:-1]],
+    "descriptors": [os.readlink(each) for each in map("/proc/self/fd/".__add__, os.listdir("/proc/self/fd"))
+                    if os.path.lexists(each)],
 }), flush=True)
 if "wait" in sys.argv:
     time.sleep(600)
@@ -527,3 +528,29 @@ def test_torch_has_the_threads_of_a_fresh_process_in_each_thread_of_a_fork(cpu_r
 def test_forks_draw_different_random_numbers(cpu_reports: list[dict[str, Any]]) -> None:
     """From the default generators of torch and numpy."""
     assert len({report["random"] for report in cpu_reports} | {report["numpy"] for report in cpu_reports}) == 6
+
+
+def attached(server: Server, *arguments: str) -> subprocess.Popen[str]:
+    """A client that waits for its fork."""
+    command = [sys.executable, "-I", "-S", fork_client.__file__, str(server.path), fork_client.ATTACHED]
+    return subprocess.Popen(
+        [*command, str(server.script), *arguments], env=server.environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_an_attached_client_ends_with_its_fork(server: Server) -> None:
+    """So that whoever waits for the client has waited for the fork."""
+    with attached(server, "wait") as client:
+        assert client.stdout is not None
+        report = json.loads(client.stdout.readline())
+        assert (report["is_fork"], report["arguments"], client.poll()) == (True, [str(server.script), "wait"], None)
+        os.kill(report["pid"], signal.SIGKILL)
+        client.wait(DEADLINE_S)
+
+
+def test_a_fork_ends_with_its_attached_client(server: Server) -> None:
+    with attached(server, "wait") as client:
+        assert client.stdout is not None
+        report = json.loads(client.stdout.readline())
+        client.kill()
+        until(lambda: not psutil.pid_exists(report["pid"]), DEADLINE_S, "the fork has ended")
