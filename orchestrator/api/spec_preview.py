@@ -198,7 +198,7 @@ class SpecPreview(FleetOperation):
                     "replicas": {"before": before, "after": count},
                     "strategy": None if choice is None else choice.strategy,
                     "outage_s": None if choice is None else choice.outage_s,
-                    "predicted_s": None if choice is None else situation.load_s(change.model),
+                    "predicted_s": None if choice is None else choice.predicted_s,
                     "why": "" if choice is None else choice.why,
                     "borrow": None if choice is None else choice.lender,
                     "possible": choice is None or choice.possible,

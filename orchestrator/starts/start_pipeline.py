@@ -166,7 +166,8 @@ class StartPipeline:
 
     async def _check(self) -> AsyncGenerator[StartEvent, None]:
         if self._update:
-            yield StartEvent(phase="checking")
+            checking = "what the new version loads, while the old replicas serve"
+            yield StartEvent(phase="checking", note=("info", "Checking", checking))
             failure = await self._cluster.check(self._config)
             if failure is not None:
                 yield Failed(failure=failure)

@@ -44,10 +44,17 @@ def test_an_update_of_a_pinned_model_shows_the_pin_the_free_cores_and_the_remedy
     """Cores are free, but the pin keeps the new replica from them."""
     assert way(PINNED, a="0-7") == UpdateStrategy(
         "hold",
-        10.0,
+        8.2,
         "its pin 0-7 is taken and 16 cores are free: with a further range in `cores`, such as 8-15, or without "
         "the pin, the new replica would start beside the old one; requests wait while the replica is swapped",
+        predicted_s=8.2,
     )
+
+
+def test_the_predicted_time_is_that_of_all_swaps() -> None:
+    """Replicas that are replaced one at a time take as many swaps as there are: a load of 8 s, and 0.2 s to end."""
+    each = way("a: {tp_degree: 8, replicas: 2, update: {strategy: in_place}}", a="0-7 8-15")
+    assert (each.strategy, each.outage_s, each.predicted_s) == ("in_place", 0.0, 16.4)
 
 
 def test_on_several_hosts_the_suggested_range_has_its_host() -> None:
