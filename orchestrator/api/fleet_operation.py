@@ -13,7 +13,7 @@ from orchestrator.control.controller import Controller
 from orchestrator.fleet.effects import ClusterClient
 from orchestrator.fleet.replica_states import LEAVING
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.records.journal import JournalUnwritable
+from orchestrator.records.journal import JournalLost, JournalUnwritable
 from orchestrator.records.journal_records import R
 from orchestrator.state.rollout_progress import rollout_state
 from placements.planner.plan import Running
@@ -106,5 +106,7 @@ class FleetOperation:
             return await self._state.records.record(record)
         except JournalUnwritable as error:
             what = f"the journal cannot be written: {error.strerror}"
+            if isinstance(error, JournalLost):
+                raise Refused("journal-lost", what, "corewright down, then corewright up SPEC", status=507) from None
             hint = "free disk space; running replicas are not affected"
             raise Refused("journal-unwritable", what, hint, status=507) from None

@@ -133,6 +133,7 @@ class Controller:
         if self._closing:
             return
         state = self.state
+        await state.records.verify()
         self._report_reach()
         self.load.round()
         self.upgrade.round()

@@ -41,7 +41,7 @@ from orchestrator.process.collector import settle_collector
 from orchestrator.process.home import FleetRecord, Home
 from orchestrator.process.version import corewright_version
 from orchestrator.records import state_copy
-from orchestrator.records.journal import Journal
+from orchestrator.records.journal import Journal, JournalUnwritable
 from orchestrator.records.state_copy import StateCopier
 from orchestrator.scaling.demand_report import DemandReply, DemandReport
 from orchestrator.state.record_writer import RecordWriter
@@ -67,8 +67,7 @@ class ControllerActor:
     def __init__(self, settings: ControllerSettings, gateway: GatewaySettings | None = None) -> None:
         """``gateway`` are the settings of the gateways that it runs on a joined cluster."""
         home = Home(Path(settings.home))
-        if settings.joined:
-            home.prepare()  # on the head, where `up` may never have run
+        home.prepare()  # `up` may never have run on the head; the home may have been removed under a fleet
         logs.set_up(home.logs / "controller.log", settings.log_format)
         self._down = asyncio.Event()
         self._name = settings.name
@@ -95,7 +94,7 @@ class ControllerActor:
             console=settings.console_url or f"http://127.0.0.1:{self._admin_port}{CONSOLE_PATH}/",
         )
         restarted = settings.follows or bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        state = resume_fleet(settings, _records(settings, home), clock, restarted=restarted)
+        state = resume_fleet(settings, _records(settings, home, restarted=restarted), clock, restarted=restarted)
         self._removal: asyncio.Task[None] | None = None
         self._controller = Controller(state, cluster, resumed=clock.resumed_at)
         cluster.add_hosts((host.name for host in state.hosts), state.kept)
@@ -256,9 +255,16 @@ def _write_record(home: Home, record: FleetRecord, admin_port: int) -> None:
         retried(partial(store_record, record))
 
 
-def _records(settings: ControllerSettings, home: Home) -> RecordWriter:
-    """Returns the records of this home or, on a new head of a joined cluster, those that the cluster has a copy of."""
-    journal = Journal(home.journal)
+def _records(settings: ControllerSettings, home: Home, *, restarted: bool) -> RecordWriter:
+    """Returns the records of this home or, on a new head of a joined cluster, those that the cluster has a copy of. A
+    restarted controller also serves without its journal."""
+    try:
+        journal = Journal(home.journal)
+    except JournalUnwritable as error:
+        if not restarted:
+            raise
+        log.error("the journal cannot be opened: %s", error)
+        journal = Journal(home.journal, lost=True)
     if not settings.joined:
         return RecordWriter(journal)
     kv, namespace = RayKeyValues(), ray_name(settings.name)

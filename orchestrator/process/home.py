@@ -159,17 +159,26 @@ class Home:
             return file_lock.take(path)
 
     def read_record(self) -> FleetRecord | None:
-        """Returns the record of the last `up`, running or not; None if there is none, or it cannot be read."""
-        try:
-            return msgspec.json.decode(self.record_file.read_bytes(), type=FleetRecord)
-        except (OSError, msgspec.MsgspecError):
-            return None
+        """Returns the record of the last `up`, running or not; None if there is none, or it cannot be read. Without the
+        home, it is the copy that commands need to end its fleet."""
+        for file in (self.record_file, self._record_copy):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                if file == self.record_file or file.lstat().st_uid == os.getuid():  # anybody can write to /tmp
+                    return msgspec.json.decode(file.read_bytes(), type=FleetRecord)
+        return None
+
+    @property
+    def _record_copy(self) -> Path:
+        """A copy of the record, outside the home."""
+        return self.temporary / "fleet.json"
 
     def write_record(self, record: FleetRecord) -> None:
         """Write the record atomically, for this user only (it holds the token). Raises Failed."""
         content = msgspec.json.format(msgspec.json.encode(record), indent=2)
         with written(self.record_file):
             private_file.replace(self.record_file, content)
+        with contextlib.suppress(OSError):
+            private_file.replace(self._record_copy, content)
 
     def forget_fleet(self) -> None:
         """Remove the record, the sockets and what gateways have received of a fleet that has ended."""

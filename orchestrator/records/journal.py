@@ -12,6 +12,7 @@ events; until then it also keeps records of kinds unknown to this version.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -56,6 +57,10 @@ class JournalBusy(Exception):
 
 class JournalUnwritable(OSError):
     """The disk is full or broken. The record was not written, not even partially."""
+
+
+class JournalLost(JournalUnwritable):
+    """The file is gone, or another one is in its place: nothing that is written to it would be found again."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +161,10 @@ class Journal:
         clock: Callable[[], float] = time.time,
         most_bytes: int = MOST_BYTES,
         lock_wait_s: float = LOCK_WAIT_S,
+        lost: bool = False,
     ) -> None:
-        """Open or create the file, and read it. A torn tail is cut off and saved as `<path>.torn`.
+        """Open or create the file, and read it. A torn tail is cut off and saved as `<path>.torn`. With ``lost`` the
+        file is not opened, and each append fails.
 
         Raises JournalBusy if another process holds `<path>.lock` for ``lock_wait_s`` seconds; JournalUnwritable if the
         file cannot be opened.
@@ -175,7 +182,7 @@ class Journal:
         self._closed = False
         self._lock: int | None = None
         self._file: int | None = None
-        if path is not None:
+        if path is not None and not lost:
             try:
                 self._lock = _lock(path, lock_wait_s)
                 self._file = self._open(path)
@@ -192,8 +199,8 @@ class Journal:
         On return it is on disk (fsync); an Event is only written to the page cache, and synced with the next record of
         another kind.
 
-        Raises JournalUnwritable: the journal is then unchanged, and a later append may succeed. Raises TypeError or
-        ValueError for a record that could not be read back; nothing is written then.
+        Raises JournalUnwritable: the journal is then unchanged, and a later append may succeed; JournalLost if the file
+        is gone. Raises TypeError or ValueError for a record that could not be read back; nothing is written then.
         """
         if self._closed:
             raise ValueError("the journal is closed")
@@ -216,6 +223,16 @@ class Journal:
         if self._path is not None:
             self._write(self._path, _line(_encoder.encode(snapshot)), sync=True)
         self._state = fold(self._state, snapshot)
+
+    def is_own(self) -> bool:
+        """Returns whether the path still leads to the open file. To be called in the thread that appends."""
+        if self._path is None:
+            return True
+        try:
+            there = self._path.lstat()
+        except OSError:
+            return False
+        return self._file is not None and os.path.samestat(os.fstat(self._file), there)
 
     def state(self) -> JournalState:
         """Returns the fold of all records."""
@@ -265,6 +282,8 @@ class Journal:
 
     def _write(self, path: Path, line: bytes, sync: bool) -> None:
         """Append one line, completely or not at all. Raises JournalUnwritable."""
+        if not self.is_own():
+            raise JournalLost(errno.ENOENT, "the file is gone, or another one is in its place", str(path))
         try:
             if self._suspect:
                 self._rewrite(path)

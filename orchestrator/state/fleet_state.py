@@ -129,7 +129,13 @@ class FleetState:
 
     @property
     def hold(self) -> Problem | None:
-        """Why no replica is started, stopped or moved until an operator applies a spec; None: the fleet is not held."""
+        """Why no replica is started, stopped or moved: until an operator applies a spec, or, if the journal's file is
+        gone, until the end of the fleet. None: the fleet is not held."""
+        if self.records.lost:
+            text = (
+                f"the journal in {self.settings.home} is gone or was replaced: no replica is started, stopped or moved"
+            )
+            return Problem("journal-lost", "error", "", text, "corewright down, then corewright up SPEC")
         damage, number = self.records.state.held, self.current.number
         if damage is None:
             return None

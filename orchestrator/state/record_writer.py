@@ -56,6 +56,7 @@ class RecordWriter:
         self._written = written
         self.state = journal.state()  # with the notes that are not written yet
         self.writable = True  # False while notes wait that the disk has refused
+        self.lost = not journal.is_own()  # nothing that is written would be found again
         self.in_thread: InThread = in_thread or asyncio.to_thread  # runs a blocking function
         self._in_journal_thread = in_thread or _own_thread()
         self.wall = wall
@@ -80,6 +81,13 @@ class RecordWriter:
         if request.error is not None:
             raise request.error
         return cast(R, request.stored)
+
+    async def verify(self) -> None:
+        """Update ``lost``: whether the journal's file is gone, or another one is in its place."""
+        lost = not await self._in_journal_thread(self.journal.is_own)
+        if lost and not self.lost:
+            log.error("the journal's file is gone, or another one is in its place")
+        self.lost = lost
 
     async def durable(self) -> None:
         """Wait until all records so far are on disk, or the disk has refused one of them."""

@@ -27,8 +27,9 @@ def resume_fleet(
 ) -> FleetState:
     """Returns the state at the journal's last revision, or at the spec of `up`, the first revision of this fleet.
 
-    ``restarted``: this fleet had an earlier controller. A damaged journal may then have lost a newer revision, and
-    holds the fleet; at the first start the spec of `up` is current. Blocks: it reads the checkpoints of the spec.
+    ``restarted``: this fleet had an earlier controller. A journal that is damaged, or has no revision of this fleet,
+    may then have lost a newer revision, and holds the fleet; at the first start the spec of `up` is current. Blocks: it
+    reads the checkpoints of the spec.
 
     Raises ValueError if that spec has errors; `up` has checked it before.
     """
@@ -36,6 +37,8 @@ def resume_fleet(
     past, damage = records.state, list(records.journal.damage)
     last, completed = past.revisions.get(past.revision or 0), past.revisions.get(past.completed or 0)
     begins = last is None or last.fleet != settings.fleet
+    if begins and restarted and not damage:
+        damage = ["the journal has no revision of this fleet, which had an earlier controller"]
     current = resolve_revision(_first_revision(settings, past) if last is None or begins else last, machine)
     is_stable = completed is not None and completed.fleet == settings.fleet and completed.number != current.number
     stable = resolve_revision(completed, machine) if completed is not None and is_stable else None
