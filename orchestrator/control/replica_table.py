@@ -91,6 +91,7 @@ class ReplicaTable:
             socket = self._state.configs[view.id].socket
             phases = phases_of(load_s, status.load_phases)
             remote = remote_address(status)
+            self._state.pins.pin_contents(self._state.configs[view.id], status.contents)
             self.store(dataclasses.replace(view, load_s=load_s, load_phases=phases, socket=socket, remote=remote))
             self.signal(view, Signal.LOADED)
         elif status.failure is not None and view.state is not State.STOPPING:

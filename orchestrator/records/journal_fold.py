@@ -87,7 +87,7 @@ def _changes(state: JournalState, record: AnyRecord) -> dict[str, Any]:
             return {"uses": _set(state.uses, host, record, absent=record.state == "released"), "host_starts": starts}
         case HostRoll():
             return {"roll": record if record.hosts else None}
-        case Pin() if not any(record.origins):
+        case Pin() if not any(record.origins) and not record.contents:
             return {"pins": _set(state.pins, record.key, record, absent=True)}
         case Pin():
             return {"pins": _latest(state.pins, record.key, record, KEEP_PINS)}

@@ -116,6 +116,7 @@ class Pin(Record, frozen=True, kw_only=True):
     origin: Origin | None
     draft_origin: Origin | None = None
     adapter_origins: dict[str, Origin] = {}  # by name
+    contents: dict[str, str] = {}  # by host, the fingerprint of the local folders that its first replica loaded
 
     @property
     def key(self) -> str:

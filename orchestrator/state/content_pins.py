@@ -34,6 +34,7 @@ class ContentPins:
         pin = self.of(config)
         return msgspec.structs.replace(
             config,
+            contents=pin.contents.get(config.host, ""),
             origin=pin.origin or config.origin,
             draft_origin=pin.draft_origin or config.draft_origin,
             adapter_origins={
@@ -51,6 +52,7 @@ class ContentPins:
             origin=config.origin,
             draft_origin=config.draft_origin,
             adapter_origins=config.adapter_origins,
+            contents=pin.contents,
         )
         if now.origins == pin.origins or not any(now.origins):
             return
@@ -62,6 +64,12 @@ class ContentPins:
             )
             self._records.event("warning", "SourceChanged", message, model=config.model)
         self._records.note(now)
+
+    def pin_contents(self, config: ReplicaConfig, contents: str) -> None:
+        """Pin what a replica has loaded from local folders: others of its version on its host load the same."""
+        pin = self.of(config)
+        if contents and config.host not in pin.contents:
+            self._records.note(msgspec.structs.replace(pin, contents={**pin.contents, config.host: contents}))
 
     def adopt(self, config: ReplicaConfig) -> None:
         """Pin the content of a surviving replica, unless its version is pinned: it may be about to be replaced."""

@@ -43,7 +43,7 @@ from workers.messages.build import Build
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.status import Failure, Phase, ReplicaStatus
+from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
 
 T = TypeVar("T")
 DEADLINE_S = 10.0
@@ -159,6 +159,7 @@ class FakeCluster:
         self.stopped_fetches: list[tuple[str, str]] = []
         self.checks: list[str] = []  # versions
         self.check_s = 0.0
+        self.local_contents = ""  # of the local folders of all models, as replicas report them
         self.unloadable: dict[str, Failure] = {}  # by version, the outcome of its check
         self.uncompiled: set[str] = set()  # versions that have graphs to compile
         self.compiled_on: dict[str, set[str]] = {}  # by version, the hosts that have compiled or fetched its graphs
@@ -325,10 +326,13 @@ class FakeCluster:
         if self.load_s:
             await asyncio.sleep(self.load_s)
         failure = failure or self.broken.get(replica.config.version)
+        if replica.config.contents not in ("", self.local_contents):
+            failure = Failure("source-changed", "the files have changed", "", Reaction.STOP)
         if replica.dead is None:
             phase = Phase.READY if failure is None else Phase.FAILED
             phases = {"process": self.process_s, "weights": self.load_s}
-            await replica.report(phase=phase, failure=failure, load_s=self.load_s, load_phases=phases, idle_s=0.0)
+            loaded = {"load_s": self.load_s, "load_phases": phases, "contents": self.local_contents}
+            await replica.report(phase=phase, failure=failure, idle_s=0.0, **loaded)
 
     async def _arrived(self, config: ReplicaConfig) -> Failure | None:
         """Wait for files that are being fetched, as an engine does, and fail when their fetch has ended."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from hashlib import blake2s
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,23 @@ def read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise EngineLoadError("config-unreadable", f"{error.filename} cannot be read: {error.strerror}") from error
     return read_json(path / "config.json")
+
+
+def contents_of(folders: Iterable[Path]) -> str:
+    """Returns a fingerprint of the files of folders: it changes if a file is replaced, added, removed or rewritten.
+
+    By name, size and time of modification: reading the weights would take as long as loading them. A file that cannot
+    be read is left to the load.
+    """
+    digest = blake2s(digest_size=10)
+    for folder in folders:
+        for file in sorted(folder.rglob("*")):
+            with contextlib.suppress(OSError):
+                status = file.stat()
+                if stat.S_ISREG(status.st_mode):
+                    name = os.fsencode(file.relative_to(folder))
+                    digest.update(b"%b\0%d\0%d\0" % (name, status.st_size, status.st_mtime_ns))
+    return digest.hexdigest()
 
 
 def read_json(file: Path) -> dict[str, Any]:

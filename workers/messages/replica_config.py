@@ -79,6 +79,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_method: str = "draft_model"  # or eagle, eagle3
     origin: Origin | None = None  # of ``source``, once it is fetched
     draft_origin: Origin | None = None
+    contents: str = ""  # what `contents_of` its local folders must give; empty: anything
     adapters: dict[str, str] = {}  # as ``source``, of LoRA adapters by name
     adapter_origins: dict[str, Origin] = {}  # of those that are not local
     allow_pickle: bool = False  # read pickled weights too, also the draft's
@@ -120,6 +121,11 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The source of each adapter: where it was fetched from, or its folder."""
         origins = self.adapter_origins
         return {name: origins[name].source if name in origins else at for name, at in self.adapters.items()}
+
+    def local_folders(self) -> list[str]:
+        """Returns the folders of the model and its draft that the host has had, and that their owner may change."""
+        places = ((self.source, self.origin), (self.draft_source, self.draft_origin))
+        return [folder for folder, origin in places if folder is not None and origin is None]
 
     def fetched_folders(self) -> dict[Keys, str]:
         """Returns the folders that were fetched."""

@@ -82,4 +82,5 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float | None = None  # from the actor's start to its first real generation
     load_phases: dict[str, float] = msgspec.field(default_factory=dict)  # seconds, by `start_phases.PHASES`; those
     # that have ended while it loads
+    contents: str = ""  # what `contents_of` its local folders gave when it loaded them; empty: it has none
     address: str = ""  # of its data plane for other hosts, `tls://host:port`; empty, or a path: only its socket

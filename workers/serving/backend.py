@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from placements.facts.engines import SERVER_ENGINES
 from workers.batching.batcher import Batcher
 from workers.batching.batcher_stats import BatcherStats
 from workers.batching.encode_batcher import EncodeBatcher
+from workers.engines.checkpoint_files import contents_of
 from workers.engines.open_engine import open_encoder, open_engine
 from workers.host.core_claims import CoreClaim
 from workers.host.start_phases import START
-from workers.messages.engine_protocol import EngineSpec
+from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import GenerateRequest, TokenEvent
 from workers.text.tokenizer import load_tokenizer
@@ -32,6 +34,18 @@ class Backend(Protocol):
     def close(self) -> None: ...
     def warm_guides(self) -> None: ...
     def run(self, after_step: Callable[[], None] = lambda: None) -> None: ...
+
+
+def local_contents(config: ReplicaConfig) -> str:
+    """Returns the fingerprint of the local folders that a replica loads; "" without any. Raises EngineLoadError if it
+    is not that of the other replicas of its version."""
+    folders = [Path(folder) for folder in config.local_folders()]
+    contents = contents_of(folders) if folders else ""
+    if config.contents not in ("", contents):
+        what = f"the files in {' and '.join(map(str, folders))} have changed since {config.model} loaded them here"
+        hint = f"load them with corewright rollout restart {config.model}, or put the former files back"
+        raise EngineLoadError("source-changed", what, hint)
+    return contents
 
 
 def open_backend(config: ReplicaConfig, claim: CoreClaim | None, emit: Callable[[list[TokenEvent]], None]) -> Backend:

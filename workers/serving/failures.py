@@ -19,6 +19,7 @@ from workers.messages.status import Failure, Reaction
 
 log = logging.getLogger(__name__)
 
+PERMANENT = ("engine-not-installed", "source-changed")  # until an operator acts
 CORES_HINT = "end the process that holds the cores; corewright unload MODEL frees those of a model"
 
 
@@ -35,7 +36,7 @@ def failure_of(id: str, error: Exception, activity: str, config: ReplicaConfig) 
         cause = EngineLoadError(id, f"{type(error).__name__}: {error}", f"the log is {config.log}")
         if is_out_of_memory(error):
             cause = out_of_memory(error, activity)
-    reaction = Reaction.STOP if cause.id == "engine-not-installed" else Reaction.RETRY
+    reaction = Reaction.STOP if cause.id in PERMANENT else Reaction.RETRY
     failure = Failure(cause.id, cause.what, cause.hint, reaction)
     fault = fault_of(error, host_facts.last_words(Path(config.log))) if failure.id in VAGUE else None
     if (known := fault_of(error)) is not None and known.id == failure.id:  # the engine has added what it knows

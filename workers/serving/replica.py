@@ -36,7 +36,7 @@ from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure, Phase, ReplicaStatus
 from workers.messages.wire import PROTOCOL, Welcome
 from workers.neff_cache import compiled_artifacts
-from workers.serving.backend import Backend, open_backend
+from workers.serving.backend import Backend, local_contents, open_backend
 from workers.serving.dataplane import DataPlane
 from workers.serving.failures import failure_of
 from workers.serving.replica_metrics import REFRESH_S, TAGS, Metric, Sink, StepMetrics
@@ -186,7 +186,9 @@ class Replica:
             self._uses.enter_context(using(folder))
         if config.claims is not None and config.cores:
             self._claim = CoreClaim(Path(config.claims), config.cores)
+        contents = local_contents(config)
         self._batcher = open_backend(config, self._claim, self._emit)
+        self._status = msgspec.structs.replace(self._status, contents=contents)
         self._steps.start()
         threading.Thread(target=self._batcher.warm_guides, name="guides", daemon=True).start()
         if config.server is None and not config.proven:  # `start_server` has sent a request

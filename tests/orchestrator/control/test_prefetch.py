@@ -587,6 +587,33 @@ def test_a_process_starts_ahead_by_its_measured_time_before_the_weights() -> Non
     assert lead_of(msgspec.structs.replace(CONFIG, engine="transformers-neuronx"), 2.0) is None
 
 
+# Local folders
+
+
+def test_a_replica_loads_the_files_of_its_version_until_an_operator_accepts_others(tmp_path: Path) -> None:
+    """A swapped folder stops the next start; `rollout restart` loads it. Another host has files of its own."""
+    source = str(stub_checkpoint(tmp_path / "m"))
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        cluster.local_contents = "new"
+        await cluster.find("m/0").die("killed")
+        await played.until(lambda: played.replica("m/0")["stopped"], "it is not loaded", 60)
+        assert cluster.started[-1].contents == "old"
+        assert played.replica("m/0")["reason"].startswith("source-changed")
+        await played.operator.restart("m", "tester")
+        await played.settled()
+        (replica,) = played.ready("m")
+        assert cluster.started[-1].contents == ""
+        await cluster.find(replica["id"]).die("killed")
+        await played.settled()
+        assert cluster.started[-1].contents == "new"
+
+    cluster = FakeCluster()
+    cluster.local_contents = "old"
+    play(tmp_path, cluster, spec(source), story)
+
+
 # In words
 
 

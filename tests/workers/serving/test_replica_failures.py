@@ -24,9 +24,11 @@ from workers.batching.batcher_stats import BatcherStats
 from workers.host import host_facts, start_phases
 from workers.host.core_claims import CoresTaken
 from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import Origin
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
 from workers.neff_cache import compiled_artifacts
+from workers.serving.backend import local_contents
 from workers.serving.failures import failure_of
 from workers.serving.replica import Replica
 
@@ -236,3 +238,32 @@ def test_a_replica_reports_the_end_of_its_load(engine: str, phase: Phase, id: st
         )
     status = msgspec.json.decode(result.stdout, type=ReplicaStatus)
     assert (status.phase, status.failure and status.failure.id) == (phase, id)
+
+
+def test_files_that_were_replaced_since_the_first_load_stop_the_replica(tmp_path: Path) -> None:
+    """With the folder and the command that accepts them; a file with the same name and size is another one, too."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    os.utime(folder / "config.json", ns=(10**18, 10**18))
+    loads = config(folder)
+    first = local_contents(loads)
+    again = msgspec.structs.replace(loads, contents=first)
+    assert local_contents(again) == first != ""
+    os.utime(folder / "config.json", ns=(10**18, 10**18 + 1))
+
+    with pytest.raises(EngineLoadError) as refused:
+        local_contents(again)
+
+    change = failure(refused.value, tmp_path / "m.log")
+    assert (change.id, change.reaction) == ("source-changed", Reaction.STOP)
+    assert str(folder) in change.what
+    assert f"corewright rollout restart {loads.model}" in change.hint
+
+
+def test_a_fetched_folder_is_not_compared(tmp_path: Path) -> None:
+    """The store never changes it."""
+    fetched = msgspec.structs.replace(config(tmp_path), origin=Origin(source="s3://m"), contents="other")
+    assert fetched.local_folders() == []
+    with pytest.raises(EngineLoadError):
+        local_contents(msgspec.structs.replace(fetched, origin=None))
