@@ -30,7 +30,7 @@ from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.preparation import Preparation
 from orchestrator.rollout.rollout_step import Step
-from orchestrator.state.expected_starts import expected_ready_at, expected_start_s
+from orchestrator.state.expected_starts import expected_ready_at, expected_start_s, is_expected_back
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.rollout_progress import leaving, rollout_state
 from orchestrator.state.unloaded import reason_for_clients, why_unloaded
@@ -157,7 +157,8 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         start_s=round(expected_start_s(state, model), 1),
         ready_at=expected_ready_at(state, model),
         loads_on_request=_loads_on_request(state, model),
-        holds=state.holds(model),
+        required=min(state.counts.bounds(model).min, state.counts.desired(model)) > 0,
+        holds=state.holds(model) or is_expected_back(state, model),
         aliases=list(model.aliases),
         alias_defaults={name: defaults.given for name, defaults in model.alias_defaults.items()},
         adapters=[name for name in model.adapters if all(name in state.configs[view.id].adapters for view in views)],

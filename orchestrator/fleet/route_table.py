@@ -58,7 +58,8 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float | None = None  # the expected duration of a replica's next start; None: unknown
     ready_at: float | None = None  # when the first replica is expected, in seconds since the epoch, if one starts
     loads_on_request: bool  # `min: 0`: a request starts the model and waits for it
-    holds: bool = False  # its one replica is being swapped, and requests wait for the new one
+    required: bool = False  # it should always have a replica: its min is at least 1, and nobody has unloaded it
+    holds: bool = False  # its only replica is being swapped or is expected back, and requests wait for it
     aliases: list[str] = []  # other names of the model
     alias_defaults: dict[str, dict[str, Any]] = {}  # by alias: fields of requests -> their values in a request without
     adapters: list[str] = []  # LoRA adapters that all replicas have
@@ -76,12 +77,12 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     def ready_in_s(self, now: float) -> float | None:
         """Returns the expected seconds from ``now``, in seconds since the epoch, until a request can begin; None:
         unknown. A start that is late is expected to take as long again as it is late."""
-        if self.replicas or self.state is ModelState.FAILED:
+        if self.replicas:
             return None
         if self.ready_at is not None:
             return abs(self.ready_at - now)
-        if self.state is ModelState.UNLOADED and (self.reason is not None or not self.loads_on_request):
-            return None  # unloaded by hand, or held back for lack of cores
+        if self.state is not ModelState.UNLOADED or self.reason is not None or not self.loads_on_request:
+            return None  # it does not start now, was unloaded by hand, or is held back for lack of cores
         return self.start_s
 
     @property

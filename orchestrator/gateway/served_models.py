@@ -139,8 +139,10 @@ class ServedModels:
                 return "\n".join(["not ready", *(f"{name}: its tokenizer is loading" for name in late)])
             self._tokenizes = True  # a later model must not make the gateway leave its load balancer
         now = time.monotonic()
-        cut_off = [f"{name}: unreachable" for name, queue in self.queues.items() if queue.links.cut_off(now)]
-        return "\n".join(["not ready", *cut_off]) if cut_off else None
+        late = [f"{name}: unreachable" for name, queue in self.queues.items() if queue.links.cut_off(now)]
+        lacking = ((name, queue.lacking_s(now)) for name, queue in self.queues.items())
+        late += [f"{name}: no replica for {seconds:.0f} s" for name, seconds in lacking if seconds]
+        return "\n".join(["not ready", *late]) if late else None
 
     def allowed(self, key: ApiKey | None) -> dict[str, ModelQueue]:
         """Returns the queues that the key allows, by name and alias."""

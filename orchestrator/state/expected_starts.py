@@ -23,6 +23,14 @@ def expected_start_s(state: FleetState, model: ModelSpec) -> float:
     return speed(model, current.checkpoints.get(model.name), current.engines[model.name], topology).load_s
 
 
+def is_expected_back(state: FleetState, model: ModelSpec) -> bool:
+    """Returns whether a model without a ready replica has served in this version, and one is expected within the time
+    that requests wait for a first replica."""
+    version, at = state.current.versions[model.name], expected_ready_at(state, model)
+    served = any(start.version == version for start in state.records.state.ready_starts.get(model.name, ()))
+    return served and at is not None and abs(at - state.wall()) <= model.scaling.hold_s
+
+
 def expected_ready_at(state: FleetState, model: ModelSpec) -> float | None:
     """Returns when the first replica of a model without ready ones is expected to be ready, in seconds since the epoch;
     None: it has ready ones, or none that starts."""

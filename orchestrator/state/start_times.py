@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from orchestrator.fleet.replica_states import STARTING
+from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal_records import ReadyStart
 
@@ -57,9 +57,11 @@ class StartTimes:
 
 
 def ready_at(view: ReplicaView, expected_s: float, now: float) -> float | None:
-    """Returns when a replica that starts is expected to be ready, on the clock of ``now``; None if it does not start.
-    ``expected_s``: of its whole start, without fetching and compiling. The rest of a compilation is unknown: it counts
-    as if it ended now."""
+    """Returns when a replica that starts, or that has served and will be restarted, is expected to be ready, on the
+    clock of ``now``; None if it does neither. ``expected_s``: of its whole start, without fetching and compiling. The
+    rest of a compilation is unknown: it counts as if it ended now."""
+    if view.state is State.FAILED and view.served and not view.stopped:
+        return view.since + view.pause_s + expected_s
     if view.state not in STARTING:
         return None
     left_s = (view.fetch.left_s or 0.0) if view.fetch is not None else 0.0

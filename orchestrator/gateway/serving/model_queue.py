@@ -26,6 +26,7 @@ from orchestrator.scaling.demand_report import Counts, DemandWindow, RoutingDeci
 from workers.messages.credentials import Credentials
 from workers.messages.requests import GenerateRequest
 
+MAX_BARE_S = 60.0  # without a replica of a model that should always have one, before `/readyz` reports it
 EXPECTED_TOKENS = 256.0  # assumed length of an answer until one has ended
 
 
@@ -57,6 +58,7 @@ class ModelQueue:
         self._read_again = read_again
         self._news = asyncio.Event()  # set when the routes are replaced
         self._closed = False
+        self._bare_since: float | None = None  # since then it has had no replica, although it should always have one
         self.watched = False  # an operator looks at the requests: each routing decision is recorded
         self._counts = Counts()
         self._sample: RoutingDecision | None = None  # the first since the last report
@@ -125,9 +127,9 @@ class ModelQueue:
         Raises ApiError: 429 when the queue is full or its deadline cannot be met, 503 when no replica can serve it and
         none is expected.
 
-        1. a replica is ready, or is being swapped         -> queue, up to max_queue
-        2. the model loads on request, and has not failed  -> wake it, and queue, up to max_queue
-        3. else                                            -> 503
+        1. a replica is ready, being swapped, or expected back  -> queue, up to max_queue
+        2. the model loads on request, and has not failed       -> wake it, and queue, up to max_queue
+        3. else                                                 -> 503
         """
         routes, state = self.routes, self.routes.state
         self._counts.arrived += 1
@@ -156,6 +158,10 @@ class ModelQueue:
     def update(self, routes: ModelRoutes) -> None:
         """Applies the controller's routes: opens links to new replicas, and retires those of removed ones."""
         self.routes = routes
+        if routes.replicas or not routes.required:
+            self._bare_since = None
+        elif self._bare_since is None:
+            self._bare_since = time.monotonic()
         self._news.set()
         self._news = asyncio.Event()
         self.dispatcher.update(_settings(routes))
@@ -170,6 +176,12 @@ class ModelQueue:
         ends = routes.state is ModelState.FAILED or (unloaded and not routes.loads_on_request)
         if ends and not routes.holds:  # nothing will start it
             self._fail_waiting(errors.model_unavailable(self.name, routes.state.value, routes.reason))
+
+    def lacking_s(self, now: float) -> float:
+        """Returns for how long the model has had no replica beyond `MAX_BARE_S`, or twice an expected start if that is
+        longer; 0.0 while it has not."""
+        bare_s = 0.0 if self._bare_since is None else now - self._bare_since
+        return bare_s if bare_s > max(MAX_BARE_S, 2 * (self.routes.start_s or 0.0)) else 0.0
 
     def close(self) -> None:
         """Stops accepting and sending requests: the model left the routes, or the fleet stops."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from orchestrator.daemon.gateway_readiness import is_waiting, wait_for_gateway
+from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes
-from orchestrator.gateway.serving import tokenizers
+from orchestrator.gateway.serving import model_queue, tokenizers
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
@@ -93,3 +95,21 @@ def test_a_gateway_that_cannot_be_queried_is_not_waited_for() -> None:
     """Such as one that accepts certificates only."""
     assert not is_waiting("http://127.0.0.1:1")
     assert not is_waiting("https://127.0.0.1:1")
+
+
+def test_a_model_that_should_always_have_a_replica_makes_the_gateway_unready_without_one(
+    fresh_gateway: LiveGateway, replica: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a minute, or twice an expected start; a model that may have none, or that was unloaded, does not."""
+    monkeypatch.setattr(model_queue, "MAX_BARE_S", 0.2)
+    served = msgspec.structs.replace(routes("m", replica()), required=True)
+    fresh_gateway.serve(served)
+    until(lambda: fresh_gateway.http.get("/readyz").status_code == 200, 10, "it is ready")
+    bare = msgspec.structs.replace(served, replicas=[], state=ModelState.FAILED)
+
+    fresh_gateway.serve(bare)
+    until(lambda: "m: no replica for 0 s" in fresh_gateway.http.get("/readyz").text, 10, "it reports the model")
+    fresh_gateway.serve(msgspec.structs.replace(bare, start_s=60.0))
+    assert fresh_gateway.http.get("/readyz").status_code == 200
+    fresh_gateway.serve(msgspec.structs.replace(bare, required=False))
+    assert fresh_gateway.http.get("/readyz").status_code == 200
