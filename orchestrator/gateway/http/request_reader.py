@@ -13,7 +13,8 @@ from orchestrator.gateway.openai import errors
 if TYPE_CHECKING:
     from orchestrator.gateway.http.connection import HttpConnection
 
-MAX_HEADERS = 100
+MAX_HEADERS = 100  # lines
+LEAST_LINE_BYTES = 3  # of a header beside its name and value: a colon and the end of the line
 LARGE_BYTES = 2**16  # a larger body is read only after its sender is authenticated
 MAX_UNREAD_BYTES = 2**30  # of incomplete bodies, of all connections
 
@@ -28,12 +29,14 @@ class RequestReader:
         self._server = connection.server
         self._parser: Any = httptools.HttpRequestParser(self)
         self._in_head = True
-        self._head_bytes = 0  # since the last complete head, piece of a body or end
+        self._unfinished_bytes = 0  # received since the last complete head, piece of a body or end
         self._progress = 0  # complete heads, pieces of bodies and ends
         self._body_bytes = 0
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
-        self._headers_size = 0
+        self._repeated: dict[bytes, list[bytes]] = {}  # all values of a header that came more than once
+        self._head_lines = 0
+        self._head_bytes = 0  # of the target and the headers, without padding
         self._body: bytes | bytearray = b""
 
     @property
@@ -42,27 +45,30 @@ class RequestReader:
         return self._url.partition(b"?")[0].decode("ascii", "replace") if self.reading else ""
 
     def feed(self, data: bytes) -> None:
-        """Parses what has arrived."""
-        if self.stopped:
-            return
-        progress = self._progress
-        while data:
+        """Parses what has arrived, in pieces of at most what a head, or trailers, may still have."""
+        limit = self._server.settings.max_header_bytes
+        at = 0
+        while at < len(data) and not self.stopped:
+            piece = data[at : at + limit - self._unfinished_bytes]
+            at += len(piece)
+            progress = self._progress
+            self._parse(piece)
+            if self._progress != progress:
+                self._unfinished_bytes = 0
+            else:
+                self._unfinished_bytes += len(piece)
+                if self._unfinished_bytes >= limit:
+                    self._connection.refuse(errors.headers_too_large(limit))
+
+    def _parse(self, data: bytes) -> None:
+        while data and not self.stopped:
             try:
                 self._parser.feed_data(data)
-                break
+                return
             except httptools.HttpParserUpgrade as error:
                 data = self._without_upgrade(data[error.args[0] :])
             except httptools.HttpParserError as error:
                 self._connection.refuse(errors.not_http(str(error)))
-                break
-        if self.stopped:
-            return
-        if self._progress == progress:  # only a piece of a head, or of trailers
-            self._head_bytes += len(data)
-            if self._head_bytes > self._server.settings.max_header_bytes:
-                self._connection.refuse(errors.headers_too_large(self._server.settings.max_header_bytes))
-        else:
-            self._head_bytes = 0
 
     def on_message_begin(self) -> None:
         if self.stopped:
@@ -71,22 +77,33 @@ class RequestReader:
         self._in_head = True
         self._url = b""
         self._headers = {}
-        self._headers_size = 0
+        self._repeated = {}
+        self._head_lines = self._head_bytes = 0
         if self._body_bytes:
             self._drop_body()
         self._connection.begun()
 
     def on_url(self, url: bytes) -> None:
         self._url += url
+        self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_head:
+        if not self._in_head or self.stopped:
             return  # a trailer must not change the head
+        self._head_lines += 1
+        self._count(len(name) + len(value) + LEAST_LINE_BYTES)
         name, headers = name.lower(), self._headers
-        self._headers_size += len(name) + len(value)
-        if name in headers:  # joined as in RFC 9110: two keys or two encodings become one that is unknown
-            value = headers[name] + b", " + value
-        headers[name] = value
+        if name in headers:
+            self._repeated.setdefault(name, [headers[name]]).append(value)
+        else:
+            headers[name] = value
+
+    def _count(self, size: int) -> None:
+        """Counts a part of a head, and refuses a head over a limit: one behind another may be in the same piece."""
+        self._head_bytes += size
+        limit = self._server.settings.max_header_bytes
+        if self._head_bytes > limit or self._head_lines > MAX_HEADERS:
+            self._connection.refuse(errors.headers_too_large(limit))
 
     def on_headers_complete(self) -> None:
         if self.stopped:
@@ -94,9 +111,8 @@ class RequestReader:
         settings, headers = self._server.settings, self._headers
         self._in_head = False
         self._progress += 1
-        if self._headers_size + len(self._url) > settings.max_header_bytes or len(headers) > MAX_HEADERS:
-            self._connection.refuse(errors.headers_too_large(settings.max_header_bytes))
-            return
+        for name, values in self._repeated.items():  # as in RFC 9110: two keys or encodings become one that is unknown
+            headers[name] = b", ".join(values)
         host = headers.get(b"host")
         if b"," in host if host is not None else self._parser.get_http_version() == "1.1":  # two are joined above
             self._connection.refuse(errors.not_http("exactly one Host header is required"))  # RFC 9112, 3.2
