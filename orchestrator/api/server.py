@@ -32,6 +32,7 @@ from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER, Contro
 from orchestrator.gateway.http.connection import HttpConnection
 from orchestrator.gateway.http.exchange import Exchange, Request
 from orchestrator.gateway.http.http_server import HttpServer
+from orchestrator.gateway.http.json_nesting import checked
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.failure import Failed
@@ -230,7 +231,7 @@ def _response_to(route: AdminRoute, error: Exception) -> ApiError:
 def _body(route: AdminRoute, request: Request) -> Any:
     """Decodes the body; no body is an empty object, and the content type is ignored. Raises ApiError."""
     try:
-        return msgspec.json.decode(request.body or b"{}", type=route.schema)
+        return msgspec.json.decode(checked(request.body) or b"{}", type=route.schema)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _Error(400, code="invalid_request", message=f"The body: {error}") from None
 

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from orchestrator.gateway.http.exchange import JSON
+from orchestrator.gateway.http.json_nesting import checked
 from orchestrator.gateway.openai import body_reader
 from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, Choice
 from orchestrator.gateway.openai.errors import ApiError, invalid, renamed
@@ -111,7 +112,7 @@ def joined_lines(body: bytes) -> bytes:
     inputs: list[Any] = []
     for number, line in enumerate(lines, 1):
         try:
-            fields = msgspec.json.decode(line, type=dict[str, Any])
+            fields = msgspec.json.decode(checked(line), type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise invalid(f"The body, line {number}: {error}") from None
         if "inputs" not in fields:

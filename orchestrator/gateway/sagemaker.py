@@ -19,6 +19,7 @@ from orchestrator.fleet.hosting import Hosting
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient, ControllerFailed
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.http_server import Handler
+from orchestrator.gateway.http.json_nesting import checked
 from orchestrator.gateway.lmi import INVOCATIONS, TO_JSON, content_types
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
@@ -99,7 +100,7 @@ class SageMaker:
         for kind in content_types(request.headers.get(b"content-type", b"")) & TO_JSON.keys():
             request.body, request.headers[b"content-type"] = TO_JSON[kind](request.body), JSON
         try:
-            body = msgspec.json.decode(request.body, type=Json)
+            body = msgspec.json.decode(checked(request.body), type=Json)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise errors.invalid(f"The body: {error}") from None
         path = next((route for field, route in ROUTES_BY_FIELD.items() if field in body), None)
@@ -127,7 +128,7 @@ class SageMaker:
 
     async def _load(self, exchange: Exchange) -> None:
         try:
-            request = msgspec.json.decode(exchange.request.body, type=LoadRequest)
+            request = msgspec.json.decode(checked(exchange.request.body), type=LoadRequest)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise errors.invalid(f"The body: {error}") from None
         hosting = await self._hosting(request)

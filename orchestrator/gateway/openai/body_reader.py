@@ -18,6 +18,7 @@ from orchestrator.gateway.encoding.protocol import (
     RerankRequest,
     ScoreRequest,
 )
+from orchestrator.gateway.http.json_nesting import checked
 from orchestrator.gateway.openai.errors import ApiError, invalid
 from orchestrator.gateway.openai.field_bounds import LONGEST_VALUE, out_of_bounds, out_of_range
 from orchestrator.gateway.openai.protocol import (
@@ -229,12 +230,13 @@ def decode(decoder: msgspec.json.Decoder[R], body: bytes, replacements: Mapping[
     try:
         if len(body) > LARGE_BYTES and decoder is not _forwarded_decoder:
             _check_large(body, items=decoder.type is ResponsesRequest)
+        checked(body)
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
             raise _explained(str(error), body, replacements) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+        raise invalid(f"the body cannot be read as JSON: {error}", code="invalid_json") from None
 
 
 def _explained(text: str, body: bytes, replacements: Mapping[str, str]) -> ApiError:

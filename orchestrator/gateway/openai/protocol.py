@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from orchestrator.access.keys import MOST_PRIORITY
+from orchestrator.gateway.http.json_nesting import checked
 from orchestrator.gateway.openai.errors import invalid
 from orchestrator.gateway.openai.schemas import schema_text
 
@@ -121,7 +122,7 @@ def _call_for_template(call: ToolCall, where: str) -> dict[str, Any]:
         message = f"the characters of {where}.function.arguments: {length} exceeds the limit of {MAX_ARGUMENTS}"
         raise invalid(message, param="messages")
     try:
-        arguments = msgspec.json.decode(call.function.arguments.strip() or "{}", type=dict[str, Any])
+        arguments = msgspec.json.decode(checked(call.function.arguments.strip().encode()) or b"{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise invalid(f"{where}.function.arguments: not a JSON object: {error}", param="messages") from None
     fields: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}

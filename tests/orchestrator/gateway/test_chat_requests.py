@@ -161,7 +161,7 @@ def test_long_prompts_may_be_in_a_list(prompt: list[Any]) -> None:
 
 
 def test_a_call_of_a_message_is_refused_without_being_decoded() -> None:
-    call = b"[" + b"[]," * body_reader.MAX_IDS + b"[]]"
+    call = b"[" + b"[]," * 100_000 + b"[]]"
     request = body_reader.read_chat(b'{"model":"m","messages":[{"role":"user","function_call":%b}]}' % call)
     with pytest.raises(ApiError, match="function_call"):
         request.messages[0].for_template(0)
@@ -180,5 +180,5 @@ def test_ignored_fields_are_not_converted_to_objects() -> None:
     """They must still be valid JSON."""
     request = body_reader.read_chat(b'{"model":"m","messages":[{"role":"user"}],"metadata":{"a":[1]},"user":"ada"}')
     assert bytes(request.metadata) == b'{"a":[1]}'
-    with pytest.raises(ApiError, match="not JSON"):
+    with pytest.raises(ApiError, match="as JSON"):
         body_reader.read_chat(b'{"model":"m","messages":[{"role":"user"}],"metadata":{"a":[1}}')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,25 +15,31 @@ import pytest
 
 from orchestrator.access.keys import Allowance, KeyFile
 from orchestrator.fleet.replica_states import ModelState
+from orchestrator.gateway.http.json_nesting import MAX_DEPTH
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.tokenize import MOST_TOKENS
 from orchestrator.gateway.serving import tokenizer_threads as module
 from orchestrator.gateway.serving.tokenizer_threads import TokenizerThreads
 from orchestrator.process.home import Home
-from tests.checkpoints import save_tokenizer
+from tests.checkpoints import CHAT_TEMPLATE, save_tokenizer
 from tests.fleet import until, until_async
 from tests.orchestrator.gateways import LiveGateway, routes
 
 PER_MINUTE = 10_000
 NUMBERS = itertools.count()
 MAX_LEN = 64
+AS_JSON = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if a %}{{ a | tojson }}{% endif %}"
+    "{% for message in messages %}{% for call in message.tool_calls or [] %}"
+    "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveGateway]:
     """One that serves a model whose vocabulary has merges."""
     source = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(source)
+    save_tokenizer(source, CHAT_TEMPLATE + AS_JSON)
     live = LiveGateway(
         models=[routes("m", state=ModelState.LOADING, engine="cpu", source=str(source), max_len=MAX_LEN, holds=True)],
         max_messages=10,
@@ -135,6 +142,63 @@ def test_a_text_longer_than_the_context_is_tokenized(ask: Ask) -> None:
 def test_the_tokenized_messages_are_counted(ask: Ask) -> None:
     answer = ask("/tokenize", messages=[{"role": "user", "content": "hi"}] * 11)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_messages")
+
+
+CHAT, MESSAGES, COUNT = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
+HI = '"model": "m", "messages": [{"role": "user", "content": "hi"}]'
+USE = '"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": @}]}]'
+CALL = '"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "@"}}]}]'
+WITH_JSON = {  # where a body has JSON of the client's choice, and the levels around it
+    "tools": (CHAT, f'{{{HI}, "tools": [{{"type": "function", "function": {{"name": "f", "parameters": @}}}}]}}', 4),
+    "template variables": (CHAT, f'{{{HI}, "chat_template_kwargs": {{"a": @}}}}', 2),
+    "arguments of a tool call": (CHAT, f'{{"model": "m", {CALL}}}', 0),
+    "an ignored field": (CHAT, f'{{{HI}, "metadata": @}}', 1),
+    "tools of messages": (MESSAGES, f'{{{HI}, "max_tokens": 1, "tools": [{{"name": "f", "input_schema": @}}]}}', 3),
+    "tools that are counted": (COUNT, f'{{{HI}, "tools": [{{"name": "f", "input_schema": @}}]}}', 3),
+    "a tool use": (COUNT, f'{{"model": "m", {USE}}}', 5),
+    "variables to tokenize": ("/tokenize", f'{{{HI}, "chat_template_kwargs": {{"a": @}}}}', 2),
+}
+
+
+def with_nested(body: str, levels: int) -> str:
+    """Returns the body with an object in so many levels; in a text if the place is in one."""
+    value = '{"a":' * levels + '"]"' + "}" * levels
+    return body.replace('"@"', json.dumps(value)).replace("@", value)
+
+
+@pytest.fixture
+def post(gateway: LiveGateway) -> Callable[[str, str], httpx.Response]:
+    """Posts a body with a new key without limits."""
+    _, secret = KeyFile(Home(gateway.home).keys).create(f"k{next(NUMBERS)}")
+
+    def ask(path: str, body: str) -> httpx.Response:
+        return gateway.http.post(path, content=body, headers={"authorization": f"Bearer {secret}"})
+
+    until(lambda: ask("/tokenize", "{}").status_code == 400, 10, "the gateway knows the key")
+    return ask
+
+
+@pytest.mark.parametrize("name", WITH_JSON)
+def test_deeply_nested_json_is_rejected(
+    name: str, post: Callable[[str, str], httpx.Response], caplog: pytest.LogCaptureFixture
+) -> None:
+    """From one level above the limit on; what the decoder accepted failed on its way to the tokenizer."""
+    path, body, around = WITH_JSON[name]
+    levels = (MAX_DEPTH + 1 - around, 320, 500, 900, 5000)
+
+    answers = [post(path, with_nested(body, count)) for count in levels]
+
+    assert [answer.status_code for answer in answers] == [400] * len(levels)
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+@pytest.mark.parametrize("name", [name for name, (path, _, _) in WITH_JSON.items() if path in (COUNT, "/tokenize")])
+def test_json_of_the_deepest_level_is_tokenized(name: str, post: Callable[[str, str], httpx.Response]) -> None:
+    path, body, around = WITH_JSON[name]
+
+    answer = post(path, with_nested(body, MAX_DEPTH - around))
+
+    assert answer.status_code == 200, answer.text
 
 
 class Jobs:
