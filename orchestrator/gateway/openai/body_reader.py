@@ -236,7 +236,7 @@ def decode(decoder: msgspec.json.Decoder[R], body: bytes, replacements: Mapping[
         except msgspec.ValidationError as error:
             raise _explained(str(error), body, replacements) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the body cannot be read as JSON: {error}", code="invalid_json") from None
+        raise invalid(f"the body is not JSON that can be read: {error}", code="invalid_json") from None
 
 
 def _explained(text: str, body: bytes, replacements: Mapping[str, str]) -> ApiError:
