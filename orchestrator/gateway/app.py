@@ -160,6 +160,7 @@ class Gateway:
                 if reply is not None and self._settings.place:
                     self._limits.charge(reply.usage, self.gate.keys, time.monotonic())
             self._log.keep(now)
+            self._tokenizers.sweep(now)
 
     def _about_this_gateway(self) -> dict[str, Any]:
         """Returns the fields of a report that say where this gateway is, and how it is."""

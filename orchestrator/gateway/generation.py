@@ -44,7 +44,7 @@ from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics
 from orchestrator.gateway.telemetry.request_spans import RequestTracing
 from workers.messages.requests import Forwarded, GenerateRequest
 from workers.text.tokenizer import ByteTokenizer, PromptTokenizer
-from workers.text.tokenizer_process import TokenizerFault
+from workers.text.tokenizer_pool import TokenizerBusy, TokenizerFault
 
 log = logging.getLogger(__name__)
 GenerationBody = ChatRequest | CompletionRequest
@@ -148,6 +148,8 @@ class Generation:
         except TokenizerFault as fault:
             log.warning("the tokenizer of %s failed, request %s: %s", queue.name, exchange.id, fault)
             raise errors.tokenizer_failed(queue.name, fault) from None
+        except TokenizerBusy as busy:
+            raise errors.tokenizer_busy(queue.name, busy) from None
         except ApiError:
             if charges:
                 exchange.add_headers(self._limits.headers(key, time.monotonic()))

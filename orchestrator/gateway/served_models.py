@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec.structs
 
 from orchestrator.access.keys import ApiKey
+from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, RouteTable
 from orchestrator.gateway.admission.authenticator import allow_inference
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
@@ -202,7 +203,7 @@ class ServedModels:
                     read_again=self._read_again,
                 )
                 self.queues[routes.name] = queue
-            if not routes.forwards and (queue.routes is routes or queue.routes.reading != routes.reading):
+            if _needs_tokenizer(queue.routes, routes):
                 self._tokenizers.fetch(routes)
             queue.update(routes)
             if table.stopping:
@@ -223,3 +224,10 @@ class ServedModels:
         self._wakes.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:  # the next routes retry it
             log.warning("cannot request a first replica from the controller: %s", error)
+
+
+def _needs_tokenizer(before: ModelRoutes, routes: ModelRoutes) -> bool:
+    """Returns whether a tokenizer must be loaded for these routes. ``before`` are those in use, at first the same. That
+    of an unloaded model is loaded by its first request."""
+    new = before is routes or before.state is ModelState.UNLOADED or before.reading != routes.reading
+    return new and not routes.forwards and routes.state is not ModelState.UNLOADED

@@ -30,7 +30,7 @@ class GatewayDeployment:
     """A gateway that Serve keeps alive and shows in the dashboard; requests use its own port instead of Serve's."""
 
     def __init__(self, settings: GatewaySettings, fleet: str) -> None:
-        from workers.text.tokenizer_process import nursery
+        from workers.text.tokenizer_pool import nursery
 
         if settings.tokenizers:
             nursery()  # it imports transformers while this process imports what follows, half a second each

@@ -346,21 +346,21 @@ _REJECTIONS = ("pickle-refused", "name-unsafe", "layout-unknown")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "chat_template.jinja",
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.json", "vocab.txt", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json"),
     *("sentence_bert_config.json", "config_sentence_transformers.json", "modules.json", "1_Pooling/config.json"),
 )
 
 
 def tokenizer_key(engine: str, folder: str | None) -> str:
     """Returns a key that is equal for sources with identical tokenizer and chat template files, and, of
-    sentence-transformers' folders, identical prompts and limits. Blocks."""
+    sentence-transformers' folders, identical prompts and limits; a gateway loads equal tokenizers once. Blocks."""
     if engine == "echo" or folder is None:
         return engine if engine == "echo" else f"{engine}:{folder}"
     digest = blake2s(digest_size=8)
+    empty = digest.digest()
     for name in _TOKENIZER_FILES:
         with contextlib.suppress(OSError):
             digest.update(
@@ -368,4 +368,4 @@ def tokenizer_key(engine: str, folder: str | None) -> str:
                 + b"\0"
                 + blake2s(foreign_files.read_bytes(Path(folder) / name, foreign_files.MAX_TOKENIZER_BYTES)).digest()
             )
-    return digest.hexdigest()
+    return digest.hexdigest() if digest.digest() != empty else f"{engine}:{folder}"

@@ -33,7 +33,14 @@ ERRORS = {  # the table of docs/cli.md, without those that need a wrong request
     500: ("internal_error", {"engine_failed", "internal_error"}),
     503: (
         "service_unavailable",
-        {"model_loading", "model_unavailable", "replica_lost", "server_unavailable", "tokenizer_unavailable"},
+        {
+            "model_loading",
+            "model_unavailable",
+            "replica_lost",
+            "server_unavailable",
+            "tokenizer_busy",
+            "tokenizer_unavailable",
+        },
     ),
 }
 

@@ -306,6 +306,11 @@ def tokenizer_unavailable(cause: object) -> ApiError:
     return _unavailable(message, code="tokenizer_unavailable", retry_after_s=10)
 
 
+def tokenizer_busy(model: str, cause: object) -> ApiError:
+    message = f"The tokenizer of {model!r} is overloaded: {cause}. Try again in 2 s."
+    return _unavailable(message, code="tokenizer_busy", retry_after_s=2)
+
+
 def tokenizer_failed(model: str, cause: object) -> ApiError:
     message = f"The tokenizer or chat template of {model!r} failed: {cause}"
     return ApiError(500, message, type="internal_error", code="tokenizer_failed")

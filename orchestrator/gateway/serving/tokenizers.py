@@ -1,4 +1,4 @@
-"""Loads the tokenizers of the fleet's models, each once and off the event loop."""
+"""Loads the tokenizers of the fleet's models off the event loop, when they are used."""
 
 from __future__ import annotations
 
@@ -14,25 +14,36 @@ from workers.engines.encoder.layout import EncoderLayout, read_layout
 from workers.messages.encoder_protocol import EncoderKind
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text.tokenizer import PromptTokenizer
-from workers.text.tokenizer_process import load_apart
+from workers.text.tokenizer_pool import TokenizerBusy, TokenizerPool, load_apart
 
-MOST_LOADS = 64  # at a time; a load that never ends does not block the others
-Key = tuple[bool, str | None, str]
+MOST_LOADS = 16  # at a time; a load that never ends does not block the others
+SWEEP_S = 10.0
+Key = tuple[str | None, str]
 
 
 class Tokenizers:
     """The tokenizers by folder and content, since models may share one. Used from one event loop."""
 
     def __init__(self) -> None:
+        self._pool = TokenizerPool()
+        self._swept_at = 0.0
         self._executor = ThreadPoolExecutor(MOST_LOADS, thread_name_prefix="tokenizers")
         self._loading: dict[Key, asyncio.Future[PromptTokenizer]] = {}
         self._loaded: dict[Key, PromptTokenizer] = {}  # loaded and used
 
     def retain(self, models: Iterable[ModelRoutes]) -> None:
-        """Drops the tokenizers of all other models."""
-        for key in self._loading.keys() - {_key(routes) for routes in models}:
+        """Drops the tokenizers of all other models, and ends their processes."""
+        keys = {_key(routes) for routes in models}
+        for key in self._loading.keys() - keys:
             del self._loading[key]
             self._loaded.pop(key, None)
+        self._pool.retain({content for _, content in keys})
+
+    def sweep(self, now: float) -> None:
+        """Ends processes that are idle. To be called about once a second."""
+        if now - self._swept_at > SWEEP_S:
+            self._swept_at = now
+            self._pool.sweep(now)
 
     def fetch(self, routes: ModelRoutes) -> asyncio.Future[PromptTokenizer]:
         """Starts to load a model's tokenizer, unless that has started; retries a failed load."""
@@ -40,7 +51,7 @@ class Tokenizers:
         task = self._loading.get(key)
         if task is None or (task.done() and task.exception() is not None):
             loop = asyncio.get_running_loop()
-            task = loop.run_in_executor(self._executor, _load, routes)
+            task = loop.run_in_executor(self._executor, _load, self._pool, routes)
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # callers of ``get`` report it
             self._loading[key] = task
         return task
@@ -65,21 +76,26 @@ class Tokenizers:
         """Returns the tokenizer once it is loaded. Raises ApiError 503 with the cause when the load fails."""
         try:
             return await asyncio.shield(self.fetch(routes))
+        except TokenizerBusy as busy:
+            raise errors.tokenizer_busy(routes.name, busy) from None
         except EngineLoadError as error:
             raise errors.tokenizer_unavailable(error) from error
 
 
 def _key(routes: ModelRoutes) -> Key:
-    """Returns what the tokenizer depends on; ``routes.reading`` changes with the files in the folder."""
-    return routes.engine == "echo", routes.source, routes.reading
+    """Returns the folder of the tokenizer, and its content: equal for equal ones."""
+    if routes.engine == "echo":
+        return None, "echo"
+    return routes.source, routes.reading if routes.tokenizer else f"{routes.kind} {routes.source}"
 
 
-def _load(routes: ModelRoutes) -> PromptTokenizer:
-    """Loads the tokenizer of a model; that of an encoder is where its folder says. Raises EngineLoadError."""
-    layout = layout_of(routes)
+def _load(pool: TokenizerPool, routes: ModelRoutes) -> PromptTokenizer:
+    """Loads the tokenizer of a model; that of an encoder is where its folder says. Raises EngineLoadError and
+    TokenizerBusy."""
+    layout, content = layout_of(routes), _key(routes)[1]
     if layout is None:
-        return load_apart(routes.engine, routes.source)
-    return load_apart(routes.engine, str(layout.transformer), layout.lower_case)
+        return load_apart(pool, routes.engine, routes.source, content=content)
+    return load_apart(pool, routes.engine, str(layout.transformer), layout.lower_case, content)
 
 
 def layout_of(routes: ModelRoutes) -> EncoderLayout | None:

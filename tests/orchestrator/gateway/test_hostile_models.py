@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 from orchestrator.fleet.replica_states import ModelState
-from tests.checkpoints import save_tokenizer
+from tests.checkpoints import CHAT_TEMPLATE, save_tokenizer
+from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
-from workers.text import tokenizer_process
+from workers.text import tokenizer_pool
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 MEMORY = "{{ 'a' * 10 ** 10 }}"
@@ -27,7 +28,7 @@ AT_ONCE = 4  # requests to each bad model, more than its threads
 @pytest.fixture
 def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveGateway]:
     """One with a good model, and bad ones."""
-    monkeypatch.setattr(tokenizer_process, "CALL_S", CALL_S)
+    monkeypatch.setattr(tokenizer_pool, "CALL_S", CALL_S)
     templates = {"good": None, "endless": ENDLESS, "memory": MEMORY, "regex": None, "broken": None}
     for name, template in templates.items():
         save_tokenizer(tmp_path / name, *([] if template is None else [template]))
@@ -88,3 +89,50 @@ def test_bad_folders_do_not_affect_other_models(gateway: LiveGateway, caplog: py
     assert sorted(outcomes) == sorted([*bad.items()] * AT_ONCE)
     assert slowest < CALL_S, f"of {answered}"
     assert [record for record in caplog.records if record.exc_info] == []
+
+
+@pytest.fixture
+def idle_gateway(tmp_path: Path) -> Iterator[LiveGateway]:
+    """One whose models `endless` and `good` are unloaded: they have tokenizers of their own."""
+    models = []
+    for name, template in {"endless": ENDLESS, "good": CHAT_TEMPLATE}.items():
+        save_tokenizer(tmp_path / name, template)
+        models.append(routes(name, state=ModelState.UNLOADED, engine="cpu", source=str(tmp_path / name), holds=True))
+    live = LiveGateway(models=models)
+    yield live
+    live.close()
+
+
+def tokenizer_processes(gateway: LiveGateway) -> int:
+    return gateway._server.gateway._tokenizers._pool._processes()
+
+
+def test_tokenizer_processes_start_with_a_request_and_end_with_the_model(idle_gateway: LiveGateway) -> None:
+    before = tokenizer_processes(idle_gateway)
+    for model in ("good", "endless"):
+        assert idle_gateway.http.post("/tokenize", json={"model": model, "prompt": "hello"}).status_code == 200
+    used = tokenizer_processes(idle_gateway)
+
+    idle_gateway.controller.set()
+
+    assert (before, used) == (0, 4)
+    until(lambda: tokenizer_processes(idle_gateway) == 0, 10, "they have ended")
+
+
+def test_a_client_may_retry_when_no_more_processes_may_start(
+    idle_gateway: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """503 with Retry-After while another model's calls use all that there may be; then it is served."""
+    monkeypatch.setattr(tokenizer_pool, "MAX_PROCESSES", 2)
+    monkeypatch.setattr(tokenizer_pool, "ROOM_S", 0.1)
+    monkeypatch.setattr(tokenizer_pool, "CALL_S", CALL_S)
+    busy = threading.Thread(target=chat, args=(idle_gateway, "endless"))
+    busy.start()
+    until(lambda: tokenizer_processes(idle_gateway) == 2, 20, "the call has begun")
+
+    answer = idle_gateway.http.post("/tokenize", json={"model": "good", "prompt": "hello"})
+    busy.join()
+    later = idle_gateway.http.post("/tokenize", json={"model": "good", "prompt": "hello"})
+
+    assert (outcome(answer), answer.headers["retry-after"]) == ((503, "tokenizer_busy"), "2")
+    assert later.status_code == 200

@@ -17,6 +17,7 @@ from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text.tokenizer import PromptTokenizer
+from workers.text.tokenizer_pool import TokenizerPool
 
 Make = Callable[..., Served]
 
@@ -29,11 +30,11 @@ class SlowTokenizers:
         self.failure: EngineLoadError | None = None
         self._load = tokenizers._load
 
-    def __call__(self, routes: ModelRoutes) -> PromptTokenizer:
+    def __call__(self, pool: TokenizerPool, routes: ModelRoutes) -> PromptTokenizer:
         assert self.may_end.wait(20)
         if self.failure is not None:
             raise self.failure
-        return self._load(routes)
+        return self._load(pool, routes)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ class Marked(ByteTokenizer):
 def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer of a folder is marked with its name; that of "broken" cannot be read."""
 
-    def load(engine: str, source: str | None) -> ByteTokenizer:
+    def load(_: object, engine: str, source: str | None, **__: object) -> ByteTokenizer:
         if source == "broken":
             raise EngineLoadError("bad-tokenizer", "it cannot be read")
         return Marked(source or "")

@@ -13,7 +13,7 @@ from workers.engines.encoder.layout import read_layout
 from workers.messages.encoder_protocol import EncodeInput
 from workers.text.input_tokens import InputTexts
 from workers.text.tokenizer import ByteTokenizer, HubTokenizer, TooManyTokens
-from workers.text.tokenizer_process import load_apart
+from workers.text.tokenizer_pool import TokenizerPool, load_apart
 
 MOST = 256
 PAIRS = list(zip(texts(7, seed=1), texts(7, seed=2), strict=True))
@@ -54,7 +54,7 @@ def test_second_texts_of_pairs_are_cut_after_their_own_tokens(family: str, tmp_p
 def test_an_input_that_is_too_long_is_named_by_its_place_and_cut_only_on_request(tmp_path: Path) -> None:
     """The limit is the lowest of the model's, the folder's and the request's; the folder's replaces the tokenizer's."""
     save_encoder(tmp_path, "bert")
-    tokenizer = load_apart("cpu", str(tmp_path))
+    tokenizer = load_apart(TokenizerPool(), "cpu", str(tmp_path))
     given: list[Any] = ["w1", [1] * 9, "w2 " * 8]
 
     with pytest.raises(TooManyTokens) as caught:
@@ -107,7 +107,7 @@ def test_a_folder_that_lower_cases_does_so_but_keeps_special_tokens(tmp_path: Pa
     assert (layout.max_length, layout.lower_case) == (7, True)
     given = ["W1 w2 [SEP] W3", " W4 w5 w6 w7 w8 w9"]
 
-    tokenizer = load_apart("cpu", str(tmp_path), lower_case=True)
+    tokenizer = load_apart(TokenizerPool(), "cpu", str(tmp_path), lower_case=True)
     inputs = tokenizer.encode_inputs(InputTexts(given, MOST, max_length=layout.max_length, cut=0))
 
     expected = Transformer.load(str(tmp_path)).preprocess(given)["input_ids"].tolist()

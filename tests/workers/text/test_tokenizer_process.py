@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +15,27 @@ import psutil
 import pytest
 
 from tests.checkpoints import save_tokenizer
+from tests.fleet import until
 from tests.tiers import everyday
 from workers.messages.engine_protocol import EngineLoadError
-from workers.text import tokenizer_process
+from workers.text import tokenizer_pool
 from workers.text.tokenizer import ChatTemplateError, PromptTokenizer, TemplateInput, TooManyTokens, load_tokenizer
-from workers.text.tokenizer_process import TokenizerFault, load_apart
+from workers.text.tokenizer_pool import TokenizerBusy, TokenizerFault, TokenizerPool, load_apart
 
 CHAT = [{"role": "user", "content": "hello there"}]
 SURE_S = 30.0
+POOL = TokenizerPool()
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is not done within half a second is late."""
-    monkeypatch.setattr(tokenizer_process, "CALL_S", 0.5)
+    monkeypatch.setattr(tokenizer_pool, "CALL_S", 0.5)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_process, "CALL_S", SURE_S)
+    monkeypatch.setattr(tokenizer_pool, "CALL_S", SURE_S)
 
 
 def processes() -> list[psutil.Process]:
@@ -49,7 +50,7 @@ def processes() -> list[psutil.Process]:
 
 def of_template(folder: Path, template: str) -> PromptTokenizer:
     save_tokenizer(folder, template)
-    return load_apart("cpu", str(folder))
+    return load_apart(POOL, "cpu", str(folder))
 
 
 def of_json(folder: Path, change: Callable[[dict[str, Any]], None]) -> PromptTokenizer:
@@ -59,7 +60,7 @@ def of_json(folder: Path, change: Callable[[dict[str, Any]], None]) -> PromptTok
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content))
-    return load_apart("cpu", str(folder))
+    return load_apart(POOL, "cpu", str(folder))
 
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -188,7 +189,7 @@ def test_a_file_that_crashes_its_reader_is_a_load_error(name: str, tmp_path: Pat
     file, make = FILES[name]
     make(tmp_path / file)
     with pytest.raises(EngineLoadError) as caught:
-        load_apart("cpu", str(tmp_path))
+        load_apart(POOL, "cpu", str(tmp_path))
     assert caught.value.id == "bad-tokenizer"
 
 
@@ -196,8 +197,8 @@ def test_a_load_that_takes_too_long_is_killed(tmp_path: Path, monkeypatch: pytes
     """300,000 added tokens take 10 s."""
     token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     added = [{"id": 600 + i, "content": f"tok{i}", **token} for i in range(300_000)]
-    load_apart("cpu", str(_good(tmp_path)))  # the nursery is there
-    monkeypatch.setattr(tokenizer_process, "LOAD_S", 0.5)
+    load_apart(POOL, "cpu", str(_good(tmp_path)))  # the nursery is there
+    monkeypatch.setattr(tokenizer_pool, "LOAD_S", 0.5)
     with pytest.raises(EngineLoadError, match="not loaded within"):
         of_json(tmp_path / "slow", lambda content: content["added_tokens"].extend(added))
 
@@ -211,7 +212,7 @@ def _good(folder: Path) -> Path:
 def test_a_tokenizer_process_returns_the_results_of_the_tokenizer(tmp_path: Path) -> None:
     """All methods and their errors."""
     save_tokenizer(tmp_path)
-    apart, direct = load_apart("cpu", str(tmp_path)), load_tokenizer("cpu", str(tmp_path))
+    apart, direct = load_apart(POOL, "cpu", str(tmp_path)), load_tokenizer("cpu", str(tmp_path))
 
     def outcomes(tokenizer: PromptTokenizer) -> list[object]:
         calls: list[Callable[[], object]] = [
@@ -250,7 +251,7 @@ def test_a_tokenizer_process_returns_the_results_of_the_tokenizer(tmp_path: Path
 @pytest.mark.usefixtures("patient")
 def test_no_tokenizer_process_has_torch(tmp_path: Path) -> None:
     """Its import takes longer than all else that they do before their first call."""
-    tokenizer = load_apart("cpu", str(_good(tmp_path)))
+    tokenizer = load_apart(POOL, "cpu", str(_good(tmp_path)))
     tokenizer.encode("Zwölf")
     maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in processes()]
 
@@ -261,7 +262,7 @@ def test_no_tokenizer_process_has_torch(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("patient")
 def test_the_call_after_a_killed_process_uses_another(tmp_path: Path) -> None:
     """After the end of a worker, of a loader with its workers, or of the nursery with all of them."""
-    tokenizer = load_apart("cpu", str(_good(tmp_path)))
+    tokenizer = load_apart(POOL, "cpu", str(_good(tmp_path)))
     ids = tokenizer.encode("hello")
     for depth in (3, 2, 1):
         ended: list[psutil.Process] = []
@@ -288,7 +289,7 @@ def test_concurrent_calls_have_separate_processes(tmp_path: Path) -> None:
     tokenizer.encode("b")
 
     def tokenize_slowly() -> None:
-        with contextlib.suppress(TokenizerFault):
+        with contextlib.suppress(TokenizerFault, TokenizerBusy):
             tokenizer.encode("a" * 4000)
 
     slow = threading.Thread(target=tokenize_slowly, daemon=True)
@@ -299,21 +300,132 @@ def test_concurrent_calls_have_separate_processes(tmp_path: Path) -> None:
     assert time.monotonic() - began < SURE_S / 2
 
 
-def test_a_deleted_tokenizer_leaves_no_process(tmp_path: Path) -> None:
-    tokenizer = load_apart("cpu", str(_good(tmp_path)))
-    before = processes()
-    other = load_apart("cpu", str(_good(tmp_path)))
-    other.encode("hello")
-    new = [process for process in processes() if process not in before]
-    assert len(new) == 2
-    del other
-    gc.collect()
-    ended, alive = psutil.wait_procs(new, timeout=SURE_S)
-    assert (len(ended), alive) == (2, [])
-    assert tokenizer.encode("hello")
+class Opened:
+    """Tokenizers of a new pool, and the processes that have started since."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pool = TokenizerPool()
+        self._folder = folder
+        load_apart(POOL, "cpu", str(_good(folder))).encode("hello")  # the nursery is there
+        self._before = processes()
+
+    def tokenizer(self, name: str, content: str = "") -> PromptTokenizer:
+        save_tokenizer(self._folder / name)
+        return load_apart(self.pool, "cpu", str(self._folder / name), content=content)
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for process in processes() if process not in self._before and process.is_running()]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, patient: None) -> Iterator[Opened]:
+    tokenizers = Opened(tmp_path)
+    yield tokenizers
+    tokenizers.pool.retain(())
+
+
+def test_equal_tokenizers_share_their_processes(opened: Opened) -> None:
+    """Whichever folder they come from."""
+    for name in ("a", "b", "c"):
+        opened.tokenizer(name, "equal").encode("hello")
+
+    assert len(opened.processes()) == 2
+
+
+def test_a_dropped_tokenizer_leaves_no_process(opened: Opened) -> None:
+    opened.tokenizer("kept", "kept").encode("hello")
+    kept = opened.processes()
+    dropped = opened.tokenizer("dropped", "dropped")
+    dropped.encode("hello")
+    ended = [process for process in opened.processes() if process not in kept]
+
+    opened.pool.retain({"kept"})
+
+    assert len(ended) == 2
+    assert psutil.wait_procs(ended, timeout=SURE_S)[1] == []
+    assert opened.processes() == kept
+
+
+def test_a_tokenizer_that_is_dropped_during_a_call_ends_with_it(opened: Opened) -> None:
+    tokenizer = opened.tokenizer("a", "a")
+    calls = [threading.Thread(target=lambda: tokenizer.encode("hello " * 100_000)) for _ in range(2)]
+    for call in calls:
+        call.start()
+    until(lambda: len(opened.processes()) > 1, SURE_S, "the calls have begun")
+
+    opened.pool.retain(())
+    for call in calls:
+        call.join(SURE_S)
+
+    until(lambda: not opened.processes(), SURE_S, "its processes have ended")
+
+
+def test_idle_processes_end_and_start_again_with_a_call(opened: Opened) -> None:
+    """Workers after a minute, loaders later."""
+    tokenizer = opened.tokenizer("a")
+    ids = tokenizer.encode("hello")
+    counts = []
+    for idle_s in (tokenizer_pool.WORKER_IDLE_S / 2, tokenizer_pool.WORKER_IDLE_S, tokenizer_pool.TOKENIZER_IDLE_S):
+        opened.pool.sweep(time.monotonic() + idle_s + 1)
+        expected = 2 - len(counts)
+        until(lambda expected=expected: len(opened.processes()) == expected, SURE_S, f"{expected} processes")
+        counts.append(expected)
+
+    assert tokenizer.encode("hello") == ids
+
+
+def test_the_processes_of_all_tokenizers_are_bounded(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokenizers than processes serve in turn: those that were not used for longest end."""
+    monkeypatch.setattr(tokenizer_pool, "MAX_PROCESSES", 5)
+    tokenizers = [opened.tokenizer(f"t{number}") for number in range(8)]
+    most = 0
+    for _ in range(2):
+        for tokenizer in tokenizers:
+            assert tokenizer.encode("hello")
+            most = max(most, len([process for process in opened.processes() if process.status() != "zombie"]))
+
+    assert most <= 5 + 1  # one may be exiting
+
+
+def test_the_memory_of_idle_tokenizers_is_bounded(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_pool, "MAX_BYTES", 1)
+    for number in range(3):
+        opened.tokenizer(f"t{number}").encode("hello")
+
+    until(lambda: not opened.processes(), SURE_S, "all have ended")
+
+
+def test_a_process_that_gets_no_cpu_time_is_not_broken(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not reply for as long as the machine is busy; the client may retry."""
+    save_tokenizer(opened._folder / "endless", ENDLESS)
+    tokenizer = load_apart(opened.pool, "cpu", str(opened._folder / "endless"))
+    monkeypatch.setattr(tokenizer_pool, "CALL_S", 0.1)
+    monkeypatch.setattr(tokenizer_pool, "LATE_S", 0.5)
+    monkeypatch.setattr(tokenizer_pool._Process, "_cpu_s", lambda process: 0.0)
+
+    with pytest.raises(TokenizerBusy):
+        tokenizer.apply_chat_template(TemplateInput(CHAT))
+
+
+@pytest.mark.parametrize("depths", [(3,), (2, 3), (1, 2, 3)], ids=["workers", "loader", "nursery"])
+def test_a_call_to_a_stopped_process_gets_another(opened: Opened, depths: tuple[int, ...]) -> None:
+    """A worker, a loader with its workers, or all of them are stopped; also with a text that no socket holds."""
+    tokenizer = opened.tokenizer("a")
+    ids = tokenizer.encode("hello")
+    stopped = [process for process in processes() if _depth(process) in depths]
+    for process in stopped:
+        process.suspend()
+
+    answers = [tokenizer.encode("hello"), tokenizer.encode("hello " * 200_000)[: len(ids)]]
+
+    assert answers[0] == ids
+    assert len(answers[1]) == len(ids)
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
 
 
 def test_special_tokens_are_not_in_a_text(tmp_path: Path) -> None:
-    tokenizer = load_apart("cpu", str(_good(tmp_path)))
+    tokenizer = load_apart(POOL, "cpu", str(_good(tmp_path)))
     ids = tokenizer.encode("hello")
     assert tokenizer.text([*ids, 2]) == "hello"
