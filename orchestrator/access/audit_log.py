@@ -1,18 +1,19 @@
 """The audit log: records who changed what in a fleet, and with what outcome, as append-only lines of JSON.
 
 A change is written before it starts and again when it has ended. If the first line cannot be written, the change is
-refused. Several processes append to the log: the controller, `up`, and the commands.
+refused. The size of a record is bounded. Several processes append to the log: the controller, `up`, and the commands.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 16 * 2**20  # the log is rotated above this size
 KEPT = 5  # rotated logs; the oldest is deleted
-LONGEST_TEXT = 300  # characters of one argument
+MAX_TEXT_CHARACTERS = 300  # of a text in an argument
+MAX_ITEMS = 20  # of a list or an object in an argument
+REFUSED_SHARE = 0.25  # of the log, for requests that were refused; the oldest of them are dropped
 SPEC_FIELDS = ("text",)  # arguments that are written as a digest
 
 
@@ -57,8 +60,8 @@ class Audit:
         line = AuditLine(
             at=time.time(),
             request=secrets.token_hex(6),
-            who=who,
-            by=by,
+            who=_bounded(who),
+            by=_bounded(by),
             action=action,
             arguments=_without_secrets(arguments or {}),
         )
@@ -118,26 +121,65 @@ class Audit:
                 if file_lock.is_at(descriptor, self.path):
                     if os.fstat(descriptor).st_size < self._max_bytes:
                         return descriptor
-                    private_file.rotate(self.path, KEPT)
+                    self._make_room()
             except OSError:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # the log was rotated meanwhile: retry with the new file
+            os.close(descriptor)  # the log was replaced meanwhile: retry with the new file
+
+    def _make_room(self) -> None:
+        """Rotates the log. If less than half of it is about accepted requests, drops the oldest refused ones instead: a
+        client that only sends such requests never reaches the older logs. Raises OSError."""
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        refused = _refused(lines)
+        size = sum(len(lines[place]) for places in refused for place in places)
+        if sum(map(len, lines)) - size > self._max_bytes / 2:
+            private_file.rotate(self.path, KEPT)
+            return
+        for places in refused:
+            if size <= self._max_bytes * REFUSED_SHARE:
+                break
+            size -= sum(len(lines[place]) for place in places)
+            for place in places:
+                lines[place] = b""
+        private_file.replace(self.path, b"".join(lines), sync=True)
+
+
+def _refused(lines: Sequence[bytes]) -> list[list[int]]:
+    """Returns the places of both lines of each refused request, the oldest first."""
+    decoder = msgspec.json.Decoder(AuditLine)
+    places: dict[str, list[int]] = {}
+    refused: set[str] = set()
+    for place, text in enumerate(lines):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            line = decoder.decode(text)
+            places.setdefault(line.request, []).append(place)
+            if line.status is not None and line.status.startswith("4"):  # nothing was changed
+                refused.add(line.request)
+    return [both for request, both in places.items() if request in refused and len(both) == 2]
 
 
 def _without_secrets(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with secrets redacted, long texts truncated, and the text of a spec as its digest."""
+    """Returns the arguments with secrets redacted, cut to a bounded size, and the text of a spec as its digest."""
     fields: dict[str, Any] = {}
     for name, value in arguments.items():
         if name in SPEC_FIELDS and isinstance(value, str):
             fields["spec"] = f"sha256:{hashlib.sha256(value.encode('utf-8', 'surrogatepass')).hexdigest()}"
-        elif isinstance(value, str):
-            fields[name] = redacted(value.encode("utf-8", "replace").decode()[:LONGEST_TEXT])
-        elif isinstance(value, list | tuple):
-            fields[name] = [redacted(item) if isinstance(item, str) else item for item in value]
         elif value is not None:
-            fields[name] = value
+            fields[name] = _bounded(value)
     return fields
+
+
+def _bounded(value: Any) -> Any:
+    """Returns a value with secrets redacted, its texts truncated, and the first items of its lists and objects."""
+    if isinstance(value, str):
+        return redacted(value.encode("utf-8", "replace").decode()[:MAX_TEXT_CHARACTERS])
+    if isinstance(value, list | tuple):
+        more = [f"and {len(value) - MAX_ITEMS} more"] if len(value) > MAX_ITEMS else []
+        return [_bounded(item) for item in value[:MAX_ITEMS]] + more
+    if isinstance(value, Mapping):
+        return {_bounded(str(name)): _bounded(part) for name, part in itertools.islice(value.items(), MAX_ITEMS)}
+    return value
 
 
 @contextlib.contextmanager

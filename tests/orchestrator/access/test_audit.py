@@ -122,6 +122,32 @@ def test_a_large_log_is_rotated(tmp_path: Path) -> None:
     assert 5 < len(records) < 60
 
 
+def test_refused_requests_do_not_push_out_accepted_ones(tmp_path: Path) -> None:
+    """However many they are: the oldest refused ones are dropped, the newest are kept."""
+    audit = Audit(tmp_path / "audit.log", max_bytes=4000)
+    audit.finish(audit.begin("key ops", "accepted", {}), "200")
+    started = audit.begin("key ops", "started", {})
+    for number in range(500):
+        audit.finish(audit.begin("key evil", f"refused {number}", {}), "404")
+    audit.finish(started, "200")
+
+    records = [(entry.action, entry.status) for entry in audit.entries(1000)]
+
+    assert records[:2] == [("accepted", "200"), ("started", "200")]
+    assert records[-1] == ("refused 499", "404")
+    assert [path.name for path in tmp_path.iterdir()] == ["audit.log"]
+    assert audit.path.stat().st_size <= 4000
+
+
+def test_every_argument_has_a_bounded_size(audit: Audit) -> None:
+    names = ["n" * 1000] * 1000
+    audit.begin("w" * 1000, "POST /x", {"names": names, "nested": {"a" * 1000: [names]}}, by="b" * 1000)
+
+    assert audit.path.stat().st_size < 20_000
+    (entry,) = audit.entries(1)
+    assert entry.arguments["names"][-2:] == ["n" * 300, "and 980 more"]
+
+
 WRITER = """
 import sys
 from pathlib import Path

@@ -477,6 +477,22 @@ def test_every_change_is_audited_and_no_read(admin: LiveAdmin, asking: Callable[
     assert "sha256:" in log
 
 
+def test_refused_requests_of_a_key_do_not_rotate_the_audit_log(
+    admin: LiveAdmin, asking: Callable[[str], httpx.Client]
+) -> None:
+    """19 requests with 650,000 names each deleted every older record."""
+    _, text = KeyFile(Home(Path(admin.fleet.settings.home)).keys).create("ops", scopes=("admin",))
+    client = asking(text)
+    client.post("scale", json={"model": "chat", "count": 3})
+    admin.fleet.refusal = Refused("host-unknown", "", "", status=404)
+    names = json.dumps({"hosts": ["h1234567"] * 650_000})
+    statuses = {client.post("hosts/roll", content=names).status_code for _ in range(19)}
+
+    assert statuses == {404}
+    assert actions(admin)[0][2:] == ("POST /scale", "200")
+    assert Home(Path(admin.fleet.settings.home)).audit.stat().st_size < 100_000
+
+
 def test_a_change_that_cannot_be_audited_is_not_done(admin: LiveAdmin, asking: Callable[[str], httpx.Client]) -> None:
     """507, and the fleet is not called; reading still works."""
     Home(Path(admin.fleet.settings.home)).audit.mkdir()
