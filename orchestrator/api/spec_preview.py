@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,8 +32,9 @@ from placements.planner.host_groups import HostGroup
 from placements.planner.ledger import ledger
 from placements.planner.plan import plan
 from placements.resources.calibration import speed_rows
-from placements.spec.problems import has_errors
+from placements.spec.problems import Problem, has_errors
 
+OTHER_NAME = "fleet-name-differs"
 VALIDATE = "corewright validate SPEC shows the problems"
 
 
@@ -123,7 +124,7 @@ class SpecPreview(FleetOperation):
         spec_file = await self._state.in_thread(examine, text, file, base_dir, state.machine, self._allowed)
         if spec_file.spec is not None and not has_errors(spec_file.problems):
             self._refuse_other_hosts(spec_file)  # before problems with starting them on this machine
-        problems = (*spec_file.problems, *start_problems(spec_file))
+        problems = (*spec_file.problems, *start_problems(spec_file), *self._other_name(spec_file))
         if spec_file.spec is None or has_errors(problems):
             count = sum(problem.severity == "error" for problem in problems)
             what = f"{file} has {counted(count, 'error')}: nothing was applied"
@@ -151,6 +152,14 @@ class SpecPreview(FleetOperation):
         return dataclasses.replace(spec_file, problems=problems), await self._state.in_thread(
             resolve_revision, revision, state.machine
         )
+
+    def _other_name(self, spec_file: SpecFile) -> Iterator[Problem]:
+        """Yields a warning for the spec of another fleet, or one that renames this fleet."""
+        spec, own = spec_file.spec, self._state.current.spec.name
+        if spec is not None and spec.name != own:
+            what = f"the spec is of the fleet {spec.name}, and this fleet is {own}"
+            hint = f"apply it to the other fleet, or set name: {own}"
+            yield Problem(OTHER_NAME, "warning", spec.where("name"), what, hint)
 
     def _refuse_other_hosts(self, spec_file: SpecFile) -> None:
         if _machines(spec_file.hosts) != _machines(self._state.hosts):

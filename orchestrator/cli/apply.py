@@ -64,13 +64,14 @@ def changed_lines(models: list[dict[str, Any]]) -> list[str]:
 
 
 def preview(client: AdminClient, spec: tuple[str, str, str], output: Format, yes: bool) -> int | None:
-    """Print the changes of a spec. If it deletes or interrupts a model, prompt, and abort unless confirmed.
+    """Print the changes of a spec. If it is another fleet's, or deletes or interrupts a model, prompt, and abort unless
+    confirmed.
 
     Returns the index of the preview, or None if there was no prompt."""
     data = client.post_spec("plan", spec)
     if output is Format.TABLE:
         show(None, output, "\n".join(changed_lines(data["models"])))
-    warnings = risks(data["models"])
+    warnings = risks(data)
     if yes or not warnings or not on_terminal():
         return None
     say("\n".join(warnings))

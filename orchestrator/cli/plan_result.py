@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -257,10 +257,11 @@ def _action(model: dict[str, Any]) -> str:
     return str(model.get("action") or ("replace" if model["strategy"] else "update"))  # older fleets do not send it
 
 
-def risks(models: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns warnings to confirm: for models that are deleted, and for models with a predicted outage."""
-    warnings = []
-    for model in models:
+def risks(plan: Mapping[str, Any]) -> list[str]:
+    """Returns warnings to confirm: for the spec of another fleet, for models that are deleted, and for models with a
+    predicted outage."""
+    warnings = [problem["what"] for problem in plan["problems"] if problem["id"] == "fleet-name-differs"]
+    for model in plan["models"]:
         name, before, outage_s = model["model"], model["replicas"]["before"], model["outage_s"]
         if _action(model) == "delete":
             warnings.append(f"{name} is deleted, with {counted(before, 'replica')}")

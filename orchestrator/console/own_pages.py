@@ -26,13 +26,13 @@ class OwnPages:
     def refuse_others(self, headers: Mapping[bytes, bytes]) -> None:
         """Raises ApiError for a request that a page of another origin, or of a name that was rebound to loopback, sent.
 
-        1. its Host is neither a name of loopback nor the public name -> 421
+        1. its Host is neither a name of loopback nor the public name, or it has none -> 421
         2. it has an Origin, and that is neither the page that a Host of loopback serves nor the public address, whose
            proxy may send a Host of loopback -> 403
         """
         host = headers.get(b"host", b"").decode("latin-1").lower()
         name = _name(host)
-        if host and not (is_loopback(name) or (self.name and name == self.name)):  # 1
+        if not (is_loopback(name) or (self.name and name == self.name)):  # 1
             message = f"The controller is not {host[:200]!r}: use 127.0.0.1 or localhost, or set `console_url` of `up`."
             raise ApiError(421, message, code="wrong_host")
         origin = headers.get(b"origin", b"").decode("latin-1").lower()

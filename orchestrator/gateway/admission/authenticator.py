@@ -83,6 +83,7 @@ class Authenticator:
             cached is not None
             and cached.ring is self._ring
             and hmac.compare_digest(cached.header, headers.get(b"authorization", b""))
+            and b"x-api-key" not in headers
             and not cached.key.expired(now)
         ):
             exchange.key = cached.key
@@ -115,9 +116,11 @@ class Authenticator:
         return None
 
     def _key_of(self, headers: dict[bytes, bytes], now: float) -> ApiKey:
-        header = headers.get(b"authorization", b"")
-        presented = header[7:] if _is_bearer(header) else headers.get(b"x-api-key", b"")
-        key = self._ring.authenticate(presented.strip().decode("latin-1"), now)
+        header, own = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"").strip()
+        presented = header[7:].strip() if _is_bearer(header) else own
+        if own and not hmac.compare_digest(own, presented):
+            raise errors.two_api_keys()
+        key = self._ring.authenticate(presented.decode("latin-1"), now)
         if key is None:
             raise errors.invalid_api_key(bool(presented))
         return key

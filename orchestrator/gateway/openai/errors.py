@@ -217,6 +217,11 @@ def invalid_api_key(presented: bool) -> ApiError:
     return ApiError(401, message, type="authentication_error", code="invalid_api_key")
 
 
+def two_api_keys() -> ApiError:
+    message = "Authorization and x-api-key have different API keys: send one of them."
+    return ApiError(401, message, type="authentication_error", code="invalid_api_key")
+
+
 def key_not_for(target: str) -> ApiError:
     """The key is valid, but does not allow ``target``, such as "the model 'x'"."""
     return ApiError(403, f"This API key does not allow {target}.", type="permission_error", code="key_not_allowed")

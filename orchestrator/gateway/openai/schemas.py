@@ -28,6 +28,7 @@ MAX_MULTIPLE = 10_000  # of the least common multiple of all multipleOf, without
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})  # of schemas; `items` may be one schema
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples", "deprecated"})
+_IGNORED = _ANNOTATIONS | {"x-guidance"}  # llguidance's own options, which change the JSON that it allows
 _encode = msgspec.json.encode
 
 
@@ -51,7 +52,7 @@ class _Reduction:
         self._check_depth(depth)
         reduced: dict[str, Any] = {}
         for name, value in schema.items():
-            if name in _ANNOTATIONS:
+            if name in _IGNORED:
                 continue
             if name in _NAMED and isinstance(value, Mapping):
                 self._count_properties(value)

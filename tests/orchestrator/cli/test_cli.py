@@ -766,6 +766,22 @@ def test_a_deletion_or_a_predicted_outage_is_confirmed_on_a_terminal(
     assert fleet.fleet.calls[-1][0] == verb
 
 
+def test_the_spec_of_another_fleet_is_confirmed_on_a_terminal(
+    fleet: LiveAdmin, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = "the spec is of the fleet b, and this fleet is a"
+    problem = {"id": "fleet-name-differs", "severity": "warning", "where": "", "what": what, "hint": ""}
+    fleet.fleet.told_plan["problems"].append(problem)
+    for name in ("orchestrator.cli.output.on_terminal", "orchestrator.cli.apply.on_terminal"):
+        monkeypatch.setattr(name, lambda: True)
+    monkeypatch.setattr("builtins.input", lambda: "")
+
+    assert run(["apply", new]) == 1
+
+    assert capsys.readouterr().err.splitlines()[-2:] == [what, "Continue? [y/N] "]
+    assert [call[0] for call in fleet.fleet.calls] == ["propose"]
+
+
 def test_a_change_without_a_risk_is_not_confirmed(
     fleet: LiveAdmin, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.fleet.controller_settings import ADMIN_PATH
 from tests.orchestrator.fakefleet import TOKEN, LiveAdmin
+from tests.orchestrator.hostile import ask
 
 KEY = {"authorization": f"Bearer {TOKEN}"}
 PUBLIC = "https://ops.example:8443"
@@ -26,6 +27,13 @@ def proxied() -> Iterator[LiveAdmin]:
     live = LiveAdmin(console_url=f"{PUBLIC}/fleets/a/console/")
     yield live
     live.close()
+
+
+@pytest.mark.parametrize("head", ["GET /admin/v1/status HTTP/1.1\r\nHost:", "GET /admin/v1/status HTTP/1.0"])
+def test_a_request_without_a_host_is_refused(head: str, admin: LiveAdmin) -> None:
+    answer = ask(admin.port, f"{head}\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+
+    assert (answer.status, answer.json["error"]["code"]) == (421, "wrong_host")
 
 
 REBOUND = ["evil.example", "evil.example:1234", "127.0.0.1.evil.example", "169.254.169.254", "[::2]:80", "[::1"]

@@ -938,13 +938,30 @@ def test_a_broken_or_lost_key_file_opens_nothing(opened: Open) -> None:
 
 
 def test_two_keys_in_one_request_are_rejected(opened: Open) -> None:
-    """A repeated header must not be read in one of two ways."""
+    """Neither a repeated header nor two headers may be read in one of two ways; also after a request with one key."""
     gateway = opened()
     _, key = keys_of(gateway).create("one")
+    _, other = keys_of(gateway).create("other")
     until(lambda: demands(gateway), 5, "keys are demanded")
-    for first, second in ((key, "x"), ("x", key)):
+    until(lambda: ask(gateway.port, post(SMALL, x_api_key=other)).status == 200, 5, "the gateway knows the keys")
+    for first, second in ((key, "x"), ("x", key), (key, other)):
         data = post(SMALL, authorization=f"Bearer {first}", AUTHORIZATION=f"Bearer {second}")
         assert ask(gateway.port, data).status in (400, 401)
+        with Wire(gateway.port) as wire:
+            wire.send(post(SMALL, authorization=f"Bearer {key}"))
+            assert wire.answer().status == 200
+            wire.send(post(SMALL, authorization=f"Bearer {first}", x_api_key=second))
+            assert status_and_text(wire.answer()) == (401, "invalid_api_key")
+
+
+def test_one_key_may_be_in_both_headers(opened: Open) -> None:
+    gateway = opened()
+    _, key = keys_of(gateway).create("one")
+    data = post(SMALL, authorization=f"Bearer {key}", x_api_key=key)
+
+    until(lambda: demands(gateway), 5, "keys are demanded")
+
+    assert ask(gateway.port, data).status == 200
 
 
 # Odd bodies

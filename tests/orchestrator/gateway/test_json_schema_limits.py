@@ -65,6 +65,17 @@ def test_a_tool_whose_call_is_forced_has_the_same_limits() -> None:
         read_chat(json.dumps({**body, "tool_choice": "required"}).encode())
 
 
+def test_options_of_the_grammar_library_are_ignored() -> None:
+    """A client's schema says what the answer is, not how it is compiled; a property of that name stays."""
+    options = {"x-guidance": {"whitespace_pattern": "(a+)+", "lenient": True, "coerce_one_of": True}}
+    schema = {**options, "type": "object", "properties": {"x-guidance": {"type": "string", **options}}}
+
+    assert json.loads(schema_text(schema, "tools")) == {
+        "type": "object",
+        "properties": {"x-guidance": {"type": "string"}},
+    }
+
+
 def test_descriptive_keys_of_a_schema_do_not_count() -> None:
     """Descriptions are ignored; a property of that name is not."""
     schema = {

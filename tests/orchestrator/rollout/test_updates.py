@@ -406,6 +406,18 @@ def test_the_same_text_is_not_a_new_revision(tmp_path: Path) -> None:
     play(tmp_path, spec(), story)
 
 
+def test_the_plan_of_a_spec_with_another_name_has_a_warning(tmp_path: Path) -> None:
+    """It may be the spec of another fleet."""
+
+    async def story(played: Played) -> None:
+        own = await played.operator.propose(spec(), "spec.yaml", str(tmp_path))
+        other = await played.operator.propose(spec().replace("name: test", "name: other"), "spec.yaml", str(tmp_path))
+        warnings = [[problem["id"] for problem in plan["problems"]] for plan in (own, other)]
+        assert [warning.count("fleet-name-differs") for warning in warnings] == [0, 1]
+
+    play(tmp_path, spec(), story)
+
+
 def test_an_outdated_index_rejects_the_apply(tmp_path: Path) -> None:
     """A plan for another state of the fleet is not applied."""
 
