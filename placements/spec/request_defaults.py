@@ -28,7 +28,7 @@ class RequestDefaults(Frozen):
     """As in requests."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """As in requests."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     """As in requests."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     """As in requests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from workers.batching.penalties import changes_choice
 from workers.batching.sampling import check_device_sampling, check_sampling, is_greedy
 from workers.messages.engine_protocol import EngineSpec
-from workers.messages.requests import GenerateRequest
+from workers.messages.requests import GenerateRequest, InvalidField
 
 
 def check_request(request: GenerateRequest, spec: EngineSpec) -> None:
@@ -14,7 +14,7 @@ def check_request(request: GenerateRequest, spec: EngineSpec) -> None:
     if not length:
         raise ValueError("the prompt is empty")
     if request.max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {request.max_tokens}")
+        raise InvalidField("max_tokens", f"max_tokens must be at least 1, not {request.max_tokens}")
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= spec.vocab_size:
         raise ValueError(f"the prompt has ids outside the vocabulary of {spec.vocab_size}")
     if length > spec.prefill_buckets[-1]:
@@ -33,7 +33,8 @@ def check_request(request: GenerateRequest, spec: EngineSpec) -> None:
         if spec.device_top_k:
             check_device_sampling(request, spec.device_top_k)
         elif spec.run_k and not is_greedy(request):
-            raise ValueError(
+            raise InvalidField(
+                "temperature",
                 "this model's engine speculates on the device, which is greedy: "
-                f"temperature must be 0, not {request.temperature:g}"
+                f"temperature must be 0, not {request.temperature:g}",
             )

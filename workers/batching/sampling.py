@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from workers.batching.guidance import Guide
 from workers.batching.penalties import Penalties, needs_penalties
 from workers.messages.engine_protocol import DeviceSampling
-from workers.messages.requests import GenerateRequest
+from workers.messages.requests import GenerateRequest, InvalidField
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ class Sampling:
 
 
 def check_sampling(request: GenerateRequest, vocab_size: int) -> None:
-    """Raises ValueError, with the value and its range, for invalid sampling parameters. NaN is in no range."""
+    """Raises InvalidField, with the value and its range, for invalid sampling parameters. NaN is in no range."""
     numbers: list[tuple[str, float, float, float]] = [
         ("top_p", request.top_p, 0, 1),
         ("min_p", request.min_p, 0, 1),
@@ -114,21 +114,21 @@ def check_sampling(request: GenerateRequest, vocab_size: int) -> None:
         ("frequency_penalty", request.frequency_penalty, -OPENAI_PENALTY, OPENAI_PENALTY),
         ("min_tokens", request.min_tokens, 0, request.max_tokens),
         ("logprobs", request.logprobs or 0, 0, MAX_LOGPROBS),
-        *((f"the logit_bias of {id}", bias, -OPENAI_BIAS, OPENAI_BIAS) for id, bias in request.logit_bias.items()),
+        *((f"logit_bias of {id}", bias, -OPENAI_BIAS, OPENAI_BIAS) for id, bias in request.logit_bias.items()),
     ]
     if not 0 <= request.temperature < float("inf"):
-        raise ValueError(f"temperature must be a number from 0, not {request.temperature}")
+        raise InvalidField("temperature", f"temperature must be a number from 0, not {request.temperature}")
     for name, number, minimum, maximum in numbers:
         if not minimum <= number <= maximum:
-            raise ValueError(f"{name} must be from {minimum:g} to {maximum:g}, not {number}")
+            raise InvalidField(name.partition(" ")[0], f"{name} must be from {minimum:g} to {maximum:g}, not {number}")
     for name, count in (("top_k", request.top_k), ("no_repeat_ngram_size", request.no_repeat_ngram_size)):
         if count < 0:
-            raise ValueError(f"{name} must be at least 0, not {count}")
+            raise InvalidField(name, f"{name} must be at least 0, not {count}")
     for name, ids in (("logit_bias", list(request.logit_bias)), ("stop_token_ids", request.stop_token_ids)):
         if any(not 0 <= id < vocab_size for id in ids):
-            raise ValueError(f"{name} must have ids inside the vocabulary of {vocab_size}")
+            raise InvalidField(name, f"{name} must have ids inside the vocabulary of {vocab_size}")
     if request.seed is not None and request.seed not in SEED_RANGE:
-        raise ValueError(f"seed must be from -2**63 to 2**64-1, not {request.seed}")
+        raise InvalidField("seed", f"seed must be from -2**63 to 2**64-1, not {request.seed}")
 
 
 def is_greedy(request: GenerateRequest) -> bool:
@@ -137,18 +137,18 @@ def is_greedy(request: GenerateRequest) -> bool:
 
 
 def check_device_sampling(request: GenerateRequest, max_ids: int) -> None:
-    """Raises ValueError for parameters unsupported on a device that samples from at most ``max_ids`` ids."""
+    """Raises InvalidField for parameters unsupported on a device that samples from at most ``max_ids`` ids."""
     if is_greedy(request):
         return
     engine = "this model's engine samples on the device"
     if request.top_k > max_ids:
-        raise ValueError(f"{engine}: top_k must be at most {max_ids}, not {request.top_k}")
+        raise InvalidField("top_k", f"{engine}: top_k must be at most {max_ids}, not {request.top_k}")
     if not request.top_p:
-        raise ValueError(f"{engine}: top_p must be above 0")
+        raise InvalidField("top_p", f"{engine}: top_p must be above 0")
     if request.min_p:
-        raise ValueError(f"{engine}: min_p is not supported")
+        raise InvalidField("min_p", f"{engine}: min_p is not supported")
     if request.seed is not None:
-        raise ValueError(f"{engine}: seed is not supported")
+        raise InvalidField("seed", f"{engine}: seed is not supported")
 
 
 def on_device(request: GenerateRequest, max_ids: int) -> DeviceSampling:

@@ -22,6 +22,14 @@ class FinishReason(str, Enum):
     ERROR = "error"  # the engine failed; TokenEvent.error has the cause
 
 
+class InvalidField(ValueError):
+    """A field of a request has a value that the engine cannot use."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class Forwarded(msgspec.Struct, frozen=True):
     """A client's request to OpenAI's API that a replica forwards to its server."""
 
@@ -101,5 +109,6 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] = []  # one for each of token_ids, where they were requested
     finish: FinishReason | None = None
     error: str | None = None
+    param: str = ""  # the field of the request that is invalid; empty: no single one
     part: AnswerPart | None = None  # of a forwarded request
     stop: str = ""  # the stop string that has ended the answer

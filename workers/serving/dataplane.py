@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from workers.batching.step_loop import BatcherClosed
 from workers.messages.credentials import Credentials, server_context
 from workers.messages.link_watch import REPLICA_S, watch_link
-from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.messages.requests import FinishReason, GenerateRequest, InvalidField, TokenEvent
 from workers.messages.wire import (
     Cancel,
     FrameReader,
@@ -298,7 +298,8 @@ class DataPlane:
         except BatcherClosed as error:
             self.emit([TokenEvent(id=request.id, finish=FinishReason.REFUSED, error=str(error))])
         except ValueError as error:
-            self.emit([TokenEvent(id=request.id, finish=FinishReason.INVALID, error=str(error))])
+            param = error.param if isinstance(error, InvalidField) else ""
+            self.emit([TokenEvent(id=request.id, finish=FinishReason.INVALID, error=str(error), param=param)])
         except Exception as error:  # one request must not end the shared connection
             log.exception("a request could not be accepted")
             message = f"{type(error).__name__}: {error}"

@@ -270,7 +270,7 @@ def failure_of(event: TokenEvent, model: str) -> ApiError:
     if event.finish is FinishReason.INVALID:
         if event.part is not None and event.part.status:
             return errors.rejected_by_server(event.part.status, event.error or "the server gave no cause")
-        return errors.invalid(event.error or "the replica cannot serve this request")
+        return errors.invalid(event.error or "the replica cannot serve this request", param=event.param or None)
     if event.finish is FinishReason.UNSERVED:
         return errors.server_unavailable(model, event.error or "the server gave no cause")
     return errors.engine_failed(model, event.error or "the replica reported no cause")

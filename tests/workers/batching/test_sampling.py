@@ -8,7 +8,7 @@ import torch
 
 from workers.batching.sampling import FULL_UP_TO, GREEDY_BELOW, SHORTLIST, Sampling, check_sampling, locate, sample
 from workers.batching.sampling import start_sampling as start
-from workers.messages.requests import GenerateRequest
+from workers.messages.requests import GenerateRequest, InvalidField
 
 LARGE = 4 * FULL_UP_TO + 904  # ids: beyond the full pass, and no multiple of the blocks
 DRAWS = 2000
@@ -217,8 +217,9 @@ NAN, INFINITY = float("nan"), float("inf")
 )
 def test_invalid_sampling_parameters_are_refused(wrong: dict[str, Any], message: str) -> None:
     """A client's mistake is a ValueError with the number and its range before anything runs."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InvalidField, match=message) as refused:
         check_sampling(request(**wrong), 512)
+    assert [refused.value.param] == list(wrong)
 
 
 def test_the_limits_themselves_are_allowed() -> None:
