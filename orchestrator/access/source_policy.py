@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.fleet.controller_settings import ControllerSettings
+from placements.spec.notation import unusable_path
 from placements.spec.parse import parse
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
@@ -19,6 +20,7 @@ S3, HUB = "s3://", "hub:"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 BARRED = ("source-not-allowed", "interpreter-not-allowed", "command-not-allowed", "remote-code-not-allowed")
 _PATH_STARTS = ("~", "..")
+Place = tuple[tuple[str, ...], str, str]  # keys in the spec, absolute place, the spec's text
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,15 @@ class SourcePolicy:
     commands: frozenset[str] | None = None  # of servers, with their environments
 
     def problems(self, spec: Spec) -> tuple[Problem, ...]:
-        """Returns the violations of a spec. Resolves links, so that none leads out of an allowed folder. Blocks.
+        """Returns the violations of a spec; first those of the system's limits of paths. Resolves links, so that none
+        leads out of an allowed folder. Blocks.
 
         An allowed folder includes everything in it. Anybody who can write there, or replace a link after this check,
         decides what is loaded.
         """
         models = spec.models
+        if unusable := [problem for model in models for problem in _unusable(spec, model)]:
+            return tuple(unusable)
         sources = [problem for model in models for problem in (*self._sources(spec, model), *self._code(spec, model))]
         commands = [problem for model in models for problem in self._commands(spec, model)]
         return (*self._interpreter_problems(spec), *self._launch_problems(spec), *commands, *sources)
@@ -175,8 +180,8 @@ def _real(path: str) -> Path | None:
         return None
 
 
-def _places(model: ModelSpec) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Yields each place that a model reads or writes: its keys in the spec, the absolute place, the spec's text."""
+def _folders(model: ModelSpec) -> Iterator[Place]:
+    """Yields each folder that a model names."""
     if model.has_source and "source" not in model.broken:
         yield ("source",), model.source_path or model.source, model.source
     if model.draft is not None:
@@ -185,6 +190,11 @@ def _places(model: ModelSpec) -> Iterator[tuple[tuple[str, ...], str, str]]:
         yield ("adapters", name), place, model.adapters[name]
     if model.neff_cache is not None:
         yield ("neff_cache",), model.neff_cache_location or model.neff_cache, model.neff_cache
+
+
+def _places(model: ModelSpec) -> Iterator[Place]:
+    """Yields each place that a model reads or writes: its folders, and what may be a path in its options."""
+    yield from _folders(model)
     for text in _texts(model.given_options):
         if "/" in text or text.startswith(_PATH_STARTS):
             yield ("engine_options",), _absolute(text), text
@@ -192,6 +202,15 @@ def _places(model: ModelSpec) -> Iterator[tuple[tuple[str, ...], str, str]]:
         value = text.partition("=")[2] or text
         if "/" in value or value.startswith(_PATH_STARTS):
             yield ("compiler", "flags"), _absolute(re.sub("^-[A-Za-z]/", "/", value)), text  # as in -I/folder
+
+
+def _unusable(spec: Spec, model: ModelSpec) -> Iterator[Problem]:
+    """Yields an error for each path that no file can have: to look for it would raise."""
+    for keys, place, shown in _folders(model):
+        reason = None if place.startswith(S3) else unusable_path(place)
+        if reason is not None:
+            what = f"{model.name}: {'.'.join(keys)} {shown!r} {reason}"
+            yield Problem("bad-source", "error", spec.where("models", model.name, *keys), what, "correct the path")
 
 
 def _absolute(text: str) -> str:

@@ -23,7 +23,7 @@ from orchestrator.sagemaker.model_folder import SPEC, Fields, read_folder, text_
 from orchestrator.state.rollout_progress import failure_of
 from placements.facts.machine import Machine
 from placements.facts.plural import counted
-from placements.spec.notation import NAME
+from placements.spec.notation import NAME, unusable_path
 from placements.spec.schema import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,8 @@ class HostedModels(Operator):
 
     async def _add(self, name: str, given: str, folder: str) -> Hosting | None:
         """Adds a model to the spec. Returns why it was refused."""
+        if reason := unusable_path(folder):
+            return Hosting(400, f"the folder {reason}")
         try:
             fields = await self._state.in_thread(model_fields, Path(folder), self._state.machine)
         except Failed as error:

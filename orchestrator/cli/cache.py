@@ -31,6 +31,7 @@ from orchestrator.fleet.progress_text import fetch_numbers, fetch_text, size_tex
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.process.text_table import columns
+from placements.spec.notation import unusable_path
 from placements.spec.problems import has_errors
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.store.store import Store
@@ -253,7 +254,7 @@ def _places(home: Home, spec: str | None, place: str | None) -> list[str]:
 
     Raises Failed if the folder of ``--cache`` does not exist."""
     if place:
-        if not place.startswith(S3) and not Path(place).is_dir():
+        if not place.startswith(S3) and (unusable_path(place) or not Path(place).is_dir()):
             hint = "--cache takes a folder, or s3://BUCKET/PREFIX"
             raise Failed("neff-cache-unreadable", f"{place} is not a folder", hint)
         return [place]

@@ -18,6 +18,7 @@ from placements.facts.machine import Machine
 from placements.facts.topology import Host
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
+from placements.spec.notation import unusable_path
 from placements.spec.parse import Parsed, parse
 from placements.spec.problems import Problem, in_order
 from placements.spec.schema import Spec
@@ -98,6 +99,8 @@ def examine(
 ) -> SpecFile:
     """Returns a spec text with all problems of the parser and the rules. If it names a source that is not ``allowed``,
     no source is read. ``folders``: see `Folders`."""
+    if reason := unusable_path(base_dir):
+        return _unreadable(name, base_dir, f"the folder of {name} {reason}", "check the path")
     parsed = parse(text, name, base_dir)
     if parsed.spec is None:
         return SpecFile(text, name, base_dir, None, machine, (), {}, parsed.problems)

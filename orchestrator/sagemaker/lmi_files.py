@@ -8,6 +8,7 @@ from pathlib import Path
 
 from placements.lmi.importing import LOADED, LmiModel
 from placements.lmi.settings import Setting, UnreadableSettings, read_properties
+from placements.spec.notation import unusable_path
 
 PROPERTIES = "serving.properties"
 _LOADED = re.compile(r"\[?([^:=\[\]]+)(?::[^=\[\]]*)?\]?=(.+)")  # NAME:VERSION:ENGINE:DEVICES=URL, as LMI reads it
@@ -16,7 +17,7 @@ _LOADED = re.compile(r"\[?([^:=\[\]]+)(?::[^=\[\]]*)?\]?=(.+)")  # NAME:VERSION:
 def lmi_models(file: str | None, environment: list[Setting]) -> list[LmiModel]:
     """Returns the models of a `serving.properties`, of a folder with one or with such folders, or else of the
     environment. Raises UnreadableSettings."""
-    if file is not None and file != "-" and Path(file).is_dir():
+    if file is not None and file != "-" and not unusable_path(file) and Path(file).is_dir():
         folder = Path(file).absolute()
         folders = [folder] if (folder / PROPERTIES).is_file() else sorted(folder.iterdir())
         models = [
@@ -38,7 +39,8 @@ def lmi_models(file: str | None, environment: list[Setting]) -> list[LmiModel]:
         name, place = (match[1], match[2]) if match else ("", url)
         place = place.removeprefix("file://")
         own = Path(place) / PROPERTIES
-        settings = read_properties(content(str(own)), str(own)) if own.is_file() else []
+        present = not unusable_path(place) and own.is_file()
+        settings = read_properties(content(str(own)), str(own)) if present else []
         models.append(LmiModel(name, settings, environment, place, listed=True))
     return models or [LmiModel("", [], environment)]
 

@@ -33,6 +33,8 @@ ALIAS_RULE = "letters, digits, '.', '_', '-', ':' and '/', at most 128 of them, 
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", re.ASCII)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _REVISION = re.compile(r"(?!.*\.\.)(?=.{1,255}$)[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*", re.ASCII)
+MAX_PATH_BYTES = 3072  # of a folder: Linux takes 4095 with the names of the files below
+MAX_NAME_BYTES = 255
 _PATH_STARTS = ("/", "./", "../", "~")
 
 SourceKind = Literal["path", "s3", "hub"]
@@ -107,6 +109,17 @@ def is_path(source: str) -> bool:
 def resolved(path: str, folder: str | Path) -> str:
     """Returns a path in a folder, absolute if ``folder`` is. `~` is expanded, and homes of other users are not."""
     return str(Path(folder) / (Path(path).expanduser() if path.startswith("~/") or path == "~" else path))
+
+
+def unusable_path(path: str) -> str | None:
+    """Returns why no file system can have that path; None if it can."""
+    if "\0" in path:
+        return "has a NUL character"
+    data = path.encode("utf-8", "surrogatepass")
+    if len(data) > MAX_PATH_BYTES:
+        return f"has {len(data)} bytes; a path has at most {MAX_PATH_BYTES}"
+    longest = max(map(len, data.split(b"/")))
+    return f"has a name of {longest} bytes; a name has at most {MAX_NAME_BYTES}" if longest > MAX_NAME_BYTES else None
 
 
 def name_from(source: str) -> str:

@@ -290,6 +290,9 @@ class _Walk:
     def _characters(self, node: yaml.ScalarNode, place: SourcePosition) -> Any:
         r"""Returns the text, with surrogate pairs of JSON escapes ("\ud83d\ude00") joined."""
         text: str = node.value
+        if "\0" in text:  # no path, argument or variable of a process can have it
+            self._tree.report("yaml-syntax", place, f"{self._written(node).text} contains a NUL character", "remove it")
+            return BROKEN
         try:
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:

@@ -377,6 +377,52 @@ def test_up_reads_only_what_the_setting_allows(
     assert not [problem for problem in load(str(spec)).problems if problem.id == "source-not-allowed"]
 
 
+UNUSABLE = {  # paths that no file can have, as in JSON
+    "a NUL": r"./m\u0000",
+    "a long name": f"./{'a' * 256}",
+    "a long name of few characters": "./" + "ä" * 128,
+    "a long path": "./" + "a/" * 2000,
+}
+WITH_PATHS = {
+    "source": 'a: {engine: cpu, source: "@"}',
+    "draft": 'a: {engine: cpu, source: ./m, draft: {source: "@", tokens: 3}}',
+    "adapter": 'a: {engine: vllm, source: ./m, adapters: {x: "@"}}',
+    "neff_cache": 'a: {engine: cpu, source: ./m, neff_cache: "@"}',
+}
+
+
+@pytest.mark.parametrize("path", UNUSABLE.values(), ids=list(UNUSABLE))
+@pytest.mark.parametrize("models", WITH_PATHS.values(), ids=list(WITH_PATHS))
+@pytest.mark.parametrize("command", ["validate", "plan", "up"])
+def test_a_path_that_no_file_can_have_is_an_error_of_the_command(
+    command: str, models: str, path: str, tmp_path: Path, home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its place in the spec; looking for such a file raises."""
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"hosts: {{emulate: inf2.xlarge}}\nmodels:\n  {models.replace('@', path)}\n")
+
+    assert run([command, str(spec)]) == 1
+
+    assert re.search(rf"{spec}:3:\d+: error: (bad-source|yaml-syntax): ", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("verb", ["apply", "propose", "explain"])
+@pytest.mark.parametrize("path", ["/x\0y", "/" + "a" * 256, "/a" * 2000, "/a" * 1536 + "/"])
+def test_a_running_fleet_refuses_a_folder_that_cannot_exist(verb: str, path: str, tmp_path: Path) -> None:
+    """Also one with room for no name: the folder of the spec comes from the client."""
+    text = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: cpu, source: org/m}, b: {engine: cpu, source: ./m}}\n"
+
+    async def play() -> str:
+        async with Played(tmp_path, FakeCluster(), ECHO) as played:
+            await played.settled()
+            more: dict[str, Any] = {"apply": {"by": "me"}, "explain": {"model": "a"}}.get(verb, {})
+            with pytest.raises(Refused) as refused:
+                await getattr(played.operator, verb)(text, "f.yaml", path, **more)
+            return refused.value.problem.id
+
+    assert virtually(play) in ("spec-invalid", "hosts-changed")
+
+
 @pytest.mark.parametrize("verb", ["apply", "propose", "explain"])
 def test_a_running_fleet_reads_only_what_the_setting_allows(verb: str, models: Path) -> None:
     """For every client, and before anything there is read: a response would reveal the content of other folders."""
@@ -535,6 +581,23 @@ def test_a_key_does_not_grant_a_shell(
     assert admin.fleet.calls == []
     asking(TOKEN).post(path, json=sent)
     assert len(admin.fleet.calls) == 1
+
+
+@pytest.mark.parametrize("path", ["apply", "plan", "explain"])
+@pytest.mark.parametrize("in_base_dir", [True, False])
+@pytest.mark.parametrize("unusable", ["./a\0", *list(UNUSABLE.values())[1:]])
+def test_a_path_that_no_file_can_have_is_the_clients_mistake(
+    unusable: str, in_base_dir: bool, path: str, admin: LiveAdmin, asking: Callable[[str], httpx.Client]
+) -> None:
+    """422, never 500, and nothing reaches the fleet."""
+    _, key = KeyFile(Home(Path(admin.fleet.settings.home)).keys).create("ops", scopes=("admin",))
+    source, base_dir = ("./m", unusable[1:]) if in_base_dir else (unusable.rstrip("\0") + "/a" * 2000, "/specs")
+    text = f"models: {{a: {{engine: cpu, source: {source}}}}}\n"
+    sent = {"text": text, "file": "f.yaml", "base_dir": base_dir, **({"model": "a"} if path == "explain" else {})}
+
+    answer = asking(key).post(path, json=sent)
+
+    assert (answer.status_code, admin.fleet.calls) == (422, [])
 
 
 def test_a_key_may_apply_sources_beside_ups_own_spec(admin: LiveAdmin, asking: Callable[[str], httpx.Client]) -> None:

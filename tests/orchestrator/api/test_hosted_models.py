@@ -204,6 +204,8 @@ def test_a_folder_that_cannot_be_served_changes_nothing(tmp_path: Path) -> None:
         assert (refused.status, "tp_degree" in refused.message) == (400, True)
         missing = await endpoint.hosting.host_model("b", str(tmp_path / "nothing"), again=False, wait_s=WAIT_S)
         assert (missing.status, "nothing" in missing.message) == (400, True)
+        for impossible in ("/a\0", "/" + "a" * 256):
+            assert (await endpoint.hosting.host_model("z", impossible, again=False, wait_s=0)).status == 400
         folder = Path(endpoint.folder("b"))
         (folder / "corewright.yaml").write_text(f"{EMPTY[:-3]}{{any: {{engine: echo}}}}\n")  # with hosts
         own = await endpoint.hosting.host_model("b", str(folder), again=False, wait_s=WAIT_S)

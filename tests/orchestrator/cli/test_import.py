@@ -72,6 +72,7 @@ def test_json_has_the_spec_and_the_report(monkeypatch: pytest.MonkeyPatch, capsy
     [
         ([], 64, "nothing to import"),
         (["missing"], 1, "lmi-unreadable: missing: No such file"),
+        (["a" * 300], 1, "File name too long"),
         (["."], 1, "lmi-unreadable: .: no serving.properties"),
         (["missing", "--instance", "inf1.xlarge"], 64, "inf1.xlarge is none of"),
         (["missing", "--lmi-version", "new"], 64, "not a version like 0.28"),
