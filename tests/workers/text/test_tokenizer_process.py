@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,9 @@ class Opened:
     def processes(self) -> list[psutil.Process]:
         return [process for process in processes() if process not in self._before and process.is_running()]
 
+    def has(self, count: int) -> bool:
+        return len(self.processes()) == count
+
 
 @pytest.fixture
 def opened(tmp_path: Path, patient: None) -> Iterator[Opened]:
@@ -364,12 +368,13 @@ def test_idle_processes_end_and_start_again_with_a_call(opened: Opened) -> None:
     """Workers after a minute, loaders later."""
     tokenizer = opened.tokenizer("a")
     ids = tokenizer.encode("hello")
-    counts = []
-    for idle_s in (tokenizer_pool.WORKER_IDLE_S / 2, tokenizer_pool.WORKER_IDLE_S, tokenizer_pool.TOKENIZER_IDLE_S):
+    for idle_s, left in (
+        (tokenizer_pool.WORKER_IDLE_S / 2, 2),
+        (tokenizer_pool.WORKER_IDLE_S, 1),
+        (tokenizer_pool.TOKENIZER_IDLE_S, 0),
+    ):
         opened.pool.sweep(time.monotonic() + idle_s + 1)
-        expected = 2 - len(counts)
-        until(lambda expected=expected: len(opened.processes()) == expected, SURE_S, f"{expected} processes")
-        counts.append(expected)
+        until(partial(opened.has, left), SURE_S, f"{left} processes")
 
     assert tokenizer.encode("hello") == ids
 
