@@ -27,6 +27,7 @@ class RequestReader:
         self.stopped = False  # nothing more is read
         self._connection = connection
         self._server = connection.server
+        self._limit = connection.server.settings.max_header_bytes
         self._parser: Any = httptools.HttpRequestParser(self)
         self._in_head = True
         self._unfinished_bytes = 0  # received since the last complete head, piece of a body or end
@@ -36,7 +37,7 @@ class RequestReader:
         self._headers: dict[bytes, bytes] = {}
         self._repeated: dict[bytes, list[bytes]] = {}  # all values of a header that came more than once
         self._head_lines = 0
-        self._head_bytes = 0  # of the target and the headers, without padding
+        self._head_bytes = 0  # of the target and the headers, without padding: a head may follow another in one piece
         self._body: bytes | bytearray = b""
 
     @property
@@ -46,10 +47,9 @@ class RequestReader:
 
     def feed(self, data: bytes) -> None:
         """Parses what has arrived, in pieces of at most what a head, or trailers, may still have."""
-        limit = self._server.settings.max_header_bytes
         at = 0
         while at < len(data) and not self.stopped:
-            piece = data[at : at + limit - self._unfinished_bytes]
+            piece = data[at : at + self._limit - self._unfinished_bytes]
             at += len(piece)
             progress = self._progress
             self._parse(piece)
@@ -57,8 +57,8 @@ class RequestReader:
                 self._unfinished_bytes = 0
             else:
                 self._unfinished_bytes += len(piece)
-                if self._unfinished_bytes >= limit:
-                    self._connection.refuse(errors.headers_too_large(limit))
+                if self._unfinished_bytes >= self._limit:
+                    self._connection.refuse(errors.headers_too_large(self._limit))
 
     def _parse(self, data: bytes) -> None:
         while data and not self.stopped:
@@ -85,25 +85,21 @@ class RequestReader:
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._count(len(url))
+        self._head_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head or self.stopped:
             return  # a trailer must not change the head
         self._head_lines += 1
-        self._count(len(name) + len(value) + LEAST_LINE_BYTES)
+        self._head_bytes += len(name) + len(value) + LEAST_LINE_BYTES
+        if self._head_bytes > self._limit or self._head_lines > MAX_HEADERS:
+            self._connection.refuse(errors.headers_too_large(self._limit))
+            return
         name, headers = name.lower(), self._headers
         if name in headers:
             self._repeated.setdefault(name, [headers[name]]).append(value)
         else:
             headers[name] = value
-
-    def _count(self, size: int) -> None:
-        """Counts a part of a head, and refuses a head over a limit: one behind another may be in the same piece."""
-        self._head_bytes += size
-        limit = self._server.settings.max_header_bytes
-        if self._head_bytes > limit or self._head_lines > MAX_HEADERS:
-            self._connection.refuse(errors.headers_too_large(limit))
 
     def on_headers_complete(self) -> None:
         if self.stopped:
