@@ -34,7 +34,6 @@ from placements.planner.plan import plan
 from placements.resources.calibration import speed_rows
 from placements.spec.problems import Problem, has_errors
 
-OTHER_NAME = "fleet-name-differs"
 VALIDATE = "corewright validate SPEC shows the problems"
 
 
@@ -159,7 +158,7 @@ class SpecPreview(FleetOperation):
         if spec is not None and spec.name != own:
             what = f"the spec is of the fleet {spec.name}, and this fleet is {own}"
             hint = f"apply it to the other fleet, or set name: {own}"
-            yield Problem(OTHER_NAME, "warning", spec.where("name"), what, hint)
+            yield Problem("fleet-name-differs", "warning", spec.where("name"), what, hint)
 
     def _refuse_other_hosts(self, spec_file: SpecFile) -> None:
         if _machines(spec_file.hosts) != _machines(self._state.hosts):
