@@ -14,11 +14,13 @@ from orchestrator.daemon.narration import Narration
 from orchestrator.daemon.spec_watch import SpecWatch
 from orchestrator.process.awake_clock import LATE_S
 from orchestrator.process.failure import Failed
+from workers.host.lifetime import Process, end_process
 
 STATUS_WAIT_S = 1.0  # longest background call to Ray, which the shutdown waits for
 CONTROLLER_AWAY_S = 30.0  # a restart takes 2 s
 CONTROLLER_RETRY_S = 0.2
 CONTROLLER_THERE_S = 5.0  # a call that lasted this long had a controller: without one it fails immediately
+CONTROLLER_LATE_S = 12.0  # for a status; after two in a row, the controller hangs
 WATCH_POLL_S = 0.5  # a change is applied once two readings agree
 
 
@@ -43,18 +45,27 @@ class ControllerFollower:
         self._logs = logs
         self._away_s = away_s
         self._seen = 0  # the version of the status that was reported last
+        self._process: Process | None = None  # the controller's
+        self._late = 0  # calls in a row without a reply in time
 
-    def ask(self, call: Callable[[], Any]) -> Any:
-        """Returns the result of ``call``, retried while the controller restarts; None once the fleet ends.
+    def ask(self, call: Callable[[], Any], within_s: float | None = None) -> Any:
+        """Returns the result of ``call``, retried while the controller restarts; None once the fleet ends. A controller
+        that twice does not reply ``within_s`` is killed, and Ray restarts it.
 
         Raises Failed if the controller does not come back."""
-        from orchestrator.on_ray.calls import ActorUnavailable, CallFailed, answer
+        from orchestrator.on_ray.calls import ActorUnavailable, CallFailed, CallLate, answer
 
         away_s, failed_at = 0.0, float("inf")
         while not self.ending:
             started = time.monotonic()
             try:
-                return answer(call)
+                reply = answer(call, within_s)
+                self._late = 0
+                return reply
+            except CallLate as error:
+                self._late += 1
+                if self._late > 1:  # once can be a pause of the whole machine
+                    self._end_hung(str(error))
             except CallFailed as error:
                 raise self._failed(f"the controller failed: {error}") from None
             except ActorUnavailable as error:
@@ -66,9 +77,15 @@ class ControllerFollower:
                 failed_at = now
                 if away_s > self._away_s:
                     raise self._failed(f"the controller does not come back: {error}") from None
-                self._seen = 0  # a restarted controller counts from the start
+                self._seen, self._process = 0, None  # a restarted controller counts from the start
                 time.sleep(CONTROLLER_RETRY_S)
         return None
+
+    def _end_hung(self, cause: str) -> None:
+        process, self._process, self._late = self._process, None, 0
+        if process is not None:
+            self.report(f"the controller hangs ({cause}) and is restarted")
+            end_process(process)
 
     def _failed(self, what: str) -> Failed:
         return Failed("controller-failed", what, f"see {self._logs / 'controller.log'}")
@@ -76,7 +93,9 @@ class ControllerFollower:
     def narrate(self) -> None:
         """Report changes of replicas until the fleet ends, and set ``ready`` once it is."""
         while not self.ending:
-            reply = self.ask(lambda: self.controller.status.remote(self._seen, STATUS_WAIT_S))
+            if self._process is None:
+                self._process = self.ask(lambda: self.controller.process.remote(), CONTROLLER_LATE_S)
+            reply = self.ask(lambda: self.controller.status.remote(self._seen, STATUS_WAIT_S), CONTROLLER_LATE_S)
             if reply is None:
                 return
             self._seen, status = reply

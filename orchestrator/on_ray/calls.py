@@ -21,12 +21,19 @@ class ActorUnavailable(Exception):
     """The actor does not reply: it restarts, its node is lost, or the call timed out."""
 
 
+class CallLate(ActorUnavailable):
+    """There is no reply within the time limit: the actor's process may hang."""
+
+
 def answer(call: Callable[[], Any], timeout_s: float | None = None) -> Any:
-    """Returns the result of the remote call that ``call`` makes. Blocks. Raises CallFailed or ActorUnavailable."""
+    """Returns the result of the remote call that ``call`` makes. Blocks. Raises CallFailed, ActorUnavailable, or
+    CallLate after ``timeout_s``."""
     try:
         return ray.get(call(), timeout=timeout_s)
     except ray.exceptions.RayTaskError as error:
         raise CallFailed(str(error.cause)) from error
+    except ray.exceptions.GetTimeoutError as error:
+        raise CallLate(f"no reply within {timeout_s:.0f} s") from error
     except ray.exceptions.RayError as error:
         if "creation task" in str(error):  # it is not restarted
             raise CallFailed(str(error).strip().splitlines()[-1]) from error

@@ -48,7 +48,7 @@ from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.resumption import resume_fleet
 from placements.spec.problems import Problem
 from workers.artifacts.store.store_settings import StoreSettings
-from workers.host.lifetime import boot, process_start
+from workers.host.lifetime import Process, boot, own_process, process_start
 from workers.host.task_boundary import task_boundary
 from workers.messages.build import Build
 from workers.messages.metric_family import MetricFamily
@@ -129,6 +129,10 @@ class ControllerActor:
             if task.done():
                 task.result()  # raises its error: a fleet without its loop must not look alive
         return await self._controller.change(seen, timeout_s), self._controller.status()
+
+    async def process(self) -> Process:
+        """Return this process."""
+        return own_process()
 
     async def wake(self, model: str) -> None:
         await self._controller.wake(model)

@@ -37,6 +37,7 @@ from workers.host.facts.reading import read_host_facts
 from workers.host.fork_server import LEAST_BYTES
 from workers.host.instance_metadata import NoticeWatch
 from workers.host.interpreter import Interpreter, Interpreters
+from workers.host.lifetime import Process, own_process
 from workers.host.neuron_faults import fault_of
 from workers.host.orphans import NODE_VARIABLE, end_orphans
 from workers.host.page_cache import CachedBytes, keep_cached
@@ -126,6 +127,10 @@ class HostActor:
     def check(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Checked | Failure | FetchStatus:
         """Check what a start needs without cores, with the parameters of ``fetch``."""
         return self._compiler.check(waiter, config, wait_s)
+
+    def process(self) -> Process:
+        """Returns this process."""
+        return own_process()
 
     def greeting(self) -> HostGreeting:
         """Returns the versions of this machine."""

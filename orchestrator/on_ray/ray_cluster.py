@@ -35,6 +35,7 @@ from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArti
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.host.interpreter import Interpreter
+from workers.host.lifetime import Process, end_process
 from workers.host.page_cache import CachedBytes
 from workers.host.task_boundary import task_boundary
 from workers.messages.metric_family import MetricFamily
@@ -99,6 +100,7 @@ class RayCluster:
         self._actors: dict[str, Any] = {}
         self._configs: dict[str, ReplicaConfig] = {}
         self._processes: dict[str, tuple[int, float]] = {}  # pid and start of replicas that their hosts watch
+        self._host_processes: dict[str, Process] = {}  # those of host actors, by node
 
     def fetch(self, wanted: WantedArtifact, host: str) -> AsyncGenerator[FetchStatus | FetchedArtifact | Failure, None]:
         return self._replies(host, "fetch", wanted, FETCH_S)
@@ -466,10 +468,15 @@ class RayCluster:
             try:
                 actor = await self._host_actors.of(target)
                 call = getattr(actor, method).remote(*arguments)
-                return await self._clock.within(call, CONFIRM_DEATH_S + CALL_DEADLINE_S)
+                reply = await self._clock.within(call, CONFIRM_DEATH_S + CALL_DEADLINE_S)
+                await self._note_host_process(target, actor)
+                return reply
             except RayTaskError:
                 raise  # it has replied with a failure
             except (RayError, asyncio.TimeoutError) as error:
+                if isinstance(error, asyncio.TimeoutError) and await self._end_hung(target):
+                    continue  # Ray starts another one
+                self._host_processes.pop(target.id, None)
                 current = self._host_actors.known(target)
                 if current is not None and current is not actor:
                     continue  # it was replaced meanwhile
@@ -477,6 +484,31 @@ class RayCluster:
                 self._host_actors.forget(target)
                 silent.add(target.id)
                 await self._refresh_nodes()
+
+    async def _note_host_process(self, node: RayNode, actor: Any) -> None:
+        """Remember the process of a host actor, which cannot be asked for it once it hangs."""
+        if node.id not in self._host_processes:
+            with contextlib.suppress(RayError, asyncio.TimeoutError):
+                process = await self._clock.within(actor.process.remote(), NEAR_S)
+                self._host_processes[node.id] = Process(*process)
+
+    async def _end_hung(self, node: RayNode) -> bool:
+        """Kills a host actor that does not reply although its node lives. Returns whether it was running: its children
+        end with it. A machine that is cut off cannot run the kill."""
+        process = self._host_processes.pop(node.id, None)
+        if process is None:
+            return False
+        log.error("the host actor of %s hangs and is replaced (pid %d)", node.label, process.pid)
+        near = self._nodes.of(None)
+        if near is not None and near.address == node.address:
+            end_process(process)
+            return True
+        place = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        task = ray.remote(num_cpus=0)(end_process).options(scheduling_strategy=place).remote(process)
+        with contextlib.suppress(RayError, asyncio.TimeoutError):
+            await self._clock.within(task, CALL_DEADLINE_S)
+            return True
+        return False
 
     def actor_ids(self) -> Mapping[str, tuple[str, str]]:
         return {

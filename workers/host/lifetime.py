@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 SLACK_S = 1.0  # tolerance between two readings of one start time
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -48,6 +50,35 @@ def process_start(pid: int) -> float | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19]) / _TICKS
+
+
+class Process(NamedTuple):
+    """What identifies a process on all machines."""
+
+    pid: int
+    started: float
+    space: str  # by `pid_space`
+
+
+def own_process() -> Process:
+    """Returns this process."""
+    started = process_start(os.getpid())
+    assert started is not None
+    return Process(os.getpid(), started, pid_space())
+
+
+def end_process(process: Process) -> None:
+    """Kills a process of this machine with SIGKILL, also a stopped one. Does nothing if it is gone, or elsewhere."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.space == pid_space() and is_alive(process.pid, process.started):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process was stopped by a signal, or by a debugger."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    return False
 
 
 def is_alive(pid: int, started: float) -> bool:

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from workers.host import fork_client
 from workers.host.fork_server import ENVIRONMENT, IMPORTS, LEAST_BYTES, refusal
 from workers.host.host_facts import available_memory
-from workers.host.lifetime import is_alive, process_start
+from workers.host.lifetime import is_alive, is_stopped, process_start
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class WarmProcess:
 
     @property
     def is_usable(self) -> bool:
-        """False once it has ended, or a cleaner of temporary folders has removed its socket."""
-        return is_alive(self.pid, self.born) and self.path.exists()
+        """False once it has ended or was stopped, or a cleaner of temporary folders has removed its socket."""
+        return is_alive(self.pid, self.born) and not is_stopped(self.pid) and self.path.exists()
 
     def end(self) -> None:
         """Its forks continue."""

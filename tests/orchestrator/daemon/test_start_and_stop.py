@@ -143,7 +143,7 @@ class Started(Daemon):
         until(lambda: self._follower.narration.unready == ["a/0 (loading)", "b (failed)"], 10, "what is waited for")
         self.status = replace(status_of(STATUS), models=[], ready=True)
 
-    def _ask(self, call: Any) -> Any:
+    def _ask(self, call: Any, within_s: float | None = None) -> Any:
         threading.Event().wait(0.01)
         return None if self._follower.ending else (1, self.status)
 
