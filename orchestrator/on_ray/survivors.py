@@ -16,6 +16,8 @@ from orchestrator.fleet.cluster_names import HOST_ACTOR
 from orchestrator.fleet.effects import Survivor
 from orchestrator.on_ray.head import Head
 from orchestrator.process.awake_clock import AwakeClock
+from workers.host.lifetime import Process, end_process, is_stopped, pid_space, process_start
+from workers.host.task_boundary import task_boundary
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +58,19 @@ async def _survivor(
     except (RayError, asyncio.TimeoutError) as error:
         log.warning("%s does not reply and is killed: %s", name, error)
         await kill(head, name, actor)
+        with task_boundary(log, "the process of %s is not ended", name, level=logging.WARNING):
+            await head.ask(partial(_end_stopped, actor), f"end {name}", LOOKUP_S)
         return None
     return Survivor(config, status), actor
+
+
+def _end_stopped(actor: Any) -> None:
+    """Kills the process of an actor of this machine that was stopped: `ray.kill` asks the process itself."""
+    known = ray._private.state.actors(actor._actor_id.hex())
+    if known and known["Pid"] and known["Address"]["IPAddress"] == ray.util.get_node_ip_address():
+        pid = int(known["Pid"])
+        if is_stopped(pid) and (started := process_start(pid)) is not None:
+            end_process(Process(pid, started, pid_space()))
 
 
 async def _description(actor: Any) -> Any:

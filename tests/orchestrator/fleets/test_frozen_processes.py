@@ -28,7 +28,7 @@ SLACK_S = 15.0  # of a busy machine
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[LiveFleet]:
-    fleet = LiveFleet(SPEC)
+    fleet = LiveFleet(SPEC, spare=True)
     try:
         yield fleet.wait_ready()
     finally:
@@ -71,3 +71,27 @@ def test_a_controller_that_hangs_is_replaced(fleet: LiveFleet) -> None:
     until(lambda: fleet.corewright("status").returncode == 0, 20, "it replies")
     assert fleet.replica_pids() == replicas
     assert answers(fleet, "a")
+
+
+def test_a_replica_that_hangs_while_its_controller_is_killed_is_replaced_on_its_cores(fleet: LiveFleet) -> None:
+    """The new controller cannot ask it for its process; its cores are not taken for those of somebody else."""
+    (stopped,) = fleet.named_pids("Replica[a]")
+    os.kill(stopped, signal.SIGSTOP)
+    os.kill(fleet.controller_pid(), signal.SIGKILL)
+    began = time.monotonic()
+
+    until(lambda: answers(fleet, "a"), REPLACED_S + SLACK_S, "the replica is replaced")
+    took_s = time.monotonic() - began
+    assert fleet.named_pids("Replica[a]") != [stopped]
+    quarantined = [host["quarantine"] for host in fleet.status()["hosts"]]
+    assert quarantined == [[]], took_s
+
+
+def test_all_gateways_of_a_machine_that_are_killed_together_are_back_soon(fleet: LiveFleet) -> None:
+    """The spare one, too: Ray Serve starts others."""
+    gateways = until(lambda: len(pids := fleet.named_pids("ServeReplica:")) == 2 and pids, 30, "both have started")
+    for pid in gateways:
+        os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    until(lambda: answers(fleet, "a"), 60, "it answers")
+    assert time.monotonic() - began < SLACK_S, f"{time.monotonic() - began:.1f} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +12,9 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
+from tests.fleet import until
 from workers.host import host_facts, lifetime
+from workers.host.lifetime import Process, end_process, is_alive, is_stopped, pid_space, process_start
 
 DAY_S = 86400.0
 
@@ -67,3 +70,19 @@ def test_the_start_of_this_process_is_between_boot_and_now() -> None:
     started = lifetime.process_start(os.getpid())
     assert started is not None
     assert 0 < started <= lifetime.since_boot()
+
+
+def test_a_stopped_process_is_recognized_and_ended() -> None:
+    """But not another process with its pid, nor one of another machine."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = process_start(process.pid)
+    assert started is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    until(lambda: is_stopped(process.pid), 10, "it is stopped")
+
+    end_process(Process(process.pid, started - 60.0, pid_space()))
+    end_process(Process(process.pid, started, "another machine"))
+    assert is_alive(process.pid, started)
+    end_process(Process(process.pid, started, pid_space()))
+    assert process.wait(10) == -signal.SIGKILL
+    assert not is_stopped(process.pid)
