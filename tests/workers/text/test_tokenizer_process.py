@@ -28,6 +28,13 @@ SURE_S = 30.0
 POOL = TokenizerPool()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[None]:
+    """The processes of this file's tokenizers have descriptors in this process."""
+    yield
+    POOL.retain(())
+
+
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is not done within half a second is late."""
