@@ -16,11 +16,11 @@ from workers.artifacts.fetch.progress import FetchStatus
 from workers.messages.status import ServerLoad
 
 
-class Fields(msgspec.Struct, frozen=True, kw_only=True):
+class StatusFields(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the status."""
 
 
-class ConditionStatus(Fields, frozen=True, kw_only=True):
+class ConditionStatus(StatusFields, frozen=True, kw_only=True):
     """One condition, in the form of Kubernetes."""
 
     type: str
@@ -30,7 +30,7 @@ class ConditionStatus(Fields, frozen=True, kw_only=True):
     since: float  # when it got its present value
 
 
-class FetchProgress(Fields, frozen=True, kw_only=True):
+class FetchProgress(StatusFields, frozen=True, kw_only=True):
     """The progress of a fetch."""
 
     source: str
@@ -60,7 +60,7 @@ class FetchProgress(Fields, frozen=True, kw_only=True):
         return int(10 * self.bytes / self.total) if self.total else None
 
 
-class SpeculationStatus(Fields, frozen=True, kw_only=True):
+class SpeculationStatus(StatusFields, frozen=True, kw_only=True):
     """The drafted and accepted tokens of a replica, since its start."""
 
     drafted: int
@@ -68,7 +68,7 @@ class SpeculationStatus(Fields, frozen=True, kw_only=True):
     acceptance: float  # accepted / drafted
 
 
-class ReplicaInFleet(Fields, frozen=True, kw_only=True):
+class ReplicaInFleet(StatusFields, frozen=True, kw_only=True):
     """One replica, as the controller last saw it."""
 
     id: str  # MODEL/NUMBER
@@ -114,14 +114,14 @@ class ReplicaInFleet(Fields, frozen=True, kw_only=True):
         return self.state is State.READY
 
 
-class ManualScale(Fields, frozen=True, kw_only=True):
+class ManualScale(StatusFields, frozen=True, kw_only=True):
     """A number of replicas that an operator has set; None: that of the spec."""
 
     count: int | None
     by: str
 
 
-class DemandStatus(Fields, frozen=True, kw_only=True):
+class DemandStatus(StatusFields, frozen=True, kw_only=True):
     """The demand for a model at all gateways."""
 
     arrivals_per_s: float
@@ -130,7 +130,7 @@ class DemandStatus(Fields, frozen=True, kw_only=True):
     items_per_s_of_replica: float | UnsetType = UNSET  # of an encoder: inputs per second that a replica encodes
 
 
-class ScalingStatus(Fields, frozen=True, kw_only=True):
+class ScalingStatus(StatusFields, frozen=True, kw_only=True):
     """What the autoscaler does with a model."""
 
     auto: bool
@@ -141,7 +141,7 @@ class ScalingStatus(Fields, frozen=True, kw_only=True):
     demand: DemandStatus | None  # None without a gateway that reports
 
 
-class ParkedStatus(Fields, frozen=True, kw_only=True):
+class ParkedStatus(StatusFields, frozen=True, kw_only=True):
     """The host whose memory has the files of a model without replicas."""
 
     host: str
@@ -150,7 +150,7 @@ class ParkedStatus(Fields, frozen=True, kw_only=True):
     start_s: float
 
 
-class PreparationStatus(Fields, frozen=True, kw_only=True):
+class PreparationStatus(StatusFields, frozen=True, kw_only=True):
     """What an update of a model waits for on a host while the old replicas serve."""
 
     host: str
@@ -160,7 +160,7 @@ class PreparationStatus(Fields, frozen=True, kw_only=True):
     reason: str | None
 
 
-class ModelInFleet(Fields, frozen=True, kw_only=True):
+class ModelInFleet(StatusFields, frozen=True, kw_only=True):
     """One model of the running revision."""
 
     name: str
@@ -186,21 +186,21 @@ class ModelInFleet(Fields, frozen=True, kw_only=True):
         return sum(replica.ready for replica in self.replicas)
 
 
-class StartingHost(Fields, frozen=True, kw_only=True):
+class StartingHost(StatusFields, frozen=True, kw_only=True):
     """A host whose machine is requested and has not joined."""
 
     since: float
     reason: str | None
 
 
-class AnnouncedEnd(Fields, frozen=True, kw_only=True):
+class AnnouncedEnd(StatusFields, frozen=True, kw_only=True):
     """A host that was announced to end."""
 
     cause: str
     until: float | None
 
 
-class QuarantinedCore(Fields, frozen=True, kw_only=True):
+class QuarantinedCore(StatusFields, frozen=True, kw_only=True):
     """A core without a replica: a foreign process holds it, or it has failed (``cause``)."""
 
     core: int
@@ -209,14 +209,14 @@ class QuarantinedCore(Fields, frozen=True, kw_only=True):
     cause: str | None
 
 
-class CoreLease(Fields, frozen=True, kw_only=True):
+class CoreLease(StatusFields, frozen=True, kw_only=True):
     """The cores of a replica."""
 
     replica: str
     cores: str
 
 
-class HostInFleet(Fields, frozen=True, kw_only=True):
+class HostInFleet(StatusFields, frozen=True, kw_only=True):
     """One host, and its cores by state: together all of its cores."""
 
     name: str
@@ -256,7 +256,7 @@ class HostInFleet(Fields, frozen=True, kw_only=True):
         return "lost" if self.lost else "starting" if self.starting else "ready"
 
 
-class GatewayInFleet(Fields, frozen=True, kw_only=True):
+class GatewayInFleet(StatusFields, frozen=True, kw_only=True):
     """The gateway of one machine of a joined cluster."""
 
     machine: str
@@ -268,7 +268,7 @@ class GatewayInFleet(Fields, frozen=True, kw_only=True):
     routes_age_s: float | None
 
 
-class ModelRollout(Fields, frozen=True, kw_only=True):
+class ModelRollout(StatusFields, frozen=True, kw_only=True):
     """The progress of one model's update."""
 
     model: str
@@ -280,7 +280,7 @@ class ModelRollout(Fields, frozen=True, kw_only=True):
     state: str
 
 
-class RolloutStatus(Fields, frozen=True, kw_only=True):
+class RolloutStatus(StatusFields, frozen=True, kw_only=True):
     """The progress of the newest revision."""
 
     revision: int
@@ -298,7 +298,7 @@ class RolloutReport(RolloutStatus, frozen=True, kw_only=True):
     undo_skips: list[int]  # later ones that it does not return to, since they failed
 
 
-class FleetStatus(Fields, frozen=True, kw_only=True):
+class FleetStatus(StatusFields, frozen=True, kw_only=True):
     """A fleet at one time."""
 
     name: str

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from orchestrator.scaling.forecast import History, Load
 from orchestrator.scaling.service_capacity import RULES, EncoderCapacity, ServiceCapacity
 from placements.facts.plural import counted
-from placements.planner.capacity import Capacity, Need, Place, Window
+from placements.planner.capacity import Capacity, Need, Place, Vacancy
 from placements.planner.host_pool import HostPool
 from placements.planner.tenants import Tenant
 
@@ -181,7 +181,7 @@ class _Offer:
     """Contiguous cores that become free if some replicas are removed."""
 
     rank: tuple[bool, float, int, bool, Place]  # last if a model would fall below its min; then least loss first
-    window: Window
+    vacancy: Vacancy
     removals: Mapping[str, int]  # replicas to remove, by model
     loss: float  # requests per second that models of the same or a higher priority lose
     equal: int  # removals of these models
@@ -418,7 +418,7 @@ class _Table:
         most = self._most(seat, least=least)
         starved = self._starved(seat)
         for offer in self._offers(seat, least=least):
-            if model.name in offer.removals or self.capacity.pool.prices[offer.window.place[0]] > most:
+            if model.name in offer.removals or self.capacity.pool.prices[offer.vacancy.place[0]] > most:
                 continue
             if offer.rank[0] and not least and seat.count and seat.worth.fits(seat.count):
                 continue  # its load fits without it: no other model falls below its min for that
@@ -442,7 +442,7 @@ class _Table:
         for placed in freed:
             if placed is not None:
                 self.capacity.remove(placed)
-        if not self.capacity.put(tenant, offer.window) or not self._keeps_promises():
+        if not self.capacity.put(tenant, offer.vacancy) or not self._keeps_promises():
             self.capacity.undo_to(mark)
             return False
         for name, count in offer.removals.items():
@@ -465,20 +465,20 @@ class _Table:
         if offers is None:
             allowed = {name: self._removable(priority, other, least=least) for name, other in self.seats.items()}
             own = [placed for placed in seat.placed if placed is not None]
-            every = (self._offer(window, allowed, priority) for window in self.capacity.windows(need, own))
+            every = (self._offer(vacancy, allowed, priority) for vacancy in self.capacity.vacancies(need, own))
             offers = sorted((offer for offer in every if offer is not None), key=lambda offer: offer.rank)
             self._offers_cache[key] = offers
         return offers
 
-    def _offer(self, window: Window, allowed: Mapping[str, int], priority: int) -> _Offer | None:
+    def _offer(self, vacancy: Vacancy, allowed: Mapping[str, int], priority: int) -> _Offer | None:
         removals: dict[str, int] = {}
-        for tenant in window.tenants:
+        for tenant in vacancy.tenants:
             name = self.names[tenant.model]
             count = len(self.seats[name].placed) - tenant.replica
             if count > allowed[name]:
                 return None
             removals[name] = max(removals.get(name, 0), count)
-        if sum(removals.values()) != len(window.tenants):
+        if sum(removals.values()) != len(vacancy.tenants):
             return None  # the planner keeps the replicas with the lowest indexes
         loss = lower = 0.0
         equal, keeps_one, short = 0, True, False
@@ -491,8 +491,8 @@ class _Table:
             loss += seat.loss(count)
             equal += count
             keeps_one = keeps_one and seat.count > count
-        rank = (short, loss + 1e-3 * lower, len(window.tenants), window.off_grid, window.place)
-        return _Offer(rank, window, removals, loss, equal, keeps_one)
+        rank = (short, loss + 1e-3 * lower, len(vacancy.tenants), vacancy.off_grid, vacancy.place)
+        return _Offer(rank, vacancy, removals, loss, equal, keeps_one)
 
     def _abandons(self, offer: _Offer) -> bool:
         """Returns whether a model with waiting requests would lose its last replica to a second replica of another."""

@@ -28,7 +28,7 @@ class Need(NamedTuple):
     pins: tuple[Pin, ...] = ()  # the places of its first replicas
 
 
-class Window(NamedTuple):
+class Vacancy(NamedTuple):
     """A range of cores where a replica can run once ``tenants`` are removed."""
 
     place: Place
@@ -107,7 +107,7 @@ class Capacity:
         """Reverts all changes since the mark."""
         self._packer.undo_to(mark)
 
-    def put(self, tenant: Tenant, window: Window) -> bool:
+    def put(self, tenant: Tenant, window: Vacancy) -> bool:
         """Places a new replica on a window; returns False if it is not free or the host does not admit the replica."""
         admitted = window.pinned or self._packer.admits(tenant, window.place[0])
         return admitted and self._put(tenant, window.place)
@@ -125,7 +125,7 @@ class Capacity:
         self._packer.remove(tenant)
         self._packer.forget_home(tenant)
 
-    def windows(self, need: Need, own: Sequence[Tenant]) -> Iterator[Window]:
+    def vacancies(self, need: Need, own: Sequence[Tenant]) -> Iterator[Vacancy]:
         """Yields the ranges where a replica can run once their tenants are removed. Skips ranges that are free, and all
         but one of those with the same tenants."""
         demand, pin = need.demand, self._next_pin(need, own)
@@ -142,7 +142,7 @@ class Capacity:
                 key = tuple(map(id, leaving))
                 if leaving and key not in seen:
                     seen.add(key)
-                    yield Window((host, first), tuple(leaving), not on_grid >> first & 1, pin is not None)
+                    yield Vacancy((host, first), tuple(leaving), not on_grid >> first & 1, pin is not None)
 
     def _starts(self, demand: Demand, pin: Pin | None) -> dict[int, list[int]]:
         """Returns the legal first cores of a new replica on usable cores, by host."""

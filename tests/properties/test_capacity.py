@@ -91,7 +91,7 @@ def test_one_more_replica_is_possible_if_and_only_if_the_planner_places_it(case:
 @settings(max_examples=int(os.environ.get("EXAMPLES", "120")), deadline=None)
 @given(running_fleets())
 def test_the_replicas_to_remove_for_one_more_are_those_after_which_the_planner_places_it(case: Case) -> None:
-    """Each window is room once its replicas are gone, and where a single replica makes room, there is a window."""
+    """Each vacancy is room once its replicas are gone, and where a single replica makes room, there is a vacancy."""
     capacity, need_of, own = board_of(case)
     names = [model.name for model in case.spec.models]
     runs = {name: [replica for replica in case.running if replica.model == name] for name in names}
@@ -99,15 +99,15 @@ def test_the_replicas_to_remove_for_one_more_are_those_after_which_the_planner_p
         if case.wanted.get(name, 0) >= case.model(name).replicas.max:
             continue
         offered = set()
-        for window in capacity.windows(need_of[name], own[name]):
-            if any(names[tenant.model] == name for tenant in window.tenants):
+        for vacancy in capacity.vacancies(need_of[name], own[name]):
+            if any(names[tenant.model] == name for tenant in vacancy.tenants):
                 continue  # the autoscaler never replaces a model's own replica
-            gone = frozenset(runs[names[tenant.model]][tenant.replica] for tenant in window.tenants)
+            gone = frozenset(runs[names[tenant.model]][tenant.replica] for tenant in vacancy.tenants)
             offered.add(gone)
             rest = without(case, gone)
             if is_at_rest(rest):
-                event("window")
-                assert plans_one_more(rest, name), (name, window)
+                event("vacancy")
+                assert plans_one_more(rest, name), (name, vacancy)
         if plans_one_more(case, name):
             continue
         for replica in case.running:
