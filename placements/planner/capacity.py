@@ -107,10 +107,10 @@ class Capacity:
         """Reverts all changes since the mark."""
         self._packer.undo_to(mark)
 
-    def put(self, tenant: Tenant, window: Vacancy) -> bool:
-        """Places a new replica on a window; returns False if it is not free or the host does not admit the replica."""
-        admitted = window.pinned or self._packer.admits(tenant, window.place[0])
-        return admitted and self._put(tenant, window.place)
+    def put(self, tenant: Tenant, vacancy: Vacancy) -> bool:
+        """Places a new replica on a vacancy; returns False if it is not free or the host does not admit the replica."""
+        admitted = vacancy.pinned or self._packer.admits(tenant, vacancy.place[0])
+        return admitted and self._put(tenant, vacancy.place)
 
     def _put(self, tenant: Tenant, place: Place) -> bool:
         host, first = place
