@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placements.facts.adapters import USE_PEFT, Adapter
 from placements.facts.checkpoints import Checkpoint, CheckpointError, families
-from placements.facts.encoders import Kind
-from placements.facts.engines import AUTO_ENGINES
+from placements.facts.engines import AUTO_ENGINES, CODE_ENGINES
 from placements.spec.notation import is_path, source_kind
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
@@ -131,7 +131,7 @@ def read_facts(
             else:
                 problems.append(adapter)
             continue
-        read = _read(part, folder, head, part.where(spec))
+        read = _read(part, folder, head, part.where(spec), spec.python_for(part.model.engine))
         if isinstance(read, Checkpoint):
             (drafts if part.is_draft else checkpoints)[part.model.name] = read
         if part.model.engine == "server" and Path(folder).is_dir():
@@ -158,20 +158,22 @@ def _read_adapter(part: SourcePart, folder: str, where: str, here: bool | None) 
     return adapter
 
 
-def _read(part: SourcePart, folder: str, head: Metadata | None, where: str) -> Checkpoint | Problem:
+def _read(part: SourcePart, folder: str, head: Metadata | None, where: str, python: str | None) -> Checkpoint | Problem:
+    """``python``: the interpreter of the model's engine; None: this one."""
     model, source = part.model.name, part.source
     file = Path(folder) / "config.json"
     shown = str(file) if part.folder is not None else f"the config.json of {source}"
     try:
         config = foreign_files.read_json(file)
-        code = remote_code(config)
-        if code is not None and not is_known(config, part.model.kind):
+        if code := _needed_code(part.model, config):
             family = config.get("model_type")
-            what = f"{model}: the family {family!r} of {shown} is implemented only by the checkpoint's code, {code}"
             if part.model.trust_remote_code:
+                what = f"{model}: the planner has no facts of the family {family!r} of {shown}, whose code is {code}"
                 return Problem("checkpoint-unreadable", "warning", where, what, _SKIPPED)
-            hint = "serve a checkpoint of a known family; its own code runs only with `trust_remote_code: true`"
-            return Problem("remote-code-refused", "error", where, what, hint)
+            if not _is_in_transformers(family, python):
+                what = f"{model}: the family {family!r} of {shown} is implemented only by the checkpoint's code, {code}"
+                hint = "serve a checkpoint of a known family; its own code runs only with `trust_remote_code: true`"
+                return Problem("remote-code-refused", "error", where, what, hint)
         if unsupported := _unsupported(part, folder, head, config):
             return Problem("layout-unsupported", "error", where, f"{model}: {unsupported}", _CONVERT)
         return Checkpoint.from_config(config, part.model.kind)
@@ -238,17 +240,29 @@ def _unsupported(part: SourcePart, folder: str, head: Metadata | None, config: A
     return f"{part.source} has the layout {layout}, which {engine} does not load: {shown}"
 
 
-def is_known(config: object, kind: Kind) -> bool:
-    """Returns whether the model's family is supported for the kind without code from the checkpoint."""
-    return isinstance(config, dict) and config.get("model_type") in families(kind)
-
-
-def remote_code(config: object) -> str | None:
-    """Returns the model's Python code that a decoded config.json names, as "file.Class", or None."""
-    named = config.get("auto_map") if isinstance(config, dict) else None
-    if not isinstance(named, dict):
+def _needed_code(model: ModelSpec, config: object) -> str | None:
+    """Returns the Python code of a checkpoint of an unknown family, as "file.Class"; None: it names none, or the
+    model's engine and kind never run it."""
+    if not isinstance(config, dict) or model.engine not in CODE_ENGINES or model.kind != "generate":
+        return None
+    named = config.get("auto_map")
+    if config.get("model_type") in families(model.kind) or not isinstance(named, dict):
         return None
     return next((str(value) for value in named.values() if value), None)
+
+
+def _is_in_transformers(family: object, python: str | None) -> bool:
+    """Returns whether the transformers of an interpreter has a class of its own for a model_type.
+
+    Reads its tables as text, since importing them takes seconds. If the interpreter is not on this machine, the
+    transformers installed here answers.
+    """
+    installed = importlib.util.find_spec("transformers")
+    own = [] if installed is None else [Path(folder) for folder in installed.submodule_search_locations or ()]
+    libraries = [] if python is None else Path(python).parents[1].glob("lib/python3*/site-packages/transformers")
+    folders = list(libraries) or own
+    tables = [file for folder in folders for file in (folder / "models" / "auto").glob("*.py")]
+    return any(f'("{family}", "' in file.read_text(encoding="utf-8") for file in tables)
 
 
 # Remote sources

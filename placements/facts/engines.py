@@ -62,6 +62,7 @@ def distribution(engine: Engine) -> str:
 
 HOST_ENGINES: frozenset[Engine] = frozenset({"cpu", "echo"})  # run on the host's CPUs
 SERVER_ENGINES: frozenset[Engine] = frozenset({"vllm", "server"})  # a server of its own on the replica's cores
+CODE_ENGINES: frozenset[Engine] = frozenset({"auto", "cpu", "vllm"})  # may run a checkpoint's code; auto may be cpu
 UNWARMED_ENGINES = SERVER_ENGINES | {"auto", "echo"}  # whose replicas import nothing that takes long, or are unknown
 NXD_ENGINES: frozenset[Engine] = frozenset({"nxd-inference", "optimum-neuron"})  # built on NeuronX Distributed
 

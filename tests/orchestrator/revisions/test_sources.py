@@ -202,6 +202,43 @@ def test_code_of_a_checkpoint_is_rejected_unless_it_is_trusted(
     assert problems(read(f"a: {{source: {tmp_path}, trust_remote_code: {str(trusts).lower()}}}")) == expected
 
 
+PHI = {"model_type": "phi3", "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ("vllm", [("checkpoint-unreadable", "warning")]),
+        ("cpu", [("unknown-family", "error")]),
+        ("nxd-inference", [("unknown-family", "error"), ("engine-needs-neuron", "warning")]),
+    ],
+)
+def test_code_is_not_asked_for_where_the_library_has_a_class(
+    tmp_path: Path, engine: str, expected: list[tuple[str, str]]
+) -> None:
+    """The result is the same as without `auto_map`, and no hint pushes towards running the checkpoint's code."""
+    stub_checkpoint(tmp_path, {**json.loads(MODEL["config.json"]), **PHI})
+
+    found = read(f"a: {{source: {tmp_path}, engine: {engine}}}")
+
+    assert problems(found) == expected
+    assert "trust_remote_code" not in found.problems[0].hint
+
+
+def test_the_library_is_that_of_the_engines_python(tmp_path: Path) -> None:
+    """A Python of vLLM with an older transformers, which has no phi3."""
+    tables = tmp_path / "venv" / "lib" / "python3.10" / "site-packages" / "transformers" / "models" / "auto"
+    tables.mkdir(parents=True)
+    (tables / "configuration_auto.py").write_text('CONFIG_MAPPING_NAMES = OrderedDict([("gpt2", "GPT2Config")])\n')
+    stub_checkpoint(tmp_path / "phi", {**json.loads(MODEL["config.json"]), **PHI})
+    spec = f"engines: {{vllm: {{python: {tmp_path}/venv/bin/python}}}}\n"
+    spec += f"models: {{a: {{source: {tmp_path}/phi, engine: vllm}}}}\n"
+
+    found = examine(f"hosts: {{emulate: inf2.48xlarge}}\n{spec}", "f.yaml", ".", LAPTOP)
+
+    assert [problem.id for problem in found.problems] == ["remote-code-refused"]
+
+
 def test_vllm_may_serve_other_families(tmp_path: Path) -> None:
     """It has more than the planner, such as those that read images; a warning names the rules that are skipped."""
     nested = {key: json.loads(MODEL["config.json"])[key] for key in ("vocab_size", "hidden_size")}
