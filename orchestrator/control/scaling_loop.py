@@ -52,7 +52,7 @@ class _Gateway:
 class _ModelHistory:
     """The scaling history of one model."""
 
-    why: str | None = None  # the last reason
+    why: str | None = None  # the reason of the last change
     bounds: tuple[ModelSpec, Bounds] | None = None  # the last ones, with the model of their revision
     prefill_s: float | None = None  # from slot to first token; an exponential average
     first_ready_at: float | None = None  # since the model last had no replica
@@ -134,8 +134,9 @@ class Scaler:
         for name in [name for name, gateway in self._gateways.items() if now - gateway.heard > SILENT_S]:
             log.info("gateway %s has stopped reporting", name)
             del self._gateways[name]
-        if not self._gateways:  # their interval is unknown
+        if not self._gateways:  # their interval is unknown, and nothing is decided
             self._sums.clear()
+            self._state.counts.held_back.clear()
 
     def _record_samples(self, decisions: Iterable[RoutingDecision], now: float) -> None:
         for decision in decisions:
@@ -236,6 +237,7 @@ class Scaler:
         state = self._state
         count, why = decision.counts.get(model.name), decision.reasons.get(model.name)
         if count is None or not self._decides(model):
+            state.counts.held_back.pop(model.name, None)
             return
         before = state.counts.desired(model)
         state.counts.set_target(model, count)
@@ -268,7 +270,6 @@ class Scaler:
     def _record_held_back(self, model: ModelSpec, why: str, now: float) -> None:
         """Record that the model is held back: when it begins, then rarely."""
         memory = self._known[model.name]
-        memory.why = why
         began = now - memory.held_on > ROUTED_S
         self._state.counts.held_back.setdefault(model.name, why)  # the first reason: its figures change all the time
         memory.held_on = now
@@ -387,7 +388,7 @@ class Scaler:
             min=held.min,
             max=held.max,
             target=self._state.counts.target(model),
-            why=memory.why,
+            why=self._state.counts.held_back.get(model.name, memory.why),
             demand=self._demand(model),
         )
 

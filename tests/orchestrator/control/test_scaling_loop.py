@@ -285,6 +285,34 @@ def test_a_model_of_higher_priority_takes_needed_cores_from_a_lower_one(tmp_path
     assert "ScaledDown" in changes(fleet)
 
 
+@pytest.mark.parametrize("end", ["requests", "manual", "gateway"])
+def test_a_shortage_is_the_reason_only_while_it_lasts(tmp_path: Path, end: str) -> None:
+    """It ends when the requests are gone, when the model is scaled manually, and when no gateway reports any more."""
+    full = HEAD + (
+        "  pinned: {tp_degree: 24, cores: [0-23]}\n"
+        "  m: {tp_degree: 8, replicas: {min: 0, max: 1}, max_batch: 4, scaling: {idle_s: 10}}\n"
+    )
+
+    async def story(fleet: Played) -> None:
+        def why() -> str | None:
+            reason: str | None = fleet.model("m")["scaling"]["why"]
+            return reason
+
+        gateway = Demanding(fleet, {"m": 1.0})
+        await gateway.run(60)
+        assert "held back: no cores" in (why() or "")
+        gateway.rates["m"] = gateway.waiting["m"] = 0.0
+        if end == "manual":
+            await fleet.operator.scale("m", 0, "tester")
+        if end == "gateway":
+            await asyncio.sleep(30)
+        else:
+            await gateway.run(30)
+        assert why() is None
+
+    play(tmp_path, full, story)
+
+
 def test_a_schedule_raises_min_and_its_end_stops_no_running_request(tmp_path: Path) -> None:
     """The virtual clock starts at midnight UTC: from ten past to half past, at least two."""
     spec = HEAD + (
