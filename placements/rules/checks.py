@@ -260,6 +260,10 @@ def _insists(model: ModelSpec, host: Host) -> bool:
     return isinstance(model.threads, int) and not model.cores and not host.emulated
 
 
+NEVER_FIT = frozenset({"min-never-fits", "model-never-fits"})
+"""Warnings that a spec cannot run as it is written on its hosts. `validate` reports them as errors if the spec names
+its hosts; `plan` and `explain` still show what would help."""
+
 MOST_TRIED = 5_000
 """The most replicas in all plans of `max_can_fit` after the first, which bounds its time. Further warnings are
 omitted."""
@@ -280,13 +284,19 @@ def max_can_fit(
         drawn = plan(spec, hosts, checkpoints, wanted={**rivals, model.name: most})
         placed = sum(placement.model == model.name for placement in drawn.placements)
         least = model.replicas.min
+        crowded = any(count for name, count in rivals.items() if name != model.name)
+        more = "lower the min of the others, or add hosts" if crowded else "add hosts"
         if placed < least:
             what = f"min {least} of {model.name} can never fit: there is room for {placed} beside the min of the others"
-            lower = f"set replicas.min to {placed}" if placed else "lower the min of the others"
+            hint = f"set replicas.min to {placed}, or add hosts" if placed else more
+            hint += f"; `corewright explain {model.name}` tries more"
             where = spec.where("models", model.name, "replicas", "min")
-            hint = f"{lower}, or add hosts; `corewright explain {model.name}` tries more"
             yield Problem("min-never-fits", "warning", where, what, hint)
+        elif not placed:
+            what = f"{model.name} can never start: there is no room for a replica beside the min of the others"
+            hint = f"{more}; `corewright explain {model.name}` tries more"
+            yield Problem("model-never-fits", "warning", spec.where("models", model.name), what, hint)
         elif placed < most:
             what = f"max {most} of {model.name} can never fit: there is room for {placed} beside the min of the others"
-            hint = f"set replicas.max to {max(1, placed)}, or add hosts"
+            hint = f"set replicas.max to {placed}, or add hosts"
             yield Problem("max-never-fits", "warning", spec.where("models", model.name, "replicas", "max"), what, hint)

@@ -122,6 +122,22 @@ def test_a_bad_spec_exits_1_with_every_problem_and_its_place(bad: str, capsys: p
     assert all(where.startswith(f"{bad}:4:") for where in errors.values())
 
 
+@pytest.mark.parametrize("replicas", ["2", "{min: 0, max: 2}"])
+@pytest.mark.parametrize(("hosts", "code"), [("hosts: {emulate: inf2.48xlarge}\n", 1), ("", 0)])
+def test_what_never_fits_is_valid_only_if_the_spec_leaves_its_hosts_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], replicas: str, hosts: str, code: int
+) -> None:
+    """Also a model of min 0, whose requests would wait for nothing."""
+    models = "models:\n  base: {engine: echo, tp_degree: 24}\n  m: {engine: echo, tp_degree: 8, replicas: %s}\n"
+    (tmp_path / "spec.yaml").write_text(hosts + models % replicas)
+
+    assert run(["validate", str(tmp_path / "spec.yaml"), "-o", "json"]) == code
+
+    (problem,) = data(capsys)["problems"]
+    assert problem["severity"] == ("error" if code else "warning")
+    assert problem["hint"] == "lower the min of the others, or add hosts; `corewright explain m` tries more"
+
+
 def test_problems_go_to_stderr_and_the_verdict_to_stdout(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In the table format, uncoloured without a terminal."""
     assert run(["validate", bad]) == 1
