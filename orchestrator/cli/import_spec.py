@@ -13,7 +13,7 @@ from orchestrator.process.failure import Failed
 from orchestrator.sagemaker.lmi_files import PROPERTIES, content, label, lmi_models
 from placements.facts.engines import NAMED_ENGINES
 from placements.facts.topology import TOPOLOGIES
-from placements.lmi.importing import as_dict, import_lmi
+from placements.lmi.importing import VERSION, as_dict, import_lmi
 from placements.lmi.settings import UnreadableSettings, read_environment
 
 importing = group("import", "Convert the settings of another server to a spec.")
@@ -34,7 +34,8 @@ def import_from_lmi(
         typer.Option(
             "--env",
             metavar="FILE",
-            help="The container's environment: lines KEY=VALUE, or JSON. - reads standard input.",
+            help="The container's environment: lines KEY=VALUE, or JSON, such as the output of `aws sagemaker "
+            "describe-model`. - reads standard input.",
             show_default=False,
         ),
     ] = None,
@@ -42,8 +43,13 @@ def import_from_lmi(
         str, typer.Option(metavar="TYPE", help="The instance type that the spec is for.")
     ] = "inf2.48xlarge",
     lmi_version: Annotated[
-        str, typer.Option(metavar="X.Y", help="The version of DJL Serving, for its defaults.")
-    ] = "0.28",
+        str | None,
+        typer.Option(
+            metavar="X.Y",
+            help="The version of DJL Serving, for its defaults.",
+            show_default=f"that of the image in --env, or {'.'.join(map(str, VERSION))}",
+        ),
+    ] = None,
     engine: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="An engine for all models.", show_default="the one that LMI used"),
@@ -62,7 +68,7 @@ def import_from_lmi(
     if engine is not None and engine not in NAMED_ENGINES:
         raise typer.BadParameter(f"{engine} is none of {', '.join(NAMED_ENGINES)}", param_hint="--engine")
     with bad_parameter("--lmi-version"):
-        version = _version(lmi_version)
+        version = None if lmi_version is None else _version(lmi_version)
     try:
         environment = [] if env is None else read_environment(content(env), label(env))
         models = lmi_models(file, environment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import sys
 from pathlib import Path
@@ -53,9 +54,15 @@ def _properties(folder: Path, given: str) -> list[Setting]:
 def content(name: str) -> str:
     """Returns the text of a file, or of standard input (`-`). Raises UnreadableSettings."""
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(errors="replace")
+        return sys.stdin.read().removeprefix("\ufeff") if name == "-" else _decoded(Path(name).read_bytes())
     except OSError as error:
         raise UnreadableSettings(f"{name}: {error.strerror}") from None
+
+
+def _decoded(data: bytes) -> str:
+    """Returns a text without its byte order mark. Windows PowerShell redirects to UTF-16."""
+    is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return data.decode("utf-16" if is_wide else "utf-8-sig", errors="replace")
 
 
 def label(name: str) -> str:

@@ -40,8 +40,9 @@ class Conversion:
     trust_remote_code: bool
     settings: dict[str, Setting] = field(default_factory=dict)  # those that count, by name
     fields: dict[str, Any] = field(default_factory=dict)
-    comments: dict[str, list[str]] = field(default_factory=dict)  # by field
-    origins: dict[str, list[Setting]] = field(default_factory=dict)  # by field
+    comments: dict[str, list[str]] = field(default_factory=dict)  # by line of the spec, see `line_of`
+    origins: dict[str, list[Setting]] = field(default_factory=dict)  # by line of the spec
+    defaults: list[str] = field(default_factory=list)  # fields that no setting has set
     outcomes: list[Outcome] = field(default_factory=list)
 
     def text(self, name: str) -> str:
@@ -55,18 +56,23 @@ class Conversion:
             self.fields.setdefault(name, {})[key] = value
         else:
             self.fields[name] = value
-        self.comments.setdefault(name, []).append(comment)
+        self.comments.setdefault(line_of(path), []).append(comment)
 
     def map(self, setting: Setting, path: str, value: Any) -> None:
         """Set the field that replaces a setting."""
         self.put(path, value, setting.written)
-        self.origins.setdefault(path.partition(".")[0], []).append(setting)
+        self.origins.setdefault(line_of(path), []).append(setting)
         self.note(setting, "mapped", path)
 
-    def refuse(self, name: str, reason: str) -> None:
-        """Take a field out again, and refuse the settings that it is from."""
-        del self.fields[name], self.comments[name]
-        for setting in self.origins.pop(name, ()):
+    def refuse(self, line: str, reason: str) -> None:
+        """Take a line of the spec out again, and refuse the settings that it is from."""
+        name, _, key = line.partition(".")
+        if key:
+            del self.fields[name][key]
+        if not key or not self.fields[name]:
+            del self.fields[name]
+        del self.comments[line]
+        for setting in self.origins.pop(line, ()):
             self.outcomes = [
                 outcome
                 for outcome in self.outcomes
@@ -84,9 +90,20 @@ class Conversion:
 
         return sorted(self.outcomes, key=place)
 
+    @property
+    def refused(self) -> frozenset[str]:
+        """The names of the settings that were refused, or that a refused field was from."""
+        lost = {(outcome.where, outcome.written) for outcome in self.outcomes if outcome.fate == "refused"}
+        return frozenset(setting.name for setting in self.settings.values() if (setting.where, setting.written) in lost)
+
     def note(self, setting: Setting, fate: Fate, what: str) -> None:
         """Record what became of a setting."""
         self.outcomes.append(Outcome(setting.where, setting.written, fate, what))
+
+
+def line_of(path: str) -> str:
+    """Returns what a line of the spec is known by: the path of an engine option, and otherwise the field."""
+    return path if path.startswith("engine_options.") else path.partition(".")[0]
 
 
 def text(value: str) -> str:

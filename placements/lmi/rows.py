@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from placements.facts.engines import Engine
 from placements.lmi.conversion import TRUE, Conversion, Read, boolean, integer, lengths, one_of, text
-from placements.lmi.settings import Setting
+from placements.lmi.settings import IMAGE, MODEL_DATA, Setting
 from placements.rules.options.owned import UNSERVED
 from placements.spec.notation import source_kind
 
@@ -25,21 +25,31 @@ ENGINES: Mapping[str, Engine] = {
 }
 """LMI's model loader -> the engine."""
 
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY", re.IGNORECASE)
+HANDLERS: Mapping[str, str] = {"transformers_neuronx": "", "lmi_vllm.vllm_async_service": "vllm"}
+"""LMI's handlers of text on Neuron -> the loader that each implies; "": none."""
+
+_SECRETS = frozenset({"token", "secret", "secrets", "password", "passwd", "key", "keys", "apikey", "credentials"})
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _LAYOUT = one_of("BSH", "HSB", "SBH")
 _TYPE = one_of("float32", "float16", "bfloat16")
 _CORE = re.compile(r"nc(\d{1,3})")
+_MODEL_FOLDER = "/opt/ml/model"
+_DRAFTS = ("speculative_draft_model", "draft_model_id", "speculative_model")
+_LENGTHS = ("speculative_length", "spec_length", "num_speculative_tokens")
 
 
-def _field(path: str, read: Read = text) -> Row:
+def field_row(path: str, read: Read = text) -> Row:
+    """A row for a setting whose value, as it is read, is that of a field."""
     return lambda model, setting: model.map(setting, path, read(setting.value))
 
 
-def _dropped(reason: str) -> Row:
+def dropped(reason: str) -> Row:
+    """A row for a setting without effect."""
     return lambda model, setting: model.note(setting, "dropped", reason)
 
 
-def _refused(reason: str) -> Row:
+def refused(reason: str) -> Row:
+    """A row for a setting without a replacement."""
     return lambda model, setting: model.note(setting, "refused", reason)
 
 
@@ -88,13 +98,26 @@ def _add_flags(model: Conversion, setting: Setting, flags: str) -> None:
 
 
 def _source(model: Conversion, setting: Setting) -> None:
+    if setting.value.rstrip("/") == _MODEL_FOLDER and MODEL_DATA in model.settings:
+        model.note(setting, "dropped", f"SageMaker's folder for {MODEL_DATA}")
+        return
     if "{{" in setting.value or "djl://" in setting.value:
         raise ValueError(f"{setting.value[:60]!r} is not a folder, an S3 prefix or a hub id")
     source_kind(setting.value)
     model.map(setting, "source", setting.value)
 
 
-def _degree(model: Conversion, setting: Setting) -> None:
+def _model_data(model: Conversion, setting: Setting) -> None:
+    if model.text("model_id") and model.text("model_id").rstrip("/") != _MODEL_FOLDER:
+        model.note(setting, "dropped", f"{model.settings['model_id'].written} counts")
+    elif setting.value.endswith(".tar.gz"):
+        raise ValueError(f"{setting.value[:200]!r} is an archive: unpack it to a prefix, which `source` names")
+    else:
+        _source(model, setting)
+
+
+def degree_row(model: Conversion, setting: Setting) -> None:
+    """The tensor-parallel degree; `max` are all cores."""
     if setting.value == "max":
         model.map(setting, "tp_degree", model.cores)
     elif integer(setting.value) < 1:
@@ -125,7 +148,7 @@ def _loader(model: Conversion, setting: Setting) -> None:
 
 
 def _entry_point(model: Conversion, setting: Setting) -> None:
-    if setting.value.removeprefix("djl_python.").removesuffix(".py") == "transformers_neuronx":
+    if setting.value.removeprefix("djl_python.").removesuffix(".py") in HANDLERS:
         model.note(setting, "mapped", "engine")
     else:
         raise ValueError(f"{setting.value[:60]!r} is not LMI's Neuron handler; other handlers are code of their own")
@@ -172,15 +195,17 @@ def _split(model: Conversion, setting: Setting) -> None:
         model.note(setting, "dropped", "split checkpoints are recognized")
 
 
-def _draft(model: Conversion, setting: Setting) -> None:
+def draft_row(model: Conversion, setting: Setting) -> None:
+    """The draft of speculative decoding."""
     source_kind(setting.value)
     model.map(setting, "draft.source", setting.value)
-    if not (model.text("speculative_length") or model.text("spec_length")):
+    if not any(model.text(name) for name in _LENGTHS):
         model.put("draft.k", 5, "LMI's default of speculative_length")
 
 
-def _drafted(model: Conversion, setting: Setting) -> None:
-    if model.text("speculative_draft_model") or model.text("draft_model_id"):
+def drafted_row(model: Conversion, setting: Setting) -> None:
+    """The number of tokens that a draft proposes."""
+    if any(model.text(name) for name in _DRAFTS):
         model.map(setting, "draft.k", integer(setting.value))
     else:
         model.note(setting, "dropped", "there is no draft model")
@@ -227,58 +252,60 @@ def _speed(model: Conversion, setting: Setting) -> None:
     model.map(setting, "compiler.optlevel", level)
 
 
-_API = _dropped("requests and answers have OpenAI's form")
-_SERVER = _dropped("a setting of DJL Serving itself")
-_MEMORY = _dropped("`plan` computes the memory")
-_AHEAD = _dropped("`corewright compile` compiles ahead")
+_API = dropped("requests and answers have OpenAI's form")
+_SERVER = dropped("a setting of DJL Serving itself")
+_MEMORY = dropped("`plan` computes the memory")
+_AHEAD = dropped("`corewright compile` compiles ahead")
 _ONE_MACHINE = "a replica runs on one machine"
 
 ROWS: Mapping[str, Row] = {
     "model_id": _source,
     "s3url": _source,
-    "revision": _field("revision"),
+    MODEL_DATA: _model_data,
+    IMAGE: dropped("only its version of LMI counts, if --lmi-version names no other"),
+    "revision": field_row("revision"),
     "trust_remote_code": _remote_code,
     "engine": _unless({"python", "mpi"}, "only models of the Python engine are served"),
     "entryPoint": _entry_point,
     "model_loader": _loader,
     "rolling_batch": _rolling_batch,
-    "rolling_batch_strategy": _dropped("always, if the model's class supports it"),
-    "tensor_parallel_degree": _degree,
+    "rolling_batch_strategy": dropped("always, if the model's class supports it"),
+    "tensor_parallel_degree": degree_row,
     "load_on_devices": _devices,
     "minWorkers": _workers,
     "maxWorkers": _workers,
-    "max_rolling_batch_size": _field("max_batch", integer),
+    "max_rolling_batch_size": field_row("max_batch", integer),
     "batch_size": _static_batch,
     "max_dynamic_batch_size": _static_batch,
     "n_positions": _length,
     "max_model_len": _length,
-    "dtype": _field("dtype", one_of("fp32", "fp16", "bf16")),
-    "amp": _dropped("LMI replaces it by dtype"),
+    "dtype": field_row("dtype", one_of("fp32", "fp16", "bf16")),
+    "amp": dropped("LMI replaces it by dtype"),
     "quantize": _quantize,
     "load_in_8bit": _eight_bit,
     "neuron_quant": _eight_bit,
-    "job_queue_size": _field("max_queue", integer),
-    "model_loading_timeout": _field("deadlines.start_s", integer),
-    "context_length_estimate": _field("buckets.prefill", lengths),
+    "job_queue_size": field_row("max_queue", integer),
+    "model_loading_timeout": field_row("deadlines.start_s", integer),
+    "context_length_estimate": field_row("buckets.prefill", lengths),
     "unroll": _unroll,
     "group_query_attention": _sharding,
-    "fuse_qkv": _field("fuse_qkv", boolean),
+    "fuse_qkv": field_row("fuse_qkv", boolean),
     "neuron_optimize_level": _speed,
     "enable_mixed_precision_accumulation": _flag("--enable-mixed-precision-accumulation"),
     "enable_saturate_infinity": _flag("--enable-saturate-infinity"),
     "NEURON_CC_FLAGS": lambda model, setting: _add_flags(model, setting, setting.value),
-    "compilation_worker_count": _field("compiler.workers", integer),
-    "compiled_graph_path": _field("neff_cache"),
+    "compilation_worker_count": field_row("compiler.workers", integer),
+    "compiled_graph_path": field_row("neff_cache"),
     "load_split_model": _split,
-    "speculative_draft_model": _draft,
-    "draft_model_id": _draft,
-    "speculative_length": _drafted,
-    "spec_length": _drafted,
-    "draft_model_tp_size": _dropped("a draft runs on the cores of its model"),
-    "draft_model_compiled_path": _dropped("neff_cache holds the graphs of both models"),
+    "speculative_draft_model": draft_row,
+    "draft_model_id": draft_row,
+    "speculative_length": drafted_row,
+    "spec_length": drafted_row,
+    "draft_model_tp_size": dropped("a draft runs on the cores of its model"),
+    "draft_model_compiled_path": dropped("neff_cache holds the graphs of both models"),
     "on_device_generation": _on_device,
     "on_device_embedding": _option(boolean, if_true=True),
-    "on_device_embedding_config": _dropped("LMI passes generation settings as on_device_embedding"),
+    "on_device_embedding_config": dropped("LMI passes generation settings as on_device_embedding"),
     "shard_over_sequence": _option(boolean, if_true=True),
     "fuse_mlp": _option(boolean, if_true=True),
     "fused_rmsnorm_qkv": _option(boolean, if_true=True),
@@ -291,9 +318,9 @@ ROWS: Mapping[str, Row] = {
     "all_reduce_dtype": _option(_TYPE),
     "cast_logits_dtype": _option(_TYPE),
     "sequence_parallel_norm_threshold": _option(integer),
-    "sequence_parallel": _dropped("LMI passes it to vLLM only"),
-    "neuron_cc_pipeline_factor": _dropped("LMI passes it to vLLM only"),
-    "low_cpu_mem_usage": _dropped("always: weights are read piece by piece"),
+    "sequence_parallel": dropped("LMI passes it to vLLM only"),
+    "neuron_cc_pipeline_factor": dropped("LMI passes it to vLLM only"),
+    "low_cpu_mem_usage": dropped("always: weights are read piece by piece"),
     "partition_schema": _AHEAD,
     "save_mp_checkpoint_path": _AHEAD,
     "task": _unless({"text-generation"}, "LMI's Neuron handler generates text; encoders have `kind`"),
@@ -302,36 +329,36 @@ ROWS: Mapping[str, Row] = {
     "cluster_size": _unless({"1"}, _ONE_MACHINE),
     "pipeline_parallel_degree": _unless({"1"}, _ONE_MACHINE),
     "enable_lora": _unless({"false", "0"}, "write `adapters`, on the engine vllm"),
-    "handler": _refused("code of its own"),
-    "translatorFactory": _refused("code of its own"),
+    "handler": refused("code of its own"),
+    "translatorFactory": refused("code of its own"),
     "output_formatter": _API,
     "input_formatter": _API,
     "tgi_compat": _API,
     "bedrock_compat": _API,
-    "enable_streaming": _dropped("each request says `stream`"),
-    "waiting_steps": _dropped("a request takes the next free slot"),
-    "mpi_mode": _dropped("a replica is one process"),
-    "model_dir": _dropped("LMI sets it itself"),
-    "predict_timeout": _dropped("`deadlines.step_s` watches the engine; the client ends its request"),
-    "parallel_loading": _dropped("replicas start in parallel"),
-    "pythonExecutable": _dropped("`engines` names the Python of an engine"),
-    "enable_venv": _dropped("`engines` names the Python of an engine"),
-    "retry_threshold": _dropped("a replica restarts with growing pauses"),
-    "max_batch_delay": _dropped("a request takes the next free slot"),
-    "max_idle_time": _dropped("replicas follow the load; `scaling` has the times"),
+    "enable_streaming": dropped("each request says `stream`"),
+    "waiting_steps": dropped("a request takes the next free slot"),
+    "mpi_mode": dropped("a replica is one process"),
+    "model_dir": dropped("LMI sets it itself"),
+    "predict_timeout": dropped("`deadlines.step_s` watches the engine; the client ends its request"),
+    "parallel_loading": dropped("replicas start in parallel"),
+    "pythonExecutable": dropped("`engines` names the Python of an engine"),
+    "enable_venv": dropped("`engines` names the Python of an engine"),
+    "retry_threshold": dropped("a replica restarts with growing pauses"),
+    "max_batch_delay": dropped("a request takes the next free slot"),
+    "max_idle_time": dropped("replicas follow the load; `scaling` has the times"),
     "max_output_size": _SERVER,
-    "log_request_metric": _dropped("/metrics has them"),
-    "metrics_aggregation": _dropped("/metrics has them"),
+    "log_request_metric": dropped("/metrics has them"),
+    "metrics_aggregation": dropped("/metrics has them"),
     "required_memory_mb": _MEMORY,
     "reserved_memory_mb": _MEMORY,
-    "OMP_NUM_THREADS": _field("threads", integer),
+    "OMP_NUM_THREADS": field_row("threads", integer),
 }
 
 
-def reason_for(setting: Setting) -> str:
-    """Returns why a setting without a row is dropped. Its value is not shown, since it may be a secret."""
+def reason_for(setting: Setting, loader: str) -> str:
+    """Returns why a setting without a row is dropped with LMI's loader. Its value may be a secret, and is not shown."""
     name = setting.written
-    if _SECRET.search(name):
+    if _SECRETS & {word.lower() for word in _WORD.findall(name)}:
         return "a secret is not copied; set it where `corewright up` runs"
     if name.startswith(("cpu.", "gpu.")):
         return "of machines with CPUs or GPUs"
@@ -339,4 +366,6 @@ def reason_for(setting: Setting) -> str:
         return "replicas get it from the plan"
     if name.startswith(("SERVING_", "MODEL_SERVER_", "SAGEMAKER_", "JAVA_", "DJL_")):
         return "a setting of the container"
+    if ENGINES.get(loader) == "vllm":
+        return "neither LMI nor a recorded version of vLLM reads it"
     return "LMI's Neuron handler does not read it"

@@ -42,6 +42,12 @@ _VARIABLES: Mapping[str, str] = {  # variable -> property
     "OMP_NUM_THREADS": "OMP_NUM_THREADS",
 }
 
+MODEL_DATA, IMAGE = "ModelDataSource", "Image"
+"""Settings of a SageMaker model beside its environment: where its files are, and its container."""
+
+_CONTAINERS = ("PrimaryContainer", "Containers")
+_ENVIRONMENTS = ("Environment", "environment", "Environment.Variables")
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -79,7 +85,8 @@ def read_properties(text: str, label: str) -> list[Setting]:
 
 def read_environment(text: str, label: str) -> list[Setting]:
     """Returns the variables of a container: lines `KEY=VALUE`, or JSON: a mapping, a list of `{name, value}` as in a
-    task definition, or one of these below `Environment`, in a SageMaker model. Raises UnreadableSettings."""
+    task definition, or one of these below `Environment`, in a SageMaker model, as its `describe-model` prints it. Of
+    that the model's data and the image are settings, too. Raises UnreadableSettings."""
     pairs = _from_json(text, label) if text.lstrip().startswith(("{", "[")) else _from_lines(text, label)
     return [
         Setting(name, value, label, line, variable)
@@ -143,7 +150,22 @@ def _environment(value: Any) -> Mapping[str, Any] | None:
         return {str(item["name"]): item.get("value", "") for item in value}
     if not isinstance(value, dict):
         return None
-    for key in ("Environment", "environment", "PrimaryContainer", "Environment.Variables"):
+    for key in _CONTAINERS:
+        containers = value[key] if isinstance(value.get(key), list) else [value.get(key)]
+        if len(containers) == 1 and isinstance(containers[0], dict):
+            return _environment(containers[0])
+    for key in _ENVIRONMENTS:
         if isinstance(value.get(key), dict | list):
-            return _environment(value[key])
+            variables = _environment(value[key])
+            return None if variables is None else {**_container(value), **variables}
+    if isinstance(value.get(IMAGE), str):
+        return _container(value)
     return value if all(not isinstance(item, dict | list) for item in value.values()) else None
+
+
+def _container(value: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a container of a SageMaker model says beside its environment."""
+    source = value.get(MODEL_DATA)
+    data = source.get("S3DataSource") if isinstance(source, dict) else None
+    place = data.get("S3Uri") if isinstance(data, dict) else value.get("ModelDataUrl")
+    return {name: text for name, text in ((MODEL_DATA, place), (IMAGE, value.get(IMAGE))) if isinstance(text, str)}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,12 +16,14 @@ from hypothesis import strategies as st
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine
 from placements.facts.machine import Machine
-from placements.lmi.importing import Imported, LmiModel, import_lmi
+from placements.lmi.importing import UNNAMED, Imported, LmiModel, import_lmi
 from placements.lmi.rows import ROWS
 from placements.lmi.settings import UnreadableSettings, read_environment, read_properties
+from placements.lmi.vllm_rows import VLLM_ROWS
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
+from placements.rules.options.vllm_flags import FIELDS, FLAGS, REFUSED
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec
 from tests.placements.lmi_configs import CONFIGS, PARAMETERS
@@ -41,6 +46,7 @@ SERVER = """
 engine job_queue_size max_dynamic_batch_size max_batch_delay max_idle_time load_on_devices minWorkers maxWorkers
 entryPoint model_loading_timeout predict_timeout parallel_loading s3url handler
 """
+FOLDER = "/opt/ml/model"
 VALUES = ["", "true", "false", "None", "0", "1", "4", "24", "128,512", "2048,x", "max", "auto", "vllm", "disable"]
 VALUES += ["fp16", "static_int8", "shard-over-heads", "BSH", "float16", "s3://models/m", "org/model", "nc0;nc8", "*"]
 VALUES += [
@@ -51,6 +57,12 @@ VALUES += [
     "{{model}}",
     "# !: \\u00e4",
     "-7",
+    '{"tp_degree": 2, "context_encoding_buckets": [128, 7], "fused_qkv": true}',
+    "{'context_encoding_buckets': '128', 'fused_qkv': (True, None)}",
+    "[1, 2]",
+    "fp8",
+    "auto",
+    "0.5",
 ]
 
 
@@ -77,14 +89,20 @@ def test_every_property_of_lmi_has_a_row(name: str) -> None:
 
 
 @given(
-    settings=st.dictionaries(st.sampled_from([*ROWS, "unknown"]), st.sampled_from(VALUES), max_size=12),
+    settings=st.dictionaries(
+        st.sampled_from([*ROWS, "unknown"]) | st.sampled_from([*VLLM_ROWS, *FLAGS, *FIELDS, *REFUSED]),
+        st.sampled_from(VALUES),
+        max_size=12,
+    ),
+    loader=st.sampled_from(["", "tnx", "optimum", "vllm", "nxdi"]),
     in_environment=st.booleans(),
     engine=st.sampled_from([None, "transformers-neuronx", "nxd-inference", "optimum-neuron", "vllm"]),
 )
 def test_any_settings_give_a_valid_spec_twice_the_same_and_a_fate_for_each(
-    settings: dict[str, str], in_environment: bool, engine: Engine | None
+    settings: dict[str, str], loader: str, in_environment: bool, engine: Engine | None
 ) -> None:
-    """On any engine: what it does not support is refused."""
+    """With any loader of LMI, and on any engine: what it does not support is refused."""
+    settings = {"model_loader": loader, **settings}
     lines = [f"option.{name}={value}" for name, value in settings.items()]
     variables = "\n".join(f"OPTION_{name}={value}" for name, value in settings.items())
     once, again = (
@@ -179,6 +197,144 @@ def test_the_checkpoints_code_is_trusted_only_on_request() -> None:
     ]
 
 
+VLLM = ("option.model_id=org/model", "option.rolling_batch=vllm", "option.tensor_parallel_degree=8")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"on_device_sampling_config": {"global_topk": 64}, "context_encoding_buckets": [512, 4096]}',
+        "{'on_device_sampling_config': {'global_topk': 64}, 'context_encoding_buckets': (512, 4096)}",
+    ],
+)
+def test_options_of_the_vllm_loader_are_those_of_vllm(config: str) -> None:
+    """LMI hands its properties to vLLM by their own names, and reads mappings as literals of Python. Lengths in the
+    options of NxD Inference become buckets."""
+    result = imported(
+        *VLLM,
+        "option.max_model_len=4096",
+        "option.enable_prefix_caching=true",
+        f"option.override_neuron_config={config}",
+        "option.max_logprobs=50",
+    )
+    model = model_of(result)
+    assert not result.refused
+    assert (model.engine, list(model.buckets.prefill or ())) == ("vllm", [512, 4096])
+    assert model.engine_options == {
+        "prefix_cache": True,
+        "additional_config": {"override_neuron_config": {"on_device_sampling_config": {"global_topk": 64}}},
+        "max_logprobs": 50,
+    }
+
+
+@pytest.mark.parametrize(
+    ("loader", "line", "expected"),
+    [
+        ("vllm", "option.quantize=awq", ("refused", "'awq' is none of fp8, fbgemm_fp8, neuron_quant")),
+        ("tnx", "option.quantize=awq", ("refused", "'awq' is none of static_int8")),
+        ("vllm", "option.fuse_qkv=true", ("dropped", "LMI does not pass it to vLLM")),
+        ("tnx", "option.fuse_qkv=true", ("mapped", "fuse_qkv")),
+        ("vllm", "option.max_num_seqs=4", ("mapped", "max_batch")),
+        ("vllm", "option.block_size=many", ("refused", "'many' is not a whole number")),
+        ("vllm", "option.lora_modules=[]", ("refused", "write `adapters`")),
+        ("tnx", "option.max_logprobs=50", ("dropped", "LMI's Neuron handler does not read it")),
+        ("vllm", "option.nonsense=50", ("dropped", "neither LMI nor a recorded version of vLLM reads it")),
+    ],
+)
+def test_each_loader_of_lmi_has_properties_of_its_own(loader: str, line: str, expected: tuple[str, str]) -> None:
+    result = imported("option.model_id=m", f"option.model_loader={loader}", line)
+    assert fate(result, line.partition("=")[0]) == expected
+
+
+def test_a_refused_option_leaves_the_others() -> None:
+    """A flag of a version of vLLM that the hosts do not run."""
+    result = imported(*VLLM, "option.max_logprobs=50", "option.performance_mode=throughput")
+    assert fate(result, "option.performance_mode")[0] == "refused"
+    assert model_of(result).engine_options == {"max_logprobs": 50}
+
+
+@pytest.mark.parametrize("handler", ["djl_python.lmi_vllm.vllm_async_service", "djl_python.transformers_neuronx"])
+def test_the_handler_chooses_the_loader(handler: str) -> None:
+    result = imported("option.model_id=m", f"option.entryPoint={handler}")
+    assert model_of(result).engine == ("vllm" if "vllm" in handler else "transformers-neuronx")
+    assert not result.refused
+
+
+DESCRIBED = {
+    "ModelName": "m",
+    "PrimaryContainer": {
+        "Image": "0.dkr.ecr.us-east-1.amazonaws.com/djl-inference:0.30.0-neuronx-sdk2.20.1",
+        "ModelDataSource": {"S3DataSource": {"S3Uri": "s3://bucket/prefix/", "S3DataType": "S3Prefix"}},
+        "Environment": {"OPTION_TENSOR_PARALLEL_DEGREE": "4", "OPTION_MAX_ROLLING_BATCH_SIZE": "4"},
+    },
+}
+
+
+def described(**changes: Any) -> str:
+    """The output of `describe-model`, as for each of JumpStart's models."""
+    container = {**DESCRIBED["PrimaryContainer"], **changes}  # type: ignore[dict-item]
+    return json.dumps({"ModelName": "m", "Containers": [container]})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"ModelDataSource": None, "ModelDataUrl": "s3://bucket/prefix/"}, {"Environment": {"HF_MODEL_ID": FOLDER}}],
+)
+def test_the_source_of_a_sagemaker_model_is_its_data(changes: Mapping[str, Any]) -> None:
+    """Its environment names no model, or the folder that SageMaker copies the data to."""
+    result = imported(environment=described(**changes))
+    assert model_of(result).source == "s3://bucket/prefix/"
+    assert not result.refused
+
+
+def test_the_image_of_a_sagemaker_model_names_the_version_of_lmi() -> None:
+    """From 0.30 on, a slot has 4096 positions; a version that is given counts."""
+    environment = json.dumps(DESCRIBED)
+    models = [model_of(imported(environment=environment, version=version)) for version in (None, (0, 29))]
+    assert [model.max_len for model in models] == [4096, 128]
+
+
+@pytest.mark.parametrize(
+    ("changes", "written", "what"),
+    [
+        ({"ModelDataSource": None}, "option.model_id", "S3Uri of the ModelDataSource"),
+        ({"ModelDataSource": None, "ModelDataUrl": "s3://b/m.tar.gz"}, "ModelDataSource", "unpack it to a prefix"),
+    ],
+)
+def test_a_sagemaker_model_without_usable_data_gets_a_line_to_fill_in(
+    changes: Mapping[str, Any], written: str, what: str
+) -> None:
+    result = imported(environment=described(**changes))
+    assert result.refused
+    assert what in fate(result, written)[1]
+    assert "    # source: s3://..." in result.spec
+
+
+@pytest.mark.parametrize("degree", ["3", "two"])
+def test_a_refused_degree_has_no_default(degree: str) -> None:
+    """The spec says that it is missing, and counts no copies by another degree."""
+    result = imported("option.model_id=m", f"option.tensor_parallel_degree={degree}")
+    lines = [line.split()[:2] for line in result.spec.splitlines()]
+    assert ["#", "refused:"] in lines
+    assert not {"tp_degree:", "replicas:", "allow_head_padding:"} & {line[0] for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_secret"),
+    [
+        ("HF_TOKEN", True),
+        ("AWS_SECRET_ACCESS_KEY", True),
+        ("hubToken", True),
+        ("MAX_TOTAL_TOKENS", False),
+        ("KEYSPACE", False),
+        ("TOKENIZERS_PARALLELISM", False),
+    ],
+)
+def test_a_name_is_that_of_a_secret_by_whole_words(name: str, is_secret: bool) -> None:
+    result = imported("option.model_id=m", environment=f"{name}=1")
+    assert ("secret" in fate(result, name)[1]) == is_secret
+
+
 def test_secrets_are_named_and_never_copied() -> None:
     result = imported(environment="HF_MODEL_ID=m\nHF_TOKEN=hf_abcdef\nAWS_SECRET_ACCESS_KEY=hf_abcdef\n")
     assert fate(result, "HF_TOKEN")[0] == fate(result, "AWS_SECRET_ACCESS_KEY")[0] == "dropped"
@@ -208,7 +364,7 @@ def test_a_setting_without_a_replacement_is_refused_with_its_line(line: str, rea
 
 def test_without_a_model_the_import_says_so() -> None:
     result = imported("option.dtype=fp16")
-    assert fate(result, "option.model_id") == ("refused", "it is missing: no model is named")
+    assert fate(result, "option.model_id") == ("refused", UNNAMED)
 
 
 def test_models_of_one_container_share_its_cores() -> None:

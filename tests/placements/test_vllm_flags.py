@@ -11,7 +11,7 @@ import pytest
 
 from placements.facts.server_commands import container_in
 from placements.facts.vllm import RELEASES
-from placements.rules.options.vllm_flags import _CONFIGS, FIELDS, FLAGS, OWN, REFUSED, VERSIONS, check_flags
+from placements.rules.options.vllm_flags import CONFIGS, FIELDS, FLAGS, OWN, REFUSED, VERSIONS, check_flags
 from placements.spec.schema import ModelSpec
 from tests import vllm_flags
 from tests.option_tables import NXD
@@ -46,7 +46,7 @@ def test_flags_that_cannot_be_set_exist_and_have_one_reason() -> None:
 
 def test_fields_inside_the_override_are_options_of_nxd_inference() -> None:
     """By the recorded table of its NeuronConfig."""
-    assert _CONFIGS["override_neuron_config"].keys() - {"quantization_dtype"} <= TABLES[f"{NXD}.NeuronConfig"].keys()
+    assert CONFIGS["override_neuron_config"].keys() - {"quantization_dtype"} <= TABLES[f"{NXD}.NeuronConfig"].keys()
 
 
 def test_a_flag_is_checked_against_the_version() -> None:

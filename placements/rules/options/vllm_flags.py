@@ -40,7 +40,7 @@ OWN = {"prefix_cache": Option("bool", ""), "additional_config": Option("mapping"
 
 _KNOWN = {**FLAGS, **OWN}
 
-_CONFIGS: Mapping[str, Mapping[str, str]] = {
+CONFIGS: Mapping[str, Mapping[str, str]] = {
     "override_neuron_config": {
         **dict.fromkeys(("tp_degree",), "tp_degree"),
         **dict.fromkeys(("batch_size", "max_batch_size", "tkg_batch_size", "is_continuous_batching"), "max_batch"),
@@ -129,13 +129,13 @@ def _fields_in(config: Any) -> Iterator[Finding]:
     for key, inner in config.items() if isinstance(config, Mapping) else ():
         path, label = ("additional_config", str(key)), f"engine_options.additional_config.{key}"
         meant = str(key).replace("-", "_")
-        if meant in _CONFIGS and meant != key:
+        if meant in CONFIGS and meant != key:
             what = f"{label}: vllm-neuron ignores this spelling"
             yield Finding("unknown-engine-option", path, what, f'did you mean "{meant}"?')
-        elif meant in _CONFIGS and not isinstance(inner, Mapping):
+        elif meant in CONFIGS and not isinstance(inner, Mapping):
             yield Finding("wrong-type", path, f"{label} must be a mapping", "")
-        elif meant in _CONFIGS:
-            for name in [name for name in inner if name in _CONFIGS[meant]]:
+        elif meant in CONFIGS:
+            for name in [name for name in inner if name in CONFIGS[meant]]:
                 what = f'{label}: "{name}" is set by a field of the spec'
-                hint = f"set {_CONFIGS[meant][name]}"
+                hint = f"set {CONFIGS[meant][name]}"
                 yield Finding("unknown-engine-option", (*path, name), what, hint)

@@ -56,6 +56,19 @@ def test_models_to_load_are_those_of_the_environment(tmp_path: Path, capsys: pyt
     assert models == [("chat", "org/a", "bf16"), ("b", "s3://models/b", "bf16")]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_byte_order_marks_are_not_part_of_a_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], encoding: str
+) -> None:
+    """As Windows editors and PowerShell write them."""
+    (tmp_path / "serving.properties").write_text("option.model_id=org/m\n", encoding=encoding)
+    (tmp_path / "env").write_text("OPTION_N_POSITIONS=512\n", encoding=encoding)
+    assert cli.run(["import", "lmi", str(tmp_path / "serving.properties"), "--env", str(tmp_path / "env")]) == 0
+    spec = parse(capsys.readouterr().out, "spec").spec
+    assert spec is not None
+    assert [(model.source, model.max_len) for model in spec.models] == [("org/m", 512)]
+
+
 def test_json_has_the_spec_and_the_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("option.model_id=gpt2\noption.entryPoint=model.py\n"))
     assert cli.run(["import", "lmi", "-", "-o", "json"]) == 1
