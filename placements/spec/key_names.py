@@ -35,11 +35,14 @@ def normalized(key: str) -> str:
 
 def meant_key(key: str, allowed: tuple[str, ...]) -> str | None:
     """Returns the allowed key that a key is another name or a misspelling of; None if there is none."""
+    exact = next((known for known in allowed if is_named(key, known)), None)
+    return exact or next(iter(difflib.get_close_matches(normalized(key), allowed, 1, 0.7)), None)
+
+
+def is_named(key: str, known: str) -> bool:
+    """Returns whether a key is a known one in another notation, or its name in another tool."""
     plain = normalized(key)
-    for known in allowed:
-        if plain == known or plain in OTHER_FIELDS.get(known, ()):
-            return known
-    return next(iter(difflib.get_close_matches(plain, allowed, 1, 0.7)), None)
+    return plain == known or plain in OTHER_FIELDS.get(known, ())
 
 
 def nearest_keys(key: str, allowed: tuple[str, ...]) -> str:

@@ -15,7 +15,7 @@ _FIELDS: Mapping[str, str] = {
     "dtype": "amp torch_dtype precision data_type auto_cast_type",
     "neff_cache": "cache compile_cache compiled_graph_path neuron_compile_cache_url neffs",
     "cores": "core pins pin core_range visible_cores neuron_rt_visible_cores",
-    "replicas": "replica num_replicas instances",
+    "replicas": "replica num_replicas instances data_parallel_size",
     "engine": "backend runtime model_loader",
     "max_queue": "queue queue_size max_queue_size",
     "max_queue_bytes": "queue_bytes max_queue_size_bytes",
@@ -82,6 +82,33 @@ _FIELDS: Mapping[str, str] = {
     "torch-neuronx": "torch_neuronx torch_neuron",
 }
 
+_PLACES: Mapping[str, str] = {
+    "set --host and --port of `corewright up`: one address for all models": "host port",
+    "`corewright keys create NAME` makes a key for each client": "api_key",
+    "set --tls-cert, --tls-key and --tls-client-ca of `corewright up`": "ssl_certfile ssl_keyfile ssl_ca_certs",
+    "set --cors-origin of `corewright up`": "allowed_origins",
+    "write its options in engine_options, by the names of the engine's package; with vLLM below additional_config": (
+        "override_neuron_config"
+    ),
+    "remove it: compiled/ of the fleet's home keeps what was compiled": (
+        "neuron_compiled_artifacts save_mp_checkpoint_path"
+    ),
+    "set start_s in deadlines": "model_loading_timeout",
+    "write draft: a mapping with source and k": "speculative_draft_model speculative_length",
+    "remove it: batches always roll if the model's class supports it": "rolling_batch",
+    "remove it: a prompt is one prefill; cpu has engine_options.prefill_chunk, and with vllm it is an option": (
+        "max_num_batched_tokens enable_chunked_prefill"
+    ),
+    "set prefix_cache in engine_options": "enable_prefix_caching",
+    "remove it: a request's KV cache is a slot of max_len; with vllm it is an option in engine_options": "block_size",
+    "remove it: the number of slots is fixed; with vllm it is an option in engine_options": "gpu_memory_utilization",
+    "remove it: the tokenizer's template is used": "chat_template",
+    "remove it: always on, if the model's calls can be parsed": "enable_auto_tool_choice",
+    "remove it: reasoning is not separated": "reasoning_parser",
+    "write adapters: a mapping from names to sources": "enable_lora lora_modules",
+    "remove it: the adapters determine it": "max_lora_rank",
+}
+
 _VALUES: Mapping[str, str] = {
     "bf16": "bfloat16",
     "fp16": "float16 f16 half",
@@ -112,6 +139,9 @@ _SWITCHES: Mapping[str, tuple[object, object]] = {
 
 OTHER_FIELDS: Mapping[str, tuple[str, ...]] = {field: tuple(names.split()) for field, names in _FIELDS.items()}
 """Field -> its names in other tools."""
+
+OTHER_PLACES: Mapping[str, str] = {name: hint for hint, names in _PLACES.items() for name in names.split()}
+"""Name in other tools, of what no field of that name replaces -> where it is set, or why it is not."""
 
 OTHER_VALUES: Mapping[str, str] = {name: value for value, names in _VALUES.items() for name in names.split()}
 """Value in other tools -> the value of a spec."""

@@ -15,10 +15,19 @@ from placements.facts.engines import NAMED_ENGINES, UNWARMED_ENGINES, Engine
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.spec.engine_settings import EngineSettings
 from placements.spec.field_type import MAPPING, TEXT, keys_at, type_at
-from placements.spec.key_names import did_you_mean, label_of, meant_key, nearest_keys, normalized, shortened, shown_as
+from placements.spec.key_names import (
+    did_you_mean,
+    is_named,
+    label_of,
+    meant_key,
+    nearest_keys,
+    normalized,
+    shortened,
+    shown_as,
+)
 from placements.spec.notation import NAME, NAME_RULE
 from placements.spec.other_formats import other_format
-from placements.spec.other_names import OTHER_VALUES, converted
+from placements.spec.other_names import OTHER_PLACES, OTHER_VALUES, converted
 from placements.spec.problems import Problem, has_errors, in_order
 from placements.spec.schema import MAX_HOSTS, HostsSpec, ModelSpec, Spec
 from placements.spec.source_positions import Path, SourcePosition, SourcePositions, nearest
@@ -297,7 +306,9 @@ class _Reader:
                 continue
             meant = None if not path and key in _MODEL else meant_key(key, allowed)  # `engine` is not `engines`
             where = (*path, key)
-            hint = did_you_mean([meant] if meant else []) or _belongs(key, path)
+            elsewhere = _elsewhere(key, path, meant)
+            meant = None if elsewhere else meant
+            hint = elsewhere or did_you_mean([meant] if meant else []) or _belongs(key, path)
             hint = hint or nearest_keys(key, allowed)
             self._report("unknown-key", where, f'"{shortened(key)}" is not a known key{_of(path)}', hint)
             if meant and meant not in values and meant not in result:
@@ -463,6 +474,13 @@ def _belongs(key: str, path: Path) -> str:
     if not path and key in _HOSTS:
         return f"set {key} in hosts"
     return ""
+
+
+def _elsewhere(key: str, path: Path, meant: str | None) -> str:
+    """Returns where a setting of another tool is set here, if it is not the name of a field in a model's place."""
+    if path[:1] not in ((), ("defaults",), ("models",)) or len(path) > 2 or (meant and is_named(key, meant)):
+        return ""
+    return OTHER_PLACES.get(normalized(key), "")
 
 
 def _of(path: Path) -> str:

@@ -107,6 +107,22 @@ def test_what_stands_for_a_flag_exists(row: list[str], tmp_path: Path) -> None:
             assert code in {*ModelSpec.model_fields, *COMMANDS, "cpu"}
 
 
+THEIRS = [
+    (name.removeprefix("--").replace("-", "_").lower(), row[2]) for row in HERE for name in words(row[0] + row[1])
+]
+
+
+@pytest.mark.parametrize(("name", "here"), THEIRS)
+def test_a_name_of_theirs_without_a_field_of_that_name_is_answered(name: str, here: str) -> None:
+    """With a code of the row, or with why there is none."""
+    parsed = parse(f"models: {{m: {{source: ./m, {name}: x}}}}\n".encode(), "spec.yaml", "/")
+    hints = [problem.hint for problem in parsed.problems if problem.id == "unknown-key"]
+    assert not any("nearest" in hint for hint in hints)
+    codes = {word for code in words(here) for word in re.findall(r"[\w-]+", code)}
+    assert all(hint.startswith("remove it: ") or codes & set(re.findall(r"[\w-]+", hint)) for hint in hints)
+    assert hints or name in ModelSpec.model_fields
+
+
 NONE = [name for row in HERE if row[2].startswith("none") for name in words(row[0])]
 
 

@@ -396,6 +396,15 @@ def test_an_unknown_key_lists_the_three_nearest_keys(text: str, hint: str) -> No
     assert only(text).hint == hint
 
 
+LLAMA_SWAP = """\
+healthCheckTimeout: 120
+models:
+  "qwen2.5:7b": {cmd: "llama-server --port ${PORT} -m q.gguf", proxy: "http://a", ttl: 300, checkEndpoint: /health}
+groups: {small: {swap: false, members: ["qwen2.5:7b"]}}
+"""
+VLLM = "model: org/m\ntensor-parallel-size: 8\nmax-num-seqs: 4\nmax-model-len: 4096\ndevice: neuron\n"
+
+
 @pytest.mark.parametrize(
     ("text", "what", "hint"),
     [
@@ -408,6 +417,14 @@ def test_an_unknown_key_lists_the_three_nearest_keys(text: str, hint: str) -> No
         ("cluster_name: a\nprovider: {type: aws}\n", "for Ray's cluster launcher", "docs/deploy-ec2.md"),
         ("applications:\n- import_path: a:b\n", "a config of Ray Serve", "write a spec"),
         ("services:\n  vllm: {image: v}\n", "for docker compose", "docs/from-vllm-and-lmi.md"),
+        (LLAMA_SWAP, "of llama-swap", "cmd is server.command, ttl is scaling.idle_s, checkEndpoint is server.ready"),
+        (LLAMA_SWAP, "of llama-swap", "a name with : or / becomes an alias"),
+        (
+            VLLM,
+            "of vLLM",
+            "model is source, tensor-parallel-size is tp_degree, max-num-seqs is max_batch, max-model-len",
+        ),
+        ("max_num_seqs: 4\ntensor_parallel_size: 8\n", "of vLLM", "tensor_parallel_size is tp_degree"),
         ("engine=Python\noption.model_id=x\n", "like serving.properties of LMI", "docs/from-vllm-and-lmi.md"),
         ("# LMI\n\noption.model_id = a: b\nx=1\n", "like serving.properties of LMI", "docs/from-vllm-and-lmi.md"),
         (b"option.model_id=\xff\n", "like serving.properties of LMI", "docs/from-vllm-and-lmi.md"),
@@ -419,6 +436,11 @@ def test_a_file_of_another_tool_is_one_error_with_its_format(text: str | bytes, 
     assert (problem.id, problem.severity, problem.where) == ("not-a-spec", "error", "f.yaml:1:1")
     assert what in problem.what
     assert hint in problem.hint
+
+
+@pytest.mark.parametrize("text", [MODELS + "hosts: {emulate: inf2.xlarge}\n", model("cmd: x") + "version: 1\n"])
+def test_a_spec_with_keys_of_another_tool_is_still_a_spec(text: str) -> None:
+    assert all(problem.id != "not-a-spec" for problem in problems(text))
 
 
 def test_all_problems_are_reported_at_once_in_the_order_of_the_file() -> None:
