@@ -18,11 +18,13 @@ def engine_serves_adapters(case: Case) -> Iterator[Problem]:
         return
     if case.engine != "vllm":
         what = f"the engine {case.engine} does not serve LoRA adapters"
-        yield case.problem("adapters-unsupported", ("adapters",), what, "use engine: vllm, or merge the adapter")
+        hint = "use engine: vllm, or merge the adapter" if case.works(engine="vllm") else "merge the adapter"
+        yield case.problem("adapters-unsupported", ("adapters",), what, hint)
     for release in releases(case):
         if release.back_end == "neuron" or version_of(release.vllm) < LORA_SINCE:
             what = f"vllm-neuron {release.plugin} does not serve LoRA adapters"
-            hint = 'set engines.vllm.plugin: "0.4" or "0.5", or merge the adapter'
+            others = case.plugins_of("0.4", "0.5")
+            hint = f"set engines.vllm.plugin: {others}, or merge the adapter" if others else "merge the adapter"
             yield case.problem("adapters-unsupported", ("adapters",), what, hint)
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import AUTO_ENGINES, Engine, resolve, runs_on, serves, takes_cores
 from placements.facts.plural import plural
 from placements.facts.topology import Host, Topology, degree
+from placements.facts.vllm import PluginRelease
 from placements.planner.replica_demand import has_degree, suits
 from placements.resources.memory import MemoryEstimate, estimate, fits
+from placements.spec.engine_settings import EngineSettings
 from placements.spec.problems import Problem, Severity
 from placements.spec.schema import ModelSpec, Spec
 from placements.spec.source_positions import Path
@@ -46,6 +49,24 @@ class Fleet:
         return list(dict.fromkeys(host.topology for host, _ in self.kinds if host.topology is not None))
 
 
+MOST_TRIED = 1000
+"""The most values that are tried for the hints of one check, which bounds its time."""
+
+
+class Trials:
+    """The rules that a value in a hint must keep, and how many values may still be tried."""
+
+    def __init__(self, rules: Sequence[FieldRule], spec: Spec) -> None:
+        pins = sum(len(model.cores) for model in spec.models)
+        self.rules = rules
+        self._left = MOST_TRIED // (1 + pins // 10)  # each trial compares a model's pins with all
+
+    def take(self) -> bool:
+        """Counts one more value. Returns whether it may be tried."""
+        self._left -= 1
+        return self._left >= 0
+
+
 @dataclass(frozen=True)
 class Case:
     """One model to check. ``fleet`` holds the hosts where it uses cores; a model is legal if one type suits it."""
@@ -57,6 +78,46 @@ class Case:
     checkpoint: Checkpoint | None
     draft: Checkpoint | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=lambda: MappingProxyType({}))  # by name, as far as known
+    trials: Trials | None = None  # None: hints name any value
+    is_trial: bool = False
+
+    @cached_property
+    def errors(self) -> Counter[tuple[str, str]]:
+        """The number of the model's errors by id and position."""
+        rules = () if self.trials is None else self.trials.rules
+        problems = (each for rule in rules if not rule.needs & self.model.broken for each in rule.rule(self))
+        return Counter((each.id, each.where) for each in problems if each.severity == "error")
+
+    def works(self, *path: str | int, **fields: Any) -> bool:
+        """Returns whether the model with other values of fields has no error that it does not have now, and none at a
+        path of the model. A hint names only such values."""
+        return self._holds(self.model.model_copy(update=fields), self.spec.engines, path)
+
+    def _holds(self, model: ModelSpec, engines: Mapping[Engine, EngineSettings], path: Path = ()) -> bool:
+        if self.trials is None or self.is_trial:
+            return True
+        if not self.trials.take():
+            return False
+        models = tuple(model if other.name == model.name else other for other in self.spec.models)
+        spec = self.spec.model_copy(update={"models": models, "engines": engines})
+        fleet = Fleet([host for host in self.all_hosts.hosts if takes_cores(model.engine, host)])
+        errors = replace(self, spec=spec, model=model, fleet=fleet, is_trial=True).errors
+        place = self.spec.where("models", model.name, *path) if path else None
+        return not errors - self._standing.errors and all(where != place for _, where in errors)
+
+    @cached_property
+    def _standing(self) -> Case:
+        return replace(self, is_trial=True)
+
+    def plugins_of(self, *releases: PluginRelease) -> str:
+        """Returns the releases of vLLM's plugin that the model works with, quoted, in words; "" if there is none."""
+        vllm = self.spec.engines.get("vllm", EngineSettings())
+        changed = {name: {**self.spec.engines, "vllm": vllm.model_copy(update={"plugin": name})} for name in releases}
+        return joined([f'"{name}"' for name, engines in changed.items() if self._holds(self.model, engines)], "or")
+
+    def engines_of(self, *engines: Engine) -> str:
+        """Returns the engines that the model works on, in words; "" if there is none."""
+        return joined([engine for engine in engines if self.works(engine=engine)], "or")
 
     @property
     def hosts(self) -> Sequence[Host]:
@@ -144,6 +205,12 @@ class FieldRule(NamedTuple):
 
     rule: Rule
     needs: frozenset[str]
+
+
+def joined(words: Sequence[object], last: str = "and") -> str:
+    """Returns words as a list in a sentence: "1, 2 and 4"."""
+    texts = [str(word) for word in words]
+    return f" {last} ".join(filter(None, (", ".join(texts[:-1]), texts[-1] if texts else "")))
 
 
 def has_tp(topology: Topology, tp: int) -> bool:

@@ -14,11 +14,11 @@ from placements.planner.replica_demand import has_degree
 from placements.resources.threads import threads
 from placements.rules.adapter_rules import ADAPTER_RULES
 from placements.rules.alias_rules import ALIAS_RULES, names_are_of_one_model
-from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list
+from placements.rules.case import SIZES, Case, FieldRule, Fleet, Trials, core_list
 from placements.rules.encoder_rules import ENCODER_RULES
 from placements.rules.engine_rules import ENGINE_RULES
 from placements.rules.memory_rules import fits_host_memory, fits_memory
-from placements.rules.pin_rules import PIN_RULES, pins_do_not_overlap
+from placements.rules.pin_rules import PIN_RULES, pins_are_free, pins_do_not_overlap
 from placements.rules.server_rules import SERVER_RULES, launches_can_be_run, vllm_has_an_interpreter
 from placements.rules.tensor_parallel_rules import degree_is_legal, experts_divisible, heads_divisible
 from placements.spec.notation import SourceKind
@@ -43,14 +43,21 @@ def check(
     ``room``, the check that every ``max`` can fit is skipped; it needs several plans and gives only warnings.
     """
     problems: list[Problem] = []
-    everywhere = Fleet(hosts)
+    everywhere, trials = Fleet(hosts), Trials((*_RULES, FieldRule(pins_are_free, frozenset())), spec)
     fleets: dict[Engine, Fleet] = {}
     for model in spec.models:
         if model.engine not in fleets:
             fleets[model.engine] = Fleet([host for host in hosts if takes_cores(model.engine, host)])
         checkpoint, draft = (checkpoints or {}).get(model.name), (drafts or {}).get(model.name)
         case = Case(
-            spec, model, fleets[model.engine], everywhere, checkpoint, draft, (adapters or {}).get(model.name, {})
+            spec,
+            model,
+            fleets[model.engine],
+            everywhere,
+            checkpoint,
+            draft,
+            (adapters or {}).get(model.name, {}),
+            trials,
         )
         for field_rule in _RULES:
             if not field_rule.needs & model.broken:
@@ -90,7 +97,8 @@ def schedules_within_bounds(case: Case) -> Iterator[Problem]:
         least = replicas.min if schedule.min is None else schedule.min
         if schedule.max is not None and least > schedule.max:
             what = f"a schedule's max {schedule.max} is less than min {least}, which applies at that time"
-            hint = f"raise it to {least}, or set the schedule's min to {schedule.max}"
+            hint = f"set the schedule's min to {schedule.max}"
+            hint = f"raise it to {least}, or {hint}" if least <= replicas.max else hint
             yield case.problem("min-exceeds-max", (*path, "max"), what, hint)
         if schedule.min is None and schedule.max is None:
             what = "a schedule without min and max has no effect"
@@ -143,7 +151,8 @@ def length_within_positions(case: Case) -> Iterator[Problem]:
     checkpoint, length = case.checkpoint, case.model.max_len
     if checkpoint and checkpoint.max_positions and length and length > checkpoint.max_positions:
         what = f"max_len {length} exceeds the {checkpoint.max_positions} positions of {case.model.name}"
-        hint = f"set max_len to {checkpoint.max_positions} or less"
+        most = checkpoint.max_positions
+        hint = f"set max_len to {most} or less" if case.works(max_len=most) else "lower max_len and buckets"
         yield case.problem("max-len-exceeds-positions", ("max_len",), what, hint)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from placements.facts.encoders import EMBEDDING_DECODERS, ENGINES_OF_ENCODERS
-from placements.facts.engines import HOST_ENGINES, TRACED_FAMILIES, TRACED_REFUSED
-from placements.rules.case import Case, FieldRule
+from placements.facts.encoders import EMBEDDING_DECODERS, ENGINES_OF_ENCODERS, KINDS
+from placements.facts.engines import AUTO_ENGINES, HOST_ENGINES, TRACED_FAMILIES, TRACED_REFUSED
+from placements.rules.case import Case, FieldRule, joined
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec
 
@@ -21,17 +21,23 @@ def engine_serves_the_kind(case: Case) -> Iterator[Problem]:
     if model.kind == "generate":
         if case.engine == "torch-neuronx":
             what = "the engine torch-neuronx does not serve kind generate"
-            hint = "set kind: embedding, rerank or classification; or use nxd-inference or transformers-neuronx"
+            kinds = joined([kind for kind in KINDS[1:] if case.works(kind=kind)], "or")
+            ways = [f"set kind: {kinds}"] if kinds else []
+            ways += [f"use {engines}"] if (engines := case.engines_of(*AUTO_ENGINES)) else []
+            hint = "; or ".join(ways) or "use an engine that generates text"
             yield case.problem("kind-unsupported", ("engine",), what, hint)
         return
     if case.engine in (*ENGINES_OF_ENCODERS, "auto"):  # auto: hosts are unknown
         return
     what = f"the engine {case.engine} does not serve kind {model.kind}"
-    hint = f"use engine: {', '.join(ENGINES_OF_ENCODERS[:-1])} or {ENGINES_OF_ENCODERS[-1]}"
+    engines = case.engines_of(*ENGINES_OF_ENCODERS)
+    hint = f"use engine: {engines}" if engines else f"use an engine of encoders: {', '.join(ENGINES_OF_ENCODERS)}"
     if case.family in EMBEDDING_DECODERS:
         if case.engine == "nxd-inference":
             what += ": its models return the logits or the id of the next token, not the hidden states of a text"
-        hint = "use engine: cpu, which is slow: no other engine embeds with a decoder"
+        hint = "only cpu embeds with a decoder, and it is slow"
+        if case.works(engine="cpu"):
+            hint = "use engine: cpu, which is slow: no other engine embeds with a decoder"
     if case.engine in ("server", "vllm"):
         hint += "; or engine: server without kind, which forwards requests to its own /v1/embeddings"
     yield case.problem("kind-unsupported", ("kind",), what, hint)
@@ -78,7 +84,8 @@ def family_is_traced(case: Case) -> Iterator[Problem]:
         return
     why = TRACED_REFUSED.get(family, "it is not an encoder")
     what = f"the engine torch-neuronx does not serve {family}, the family of {model.name}: {why}"
-    yield case.problem("family-unsupported", ("engine",), what, "use engine: cpu, which is slow, or another model")
+    hint = "use engine: cpu, which is slow, or another model" if case.works(engine="cpu") else "use another model"
+    yield case.problem("family-unsupported", ("engine",), what, hint)
 
 
 def traces_fit(case: Case) -> Iterator[Problem]:

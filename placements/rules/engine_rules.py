@@ -40,7 +40,8 @@ def engine_runs_here(case: Case) -> Iterator[Problem]:
         return
     others = [other for other in AUTO_ENGINES if other != engine and all(runs_on(other, place) for place in machines)]
     what = f"the engine {engine} does not run on {' or '.join(machines)}"
-    hint = f"use {' or '.join(others)}, or another instance type" if others else "use another instance type"
+    usable = case.engines_of(*others)
+    hint = f"use {usable}, or another instance type" if usable else "use another instance type"
     yield case.problem("engine-unsupported-here", ("engine",), what, hint)
 
 
@@ -59,7 +60,11 @@ def family_is_served(case: Case) -> Iterator[Problem]:
     if family in REFUSED and engine in ("auto", "transformers-neuronx"):
         what += f": {REFUSED[family]}"
     others = [other for other in AUTO_ENGINES if any(serves(other, family, place) for place in machines or (None,))]
-    hint = f"use {' or '.join(others)}" if others else "use engine: cpu, which is slow, or another model"
+    hint = "use another model"
+    if usable := case.engines_of(*others):
+        hint = f"use {usable}"
+    elif case.works(engine="cpu"):
+        hint = "use engine: cpu, which is slow, or another model"
     yield case.problem("family-unsupported", ("engine",), what, hint)
 
 
@@ -157,7 +162,8 @@ def _why_no_draft(engine: Engine, case: Case) -> str:
         return why_no_draft(case)
     assert model.draft is not None
     if model.draft.method != "draft_model":
-        return f"the engine {engine} has no drafts by {model.draft.method} | remove draft.method, or use engine: vllm"
+        other = ", or use engine: vllm" if case.works(engine="vllm") else ""
+        return f"the engine {engine} has no drafts by {model.draft.method} | remove draft.method{other}"
     if engine == "cpu":
         return ""
     if engine == "transformers-neuronx":
@@ -200,7 +206,8 @@ def engine_can_quantize(case: Case) -> Iterator[Problem]:
             continue
         if case.engine in HOST_ENGINES or case.engine == "optimum-neuron":
             what = f"{field} has no effect on the engine {case.engine}"
-            hint = f"remove {field}, or use {'nxd-inference' if case.engine == 'optimum-neuron' else 'a Neuron engine'}"
+            other = "a Neuron engine" if case.engine in HOST_ENGINES else case.engines_of("nxd-inference")
+            hint = f"remove {field}, or use {other}" if other else f"remove {field}"
             yield case.problem("quantize-unsupported", (field,), what, hint)
         elif field == "quantize" and (name := _why_no_candidate(case, lambda engine: _unquantizing(engine, case))):
             what = f"{name} cannot quantize {case.family}, the family of {case.model.name}"
@@ -410,7 +417,8 @@ def engine_can_run(case: Case) -> Iterator[Problem]:
     hosts = case.all_hosts.hosts
     if needs_neuron(case.model.engine) and hosts and all(host.emulated or host.topology is None for host in hosts):
         what = f"engine {case.model.engine} needs Neuron devices, but the hosts are emulated or have none"
-        yield case.problem("engine-needs-neuron", ("engine",), what, "use engine: auto, which selects cpu", "warning")
+        hint = "use engine: auto, which selects cpu" if case.works(engine="auto") else "use hosts with Neuron devices"
+        yield case.problem("engine-needs-neuron", ("engine",), what, hint, "warning")
 
 
 def _why_no_candidate(case: Case, why: Callable[[Engine], str]) -> str:

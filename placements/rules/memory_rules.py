@@ -48,7 +48,8 @@ def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
     for tp in degrees_of(case.fleet.types) if model.kind == "generate" else ():
         larger = needs(tp_degree=tp)
         divides = tp > model.tp_degree and checkpoint.heads % tp == 0
-        if divides and any(fits(larger, topology) for topology in case.fleet.types if has_tp(topology, tp)):
+        has_room = any(fits(larger, topology) for topology in case.fleet.types if has_tp(topology, tp))
+        if divides and has_room and case.works(tp_degree=tp):
             yield f"tp_degree {tp} needs {larger.total:.2f} GiB {larger.on_cores(tp)}"
             break
     if any(fits(needs(max_batch=1, max_len=1), topology) for topology in types):
@@ -58,13 +59,14 @@ def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
     supported = case.engine not in (*HOST_ENGINES, "torch-neuronx") and (
         case.engine != "transformers-neuronx" or checkpoint.model_type not in TNX_UNPADDED
     )
-    if model.quantize is None and supported and any(fits(smaller, topology) for topology in types):
+    has_room = any(fits(smaller, topology) for topology in types)
+    if model.quantize is None and supported and has_room and case.works(quantize="int8"):
         yield f"quantize: int8 needs {smaller.total:.2f} GiB {smaller.on_cores(model.tp_degree)}"
     need = needs()
     for topology in TOPOLOGIES.values():
         served = not topology.note and runs_on(case.engine, topology.family)
         if served and topology not in types and case.has_degree(topology) and fits(need, topology):
-            yield f"use {topology.instance}, whose cores have {usable_hbm(topology):.2f} GiB usable"
+            yield f"use a host of type {topology.instance}, whose cores have {usable_hbm(topology):.2f} GiB usable"
             break
 
 

@@ -134,7 +134,7 @@ def _own_options(case: Case) -> Iterator[Problem]:
     for name, value in case.model.engine_options.items():
         path, option = ("engine_options", name), options.get(name)
         if name not in options:
-            close = difflib.get_close_matches(name, options, 1)
+            close = difflib.get_close_matches(name, [known for known in options if _is_of(options[known], value)], 1)
             hint = f"did you mean {close[0]}?" if close else f"options of {engine}: {', '.join(options) or 'none'}"
             if engine == "auto":
                 hint = f"set engine to the one with this option: {' or '.join(AUTO_ENGINES)}"

@@ -19,11 +19,15 @@ from placements.spec.schema import Spec
 
 def pins_within_max(case: Case) -> Iterator[Problem]:
     """There are at most two pins for each replica: one to run on, one for its next revision."""
+    if _single_cores(case):
+        return  # reported by another rule
     pins, most = case.model.cores, 2 * case.model.replicas.max
     if len(pins) > most:
         replicas = counted(case.model.replicas.max, "replica")
         what = f"{len(pins)} pins for at most {replicas}: {_quoted(pins[most])} and later pins are never used"
-        hint = f"raise replicas.max to {len(pins)}, or remove pins: an update uses at most one more for each replica"
+        raised = case.model.replicas.model_copy(update={"max": len(pins)})
+        hint = "remove pins: an update uses at most one more for each replica"
+        hint = f"raise replicas.max to {len(pins)}, or {hint}" if case.works(replicas=raised) else hint
         yield case.problem("too-many-pins", ("cores", most), what, hint)
 
 
@@ -42,7 +46,12 @@ def pins_on_known_hosts(case: Case) -> Iterator[Problem]:
     for i, pin in enumerate(case.model.cores):
         if names and pin.host is not None and pin.host not in names:
             what = f'pin {_quoted(pin)} names the unknown host "{pin.host}"; the hosts are {_some([*names])}'
-            yield case.problem("pin-unknown-host", ("cores", i), what, f'write "{next(iter(names))}:{pin.cores}"')
+            others = [Pin(pin.cores, name) for name in names]
+            if pin.host.isdecimal() and int(pin.host) < pin.cores.first:  # "0:7", a range in another notation
+                others = [Pin(CoreRange(int(pin.host), pin.cores.last))]
+            meant = next((other for other in others if _works(case, i, other)), None)
+            hint = "name one of the hosts" if meant is None else f"write {_quoted(meant)}"
+            yield case.problem("pin-unknown-host", ("cores", i), what, hint)
 
 
 def pins_inside_host(case: Case) -> Iterator[Problem]:
@@ -67,12 +76,20 @@ def pins_off_reserved(case: Case) -> Iterator[Problem]:
 def pins_as_long_as_tp(case: Case) -> Iterator[Problem]:
     """A pin has tp_degree cores."""
     tp = case.model.tp_degree
+    if case.hosts and _single_cores(case):
+        count = len(case.model.cores)
+        what = f"cores lists {count} single cores, but each item is the range of one replica, and tp_degree is {tp}"
+        ranges = ", ".join(map(_quoted, _ranges(case)))
+        hint = f"write cores: [{ranges}]" if ranges else f"write a range of {tp} cores for each replica"
+        yield case.problem("pin-length", ("cores",), what, hint)
+        return
     for i, pin in enumerate(case.model.cores):
-        if len(pin.cores) != tp and case.hosts:
+        if len(pin.cores) != tp and case.hosts and (pin.host is None or pin.host in case.all_hosts.names):
             what = f"pin {_quoted(pin)} has {counted(len(pin.cores), 'core')}, but tp_degree is {tp}"
-            fitting = Pin(CoreRange.of_length(pin.cores.first, tp), pin.host)
-            hint = f"pin to {_quoted(fitting)}, or set tp_degree to {len(pin.cores)}"
-            yield case.problem("pin-length", ("cores", i), what, hint)
+            fitting, length = Pin(CoreRange.of_length(pin.cores.first, tp), pin.host), len(pin.cores)
+            ways = [f"pin to {_quoted(fitting)}"] if _works(case, i, fitting) else []
+            ways += [f"set tp_degree to {length}"] if case.works(tp_degree=length) else []
+            yield case.problem("pin-length", ("cores", i), what, ", or ".join(ways) or f"pin to {tp} free cores")
 
 
 def pins_have_their_degree(case: Case) -> Iterator[Problem]:
@@ -110,8 +127,11 @@ def pins_are_aligned(case: Case) -> Iterator[Problem]:
             aligned = on_each(types, lambda topology: f"multiples of {steps[topology]}")  # noqa: B023
         what = f"pin {_quoted(pin)} begins at core {pin.cores.first}; tp_degree {tp} must begin at {aligned}"
         least = min(steps.values())
-        lower = Pin(CoreRange.of_length(pin.cores.first // least * least, tp), pin.host)
-        yield case.problem("pin-misaligned", ("cores", i), what, f"pin to {_quoted(lower)}")
+        first = pin.cores.first // least * least
+        near = [Pin(CoreRange.of_length(start, tp), pin.host) for start in (first, first + least)]
+        free = next((other for other in near if _works(case, i, other)), None)
+        hint = "pin to other cores" if free is None else f"pin to {_quoted(free)}"
+        yield case.problem("pin-misaligned", ("cores", i), what, hint)
 
 
 PIN_RULES: tuple[FieldRule, ...] = (
@@ -156,6 +176,19 @@ def pins_do_not_overlap(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
             )
 
 
+def pins_are_free(case: Case) -> Iterator[Problem]:
+    """No pin of the model shares a core with another pin. For values that hints name: it does not read all pairs."""
+    cored = {host.name: FreeCores.of(host) for host in case.all_hosts.hosts if host.cores}
+    claims = list(_claims(case.spec, case.all_hosts.hosts, cored))
+    own = [claim for claim in claims if claim.model == case.model.name]
+    for claim in own:
+        for other in claims:
+            if other is not claim and _clash(other, claim, surely=len(cored) <= 1):
+                yield case.problem("pin-overlap", ("cores", claim.number), "it shares a core")
+    if own and len(cored) > 1 and None in assign([claim.pin for claim in claims], cored):
+        yield case.problem("pin-overlap", ("cores",), "not all pins have a host")
+
+
 def _claims(spec: Spec, hosts: Sequence[Host], cored: Mapping[str, FreeCores]) -> Iterator[_Claim]:
     for model in spec.models:
         if any(host.topology and not takes_cores(model.engine, host) for host in hosts):
@@ -186,6 +219,30 @@ def _overlap(spec: Spec, later: _Claim, earlier: _Claim, further: str = "") -> P
     what = f'pin {_quoted(later.pin)} of "{later.model}" shares {cores} with {other}, {_quoted(earlier.pin)}{further}'
     place = spec.where("models", later.model, "cores", later.number)
     return Problem("pin-overlap", "error", place, what, "move one of the two")
+
+
+def _works(case: Case, number: int, pin: Pin) -> bool:
+    """Returns whether another pin in place of one is without new errors."""
+    pins = case.model.cores
+    return case.works("cores", number, cores=(*pins[:number], pin, *pins[number + 1 :]))
+
+
+def _single_cores(case: Case) -> bool:
+    """Returns whether the pins list the cores of replicas one by one."""
+    return (
+        case.model.tp_degree > 1 and len(case.model.cores) > 1 and all(len(pin.cores) == 1 for pin in case.model.cores)
+    )
+
+
+def _ranges(case: Case) -> tuple[Pin, ...]:
+    """Returns the ranges that a list of single cores means; () if they are none that a model may have."""
+    tp, hosts = case.model.tp_degree, {pin.host for pin in case.model.cores}
+    cores = sorted({pin.cores.first for pin in case.model.cores})
+    firsts = cores[::tp]
+    if len(hosts) > 1 or [core for first in firsts for core in CoreRange.of_length(first, tp)] != cores:
+        return ()
+    pins = tuple(Pin(CoreRange.of_length(first, tp), next(iter(hosts))) for first in firsts)
+    return pins if case.works(cores=pins) else ()
 
 
 def _pinned(case: Case) -> Iterator[tuple[int, Pin, list[Host]]]:

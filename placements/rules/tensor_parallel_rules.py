@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from placements.facts.plural import counted
 from placements.facts.topology import DEGREES, Topology, degree, documented
-from placements.rules.case import Case, on_each
+from placements.rules.case import Case, joined, on_each
 from placements.spec.problems import Problem
 
 
@@ -22,14 +22,19 @@ def degree_is_legal(case: Case) -> Iterator[Problem]:
         if len(types) > 1:
             sizes = on_each(types, lambda topology: counted(topology.cores, "core"))
             what = f"tp_degree {tp} exceeds the cores of every host: {sizes}"
-        fitting = sorted({tp for degrees in supported.values() for tp in degrees})
-        hint = f"use one of {_listed(fitting)}, or a larger instance type"
+        every = sorted({tp for degrees in supported.values() for tp in degrees})
+        fitting = [tp for tp in every if case.works(tp_degree=tp)]
+        hint = f"use {joined(fitting, 'or')}, or a larger instance type" if fitting else "use a larger instance type"
         yield case.problem("degree-exceeds-host", path, what, hint)
     elif not legal:
-        what = f"tp_degree {tp} is not supported on {types[0].family} ({_listed(supported[types[0]])})"
+        what = f"tp_degree {tp} is not supported on {types[0].family} ({joined(supported[types[0]])})"
         if len(types) > 1:
-            what = f"tp_degree {tp} is not supported on any host: {on_each(types, lambda t: _listed(supported[t]))}"
-        hint = f"use one of these, or add allow_degrees: [{tp}] if you know that it works"
+            what = f"tp_degree {tp} is not supported on any host: {on_each(types, lambda t: joined(supported[t]))}"
+        every = sorted({tp for degrees in supported.values() for tp in degrees})
+        fitting = [tp for tp in every if case.works(tp_degree=tp)]
+        hint = f"use {joined(fitting, 'or')}" if fitting else "use another tp_degree"
+        if case.works(allow_degrees=(*case.model.allow_degrees, tp)):
+            hint += f", or add allow_degrees: [{tp}] if you know that it works"
         yield case.problem("illegal-degree", path, what, hint)
     elif tp not in case.model.allow_degrees and not any(_is_documented(topology, tp) for topology in legal):
         what = f"tp_degree {tp} is documented on one AWS page only, not in the guides of the engines"
@@ -46,9 +51,10 @@ def heads_divisible(case: Case) -> Iterator[Problem]:
     dividing = [degree for degree in degrees_of(case.fleet.types) if checkpoint.heads % degree == 0]
     what = f"tp_degree {tp} does not divide the {checkpoint.heads} attention heads of {case.model.name}"
     roomy = [degree for degree in dividing if any(case.has_room(degree, topology) for topology in case.fleet.types)]
+    roomy = [degree for degree in roomy if case.works(tp_degree=degree)]
     hint = "add allow_head_padding: true for an engine that pads with zeros"
     if roomy:
-        hint = f"use {_listed(roomy, 'or')}, or {hint}"
+        hint = f"use {joined(roomy, 'or')}, or {hint}"
     yield case.problem("heads-not-divisible", ("tp_degree",), what, hint)
 
 
@@ -59,7 +65,9 @@ def experts_divisible(case: Case) -> Iterator[Problem]:
         return
     dividing = [degree for degree in degrees_of(case.fleet.types) if experts % degree == 0 or degree % experts == 0]
     what = f"tp_degree {tp} and the {experts} experts of {case.model.name} do not divide each other"
-    yield case.problem("experts-not-divisible", ("tp_degree",), what, f"use {_listed(dividing, 'or')}")
+    dividing = [degree for degree in dividing if case.works(tp_degree=degree)]
+    hint = f"use {joined(dividing, 'or')}" if dividing else "use another degree or engine"
+    yield case.problem("experts-not-divisible", ("tp_degree",), what, hint)
 
 
 # Formatting
@@ -73,8 +81,3 @@ def _is_documented(topology: Topology, tp: int) -> bool:
 def degrees_of(types: Sequence[Topology]) -> list[int]:
     """Returns the degrees that any of the types supports, ascending."""
     return sorted({tp for topology in types for tp in DEGREES[topology.family] if tp <= topology.cores})
-
-
-def _listed(numbers: Sequence[int], word: str = "and") -> str:
-    words = [str(number) for number in numbers]
-    return f"{', '.join(words[:-1])} {word} {words[-1]}" if len(words) > 1 else "".join(words)

@@ -69,6 +69,25 @@ class Pin:
         return f"{self.host}:{self.cores}" if self.host else str(self.cores)
 
 
+_RANGE_TEXT = re.compile(r"\s*(\d{1,3})\s*(?:(?:-|\.\.|:|to)\s*(\d{1,3}))?\s*")
+
+
+def ranges_in(value: object) -> tuple[CoreRange, ...]:
+    """Returns the ranges of cores that a value in another notation means, with adjacent ones joined; () if it means
+    none."""
+    items = value if isinstance(value, list) else str(value).split(",")
+    cores: set[int] = set()
+    for item in items if isinstance(value, list | str | int) and not isinstance(value, bool) else ():
+        match = _RANGE_TEXT.fullmatch(str(item))
+        if match is None:
+            return ()
+        ends = sorted((int(match[1]), int(match[2] or match[1])))
+        cores |= set(range(ends[0], ends[1] + 1))
+    firsts = [core for core in sorted(cores) if core - 1 not in cores]
+    lasts = [core for core in sorted(cores) if core + 1 not in cores]
+    return tuple(map(CoreRange, firsts, lasts))
+
+
 def _pin(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, str | int):
         return value
@@ -202,7 +221,7 @@ def choice(*known: int) -> BeforeValidator:
     return BeforeValidator(judge)
 
 
-_RANGE_HINT = 'write "0-7", or "inf2.48xlarge/0:0-7" to name the host as well'
+_RANGE_HINT = 'a range is written like "0-7", with its host like "inf2.48xlarge/0:0-7"'
 _SOURCE_HINT = "a source is a path, s3://bucket/prefix or a hub id like org/model"
 
 T = TypeVar("T")

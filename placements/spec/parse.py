@@ -25,7 +25,7 @@ from placements.spec.key_names import (
     shortened,
     shown_as,
 )
-from placements.spec.notation import NAME, NAME_RULE
+from placements.spec.notation import NAME, NAME_RULE, ranges_in
 from placements.spec.other_formats import other_format
 from placements.spec.other_names import OTHER_PLACES, OTHER_VALUES, converted
 from placements.spec.problems import Problem, has_errors, in_order
@@ -308,7 +308,7 @@ class _Reader:
             where = (*path, key)
             elsewhere = _elsewhere(key, path, meant)
             meant = None if elsewhere else meant
-            hint = elsewhere or did_you_mean([meant] if meant else []) or _belongs(key, path)
+            hint = elsewhere or (_meant(key, meant, value) if meant else _belongs(key, path))
             hint = hint or nearest_keys(key, allowed)
             self._report("unknown-key", where, f'"{shortened(key)}" is not a known key{_of(path)}', hint)
             if meant and meant not in values and meant not in result:
@@ -382,7 +382,9 @@ class _Reader:
             field = type_at(where[:-1]).key
         if kind == "value_error":
             what = str(context.get("error", error["msg"]))
-            self._report(field.reported.id, where, f"{label}: {what}", field.reported.hint)
+            self._report(
+                field.reported.id, where, f"{label}: {what}", _range_of(where, error["input"]) or field.reported.hint
+            )
         elif kind in _BOUNDS:
             hint = _degrees(self._hosts_read) if label == "tp_degree" else field.reported.bound_hint
             what = f"{label} is {shown}; it must be {_BOUNDS[kind]} {next(iter(context.values()), '')}"
@@ -399,9 +401,9 @@ class _Reader:
             hint = did_you_mean([close] if close in choices else [])
             self._report("unknown-value", where, f"{label} is {shown}; it must be {field.wanted}", hint)
         else:
-            self._wrong_type(where)
+            self._wrong_type(where, hint=_range_of(where, error["input"]))
 
-    def _wrong_type(self, where: Path, label: str = "", wanted: str = "") -> None:
+    def _wrong_type(self, where: Path, label: str = "", wanted: str = "", hint: str = "") -> None:
         label, wanted = label or label_of(where), wanted or type_at(where).wanted
         written = self._tree.written.get(where)
         if written is None or written.kind == "empty":
@@ -417,10 +419,15 @@ class _Reader:
             if written.kind == "a boolean":
                 reading = "true" if written.text.lower() in ("on", "yes", "true") else "false"
             what = f"{label} is {written.text}, which YAML reads as {reading}; it must be {wanted}"
-            self._report("yaml-unquoted", where, what, f'write "{written.text}" in quotes')
+            choices = type_at(where).choices
+            hint = f'write "{written.text}" in quotes' if not choices or written.text in choices else ""
+            self._report("yaml-unquoted", where, what, hint)
             return
-        hint = ""
-        if written.kind == "text" and not written.plain and wanted.startswith(("a whole number", "1")):
+        if (
+            written.kind == "text"
+            and written.text.strip("'\"").isdecimal()
+            and wanted.startswith(("a whole number", "1"))
+        ):
             hint = "write the number without quotes"
         if where == ("models",) and written.kind == "a list":
             hint = "write each model as NAME: {source: ...} instead of a list item"
@@ -462,6 +469,25 @@ def _paths(path: Path, value: Any) -> Iterator[Path]:
     if isinstance(value, (dict, list)):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _paths((*path, key), inner)
+
+
+def _range_of(where: Path, value: object) -> str:
+    """Returns a hint with the ranges that other notations of `cores` mean: "0-7", 0, "0..7", or a list of cores."""
+    if where[:1] != ("models",) or "cores" not in where[2:3]:
+        return ""
+    meant = ranges_in(value)
+    ranges = ", ".join(f'"{cores}"' for cores in meant if len(meant) > 1 or len(cores) > 1)
+    if len(where) > 3:
+        return f"write {ranges}" if ranges and "," not in ranges else ""
+    return f"write cores: [{ranges}]" if ranges else ""
+
+
+def _meant(key: str, meant: str, value: Any) -> str:
+    """Returns a hint with the meant key, and with the value where that is written differently."""
+    here = converted(normalized(key), meant, value)
+    if here is value:
+        return did_you_mean([meant])
+    return "remove it" if here is None else f"write {meant}: {str(here).replace(chr(39), '')}"
 
 
 def _belongs(key: str, path: Path) -> str:

@@ -405,6 +405,27 @@ def test_shares_of_a_real_host_never_exceed_it() -> None:
     assert ids(one_model("replicas: 24")) == []
 
 
+@pytest.mark.parametrize(
+    ("cores", "replicas", "hint"),
+    [
+        ("[0, 1, 2, 3, 4, 5, 6, 7]", 1, 'write cores: ["0-7"]'),
+        (f"{list(range(16))}", 2, 'write cores: ["0-7", "8-15"]'),
+        (f"{list(range(1, 9))}", 1, "write a range of 8 cores for each replica"),  # it begins at an odd core
+        ("[0, 1, 2, 5]", 1, "write a range of 8 cores for each replica"),
+    ],
+)
+def test_a_list_of_single_cores_is_one_error_with_the_ranges(cores: str, replicas: int, hint: str) -> None:
+    """Each item is the range of a replica; the ranges are named if the model may have them."""
+    text = f"{REAL}models:\n  a: {{source: ./a, tp_degree: 8, replicas: {replicas}, cores: {cores}}}\n"
+    [problem] = problems_of(text)
+    assert (problem.id, problem.hint) == ("pin-length", hint)
+
+
+def test_a_range_with_a_colon_is_one_error() -> None:
+    [problem] = problems_of(f"{REAL}models:\n  a: {{source: ./a, tp_degree: 8, cores: ['0:7']}}\n")
+    assert (problem.id, problem.hint) == ("pin-unknown-host", 'write "0-7"')
+
+
 def test_max_counts_the_min_of_models_of_the_same_or_a_higher_rank() -> None:
     """b's min prevents a's max; c ranks lower and does not."""
     text = REAL + (

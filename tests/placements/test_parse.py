@@ -349,10 +349,10 @@ def test_each_error_is_reported_once_at_its_place(text: str | bytes, id: str, wh
         (model("amp: bf16"), 'did you mean "dtype"?'),
         (model("replica: 2"), 'did you mean "replicas"?'),
         (model("max_lenn: 512"), 'did you mean "max_len"?'),
-        (model("load_in_8bit: true"), 'did you mean "quantize"?'),
+        (model("load_in_8bit: true"), "write quantize: int8"),
         (model("gqa: shard-over-heads"), 'did you mean "group_query_attention"?'),
-        (model("anti_affinity: true"), 'did you mean "spread"?'),
-        (model("max_per_host: 2"), 'did you mean "spread"?'),
+        (model("anti_affinity: true"), "write spread: host"),
+        (model("max_per_host: 2"), "write spread: {host: 2}"),
         (model("spread: {max_per_host: 2}"), 'did you mean "host"?'),
         (model("memory: 12"), 'did you mean "host_memory_gib"?'),
         ("hosts: {instance: inf2.xlarge, reserve: {memory: 4}}\n" + MODELS, 'did you mean "memory_gib"?'),
@@ -370,7 +370,7 @@ def test_each_error_is_reported_once_at_its_place(text: str | bytes, id: str, wh
         (model("dtype: float16"), 'did you mean "fp16"?'),
         (model('max_len: "512"'), "write the number without quotes"),
         (model("max_len: 0512"), "write 512 without leading zeros"),
-        (model("engine: no"), 'write "no" in quotes'),
+        (model("revision: no"), 'write "no" in quotes'),
         ("models:\n\ta: 1", "indent with spaces, not with tabs"),
         ("a: b: c", "quote a value"),
         ("models: [{source: ./a}]", "write each model as NAME: {source: ...} instead of a list item"),
@@ -436,6 +436,24 @@ def test_a_file_of_another_tool_is_one_error_with_its_format(text: str | bytes, 
     assert (problem.id, problem.severity, problem.where) == ("not-a-spec", "error", "f.yaml:1:1")
     assert what in problem.what
     assert hint in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("cores", "hint"),
+    [
+        ('"0-7"', 'write cores: ["0-7"]'),
+        ('"0,1,2,3,4,5,6,7"', 'write cores: ["0-7"]'),
+        ("[[0, 1, 2, 3, 4, 5, 6, 7]]", 'write "0-7"'),
+        ('["0,1,2,3,4,5,6,7"]', 'write "0-7"'),
+        ('["0..7"]', 'write "0-7"'),
+        ('["7-0"]', 'write "0-7"'),
+        ("{first: 0}", ""),
+        ("0", ""),
+    ],
+)
+def test_cores_in_another_notation_are_one_error_with_the_right_one(cores: str, hint: str) -> None:
+    problem = only(f"models: {{a: {{engine: echo, tp_degree: 8, cores: {cores}}}}}\n")
+    assert problem.hint == hint
 
 
 @pytest.mark.parametrize("text", [MODELS + "hosts: {emulate: inf2.xlarge}\n", model("cmd: x") + "version: 1\n"])

@@ -58,12 +58,18 @@ def test_a_flag_is_checked_against_the_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
-    [("max-logprobs", "max_logprobs"), ("no_async_scheduling", "async_scheduling"), ("enforce_eagr", "enforce_eager")],
+    ("name", "value", "meant"),
+    [
+        ("max-logprobs", 1, "max_logprobs"),
+        ("no_async_scheduling", True, "async_scheduling"),
+        ("enforce_eagr", True, "enforce_eager"),
+        ("max_num_seq", 1, "set max_batch"),
+        ("worker_clas", "x", "remove it"),
+    ],
 )
-def test_an_unknown_flag_gets_the_nearest_names(name: str, meant: str) -> None:
-    """With dashes, in the negative form, or misspelt."""
-    ((id, hint),) = said({name: 1})
+def test_an_unknown_flag_gets_the_nearest_names(name: str, value: object, meant: str) -> None:
+    """With dashes, in the negative form, or misspelt; only names that accept the value and may be set."""
+    ((id, hint),) = said({name: value})
     assert (id, meant in hint) == ("unknown-engine-option", True)
 
 

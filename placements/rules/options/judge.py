@@ -61,7 +61,8 @@ def check_options(scope: Scope, values: Mapping[str, Any], fields: Mapping[str, 
         if reason is not None:
             yield Finding("unknown-engine-option", (name,), *reason)
         elif option is None:
-            yield Finding("unknown-engine-option", (name,), *_unknown(scope, name, options, fields))
+            fitting = {known: option for known, option in options.items() if option.accepts(value)}
+            yield Finding("unknown-engine-option", (name,), *_unknown(scope, name, fitting, fields))
         elif not _has(scope.newest, option):
             yield Finding("unknown-engine-option", (name,), *_other_version(scope, name, option))
         else:
@@ -93,9 +94,10 @@ def _check_value(scope: Scope, path: tuple[str, ...], option: Option, value: Any
             if reason is not None:
                 yield Finding("unknown-engine-option", (*path, name), *reason)
             elif name not in inner:
-                near = difflib.get_close_matches(name, inner, 1)
+                settable = [known for known in inner if _owned(scope, (table,), known, held, path) is None]
+                near = difflib.get_close_matches(name, [one for one in settable if inner[one].accepts(held)], 1)
                 what = f'{_label(path)}: "{name}" is not an option of {option.table}'
-                hint = f'did you mean "{near[0]}"?' if near else f"its options: {', '.join(inner)}"
+                hint = f'did you mean "{near[0]}"?' if near else f"its options: {', '.join(settable)}"
                 yield Finding("unknown-engine-option", (*path, name), what, hint)
             elif not _has(scope.newest, inner[name]):
                 yield Finding("unknown-engine-option", (*path, name), *_other_version(scope, name, inner[name]))
@@ -145,9 +147,11 @@ def _unknown(scope: Scope, name: str, options: Mapping[str, Option], fields: Map
         if other != scope.engine and name in known_options(Scope(other, None, "", "")):
             return what, f"it is an option of the engine {other}"
     near = difflib.get_close_matches(name, [*options], 1) or difflib.get_close_matches(name.lower(), [*options], 1)
-    if near:
-        field = next((held[near[0]] for held in FIELDS.values() if near[0] in held), "")
-        return what, f'did you mean "{near[0]}"?' + (f" set {field}" if field else "")
+    if near and (field := next((held[near[0]] for held in FIELDS.values() if near[0] in held), "")):
+        return what, f"set {field}"
+    tables = (f"{scope.package}.NeuronConfig", scope.package)
+    if near and _owned(scope, tables, near[0], "") is None and _has(scope.newest, options[near[0]]):
+        return what, f'did you mean "{near[0]}"?'
     return what, f"docs/spec.md lists the options of {scope.engine}"
 
 

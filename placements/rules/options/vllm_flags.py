@@ -73,8 +73,8 @@ def check_flags(values: Mapping[str, Any], version: str = "", release: str = "")
         if name in FIELDS or name in REFUSED:
             yield _owned(name)
         elif option is None:
-            yield _unknown(name, version)
-        elif version and option.first and not (reaches(version, option.first) and reaches(option.last, version)):
+            yield _unknown(name, value, version)
+        elif not _in_version(option, version):
             yield _other_version(name, option, version, release)
         elif (finding := wrong_value((name,), option, value) or _wrong_list(name, value)) is not None:
             yield finding
@@ -85,6 +85,10 @@ def check_flags(values: Mapping[str, Any], version: str = "", release: str = "")
             yield Finding("unknown-engine-option", (name, "reasoning_parser_plugin"), what, "remove it")
 
 
+def _in_version(option: Option, version: str) -> bool:
+    return not version or not option.first or (reaches(version, option.first) and reaches(option.last, version))
+
+
 def _owned(name: str) -> Finding:
     if name in FIELDS:
         what = f'engine_options: "{name}" of vLLM is set by a field of the spec'
@@ -93,10 +97,14 @@ def _owned(name: str) -> Finding:
     return Finding("unknown-engine-option", (name,), what, "remove it")
 
 
-def _unknown(name: str, version: str) -> Finding:
+def _unknown(name: str, value: Any, version: str) -> Finding:
     which = version or f"{VERSIONS[0]} to {VERSIONS[-1]}"
     what = f'engine_options: "{name}" is not a flag of vLLM {which}'
     near = difflib.get_close_matches(name.lower().replace("-", "_").removeprefix("no_"), _KNOWN, 3)
+    if near and near[0] in FIELDS:
+        return Finding("unknown-engine-option", (name,), what, f"set {FIELDS[near[0]]}")
+    near = [flag for flag in near if flag not in REFUSED and flag not in FIELDS and _in_version(_KNOWN[flag], version)]
+    near = [flag for flag in near if _KNOWN[flag].accepts(value)]
     if not near:
         return Finding("unknown-engine-option", (name,), what, "remove it; `vllm serve --help=all` lists the flags")
     hint = f'did you mean "{near[0]}"?' if len(near) == 1 else f"the nearest are {', '.join(near)}"
