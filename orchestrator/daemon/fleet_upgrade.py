@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from orchestrator.daemon.controller_follower import STATUS_WAIT_S, ControllerFollower
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord
@@ -51,7 +53,9 @@ class FleetUpgrade:
             return
         if record is not None:
             self._before = record.version
-        _, status = self._follower.ask(self._status)
+        if (reply := self._status()) is None:
+            return
+        _, status = reply
         if status.get("maintenance") is not None:
             message = f"a maintenance of hosts is in progress: {', '.join(status['maintenance']['hosts'])}"
             raise Failed("upgrade-refused", message, "wait for its end, or run `corewright hosts stop`")
@@ -67,7 +71,7 @@ class FleetUpgrade:
         self._report("replacing the host actors and the gateways, host after host")
         self._follower.ask(lambda: self._follower.controller.retry_upgrade.remote())  # if an earlier command has failed
         unheard_until = time.monotonic() + UNHEARD_S
-        while (reply := self._follower.ask(self._status)) is not None:  # None: this process ends
+        while (reply := self._status()) is not None:  # None: this process ends
             self._seen, status = reply
             versions = [gateway["version"] for gateway in status["gateways"]]
             others = status["versions"] or {"host_actors": {}, "problem": None}
@@ -82,7 +86,7 @@ class FleetUpgrade:
 
     def await_replicas(self, revision: int) -> None:
         """Wait until every replica runs this version. Raises Failed if that fails: models then have their old ones."""
-        while (reply := self._follower.ask(self._status)) is not None:  # None: this process ends
+        while (reply := self._status()) is not None:  # None: this process ends
             self._seen, status = reply
             rollout = status["rollout"]
             if status["revision"] != revision:
@@ -95,5 +99,7 @@ class FleetUpgrade:
                 message = f"the rollout of revision {revision} is {rollout['state']}: {rollout['reason']}"
                 raise Failed("upgrade-failed", message, GO_BACK.format(self._before))
 
-    def _status(self) -> Any:
-        return self._follower.controller.status.remote(self._seen, STATUS_WAIT_S)
+    def _status(self) -> tuple[int, dict[str, Any]] | None:
+        """Returns a newer status, in the form of its JSON: controllers of older versions tell it so. None: the end."""
+        reply = self._follower.ask(lambda: self._follower.controller.status.remote(self._seen, STATUS_WAIT_S))
+        return None if reply is None else (reply[0], msgspec.to_builtins(reply[1]))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import msgspec.structs
 
+from orchestrator.fleet.fleet_status import GatewayInFleet
 from orchestrator.fleet.gateway_places import HEAD, ClusterMachine, wanted_gateways
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import is_loopback
@@ -35,17 +35,17 @@ def loopback_warning(host: str, places_on: str, machines: int) -> Problem | None
     )
 
 
-def are_starting(gateways: Sequence[Mapping[str, Any]]) -> bool:
+def are_starting(gateways: Sequence[GatewayInFleet]) -> bool:
     """Returns whether a gateway of the controller's status may still start."""
-    return not gateways or any(gateway["state"] == "starting" for gateway in gateways)
+    return not gateways or any(gateway.state == "starting" for gateway in gateways)
 
 
-def not_started(gateways: Sequence[Mapping[str, Any]], places_on: str, log: str) -> list[str]:
+def not_started(gateways: Sequence[GatewayInFleet], places_on: str, log: str) -> list[str]:
     """Returns why gateways do not run, each with its machine. Raises Failed if none runs; ``log`` is its log there."""
     causes = [
-        f"{gateway['machine']}: {gateway['reason'] or 'it has not started yet'}"
+        f"{gateway.machine}: {gateway.reason or 'it has not started yet'}"
         for gateway in gateways
-        if gateway["address"] is None
+        if gateway.address is None
     ]
     if len(causes) < len(gateways):
         return causes

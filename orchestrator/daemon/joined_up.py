@@ -34,6 +34,7 @@ from orchestrator.daemon.gateway_readiness import wait_for_gateway
 from orchestrator.daemon.head_loss import head_loss_warning
 from orchestrator.daemon.joined_gateways import are_starting, client_url, loopback_warning, not_started
 from orchestrator.fleet.controller_settings import ControllerSettings, FleetSettings
+from orchestrator.fleet.fleet_status import GatewayInFleet
 from orchestrator.fleet.gateway_places import wanted_gateways
 from orchestrator.process.child_process import apart
 from orchestrator.process.failure import Failed
@@ -329,12 +330,12 @@ class JoinedUp:
     def _wait_for_gateways(self) -> None:
         """Wait until each gateway runs or cannot start. Raises Failed if none runs."""
         deadline = time.monotonic() + GATEWAYS_S
-        gateways: list[dict[str, Any]] = []
+        gateways: Sequence[GatewayInFleet] = ()
         while are_starting(gateways) and time.monotonic() < deadline:
             reply = self._follower.ask(lambda: self._follower.controller.status.remote(0, 0.0))
             if reply is None:
                 return
-            gateways = reply[1]["gateways"]
+            gateways = reply[1].gateways
             time.sleep(RECORD_POLL_S)
         for cause in not_started(gateways, self._options.gateways_on, str(self._home.logs / "gateway.log")):
             self._report(f"the gateway does not run on {cause}")

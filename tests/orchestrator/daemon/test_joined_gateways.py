@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import msgspec
 import pytest
 
 from orchestrator.cli.tables import status_text
 from orchestrator.daemon.joined_gateways import are_starting, client_url, loopback_warning, not_started
+from orchestrator.fleet.fleet_status import GatewayInFleet
 from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.failure import Failed
@@ -20,9 +20,9 @@ MACHINES = [
 ]
 
 
-def gateway(machine: str, state: str, address: str | None = None, reason: str | None = None) -> dict[str, Any]:
+def gateway(machine: str, state: str, address: str | None = None, reason: str | None = None) -> GatewayInFleet:
     known = {"machine": machine, "host": None, "address": address, "state": state, "reason": reason}
-    return {**known, "version": None, "routes_age_s": 1.5 if address else None}
+    return msgspec.convert({**known, "version": None, "routes_age_s": 1.5 if address else None}, GatewayInFleet)
 
 
 @pytest.mark.parametrize(
@@ -62,5 +62,5 @@ def test_up_fails_if_no_gateway_runs_and_names_those_that_do_not() -> None:
 
 def test_the_status_shows_each_gateway() -> None:
     gateways = [gateway("a", "ready", "http://a:8080"), gateway("b", "failed")]
-    text = status_text(status_of({**STATUS, "gateways": gateways}))
+    text = status_text(status_of({**STATUS, "gateways": msgspec.to_builtins(gateways)}))
     assert "gateway of a: http://a:8080, ready, routes 2 s old\ngateway of b: b, failed" in text
