@@ -26,19 +26,31 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json(path / "config.json")
 
 
+# Suffixes of the files that a model is loaded from; servers write others beside them, such as logs.
+_LOADED = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py", ".gguf", ".neff"}
+)
+# Folders that a load writes: vLLM on Neuron compiles into the first, beside the weights.
+_WRITTEN_BY_LOADS = frozenset({"neuron-compiled-artifacts", "__pycache__", ".cache"})
+
+
 def contents_of(folders: Iterable[Path]) -> str:
-    """Returns a fingerprint of the files of folders: it changes if a file is replaced, added, removed or rewritten.
+    """Returns a fingerprint of the files of folders that a model is loaded from: it changes if one is replaced, added,
+    removed or rewritten.
 
     By name, size and time of modification: reading the weights would take as long as loading them. A file that cannot
-    be read is left to the load.
+    be read is left to the load. What a server writes there while it runs does not count.
     """
     digest = blake2s(digest_size=10)
     for folder in folders:
         for file in sorted(folder.rglob("*")):
+            within = file.relative_to(folder)
+            if file.suffix not in _LOADED or not _WRITTEN_BY_LOADS.isdisjoint(within.parts):
+                continue
             with contextlib.suppress(OSError):
                 status = file.stat()
                 if stat.S_ISREG(status.st_mode):
-                    name = os.fsencode(file.relative_to(folder))
+                    name = os.fsencode(within)
                     digest.update(b"%b\0%d\0%d\0" % (name, status.st_size, status.st_mtime_ns))
     return digest.hexdigest()
 

@@ -11,8 +11,24 @@ import pytest
 
 from workers.engines import safetensors_headers
 from workers.engines.checkpoint_check import check_checkpoint
-from workers.engines.checkpoint_files import check_rotary
+from workers.engines.checkpoint_files import check_rotary, contents_of
 from workers.messages.engine_protocol import EngineLoadError
+
+
+def test_what_a_server_writes_beside_a_model_is_no_change_of_the_model(tmp_path: Path) -> None:
+    """A log, or what vLLM on Neuron compiles; a file that the model is loaded from is a change, in subfolders too."""
+
+    def contents_with(name: str) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("written")
+        return contents_of([tmp_path])
+
+    before = contents_with("config.json")
+    written = ("received.jsonl", "neuron-compiled-artifacts/a1/model.pt", ".cache/huggingface/config.json")
+    assert {contents_with(name) for name in written} == {before}
+    assert len({before, *map(contents_with, ("model.safetensors", "1_Pooling/config.json", "code.py"))}) == 4
+
 
 BASE = {"rope_type": "default", "rope_theta": 500_000.0}
 
