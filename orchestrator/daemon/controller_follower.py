@@ -20,7 +20,8 @@ STATUS_WAIT_S = 1.0  # longest background call to Ray, which the shutdown waits 
 CONTROLLER_AWAY_S = 30.0  # a restart takes 2 s
 CONTROLLER_RETRY_S = 0.2
 CONTROLLER_THERE_S = 5.0  # a call that lasted this long had a controller: without one it fails immediately
-CONTROLLER_LATE_S = 12.0  # for a status; after two in a row, the controller hangs
+CONTROLLER_LATE_S = 12.0  # for a status
+PING_S = 6.0  # for a reply to the next two calls, which a living controller answers at once
 WATCH_POLL_S = 0.5  # a change is applied once two readings agree
 
 
@@ -46,11 +47,10 @@ class ControllerFollower:
         self._away_s = away_s
         self._seen = 0  # the version of the status that was reported last
         self._process: Process | None = None  # the controller's
-        self._late = 0  # calls in a row without a reply in time
 
     def ask(self, call: Callable[[], Any], within_s: float | None = None) -> Any:
         """Returns the result of ``call``, retried while the controller restarts; None once the fleet ends. A controller
-        that twice does not reply ``within_s`` is killed, and Ray restarts it.
+        that does not reply ``within_s`` and hangs is killed, and Ray restarts it.
 
         Raises Failed if the controller does not come back."""
         from orchestrator.on_ray.calls import ActorUnavailable, CallFailed, CallLate, answer
@@ -59,12 +59,9 @@ class ControllerFollower:
         while not self.ending:
             started = time.monotonic()
             try:
-                reply = answer(call, within_s)
-                self._late = 0
-                return reply
+                return answer(call, within_s)
             except CallLate as error:
-                self._late += 1
-                if self._late > 1:  # once can be a pause of the whole machine
+                if self._hangs():  # else it still adopts its replicas, for half a minute if one does not reply
                     self._end_hung(str(error))
             except CallFailed as error:
                 raise self._failed(f"the controller failed: {error}") from None
@@ -81,8 +78,22 @@ class ControllerFollower:
                 time.sleep(CONTROLLER_RETRY_S)
         return None
 
+    def _hangs(self) -> bool:
+        """Returns whether the controller's process does not reply, twice: once can be a pause of the whole machine."""
+        from orchestrator.on_ray.calls import ActorUnavailable, CallFailed, CallLate, answer
+
+        for _ in range(2):
+            try:
+                answer(lambda: self.controller.process.remote(), PING_S)
+            except CallLate:
+                continue
+            except (ActorUnavailable, CallFailed):
+                return False
+            return False
+        return True
+
     def _end_hung(self, cause: str) -> None:
-        process, self._process, self._late = self._process, None, 0
+        process, self._process = self._process, None
         if process is not None:
             self.report(f"the controller hangs ({cause}) and is restarted")
             end_process(process)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
+from orchestrator.daemon import controller_follower
 from orchestrator.daemon.controller_follower import CONTROLLER_AWAY_S, CONTROLLER_RETRY_S, ControllerFollower
 from orchestrator.daemon.daemon import watched
 from orchestrator.process.awake_clock import LATE_S
 from orchestrator.process.failure import Failed
+from workers.host.lifetime import Process
 
 
 @pytest.mark.parametrize(
@@ -67,3 +70,25 @@ def test_a_pause_of_up_is_not_an_absence_of_the_controller(
         follower.ask(absence)
     allowed = CONTROLLER_AWAY_S / CONTROLLER_RETRY_S
     assert absence.calls == pytest.approx(allowed - len(pauses) * LATE_S / CONTROLLER_RETRY_S, abs=6)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_controller_is_killed_only_if_it_does_not_reply_to_a_ping(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """Its status waits for the replicas that it adopts, which takes half a minute on a cluster if one hangs."""
+    process, killed = Process(4711, 1.0, "here"), list[Process]()
+    monkeypatch.setattr(controller_follower, "end_process", killed.append)
+    monkeypatch.setattr(ray, "get", lambda reply, timeout: reply)
+    replies = iter([late, late, lambda: "status"])
+    follower = ControllerFollower(print, Path("/nowhere"))
+    follower._process = process
+    follower.controller = SimpleNamespace(process=SimpleNamespace(remote=late if hangs else lambda: process))
+
+    assert follower.ask(lambda: next(replies)(), 12.0) == "status"
+    assert killed == [process] * hangs
+
+
+def late() -> Any:
+    """A call of a controller that does not reply in time."""
+    raise ray.exceptions.GetTimeoutError("late")
