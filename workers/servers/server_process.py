@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,12 +16,14 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from workers.host.lifetime import is_stopped
 from workers.host.process_tree import mark_of
 from workers.messages.engine_protocol import EngineLoadError
 
 KEEPER = Path(__file__).with_name("keeper.py")
 POLL_S = 0.2
 REQUEST_S = 5.0
+LOOK_S = 1.0  # between two looks at a keeper
 PASSED_ON = (
     "HOME",
     "LANG",
@@ -147,8 +150,14 @@ class ServerProcess:
         self.stop()
 
     def wait(self) -> int:
-        """Waits for the end of all its processes. Returns the exit code of the first one, 128 + N after a signal N."""
-        return self._keeper.wait()
+        """Waits for the end of all its processes. Returns the exit code of the first one, 128 + N after a signal N.
+
+        A stopped keeper is continued: nobody else notices the end of the server. To kill it would end a healthy one."""
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._keeper.wait(LOOK_S)
+            if is_stopped(self._keeper.pid):
+                self._keeper.send_signal(signal.SIGCONT)
 
     def listens(self, port: int) -> bool:
         """Returns whether one of its processes listens on a TCP port."""
@@ -167,4 +176,4 @@ class ServerProcess:
         """Stops the server and returns when all its processes are gone."""
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
-        self._keeper.wait()
+        self.wait()

@@ -82,6 +82,21 @@ def test_the_death_of_the_first_process_ends_the_others(tmp_path: Path) -> None:
     assert all_gone(processes)
 
 
+@pytest.mark.parametrize("ending", ["by itself", "stopped"])
+def test_a_stopped_keeper_goes_on_and_notices_the_end_of_its_server(tmp_path: Path, ending: str) -> None:
+    """While the server runs, its clients notice nothing."""
+    server, folder = start(tmp_path)
+    processes = tree(folder)
+    os.kill(server._keeper.pid, signal.SIGSTOP)
+
+    if ending == "by itself":
+        processes[0].kill()
+        assert server.wait() == 128 + signal.SIGKILL
+    else:
+        server.stop()
+    assert all_gone(processes)
+
+
 @pytest.mark.parametrize("victims", ["replica", "keeper", "both"])
 def test_no_process_outlives_a_killed_replica(tmp_path: Path, victims: str) -> None:
     """The keeper ends them when the replica is killed; `confirm_death` does where the keeper is gone, too."""
